@@ -1,4 +1,4 @@
-"""Perceiver IO for clips of video, sound and a label: 16 frames, 0.64 s of sound and a class go through 784 latents and come back.
+"""Perceiver IO for clips of video, sound and a label: 16 frames, 0.64 s of sound and a class through 784 latents and back.
 
 Jaegle et al., "Perceiver IO: A General Architecture for Structured Inputs & Outputs" (https://arxiv.org/abs/2107.14795), section
 4.3, with the sizes of deepmind/multimodal-perceiver; with that model's weights it computes what Hugging Face's
@@ -138,7 +138,7 @@ class Attention(nn.Module):
 
     def split(self, x: Tensor) -> Tensor:  # (b, n, c)
         """Channels divided among heads: (b, h, n, c / h)."""
-        return x.unflatten(-1, (self.heads, -1)).transpose(-3, -2)
+        return cast(Tensor, x.unflatten(-1, (self.heads, -1)).transpose(-3, -2))
 
     def forward(self, x: Tensor, inputs: Tensor | None = None) -> Tensor:
         """`x`: (b, n, d_q), or (1, n, d_q) for queries that the whole batch shares; `inputs`: (b, m, d_kv). (b, n, d_q)."""
@@ -262,8 +262,10 @@ class Perceiver(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
+            elif name.endswith("weight") and "norm" not in name:  # as the paper's code: by the width of the input
+                nn.init.trunc_normal_(parameter, std=parameter.shape[1] ** -0.5)
             elif "norm" not in name:
-                nn.init.normal_(parameter, std=0.02)
+                nn.init.trunc_normal_(parameter, std=0.02)
         self._tables: dict[torch.device, dict[str, Tensor]] = {}
 
     def forward(self, video: Tensor, audio: Tensor, label: Tensor, hidden: Tensor, points: Points) -> Decoded:
@@ -306,8 +308,8 @@ class Perceiver(nn.Module):
         rows = []
         for number, (x, position, pad) in enumerate(parts):
             if position is not None and pad is not None:
-                sums = [(each.sum(-1, keepdim=True), each.square().sum(-1, keepdim=True)) for each in (x, position, pad)]
-                total, squares = (sum(each[i] for each in sums) for i in (0, 1))  # (b, m, 1)
+                total = x.sum(-1, keepdim=True) + position.sum(-1, keepdim=True) + pad.sum()  # (b, m, 1)
+                squares = x.square().sum(-1, keepdim=True) + position.square().sum(-1, keepdim=True) + pad.square().sum()
                 spread = (position.expand(b, -1, -1), pad[: varying - x.shape[-1] - position.shape[-1]].expand(b, x.shape[1], -1))
                 x = torch.cat((x, *spread), -1)  # (b, m, varying)
             else:
@@ -349,8 +351,9 @@ class Perceiver(nn.Module):
         return self._tables[where]
 
     def optimizer(self, lr: float, weight_decay: float) -> torch.optim.AdamW:
-        """AdamW in one kernel where there is one."""
-        return torch.optim.AdamW(self.parameters(), lr=lr, weight_decay=weight_decay)
+        """AdamW, in one kernel on CPUs and GPUs. Everything decays."""
+        fused = next(self.parameters()).device.type in ("cpu", "cuda")
+        return torch.optim.AdamW(self.parameters(), lr=lr, weight_decay=weight_decay, fused=fused)
 
 
 def pixels(video: Tensor) -> Tensor:

@@ -75,9 +75,7 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
         raise OutlastError("--frames, --size and --clips are 1 or more; correct them")
     pyav()
     found = plan.listed(request.source, request.to)
-    listed = Path(settings.labels).read_bytes() if settings.labels and Path(settings.labels).is_file() else b""
-    if settings.labels and not listed:
-        raise BadSource(f"there is no list of labels {settings.labels}, or it is empty; name a CSV with file,label")
+    listed = _content(settings.labels) if settings.labels else b""
     about = dataclasses.asdict(settings) | {"labels": hashlib.sha256(listed).hexdigest() if listed else ""}
     source = plan.described(found)
     if there := work.before(request, "video", about, source):
@@ -141,6 +139,18 @@ def _label(name: str, listed: Mapping[str, str], *, divided: bool) -> str:
     return segments[0]
 
 
+def listed(path: str) -> dict[str, str]:
+    """Labels by file or id, from a CSV. Raises BadSource."""
+    return _listed(_content(path), path)
+
+
+def _content(path: str) -> bytes:
+    found = Path(path).read_bytes() if Path(path).is_file() else b""
+    if not found:
+        raise BadSource(f"there is no list of labels {path}, or it is empty; name a CSV with file,label")
+    return found
+
+
 def _listed(content: bytes, path: str) -> dict[str, str]:
     """Labels by file or id, from a CSV. Raises BadSource, with the line."""
     try:
@@ -188,6 +198,12 @@ def _write(batch: tables.Batch[Clip], *, root: Path, to: Path, settings: Setting
 
 def decoded(path: Path, clip: Clip, settings: Settings) -> tuple[NDArray[np.uint8], NDArray[np.int16] | None]:
     """Frames (16, 224, 224, 3) and sound (30720,) of a clip; None without sound. Raises BadSource if the video is damaged."""
+    frames, sound = shown(path, clip, settings)
+    return np.stack(frames + frames[-1:] * (settings.frames - len(frames))), sound
+
+
+def shown(path: Path, clip: Clip, settings: Settings) -> tuple[list[NDArray[np.uint8]], NDArray[np.int16] | None]:
+    """`decoded` before the last frame of a short video is repeated: 1 to 16 frames of (224, 224, 3)."""
     av = pyav()
     try:
         with av.open(str(path)) as container:
@@ -203,7 +219,7 @@ def decoded(path: Path, clip: Clip, settings: Settings) -> tuple[NDArray[np.uint
         ) from error
     if not frames:
         raise BadSource(f"{clip.file} is damaged: it has no frame at {float(begin):.2f} s; replace it, or use --skip-damaged")
-    return np.stack(frames + frames[-1:] * (settings.frames - len(frames))), sound
+    return frames, sound
 
 
 def _begin(container: Any, at: int, settings: Settings) -> Fraction:

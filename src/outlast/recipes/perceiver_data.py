@@ -1,0 +1,305 @@
+"""The clips that `outlast.recipes.perceiver` reads: videos decoded as they are needed, prepared shards, and videos made here.
+
+A directory of Kinetics has a directory per class (`train/CLASS/*.mp4` and `val/CLASS/*.mp4`, or `CLASS/*.mp4`), or a list
+says the classes (`--labels`). A clip of training begins at a moment that is a function of (seed, epoch, index); one of validation
+is the middle of its video. `outlast data prepare video` writes the shards: decoded once, read as fast as a disk is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outlast import file_locks
+from outlast.data import shards
+from outlast.data.prepare import plan, video
+from outlast.data.prepare.plan import TRAIN, VAL, BadSource
+from outlast.errors import OutlastError
+from outlast.recipes.perceiver_model import Config, config_of
+from outlast.training import Shards
+
+MOMENTS = 10_000
+"""Places where a clip may begin in a video; arbitrary."""
+SMALL = {TRAIN: 1000, VAL: 100}
+"""Clips of kinetics-small."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Clips:
+    """One part, decoded as it is read; a map-style dataset.
+
+    An item is `video` uint8 (t, h, w, 3), `audio` int16 (samples,), `label`, and what is wrong with it: `problem`, a sentence, if
+    it cannot be read; `silent` and `short`, if sound or frames had to be filled up.
+    """
+
+    root: Path
+    items: Sequence[tuple[str, int]]
+    """File and label of each."""
+    settings: video.Settings
+    moving: bool
+    """Whether a clip begins at a random moment of its video."""
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def name(self, index: int) -> str:
+        """The file of a clip."""
+        return self.items[index][0]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        file, label = self.items[index]
+        s = self.settings
+        at = random.randrange(MOMENTS) if self.moving else 0
+        if self.moving:
+            s = dataclasses.replace(s, clips=MOMENTS)
+        item: dict[str, Any] = {"label": label, "problem": "", "silent": False, "short": False}
+        frames: list[NDArray[np.uint8]] = []
+        sound: NDArray[np.int16] | None = None
+        try:
+            frames, sound = video.shown(self.root / file, video.Clip(file, at, label), s)
+        except (BadSource, OSError) as error:
+            item["problem"] = str(error).replace("--skip-damaged", "--skip-bad")
+            frames = [np.zeros((s.size, s.size, 3), np.uint8)]
+        else:
+            item |= {"silent": sound is None, "short": len(frames) < s.frames}
+        if sound is None:
+            sound = np.zeros(s.frames * video.PER_FRAME, np.int16)
+        item["video"] = torch.from_numpy(np.stack(frames + frames[-1:] * (s.frames - len(frames))))
+        item["audio"] = torch.from_numpy(sound)
+        return item
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Both parts of a dataset."""
+
+    place: str
+    train: Clips | Shards
+    val: Clips | Shards | None
+    classes: Sequence[str]
+    """Their names; the label is the number."""
+    digest: str
+    """Of the files and their labels, or of the shards."""
+
+
+def opened(place: str, config: Config, *, labels: str = "", share: float = 0.1, small: bool = False) -> Data:
+    """The data at a place: a directory of videos, or a directory or URL of shards. Raises OutlastError.
+
+    `labels`: path of a list; `share`: of the videos that are kept for validation where the directories do not say which.
+    """
+    if "://" in place or (Path(place) / shards.MANIFEST).exists():
+        return _prepared(place, config)
+    root = Path(place)
+    try:
+        files = plan.listed(root, root / ".none")
+    except BadSource as error:
+        raise OutlastError(f"no data: {error}") from error
+    videos = [file for file in files if file.name.lower().endswith(video.SUFFIXES)]
+    if not videos:
+        raise OutlastError(
+            f"{place} has no videos ({', '.join(video.SUFFIXES)}) and no {shards.MANIFEST}; name a directory with a directory "
+            "per class, or shards that `outlast data prepare video` wrote"
+        )
+    settings = video.Settings(config.frames, config.image_size, val=share, labels=labels)
+    listed = video.listed(labels) if labels else {}
+    items, classes = video.layout(videos, listed, settings)
+    known = {clip.label for clip in items[TRAIN]}
+    if strange := sorted({classes[clip.label] for clip in items[VAL] if clip.label not in known}):
+        raise OutlastError(
+            f"{place}: val has class {strange[0]} ({len(strange)} in all) that train has no video of; give both parts the same "
+            "classes"
+        )
+    if small:
+        items = {part: clips[: SMALL[part]] for part, clips in items.items()}
+    found = {part: [(clip.file, clip.label) for clip in clips] for part, clips in items.items()}
+    digest = hashlib.sha256(repr((found, classes)).encode(errors="surrogateescape")).hexdigest()[:16]
+    train = Clips(root, found[TRAIN], settings, moving=True)
+    return Data(place, train, Clips(root, found[VAL], settings, moving=False) if found[VAL] else None, classes, digest)
+
+
+def _prepared(place: str, config: Config) -> Data:
+    train = Shards(place, TRAIN)
+    manifest = train.manifest
+    if manifest.kind != "video":
+        raise OutlastError(f"{place} holds {manifest.kind}, not videos; make it with `outlast data prepare video`")
+    for name, wanted in (("frames", config.frames), ("size", config.image_size)):
+        if (found := manifest.settings.get(name)) != wanted:
+            raise OutlastError(
+                f"{place} was prepared with --{name} {found}, and the model takes {wanted}; prepare it with --{name} {wanted}, "
+                f"or set --{'frames' if name == 'frames' else 'image-size'} {found}"
+            )
+    has_val = VAL in manifest.parts and manifest.parts[VAL].samples > 0
+    classes = [str(name) for name in manifest.source.get("classes", ())]
+    return Data(place, train, Shards(place, VAL) if has_val else None, classes, train.fingerprint)
+
+
+def checked(labels: Tensor, classes: int, place: str) -> None:
+    """Raise OutlastError for a label that the model has no class for. `labels`: on the CPU."""
+    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        wrong = next(int(label) for label in labels if not 0 <= label < classes)
+        raise OutlastError(
+            f"{place} has label {wrong}, and the model knows classes 0 to {classes - 1}; set --num-labels, or correct the data"
+        )
+
+
+class Remarks:
+    """Clips that could not be used as they are: how many, and the first few by name."""
+
+    KINDS: Mapping[str, str] = {
+        "bad": "cannot be read and is left out",
+        "silent": "has no sound: it is silence here",
+        "short": "is shorter than a clip: its last frame is repeated",
+    }
+
+    def __init__(self) -> None:
+        self.found: dict[str, set[str]] = {kind: set() for kind in self.KINDS}
+
+    def see(self, kind: str, name: str) -> str:
+        """Note a clip; a sentence for the first three of each kind, else an empty one."""
+        if name in self.found[kind]:
+            return ""
+        self.found[kind].add(name)
+        return f"{name} {self.KINDS[kind]}" if len(self.found[kind]) <= 3 else ""
+
+    def add(self, others: Sequence[Mapping[str, Sequence[str]]]) -> None:
+        """Take over what other ranks have found."""
+        for other in others:
+            for kind, names in other.items():
+                self.found[kind].update(names)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The names, sorted."""
+        return {kind: sorted(names) for kind, names in self.found.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what was saved."""
+        self.found = {kind: set(state.get(kind, ())) for kind in self.KINDS}
+
+    def counts(self) -> dict[str, int]:
+        """How many of each kind."""
+        return {kind: len(names) for kind, names in self.found.items()}
+
+
+# Videos made here
+
+CLASSES: Mapping[str, tuple[int, int, int]] = {
+    "down": (0, 1, 330),
+    "left": (-1, 0, 440),
+    "right": (1, 0, 660),
+    "up": (0, -1, 880),
+}
+"""Of the synthetic set: where the square goes (x, y), and the pitch in hertz."""
+PER_CLASS = {TRAIN: 10, VAL: 4}
+
+
+def synthetic(above: Path) -> Path:
+    """A directory `synthetic` with small real videos, made by whichever process comes first and whole once it is there.
+
+    A bright square moves over a dark ground; its direction and the pitch are those of the class.
+    """
+    to = above / "synthetic"
+    above.mkdir(parents=True, exist_ok=True)
+    with file_locks.attempted(above / ".synthetic.lock", wait=True):
+        if to.is_dir():
+            return to
+        partial = above / ".synthetic.making"
+        shutil.rmtree(partial, ignore_errors=True)
+        for part, count in PER_CLASS.items():
+            for name in CLASSES:
+                for number in range(count):
+                    draw = np.random.default_rng([list(CLASSES).index(name), number, part == VAL])
+                    write(partial / part / name / f"{number:03d}.mp4", *moving(name, draw))
+        partial.replace(to)
+    return to
+
+
+def moving(name: str, draw: np.random.Generator, size: int = 96, frames: int = 20) -> tuple[NDArray[np.uint8], NDArray[np.int16]]:
+    """A clip of a class: frames (t, size, size, 3) and 0.8 s of sound."""
+    x, y, pitch = CLASSES[name]
+    side = size // 3
+    start = draw.integers(0, size, 2)
+    ground, square = draw.integers(0, 80, 3), draw.integers(150, 256, 3)
+    video_ = np.empty((frames, size, size, 3), np.uint8)
+    video_[:] = ground
+    for t in range(frames):
+        rows = (start[1] + y * 3 * t + np.arange(side)) % size
+        columns = (start[0] + x * 3 * t + np.arange(side)) % size
+        video_[t][np.ix_(rows, columns)] = square
+    seconds = np.arange(frames * video.PER_FRAME) / video.RATE
+    sound = np.sin(2 * np.pi * pitch * seconds + draw.uniform(0, 6)) * draw.uniform(0.3, 0.6)
+    return video_, (sound * 32767).astype(np.int16)
+
+
+def write(path: Path, frames: NDArray[np.uint8], sound: NDArray[np.int16]) -> None:
+    """Write an mp4 file, whole or not at all. `frames`: (t, h, w, 3), 25 a second; `sound`: (samples,) at 48 kHz."""
+    av = video.pyav()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.writing")
+    try:
+        with av.open(str(partial), "w", format="mp4") as container:
+            stream = container.add_stream("mpeg4", rate=video.FRAMES_PER_SECOND)
+            stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
+            stream.codec_context.qmin = stream.codec_context.qmax = 2  # hardly any loss
+            stream.thread_count = 1  # the same bytes every time
+            track = container.add_stream("aac", rate=video.RATE, layout="mono")
+            for number, each in enumerate(frames):
+                frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(each), format="rgb24")
+                frame.pts, frame.time_base = number, Fraction(1, video.FRAMES_PER_SECOND)
+                container.mux(stream.encode(frame))
+            container.mux(stream.encode())
+            heard = av.AudioFrame.from_ndarray(sound[None].astype(np.float32) / 32768, format="fltp", layout="mono")
+            heard.sample_rate, heard.pts, heard.time_base = video.RATE, 0, Fraction(1, video.RATE)
+            container.mux(track.encode(heard))
+            container.mux(track.encode())
+        os.replace(partial, path)
+    except av.FFmpegError as error:
+        raise OutlastError(f"{path} cannot be written as a video: {error}; name a file that ends in .mp4") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+# Weights that others have trained
+
+
+def pretrained(named: str, given: Mapping[str, Any]) -> tuple[Config, Mapping[str, Tensor]]:
+    """Sizes and weights in a directory of Hugging Face's Perceiver. `given`: sizes that were asked for as well.
+
+    A name without such a path is looked for below $OUTLAST_MODELS. Raises OutlastError; downloads nothing.
+    """
+    path = Path(named).expanduser()
+    if not path.exists():
+        path = Path(os.environ.get("OUTLAST_MODELS", "."), named)
+    try:
+        config = config_of(json.loads((path / "config.json").read_text()), given.get("dropout"))
+    except (OSError, ValueError) as error:
+        raise OutlastError(
+            f"init_from {named} has no config.json that can be read ({error}); give a directory with config.json and "
+            "model.safetensors or pytorch_model.bin (nothing is downloaded)"
+        ) from error
+    for name, value in given.items():
+        if value != getattr(config, name):
+            raise OutlastError(
+                f"--{name.replace('_', '-')} {value} is not what {named} was trained with: {getattr(config, name)}"
+            )
+    if (file := path / "model.safetensors").exists():
+        try:
+            from safetensors.torch import load_file
+        except ImportError:
+            raise OutlastError(f"{file} needs the package safetensors: pip install 'outlast[data]'") from None
+        return config, load_file(file)
+    if not (file := path / "pytorch_model.bin").exists():
+        raise OutlastError(f"{path} has neither model.safetensors nor pytorch_model.bin; copy the weights there")
+    return config, torch.load(file, map_location="cpu", weights_only=True)

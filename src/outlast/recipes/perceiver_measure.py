@@ -1,0 +1,135 @@
+"""What `outlast.recipes.perceiver` measures on the validation clips: losses, PSNR, accuracy; and a clip to look at."""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset
+
+from outlast.errors import OutlastError
+from outlast.recipes import perceiver_model
+from outlast.recipes.perceiver_data import Clips
+from outlast.recipes.perceiver_model import Config, Decoded, Perceiver, Points
+from outlast.training import Shards
+
+
+class Weights(Protocol):
+    """Of the parts of the loss."""
+
+    @property
+    def image_weight(self) -> float: ...
+    @property
+    def audio_weight(self) -> float: ...
+    @property
+    def label_weight(self) -> float: ...
+
+
+def autocast(where: torch.device, enabled: bool) -> torch.autocast:
+    """Matrix products in bfloat16, if enabled."""
+    return torch.autocast(where.type, torch.bfloat16, enabled=enabled)
+
+
+class Sums:
+    """Sums over clips, from which means are made."""
+
+    NAMES = ("clips", "image_l1", "audio_l1", "label_ce", "squares", "top1", "top5")
+
+    def __init__(self) -> None:
+        self.values = [0.0] * len(self.NAMES)
+
+    @classmethod
+    def of(cls, several: Sequence[Sequence[float]]) -> Sums:
+        """The sum over ranks, in their order."""
+        made = cls()
+        for each in several:
+            made.add(each)
+        return made
+
+    def add(self, values: Sequence[float]) -> None:
+        """Add those of other clips."""
+        self.values = [a + b for a, b in zip(self.values, values, strict=True)]
+
+    def means(self, s: Weights) -> dict[str, float]:
+        """What is reported: the loss, its parts, PSNR in dB (of pixels from 0 to 1), accuracies from 0 to 1."""
+        clips, image, audio, label, squares, *right = self.values
+        if not clips:
+            raise OutlastError("no validation clip can be read; see the sentences above")
+        image, audio, label, squares = (each / clips for each in (image, audio, label, squares))
+        return {
+            "loss": s.image_weight * image + s.audio_weight * audio + s.label_weight * label,
+            "image_l1": image,
+            "audio_l1": audio,
+            "label_ce": label,
+            "psnr": -10 * math.log10(max(squares, 1e-12)),
+            **{name: each / clips for name, each in zip(("top1", "top5"), right, strict=True)},
+        }
+
+
+def read(dataset: Clips | Shards, begin: int, end: int, size: int, workers: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Clips `begin` to `end` in order, `size` at a time, with the number of the first."""
+    if isinstance(dataset, Clips):
+        some: Any = Subset(cast(Any, dataset), range(begin, end))
+        loader = DataLoader(some, size, num_workers=workers, generator=torch.Generator())
+        for number, data in enumerate(loader):
+            yield begin + number * size, data
+    else:
+        for at in range(begin, end, size):
+            yield at, dataset.take(np.arange(at, min(at + size, end)))
+
+
+def measured(model: Perceiver, data: Mapping[str, Any], weight: Tensor, points: Points, fast: bool) -> list[float]:
+    """Sums over a batch on the CPU, in the order of `Sums.NAMES`. The label is hidden."""
+    where = model.latents.device
+    keep = weight.bool()
+    if not keep.any():
+        return [0.0] * len(Sums.NAMES)
+    video, audio, label = (data[name][keep].to(where) for name in ("video", "audio", "label"))
+    made = decoded(model, video, audio, points, fast)
+    image, sound = perceiver_model.targets(video, audio, Points(*(each.to(where) for each in points)), model.config)
+    ones = weight.new_ones(len(label), device=where)
+    each = perceiver_model.losses(made, image, sound, label, ones)
+    squares = (made.image.float().clamp(0, 1) - image).square().mean((1, 2)).sum()
+    best = made.label.topk(min(5, made.label.shape[1])).indices == label[:, None]
+    n = len(label)
+    return [n, *(float(loss) * n for loss in each), float(squares), int(best[:, 0].sum()), int(best.sum())]
+
+
+def decoded(model: Perceiver, video: Tensor, audio: Tensor, points: Points, fast: bool, chunk: int = 8192) -> Decoded:
+    """What the model makes of clips without seeing their label, at any number of points. The latents are computed once."""
+    where, b = video.device, len(video)
+    nothing = torch.zeros(b, dtype=torch.int64, device=where)
+    parts = []
+    with autocast(where, fast):
+        latents = model.encode(video, audio, nothing, torch.ones(b, dtype=torch.bool, device=where))
+        image = points.image.split(chunk)
+        sound = points.audio.split(chunk)
+        for number in range(max(len(image), len(sound))):
+            some = Points(*(each[number] if number < len(each) else each[0][:0] for each in (image, sound)))
+            parts.append(model.decode(latents, Points(*(each.to(where) for each in some))))
+    return Decoded(torch.cat([part.image for part in parts], 1), torch.cat([part.audio for part in parts], 1), parts[0].label)
+
+
+def every(config: Config) -> Points:
+    """All points of a clip."""
+    return Points(torch.arange(config.image_points), torch.arange(config.audio_points))
+
+
+UNITS = {"psnr": " dB", "label_ce": " nats"}
+
+
+def beside(model: Perceiver, dataset: Clips | Shards, index: int, fast: bool) -> tuple[Any, Any]:
+    """A clip and its reconstruction, left and right, (t, h, 2 w, 3) uint8, and the model's sound, (samples,) int16."""
+    c, where = model.config, model.latents.device
+    _, data = next(read(dataset, index, index + 1, 1, 0))
+    if problem := data.get("problem", [""])[0]:
+        raise OutlastError(problem)
+    made = decoded(model, data["video"].to(where), data["audio"].to(where), every(c), fast)
+    image = (made.image[0].float().clamp(0, 1) * 255).round().byte().view(c.frames, c.image_size, c.image_size, 3).cpu()
+    sound = (made.audio[0].float().flatten().clamp(-1, 1) * 32767).short().cpu()
+    return torch.cat((data["video"][0], image), 2).numpy(), sound.numpy()
