@@ -154,7 +154,7 @@ def train(s: Settings) -> None:
             )
         step = run.resume({"model": net, "optimizer": optimizer, "stream": stream, "record": record})
         trainer = Trainer(s, run, log, model, net, optimizer, stream, data, record)
-        run.parameters(settings.values(s) | {"batch": s.samples, "dtype_used": "bfloat16" if trainer.bfloat16 else "float32"})
+        run.parameters(settings.values(s) | {"batch": s.samples, "computed_in": str(trainer.dtype).removeprefix("torch.")})
         log.begin(model, data, s)
         for batch in stream:
             trainer.update(step, batch)
@@ -213,7 +213,8 @@ class Trainer:
     record: Record
 
     def __post_init__(self) -> None:
-        self.bfloat16 = bfloat16(self.s, self.run.device)
+        self.device = device.of(self.run.device)
+        self.dtype = dtype(self.s, self.run.device)
         self.totals = torch.zeros(4, device=self.run.device)
         self.norm = torch.zeros((), device=self.run.device)
 
@@ -232,7 +233,7 @@ class Trainer:
         totals = torch.zeros_like(self.totals)
         for (data, share), (weight, masked) in zip(batch.split(self.net), beside, strict=True):
             label = data["label"] * weight.long()
-            with perceiver_measure.autocast(where, self.bfloat16):
+            with self.device.autocast(self.dtype):
                 made = self.net(data["video"], data["audio"], label, masked, points)
             image, audio = perceiver_model.targets(data["video"], data["audio"], points, self.model.config)
             each = perceiver_model.losses(made, image, audio, label, weight)
@@ -246,6 +247,7 @@ class Trainer:
             group["lr"] = rate(s, step, self.stream.total_steps)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.device.mark_step()
 
     def usable(self, data: Mapping[str, Any], indices: Any, part: str = "train") -> Tensor:
         """Which clips of a batch on the CPU count: (b,) of 1 or 0. Raises OutlastError for a bad one, unless told to skip it."""
@@ -299,7 +301,7 @@ class Trainer:
         with run.alive():
             for at, data in perceiver_measure.read(val, first, last, s.test_batch_size, s.workers):
                 weight = self.usable(data, range(at, at + len(data["label"])), "val")
-                sums.add(perceiver_measure.measured(self.model, data, weight, points, self.bfloat16))
+                sums.add(perceiver_measure.measured(self.model, data, weight, points, self.dtype))
         self.model.train()
         found = perceiver_measure.Sums.of(run.gather(sums.values)).means(s)
         self.record.losses |= {f"val_{name}": value for name, value in found.items()}
@@ -403,9 +405,10 @@ def place(s: Settings, config: Config, output: Path) -> Data:
     return perceiver_data.opened(named, config, labels=s.labels, share=s.val, small=s.dataset == "kinetics-small")
 
 
-def bfloat16(s: Settings, where: torch.device) -> bool:
-    """Whether matrix products are in bfloat16."""
-    return s.dtype == "bfloat16" or (s.dtype == "auto" and where.type == "cuda" and torch.cuda.is_bf16_supported())
+def dtype(s: Settings, where: torch.device) -> torch.dtype:
+    """What matrix products are computed in."""
+    fast = device.of(where).bfloat16() if s.dtype == "auto" else s.dtype == "bfloat16"
+    return torch.bfloat16 if fast else torch.float32
 
 
 def ignored(s: Settings, run: Session) -> list[str]:
@@ -485,7 +488,7 @@ class Log:
 @torch.inference_mode()
 def evaluate(s: Settings) -> None:
     """Reconstruction losses, PSNR and accuracy on the validation clips, at all of their points."""
-    output, where = Path(os.environ.get(contract.Env.OUTPUT, "out")), computing()
+    output, where = Path(os.environ.get(contract.Env.OUTPUT, "out")), device.computing()
     path = results.checkpoint(output, s.checkpoint)
     record = Record()
     checkpoint.restore(path, {"record": record})
@@ -498,7 +501,7 @@ def evaluate(s: Settings) -> None:
         raise OutlastError(f"{data.place} has no validation clips; give a directory val, or raise --val")
     if s.reconstruct and s.clip >= len(data.val):
         raise OutlastError(f"--clip {s.clip} is not there: {data.place} has {len(data.val)} validation clips, counted from 0")
-    points, fast = perceiver_measure.every(record.config), bfloat16(s, where)
+    points, kind = perceiver_measure.every(record.config), dtype(s, where)
     if s.eval_points:
         points = Points(queried(record.config, dataclasses.replace(s, image_points=s.eval_points), -1).image, points.audio)
     sums, remarks = perceiver_measure.Sums(), Remarks()
@@ -511,7 +514,7 @@ def evaluate(s: Settings) -> None:
                 print(sentence, file=sys.stderr)
         perceiver_data.checked(batch["label"], record.config.classes, data.place)
         weight = torch.tensor([float(not problem) for problem in problems])
-        sums.add(perceiver_measure.measured(model, batch, weight, points, fast))
+        sums.add(perceiver_measure.measured(model, batch, weight, points, kind))
     found = sums.means(s)
     known = {"weights": path.name, "weights_sha256": results.sha256(model), "clips": int(sums.values[0])}
     results.write_json(output / "evaluation.json", {**known, "skipped": remarks.counts()["bad"], **found})
@@ -519,15 +522,9 @@ def evaluate(s: Settings) -> None:
     for name, value in found.items():
         print(f"  {name:<10s} {value:10.5f}{perceiver_measure.UNITS.get(name, '')}")
     if s.reconstruct:
-        shown = perceiver_measure.beside(model, data.val, s.clip, fast)
+        shown = perceiver_measure.beside(model, data.val, s.clip, kind)
         perceiver_data.write(Path(s.reconstruct), *shown)
         print(f"{s.reconstruct}: clip {s.clip}, and beside it what {known['weights']} makes of it")
-
-
-def computing() -> torch.device:
-    """Where one process computes."""
-    found = device.find()
-    return torch.device(found.type if found else "cpu")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

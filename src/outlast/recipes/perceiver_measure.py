@@ -16,7 +16,7 @@ from outlast.errors import OutlastError
 from outlast.recipes import perceiver_model
 from outlast.recipes.perceiver_data import Clips
 from outlast.recipes.perceiver_model import Config, Decoded, Perceiver, Points
-from outlast.training import Shards
+from outlast.training import Shards, device
 
 
 class Weights(Protocol):
@@ -28,11 +28,6 @@ class Weights(Protocol):
     def audio_weight(self) -> float: ...
     @property
     def label_weight(self) -> float: ...
-
-
-def autocast(where: torch.device, enabled: bool) -> torch.autocast:
-    """Matrix products in bfloat16, if enabled."""
-    return torch.autocast(where.type, torch.bfloat16, enabled=enabled)
 
 
 class Sums:
@@ -83,14 +78,14 @@ def read(dataset: Clips | Shards, begin: int, end: int, size: int, workers: int)
             yield at, dataset.take(np.arange(at, min(at + size, end)))
 
 
-def measured(model: Perceiver, data: Mapping[str, Any], weight: Tensor, points: Points, fast: bool) -> list[float]:
+def measured(model: Perceiver, data: Mapping[str, Any], weight: Tensor, points: Points, kind: torch.dtype) -> list[float]:
     """Sums over a batch on the CPU, in the order of `Sums.NAMES`. The label is hidden."""
     where = model.latents.device
     keep = weight.bool()
     if not keep.any():
         return [0.0] * len(Sums.NAMES)
     video, audio, label = (data[name][keep].to(where) for name in ("video", "audio", "label"))
-    made = decoded(model, video, audio, points, fast)
+    made = decoded(model, video, audio, points, kind)
     image, sound = perceiver_model.targets(video, audio, Points(*(each.to(where) for each in points)), model.config)
     ones = weight.new_ones(len(label), device=where)
     each = perceiver_model.losses(made, image, sound, label, ones)
@@ -100,12 +95,12 @@ def measured(model: Perceiver, data: Mapping[str, Any], weight: Tensor, points: 
     return [n, *(float(loss) * n for loss in each), float(squares), int(best[:, 0].sum()), int(best.sum())]
 
 
-def decoded(model: Perceiver, video: Tensor, audio: Tensor, points: Points, fast: bool, chunk: int = 8192) -> Decoded:
+def decoded(model: Perceiver, video: Tensor, audio: Tensor, points: Points, kind: torch.dtype, chunk: int = 8192) -> Decoded:
     """What the model makes of clips without seeing their label, at any number of points. The latents are computed once."""
     where, b = video.device, len(video)
     nothing = torch.zeros(b, dtype=torch.int64, device=where)
     parts = []
-    with autocast(where, fast):
+    with device.of(where).autocast(kind):
         latents = model.encode(video, audio, nothing, torch.ones(b, dtype=torch.bool, device=where))
         image = points.image.split(chunk)
         sound = points.audio.split(chunk)
@@ -123,13 +118,13 @@ def every(config: Config) -> Points:
 UNITS = {"psnr": " dB", "label_ce": " nats"}
 
 
-def beside(model: Perceiver, dataset: Clips | Shards, index: int, fast: bool) -> tuple[Any, Any]:
+def beside(model: Perceiver, dataset: Clips | Shards, index: int, kind: torch.dtype) -> tuple[Any, Any]:
     """A clip and its reconstruction, left and right, (t, h, 2 w, 3) uint8, and the model's sound, (samples,) int16."""
     c, where = model.config, model.latents.device
     _, data = next(read(dataset, index, index + 1, 1, 0))
     if problem := data.get("problem", [""])[0]:
         raise OutlastError(problem)
-    made = decoded(model, data["video"].to(where), data["audio"].to(where), every(c), fast)
+    made = decoded(model, data["video"].to(where), data["audio"].to(where), every(c), kind)
     image = (made.image[0].float().clamp(0, 1) * 255).round().byte().view(c.frames, c.image_size, c.image_size, 3).cpu()
     sound = (made.audio[0].float().flatten().clamp(-1, 1) * 32767).short().cpu()
     return torch.cat((data["video"][0], image), 2).numpy(), sound.numpy()
