@@ -392,7 +392,9 @@ def shape(s: Settings) -> tuple[Config, Mapping[str, Tensor] | None]:
     given = {name: value for name in names if (value := getattr(s, name)) is not None}
     if s.init_from:
         return perceiver_data.pretrained(s.init_from, given)
-    return Config(**{**perceiver_model.SIZES[s.size], **given}), None
+    config = Config(**{**perceiver_model.SIZES[s.size], **given})
+    config.check()
+    return config, None
 
 
 def place(s: Settings, config: Config, output: Path) -> Data:
