@@ -82,6 +82,8 @@ def test_each_kind_of_accelerator_is_shown_by_its_own_variable(monkeypatch: pyte
 class Fake(device.Device):
     """An accelerator of which each tensor happens to be on the CPU. It notes what it is asked."""
 
+    pins = False
+
     def __init__(self) -> None:
         super().__init__("fake")
         self.backend = "gloo"
@@ -98,6 +100,10 @@ class Fake(device.Device):
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         self.calls.append("pin")
         return tensor
+
+    def room(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.calls.append("room")
+        return super().room(tensor)
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -149,7 +155,9 @@ def test_a_session_binds_its_device_and_a_resumed_one_restores_its_random_number
     assert "pin" in calls[: calls.index("mark")], "by the thread that reads ahead"
     order = [call for call in calls if call != "pin"]
     assert order[:3] == ["bind 0", "seed", "seed"]  # alike on all ranks, then for this one
-    assert order[-3:] == ["state", "mark", "wait"], "recorded steps end before the copies, and copies are waited for"
+    assert order[-5:] == ["state", "mark", "room", "room", "wait"], (
+        "recorded steps end before the copies, and copies are waited for"
+    )
     again = Fake()
     first, calls = trained(again, tmp_path, monkeypatch, 4)
     assert (first, again.drawn) == (2, 40)

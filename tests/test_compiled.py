@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,8 @@ from outlast import spec, store
 from outlast.errors import OutlastError, Stopped
 from outlast.prepare import compiled
 from outlast.prepare.compiled import Cache
+from outlast.status import State
+from servers import Place
 
 STOP = threading.Event()
 OLD = time.time() - 3600
@@ -63,14 +68,14 @@ def test_a_machine_gets_what_another_one_compiled_and_nothing_is_overwritten(tmp
     written(one, "inductor/ab/unfinished.so", at=time.time())
     written(one, "inductor/locks/ab.lock")
     written(one, "inductor/ab/.12.tmp")
-    assert one.push(STOP) == 1
+    assert one.push(STOP, before=time.time() - compiled.SETTLED_S) == 1
     assert two.fetch(STOP) == 1
     assert (two.directory / "inductor/ab/code.py").read_text() == "first"
     written(two, "inductor/ab/code.py", "another machine's")
     written(two, "triton/c/kernel.so")
     assert two.push(STOP) == 1
     assert held(one.place) == {"inductor/ab/code.py": b"first", "triton/c/kernel.so": b"x"}
-    assert (one.fetch(STOP), one.push(STOP), two.fetch(STOP)) == (1, 0, 0)
+    assert (one.fetch(STOP), one.push(STOP, before=OLD), two.fetch(STOP)) == (1, 0, 0)
 
 
 def test_without_a_store_the_directory_is_beside_the_jobs_of_the_output(tmp_path: Path) -> None:
@@ -158,3 +163,56 @@ def test_a_warm_up_without_a_cache_is_a_mistake() -> None:
             "apiVersion: outlast.dev/v1alpha1\nkind: ElasticJob\nmetadata: {name: a}\n"
             "spec:\n  module: m\n  compile: {warmUp: [neuron_parallel_compile]}\n"
         )
+
+
+# Real jobs
+
+
+COMPILING = """
+import json, os, sys, torch
+from torch._dynamo.utils import counters
+from outlast.training import session
+
+@torch.compile
+def wave(x):
+    return (x.sin() + x.cos()).sum()
+
+with session.open() as run:
+    wave(torch.ones(64))
+    found = {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss")}
+    (run.output / "found.json").write_text(json.dumps(found))
+    print("compiled", sys.argv[1:], flush=True)
+"""
+
+
+def a_compiling_job(machine: Any, url: str, **compile: object) -> Path:
+    code = machine.directory / "code"
+    code.mkdir(exist_ok=True)
+    (code / "train.py").write_text(COMPILING)
+    fields = {"script": "train.py", "code": str(code), "workers": {"replicas": 1}, "hang": {"limit": "120s"}, "output": url}
+    path: Path = machine.job("compiling", **fields, compile={"cache": True, **compile})
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("warm_up", [[], ["python", "train.py", "--max-steps", "2"]], ids=["", "with a warm-up"])
+def test_a_machine_without_a_cache_compiles_nothing_that_another_one_compiled(
+    machine: Any, s3: Place, monkeypatch: pytest.MonkeyPatch, warm_up: list[str]
+) -> None:
+    for cache, found in (("one", {"hit": 1, "miss": 0} if warm_up else {"hit": 0, "miss": 1}), ("two", {"hit": 1, "miss": 0})):
+        monkeypatch.setenv("OUTLAST_CACHE", str(machine.directory / cache))
+        status = machine.run(a_compiling_job(machine, s3.url, warmUp=warm_up))
+        assert status.state is State.SUCCEEDED, status.reason
+        assert json.loads((machine.backend.output("compiling") / "found.json").read_text()) == found
+        log = "\n".join(line.text for line in machine.backend.logs("compiling"))
+        assert ("files that were compiled before" in log) == (cache == "two")
+    assert not [key for key in held(store.open_(s3.url)) if "warm-up/checkpoints" in key]
+
+
+@pytest.mark.slow
+def test_a_warm_up_that_fails_ends_the_job_with_its_last_words(machine: Any, tmp_path: Path) -> None:
+    job = a_compiling_job(machine, str(tmp_path / "runs"), warmUp=["python", "-c", "raise SystemExit('neuronx-cc: no graph')"])
+    status = machine.run(job)
+    assert (status.state, status.exit_code) == (State.FAILED, 78)
+    assert "compile.warmUp: python says: neuronx-cc: no graph; correct compile.warmUp, or leave it out" in status.reason

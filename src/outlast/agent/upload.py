@@ -97,6 +97,8 @@ class Uploader:
         self._environ = environ or {}
         self.compiled: compiled.Cache | None = None
         """What compilers made, if jobs share it."""
+        self.ended: float | None = None
+        """When training ended, seconds since the epoch."""
         self.report = Report()
 
     def update(self, **changes: object) -> None:
@@ -159,7 +161,8 @@ class Uploader:
             raise SomeFailed(f"{path} could not be pushed: {reason}{more}")
         self._checked = True
         if self.compiled:
-            self.compiled.push(stop)
+            settled = time.time() - compiled.SETTLED_S if self.ended is None else self.ended - compiled.KILLED_S
+            self.compiled.push(stop, before=settled)
         self.update(pushed=time.time(), since=None, error="", doing="", backlog=0)
 
     def _grown(self) -> list[str]:
@@ -249,6 +252,7 @@ def run(uploader: Uploader, interval_s: float, stop: threading.Event) -> None:
 def flush(uploader: Uploader, deadline: float) -> str:
     """Upload all that is left, retrying until `deadline` (monotonic). Returns why something is missing, or an empty text."""
     stop = threading.Event()
+    uploader.ended = time.time()
     timer = threading.Timer(max(0.0, deadline - time.monotonic()), stop.set)
     timer.daemon = True
     timer.start()

@@ -3,7 +3,7 @@
     cache = Cache.of(environ)           # <output>/.compiled; with a store, a directory of this machine's cache and that place
     cache.fetch(stop)                   # before training
     environ |= cache.variables(environ)
-    cache.push(stop)                    # beside training, by the upload process
+    cache.push(stop, before=...)        # beside training, by the upload process
 
 Compilers name an entry after everything that it depends on, so the same name means the same content. That makes this simple: what
 is there is never overwritten or deleted, on either side, so any number of jobs may use it and a kill costs at most a repetition.
@@ -13,8 +13,10 @@ fetched, after all others. Only files that have not changed for a while are sent
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
 import os
 import posixpath
 import shutil
@@ -46,9 +48,10 @@ VARIABLES = {
 """Directories of compilers, by the variable that names them."""
 SETTLED_S = 30.0
 """A file that has not changed for so long is taken for complete. Arbitrary."""
+KILLED_S = 2.0
+"""The same when training has ended: what a compiler was writing as it was killed is younger. Arbitrary."""
 _KEPT = (Env.DATA, Env.MODELS, Env.CACHE)
 """Our variables that the warm-up gets."""
-_LOCK = ".warm-up.lock"
 
 
 @dataclass(frozen=True)
@@ -89,19 +92,32 @@ class Cache:
             transfer.receive(self.place, wanted, stop=stop)
         return len(missing)
 
-    def push(self, stop: threading.Event, *, settled_s: float = SETTLED_S) -> int:
-        """Send the files that the store lacks; returns how many. Raises StoreError, Stopped, OSError."""
+    def push(self, stop: threading.Event, *, before: float = math.inf) -> int:
+        """Send the files that the store lacks and that last changed before a time (seconds since the epoch); returns how many.
+
+        Raises StoreError, Stopped, OSError.
+        """
         if self.place is None or not self.directory.is_dir():
             return 0
         from outlast.sync import transfer
 
-        files = {key: at for key, at in self._files() if at <= time.time() - settled_s}
-        there = {entry.key for entry in self.place.entries()} if files else set()
-        missing = {key: at for key, at in files.items() if key not in there}
-        for wave in waves(missing):
-            journals = self.directory / ".journals"
-            transfer.send(self.place, [(self.directory / key, key) for key in wave], journals=journals, stop=stop)
+        with self.locked(".push.lock", stop):
+            files = {key: at for key, at in self._files() if at <= before}
+            there = {entry.key for entry in self.place.entries()} if files else set()
+            missing = {key: at for key, at in files.items() if key not in there}
+            for wave in waves(missing):
+                journals = self.directory / ".journals"
+                transfer.send(self.place, [(self.directory / key, key) for key in wave], journals=journals, stop=stop)
         return len(missing)
+
+    @contextlib.contextmanager
+    def locked(self, name: str, stop: threading.Event) -> Iterator[int]:
+        """Hold a lock among the workers of this machine; its descriptor. Raises Stopped."""
+        with open(self.directory / name, "a") as lock:
+            while not file_locks.acquire(lock.fileno()):
+                if stop.wait(0.1):
+                    raise Stopped(f"we were told to leave while another worker holds {lock.name}")
+            yield lock.fileno()
 
     def _files(self) -> Iterator[tuple[str, float]]:
         """Keys of the files that are no compiler's own business (locks, unfinished files), and when they last changed."""
@@ -146,18 +162,15 @@ def _once(cache: Cache, command: Sequence[str], environ: dict[str, str], python:
     """Run the warm-up, unless its marker is there. Workers of one machine wait for the first."""
     digest = hashlib.sha256(json.dumps([environ[Env.RUN], *command]).encode()).hexdigest()[:16]
     marker = cache.directory / "warm-up" / digest
-    with open(cache.directory / _LOCK, "a") as lock:
-        while not file_locks.acquire(lock.fileno()):
-            if stop.wait(0.1):
-                raise Stopped("we were told to leave while another worker runs compile.warmUp")
+    with cache.locked(".warm-up.lock", stop) as lock:
         if marker.exists():
             return
-        _run(command, environ, python, lock.fileno(), say, stop)
+        _run(command, environ, python, lock, say, stop)
         try:
-            cache.push(stop, settled_s=0)
+            cache.push(stop)
             marker.parent.mkdir(exist_ok=True)
             marker.touch()
-            cache.push(stop, settled_s=0)
+            cache.push(stop)
         except Stopped:
             raise
         except (StoreError, OSError) as problem:

@@ -72,6 +72,10 @@ class Device:
         """A copy of a CPU tensor in pinned memory, where that makes copies to the device faster; otherwise the tensor itself."""
         return tensor.pin_memory() if self.pins else tensor
 
+    def room(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory on the CPU for a copy of a tensor on the device, pinned where that makes the copy faster."""
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pins)
+
     def place(self, tensor: torch.Tensor) -> int:
         """A number that tensors on this device share if they share memory."""
         return tensor.data_ptr()

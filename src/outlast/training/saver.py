@@ -65,7 +65,7 @@ class Copies:
             )
         kept = self._kept.get(key)
         if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-            kept = self._kept[key] = device.of(tensor.device).pin(torch.empty(tensor.shape, dtype=tensor.dtype))
+            kept = self._kept[key] = device.of(tensor.device).room(tensor)
         return kept.copy_(tensor.detach(), non_blocking=True)
 
 
