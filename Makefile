@@ -7,6 +7,8 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install --constraint constraints.txt
 OUTLAST := $(BIN)/outlast
 
+unexport PYTHONDONTWRITEBYTECODE # tests start hundreds of processes: each would compile what it imports
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-one watch test-slow test-gpu check hooks docs bench clean
 
@@ -20,7 +22,7 @@ demo: $(READY)  ## Train on real images, kill a worker on the way, evaluate, rep
 	$(OUTLAST) report digits
 
 test: $(READY)  ## Run the tests, but not those that take minutes
-	$(BIN)/pytest -m "not jobs and not slow and not cluster and not gpu" --numprocesses 2 --dist worksteal
+	$(BIN)/pytest -m "not jobs and not slow and not cluster and not gpu" --numprocesses 3 --dist worksteal
 	$(BIN)/pytest -m "jobs and not slow and not cluster and not gpu"
 
 test-one: $(READY)  ## Run some tests: make test-one T=tests/test_world.py::test_nobody_is_there_yet, or T="a word of their names"
@@ -29,7 +31,7 @@ test-one: $(READY)  ## Run some tests: make test-one T=tests/test_world.py::test
 watch: $(READY)  ## Run tests again at every change: those of T (a file), or the files of tests that git shows as changed
 	$(BIN)/watchfiles "$(BIN)/pytest -p no:randomly $(or $(T),--picked)" src tests
 
-test-slow: $(READY)  ## Run the tests that take minutes, and property tests with ten times as many examples, others each time
+test-slow: $(READY)  ## Run the tests that take minutes, and property tests with twenty times as many examples, others each time
 	$(BIN)/pytest -m "slow and not jobs and not cluster and not gpu" --numprocesses 2 --dist worksteal
 	$(BIN)/pytest -m "hypothesis and not jobs and not cluster and not gpu" --hypothesis-profile explore --numprocesses 2 --dist worksteal
 	$(BIN)/pytest -m "slow and jobs and not cluster and not gpu"

@@ -24,15 +24,15 @@ from outlast.local.backend import LocalBackend
 from outlast.status import JobStatus
 from outlast.store import Store
 from servers import Place as Bucket
-from servers import moto, moto_server, rclone, rclone_server, s3  # noqa: F401 (fixtures)
+from servers import moto, moto_server, rclone, rclone_server, s3, small_parts  # noqa: F401 (fixtures)
 from web import web  # noqa: F401 (a fixture)
 from worlds import calm  # noqa: F401 (fixture)
 
 # No deadline: an example that is slow, on a busy machine, is not wrong.
-hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
 hypothesis.settings.load_profile("fixed")
-"""The same examples in every run. `make test-slow` explores: ten times as many, others each time, with the blob of a failure."""
+"""The same examples in every run. `make test-slow` explores: twenty times as many, others each time, with blobs of failures."""
 
 PROGRAMS = Path(__file__).parent / "programs"
 

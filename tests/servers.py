@@ -23,6 +23,8 @@ from typing import Any
 
 import pytest
 
+from outlast.store import multipart
+
 KEY, SECRET, REGION = "AKIDEXAMPLE", "secretexample", "us-east-1"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": REGION}
 STARTED = re.compile(rb"http://127\.0\.0\.1:(\d+)")
@@ -131,6 +133,13 @@ def enter(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     with server.log.open("rb") as log:
         log.seek(said)
         print(b"".join(log.readlines()[-50:]).decode(errors="replace"))
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are sent in parts of the smallest size that S3 takes, a third of the usual one: tests send many."""
+    for name in ("SMALL", "PART"):
+        monkeypatch.setattr(multipart, name, 5 << 20)
 
 
 @pytest.fixture(scope="session")

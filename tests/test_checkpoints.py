@@ -419,7 +419,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("steps", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.usefixtures("alone")
 def test_an_optimizer_goes_on_as_if_nothing_had_happened(tmp_path: Path, kind: str, steps: int):

@@ -97,6 +97,7 @@ def test_killed_20_times_it_ends_with_the_same_bits(
     disturbances.killed_20_times(gpt.main, argv, tmp_path, seed=accumulate, logs=("loss", "val_loss"))
 
 
+@pytest.mark.slow  # the jobs of the other recipes are not
 @pytest.mark.jobs
 def test_a_job_whose_worker_is_killed_ends_with_the_same_bits(machine: Any, tmp_path: Path, blocks: Path) -> None:
     argv = arguments(blocks, 40, "--use-moe", "--num-experts=3", "--static-experts=0")

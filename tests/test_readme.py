@@ -61,6 +61,7 @@ def shell(line: str) -> list[str]:
     return list(words)
 
 
+COMMANDS: Any = get_command(cli.app)
 OUTLAST = [words[1:] for words in commands() if Path(words[0]).name == "outlast"]
 MAKE = sorted({words[1] for words in commands() if words[0] == "make"})
 
@@ -71,7 +72,7 @@ def test_only_known_programs_are_shown() -> None:
 
 @pytest.mark.parametrize("words", OUTLAST, ids=" ".join)
 def test_a_command_exists_and_takes_its_options_and_arguments(words: list[str]) -> None:
-    command: Any = get_command(cli.app)
+    command: Any = COMMANDS
     while words and hasattr(command, "commands") and not words[0].startswith("-"):
         command, words = command.commands[words[0]], words[1:]
     with contextlib.suppress(Exit):  # --help, --version

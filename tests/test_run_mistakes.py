@@ -28,6 +28,7 @@ def test_a_bug_at_one_step_stops_the_job_with_the_first_error_of_the_first_faili
     assert [event["generation"] for event in machine.backend.events(status.name) if event["kind"] == "world"] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_wrong_configuration_is_not_tried_again(machine):
     status = machine.run(machine.job(args=("--steps=40", "--exit-at=2", "--print")))
     assert (status.state, status.exit_code, status.restarts) == (State.FAILED, 78, 0)

@@ -40,12 +40,12 @@ def records(output: Path) -> list[dict[str, Any]]:
     ("ranks", "net", "optimizer", "microbatch"),
     [
         (1, "conv", "sgd", None),
-        (1, "mlp", "adamw", None),
+        pytest.param(1, "mlp", "adamw", None, marks=pytest.mark.slow),
         (2, "conv", "adamw", None),
         (2, "mlp", "sgd", 5),
-        (3, "conv", "sgd", None),
-        (3, "conv", "adamw", None),
-        (3, "mlp", "sgd", None),
+        pytest.param(3, "conv", "sgd", None, marks=pytest.mark.slow),
+        pytest.param(3, "conv", "adamw", None, marks=pytest.mark.slow),
+        pytest.param(3, "mlp", "sgd", None, marks=pytest.mark.slow),
         (3, "mlp", "adamw", 4),
     ],
 )
