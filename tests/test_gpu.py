@@ -10,6 +10,7 @@ import torch
 
 from outlast.launch import warm
 from outlast.status import State
+from outlast.training import Stream
 from outlast.training.saver import Copies
 from worlds import Training, world
 
@@ -29,6 +30,11 @@ def test_a_copy_of_a_gpus_memory_is_that_of_its_moment() -> None:
     assert (copy.device.type, copy.is_pinned()) == ("cpu", True)
     assert torch.equal(copy, torch.arange(5_000_000, dtype=torch.float32))
     assert copies.of({"x": tensor})["x"].data_ptr() == copy.data_ptr(), "memory is kept for the next save"
+
+
+def test_what_a_stream_reads_ahead_is_pinned() -> None:
+    batch = next(iter(Stream((torch.ones(4, 2), torch.arange(4)), batch=2)))
+    assert [part.is_pinned() for part in batch.pieces[0][0]] == [True, True]
 
 
 def test_the_warm_process_leaves_the_gpu_to_its_forks() -> None:

@@ -22,12 +22,16 @@ _LEAST_SHARED = 2**30
 _TORCH_S = 120
 
 _ASK_TORCH = """
-import sys, torch, torch.distributed as d
-modules = (getattr(torch, device, None) for device in sys.argv[1:])
+import contextlib, importlib, sys, torch, torch.distributed as d
+modules = []
+for device, _, package in (each.partition(":") for each in sys.argv[1:]):
+    with contextlib.suppress(ImportError):
+        package and importlib.import_module(package)
+    modules.append(getattr(torch, device, None))
 found = next((module for module in modules if module and module.is_available()), None)
 print(torch.__version__, d.is_available(), found and found.device_count(), found and found.get_device_name(0), sep="|")
 """
-"""Run with the device types that torch may know."""
+"""Run with the device types that torch may know, each with the package that adds it: `hpu:habana_frameworks.torch`."""
 
 
 EXTRAS = (
@@ -66,7 +70,8 @@ def torch(interpreter: str) -> Check:
     """What torch says in a process of its own: it is heavy, and may crash."""
     remedy = "pip install 'outlast[train]'"
     try:
-        command = [interpreter, "-c", _ASK_TORCH, *accelerators.DEVICES]
+        devices = (f"{row.device}:{row.package}" for row in accelerators.DEVICES.values())
+        command = [interpreter, "-c", _ASK_TORCH, *devices]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TORCH_S)
     except subprocess.TimeoutExpired:
         return failed("torch", f"is not imported after {_TORCH_S} s", "look at the disk that it is on, or install it again")

@@ -47,9 +47,8 @@ class Device:
 
     def bind(self, index: int) -> torch.device:
         """Make device `index` this process's own."""
-        device = torch.device(self.type, index)
-        self._module.set_device(device)
-        return device
+        self._module.set_device(index)
+        return torch.device(self.type, index)
 
     def name(self) -> str:
         """The model of the current device."""
