@@ -29,6 +29,7 @@ PAGES = [
     ROOT / "docs" / "guide" / "hugging-face.md",
     ROOT / "docs" / "guide" / "tracking.md",
     ROOT / "docs" / "guide" / "gpt.md",
+    ROOT / "docs" / "guide" / "llm.md",
     ROOT / "docs" / "guide" / "coming-from.md",
 ]
 COMING_FROM = PAGES[-1]

@@ -434,7 +434,8 @@ class Trainer:
             self.printed = self.record.tokens, elapsed
         norm = self.norm.full_tensor() if hasattr(self.norm, "full_tensor") else self.norm
         lr = rate(self.s, step - 1, self.stream.total_steps)
-        values: dict[str, Any] = {"loss": self.loss, "lr": lr, "grad_norm": norm, "epoch": batch.epoch + 1, **speed}
+        values: dict[str, Any] = {"loss": self.loss, "lr": lr, "grad_norm": norm, "epoch": batch.epoch + 1}
+        values |= {"tokens": self.record.tokens, **speed}
         self.run.log(step, **values)
         self.record.losses["loss"] = self.loss
         if speed:
