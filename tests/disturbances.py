@@ -203,6 +203,9 @@ def _rank(main: Main, argv: list[str], to: Path, generation: int, leave: int | N
     batches = Stream.batches
 
     def noted(self: Stream, rank: int, ranks: int) -> Iterator[Any]:
+        if not self.shuffle:  # it measures
+            yield from batches(self, rank, ranks)
+            return
         to.mkdir(exist_ok=True)
         with (to / f"{generation}-{rank}").open("a", buffering=1) as file:
             for batch in batches(self, rank, ranks):

@@ -124,7 +124,7 @@ def train(s: Settings) -> None:
         log.line(f"=> creating model: {s.arch}")
         model, record = first(s, data, log)
         placed(s, model, run.device)
-        net = run.ddp(model, broadcast_buffers=False) if run.world_size > 1 else model  # `Statistics` keeps them alike
+        net = run.ddp(model) if run.world_size > 1 else model
         if s.compile:
             model.compile()
         optimizer = torch.optim.SGD(groups(s, model), lr=s.lr, momentum=s.momentum, fused=run.device.type != "xla")
@@ -187,7 +187,8 @@ class Trainer:
         self.statistics.begin()
         for piece, share in batch.split(self.net):
             x, y = self.data.batch(piece, batch.epoch, self.dtype)  # (b, 3, s, s), (b,)
-            self.net.train(len(x) > 1)  # the last image of an epoch may be alone: then by the running statistics
+            if self.net.training != (len(x) > 1):  # the last image of an epoch may be alone: then by the running statistics
+                self.net.train(len(x) > 1)
             with device.of(self.run.device).autocast(self.dtype):
                 logits = self.net(x)  # (b, classes)
             loss = F.cross_entropy(logits.float(), y, label_smoothing=s.label_smoothing)
@@ -199,6 +200,7 @@ class Trainer:
         self.optimizer.step()
         if self.ema is not None:
             average(self.ema, self.model, min(s.ema_decay, (1 + step) / (10 + step)))
+        device.of(self.run.device).mark_step()
 
     def report(self, step: int, batch: Any, *, last: bool) -> None:
         """Log a step that is due."""
@@ -241,7 +243,7 @@ class Trainer:
         run.export(kept)
         if run.rank == 0:
             known = {"step": step, "epochs": record.epoch + 1, "loss": record.loss, **record.values}
-            best = {"best_acc1": record.best, "best_epoch": record.best_epoch}
+            best = {"best_acc1": record.best, "best_epoch": record.best_epoch, "left_out": self.data.bad}
             results.write_json(run.output / "final.json", {**known, **best, "weights_sha256": results.sha256(kept)})
 
 
@@ -392,6 +394,8 @@ class Log:
             f"{count:,} parameters, {model.classes} classes; {len(data.train):,} images to train on and {len(data.val):,} to "
             f"measure; a step has {s.batch_size}, {pieces} x {s.piece}, over {self._run.world_size} ranks"
         )
+        if data.bad:
+            self.line(f"left out {data.bad} images that cannot be decoded")
         if len(data.classes) < 5:
             self.line(f"Acc@5 is not measured: of {len(data.classes)} classes, the first five are all of them")
         done = f"=> going on after step {step} of {stream.total_steps}" if step else "=> no checkpoint yet, starting from epoch 0"

@@ -33,7 +33,10 @@ def opened(s: Settings, run: Session | None = None) -> Pictures | Made:
     if run is None:
         return Pictures(s, place)
     with run.alive():  # packing takes minutes
-        return Pictures(s, place)
+        found = Pictures(s, place)
+    if found.packed:
+        pixels.agreed(run, found.train, found.val)
+    return found
 
 
 def directory(s: Settings) -> str:
@@ -69,6 +72,9 @@ class Pictures:
             if s.pack or (s.pack is None and self._bytes(size) <= PACKED_AT_ONCE):
                 packed = pixels.pack(place, size=size, skip_bad=s.skip_bad)
                 self.train, self.val = (pixels.packed(packed, part) for part in ("train", "val"))
+        self.packed = isinstance(self.train, pixels.Packed)
+        self.bad = int(self.train.bad) if self.packed else 0
+        """Images that were left out because they cannot be decoded; a `Folder` meets them one by one."""
         self.classes = list(self.train.classes) or [str(label) for label in range(s.num_classes or 0)]
         if not self.classes:
             raise OutlastError(f"{place} does not say which classes there are; give their number with --num-classes")
@@ -113,6 +119,7 @@ class Made:
     """Images that are made once, on the device, so that reading costs nothing: what is measured is the step."""
 
     place = "synthetic"
+    bad = 0
 
     def __init__(self, s: Settings) -> None:
         self._s, self._pool = s, torch.empty(0)

@@ -139,16 +139,17 @@ class Statistics:
     def __init__(self, model: nn.Module) -> None:
         norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
         self._counts = [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
+        self._counted: list[Tensor] = []
         self._running = [each for norm in norms for each in (norm.running_mean, norm.running_var) if each is not None]
         self._before: list[Tensor] = []
         self._mean: list[Tensor] = []
-        self._number = 0
 
     def begin(self) -> None:
         """Call before the first micro-batch of a step."""
-        self._number = int(self._counts[0])
         self._before = [each.clone() for each in self._running]
         self._mean = [torch.zeros_like(each) for each in self._running]
+        torch._foreach_add_(self._counts, 1)
+        self._counted = [each.clone() for each in self._counts]
 
     def add(self, share: float) -> None:
         """Call after each micro-batch, with its share of the global batch; the shares of all ranks add up to their number."""
@@ -162,8 +163,7 @@ class Statistics:
             dist.all_reduce(flat)
             self._mean = list(flat.div_(ranks).split([len(each) for each in self._mean]))
         torch._foreach_copy_(self._running, self._mean)
-        for count in self._counts:
-            count.fill_(self._number + 1)
+        torch._foreach_copy_(self._counts, self._counted)
 
 
 def load(model: ResNet, file: Path) -> str:
