@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,15 @@ def test_the_flags_of_older_scripts_are_understood() -> None:
     s = settings.parse(Settings, argv.split(), None)
     assert (s.arch, s.workers, s.epochs, s.batch_size, s.lr, s.momentum) == ("resnet50", 3, 9, 64, 0.2, 0.8)
     assert (s.weight_decay, s.print_freq, s.dist_backend, s.checkpoint_file, s.data) == (1e-3, 5, "nccl", "c", "DIR")
+
+
+def test_a_job_that_would_keep_the_worst_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    run: Any = types.SimpleNamespace(output=Path("out"))
+    assert imagenet.ignored(the_settings(), run) == []
+    monkeypatch.setenv("OUTLAST_CHECKPOINT_BEST", "2 min acc1")
+    assert imagenet.ignored(the_settings(num_checkpoints=2), run) == [
+        "the job keeps the checkpoints of the lowest acc1 as its best; write `mode: max` beside checkpoint.best"
+    ]
 
 
 # Runs

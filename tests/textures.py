@@ -45,12 +45,10 @@ TEXTURES: dict[str, Callable[[Draw, Grid, Grid], Grid]] = {
 
 
 def texture(kind: str, draw: Draw, size: int) -> NDArray[np.uint8]:
-    """An image of a kind, in two random colours, with noise: (size, size, 3)."""
+    """An image of a kind, in a light and a dark colour at random, with noise: (size, size, 3)."""
     u, v = np.meshgrid(np.arange(size, dtype=float), np.arange(size, dtype=float))
     pattern = TEXTURES[kind](draw, u, v)[..., None]
-    one, other = draw.uniform(0, 255, 3), draw.uniform(0, 255, 3)
-    while np.abs(one - other).sum() < 200:
-        other = draw.uniform(0, 255, 3)
+    one, other = draw.uniform(130, 255, 3), draw.uniform(0, 110, 3)
     image = (one + other) / 2 + pattern.clip(-1, 1) * (one - other) / 2 + draw.normal(scale=8, size=(size, size, 1))
     return image.clip(0, 255).astype(np.uint8)
 

@@ -32,7 +32,7 @@ from torch import nn
 
 from outlast import contract
 from outlast.errors import OutlastError
-from outlast.recipes import imagenet_data, imagenet_model, pixels, results, settings
+from outlast.recipes import gpt, imagenet_data, imagenet_model, pixels, results, settings
 from outlast.recipes.imagenet_data import Images
 from outlast.recipes.imagenet_model import ResNet, Statistics
 from outlast.recipes.settings import flag
@@ -124,6 +124,8 @@ def train(s: Settings) -> None:
         log.line(f"=> creating model: {s.arch}")
         model, record = first(s, data, log)
         placed(s, model, run.device)
+        if run.device.type == "cpu":
+            gpt.keep_freed_memory()
         net = run.ddp(model) if run.world_size > 1 else model
         if s.compile:
             model.compile()
@@ -336,9 +338,11 @@ def ignored(s: Settings, run: Session) -> list[str]:
         )
     if s.output_dir and Path(s.output_dir).absolute() != run.output.absolute():
         found.append(f"output_dir {s.output_dir} is ignored: the job writes to {run.output}")
-    best = os.environ.get(contract.Env.CHECKPOINT_BEST, "0").partition(" ")[0]
+    best, *which = os.environ.get(contract.Env.CHECKPOINT_BEST, "0").split()
     if s.num_checkpoints is not None and str(s.num_checkpoints) != best:
         found.append(f"num_checkpoints {s.num_checkpoints} is ignored: the job's checkpoint.best is {best}")
+    if best != "0" and which[:1] == ["min"]:
+        found.append("the job keeps the checkpoints of the lowest acc1 as its best; write `mode: max` beside checkpoint.best")
     return found
 
 
