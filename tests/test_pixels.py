@@ -315,6 +315,9 @@ def test_what_cannot_be_trained_on_is_one_sentence(tmp_path: Path) -> None:
     shutil.rmtree(source / "val")
     (source / "val").mkdir()
     assert refused() == "TMP/pictures/val has no images; put some there, or remove it: then a tenth of train is val"
+    shutil.rmtree(source / "val")
+    (tmp_path / "file").write_text("")
+    assert "file: " in sentence(lambda: pixels.pack(source, tmp_path / "file" / "packed"))
     shutil.rmtree(source / "train")
     assert refused().startswith("TMP/pictures has no")
     assert sentence(lambda: pixels.pack(tmp_path / "none")).endswith("none does not exist; name a file or a directory")

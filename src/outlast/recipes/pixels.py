@@ -23,7 +23,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -37,6 +37,7 @@ from torch.utils.data import Dataset
 
 from outlast import file_locks, files
 from outlast.data import shards
+from outlast.data.place import unwritable
 from outlast.data.prepare import images, plan, work
 from outlast.errors import OutlastError
 from outlast.training import Shards
@@ -218,7 +219,7 @@ def _check(root: Path, items: dict[str, list[images.Item]], names: Sequence[str]
     directories = {part: path for path in _directories(root) if (part := plan.named_part(path.name))}
     if plan.TRAIN not in directories:
         directories = {"": root}
-    filled = {root / parent for some in items.values() for item in some for parent in PurePosixPath(item.file).parents}
+    filled = {root / each for each in _above(item.file for some in items.values() for item in some)}
     if plan.VAL in directories and directories[plan.VAL] not in filled:
         raise OutlastError(f"{directories[plan.VAL]} has no images; put some there, or remove it: then a tenth of train is val")
     for path in (each for directory in directories.values() for each in _directories(directory)):
@@ -227,8 +228,6 @@ def _check(root: Path, items: dict[str, list[images.Item]], names: Sequence[str]
     if plan.VAL not in directories:
         return
     has = {part: {item.label for item in some} for part, some in items.items()}
-    if not any(plan.named_part(item.file) == plan.VAL for item in items[plan.VAL]):
-        raise OutlastError(f"{directories[plan.VAL]} has no images; put some there, or remove it: then a tenth of train is val")
     for one, other in ((plan.VAL, plan.TRAIN), (plan.TRAIN, plan.VAL)):
         if only := sorted(has[one] - has[other]):
             first = ", ".join(names[label] for label in only[:3]) + (", ..." if len(only) > 3 else "")
@@ -236,6 +235,12 @@ def _check(root: Path, items: dict[str, list[images.Item]], names: Sequence[str]
                 f"{len(only)} of {len(names)} classes are in {one} and not in {other} ({first}); both parts need the same: "
                 f"add images of them to {other}, or remove them from {one}"
             )
+
+
+def _above(names: Iterable[str]) -> set[PurePosixPath]:
+    """The directories that files are in, and those above them. Quick for millions of names in thousands of directories."""
+    closest = {name.rpartition("/")[0] for name in names}
+    return {parent for each in closest for parent in (PurePosixPath(each), *PurePosixPath(each).parents)}
 
 
 def _directories(path: Path) -> list[Path]:
@@ -270,6 +275,10 @@ def pack(
     settings = images.Settings(size, val=val, skip_damaged=skip_bad, stretch=size is not None)
     place = Path(to).absolute() if to is not None else _cached(root, settings)
     said = _Said(root)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise unwritable(problem, place, "the packed images") from problem
     with file_locks.exclusive(place.with_name(f".{place.name}.lock"), waiting=said.waiting, stop=threading.Event()):
         record = place.with_name(f".{place.name}.packed.json")
         if packed_before := _unchanged(record, root, settings):
@@ -299,8 +308,7 @@ def _cached(root: Path, settings: images.Settings) -> Path:
 
 def _changed(root: Path, found: Sequence[plan.File]) -> dict[str, int]:
     """When files were last added to, or removed from, each directory of a source, in ns."""
-    directories = {parent for file in found for parent in PurePosixPath(file.name).parents}
-    return {str(each): (root / each).stat().st_mtime_ns for each in sorted(directories)}
+    return {str(each): (root / each).stat().st_mtime_ns for each in sorted(_above(file.name for file in found))}
 
 
 def _unchanged(record: Path, root: Path, settings: images.Settings) -> str | None:
