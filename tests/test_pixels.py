@@ -149,6 +149,21 @@ def test_a_crop_is_that_of_pillow_and_of_interpolate(size: int) -> None:
     assert (products.permute(0, 2, 3, 1).int() - both.int()).abs().max() <= 1, "what other devices compute"
 
 
+def test_threads_change_no_pixel_and_torch_keeps_as_many_as_it_had() -> None:
+    x = noise(32, 200, 200)
+    u = pixels.draws(0, 0, torch.arange(32), pixels.CROP + 1)
+    threads, made = torch.get_num_threads(), []
+    try:
+        for number in (1, 3):
+            torch.set_num_threads(number)
+            cut = pixels.crop_resize(x, pixels.boxes(u[:, : pixels.CROP], torch.ones(32)), 224, mirrored=u[:, -1] < 0.5)
+            made.append((cut, pixels.normalised(cut)))
+            assert torch.get_num_threads() == number
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, several) for one, several in zip(*made, strict=True))
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["channels first", "channels last"])
 def test_flip_shift_cutout_and_normalised_are_what_loops_do(first: bool) -> None:
     x = noise(n=40, height=10, width=8)
@@ -317,7 +332,7 @@ def test_what_cannot_be_trained_on_is_one_sentence(tmp_path: Path) -> None:
     assert refused() == "TMP/pictures/val has no images; put some there, or remove it: then a tenth of train is val"
     shutil.rmtree(source / "val")
     (tmp_path / "file").write_text("")
-    assert "file: " in sentence(lambda: pixels.pack(source, tmp_path / "file" / "packed"))
+    assert "file/packed: File exists; correct that" in sentence(lambda: pixels.pack(source, tmp_path / "file" / "packed"))
     shutil.rmtree(source / "train")
     assert refused().startswith("TMP/pictures has no")
     assert sentence(lambda: pixels.pack(tmp_path / "none")).endswith("none does not exist; name a file or a directory")
