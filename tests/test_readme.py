@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import itertools
 import re
@@ -111,6 +112,20 @@ def test_a_recipe_takes_the_flags_that_a_page_gives_it(module: str, flags: str, 
     config.write_text("{}")
     words = [str(config) if word == "conf.yaml" else word for word in shlex.split(flags, comments=True)]
     assert settings.parse(importlib.import_module(module).Settings, words, "")
+
+
+RECIPES = re.findall(r"^### .*`outlast\.recipes\.(\w+)`\n(.*?)(?=^##|\Z)", COMING_FROM.read_text(), flags=re.M | re.S)
+
+
+@pytest.mark.parametrize(("recipe", "table"), RECIPES, ids=[recipe for recipe, _ in RECIPES])
+def test_a_recipe_has_the_flags_that_replace_those_of_a_script(recipe: str, table: str) -> None:
+    fields = dataclasses.fields(importlib.import_module(f"outlast.recipes.{recipe}").Settings)
+    known = {"config", *(name for field in fields for name in (field.name, f"no_{field.name}", *field.metadata["also"]))}
+    ours = [re.split(r"(?<!\\)\|", row)[2] for row in table.splitlines() if row.startswith("| ")]
+    spans = [span for cell in ours for span in re.findall(r"`([^`]*)`", cell) if not span.startswith(("outlast ", "compile:"))]
+    named = {flag.replace("-", "_") for span in spans for flag in re.findall(r"(?<![\w-])--([a-z][\w-]+)", span)}
+    assert len(named) > 5
+    assert named - known == set()
 
 
 FIELDS = [field.alias or name for name, field in spec.Spec.model_fields.items()]
