@@ -196,6 +196,7 @@ def a_compiling_job(machine: Any, url: str, **compile: object) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("s3", ["rclone"], indirect=True)
 @pytest.mark.parametrize("warm_up", [[], ["python", "train.py", "--max-steps", "2"]], ids=["", "with a warm-up"])
 def test_a_machine_without_a_cache_compiles_nothing_that_another_one_compiled(
     machine: Any, s3: Place, monkeypatch: pytest.MonkeyPatch, warm_up: list[str]
