@@ -31,6 +31,7 @@ PAGES = [
     ROOT / "docs" / "guide" / "tracking.md",
     ROOT / "docs" / "guide" / "gpt.md",
     ROOT / "docs" / "guide" / "llm.md",
+    ROOT / "docs" / "guide" / "cifar10.md",
     ROOT / "docs" / "guide" / "coming-from.md",
 ]
 COMING_FROM = PAGES[-1]
