@@ -393,7 +393,7 @@ def test_what_is_measured_is_said(tmp_path: Path, model: Path, capsys: pytest.Ca
     missing = f"nothing is measured: {tmp_path / 'val.jsonl'} does not exist; --val FILE names a validation file"
     assert sources(str(data), "") == (beside, None, missing)
     assert sources(str(data), "none")[1:] == (None, "nothing is measured: --val none")
-    val = lines(tmp_path / "val.jsonl", [])
+    val = lines(tmp_path / "val.jsonl", ["", " "])
     assert sources(str(tmp_path), "") == (beside, llm_data.Source(val, "train"), "")
     refused(arguments(model, data), r"val\.jsonl is empty; give it records, one a line")
     with pytest.raises(OutlastError, match=r"--val nowhere\.jsonl does not exist"):
@@ -462,9 +462,9 @@ def test_killed_20_times_it_ends_with_the_same_bits(tmp_path: Path, model: Path,
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_a_tiny_model_memorises_ten_samples(tmp_path: Path, known: Any, kind: str, lora: bool) -> None:
     directory = written(tmp_path / "model", known, kind, width=64, tie_word_embeddings=False)
-    data = lines(tmp_path / "train.jsonl")
-    more = ["--epochs=150", "--batch=10", "--grad-accum=1", "--no-epoch-results", "--wd=0", "--val=none"]
+    data = lines(tmp_path / "train.jsonl", RECORDS * 5)
+    more = ["--epochs=30", "--batch=10", "--grad-accum=1", "--no-epoch-results", "--wd=0", "--val=none", "--lr=3e-3"]
     if lora:
-        more += ["--lora", "--lora-r=32", "--lora-alpha=64", "--lora-dropout=0", "--target-modules", *MODULES]
+        more += ["--lr=1e-2", "--lora", "--lora-r=32", "--lora-alpha=64", "--lora-dropout=0", "--target-modules", *MODULES]
     llm.main(arguments(directory, data, *more))
     assert final(tmp_path / "out")["loss"] < 0.05

@@ -23,7 +23,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -198,7 +198,8 @@ class Clock:
         return self._before + time.monotonic() - self._since
 
     @contextlib.contextmanager
-    def stopped(self) -> Any:
+    def stopped(self) -> Iterator[None]:
+        """Leave out what is done meanwhile."""
         before = self.elapsed_s
         yield
         self._before, self._since = before, time.monotonic()
@@ -224,7 +225,8 @@ class Parts:
         started = time.monotonic()
         llm_model = _llm_model()
         offline = s.local_files_only
-        directory = llm_model.downloaded(llm_model.place(s.model, s.model_local_dir, offline=offline))
+        named = llm_model.place(s.model, s.model_local_dir, offline=offline)
+        directory = llm_model.downloaded(named)
         tokenizer = directory
         if s.tokenizer_local_dir:
             tokenizer = Path(llm_model.place("", s.tokenizer_local_dir, offline=offline, what="tokenizer"))
@@ -232,11 +234,13 @@ class Parts:
         log.info(f"[STEP] tokenizer {tokenizer}: {len(known):,} tokens")
         low = bfloat16(s, where)
         model = llm_model.load(directory, torch.bfloat16 if low and s.lora else torch.float32, s.seq_len, where)
+        model.name_or_path = str(directory.resolve()) if Path(named).is_dir() else named  # what an adapter says it belongs to
         train, val = data(s, tokenizer, model.get_input_embeddings().num_embeddings, run)
         record = Record(llm_model.fingerprint(model) if s.lora else "", train.digest)
         if s.lora:
             model = llm_model.adapted(model, llm_model.Lora(s.lora_r, s.lora_alpha, s.lora_dropout, s.target_modules))
-        tuned = llm_model.Tuned(model.to(where), low=low)
+        whole = run is None or s.parallel == "ddp" or llm_model.needs_gpu(model)
+        tuned = llm_model.Tuned(model.to(where) if whole else model, low=low)  # FSDP takes it to the device layer by layer
         tuned.train()
         cannot = tuned.check()
         if cannot and s.packing:
@@ -512,7 +516,7 @@ class Trainer:
         """Write the results."""
         s, run, record = self.s, self.run, self.record
         with self.clock.stopped():
-            elapsed = self.clock.elapsed_s if step > record.measured or self.parts.val is None else record.elapsed_s
+            elapsed = self.clock.elapsed_s
             if record.measured < step:  # --max-steps may end within an epoch
                 self.measure(step, "model", record.epoch + 1)
             tensors = self.write("model")

@@ -85,7 +85,9 @@ def cached(source: Source, tokenizer: Path, *, skip_bad: bool, ours: bool, say: 
     directory = _cache() / hashlib.sha256(repr(about).encode()).hexdigest()[:32]
     if not ours:
         return directory
-    if not found.st_size:
+    with source.path.open("rb") as file:
+        empty = not any(line.strip() for line in file)
+    if empty:
         raise OutlastError(f"{source.path} is empty; give it records, one a line")
     waiting = lambda: say(f"another process of this machine tokenizes {source.path}; waiting for it")  # noqa: E731
     with file_locks.exclusive(directory.with_suffix(".lock"), waiting=waiting, stop=threading.Event()):

@@ -139,6 +139,11 @@ def _attention(config: Any, dtype: torch.dtype, where: torch.device) -> str:
     return "sdpa" if special else PACKED
 
 
+def needs_gpu(model: Any) -> bool:
+    """Whether it cannot compute on the CPU."""
+    return str(model.config._attn_implementation).startswith("flash")
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without progress bars and advice."""
@@ -350,6 +355,9 @@ def write(model: Any, tokenizer: Any, directory: Path, tensors: Mapping[str, Ten
                 model.save_pretrained(str(partial), state_dict={name: each.to(dtype) for name, each in tensors.items()})
                 _said(partial / "config.json", dtype)
         tokenizer.save_pretrained(str(partial))
+        mode = (partial / "tokenizer_config.json").stat().st_mode
+        for path in partial.iterdir():
+            path.chmod(mode)  # transformers writes weights for their owner alone
         old = directory.with_name(f".{directory.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         if directory.exists():
