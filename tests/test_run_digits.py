@@ -19,7 +19,7 @@ def test_digits_are_learnt_although_a_worker_is_killed_on_the_way(machine):
         script=None,
         code=None,
         module="outlast.recipes.cifar10",
-        args=("--epochs=6",),
+        args=("--epochs=6", "--no-flip"),
         data=[{"from": "digits", "to": "/data"}],
         checkpoint={"every": "20 steps", "best": 1, "by": "loss"},
         hang={"limit": "10m"},
