@@ -244,6 +244,20 @@ def test_a_step_is_the_mean_over_the_learned_tokens_of_the_global_batch(tmp_path
     assert len(found[0]) == 6, "10 samples make 3 steps an epoch: the last, smaller group is a step of its own"
 
 
+def test_gradients_are_clipped_before_a_step(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    norms, step = [], torch.optim.AdamW.step
+
+    def noted(self: torch.optim.AdamW, *args: Any, **named: Any) -> Any:
+        gradients = [p.grad.flatten() for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norms.append(torch.cat(gradients).norm().item())
+        return step(self, *args, **named)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", noted)
+    os.environ[contract.Env.OUTPUT] = str(tmp_path / "out")
+    llm.main(arguments(model, lines(tmp_path / "train.jsonl"), "--val=none", "--max-steps=2", "--grad-clip=0.001"))
+    assert norms == pytest.approx([0.001] * 2, rel=0.01)
+
+
 def test_the_learning_rate_rises_and_falls_to_zero_over_the_true_number_of_steps() -> None:
     s = llm.Settings(data="x", lr=1.0, warmup=0.25)
     assert [llm.rate(s, step, 8) for step in range(9)] == pytest.approx([0.5, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0])
@@ -443,7 +457,7 @@ def test_resized_1_to_3_to_2_each_sample_is_seen_once_and_the_loss_is_the_same(t
     data = lines(tmp_path / "data" / "train.jsonl").parent
     lines(data / "val.jsonl", RECORDS[:5])
     argv = arguments(model, data, "--epochs=1", "--batch=1", "--grad-accum=3", "--no-epoch-results")
-    disturbances.resized(llm.main, argv, tmp_path, logs=("loss", "val_loss"), preload=["outlast.recipes.llm_model"])
+    disturbances.resized(llm.main, argv, tmp_path, logs=("loss", "val_loss", "tokens"), preload=["outlast.recipes.llm_model"])
 
 
 @pytest.mark.slow
