@@ -428,3 +428,25 @@ def test_killed_20_times_it_ends_with_the_same_bits(tmp_path: Path, clips: Path)
     disturbances.killed_20_times(
         perceiver.main, argv, tmp_path, logs=("loss", "val_loss"), clocked=("throughput",), preload=("av",)
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_reconstruction_loss_on_the_synthetic_set_falls_by_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTLAST_OUTPUT", str(tmp_path))
+    sizes = ("--size=tiny", "--frames=2", "--image-size=16", "--num-latents=16", "--dropout=0", "--dtype=float32")
+    learning = ("--lr=5e-3", "--warmup-steps=30", "--lr-schedule=cosine", "--image-weight=0.3", "--epochs=140")
+    perceiver.main([*sizes, *learning, "--eval-every=100", "--log-steps=50"])
+    data = perceiver_data.opened(str(tmp_path / "synthetic"), Config(frames=2, image_size=16, samples_per_patch=64))
+    assert isinstance(data.train, perceiver_data.Clips)
+    assert isinstance(data.val, perceiver_data.Clips)
+    seen, val = ([part[i] for i in range(len(part))] for part in (data.train, data.val))
+    grey = torch.cat([item["video"].flatten() for item in seen]).median() / 255
+    constant = {  # what a model can do that looks at nothing: silence, and the usual grey
+        "audio_l1": float(torch.stack([perceiver_model.sound(item["audio"]).abs().mean() for item in val]).mean()),
+        "image_l1": float(torch.stack([(perceiver_model.pixels(item["video"]) - grey).abs().mean() for item in val]).mean()),
+    }
+    found = [line for line in lines(tmp_path) if "val_loss" in line]
+    assert found[-1]["val_loss"] < 0.5 * (0.3 * constant["image_l1"] + constant["audio_l1"])
+    assert found[-1]["val_audio_l1"] < 0.5 * constant["audio_l1"]
+    assert found[-1]["val_image_l1"] < 0.75 * constant["image_l1"]

@@ -32,6 +32,7 @@ PAGES = [
     ROOT / "docs" / "guide" / "gpt.md",
     ROOT / "docs" / "guide" / "llm.md",
     ROOT / "docs" / "guide" / "cifar10.md",
+    ROOT / "docs" / "guide" / "perceiver.md",
     ROOT / "docs" / "guide" / "coming-from.md",
 ]
 COMING_FROM = PAGES[-1]

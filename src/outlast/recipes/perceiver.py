@@ -247,7 +247,6 @@ class Trainer:
             group["lr"] = rate(s, step, self.stream.total_steps)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.device.mark_step()
 
     def usable(self, data: Mapping[str, Any], indices: Any, part: str = "train") -> Tensor:
         """Which clips of a batch on the CPU count: (b,) of 1 or 0. Raises OutlastError for a bad one, unless told to skip it."""

@@ -364,9 +364,10 @@ class Perceiver(nn.Module):
         return self._tables[where]
 
     def optimizer(self, lr: float, weight_decay: float) -> torch.optim.AdamW:
-        """AdamW, in one kernel on CPUs and GPUs. Everything decays."""
-        fused = next(self.parameters()).device.type in ("cpu", "cuda")
-        return torch.optim.AdamW(self.parameters(), lr=lr, weight_decay=weight_decay, fused=fused)
+        """AdamW, in one kernel on CPUs and GPUs. Everything decays. On XLA the count of steps is a tensor, else it recompiles."""
+        on = next(self.parameters()).device.type
+        kernel: dict[str, bool] = {"capturable": True} if on == "xla" else {"fused": on in ("cpu", "cuda")}
+        return torch.optim.AdamW(self.parameters(), lr=lr, weight_decay=weight_decay, **kernel)
 
 
 def pixels(video: Tensor) -> Tensor:
