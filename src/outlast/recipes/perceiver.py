@@ -156,12 +156,15 @@ def train(s: Settings) -> None:
         trainer = Trainer(s, run, log, model, net, optimizer, stream, data, record)
         run.parameters(settings.values(s) | {"batch": s.samples, "computed_in": str(trainer.dtype).removeprefix("torch.")})
         log.begin(model, data, s)
+        if record.owed and s.do_eval:
+            trainer.measure(step)
         for batch in stream:
             trainer.update(step, batch)
             step += 1
             trainer.report(step, batch.epoch)
             leaving = run.interrupted()
-            if not leaving and trainer.measures(step, batch.ends_epoch):
+            record.owed = trainer.measures(step, batch.ends_epoch)
+            if record.owed and not leaving:
                 trainer.measure(step)
             elif leaving or run.due(step) or step == stream.total_steps:
                 trainer.save(step)
@@ -178,11 +181,14 @@ class Record:
         self.losses: dict[str, float] = {}
         """The newest of each kind."""
         self.remarks = Remarks()
+        self.owed = False
+        """Whether the validation clips are due: the run had to leave before it could measure them."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, the same on every rank."""
         shape = dataclasses.asdict(self.config) if self.config else {}
-        return {"config": shape, "data": self.digest, "losses": dict(self.losses), "remarks": self.remarks.state_dict()}
+        known = {"losses": dict(self.losses), "remarks": self.remarks.state_dict(), "owed": self.owed}
+        return {"config": shape, "data": self.digest, **known}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what was saved. Raises OutlastError when it was saved over other videos."""
@@ -194,6 +200,7 @@ class Record:
         self.config = self.config or Config(**state["config"])
         self.digest, self.losses = state["data"], dict(state["losses"])
         self.remarks.load_state_dict(state["remarks"])
+        self.owed = state["owed"]
 
 
 @dataclass
@@ -304,6 +311,7 @@ class Trainer:
         self.model.train()
         found = perceiver_measure.Sums.of(run.gather(sums.values)).means(s)
         self.record.losses |= {f"val_{name}": value for name, value in found.items()}
+        self.record.owed = False
         values: dict[str, Any] = {f"val_{name}": value for name, value in found.items()}
         run.log(step, **values)
         self.log.line(f"Step={step} " + " ".join(f"Val_{name}={value:.5f}" for name, value in found.items()))

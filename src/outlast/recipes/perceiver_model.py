@@ -345,8 +345,9 @@ class Perceiver(nn.Module):
         t, h, w = points.image // (shape[1] * shape[2]), points.image // shape[2] % shape[1], points.image % shape[2]
         image = fourier([2 * i / n - 1 for i, n in zip((t, h, w), shape, strict=True)], shape, c.image_bands)
         audio = fourier([2 * points.audio / c.audio_points - 1], (c.samples,), c.audio_bands)
-        found = ((AUDIO, audio), (IMAGE, image), (LABEL, self.label_query))
-        return torch.cat([torch.cat((x, self.query_padding[name].expand(len(x), -1)), -1) for name, x in found])
+        # rows are taken as [0]: gradients are then tensors of their own, as DDP wants them, and no parts of others
+        found = ((AUDIO, audio), (IMAGE, image), (LABEL, self.label_query[0][None]))
+        return torch.cat([torch.cat((x, self.query_padding[name][0].expand(len(x), -1)), -1) for name, x in found])
 
     def _tables_on(self, where: torch.device) -> dict[str, Tensor]:
         """The position encodings of all inputs, (m, channels), computed once. No buffers, which DDP would send in every step."""
