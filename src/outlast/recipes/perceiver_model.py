@@ -367,7 +367,7 @@ class Perceiver(nn.Module):
     def optimizer(self, lr: float, weight_decay: float) -> torch.optim.AdamW:
         """AdamW, in one kernel on CPUs and GPUs. Everything decays. On XLA the count of steps is a tensor, else it recompiles."""
         on = next(self.parameters()).device.type
-        kernel: dict[str, bool] = {"capturable": True} if on == "xla" else {"fused": on in ("cpu", "cuda")}
+        kernel: dict[str, Any] = {"capturable": True} if on == "xla" else {"fused": on in ("cpu", "cuda")}
         return torch.optim.AdamW(self.parameters(), lr=lr, weight_decay=weight_decay, **kernel)
 
 
