@@ -151,6 +151,7 @@ def _until(output: Path, generation: int, moment: Moment) -> Iterator[None]:
         time.sleep(0.002)
     while kind == "save" and not any(checkpoints.glob(f"*.saving-g{generation}")):
         yield
+        time.sleep(0.0005)
 
 
 def _step(metrics: Path) -> int:
