@@ -276,6 +276,7 @@ def test_the_step_of_a_batch_is_that_of_its_micro_batches(clips: Path, alone: Ca
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_saved_once_by_all_ranks_together_and_every_clip_is_measured_once(clips: Path, tmp_path: Path) -> None:
     argv = [*USUAL, f"--data={clips}", "--max-steps=3", "--dropout=0", "--dtype=float32"]
     disturbances.resized(perceiver.main, argv, tmp_path, sizes=(1, 3, 2), rel=1e-3, logs=("loss", "val_loss", "val_psnr"))
