@@ -20,6 +20,21 @@ def test_a_short_name_means_a_resource_and_anything_else_itself() -> None:
     assert accelerators.resource("habana.ai/gaudi") == "habana.ai/gaudi"
 
 
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("Tesla T4", 65),
+        ("NVIDIA GB200", 2500),
+        ("AMD Instinct MI300X", 1307),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+        ("NVIDIA T400 4GB", None),
+    ],
+)
+def test_the_peak_of_a_gpu_is_not_that_of_one_with_a_longer_name(name: str, teraflops: float | None) -> None:
+    assert accelerators.peak_flops(name) == (teraflops and teraflops * 1e12)
+
+
 def test_nodes_with_parts_of_a_device_are_behind_the_taint_of_the_whole() -> None:
     assert accelerators.taints("nvidia.com/mig-1g.10gb") == ["nvidia.com/mig-1g.10gb", "nvidia.com/gpu"]
     assert accelerators.taints("habana.ai/gaudi") == ["habana.ai/gaudi"]
@@ -36,11 +51,15 @@ def test_a_row_is_enough_for_an_accelerator_whose_torch_module_is_like_that_of_c
         _is_in_bad_fork=lambda: True,
         get_device_name=lambda: "NVIDIA H100 80GB HBM3",
         manual_seed=calls.append,
+        current_device=lambda: 0,
     )
     monkeypatch.setattr(torch, "xpu", module)
     monkeypatch.setattr(accelerators, "DEVICES", {"xpu": accelerators.Accelerator("x.com/y", device="xpu", backend="xccl")})
     found = device.find()
     assert (found.name(), found.peak_flops(), found.bfloat16()) == ("NVIDIA H100 80GB HBM3", 989e12, True)
+    assert found.pin(tensor := torch.ones(1, device="meta")) is tensor, "data that are on the device already"
+    elsewhere = SimpleNamespace(shape=(2,), dtype=torch.int64, device=torch.device("xpu", 1))
+    assert found.room(elsewhere).shape == (2,), "not pinned: synchronize() waits for the current device only"  # type: ignore[arg-type]
     assert (found.type, found.backend, found.random_state()) == ("xpu", "cpu:gloo,xpu:xccl", "state")
     assert found.bind(3) == torch.device("xpu", 3)
     found.set_random_state("state")

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from outlast import spec, store
+from outlast.agent import upload
+from outlast.checkpoints import Retention
 from outlast.errors import OutlastError, Stopped
 from outlast.prepare import compiled
 from outlast.prepare.compiled import Cache
@@ -68,14 +72,19 @@ def test_a_machine_gets_what_another_one_compiled_and_nothing_is_overwritten(tmp
     written(one, "inductor/ab/unfinished.so", at=time.time())
     written(one, "inductor/locks/ab.lock")
     written(one, "inductor/ab/.12.tmp")
+    written(one, "triton/c/tmp.pid_7_1/kernel.so", "\x7fELF")
+    written(one, "inductor/ab/killed.so", "\0\0\0\0")  # what GNU's linker leaves when it is killed
     assert one.push(STOP, before=time.time() - compiled.SETTLED_S) == 1
     assert two.fetch(STOP) == 1
     assert (two.directory / "inductor/ab/code.py").read_text() == "first"
     written(two, "inductor/ab/code.py", "another machine's")
-    written(two, "triton/c/kernel.so")
+    written(two, "triton/c/kernel.so", "\x7fELF")
     assert two.push(STOP) == 1
-    assert held(one.place) == {"inductor/ab/code.py": b"first", "triton/c/kernel.so": b"x"}
+    assert held(one.place) == {"inductor/ab/code.py": b"first", "triton/c/kernel.so": b"\x7fELF"}
     assert (one.fetch(STOP), one.push(STOP, before=OLD), two.fetch(STOP)) == (1, 0, 0)
+    one.mend()
+    assert not (one.directory / "inductor/ab/killed.so").exists(), "torch would take it for complete"
+    assert (one.directory / "triton/c/kernel.so").exists()
 
 
 def test_without_a_store_the_directory_is_beside_the_jobs_of_the_output(tmp_path: Path) -> None:
@@ -90,22 +99,30 @@ def test_without_a_store_the_directory_is_beside_the_jobs_of_the_output(tmp_path
 
 COMPILER = """
 import os, pathlib, sys
+assert sys.argv.pop() == os.environ["OUTLAST_OUTPUT"]
 cache = pathlib.Path(os.environ["NEURON_COMPILE_CACHE_URL"], "MODULE_1")
 cache.mkdir(parents=True)
 cache.joinpath("model.neff").write_text(" ".join(sys.argv[1:]))
+other = cache.with_name("MODULE_2")
+other.mkdir()
+other.joinpath("model.neff").write_text("half of what another job writes")
+os.utime(other / "model.neff", (4e9, 4e9))  # and goes on to write when we have ended
 pathlib.Path(os.environ["OUTLAST_OUTPUT"], "checkpoint").write_text("a trial's")
 print(os.getcwd(), [name for name in os.environ if name.startswith("OUTLAST_")])
 """
 
 
-def test_the_warm_up_runs_once_in_a_run_and_its_output_is_thrown_away(tmp_path: Path) -> None:
+def test_the_warm_up_runs_once_in_a_run_and_its_output_is_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    environ = a_worker(tmp_path)
+    monkeypatch.setattr(compiled, "KILLED_S", 0)
+    environ = a_worker(tmp_path, STEPS="5")
     Path(environ["OUTLAST_CODE"], "compiler.py").write_text(COMPILER)
-    command = ["python", "compiler.py", "--max-steps", "5"]
+    command = ["python", "compiler.py", "--max-steps", "$(STEPS)", "$(OUTLAST_OUTPUT)"]
     for _ in range(2):  # the second start of the worker
         compiled.prepare(Cache.of(environ), command, dict(environ), sys.executable, said.append, STOP)
-    assert [line for line in said if "took" not in line] == ["compile.warmUp: python compiler.py --max-steps 5"]
+    assert [line for line in said if "took" not in line] == [
+        "compile.warmUp: python compiler.py --max-steps $(STEPS) $(OUTLAST_OUTPUT)"
+    ], "no secrets"
     log = Path(environ["OUTLAST_WORKER_STATE"], "warm-up.log").read_text()
     assert log == f"{environ['OUTLAST_CODE']} ['OUTLAST_CACHE', 'OUTLAST_OUTPUT']\n"
     assert not Path(environ["OUTLAST_WORKER_STATE"], "warm-up").exists()
@@ -113,6 +130,7 @@ def test_the_warm_up_runs_once_in_a_run_and_its_output_is_thrown_away(tmp_path: 
     compiled.prepare(Cache.of(other), command, other, sys.executable, said.append, STOP)
     assert Path(other["NEURON_COMPILE_CACHE_URL"], "MODULE_1", "model.neff").read_text() == "--max-steps 5"
     assert said[2:] == ["fetched 2 files that were compiled before"]
+    assert not Path(other["NEURON_COMPILE_CACHE_URL"], "MODULE_2").exists(), "it would stay half a file in the store for ever"
 
 
 @pytest.mark.parametrize(
@@ -157,11 +175,55 @@ def test_a_store_that_fails_is_no_reason_not_to_train(tmp_path: Path) -> None:
     assert environ["TRITON_CACHE_DIR"].startswith(str(cache.directory))
 
 
-def test_a_warm_up_without_a_cache_is_a_mistake() -> None:
-    with pytest.raises(OutlastError, match=r"compile\.warmUp fills a cache that is not kept; set compile\.cache: true"):
+def test_a_cache_larger_than_half_the_free_disk_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    environ = a_worker(tmp_path)
+    cache = Cache.of(environ)
+    assert cache.place is not None
+    cache.place.put("inductor/ab/code.py", b"x" * 600)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    compiled.prepare(cache, (), environ, sys.executable, said.append, STOP)
+    assert ["has 600 B for us, more than half of 1000 B that are free" in line for line in said] == [True], said
+    assert not (cache.directory / "inductor").exists()
+
+
+def test_compilers_are_not_sent_to_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    environ = {"OUTLAST_OUTPUT": f"{tmp_path}/runs/digits"}
+    with pytest.raises(
+        OutlastError, match=r"compile\.cache: .*/runs/\.compiled cannot be written to: Not a directory; name another"
+    ):
+        compiled.prepare(Cache.of(environ), (), environ, sys.executable, lambda _: None, STOP)
+
+
+def test_an_output_is_uploaded_although_what_was_compiled_is_not(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    environ = a_worker(tmp_path)
+    output = Path(environ["OUTLAST_OUTPUT"])
+    output.mkdir(parents=True)
+    (output / "final.json").write_text("{}")
+    cache = Cache.of(environ)
+    written(cache, "inductor/ab/code.py")
+    (tmp_path / "store" / compiled.NAME).write_text("a file where the store has a directory")
+    place = store.open_(environ["OUTLAST_STORE"])
+    uploader = upload.Uploader(output, place, "a1", "me", Retention(3), lambda _: None)
+    uploader.compiled = cache
+    assert upload.flush(uploader, time.monotonic() + 20) == ""
+    assert place.get("final.json") == b"{}"
+    assert "what was compiled is not all in the store" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("compile", "sentence"),
+    [
+        ("{warmUp: [neuron_parallel_compile]}", "compile.warmUp fills a cache that is not kept; set compile.cache: true"),
+        ("{cache: true, warmUp: ['']}", "compile.warmUp begins with an empty word; begin with a program"),
+    ],
+)
+def test_a_warm_up_that_could_not_work_is_a_mistake_of_the_job_file(compile: str, sentence: str) -> None:
+    with pytest.raises(OutlastError, match=re.escape(sentence)):
         spec.parse(
             "apiVersion: outlast.dev/v1alpha1\nkind: ElasticJob\nmetadata: {name: a}\n"
-            "spec:\n  module: m\n  compile: {warmUp: [neuron_parallel_compile]}\n"
+            f"spec:\n  module: m\n  compile: {compile}\n"
         )
 
 

@@ -37,6 +37,12 @@ def test_what_a_stream_reads_ahead_is_pinned() -> None:
     assert [part.is_pinned() for part in batch.pieces[0][0]] == [True, True]
 
 
+def test_a_stream_of_data_on_the_gpu_leaves_them_there() -> None:
+    batch = next(iter(Stream((torch.arange(4, device="cuda"),), batch=2, shuffle=False)))
+    [(data, _)] = batch.split()
+    assert (data[0].device.type, data[0].tolist()) == ("cuda", [0, 1])
+
+
 def test_the_warm_process_leaves_the_gpu_to_its_forks() -> None:
     code = (
         "import importlib, os, sys, torch\n"

@@ -7,6 +7,7 @@ A new accelerator is one row of `TABLE`. Only if torch's module for it differs f
 from __future__ import annotations
 
 import fnmatch
+import re
 from dataclasses import dataclass
 
 
@@ -111,7 +112,8 @@ def taints(resource: str) -> list[str]:
 
 
 PEAKS = (
-    ("B200", 2250), ("GH200", 989), ("H200", 989), ("H100 PCIe", 756), ("H100 NVL", 835), ("H100", 989), ("H800", 989),
+    ("GB200", 2500), ("B200", 2250), ("GH200", 989), ("H200", 989), ("H100 PCIe", 756), ("H100 NVL", 835), ("H100", 989),
+    ("H800", 989),
     ("A100", 312), ("A800", 312), ("L40S", 362), ("L40", 181), ("L4", 121), ("A40", 150), ("A30", 165), ("A10G", 70),
     ("A10", 125), ("V100", 125), ("T4", 65), ("RTX 4090", 165), ("MI300X", 1307), ("MI250X", 383),
 )  # fmt: skip
@@ -119,5 +121,5 @@ PEAKS = (
 
 
 def peak_flops(name: str) -> float | None:
-    """The peak of a GPU, in FLOP/s; None if it is not known. The first row that fits counts."""
-    return next((peak * 1e12 for part, peak in PEAKS if part in name), None)
+    """The peak of a GPU, in FLOP/s; None if it is not known. The first row whose words are in the name counts."""
+    return next((peak * 1e12 for part, peak in PEAKS if re.search(rf"\b{part}\b", name)), None)

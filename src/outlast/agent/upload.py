@@ -160,10 +160,18 @@ class Uploader:
             more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
             raise SomeFailed(f"{path} could not be pushed: {reason}{more}")
         self._checked = True
-        if self.compiled:
-            settled = time.time() - compiled.SETTLED_S if self.ended is None else self.ended - compiled.KILLED_S
-            self.compiled.push(stop, before=settled)
         self.update(pushed=time.time(), since=None, error="", doing="", backlog=0)
+        self._upload_compiled(stop)
+
+    def _upload_compiled(self, stop: threading.Event) -> None:
+        """Upload what compilers made, after the output. Without it another machine compiles again, so failures are only said."""
+        if not self.compiled:
+            return
+        before = time.time() - compiled.SETTLED_S if self.ended is None else self.ended - compiled.KILLED_S
+        try:
+            self.compiled.push(stop, before=before)
+        except (OutlastError, OSError) as problem:
+            print(f"outlast | what was compiled is not all in the store: {problem}", file=sys.stderr, flush=True)
 
     def _grown(self) -> list[str]:
         """Growing files to upload from here."""

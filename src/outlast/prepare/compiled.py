@@ -8,7 +8,8 @@
 Compilers name an entry after everything that it depends on, so the same name means the same content. That makes this simple: what
 is there is never overwritten or deleted, on either side, so any number of jobs may use it and a kill costs at most a repetition.
 An entry may have several files, of which the compiler writes a marker last: of each directory the newest file is sent, and
-fetched, after all others. Only files that have not changed for a while are sent. Decision 0031.
+fetched, after all others. Only files that have not changed for a while are sent, and no library that a killed linker has left.
+Decision 0031.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outlast import file_locks
+from outlast import file_locks, units
 from outlast.contract import Env
 from outlast.errors import OutlastError, Stopped, StoreError
 from outlast.prepare import cache as machine
 from outlast.prepare.installers import Shell
+from outlast.spec import substitution
 
 if TYPE_CHECKING:
     from outlast.prepare.fetch import Say
@@ -49,7 +52,9 @@ VARIABLES = {
 SETTLED_S = 30.0
 """A file that has not changed for so long is taken for complete. Arbitrary."""
 KILLED_S = 2.0
-"""The same when training has ended: what a compiler was writing as it was killed is younger. Arbitrary."""
+"""The same when training or the warm-up has ended: what a compiler was writing as it was killed is younger. Arbitrary."""
+_SHARE = 0.5
+"""Part of the free disk that the cache may fill: the rest is for data and checkpoints. Arbitrary."""
 _KEPT = (Env.DATA, Env.MODELS, Env.CACHE)
 """Our variables that the warm-up gets."""
 
@@ -85,6 +90,12 @@ class Cache:
 
         entries = {entry.key: entry for entry in self.place.entries() if not index.unsafe(entry.key)}
         missing = {key: entry for key, entry in entries.items() if not (self.directory / key).exists()}
+        size, free = sum(entry.size for entry in missing.values()), shutil.disk_usage(self.directory).free
+        if size > free * _SHARE:
+            room = f"of {units.human_bytes(free)} that are free in {self.directory}"
+            raise StoreError(
+                f"{self.place.url} has {units.human_bytes(size)} for us, more than half {room}; remove what is there"
+            )
         for wave in waves({key: entry.modified for key, entry in missing.items()}):
             wanted = [(key, missing[key].size, self.directory / key) for key in wave]
             for _, _, path in wanted:
@@ -101,7 +112,7 @@ class Cache:
             return 0
         from outlast.sync import transfer
 
-        with self.locked(".push.lock", stop):
+        with file_locks.exclusive(self.directory / ".push.lock", waiting=lambda: None, stop=stop):
             files = {key: at for key, at in self._files() if at <= before}
             there = {entry.key for entry in self.place.entries()} if files else set()
             missing = {key: at for key, at in files.items() if key not in there}
@@ -110,26 +121,31 @@ class Cache:
                 transfer.send(self.place, [(self.directory / key, key) for key in wave], journals=journals, stop=stop)
         return len(missing)
 
-    @contextlib.contextmanager
-    def locked(self, name: str, stop: threading.Event) -> Iterator[int]:
-        """Hold a lock among the workers of this machine; its descriptor. Raises Stopped."""
-        with open(self.directory / name, "a") as lock:
-            while not file_locks.acquire(lock.fileno()):
-                if stop.wait(0.1):
-                    raise Stopped(f"we were told to leave while another worker holds {lock.name}")
-            yield lock.fileno()
+    def mend(self) -> None:
+        """Remove what killed linkers have left: torch takes any file of that name for complete."""
+        for path in self.directory.rglob("*.so"):
+            with contextlib.suppress(FileNotFoundError):
+                if not _linked(path) and path.stat().st_mtime <= time.time() - KILLED_S:
+                    path.unlink()
 
     def _files(self) -> Iterator[tuple[str, float]]:
         """Keys of the files that are no compiler's own business (locks, unfinished files), and when they last changed."""
         for above, directories, names in os.walk(self.directory):
-            directories[:] = [name for name in directories if not name.startswith(".") and name != "locks"]
+            directories[:] = [name for name in directories if not name.startswith((".", "tmp.")) and name != "locks"]
             for name in names:
                 path = Path(above, name)
                 if not (name.startswith(".") or name.endswith((".lock", ".tmp")) or path.is_symlink()):
-                    try:
-                        yield path.relative_to(self.directory).as_posix(), path.stat().st_mtime
-                    except FileNotFoundError:  # a compiler renamed or removed it
-                        continue
+                    with contextlib.suppress(FileNotFoundError):  # a compiler renamed or removed it
+                        if _linked(path):
+                            yield path.relative_to(self.directory).as_posix(), path.stat().st_mtime
+
+
+def _linked(path: Path) -> bool:
+    """Whether a file is no library or a complete one: GNU's linker, which inductor runs, writes the first bytes last."""
+    if path.suffix != ".so":
+        return True
+    with path.open("rb") as file:
+        return file.read(4) == b"\x7fELF"
 
 
 def waves(times: Mapping[str, float]) -> tuple[list[str], list[str]]:
@@ -142,8 +158,18 @@ def waves(times: Mapping[str, float]) -> tuple[list[str], list[str]]:
 def prepare(cache: Cache, warm_up: Sequence[str], environ: dict[str, str], python: str, say: Say, stop: threading.Event) -> None:
     """Fetch the cache, add its variables to `environ`, and run the command `warm_up` if it has not run in this run.
 
-    A store that fails is no reason not to train. Raises OutlastError when the command fails, Stopped soon after `stop` is set.
+    A store that fails is no reason not to train. `$(NAME)` in the command is replaced. Raises OutlastError when the command fails
+    or the directory cannot be written to, Stopped soon after `stop` is set.
     """
+    try:
+        cache.directory.mkdir(parents=True, exist_ok=True)
+        cache.mend()
+        if not os.access(cache.directory, os.W_OK | os.X_OK):
+            raise PermissionError(None, "Permission denied")
+    except OSError as problem:  # compilers would fail there
+        raise OutlastError(
+            f"compile.cache: {cache.directory} cannot be written to: {problem.strerror}; name another output, or leave it out"
+        ) from problem
     try:
         count = cache.fetch(stop)
     except Stopped:
@@ -162,15 +188,20 @@ def _once(cache: Cache, command: Sequence[str], environ: dict[str, str], python:
     """Run the warm-up, unless its marker is there. Workers of one machine wait for the first."""
     digest = hashlib.sha256(json.dumps([environ[Env.RUN], *command]).encode()).hexdigest()[:16]
     marker = cache.directory / "warm-up" / digest
-    with cache.locked(".warm-up.lock", stop) as lock:
+    waiting = partial(say, "waits for another worker of this machine, which runs compile.warmUp")
+    with file_locks.exclusive(cache.directory / ".warm-up.lock", waiting=waiting, stop=stop) as lock:
         if marker.exists():
             return
         _run(command, environ, python, lock, say, stop)
+        ended = time.time()
+        if cache.place and stop.wait(KILLED_S):  # other jobs may be compiling to the same directory
+            raise Stopped("we were told to leave after compile.warmUp")
         try:
-            cache.push(stop)
+            cache.push(stop, before=ended)
             marker.parent.mkdir(exist_ok=True)
             marker.touch()
-            cache.push(stop)
+            if cache.place:
+                cache.place.put(marker.relative_to(cache.directory).as_posix(), b"")
         except Stopped:
             raise
         except (StoreError, OSError) as problem:
@@ -185,19 +216,21 @@ def _run(command: Sequence[str], environ: Mapping[str, str], python: str, lock: 
     output.mkdir(parents=True)
     own = {name: value for name, value in environ.items() if not name.startswith("OUTLAST_") or name in _KEPT}
     path = f"{Path(python).parent}{os.pathsep}{environ.get('PATH', os.defpath)}"
+    known = {**environ, Env.OUTPUT: str(output)}
+    argv = [substitution.replaced(arg, known) for arg in command]
     shell = Shell(
         {**own, Env.OUTPUT: str(output), "PATH": path}, lock, say, stop, state / "warm-up.log", Path(environ[Env.CODE]),
         "correct compile.warmUp, or leave it out: then training compiles",
     )  # fmt: skip
-    program = shutil.which(command[0], path=path)
+    program = shutil.which(argv[0], path=path)
     if program is None:
         raise OutlastError(
             f"compile.warmUp: there is no {command[0]} on PATH; install it, or leave it out: then training compiles"
         )
     began = time.monotonic()
-    say(f"compile.warmUp: {' '.join(command)}")
+    say(f"compile.warmUp: {' '.join(command)}")  # as the job file has it: values of variables may be secrets
     try:
-        shell.run([program, *command[1:]], "compile.warmUp")
+        shell.run([program, *argv[1:]], "compile.warmUp")
     finally:
         shutil.rmtree(output, ignore_errors=True)
     say(f"compile.warmUp took {time.monotonic() - began:.0f} s")

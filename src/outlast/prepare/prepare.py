@@ -221,7 +221,7 @@ class Preparation:
         if self._job.spec.compile.cache:
             from outlast.prepare import compiled
 
-            wanted = [substitution.replaced(arg, self._environ) for arg in self._job.spec.compile.warm_up]
+            wanted = self._job.spec.compile.warm_up
             compiled.prepare(compiled.Cache.of(self._environ), wanted, self._environ, self.python, self.say, self._stop)
 
     def _here(self, field: str, place: str) -> Path:

@@ -245,6 +245,8 @@ class Compile(Checked):
     def rules(self) -> Iterator[tuple[Place, str]]:
         if self.warm_up and not self.cache:
             yield ("warmUp",), "compile.warmUp fills a cache that is not kept; set compile.cache: true, or remove it"
+        if self.warm_up and not self.warm_up[0].strip():
+            yield ("warmUp", 0), "compile.warmUp begins with an empty word; begin with a program, such as neuron_parallel_compile"
 
 
 class Hang(Checked):

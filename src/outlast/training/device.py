@@ -69,11 +69,16 @@ class Device:
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a CPU tensor in pinned memory, where that makes copies to the device faster; otherwise the tensor itself."""
-        return tensor.pin_memory() if self.pins else tensor
+        return tensor.pin_memory() if self.pins and tensor.device.type == "cpu" else tensor
 
     def room(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory on the CPU for a copy of a tensor on the device, pinned where that makes the copy faster."""
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pins)
+        """Memory on the CPU for a copy of a tensor on the device, pinned where that makes the copy faster.
+
+        Not pinned for another device than the current one: copies to such memory end before the call returns, and `synchronize`
+        would not wait for them.
+        """
+        pins = self.pins and tensor.device.index == self._module.current_device()
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins)
 
     def place(self, tensor: torch.Tensor) -> int:
         """A number that tensors on this device share if they share memory."""
