@@ -79,6 +79,14 @@ def test_training_computes_on_the_cpu_where_torch_knows_no_such_accelerator(monk
     assert found.name()
 
 
+def test_ranks_on_different_hardware_agree_on_the_type_of_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device.CPU, "bfloat16", lambda: True)
+    cpu = torch.device("cpu")
+    kinds = [device.dtype(asked, cpu, lambda mine: [mine, False]) for asked in ("auto", "float32", "bfloat16")]
+    assert kinds == [torch.float32, torch.float32, torch.bfloat16]
+    assert device.dtype("auto", cpu) == device.dtype("auto", cpu, lambda mine: [mine, True]) == torch.bfloat16
+
+
 @pytest.mark.parametrize(
     ("dtype", "computed"), [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32), (None, torch.float32)]
 )

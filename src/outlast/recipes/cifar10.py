@@ -232,8 +232,8 @@ def train(s: Settings) -> None:
         optimizer = sgd(model, s)
         stream = Images((images.x, images.y), s, run.world_size)
         step = first = run.resume({"model": net, "optimizer": optimizer, "stream": stream})
-        where, lower = device.of(run.device), bfloat16(s, run)
-        used = {"batch": stream.batch, "batch_size": None, "dtype": "bfloat16" if lower else "float32"}
+        where, dtype = device.of(run.device), device.dtype(str(s.dtype), run.device, run.gather)
+        used = {"batch": stream.batch, "batch_size": None, "dtype": str(dtype).removeprefix("torch.")}
         run.parameters(settings.values(s) | used | {"classes": short(images.names)})
         steps, started, final = stream.total_steps, time.monotonic(), None
         clock, since = started, step
@@ -243,7 +243,7 @@ def train(s: Settings) -> None:
                 group["lr"] = rate(s, step, steps)
             x, y, share = mine(batch, run.device)  # (b, 3, 32, 32) bytes, (b,)
             x = shown(augmented(s, x, batch))  # (b, 3, 32, 32)
-            with where.autocast(torch.bfloat16 if lower else None):
+            with where.autocast(dtype):
                 logits = net(x)  # (b, 10)
             loss = F.cross_entropy(logits.float(), y, label_smoothing=s.smoothing or 0.0) * share
             loss.backward()  # shares add up to the mean over the global batch
@@ -355,11 +355,6 @@ def averaged(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> nn.Seque
     for p, value in zip(model.parameters(), averages, strict=True):
         p.copy_(value)
     return model
-
-
-def bfloat16(s: Settings, run: Session) -> bool:
-    """Whether to compute in bfloat16: if asked, or if that is fast on every rank."""
-    return s.dtype == "bfloat16" or (s.dtype == "auto" and all(run.gather(device.of(run.device).bfloat16())))
 
 
 def say(*lines: str) -> None:

@@ -194,9 +194,10 @@ class Trainer:
         self.totals = torch.zeros(2, device=self.run.device)
         self.usage = torch.zeros(0, 0, device=self.run.device)
         self.norm = torch.zeros((), device=self.run.device)
+        self.dtype = dtype(self.s, self.run.device, self.run)
 
     def forward(self, net: nn.Module, tokens: Tensor) -> Losses:  # (b, t + 1)
-        with device.of(self.run.device).autocast(dtype(self.s, self.run.device)):
+        with device.of(self.run.device).autocast(self.dtype):
             return cast(Losses, net(tokens[:, :-1], tokens[:, 1:]))
 
     def update(self, step: int, batch: Any) -> None:
@@ -396,10 +397,10 @@ def parallel(s: Settings, run: Session, model: GPT) -> nn.Module:
     return net
 
 
-def dtype(s: Settings, where: torch.device) -> torch.dtype:
-    """The type of matrix products."""
-    auto = where.type != "cpu" and device.of(where).bfloat16()
-    return torch.bfloat16 if s.dtype == "bfloat16" or (s.dtype == "auto" and auto) else torch.float32
+def dtype(s: Settings, where: torch.device, run: Session | None = None) -> torch.dtype:
+    """The type of matrix products. A collective with `run`."""
+    asked = "float32" if s.dtype == "auto" and where.type == "cpu" else s.dtype
+    return device.dtype(asked, where, run.gather if run else None)
 
 
 def ignored(s: Settings, run: Session) -> list[str]:

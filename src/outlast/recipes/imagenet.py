@@ -175,7 +175,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.statistics = Statistics(self.model)
-        self.dtype = dtype(self.s, self.run.device)
+        self.dtype = device.dtype(self.s.dtype, self.run.device, self.run.gather)
         self.loss = self.right = torch.zeros((), device=self.run.device)
 
     def update(self, step: int, batch: Any) -> None:
@@ -227,7 +227,7 @@ class Trainer:
         run, record = self.run, self.record
         batches = validation(self.s, self.data).batches(run.rank, run.world_size)
         with run.alive():
-            part = measured(self.s, self.data, self.ema or self.model, batches, run.device)
+            part = measured(self.dtype, self.data, self.ema or self.model, batches, run.device)
         tally = sum(run.gather(part), Tally(len(self.data.classes)))
         self.log.line(f" * {tally}")
         record.values, record.measured = tally.values(), step
@@ -318,12 +318,6 @@ def placed(s: Settings, model: nn.Module, where: torch.device) -> None:
 def workers(s: Settings, part: Any) -> int:
     """Processes that read a part of the data."""
     return s.workers if isinstance(part, pixels.Folder) else 0
-
-
-def dtype(s: Settings, where: torch.device) -> torch.dtype:
-    """The type of convolutions."""
-    lower = s.dtype == "bfloat16" or (s.dtype == "auto" and device.of(where).bfloat16())
-    return torch.bfloat16 if lower else torch.float32
 
 
 def ignored(s: Settings, run: Session) -> list[str]:
@@ -466,9 +460,9 @@ def validation(s: Settings, data: Images) -> Stream:
 
 
 @torch.no_grad()
-def measured(s: Settings, data: Images, model: ResNet, batches: Iterable[Any], where: torch.device) -> Tally:
+def measured(dtype: torch.dtype, data: Images, model: ResNet, batches: Iterable[Any], where: torch.device) -> Tally:
     """What a model makes of this rank's part of the validation images. The model stays as it is."""
-    classes, lower = len(data.classes), dtype(s, where)
+    classes = len(data.classes)
     loss, top5 = torch.zeros((), dtype=torch.float64, device=where), torch.zeros((), dtype=torch.int64, device=where)
     images, right = torch.zeros(2, classes, dtype=torch.int64, device=where)
     model.eval()  # BatchNorm's running statistics, not those of these images
@@ -477,8 +471,8 @@ def measured(s: Settings, data: Images, model: ResNet, batches: Iterable[Any], w
             continue  # others' images
         data.check(batch.pieces)
         for piece, _ in batch.split(model):
-            x, y = data.batch(piece, None, lower)  # (b, 3, s, s), (b,)
-            with device.of(where).autocast(lower):
+            x, y = data.batch(piece, None, dtype)  # (b, 3, s, s), (b,)
+            with device.of(where).autocast(dtype):
                 logits = model(x)
             logits = logits.float()  # (b, classes)
             best = logits.topk(min(5, logits.shape[1])).indices == y[:, None]  # (b, 5)
@@ -501,7 +495,7 @@ def evaluate(s: Settings) -> None:
             f"{name} knows {len(names)} classes, and the data have {len(data.classes)} ({other}); give the data it was trained on"
         )
     placed(s, model, where)
-    tally = measured(s, data, model, validation(s, data).batches(0, 1), where)
+    tally = measured(device.dtype(s.dtype, where), data, model, validation(s, data).batches(0, 1), where)
     found = tally.values()
     by_class = {
         label: {"images": n, "right": right, "accuracy": round(100 * right / n, 3) if n else None}

@@ -232,7 +232,7 @@ class Parts:
             tokenizer = Path(llm_model.place("", s.tokenizer_local_dir, offline=offline, what="tokenizer"))
         known = chat.load(tokenizer.resolve(), chat.digest(tokenizer))
         log.info(f"[STEP] tokenizer {tokenizer}: {len(known):,} tokens")
-        low = bfloat16(s, where)
+        low = bfloat16(s, where, run)
         model = llm_model.load(directory, torch.bfloat16 if low and s.lora else torch.float32, s.seq_len, where)
         model.name_or_path = str(directory.resolve()) if Path(named).is_dir() else named  # what an adapter says it belongs to
         train, val = data(s, tokenizer, model.get_input_embeddings().num_embeddings, run)
@@ -305,11 +305,11 @@ def data(s: Settings, tokenizer: Path, vocabulary: int, run: Session | None) -> 
     return read[train], read.get(val) if val else None
 
 
-def bfloat16(s: Settings, where: torch.device) -> bool:
-    """Whether matrix products are in bfloat16."""
+def bfloat16(s: Settings, where: torch.device, run: Session | None) -> bool:
+    """Whether matrix products are in bfloat16. A collective with `run`."""
     if s.bf16 and s.dtype == "float32":
         raise OutlastError("--bf16 and --dtype float32 contradict each other; leave out one of the two")
-    return s.bf16 or s.dtype == "bfloat16" or (s.dtype == "auto" and device.of(where).bfloat16())
+    return s.bf16 or device.dtype(s.dtype, where, run.gather if run else None) == torch.bfloat16
 
 
 def parallel(s: Settings, run: Session, tuned: Tuned) -> nn.Module:

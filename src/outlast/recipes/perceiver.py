@@ -221,7 +221,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.device = device.of(self.run.device)
-        self.dtype = dtype(self.s, self.run.device)
+        self.dtype = device.dtype(self.s.dtype, self.run.device, self.run.gather)
         self.totals = torch.zeros(4, device=self.run.device)
         self.norm = torch.zeros((), device=self.run.device)
 
@@ -414,12 +414,6 @@ def place(s: Settings, config: Config, output: Path) -> Data:
     return perceiver_data.opened(named, config, labels=s.labels, share=s.val, small=s.dataset == "kinetics-small")
 
 
-def dtype(s: Settings, where: torch.device) -> torch.dtype:
-    """What matrix products are computed in."""
-    fast = device.of(where).bfloat16() if s.dtype == "auto" else s.dtype == "bfloat16"
-    return torch.bfloat16 if fast else torch.float32
-
-
 def ignored(s: Settings, run: Session) -> list[str]:
     """What settings and variables ask for, and a run does otherwise: a sentence for each."""
     found = []
@@ -510,7 +504,7 @@ def evaluate(s: Settings) -> None:
         raise OutlastError(f"{data.place} has no validation clips; give a directory val, or raise --val")
     if s.reconstruct and s.clip >= len(data.val):
         raise OutlastError(f"--clip {s.clip} is not there: {data.place} has {len(data.val)} validation clips, counted from 0")
-    points, kind = perceiver_measure.every(record.config), dtype(s, where)
+    points, kind = perceiver_measure.every(record.config), device.dtype(s.dtype, where)
     if s.eval_points:
         points = Points(queried(record.config, dataclasses.replace(s, image_points=s.eval_points), -1).image, points.audio)
     sums, remarks = perceiver_measure.Sums(), Remarks()

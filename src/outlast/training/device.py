@@ -16,6 +16,7 @@ import functools
 import importlib
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,16 @@ def of(where: torch.device) -> Device:
     """The device that tensors on `where` are computed on."""
     row = accelerators.DEVICES.get(where.type)
     return CPU if where.type == "cpu" else _made(row) if row else Device(where.type)
+
+
+def dtype(asked: str, where: torch.device, gather: Callable[[bool], list[bool]] | None = None) -> torch.dtype:
+    """The type of matrix products: `float32` or `bfloat16` as asked; `auto` is bfloat16 where that is faster.
+
+    Ranks on different hardware have to agree, or each would compute something else: give them `run.gather`, then bfloat16 has to
+    be faster on all of them. A collective with `gather`.
+    """
+    fast = asked == "auto" and all((gather or (lambda said: [said]))(of(where).bfloat16()))
+    return torch.bfloat16 if fast or asked == "bfloat16" else torch.float32
 
 
 def computing() -> torch.device:
