@@ -246,7 +246,7 @@ class Parts:
         if cannot and s.packing:
             log.warning("[CFG] %s", cannot)
         if s.gradient_checkpointing:
-            tuned.base.gradient_checkpointing_enable({"use_reentrant": False})
+            llm_model.recompute(tuned.base)
         trains, every = (sum(p.numel() for p in model.parameters() if p.requires_grad or all_) for all_ in (False, True))
         kind, seconds = type(tuned.base).__name__, time.monotonic() - started
         log.info(f"[STEP] model {directory}: {kind}, {trains:,} of {every:,} parameters train, {seconds:.1f}s")
@@ -574,7 +574,7 @@ def evaluate(s: Settings) -> None:
 
 
 def logged(s: Settings, rank: int) -> None:
-    """Print lines from rank 0, and warnings from the first process of each machine as well."""
+    """Print lines, from rank 0 only."""
     log.handlers = [logging.StreamHandler(sys.stdout)]
     log.handlers[0].setFormatter(logging.Formatter("%(levelname)s:%(name)s:%(message)s"))
     log.propagate = False
