@@ -107,6 +107,11 @@ class Settings:
         """Images of a micro-batch."""
         return min(self.microbatch or 32, self.batch_size)
 
+    @property
+    def memory_format(self) -> torch.memory_format:
+        """Of weights and images."""
+        return torch.channels_last if self.channels_last else torch.contiguous_format
+
 
 # Training
 
@@ -114,7 +119,9 @@ class Settings:
 def train(s: Settings) -> None:
     """Train from the newest checkpoint, or from the beginning, to the last epoch."""
     torch.backends.cudnn.benchmark = not s.deterministic
-    torch.backends.cudnn.deterministic = s.deterministic
+    if s.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs
     with session.open(seed=s.seed, quiet=True) as run:
         log = Log(run)
@@ -310,9 +317,7 @@ def first(s: Settings, data: Images, log: Log) -> tuple[ResNet, Record]:
 
 def placed(s: Settings, model: nn.Module, where: torch.device) -> None:
     """Move a model to a device, in the settings' memory format."""
-    model.to(where)
-    if s.channels_last:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # as torch documents it
+    model.to(where, memory_format=s.memory_format)  # type: ignore[call-overload] # as torch documents it
 
 
 def workers(s: Settings, part: Any) -> int:

@@ -91,10 +91,9 @@ class Pictures:
             x = pixels.crop_resize(x, pixels.centre(aspect, s.val_crop), s.image_size)
         else:
             u = pixels.draws(s.seed, epoch, index, pixels.CROP + 1)
-            x = pixels.crop_resize(x, pixels.boxes(u[:, : pixels.CROP], aspect, (s.min_crop, 1.0)), s.image_size)
-            if s.flip:
-                x = pixels.flip(x, u[:, -1] < 0.5)
-        return pixels.normalised(x, dtype=dtype), y
+            boxes = pixels.boxes(u[:, : pixels.CROP], aspect, (s.min_crop, 1.0))
+            x = pixels.crop_resize(x, boxes, s.image_size, mirrored=u[:, -1] < 0.5 if s.flip else None)
+        return pixels.normalised(x, dtype=dtype, memory_format=s.memory_format), y
 
     def check(self, pieces: Sequence[tuple[Any, float]]) -> None:
         """Raise OutlastError for a label beyond the classes; `pixels` has checked it where the data name their classes."""
@@ -132,7 +131,7 @@ class Made:
         if not len(self._pool):
             draw = torch.Generator().manual_seed(self._s.seed)
             pool = torch.randn(self._s.piece, 3, self._s.image_size, self._s.image_size, generator=draw)
-            self._pool = pool.to(piece.device, dtype, memory_format=torch.channels_last)
+            self._pool = pool.to(piece.device, dtype, memory_format=self._s.memory_format)
         labels = torch.arange(len(piece), device=piece.device) % len(self.classes)
         return self._pool[: len(piece)], labels
 
