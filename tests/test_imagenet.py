@@ -117,7 +117,8 @@ def test_a_model_is_transformers_with_the_same_weights(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", imagenet_model.LAYERS)
-def test_zero_gamma_is_that_of_the_last_norm_of_every_block_of_every_model(arch: str) -> None:
+def test_zero_gamma_is_that_of_the_last_norm_of_every_block_of_every_model(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    monkeypatch.setattr(imagenet_model, "WIDTH", 1)
     model = ResNet(arch, 10, zero_gamma=True)
     blocks = [module for module in model.modules() if isinstance(module, BasicBlock | Bottleneck)]
     assert len(blocks) == sum(imagenet_model.LAYERS[arch])
@@ -352,13 +353,16 @@ def test_mistakes_are_one_sentence(tmp_path: Path, images: Path, monkeypatch: py
 
 
 def test_an_image_that_cannot_be_decoded_is_left_out_if_asked(
-    tmp_path: Path, images: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, images: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = shutil.copytree(images, tmp_path / "broken")
     (broken / "train" / "bricks" / "0.jpg").write_bytes(b"\xff\xd8 no image")
-    imagenet.main([str(broken), *SMALL, "--epochs=1", "--skip-bad"])
-    assert "train/bricks/0.jpg" in capsys.readouterr().err
-    assert disturbances.final(tmp_path / "out")["step"] == 4
+    for name, more in (("packed", ()), ("files", ("--no-pack",))):
+        monkeypatch.setenv("OUTLAST_OUTPUT", str(tmp_path / name))
+        imagenet.main([str(broken), *SMALL, "--epochs=1", "--skip-bad", *more])
+        assert "train/bricks/0.jpg" in capsys.readouterr().err
+        final = disturbances.final(tmp_path / name)
+        assert (final["step"], final["left_out"]) == (4, 1)
 
 
 def test_a_label_beyond_the_classes_is_refused(tmp_path: Path) -> None:

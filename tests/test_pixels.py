@@ -300,9 +300,33 @@ def test_a_damaged_image_is_named_or_left_out_and_another_stands_in(tmp_path: Pa
     np.testing.assert_array_equal(stood_in.x, neighbour.x)
     assert lenient.bad == ["train/bee/3.jpg"]
     assert len(augmented(lenient)) == 18
+    by_processes = pixels.folder(source, size=SIZE, skip_bad=True)
+    assert len(augmented(by_processes, workers=1)) == 18
+    assert by_processes.bad == lenient.bad, "counted by whichever process has met it"
+    assert sentence(lambda: augmented(strict, workers=1)) == reason, "without the traceback of that process"
     for path in source.rglob("*.jpg"):
         path.unlink()
     assert "3.jpg: No such file or directory; correct that" in sentence(lambda: lenient[at]), "is not damage, and not left out"
+
+
+def test_grey_images_of_16_bits_are_those_of_8(tmp_path: Path) -> None:
+    grey = np.arange(64 * 64, dtype=np.uint16).reshape(64, 64) * 16
+    for directory in ("train/a", "val/a"):
+        (tmp_path / directory).mkdir(parents=True)
+        Image.fromarray(grey).save(tmp_path / directory / "grey.png")
+    found = pixels.folder(tmp_path)[0].x
+    np.testing.assert_array_equal(found, np.repeat((grey >> 8).astype(np.uint8)[..., None], 3, 2))
+
+
+def test_images_of_several_shapes_are_refused_whoever_reads_them(tmp_path: Path) -> None:
+    for number, shape in enumerate(((20, 20), (20, 20), (30, 20))):
+        for directory in ("train/a", "val/a"):
+            (tmp_path / directory).mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", shape).save(tmp_path / directory / f"{number}.png")
+    reason = sentence(lambda: pixels.pack(tmp_path))
+    folder = pixels.folder(tmp_path)
+    assert sentence(lambda: [folder[i] for i in range(3)]) == reason
+    assert reason.endswith("; make them equal with --stored-size, pixels a side")
 
 
 def test_what_cannot_be_trained_on_is_one_sentence(tmp_path: Path) -> None:
@@ -347,6 +371,10 @@ def test_a_label_beyond_the_classes_is_refused_before_training(tmp_path: Path) -
         f"{tmp_path} has label 2 in train, and its 2 classes have labels from 0 to 1; prepare the data again"
     )
     assert "has no part val" in sentence(lambda: pixels.packed(tmp_path, "val"))
+    shards.write(tmp_path, shards.Manifest("text", {"train": shards.Part((shard,), shard.bytes // 2)}, dtype="uint16"))
+    assert sentence(lambda: pixels.packed(tmp_path)).startswith(
+        f"{tmp_path} holds text, and decoded images are needed; make them"
+    )
 
 
 def test_cifar_stays_bytes_until_it_is_normalised(tmp_path: Path) -> None:

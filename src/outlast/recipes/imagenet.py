@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 import os
 import time
@@ -158,7 +159,7 @@ def train(s: Settings) -> None:
             if batch.ends_epoch and not leaving:
                 trainer.measure(step)
             elif leaving or run.due(step):
-                run.save(step, metric=math.nan)  # not measured, so it is never the best
+                trainer.save(step, math.nan)  # not measured, so it is never the best
         trainer.finish(step)
 
 
@@ -243,8 +244,14 @@ class Trainer:
         if acc1 > record.best:
             record.best, record.best_epoch = acc1, record.epoch
             self.log.line(f"=> best model found at epoch {record.epoch}")
-        run.save(step, metric=acc1)
+        self.save(step, acc1)
         self.log.clock()
+
+    def save(self, step: int, acc1: float) -> None:
+        """Save, with the images that any rank has left out."""
+        if self.s.skip_bad:
+            self.record.left_out = sorted({*self.record.left_out, *itertools.chain(*self.run.gather(self.data.met()))})
+        self.run.save(step, metric=acc1)
 
     def finish(self, step: int) -> None:
         """Write the results."""
@@ -252,7 +259,7 @@ class Trainer:
         run.export(kept)
         if run.rank == 0:
             known = {"step": step, "epochs": record.epoch + 1, "loss": record.loss, **record.values}
-            best = {"best_acc1": record.best, "best_epoch": record.best_epoch, "left_out": self.data.bad}
+            best = {"best_acc1": record.best, "best_epoch": record.best_epoch, "left_out": self.data.bad + len(record.left_out)}
             results.write_json(run.output / "final.json", {**known, **best, "weights_sha256": results.sha256(kept)})
 
 
@@ -359,10 +366,12 @@ class Record:
         self.loss = math.nan
         self.values: dict[str, float] = {}
         """What was measured last."""
+        self.left_out: list[str] = []
+        """Images that could not be decoded as they were read."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, the same on every rank."""
-        return {**vars(self), "classes": list(self.classes), "values": dict(self.values)}
+        return {**vars(self), "classes": list(self.classes), "values": dict(self.values), "left_out": list(self.left_out)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what was saved. Raises OutlastError when it was saved by a run of other classes, or with --ema-decay."""

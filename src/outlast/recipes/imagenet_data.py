@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outlast import contract
 from outlast.data import shards
+from outlast.data.prepare import images
 from outlast.errors import OutlastError
 from outlast.recipes import pixels
 from outlast.training import Session
@@ -74,7 +75,7 @@ class Pictures:
                 self.train, self.val = (pixels.packed(packed, part) for part in ("train", "val"))
         self.packed = isinstance(self.train, pixels.Packed)
         self.bad = int(self.train.bad) if self.packed else 0
-        """Images that were left out because they cannot be decoded; a `Folder` meets them one by one."""
+        """Images that were left out when they were packed, because they cannot be decoded."""
         self.classes = list(self.train.classes) or [str(label) for label in range(s.num_classes or 0)]
         if not self.classes:
             raise OutlastError(f"{place} does not say which classes there are; give their number with --num-classes")
@@ -82,6 +83,10 @@ class Pictures:
     def _bytes(self, size: int | None) -> int:
         side = size or int(self.train[0].x.shape[0])
         return (len(self.train) + len(self.val)) * 3 * side * side
+
+    def met(self) -> list[str]:
+        """Names of images that this rank could not decode so far; of packed ones, none."""
+        return [] if self.packed else [*self.train.bad, *self.val.bad]
 
     def batch(self, piece: Any, epoch: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Images (b, 3, s, s) and labels (b,) of a micro-batch, on its device. `epoch` None: of val, without augmentation."""
@@ -109,7 +114,7 @@ def stored(s: Settings, root: Path) -> int | None:
     """Pixels a side that images are kept with until they are cropped; None: as they are."""
     if s.stored_size is not None:
         return s.stored_size or None
-    if (root / "val" / "val_annotations.txt").exists():  # tiny-imagenet: all have 64 x 64
+    if (images.inside(root) / "val" / "val_annotations.txt").exists():  # tiny-imagenet: all have 64 x 64
         return None
     return s.image_size * 8 // 7  # 256 of 224, as everybody has it
 
@@ -125,6 +130,10 @@ class Made:
         self.train = np.arange(s.synthetic_images)
         self.val = np.arange(max(1, s.synthetic_images // 20))
         self.classes = [str(label) for label in range(s.num_classes or 1000)]
+
+    def met(self) -> list[str]:
+        """None: nothing is decoded."""
+        return []
 
     def batch(self, piece: Any, epoch: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Noise (b, 3, s, s), the same in each micro-batch, and labels that can be learned by heart."""

@@ -71,10 +71,16 @@ def pack(
         try:
             said.done(images.prepare(request, settings), place)
         except plan.BadSource as error:
-            raise OutlastError(str(error).replace("--skip-damaged", "--skip-bad")) from error
+            raise mistake(error) from error
         about = {"source": str(root), "settings": settings.about(), "place": str(place), "changed": changed}
         files.replace(record, json.dumps(about), durable=True)
         return str(place)
+
+
+def mistake(error: plan.BadSource) -> OutlastError:
+    """What is wrong with a source, with a recipe's flags instead of those of `outlast data prepare`."""
+    text = str(error).replace("--skip-damaged", "--skip-bad")
+    return OutlastError(text.replace("with --size, or use --encoded", "with --stored-size, pixels a side"))
 
 
 def _cached(root: Path, settings: images.Settings) -> Path:

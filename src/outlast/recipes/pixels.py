@@ -76,11 +76,6 @@ class Packed(Shards):
 
     def __init__(self, place: str | os.PathLike[str], part: str = "train") -> None:
         super().__init__(place, part)
-        if self.manifest.kind != "images" or self.manifest.settings.get("encoded"):
-            what = "encoded images" if self.manifest.kind == "images" else self.manifest.kind
-            raise OutlastError(
-                f"{place} holds {what}, and decoded images are needed; make them: outlast data prepare images SOURCE --to PLACE"
-            )
         self.classes: list[str] = list(self.manifest.source.get("classes", ()))
         """Names, in the order of labels; empty if the manifest has none."""
         self.bad: int = int(self.manifest.source.get("damaged", 0))
@@ -88,6 +83,15 @@ class Packed(Shards):
         if not self.remote:
             for shard in range(len(self._shards)):
                 self._labels(self._open(shard)["label"])
+
+    def _samples(self, shard: Any) -> int:
+        if self.manifest.kind != "images" or self.manifest.settings.get("encoded"):
+            what = "encoded images" if self.manifest.kind == "images" else self.manifest.kind
+            raise OutlastError(
+                f"{self._place.name} holds {what}, and decoded images are needed; make them: "
+                "outlast data prepare images SOURCE --to PLACE"
+            )
+        return super()._samples(shard)
 
     def _labels(self, y: NDArray[np.int64]) -> None:
         """Raise OutlastError for a label beyond the classes."""
@@ -150,10 +154,17 @@ class Folder(Dataset[Samples]):
         self.items = items[part]
         if not self.items:
             raise OutlastError(f"{root} has no images in {part}; give more, or a larger share of val")
-        self._settings = images.Settings(size, stretch=size is not None)
-        self._skip_bad = skip_bad
-        self.bad: list[str] = []
-        """Names of damaged images that this process has met, with `skip_bad`."""
+        self._settings = images.Settings(size, skip_damaged=skip_bad, stretch=size is not None)
+        self._damaged = torch.zeros(len(self.items), dtype=torch.bool).share_memory_()  # processes that read write to it
+        try:
+            self._shape = images.shape_of(self.root, items, self._settings)
+        except plan.BadSource as error:
+            raise packing.mistake(error) from error
+
+    @property
+    def bad(self) -> list[str]:
+        """Names of damaged images that this process and the `workers` of its Streams have met, with `skip_bad`."""
+        return [self.items[i].file for i in self._damaged.nonzero()[:, 0].tolist()]
 
     def __len__(self) -> int:
         """Number of images."""
@@ -164,17 +175,19 @@ class Folder(Dataset[Samples]):
         if not -len(self) <= index < len(self):
             raise IndexError(f"image {index} of {len(self)}")
         index %= len(self)
-        for further in range(len(self)):
-            item = self.items[(index + further) % len(self)]
+        for place in ((index + further) % len(self) for further in range(len(self))):
+            item = self.items[place]
             try:
                 x, aspect = images.pixels(self.root, item.file, self._settings)
             except plan.BadSource as error:
-                if not self._skip_bad:
-                    raise OutlastError(str(error).replace("--skip-damaged", "--skip-bad")) from error
-                if item.file not in self.bad:
-                    self.bad.append(item.file)
+                if not self._settings.skip_damaged:
+                    raise packing.mistake(error) from error
+                if not self._damaged[place]:
+                    self._damaged[place] = True
                     print(f"outlast: {item.file} cannot be decoded; the next image stands in for it", file=sys.stderr, flush=True)
                 continue
+            if self._shape is not None and x.shape != self._shape:
+                raise packing.mistake(images.unequal(item.file, x.shape, self._shape))
             return Samples(np.array(x), item.label, index, np.float32(aspect))
         raise OutlastError(f"none of the {len(self)} images in {self.root} can be decoded; get the data again")
 
@@ -190,7 +203,7 @@ def folder(
     order and their pixels are those of `pack`, so a run may go on with either.
 
     With `skip_bad`, the next image in the order that can be decoded stands in for one that cannot, on every rank and in every
-    epoch the same; all others still come once. Each is named once on the screen of the process that meets it. Raises OutlastError
+    epoch the same; all others still come once. Each is named once on the screen of a rank that meets it. Raises OutlastError
     for a directory without images or classes, and when classes differ between train and val.
     """
     return Folder(root, part, size, val, skip_bad)

@@ -395,10 +395,13 @@ class Stream:
                 generator=torch.Generator(),
             )
         )
-        for first in loader:
-            plan = queued.get()
-            data = [first, *(next(loader) for _ in plan.cuts[1:])]
-            yield plan, tuple((piece, share) for piece, (_, share) in zip(data, plan.cuts, strict=True))
+        try:
+            for first in loader:
+                plan = queued.get()
+                data = [first, *(next(loader) for _ in plan.cuts[1:])]
+                yield plan, tuple((piece, share) for piece, (_, share) in zip(data, plan.cuts, strict=True))
+        except OutlastError as error:  # its text is the traceback of the process, whose last line is the sentence
+            raise OutlastError(str(error).rpartition(f".{type(error).__name__}: ")[2].strip()) from error
 
 
 def _ahead(items: Iterator[Any], count: int) -> Iterator[Any]:

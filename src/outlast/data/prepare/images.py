@@ -91,7 +91,7 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
             source |= more
             used = {part for part in items if items[part]}
             root = plan.root(request.source)
-            shape = _shape(root, items, settings)
+            shape = shape_of(root, items, settings)
             cost = math.prod(shape) if shape else 0
             sizes = {part: [(cost or item.size, item.size) for item in some] for part, some in items.items()}
             do = functools.partial(_write, root=root, to=request.to, settings=settings, shape=shape)
@@ -168,7 +168,7 @@ def _words(root: Path, found: Sequence[File], names: Sequence[str]) -> list[str]
 # ---- pixels
 
 
-def _shape(root: Path, items: Mapping[str, Sequence[Item]], settings: Settings) -> tuple[int, ...] | None:
+def shape_of(root: Path, items: Mapping[str, Sequence[Item]], settings: Settings) -> tuple[int, ...] | None:
     """The shape of every image: that of the first; None if each has its own."""
     if settings.encoded:
         return None
@@ -181,6 +181,12 @@ def _shape(root: Path, items: Mapping[str, Sequence[Item]], settings: Settings) 
             if not settings.skip_damaged:
                 raise
     return (0, 0, 3)
+
+
+def unequal(file: str, shape: tuple[int, ...], others: tuple[int, ...]) -> BadSource:
+    """An image of another shape than the first one."""
+    (h, w, _), (h0, w0, _) = shape, others
+    return BadSource(f"{file} has {w}x{h} pixels and others {w0}x{h0}; make them equal with --size, or use --encoded")
 
 
 def pixels(root: Path, file: str, settings: Settings) -> tuple[NDArray[np.uint8], float]:
@@ -198,11 +204,18 @@ def pixels(root: Path, file: str, settings: Settings) -> tuple[NDArray[np.uint8]
                 aspect = image.width / image.height
                 if settings.size:
                     image.draft("RGB", (settings.size, settings.size))  # JPEG decodes at a smaller scale, 2 to 8 times as fast
-                return np.asarray(resized(image.convert("RGB"), settings.size, stretch=settings.stretch)), aspect
+                return np.asarray(resized(_rgb(image), settings.size, stretch=settings.stretch)), aspect
     except Exception as error:  # whatever damaged bytes make a decoder raise
         if isinstance(error, OSError) and error.errno:
             raise OutlastError(f"cannot read {root / file}: {error.strerror}; correct that, and run the same again") from error
         raise BadSource(f"{file} is damaged or no image ({error}); replace it, or leave it out with --skip-damaged") from error
+
+
+def _rgb(image: Any) -> Any:
+    """In colour, 8 bits a channel: the upper 8 of grey images of 16, of which Pillow alone would make nearly all white."""
+    if image.mode.startswith("I;16"):
+        image = pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image.convert("RGB")
 
 
 def resized(image: Any, size: int | None, *, stretch: bool = False) -> Any:
@@ -231,8 +244,7 @@ def _write(batch: tables.Batch[Item], *, root: Path, to: Path, settings: Setting
             damaged.append(item.file)
             continue
         if shape and decoded.shape != shape:
-            (h, w, _), (h0, w0, _) = decoded.shape, shape
-            raise BadSource(f"{item.file} has {w}x{h} pixels and others {w0}x{h0}; make them equal with --size, or use --encoded")
+            raise unequal(item.file, decoded.shape, shape)
         rows.append(np.frombuffer((root / item.file).read_bytes(), np.uint8) if settings.encoded else decoded)
         labels.append(item.label)
         aspects.append(aspect)
