@@ -15,7 +15,10 @@ from outlast.contract import Env
 SCRIPT = """
 import os, pathlib, sys
 steps = sorted(path.name for path in pathlib.Path(os.environ["OUTLAST_OUTPUT"], "checkpoints").glob("step-*"))
-print(sys.argv[1:], steps, pathlib.Path(os.environ["OUTLAST_OUTPUT"], "model.pt").read_text(), flush=True)
+output = pathlib.Path(os.environ["OUTLAST_OUTPUT"])
+print(sys.argv[1:], steps, (output / "model.pt").read_text(), flush=True)
+(output / "evaluation.json").write_text("{}")
+pathlib.Path(os.environ["OUTLAST_STORE"].removeprefix("file://"), "model.pt").write_text("a later model")
 """
 
 
@@ -53,3 +56,6 @@ def test_the_newest_checkpoint_of_the_run_and_its_results_are_there(
     assert evaluation.main(["--checkpoint=7", "--batch=5"]) == 0
     said = f"['--size=3', '--evaluate', '--batch=5', '--checkpoint=7'] ['{contract.checkpoint_name(7)}'] the model"
     assert capfd.readouterr().out.splitlines()[-1] == said
+    after = store.open_(url)
+    assert after.get("evaluation.json") == b"{}", "what it writes outlasts its pod"
+    assert after.get("model.pt") == b"a later model", "what the training writes meanwhile stays"

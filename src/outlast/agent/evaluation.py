@@ -2,7 +2,7 @@
 
 The environment is a worker's. If the output is in a store, the newest committed checkpoint, the one that is asked for, and what
 the training has written itself are brought from there. Code and data are prepared as for a worker, and the job's module runs with
-`--evaluate`. What it prints is the pod's log.
+`--evaluate`. What it prints is the pod's log; what it writes, such as evaluation.json, is brought to the store.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from outlast.errors import StoreError
 from outlast.prepare import prepare
 from outlast.runs.layout import skipped
 from outlast.spec import substitution
-from outlast.sync import sync
+from outlast.sync import sync, tree
+from outlast.sync.index import Stat
 
 _OURS = (CHECKPOINTS, LOGS, LEDGER, METRICS, runs.PREVIOUS)
 
@@ -37,25 +38,44 @@ def main(args: Sequence[str]) -> int:
         run = begun.run if begun else run
         restore.restore(output, place, run, lambda text: print(f"outlast | {text}", flush=True))
         _fetch_results(place, output)
+    fetched = _results(output)
     args = restore.evaluated(output, place, run, args)
     preparation = prepare.Preparation(job, environ)
     try:
         preparation.prepare()
         del environ[Env.STATE]  # it is no worker
         command = [preparation.python, *prepare.command(job, environ), EVALUATE, *args]
-        return subprocess.run(command, env=environ, cwd=environ[Env.CODE], check=False).returncode
+        code = subprocess.run(command, env=environ, cwd=environ[Env.CODE], check=False).returncode
+        if place and not code:
+            _bring(place, output, fetched)
+        return code
     finally:
         preparation.close()
+
+
+def _skipped(path: str) -> bool:
+    return path.partition("/")[0] in _OURS or skipped(path)
+
+
+def _results(output: Path) -> dict[str, Stat]:
+    """What is in the output besides Outlast's own files."""
+    return tree.scan(str(output), skip=_skipped).files if output.is_dir() else {}
 
 
 def _fetch_results(place: store.Store, output: Path) -> None:
     """Bring what the training has written besides checkpoints, such as its final weights. Raises StoreError."""
     with tempfile.TemporaryDirectory() as state:
-        report = sync.pull(
-            place,
-            output,
-            Path(state, "known"),
-            sync.Options(skip=lambda path: path.partition("/")[0] in _OURS or skipped(path)),
-        )
+        report = sync.pull(place, output, Path(state, "known"), sync.Options(skip=_skipped))
+    if report.failed:
+        raise StoreError(report.failed[0][1])
+
+
+def _bring(place: store.Store, output: Path, fetched: dict[str, Stat]) -> None:
+    """Bring what the evaluation has written to the store; what was there before may be newer there. Raises StoreError."""
+    new = {path for path, found in _results(output).items() if fetched.get(path) != found}
+    if not new:
+        return
+    with tempfile.TemporaryDirectory() as state:
+        report = sync.push(output, place, Path(state, "known"), sync.Options(skip=_skipped), leave=lambda path: path not in new)
     if report.failed:
         raise StoreError(report.failed[0][1])
