@@ -369,7 +369,7 @@ def test_weights_of_the_workshop_s_script_are_read_without_running_code_and_with
 def test_what_is_missing_is_said_in_one_sentence(alone: Callable[..., list[str]], images: Path, tmp_path: Path) -> None:
     for argv, sentence in [
         (["--evaluate"], r"^no data: give --data DIR or set OUTLAST_DATA; outlast data get digits --to DIR makes some$"),
-        (["--evaluate", images], r"has no valid checkpoint; train first, or set OUTLAST_OUTPUT$"),
+        (["--evaluate", images], r"has no valid checkpoint; train first, or name the output directory of a run that has one$"),
         (["--evaluate", "--model-file=a", "--checkpoint=3", images], r"^--model-file a and --checkpoint 3 are two models; leave"),
         ([tmp_path / "none"], r"none is not CIFAR-10: there is no such directory; unpack cifar-10-python\.tar\.gz there"),
         ([f"--model-file={tmp_path}", images], r"cannot be written: it is a directory; name a file in another directory$"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import importlib
 import json
 import os
 import re
@@ -40,6 +42,15 @@ def a_refusal(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 78, done.stderr
     (sentence,) = done.stderr.splitlines()
     return sentence.removeprefix("outlast: ")
+
+
+@pytest.mark.parametrize("name", ["gpt", "llm", "imagenet", "cifar10", "perceiver"])
+def test_recipes_have_the_same_flags_for_the_same_things(name: str) -> None:
+    fields = dataclasses.fields(importlib.import_module(f"outlast.recipes.{name}").Settings)
+    known = {each for field in fields for each in (field.name, *field.metadata["also"])}
+    where = {"data", "output", "output_dir", "out_dir", "checkpoint", "evaluate", "eval_only", "log_interval"}
+    how = {"seed", "dtype", "batch_size", "lr", "learning_rate", "wd", "weight_decay"}
+    assert where | how <= known
 
 
 # smoke

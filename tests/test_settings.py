@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.errors import OutlastError
+from outlast.recipes import __main__ as listing
 from outlast.recipes import settings
 from outlast.recipes.settings import flag
 
@@ -227,3 +228,24 @@ def test_of_two_arguments_without_flags_the_mistake_is_said() -> None:
     assert refusal(["here", "--data=there"], Short) == "data is there twice, as 'there' and as 'here'; leave one out; see --help"
     assert refusal(["here"]) == "'here' belongs to no flag; see --help"
     assert refusal(["-x"], Short) == "'-x' belongs to no flag; see --help"
+
+
+def test_the_list_of_recipes_has_all_programs_and_a_sentence_of_each(capsys: pytest.CaptureFixture[str]) -> None:
+    programs = {file.stem for file in Path(listing.__file__).parent.glob("[!_]*.py") if "\nif __name__ ==" in file.read_text()}
+    assert set(listing.NAMES) == programs
+    listing.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert all(re.fullmatch(rf"  {name} +\S.*\.", line) for name, line in zip(listing.NAMES, lines[2:], strict=False))
+
+
+def test_several_names_of_a_flag_show_its_value_once(capsys: pytest.CaptureFixture[str]) -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Named:
+        arch: Literal["a18", "a50"] = flag("a18", "the model", also=("model_arch", "a"))
+        evaluate: bool = flag(False, "a switch", also=("eval_only",))
+
+    with pytest.raises(SystemExit):
+        settings.parse(Named, ["--help"], None)
+    shown = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert " --arch, --model-arch, -a {a18,a50} the model" in shown
+    assert " --evaluate, --eval-only a switch" in shown

@@ -90,7 +90,7 @@ class Settings:
     )
     momentum: float | None = flag(None, "share of the last step's direction that is kept (0.9)", least=0)
     nesterov: bool | None = flag(None, "Nesterov's momentum (on; workshop: off)")
-    weight_decay: float | None = flag(None, "pull of every weight towards 0 (0.0005, workshop: 0.0001)", least=0)
+    weight_decay: float | None = flag(None, "pull of every weight towards 0 (0.0005, workshop: 0.0001)", least=0, also=("wd",))
     smoothing: float | None = flag(None, "share of the label spread over all classes (0.1, workshop: 0)", least=0, most=1)
     flip: bool | None = flag(None, "mirror half of the images; --no-flip for digits and texts (on; workshop: off)")
     shift: int | None = flag(None, "pixels that images move by at most (4, workshop: 0)", least=0, most=31)
@@ -102,10 +102,13 @@ class Settings:
     dtype: Literal["auto", "float32", "bfloat16"] | None = flag(
         None, "of convolutions; auto (modern): bfloat16 where that is fast, else float32 (workshop)"
     )
-    log_every: int = flag(5, "steps between two lines of the log", least=1, also=("print_freq",))
+    log_every: int = flag(5, "steps between two lines of the log", least=1, also=("print_freq", "log_interval"))
 
     evaluate: bool = flag(
-        False, "measure model.pt, or else the newest checkpoint, on the test images", group="instead of training"
+        False,
+        "measure model.pt, or else the newest checkpoint, on the test images",
+        group="instead of training",
+        also=("eval_only",),
     )
     checkpoint: str = flag("", "the checkpoint to measure: best, or a step")
 

@@ -45,7 +45,7 @@ from outlast.training import Session, Stream, device, session, weights
 class Settings:
     data: str = flag("", "directory or URL of prepared data; default $OUTLAST_DATA, then data/DATASET", group="data and output")
     dataset: str = flag("", "name of a directory below data/, as nanoGPT has it")
-    output_dir: str = flag("", "where to write; a job's output has precedence", also=("out_dir",))
+    output_dir: str = flag("", "where to write; a job's output has precedence", also=("out_dir", "output"))
     init_from: str = flag(
         "scratch",
         "first weights: scratch, nanoGPT's ckpt.pt, or a directory with GPT-2; a run always resumes by itself",
@@ -76,13 +76,13 @@ class Settings:
     gradient_accumulation_steps: int = flag(
         40, "micro-batches of a step over all ranks: any number of ranks up to this one computes the same step", least=1
     )
-    max_iters: int = flag(600000, "steps", least=1)
-    learning_rate: float = flag(6e-4, "highest learning rate", least=0)
+    max_iters: int = flag(600000, "steps", least=1, also=("max_steps",))
+    learning_rate: float = flag(6e-4, "highest learning rate", least=0, also=("lr",))
     warmup_iters: int = flag(2000, "steps in which it rises to that", least=0)
     decay_lr: bool = flag(True, "lower it by a cosine afterwards")
     lr_decay_iters: int | None = flag(None, "step at which it has reached min_lr; default max_iters", least=1)
     min_lr: float = flag(6e-5, "lowest learning rate after that", least=0)
-    weight_decay: float = flag(0.1, "pull of matrices towards 0", least=0)
+    weight_decay: float = flag(0.1, "pull of matrices towards 0", least=0, also=("wd",))
     beta1: float = flag(0.9, "AdamW's decay rate of the mean gradient", least=0, most=0.9999999)
     beta2: float = flag(0.95, "AdamW's decay rate of its square", least=0, most=0.9999999)
     grad_clip: float = flag(1.0, "longest gradient; 0: any", least=0)

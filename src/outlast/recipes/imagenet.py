@@ -74,7 +74,9 @@ class Settings:
     microbatch: int | None = flag(
         None, "images that BatchNorm sees at once, in any world; at most batch_size / microbatch ranks; default 32", least=2
     )
-    lr: float = flag(0.1, "highest learning rate per 256 images of a step: it grows with batch_size", least=0)
+    lr: float = flag(
+        0.1, "highest learning rate per 256 images of a step: it grows with batch_size", least=0, also=("learning_rate",)
+    )
     schedule: Literal["cosine", "step"] = flag("cosine", "how it falls: to 0, or to a tenth at each of --milestones")
     milestones: tuple[int, ...] = flag((30, 60, 80), "epochs at which it falls with --schedule=step", least=1)
     warmup_epochs: float | None = flag(None, "epochs in which it rises; default 5, a fifth of --epochs if that is less", least=0)
@@ -86,7 +88,9 @@ class Settings:
         0.0, "measure and keep a running mean of the weights with this decay, e.g. 0.9999; 0: none", least=0, most=1
     )
 
-    print_freq: int = flag(10, "steps between two lines of the log", least=1, also=("log_every", "p"), group="logs")
+    print_freq: int = flag(
+        10, "steps between two lines of the log", least=1, also=("log_interval", "log_every", "p"), group="logs"
+    )
     num_checkpoints: int | None = flag(
         None, "checkpoints of the highest acc@1 to keep beside the newest; default 1, in a job its checkpoint.best", least=0
     )
@@ -100,7 +104,9 @@ class Settings:
     deterministic: bool = flag(False, "only kernels that are exact again on GPUs, at some speed; CPUs always are")
     dist_backend: str = flag("", "ignored: a run finds it, nccl on GPUs, gloo on CPUs", also=("c10d_backend",))
 
-    evaluate: bool = flag(False, "measure the newest weights on all validation images", group="instead of training")
+    evaluate: bool = flag(
+        False, "measure the newest weights on all validation images", group="instead of training", also=("eval_only",)
+    )
     checkpoint: str = flag("", "the checkpoint to measure: best, or a step")
 
     @property

@@ -100,7 +100,7 @@ class Settings:
     gradient_checkpointing: bool = flag(False, "compute activations twice instead of keeping them: less memory, a third slower")
 
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = flag("INFO", "which lines to print", group="logs")
-    log_interval: int = flag(50, "steps between two lines [TRAIN]", least=1)
+    log_interval: int = flag(50, "steps between two lines [TRAIN]", least=1, also=("log_every",))
     log_batches: Literal["all", "first-last", "none"] = flag("first-last", "which batches of an epoch get a line [COLLATE]")
 
     evaluate: bool = flag(False, "measure a checkpoint on the validation file", group="instead of training", also=("eval_only",))

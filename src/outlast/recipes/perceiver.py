@@ -57,7 +57,7 @@ class Settings:
     labels: str = flag("", "CSV with the classes of the videos (file,label, or a list of Kinetics); default: their directories")
     val: float = flag(0.1, "share of the videos to measure on, where no directory is named val", least=0, most=0.9)
     skip_bad: bool = flag(False, "leave out clips that cannot be read, and name and count them, instead of stopping")
-    output_dir: str = flag("", "where to write; a job's output has precedence", also=("logdir", "out_dir"))
+    output_dir: str = flag("", "where to write; a job's output has precedence", also=("logdir", "out_dir", "output"))
     init_from: str = flag("", "directory with a Perceiver of Hugging Face (config.json, weights) to begin with")
     seed: int = flag(0, "seed of the first weights, of the order of clips and of their moments")
 
@@ -93,7 +93,7 @@ class Settings:
     lr: float = flag(5e-5, "highest learning rate", least=0, also=("learning_rate",))
     warmup_steps: int = flag(0, "steps in which it rises to that", least=0)
     lr_schedule: Literal["constant", "cosine"] = flag("constant", "how it goes on: cosine falls to 0 at the last step")
-    weight_decay: float = flag(0.1, "pull of every weight towards 0", least=0)
+    weight_decay: float = flag(0.1, "pull of every weight towards 0", least=0, also=("wd",))
     grad_clip: float = flag(10.0, "longest gradient; 0: any", least=0)
     image_points: int = flag(512, "pixels that are decoded in a step, the same for all clips", least=1)
     audio_points: int = flag(512, "patches of sound that are decoded in a step", least=1)
@@ -105,7 +105,9 @@ class Settings:
     do_eval: bool = flag(True, "measure on the validation clips after every epoch", group="evaluation and logs")
     eval_every: int | None = flag(None, "steps between two measurements instead", least=1)
     test_batch_size: int = flag(8, "clips that a rank measures at once", least=1)
-    log_steps: int = flag(20, "steps between two lines of the log; only there the loss is waited for", least=1)
+    log_steps: int = flag(
+        20, "steps between two lines of the log; only there the loss is waited for", least=1, also=("log_interval",)
+    )
     metrics_debug: bool = flag(False, "also log the length of the gradient and of the weights")
     expected_throughput: float = flag(
         0.0,
@@ -120,7 +122,12 @@ class Settings:
     workers: int = flag(0, "processes that decode videos, per rank", least=0, also=("num_workers",))
     drop_last: bool = flag(False, "the source's; a short last step counts as what it is, and nothing is dropped")
 
-    evaluate: bool = flag(False, "measure the newest weights on all points of all validation clips", group="instead of training")
+    evaluate: bool = flag(
+        False,
+        "measure the newest weights on all points of all validation clips",
+        group="instead of training",
+        also=("eval_only",),
+    )
     checkpoint: str = flag("", "the checkpoint to measure: best, or a step")
     eval_points: int = flag(0, "pixels of a clip to measure; 0: all", least=0)
     reconstruct: str = flag("", "with --evaluate: an .mp4 file to write, a clip and beside it what the model makes of it")

@@ -41,7 +41,7 @@ def checkpoint(output: Path, name: str = "") -> Path:
         return chosen.path
     if valid := next((c for c in reversed(found) if checkpoints.verify(c.path) is None), None):
         return valid.path
-    raise NotFound(f"{output} has no valid checkpoint; train first, or set {contract.Env.OUTPUT}")
+    raise NotFound(f"{output} has no valid checkpoint; train first, or name the output directory of a run that has one")
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:

@@ -272,8 +272,10 @@ def _meant(name: str, kinds: dict[str, _Kind]) -> str:
 def _parser(settings: type, kinds: dict[str, _Kind], about: str | None) -> _Parser:
     first = next((field.name for field, _ in _fields(settings) if field.metadata["first"]), "")
     usage = f"%(prog)s [--config FILE ...] {f'[{first.upper()}] ' if first else ''}[flags]"
+    main = sys.modules["__main__"].__spec__ if settings.__module__ == "__main__" else None  # None: a file, `python mine.py`
+    prog = f"python -m {main.name}" if main else None
     parser = _Parser(
-        description=about, usage=usage, formatter_class=_Help, allow_abbrev=False, argument_default=argparse.SUPPRESS
+        prog=prog, description=about, usage=usage, formatter_class=_Help, allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
     parser.known, parser.first = kinds, first
     parser.add_argument(
@@ -335,6 +337,11 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=36)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        """All names, then the value once (argparse repeats it for each until Python 3.13)."""
+        value = "" if action.nargs == 0 else self._format_args(action, self._get_default_metavar_for_optional(action))
+        return ", ".join(action.option_strings) + (f" {value}" if value else "")
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         if action.nargs == "?":

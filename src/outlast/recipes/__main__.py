@@ -1,0 +1,28 @@
+"""The recipes, with what each does: `python -m outlast.recipes`."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+NAMES = ("gpt", "llm", "llm_tiny", "imagenet", "cifar10", "classify", "perceiver", "smoke")
+"""The modules here that are programs, a language model's first."""
+
+
+def summary(name: str) -> str:
+    """The first sentences of a recipe's documentation, read without importing it: torch takes seconds."""
+    source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0].removesuffix(" Copy it and change it.")
+
+
+def main() -> None:
+    """Print the list; any arguments are for a recipe and mean nothing here."""
+    print("Whole training programs, one readable file each:\n")
+    for name in NAMES:
+        print(f"  {name:10}  {summary(name)}")
+    print("\npython -m outlast.recipes.NAME --help shows commands to begin with, and all flags. To change one, copy its file:")
+    print(Path(__file__).parent)
+
+
+if __name__ == "__main__":
+    main()
