@@ -389,6 +389,22 @@ def test_a_checkpoint_refuses_another_base_and_other_data(tmp_path: Path, model:
     refused(arguments(model, changed, "--lora", "--max-steps=4"), "belongs to other training data")
 
 
+def test_a_run_that_ends_within_an_epoch_goes_on_with_another_decay(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used, step = [], torch.optim.AdamW.step
+
+    def noted(self: torch.optim.AdamW, *args: Any, **named: Any) -> Any:
+        used.append([group["weight_decay"] for group in self.param_groups])
+        return step(self, *args, **named)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", noted)
+    argv = arguments(model, lines(tmp_path / "train.jsonl"), "--lora", "--no-epoch-results", "--val=none")
+    for more in (["--max-steps=2", "--wd=0"], ["--max-steps=3", "--wd=0.5"]):
+        llm.main([*argv, *more])
+    assert used == [[0.0], [0.0], [0.5]]
+
+
 def test_under_lora_frozen_weights_are_bfloat16_and_what_trains_is_float32(tmp_path: Path, model: Path) -> None:
     """Nothing is float16, which needs a scaler for its gradients."""
     found = {}
@@ -492,6 +508,7 @@ def test_what_is_measured_is_said(tmp_path: Path, model: Path, capsys: pytest.Ca
         ),
         (["--seq-len=4096"], "--seq-len 4096 is above the 128 positions of tiny; give at most that"),
         (["--data=nowhere"], "--data nowhere does not exist"),
+        (["--report-json=."], "--report-json . is a directory; name a file"),
         (["--bf16"], "--bf16 and --dtype float32 contradict each other"),
     ],
 )

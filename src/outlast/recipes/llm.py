@@ -120,6 +120,7 @@ def train(s: Settings) -> None:
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs
     with session.open(seed=s.seed, quiet=True) as run:
         logged(s, run.rank)
+        writable(s.report_json)
         if run.device.type == "cpu":
             gpt.keep_freed_memory()
         parts = Parts.found(s, run.device, run)
@@ -132,6 +133,8 @@ def train(s: Settings) -> None:
             parts.train, s.accumulated, seed=s.seed, epochs=s.epochs, steps=s.max_steps, microbatch=pieces, collate=list
         )
         step = run.resume({"model": trains, "optimizer": optimizer, "stream": stream, "record": record})
+        for group in optimizer.param_groups:  # the checkpoint brings its own
+            group["weight_decay"] = s.wd if group["params"][0].dim() > 1 else 0.0
         run.parameters(settings.values(s) | {"dtype": "bfloat16" if parts.bfloat16 else "float32", "packing": parts.packing})
         trainer = Trainer(s, run, parts, net, optimizer, stream)
         trainer.begin(step)
@@ -148,6 +151,16 @@ def train(s: Settings) -> None:
                 record.elapsed_s = trainer.clock.elapsed_s
                 run.save(step, metric=math.nan)  # not measured, so it is never the best
         trainer.finish(step)
+
+
+def writable(report: str) -> None:
+    """Raise OutlastError, before training rather than after it, if a report cannot be written to this file."""
+    try:
+        Path(report or ".").parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutlastError(f"--report-json {report} cannot be written: {error.strerror}; name a file elsewhere") from error
+    if report and Path(report).is_dir():
+        raise OutlastError(f"--report-json {report} is a directory; name a file")
 
 
 class Record:
@@ -518,6 +531,7 @@ class Trainer:
         with self.clock.stopped():
             elapsed = self.clock.elapsed_s
             if record.measured < step:  # --max-steps may end within an epoch
+                record.elapsed_s = elapsed
                 self.measure(step, "model", record.epoch + 1)
             tensors = self.write("model")
         speed = record.tokens / max(1e-9, elapsed)
