@@ -31,6 +31,10 @@ PATIENCE_S = 500
 ENV = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
+def nothing(directory: Path) -> None:
+    """The recipe makes its own data."""
+
+
 def some_digits(directory: Path) -> None:
     """400 images to train on and 100 held out, as CIFAR-10's files."""
     digits.write(directory / "all")
@@ -75,6 +79,22 @@ CASES = {
         questions,
         lost=1,
         every=10,
+    ),
+    "imagenet": Case(
+        "imagenet",
+        ["--synthetic", "--synthetic-images=160", "--num-classes=10", "--image-size=32", "--batch-size=16", "--microbatch=8",
+         "--epochs=8"],
+        nothing,
+        lost=0,
+        every=10,
+    ),
+    "perceiver": Case(
+        "perceiver",
+        ["--dataset=synthetic", "--size=tiny", "--frames=2", "--image-size=16", "--num-latents=16", "--batch=8", "--lr=5e-3",
+         "--epochs=40", "--eval-every=100"],
+        nothing,
+        lost=1,
+        every=25,
     ),
 }  # fmt: skip
 
