@@ -120,7 +120,7 @@ def train(s: Settings) -> None:
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs
     with session.open(seed=s.seed, quiet=True) as run:
         logged(s, run.rank)
-        writable(s.report_json)
+        results.writable(s.report_json, "--report-json")
         if run.device.type == "cpu":
             gpt.keep_freed_memory()
         parts = Parts.found(s, run.device, run)
@@ -151,16 +151,6 @@ def train(s: Settings) -> None:
                 record.elapsed_s = trainer.clock.elapsed_s
                 run.save(step, metric=math.nan)  # not measured, so it is never the best
         trainer.finish(step)
-
-
-def writable(report: str) -> None:
-    """Raise OutlastError, before training rather than after it, if a report cannot be written to this file."""
-    try:
-        Path(report or ".").parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutlastError(f"--report-json {report} cannot be written: {error.strerror}; name a file elsewhere") from error
-    if report and Path(report).is_dir():
-        raise OutlastError(f"--report-json {report} is a directory; name a file")
 
 
 class Record:

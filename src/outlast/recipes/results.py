@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from outlast import checkpoints, contract, files
-from outlast.errors import NotFound
+from outlast.errors import NotFound, OutlastError
 
 
 def sha256(model: nn.Module | Mapping[str, torch.Tensor]) -> str:
@@ -48,3 +48,13 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
     """Write a document for people and programs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     files.replace(path, json.dumps(document, indent=2) + "\n", durable=True)
+
+
+def writable(report: str, name: str) -> None:
+    """Raise OutlastError, before training rather than after it, if the document that the flag `name` names cannot be written."""
+    try:
+        Path(report or ".").parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutlastError(f"{name} {report} cannot be written: {error.strerror}; name a file elsewhere") from error
+    if report and Path(report).is_dir():
+        raise OutlastError(f"{name} {report} is a directory; name a file")
