@@ -167,6 +167,20 @@ def test_several_heads_of_the_attention_to_the_inputs_are_those_of_the_plain_for
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_attention_that_trains_drops_the_share_it_should_and_is_right_on_average() -> None:
+    q, k = torch.zeros(1, 2, 40, 4, requires_grad=True), torch.rand(1, 2, 333, 4)
+    torch.manual_seed(0)
+    marked = torch.eye(333).expand(1, 2, -1, -1)  # what comes out are the weights
+    weights = perceiver_model.attended(q, k, marked, 0.25, 1.0)
+    assert float((weights == 0).float().mean()) == pytest.approx(0.25, abs=0.01)
+    assert float(weights.detach().sum(-1).mean()) == pytest.approx(1, abs=0.01)
+    torch.testing.assert_close(weights[weights > 0], torch.full_like(weights[weights > 0], 1 / 333 / 0.75))
+    again = perceiver_model.attended(q, k, marked, 0.25, 1.0)
+    assert not torch.equal(again, weights)
+    torch.manual_seed(0)
+    assert torch.equal(perceiver_model.attended(q, k, marked, 0.25, 1.0), weights), "what is dropped follows from the generator"
+
+
 def test_bytes_are_divided_by_255_and_samples_by_32768() -> None:
     assert perceiver_model.pixels(torch.tensor([0, 255], dtype=torch.uint8)).tolist() == [0.0, 1.0]
     assert perceiver_model.sound(torch.tensor([-32768, 16384], dtype=torch.int16)).tolist() == [-1.0, 0.5]
@@ -235,6 +249,34 @@ def test_prepared_shards_are_read_as_well(tmp_path: Path, clips: Path, alone: Ca
         perceiver_data.checked(torch.tensor([0, 1]), 1, "data")
     with pytest.raises(OutlastError, match="has 2 classes, and the model knows 1; set --num-labels"):
         alone(f"--data={tmp_path / 'shards'}", "--num-labels=1")
+
+
+def test_a_video_is_turned_as_players_show_it_and_one_that_starts_late_is_found(tmp_path: Path) -> None:
+    picture = np.zeros((16, 32, 3), np.uint8)
+    picture[:8] = 255  # bright above
+    made, turned = tmp_path / "made.mp4", tmp_path / "turned.mp4"
+    perceiver_data.write(made, np.stack([picture] * 4), np.zeros(4 * 1920, np.int16))
+    one = bytes.fromhex("00010000 00000000 00000000 00000000 00010000 00000000 00000000 00000000 40000000")
+    quarter = bytes.fromhex("00000000 00010000 00000000 ffff0000 00000000 00000000 00000000 00000000 40000000")
+    content = made.read_bytes()
+    at = content.index(one, content.index(b"tkhd"))
+    turned.write_bytes(content[:at] + quarter + content[at + len(quarter) :])  # a quarter clockwise
+    s, clip = video.Settings(4, 16), video.Clip("x", 0, 0)
+    (before, _), (after, _) = (video.decoded(path, clip, s) for path in (made, turned))
+    assert before[0, 4, 8].min() > 200
+    assert before[0, 12, 8].max() < 50
+    np.testing.assert_array_equal(after, np.rot90(before, -1, axes=(1, 2)))
+    with av.open(str(tmp_path / "late.mkv"), "w") as container:
+        stream = container.add_stream("ffv1", rate=25)
+        stream.width = stream.height = 16
+        for number in range(8):
+            frame = av.VideoFrame.from_ndarray(np.full((16, 16, 3), 30 * number, np.uint8), format="rgb24")
+            frame.pts = 500 + number
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    frames, _ = video.shown(tmp_path / "late.mkv", clip, s)
+    assert len(frames) == 4
+    assert len({int(frame[8, 8, 0]) for frame in frames}) == 4
 
 
 # A run
@@ -318,21 +360,26 @@ def test_a_run_that_is_too_slow_fails_after_it_has_written_its_results(clips: Pa
     assert (output / "model.pt").exists()
 
 
-def test_the_speed_is_the_mean_of_ten_windows_without_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_speed_is_the_mean_of_ten_windows_without_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(perceiver.time, "monotonic", lambda: now[0])
     log = perceiver.Log(cast(Any, types.SimpleNamespace(rank=0)))
-    log._samples = 8
-    now[0] = 100.0  # compiles
-    assert (log.speed(1), log.average()) == (0.0, None)
+
+    def after(seconds: float, clips: int = 8) -> float:
+        now[0] += seconds
+        log.trained(clips)
+        return log.speed()
+
+    log.clock()  # a measurement that the last start owed
+    assert (after(100.0), log.average()) == (0.0, None), "it compiles"
     for step in range(2, 30):
-        now[0] += 1.0 if step < 20 else 2.0
-        log.speed(step)
+        after(1.0 if step < 20 else 2.0)
     assert log.average() == 4.0
+    log.trained(8)
     now[0] += 50
-    log.clock(29)  # a measurement
-    now[0] += 2
-    assert log.speed(30) == 4.0
+    log.clock()  # a measurement
+    assert after(2.0) == 4.0
+    assert after(1.0, clips=14) == 5.0, "the last step of an epoch may be short"
 
 
 def test_the_variables_of_a_manifest_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,6 +463,10 @@ def test_kinetics_needs_videos_and_a_resumed_run_the_same_ones(tmp_path: Path, c
     for number in range(10):
         a_clip(tmp_path / "others" / "train" / "a" / f"{number}.mp4", number) if number < 6 else None
     a_clip(tmp_path / "others" / "val" / "a" / "0.mp4")
+    with pytest.raises(
+        OutlastError, match="the checkpoint is of a model with image_size 8, and the settings say 12; resume with 8"
+    ):
+        alone(f"--data={clips}", "--max-steps=2", "--no-do-eval", "--image-size=12")  # its weights would fit
     with pytest.raises(OutlastError, match="the checkpoint was trained on other clips"):
         alone(f"--data={tmp_path / 'others'}", "--num-labels=2", "--max-steps=2", "--no-do-eval")
 

@@ -159,7 +159,7 @@ def train(s: Settings) -> None:
             stream = Stream(
                 data.train, batch=s.samples, microbatch=s.microbatch, seed=s.seed, steps=s.max_steps, workers=s.workers
             )
-        step = run.resume({"model": net, "optimizer": optimizer, "stream": stream, "record": record})
+        step = run.resume({"record": record, "model": net, "optimizer": optimizer, "stream": stream})
         trainer = Trainer(s, run, log, model, net, optimizer, stream, data, record)
         run.parameters(settings.values(s) | {"batch": s.samples, "computed_in": str(trainer.dtype).removeprefix("torch.")})
         log.begin(model, data, s)
@@ -167,6 +167,7 @@ def train(s: Settings) -> None:
             trainer.measure(step)
         for batch in stream:
             trainer.update(step, batch)
+            log.trained(batch.size)
             step += 1
             trainer.report(step, batch.epoch)
             leaving = run.interrupted()
@@ -204,7 +205,15 @@ class Record:
                 f"the checkpoint was trained on other clips ({state['data']}) than those there now ({self.digest}); resume with "
                 "the same data, or start a new run"
             )
-        self.config = self.config or Config(**state["config"])
+        saved = Config(**state["config"])
+        self.config = self.config or saved
+        for field in dataclasses.fields(Config):
+            then, now = getattr(saved, field.name), getattr(self.config, field.name)
+            if then != now and field.name != "dropout":
+                raise OutlastError(
+                    f"the checkpoint is of a model with {field.name} {then}, and the settings say {now}; resume with {then}, or "
+                    "start a new run in another output directory"
+                )
         self.digest, self.losses = state["data"], dict(state["losses"])
         self.remarks.load_state_dict(state["remarks"])
         self.owed = state["owed"]
@@ -286,7 +295,7 @@ class Trainer:
             return
         names = ("loss", "image_loss", "audio_loss", "label_loss")
         found = dict(zip(names, self.totals.tolist(), strict=True))  # waits for the device
-        lr, speed = rate(s, step - 1, self.stream.total_steps), self.log.speed(step)
+        lr, speed = rate(s, step - 1, self.stream.total_steps), self.log.speed()
         more: dict[str, Any] = {"lr": lr, "throughput": speed}
         if s.metrics_debug:
             squares = [p.detach().float().square().sum() for p in self.model.parameters()]
@@ -323,7 +332,7 @@ class Trainer:
         run.log(step, **values)
         self.log.line(f"Step={step} " + " ".join(f"Val_{name}={value:.5f}" for name, value in found.items()))
         self.save(step, found["loss"])
-        self.log.clock(step)
+        self.log.clock()
 
     def save(self, step: int, metric: float = math.nan) -> None:
         """A checkpoint; `metric` nan: not measured, so it is never the best."""
@@ -448,8 +457,8 @@ class Log:
     def __init__(self, run: Session) -> None:
         self._run = run
         self._begun = self._since = time.monotonic()
-        self._from: int | None = None
-        self._samples = 0
+        self._compiled = False
+        self._clips = 0
         self._windows: collections.deque[float] = collections.deque(maxlen=self.WINDOWS)
 
     def line(self, text: str) -> None:
@@ -460,23 +469,27 @@ class Log:
     def begin(self, model: Perceiver, data: Data, s: Settings) -> None:
         """What is trained, on what."""
         c, count = model.config, sum(p.numel() for p in model.parameters())
-        self._samples = s.samples
         self.line(
             f"{count / 1e6:.2f}M parameters; clips of {c.frames} frames of {c.image_size} x {c.image_size} and {c.samples} "
             f"samples of sound: {len(data.train)} to train on and {len(data.val) if data.val is not None else 0} to measure; "
             f"{c.classes} classes; {s.samples} clips a step"
         )
 
-    def clock(self, step: int) -> None:
-        """Leave out the time up to here: it was no training."""
-        self._since, self._from = time.monotonic(), step
+    def trained(self, clips: int) -> None:
+        """Count the clips of a step, over all ranks."""
+        self._clips += clips
 
-    def speed(self, step: int) -> float:
-        """Clips a second over all ranks: the mean of the last windows. The first step of a start does not count: it compiles."""
+    def clock(self) -> None:
+        """Leave out the time and the clips up to here: it was no training alone."""
+        self._since, self._clips = time.monotonic(), 0
+
+    def speed(self) -> float:
+        """Clips a second over all ranks: the mean of the last windows. The first window of a start is none: it compiles."""
         now = time.monotonic()
-        if self._from is not None and step > self._from:
-            self._windows.append((step - self._from) * self._samples / (now - self._since))
-        self._since, self._from = now, step
+        if self._compiled and self._clips:
+            self._windows.append(self._clips / (now - self._since))
+        self._compiled = True
+        self.clock()
         return self.average() or 0.0
 
     def average(self) -> float | None:

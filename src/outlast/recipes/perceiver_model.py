@@ -189,7 +189,14 @@ def attended(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> T
     if q.device.type != "cpu" or not torch.is_grad_enabled():
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
     weights = ((q * scale) @ k.mT).softmax(-1)  # (b, h, n, m)
-    return F.dropout(weights, dropout) @ v
+    dropped = round(dropout * 2**16)
+    if not dropped:
+        return weights @ v
+    # 16 random bits for each weight: torch draws a number for each, one after another, which takes longer than the products
+    bits = torch.empty(-(-weights.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+    kept = torch.empty_like(weights, requires_grad=False)
+    torch.ge(bits[: weights.numel()], dropped - 2**15, out=kept.view(-1))
+    return ((weights * kept) @ v) * (2**16 / (2**16 - dropped))
 
 
 class Inputs(NamedTuple):

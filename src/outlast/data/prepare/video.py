@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import hashlib
 import io
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -226,7 +227,8 @@ def _begin(container: Any, at: int, settings: Settings) -> Fraction:
     """The second at which clip `at` of a video begins."""
     stream = container.streams.video[0]
     known = stream.duration is not None
-    duration: Fraction = stream.duration * stream.time_base if known else Fraction(container.duration or 0, 1_000_000)
+    late = max(Fraction(0), (stream.start_time or 0) * stream.time_base)  # which the duration of a whole file includes
+    duration: Fraction = stream.duration * stream.time_base if known else Fraction(container.duration or 0, 1_000_000) - late
     room = duration - Fraction(settings.frames, FRAMES_PER_SECOND)
     return max(Fraction(0), room * (2 * at + 1) / (2 * settings.clips))
 
@@ -255,12 +257,12 @@ def _frames(container: Any, begin: Fraction, settings: Settings) -> list[NDArray
 
 
 def _cut(frame: Any, size: int) -> NDArray[np.uint8]:
-    """The centre of a frame, (size, size, 3)."""
+    """The centre of a frame, turned as players show it, (size, size, 3)."""
     scale = Fraction(size, min(frame.width, frame.height))
     width, height = (max(size, round(side * scale)) for side in (frame.width, frame.height))
     pixels = frame.to_ndarray(format="rgb24", width=width, height=height)
     left, top = (width - size) // 2, (height - size) // 2
-    return np.ascontiguousarray(pixels[top : top + size, left : left + size])
+    return np.ascontiguousarray(np.rot90(pixels[top : top + size, left : left + size], round(frame.rotation / 90)))
 
 
 def _sound(container: Any, begin: Fraction, settings: Settings) -> NDArray[np.int16]:
@@ -273,9 +275,9 @@ def _sound(container: Any, begin: Fraction, settings: Settings) -> NDArray[np.in
     resampler = av.AudioResampler(format="s16", layout="mono", rate=RATE)
     sound = np.zeros(settings.frames * PER_FRAME, np.int16)
     at: int | None = None
-    for frame in container.decode(stream):
+    for frame in itertools.chain(container.decode(stream), [None]):  # None: what the resampler still holds
         if at is None:
-            if frame.pts is None:
+            if frame is None or frame.pts is None:
                 continue
             at = round((frame.pts * stream.time_base - start) * RATE)
         for piece in resampler.resample(frame):
