@@ -51,6 +51,8 @@ def test_more_workers_are_compared_by_the_time_from_submission_to_the_end() -> N
     assert comparison.cells(second) == [
         *("two", "Succeeded", "2", "30s", "1.33x", "66.7 %", "10", "0.50", None, "66.7 %", None),
     ]  # fmt: skip
+    diverged = comparison.compared([a_run("one", 1, {"loss": float("nan")})])[0]
+    assert (comparison.cells(diverged)[-1], comparison.as_json(diverged)["loss"]) == ("nan", None)
     assert comparison.cells(first)[8:] == ["200 images/s", "75.0 %", "0.5000"]
 
 

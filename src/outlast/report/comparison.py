@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -144,6 +145,7 @@ def as_json(row: Row) -> dict[str, Any]:
         **plain,
         "workers": list(row.run.workers),
         "throughput": throughput,
+        "loss": plain["loss"] if plain["loss"] is not None and math.isfinite(plain["loss"]) else None,  # JSON has no NaN
         "speedup": row.speedup,
         "efficiency": row.efficiency,
     }
