@@ -56,6 +56,8 @@ def read(paths: Sequence[Path], problems: list[str]) -> Iterator[tuple[Path, tor
             pixels, _ = images.pixels(path.parent, path.name, square)  # (32, 32, 3)
         except BadSource as error:
             problems.append(f"{path.parent / str(error).partition('; ')[0]}")
+        except OutlastError as error:  # not ours to read
+            problems.append(str(error).partition("; ")[0])
         else:
             yield path, torch.tensor(pixels).permute(2, 0, 1)
 
@@ -99,6 +101,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
     options = parser.parse_args(argv)
     where: Path = options.weights
+    if options.checkpoint and where.is_file():
+        raise OutlastError(
+            f"--checkpoint {options.checkpoint} names one of an output directory, and {where} is a file; leave one of them out"
+        )
     names = classes(where, options.classes)
     paths = list(found(options.images))
     alone = "" if where.is_dir() else str(where)
