@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-import pickle
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -454,8 +453,7 @@ def load(model: nn.Module, path: Path) -> None:
     except FileNotFoundError as error:
         raise NotFound(f"{path} does not exist; give the file that --model-file or a run has written") from error
     except Exception as error:  # whatever bytes that are no weights make torch do
-        # what torch says of a pickle is how to run the code in it
-        reason = "it is no pickle of tensors" if isinstance(error, pickle.UnpicklingError) else str(error).splitlines()[0][:200]
+        reason = str(error).splitlines()[0][:200]
         raise OutlastError(f"{path} cannot be read as weights: {reason}; give a file that torch.save has written") from error
     found = found.get("state_dict", found) if isinstance(found, dict) else {}
     found = {name.removeprefix("module.").removeprefix("network."): value for name, value in found.items()}
