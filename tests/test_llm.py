@@ -405,6 +405,14 @@ def test_a_run_that_ends_within_an_epoch_goes_on_with_another_decay(
     assert used == [[0.0], [0.0], [0.5]]
 
 
+def test_a_run_that_ends_within_an_epoch_has_a_best_checkpoint(tmp_path: Path, model: Path, capsys: Any) -> None:
+    argv = arguments(model, lines(tmp_path / "train.jsonl"), "--lora", "--max-steps=1", f"--val={lines(tmp_path / 'some.jsonl')}")
+    llm.main(argv)
+    assert json.loads((Path(os.environ[contract.Env.OUTPUT]) / "best.json").read_text())["directory"] == "model"
+    llm.main([*argv, "--evaluate", "--checkpoint=best"])
+    assert "step-00000001" in capsys.readouterr().out
+
+
 def test_under_lora_frozen_weights_are_bfloat16_and_what_trains_is_float32(tmp_path: Path, model: Path) -> None:
     """Nothing is float16, which needs a scaler for its gradients."""
     found = {}
@@ -562,6 +570,6 @@ def test_a_tiny_model_memorises_ten_samples(tmp_path: Path, known: Any, kind: st
     data = lines(tmp_path / "train.jsonl", RECORDS * 5)
     more = ["--epochs=30", "--batch=10", "--grad-accum=1", "--no-epoch-results", "--wd=0", "--val=none", "--lr=3e-3"]
     if lora:
-        more += ["--lr=1e-2", "--lora", "--lora-r=32", "--lora-alpha=64", "--lora-dropout=0", "--target-modules", *MODULES]
+        more += ["--lr=5e-3", "--lora", "--lora-r=32", "--lora-alpha=64", "--lora-dropout=0", "--target-modules", *MODULES]
     llm.main(arguments(directory, data, *more))
     assert final(tmp_path / "out")["loss"] < 0.05

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from outlast import contract
 from outlast.data import cifar
 from outlast.errors import NotFound, OutlastError
-from outlast.recipes import pixels, results, settings
+from outlast.recipes import memory, pixels, results, settings
 from outlast.recipes.settings import flag
 from outlast.training import Session, Stream, checkpoint, device, session
 from outlast.training.stream import Batch
@@ -231,10 +231,13 @@ def train(s: Settings) -> None:
         if s.whiten:
             whiten(cast(nn.Conv2d, model[0]), torch.from_numpy(images.x[:256]))
         model.to(run.device)
+        if run.device.type == "cpu":
+            memory.keep_freed()
         net = run.ddp(model) if run.world_size > 1 else model
         optimizer = sgd(model, s)
         stream = Images((images.x, images.y), s, run.world_size)
-        step = first = run.resume({"model": net, "optimizer": optimizer, "stream": stream})
+        with results.hyperparameters(optimizer):
+            step = first = run.resume({"model": net, "optimizer": optimizer, "stream": stream})
         where, dtype = device.of(run.device), device.dtype(str(s.dtype), run.device, run.gather)
         used = {"batch": stream.batch, "batch_size": None, "dtype": str(dtype).removeprefix("torch.")}
         run.parameters(settings.values(s) | used | {"classes": short(images.names)})
@@ -333,7 +336,8 @@ def rate(s: Settings, step: int, steps: int) -> float:
 def sgd(model: nn.Module, s: Settings) -> torch.optim.SGD:
     """Stochastic gradient descent."""
     momentum, decay = s.momentum or 0.0, s.weight_decay or 0.0
-    return torch.optim.SGD(model.parameters(), s.lr or 0.0, momentum, weight_decay=decay, nesterov=bool(s.nesterov and momentum))
+    nesterov, fused = bool(s.nesterov and momentum), next(model.parameters()).device.type != "xla"
+    return torch.optim.SGD(model.parameters(), s.lr or 0.0, momentum, weight_decay=decay, nesterov=nesterov, fused=fused)
 
 
 AVERAGE = "average"

@@ -16,7 +16,6 @@ metrics.jsonl and log.txt, at the end model.pt, ckpt.pt for nanoGPT's sample.py,
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import math
 import os
@@ -34,7 +33,7 @@ from torch.distributed.fsdp import fully_shard
 
 from outlast import contract
 from outlast.errors import NotFound, OutlastError
-from outlast.recipes import gpt_data, gpt_model, results, settings
+from outlast.recipes import gpt_data, gpt_model, memory, results, settings
 from outlast.recipes.gpt_data import Corpus, Pretrained, Record
 from outlast.recipes.gpt_model import GPT, Config, Losses
 from outlast.recipes.settings import flag
@@ -143,12 +142,13 @@ def train(s: Settings) -> None:
         model, record = first(s, corpus)
         model.to(run.device)
         if run.device.type == "cpu":
-            keep_freed_memory()
+            memory.keep_freed()
         net = parallel(s, run, model)
         optimizer = model.optimizer(s.learning_rate, (s.beta1, s.beta2), s.weight_decay)
         pieces = s.batch_size if s.gradient_accumulation_steps >= run.world_size else None
         stream = Stream(corpus.train, batch=s.accumulated, microbatch=pieces, seed=s.seed, steps=s.max_iters)
-        step = run.resume({"model": net, "optimizer": optimizer, "stream": stream, "record": record})
+        with results.hyperparameters(optimizer):
+            step = run.resume({"model": net, "optimizer": optimizer, "stream": stream, "record": record})
         run.parameters(settings.values(s))
         log.begin(s, model, stream.batch, corpus)
         trainer = Trainer(s, run, log, model, net, optimizer, corpus, record)
@@ -369,16 +369,6 @@ def first(s: Settings, corpus: Corpus) -> tuple[GPT, Record]:
         )
     corpus.vocab_size = found.config.vocab_size
     return found.model(), Record(found.config, digest or found.digest)
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep large blocks that are freed. It would give them back, and the kernel clear them anew in every step.
-
-    That is a tenth of a step of a small model. mallopt(3): M_TRIM_THRESHOLD is -1, M_MMAP_THRESHOLD -3.
-    """
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        for parameter in (-1, -3):
-            mallopt(parameter, 1 << 30)
 
 
 def parallel(s: Settings, run: Session, model: GPT) -> nn.Module:

@@ -33,7 +33,7 @@ from torch import nn
 
 from outlast import contract
 from outlast.errors import OutlastError
-from outlast.recipes import gpt, imagenet_data, imagenet_model, pixels, results, settings
+from outlast.recipes import imagenet_data, imagenet_model, memory, pixels, results, settings
 from outlast.recipes.imagenet_data import Images
 from outlast.recipes.imagenet_model import ResNet, Statistics
 from outlast.recipes.settings import flag
@@ -139,7 +139,7 @@ def train(s: Settings) -> None:
         model, record = first(s, data, log)
         placed(s, model, run.device)
         if run.device.type == "cpu":
-            gpt.keep_freed_memory()
+            memory.keep_freed()
         net = run.ddp(model) if run.world_size > 1 else model
         if s.compile:
             model.compile()
@@ -149,7 +149,8 @@ def train(s: Settings) -> None:
         )
         state: dict[str, Any] = {"model": net, "optimizer": optimizer, "stream": stream, "record": record}
         ema = copy.deepcopy(model) if s.ema_decay else None
-        step = run.resume(state | ({"ema": ema} if ema else {}))
+        with results.hyperparameters(optimizer):
+            step = run.resume(state | ({"ema": ema} if ema else {}))
         trainer = Trainer(s, run, log, data, model, ema, net, optimizer, stream, record)
         run.parameters(settings.values(s) | {"dtype": str(trainer.dtype).removeprefix("torch.")})
         log.begin(s, model, data, step, stream)

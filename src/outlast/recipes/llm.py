@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from outlast import contract
 from outlast.data.prepare import chat
 from outlast.errors import OutlastError
-from outlast.recipes import gpt, llm_data, results, settings
+from outlast.recipes import llm_data, memory, results, settings
 from outlast.recipes.llm_data import Row, Samples
 from outlast.recipes.settings import flag
 from outlast.training import Session, Stream, checkpoint, device, session
@@ -122,7 +122,7 @@ def train(s: Settings) -> None:
         logged(s, run.rank)
         results.writable(s.report_json, "--report-json")
         if run.device.type == "cpu":
-            gpt.keep_freed_memory()
+            memory.keep_freed()
         parts = Parts.found(s, run.device, run)
         tuned, record = parts.tuned, parts.record
         net = parallel(s, run, tuned)
@@ -132,9 +132,8 @@ def train(s: Settings) -> None:
         stream = Stream(
             parts.train, s.accumulated, seed=s.seed, epochs=s.epochs, steps=s.max_steps, microbatch=pieces, collate=list
         )
-        step = run.resume({"model": trains, "optimizer": optimizer, "stream": stream, "record": record})
-        for group in optimizer.param_groups:  # the checkpoint brings its own
-            group["weight_decay"] = s.wd if group["params"][0].dim() > 1 else 0.0
+        with results.hyperparameters(optimizer):
+            step = run.resume({"model": trains, "optimizer": optimizer, "stream": stream, "record": record})
         run.parameters(settings.values(s) | {"dtype": "bfloat16" if parts.bfloat16 else "float32", "packing": parts.packing})
         trainer = Trainer(s, run, parts, net, optimizer, stream)
         trainer.begin(step)
@@ -145,8 +144,8 @@ def train(s: Settings) -> None:
             step += 1
             trainer.report(step, batch)
             leaving = run.interrupted()
-            if batch.ends_epoch and not leaving:
-                trainer.results(step, batch.epoch + 1)
+            if not leaving and (batch.ends_epoch or step == s.max_steps):
+                trainer.results(step, batch.epoch + 1, whole=batch.ends_epoch)
             elif leaving or run.due(step):
                 record.elapsed_s = trainer.clock.elapsed_s
                 run.save(step, metric=math.nan)  # not measured, so it is never the best
@@ -449,17 +448,18 @@ class Trainer:
             about = f"epoch={batch.epoch + 1}/{self.epochs} step={step} tokens/s={speed['tokens_per_s']:.0f}"
             log.info(f"[TRAIN] {about} loss={self.loss:.4f} lr={lr:.3g}")
 
-    def results(self, step: int, epoch: int) -> None:
-        """Measure an epoch, write what it has made, and save a checkpoint with the validation loss as its metric."""
+    def results(self, step: int, epoch: int, *, whole: bool = True) -> None:
+        """Measure an epoch or, at the end, a part of one; write what it made; save, with the validation loss as metric."""
         run, record = self.run, self.record
         with self.clock.stopped():
             elapsed = self.clock.elapsed_s
-            if self.s.epoch_results:
-                self.write(f"epoch-{epoch}")
-            measured = self.measure(step, f"epoch-{epoch}" if self.s.epoch_results else "", epoch)
+            directory = "model" if not whole else f"epoch-{epoch}" if self.s.epoch_results else ""
+            if whole and directory:
+                self.write(directory)
+            measured = self.measure(step, directory, epoch)
             said = f" val_loss={measured:.4f} perplexity={perplexity(measured):.2f}" if math.isfinite(measured) else ""
             log.info(f"[EPOCH] {epoch}/{self.epochs} tokens_seen={record.tokens} time={elapsed:.2f}s{said}")
-            record.epoch, record.elapsed_s = epoch, elapsed
+            record.epoch, record.elapsed_s = epoch if whole else record.epoch, elapsed
             run.save(step, metric=measured)
 
     def measure(self, step: int, directory: str, epoch: int) -> float:
@@ -580,7 +580,7 @@ def evaluate(s: Settings) -> None:
 def logged(s: Settings, rank: int) -> None:
     """Print lines, from rank 0 only."""
     log.handlers = [logging.StreamHandler(sys.stdout)]
-    log.handlers[0].setFormatter(logging.Formatter("%(levelname)s:%(name)s:%(message)s"))
+    log.handlers[0].setFormatter(logging.Formatter(logging.BASIC_FORMAT))
     log.propagate = False
     log.setLevel(getattr(logging, s.log_level) if rank == 0 else logging.CRITICAL)
 

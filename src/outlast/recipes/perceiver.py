@@ -159,7 +159,8 @@ def train(s: Settings) -> None:
             stream = Stream(
                 data.train, batch=s.samples, microbatch=s.microbatch, seed=s.seed, steps=s.max_steps, workers=s.workers
             )
-        step = run.resume({"record": record, "model": net, "optimizer": optimizer, "stream": stream})
+        with results.hyperparameters(optimizer):
+            step = run.resume({"record": record, "model": net, "optimizer": optimizer, "stream": stream})
         trainer = Trainer(s, run, log, model, net, optimizer, stream, data, record)
         run.parameters(settings.values(s) | {"batch": s.samples, "computed_in": str(trainer.dtype).removeprefix("torch.")})
         log.begin(model, data, s)

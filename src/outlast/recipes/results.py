@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,15 @@ def sha256(model: nn.Module | Mapping[str, torch.Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def hyperparameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Resume in here: the optimizer keeps its hyper-parameters, though a checkpoint brings those it was saved with."""
+    before = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    yield
+    for group, values in zip(optimizer.param_groups, before, strict=True):
+        group.update(values)
 
 
 def checkpoint(output: Path, name: str = "") -> Path:
