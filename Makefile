@@ -22,7 +22,7 @@ demo: $(READY)  ## Train on real images, kill a worker on the way, evaluate, rep
 	$(OUTLAST) report digits
 
 test: $(READY)  ## Run the tests, but not those that take minutes
-	$(BIN)/pytest -m "not jobs and not slow and not cluster and not gpu" --numprocesses 3 --dist worksteal
+	$(BIN)/pytest -m "not jobs and not slow and not cluster and not gpu" --numprocesses 2 --dist worksteal
 	$(BIN)/pytest -m "jobs and not slow and not cluster and not gpu"
 
 test-one: $(READY)  ## Run some tests: make test-one T=tests/test_world.py::test_nobody_is_there_yet, or T="a word of their names"
