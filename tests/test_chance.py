@@ -11,6 +11,8 @@ SOURCES = Path(outlast.__file__).parent
 def test_nothing_of_ours_draws_from_the_generator_that_scripts_seed() -> None:
     drawn = set()
     for path in SOURCES.rglob("*.py"):
+        if path.relative_to(SOURCES).parts[0] == "recipes":
+            continue  # they are such scripts
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "random":
                 drawn.add((path.relative_to(SOURCES).parts[0], node.attr))
