@@ -480,8 +480,7 @@ def directory(s: Settings) -> Path:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train or evaluate."""
     s = settings.parse(Settings, argv, __doc__)
-    if s.output_dir:
-        os.environ.setdefault(contract.Env.OUTPUT, s.output_dir)
+    results.into(s.output_dir)
     (evaluate if s.evaluate else train)(s)
 
 

@@ -403,8 +403,7 @@ def ignored(s: Settings, run: Session) -> list[str]:
         found.append(f"backend {s.backend} is ignored: it is {backend} on {run.device.type}")
     if s.init_from == "resume":
         found.append("init_from resume is ignored: a run goes on from its newest checkpoint, and begins where there is none")
-    if s.output_dir and Path(s.output_dir).absolute() != run.output.absolute():
-        found.append(f"output_dir {s.output_dir} is ignored: the job writes to {run.output}")
+    found += results.elsewhere(s.output_dir, run.output)
     best = os.environ.get(contract.Env.CHECKPOINT_BEST, "0").partition(" ")[0]
     if s.num_checkpoints is not None and str(s.num_checkpoints) != best:
         found.append(f"num_checkpoints {s.num_checkpoints} is ignored: the job's checkpoint.best is {best}")
@@ -545,11 +544,7 @@ def show(s: Settings, model: GPT, tokenizer: gpt_data.Tokenizer | None) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, evaluate or sample."""
     s = settings.parse(Settings, argv, __doc__)
-    if s.output_dir:
-        os.environ.setdefault(contract.Env.OUTPUT, s.output_dir)
-    if contract.Env.STATE not in os.environ:  # a job says it for its store as well
-        number = 2 if s.num_checkpoints is None else s.num_checkpoints
-        os.environ.setdefault(contract.Env.CHECKPOINT_BEST, f"{number} min val_loss")
+    results.into(s.output_dir, f"{2 if s.num_checkpoints is None else s.num_checkpoints} min val_loss")
     (evaluate if s.evaluate else sample if s.sample else train)(s)
 
 

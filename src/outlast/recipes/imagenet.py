@@ -349,8 +349,7 @@ def ignored(s: Settings, run: Session) -> list[str]:
         found.append(
             f"checkpoint_file {s.checkpoint_file} is ignored: checkpoints are in {where}, each with the whole state of a run"
         )
-    if s.output_dir and Path(s.output_dir).absolute() != run.output.absolute():
-        found.append(f"output_dir {s.output_dir} is ignored: the job writes to {run.output}")
+    found += results.elsewhere(s.output_dir, run.output)
     best, *which = os.environ.get(contract.Env.CHECKPOINT_BEST, "0").split()
     if s.num_checkpoints is not None and str(s.num_checkpoints) != best:
         found.append(f"num_checkpoints {s.num_checkpoints} is ignored: the job's checkpoint.best is {best}")
@@ -557,11 +556,7 @@ def newest(s: Settings, data: Images, output: Path) -> tuple[str, ResNet, Sequen
 def main(argv: Sequence[str] | None = None) -> None:
     """Train or evaluate."""
     s = settings.parse(Settings, argv, __doc__)
-    if s.output_dir:
-        os.environ.setdefault(contract.Env.OUTPUT, s.output_dir)
-    if contract.Env.STATE not in os.environ:  # a job says it for its store as well
-        number = 1 if s.num_checkpoints is None else s.num_checkpoints
-        os.environ.setdefault(contract.Env.CHECKPOINT_BEST, f"{number} max acc1")
+    results.into(s.output_dir, f"{1 if s.num_checkpoints is None else s.num_checkpoints} max acc1")
     (evaluate if s.evaluate else train)(s)
 
 

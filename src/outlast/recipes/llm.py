@@ -588,10 +588,7 @@ def logged(s: Settings, rank: int) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train or evaluate."""
     s = settings.parse(Settings, argv, __doc__)
-    if s.output_dir:
-        os.environ.setdefault(contract.Env.OUTPUT, s.output_dir)
-    if contract.Env.STATE not in os.environ:  # a job says it for its store as well
-        os.environ.setdefault(contract.Env.CHECKPOINT_BEST, "1 min val_loss")
+    results.into(s.output_dir, "1 min val_loss")
     (evaluate if s.evaluate else train)(s)
 
 

@@ -442,8 +442,7 @@ def ignored(s: Settings, run: Session) -> list[str]:
     local = os.environ.get("LOCAL_WORLD_SIZE", "1")
     if processes and processes != local:
         found.append(f"NPROC_PER_NODE {processes} is ignored: this machine has {local} processes, as torchrun or the job says")
-    if s.output_dir and Path(s.output_dir).absolute() != run.output.absolute():
-        found.append(f"output_dir {s.output_dir} is ignored: the job writes to {run.output}")
+    found += results.elsewhere(s.output_dir, run.output)
     if s.init_from and s.size != "base":
         found.append(f"size {s.size} is ignored: the sizes are those of {s.init_from}")
     return found
@@ -556,8 +555,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if argv is None else argv)
     given = [each.replace("--config_file_path", "--config").replace("--config-file-path", "--config") for each in given]
     s = from_variables(settings.parse(Settings, given, __doc__))
-    if s.output_dir:
-        os.environ.setdefault(contract.Env.OUTPUT, s.output_dir)
+    results.into(s.output_dir)
     (evaluate if s.evaluate or s.reconstruct else train)(s)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,24 @@ from torch import nn
 
 from outlast import checkpoints, contract, files
 from outlast.errors import NotFound, OutlastError
+
+
+def into(directory: str, best: str = "") -> None:
+    """Have a recipe without a job write to `directory` if one is named, and keep its best checkpoints: `2 min val_loss`.
+
+    A job says both itself, for its store as well.
+    """
+    if directory:
+        os.environ.setdefault(contract.Env.OUTPUT, directory)
+    if best and contract.Env.STATE not in os.environ:
+        os.environ.setdefault(contract.Env.CHECKPOINT_BEST, best)
+
+
+def elsewhere(directory: str, output: Path) -> list[str]:
+    """A sentence if a run writes to `output` although it was told to write to `directory`."""
+    if not directory or Path(directory).absolute() == output.absolute():
+        return []
+    return [f"output_dir {directory} is ignored: the job writes to {output}"]
 
 
 def sha256(model: nn.Module | Mapping[str, torch.Tensor]) -> str:
