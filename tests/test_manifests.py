@@ -608,6 +608,20 @@ def test_one_place_decides_what_a_worker_has(given_: dict[str, Any], expected: r
     assert resources.share(a_job(resources=given_)) == expected
 
 
+def test_a_pod_grows_by_the_memory_of_snapshots() -> None:
+    def memory(**checkpoint: object) -> object:
+        job = a_job(
+            resources={"memory": "4Gi"}, scheduling={"gang": "coscheduling"}, workers={"replicas": 2}, checkpoint=checkpoint
+        )
+        documents = manifests.render(job, "indexed-job")
+        asked = worker(documents)["resources"]
+        assert asked["requests"] == asked["limits"]
+        return asked["limits"]["memory"], kind(documents, "PodGroup")["spec"]["minResources"]["memory"]
+
+    assert memory(memory="2Gi") == ("6Gi", "12Gi")
+    assert memory(memory="auto") == memory(memory="off") == memory() == ("4Gi", "8Gi")
+
+
 def test_shared_memory_that_leaves_none_is_refused() -> None:
     assert wrong(a_job(resources={"memory": "4Gi", "sharedMemory": "4Gi"})) == [
         "resources.sharedMemory (4Gi), which counts as memory, leaves nothing of resources.memory (4Gi); lower it or raise memory"

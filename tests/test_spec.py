@@ -81,7 +81,7 @@ spec:
   processesPerWorker: 4
   resources: {cpu: 4, memory: 16Gi, gpu: 4, accelerator: nvidia, sharedMemory: 4Gi}
   rendezvous: {backend: etcd, endpoint: "etcd:2379"}
-  checkpoint: {every: 200 steps, keep: 2}
+  checkpoint: {every: 200 steps, keep: 2, memory: 8Gi, replicas: 2}
   sync: {every: 10m}
   restarts: {limit: 3, window: 1h}
   interruption: {grace: 90s}
@@ -110,6 +110,17 @@ spec:
     assert read.clean_pod_policy == "None"
     assert read.template == {"spec": {"containers": [{"name": "worker", "tty": True}]}}
     assert spec.parse(spec.dump(job)) == job
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [("auto", "auto"), ("off", "off"), ("'off'", "off"), ("false", "off"), ("8Gi", 8 * 2**30), ("1048576", 2**20)],
+)
+def test_the_memory_of_snapshots_is_a_quantity_or_a_word(written: str, read: object) -> None:
+    job = spec.parse(a_job(f"checkpoint: {{memory: {written}}}"))
+    assert job.spec.checkpoint.memory == read
+    assert spec.parse(spec.dump(job)) == job
+    assert job.spec.checkpoint.variables() == {"OUTLAST_CHECKPOINT_MEMORY": str(read), "OUTLAST_CHECKPOINT_REPLICAS": "1"}
 
 
 def test_arguments_and_environment_are_what_is_written() -> None:
@@ -220,6 +231,15 @@ def test_impossible_numbers_of_workers_are_refused(workers: str, sentence: str) 
             "code (s3://bucket/code.tar.bz2) is an archive of a kind not known here; make it a .tar.gz or .zip",
         ),
         ("data: [{to: /data}]", "data[0].from is missing; add it"),
+        *(
+            (f"checkpoint: {{memory: {value}}}", f"checkpoint.memory ({value}) must be auto, off or a quantity, e.g. 8Gi")
+            for value in ("much", "true", "-1")
+        ),
+        (
+            "checkpoint: {memory: 64k}",
+            "checkpoint.memory (64k) means 64000 bytes, less than any snapshot needs; write 8Gi, or off",
+        ),
+        ("checkpoint: {replicas: 4}", "checkpoint.replicas (4) must be at most 3"),
         (
             "data: [{from: a}, {from: b, to: /data/b}]",
             "data[1].to (/data/b) is inside data[0].to (/data); choose separate directories",
@@ -401,10 +421,10 @@ def test_another_kind_of_document_is_refused() -> None:
             "python is unknown; write environment: {conda: environment.yml}, with the version of Python in that file",
         ),
         ("requirements: r.txt", "requirements is unknown; did you mean spec.environment.requirements?"),
-        ("replicas: 2", "replicas is unknown; did you mean spec.workers.replicas?"),
+        ("replicas: 2", "replicas is unknown; did you mean spec.workers.replicas or spec.checkpoint.replicas?"),
         ("every: 5m", "every is unknown; did you mean spec.checkpoint.every or spec.sync.every?"),
         ("xyzzy: 2", "xyzzy is unknown; remove it"),
-        ("checkpoint: {xyzzy: 2}", "checkpoint.xyzzy is unknown; known here are every, keep, best, by, mode"),
+        ("checkpoint: {xyzzy: 2}", "checkpoint.xyzzy is unknown; known here are every, keep, best, by, mode, memory, replicas"),
     ],
 )
 def test_an_unknown_field_is_refused_with_what_was_meant(field: str, sentence: str) -> None:

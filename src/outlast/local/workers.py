@@ -236,6 +236,7 @@ class WorkerPool:
             contract.Env.CHECKPOINT_EVERY: str(fields.checkpoint.every),
             contract.Env.CHECKPOINT_KEEP: fields.checkpoint.retention,
             contract.Env.CHECKPOINT_BEST: fields.checkpoint.which_are_best,
+            **fields.checkpoint.variables(),
             **fields.tracking.variables(),
             contract.Env.JOB_FILE: str(self._state_dir.job),
             contract.Env.CODE: str(self._code),

@@ -96,6 +96,6 @@ def volcano_queue(fields: spec.Spec) -> dict[str, str]:
 
 def _least(fields: spec.Spec) -> Document:
     found: Document = {"minMember": fields.workers.min}
-    if together := resources.times(fields.resources, fields.workers.min):
+    if together := resources.times(fields, fields.workers.min):
         found["minResources"] = together
     return found

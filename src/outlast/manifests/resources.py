@@ -47,7 +47,7 @@ def share(job: spec.Job) -> Share:
         raise wrong(job, f"resources.cpu ({cpu}) is above resources.cpuLimit ({limit}); lower it or raise cpuLimit")
     firm: Quantities = {}
     if wanted.memory:
-        firm["memory"] = units.memory_text(wanted.memory)
+        firm["memory"] = units.memory_text(wanted.memory + job.spec.checkpoint.reserved)
     if device := accelerator(wanted):
         firm[device] = wanted.gpu
     cores = _cores(wanted.cpu or wanted.cpu_limit)  # without a request Kubernetes uses the limit
@@ -59,11 +59,12 @@ def _cores(count: float | None) -> Quantities:
     return {"cpu": units.cores_text(count)} if count else {}
 
 
-def times(wanted: spec.Resources, count: int) -> Quantities:
+def times(fields: spec.Spec, count: int) -> Quantities:
     """Total requests of `count` workers."""
+    wanted = fields.resources
     total = _cores((wanted.cpu or wanted.cpu_limit or 0) * count)
     if wanted.memory:
-        total["memory"] = units.memory_text(wanted.memory * count)
+        total["memory"] = units.memory_text((wanted.memory + fields.checkpoint.reserved) * count)
     if device := accelerator(wanted):
         total[device] = wanted.gpu * count
     return total

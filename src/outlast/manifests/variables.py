@@ -79,6 +79,7 @@ def _contract(request: Request, *, index: Source, rendezvous: str, stay: bool) -
         Env.CHECKPOINT_EVERY: plain(str(fields.checkpoint.every)),
         Env.CHECKPOINT_KEEP: plain(fields.checkpoint.retention),
         **({Env.CHECKPOINT_BEST: plain(literal(best))} if (best := fields.checkpoint.which_are_best) else {}),
+        **{name: plain(value) for name, value in fields.checkpoint.variables().items()},
         **{name: plain(literal(value)) for name, value in fields.tracking.variables().items()},
         Env.PROBE_PORT: plain(str(Pod.PROBE_PORT)),
         Env.RENDEZVOUS: plain(rendezvous),

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -37,6 +37,19 @@ def _enough_memory(value: Any) -> int:
     found = units.memory(value)
     if found < 2**20:
         raise ValueError(f"means {found} bytes, less than any process needs; write 16Gi")
+    return found
+
+
+def _snapshot_memory(value: Any) -> int | str:
+    """`auto`, `off` or bytes. YAML reads `off` as false."""
+    if value is False or value in ("auto", "off"):
+        return value or "off"
+    try:
+        found = units.memory(value)
+    except ValueError:
+        raise ValueError("must be auto, off or a quantity, e.g. 8Gi") from None
+    if found < 2**20:
+        raise ValueError(f"means {found} bytes, less than any snapshot needs; write 8Gi, or off")
     return found
 
 
@@ -173,6 +186,12 @@ Memory = Annotated[
     BeforeValidator(_enough_memory),
     PlainSerializer(units.memory_text, when_used="json"),
     _text_schema(units.QUANTITY_PATTERN, "integer"),
+]
+SnapshotMemory = Annotated[
+    int | Literal["auto", "off"],
+    PlainValidator(_snapshot_memory),
+    PlainSerializer(lambda value: units.memory_text(value) if isinstance(value, int) else value, when_used="json"),
+    _text_schema(f"^(auto|off)$|{units.QUANTITY_PATTERN}", "integer"),
 ]
 Cores = Annotated[
     float,

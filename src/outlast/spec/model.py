@@ -24,6 +24,9 @@ OWN = "/(etc|opt|run|var|usr|bin|sbin|lib|lib64)|/(proc|sys|dev|opt/outlast|etc/
 MLFLOW = "none|databricks|[A-Za-z][A-Za-z0-9+.-]*:.+|/.*"
 """What `tracking.mlflow` may be: a URI, the name of a profile of Databricks, an absolute path. Valid RE2."""
 
+MOST_REPLICAS = 3
+"""Of what a rank holds in a snapshot."""
+
 
 class Metadata(Checked):
     """Names of the job."""
@@ -150,7 +153,8 @@ class Rendezvous(Checked):
 
 
 class Checkpoint(Checked):
-    """When to save checkpoints, for scripts that use `outlast.training`."""
+    """When to save checkpoints, and the memory for snapshots, from which training goes on after a failure. For scripts that use
+    `outlast.training`."""
 
     every: fields.Every = units.Every(duration=timedelta(minutes=5))
     """How often to save: a duration (`5m`) or a number of steps (`200 steps`)."""
@@ -163,6 +167,13 @@ class Checkpoint(Checked):
     counts, unless the script gives `run.save(step, metric=...)` one."""
     mode: Literal["min", "max"] = "min"
     """Whether the lowest or the highest value is best."""
+    memory: fields.SnapshotMemory = "auto"
+    """Memory of a worker for snapshots of the training: `auto`, `off` or a quantity, `8Gi`. With a quantity, the memory of its
+    pod grows by it. `auto` uses up to a quarter of what a worker may use, and leaves a tenth free. With `kubectl apply`, quote
+    `"off"`."""
+    replicas: Annotated[int, Field(strict=True, ge=0, le=MOST_REPLICAS)] = 1
+    """How many other workers hold a replica of what only one rank has, such as shards of FSDP: so many may be lost at once
+    without reading a checkpoint. 0 to 3. Needs no memory for what every rank has, as with DDP."""
 
     @property
     def retention(self) -> str:
@@ -174,6 +185,15 @@ class Checkpoint(Checked):
         """How many of the best to keep and which those are, as the text of OUTLAST_CHECKPOINT_BEST; "" for none."""
         said = f"{self.best} {self.mode} {self.by}".strip()
         return "" if said == "0 min" else said
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the memory of a worker's pod grows by."""
+        return self.memory if isinstance(self.memory, int) else 0
+
+    def variables(self) -> dict[str, str]:
+        """The fields about snapshots as environment variables of the workers."""
+        return {contract.Env.MEMORY: str(self.memory), contract.Env.REPLICAS: str(self.replicas)}
 
 
 class Sync(Checked):

@@ -32,6 +32,10 @@ class Progress:
     """Total steps of the run, when known."""
     committed: int = 0
     """Step of the newest committed checkpoint that this process knows of."""
+    snapshot: int = 0
+    """Step of the newest complete snapshot in memory; 0: none."""
+    every: int = 0
+    """Steps between snapshots; 0: unknown."""
     warning: str = ""
     """A problem that training survives, e.g. a failed save."""
     pid: int = 0
@@ -66,7 +70,8 @@ def read(directory: Path, local_rank: int) -> Progress | None:
     """The newest record, or None if there is none yet, or it is being replaced at this moment."""
     try:
         text = (directory / contract.PROGRESS.format(local_rank=local_rank)).read_bytes()
-        return Progress(**json.loads(text))
+        said = json.loads(text)
+        return Progress(**{field.name: said[field.name] for field in dataclasses.fields(Progress) if field.name in said})
     except (OSError, ValueError, TypeError):
         return None
 

@@ -1,0 +1,1 @@
+"""Snapshots of the training in the memory of its workers. Imports no torch."""
