@@ -263,7 +263,7 @@ def crowded() -> None:
                 limit = 100_000 if step == 2 else resource.RLIM_INFINITY
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
             run.save(step)
-            run._settle(run._saver.wait())
+            run._saves.settle(run._saver.wait())
 
 
 def test_a_disk_that_cannot_take_the_checkpoint_ends_all_ranks_with_one_sentence(tmp_path: Path):
@@ -419,7 +419,7 @@ def counted() -> None:
         for step in (begin + 1, begin + 2):
             calls.clear()
             run.save(step)
-            run._settle(run._saver.wait())
+            run._saves.settle(run._saver.wait())
             told.append(dict(calls))
         (run.output / f"calls-{run.rank}.json").write_text(json.dumps(told))
 

@@ -112,11 +112,11 @@ class Saver:
         disks: Disks | None = None,
         copy: metrics.Copy | None = None,
     ) -> None:
-        self._directory, self._run, self._generation, self._retention = directory, run, generation, retention
+        self.directory, self._run, self._generation, self.retention = directory, run, generation, retention
         self._report = report
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._disks = disks or Disks([0] * self._ranks, self._rank, None)
-        self._copy = copy or metrics.Copy(directory.parent / contract.METRICS)
+        self.copy = copy or metrics.Copy(directory.parent / contract.METRICS)
         self._group: dist.ProcessGroup | None = None
         self._copies = Copies()
         self._thread: threading.Thread | None = None
@@ -157,7 +157,7 @@ class Saver:
     def _together(self, step: int, flat: Flat, metric: checkpoints.Metric | None) -> Outcome:
         """Write, gather, commit on every disk, and share the outcome."""
         begun = time.monotonic()
-        target = checkpoints.saving(self._directory, step, self._generation)
+        target = checkpoints.saving(self.directory, step, self._generation)
         files, problem = {}, ""
         try:
             state_dict_saver.save(flat, storage_writer=FileSystemWriter(target, sync_files=True), process_group=self._group)
@@ -167,7 +167,7 @@ class Saver:
         except (Exception, CheckpointException) as error:  # the latter is no Exception
             problem = sentence(error)
         answers: list[Any] = [None] * self._ranks
-        dist.all_gather_object(answers, _Written(problem, files, self._copy.same, metric), group=self._group)
+        dist.all_gather_object(answers, _Written(problem, files, self.copy.same, metric), group=self._group)
         outcome = [Outcome(step, False)]
         if self._disks.leader:
             outcome = [self._commit(step, target, answers, begun)]
@@ -184,7 +184,7 @@ class Saver:
         files = {name: file for said in answers for name, file in said.files.items()}
         if not problem:
             files[_METADATA] = files.pop(_METADATA)  # which was written last
-        path, metric = self._directory / contract.checkpoint_name(step), answers[0].metric
+        path, metric = self.directory / contract.checkpoint_name(step), answers[0].metric
         new = checkpoints.Checkpoint(step, path, self._run, self._generation, self._ranks, time.time(), metric=metric)
         if not disks.several:
             outcome = self._put(target, new, files, problem)
@@ -214,7 +214,7 @@ class Saver:
             self._report("save_failed", step=step, reason=outcome.reason)
         if outcome.committed:
             try:
-                checkpoints.sweep(self._directory, new, self._retention)
+                checkpoints.sweep(self.directory, new, self.retention)
             except OSError as error:
                 log.warning("outlast: old checkpoints could not be removed: %s", sentence(error))
         return outcome
@@ -232,7 +232,7 @@ class Saver:
             if problem:
                 raise OutlastError(problem)
             if news:
-                self._copy.take(news)
+                self.copy.take(news)
             checkpoints.commit(target, new, files)
         except Exception as error:
             shutil.rmtree(target, ignore_errors=True)  # what cannot be removed now is swept later
@@ -242,7 +242,7 @@ class Saver:
     def _news(self, answers: list[_Written]) -> metrics.News | None:
         """Lines of `metrics.jsonl` that other disks lack; None if they cannot be read."""
         try:
-            return self._copy.news(min(answers[rank].same for rank in self._disks.leading[1:]))
+            return self.copy.news(min(answers[rank].same for rank in self._disks.leading[1:]))
         except OSError as error:
             log.warning("outlast: %s cannot be copied to other disks: %s", contract.METRICS, sentence(error))
             return None

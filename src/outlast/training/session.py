@@ -38,11 +38,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from outlast import checkpoints, contract, tracking
 from outlast.contract import Env, Exit
-from outlast.errors import OutlastError, Superseded
+from outlast.errors import OutlastError
 from outlast.hangs import stall
 from outlast.ledger import Ledger
-from outlast.training import checkpoint, device, metrics, mistakes, newest, parameters, replicas, saver, stalls, weights
-from outlast.training import stream as streams
+from outlast.training import checkpoint, device, metrics, mistakes, newest, parameters, replicas, saver, saves, stalls, weights
 from outlast.training.calls import Calls, public
 from outlast.training.disks import Disks
 from outlast.units import Every
@@ -50,7 +49,7 @@ from outlast.workerfiles.progress import Progress, Writer
 
 log = logging.getLogger("outlast")
 
-_OPENED = ("device", "_group", "_calls", "_disks", "_saver", "_ledger", "_copy")
+_OPENED = ("device", "_group", "_calls", "_disks", "_saver", "_saves", "_ledger", "_copy")
 """Attributes that a session has from `__enter__` on."""
 _LAST_SAVE_S = 10.0
 """How long a process that ends by an exception waits for the save in progress; arbitrary."""
@@ -103,23 +102,10 @@ class Session:
         self._retention = checkpoints.Retention.parse(env.get(Env.CHECKPOINT_KEEP, "3"), env.get(Env.CHECKPOINT_BEST, ""))
         self._directory = self.output / contract.CHECKPOINTS
         self._state: Mapping[str, Any] = {}
-        self._step = self._committed = self._last_saved_step = 0
-        self._resumed = 0
-        self._moved: tuple[int, int] | None = None
-        """The last step that a collective call was given, and the position of the streams then."""
-        self._measured: tuple[int, float] | None = None
-        """The last step that was logged with `checkpoint.by`, and its value."""
-        self._judged = False
-        """Whether any checkpoint had a metric."""
-        self._logged = 0, 0
-        """The same for `log`, which perhaps not all ranks call."""
-        self._saved_position = self._begun = self._last = self._loops = 0
         self._waits = stalls.Stalls(time.monotonic())
-        self._thread = threading.get_ident()
         self._screen = metrics.Screen(quiet or self.rank > 0)
         self._parameters: dict[str, Any] = {}
         self._trackers = tracking.Trackers(self.output, self.rank)
-        self._last_save = time.monotonic()
         self._leaving = self._closed = False
         self._votes: tuple[bool, bool] | None = None
         self._lock = threading.Lock()
@@ -155,7 +141,11 @@ class Session:
         self._take_over(Env.GENERATION in env)
         retention = self._retention
         self._copy = metrics.Copy(self.output / contract.METRICS)
-        self._saver = saver.Saver(self._directory, self._run, self.generation, retention, self._saved, self._disks, self._copy)
+        place = self._directory, self._run, self.generation
+        self._saver = saver.Saver(
+            *place, retention, lambda *what, **said: self._saves.saved(*what, **said), self._disks, self._copy
+        )
+        self._saves = saves.Saves(self._saver, self._disks, self._ledger, self._screen, self._meet, self._report)
         stall.watch().last = lambda: self._saver.wait(_LAST_SAVE_S)
         self._ledger.write("session", generation=self.generation, rank=self.rank, world_size=self.world_size)
         _seed(self.seed)
@@ -170,7 +160,7 @@ class Session:
         """Fence earlier generations on every disk. Without a generation in the environment, take the next one."""
         ours = self.generation if numbered else None
         if ours is None and self._disks.several:
-            ours = 1 + max(self.gather(checkpoints.generation(self._directory, self._run)))
+            ours = 1 + max(self._disks.gather(checkpoints.generation(self._directory, self._run)))
         number = torch.tensor(self.generation)
         if self._disks.leader:
             with self._writing():
@@ -193,10 +183,10 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
-            self._save_last("the exit of `with session.open()`")
+            self._saves.store_last("the exit of `with session.open()`")
             self._calls.leave()
-            self._settle(self._saver.wait())
-            self._say_saved()
+            self._saves.settle(self._saver.wait())
+            self._saves.say_end()
             self._report(phase="done", **self._trackers.end(None, leaving=self._leaving))
         else:
             if error is not None and (hint := mistakes.hint(error, self._state)):
@@ -218,31 +208,13 @@ class Session:
             if self._progress:
                 self._progress.close()
         self._closed = True
+        self._saves.close()
 
     def _meet(self, call: str, *numbers: float) -> list[float]:
         """Add up `numbers` over the ranks, which must all be in this call. A collective."""
         if self._closed:
             raise OutlastError(f"{call} comes after the end of the session; move it into its `with` block")
-        return self._calls.meet(call, self._position(), numbers)
-
-    def _position(self) -> int:
-        """Batches that the streams of the state have handed out."""
-        return sum(stream.step for stream in mistakes.streams_of(self._state))
-
-    def _advanced(self, call: str, step: int) -> None:
-        """Raise OutlastError when the script's `step` does not count the steps."""
-        if step < self._resumed:
-            raise OutlastError(
-                f"{call}: resume() returned step {self._resumed}, and this is step {step}; "
-                "go on from there: step = run.resume(...), and step += 1 in the loop"
-            )
-        position = self._position()
-        if self._moved is not None and self._moved[0] == step and self._moved[1] != position:
-            raise OutlastError(
-                f"{call}: step is still {step} although the stream has gone on from batch {self._moved[1]} to {position}, "
-                "so this would not be saved; write step += 1 after optimizer.step()"
-            )
-        self._moved = step, position
+        return self._calls.meet(call, self._saves.position(), numbers)
 
     @public("net = run.ddp(model)")
     def ddp(self, model: torch.nn.Module, **options: Any) -> DistributedDataParallel:
@@ -271,7 +243,8 @@ class Session:
         mistakes.check_mapping(state)
         checkpoint.check(state)
         self._meet(f"run.resume({', '.join(mistakes.described(state))})")
-        self._state, self._loops = dict(state), streams.loops()
+        self._state = dict(state)
+        self._saves.begin(self._state)
         mistakes.deal(state)
         made = mistakes.lengths(state)
         self._report(phase="restore", steps=self._steps())
@@ -293,13 +266,8 @@ class Session:
         elif self._disks.several and self._disks.leader and (problem := self._copy.even_out(self._disks, known)):
             log.warning("outlast: %s on this disk is not complete: %s", contract.METRICS, problem)
         self._trackers.follow()
-        self._step = self._committed = self._last_saved_step = self._resumed = step
-        self._moved, self._measured = None, None
-        self._saved_position = self._begun = self._position()
+        self._saves.resumed(step, step)
         self._waits.since(time.monotonic(), mistakes.streams_of(state))
-        self._last_save = time.monotonic()
-        for stream in mistakes.streams_of(state):
-            stream.ended = self._ended
         if chosen and self.rank == 0 and not self._run:  # otherwise the launcher or the agent prints it
             of = f" of {steps}" if (steps := self._steps()) else ""
             self._screen.say(f"goes on from step {step}{of} ({chosen.path}); without {self._directory} it begins anew")
@@ -346,21 +314,18 @@ class Session:
         ranks (the sum of `loss * share` over a rank's micro-batches becomes the mean loss of the global batch), and this is a
         collective. Raises OutlastError for a value that is not a single number.
         """
-        self._step = step = mistakes.whole(step)
-        self._logged = step, self._position()
+        step = mistakes.whole(step)
+        self._saves.logged(step)
         numbers = {name: mistakes.number(name, value) for name, value in values.items()}
         if reduce and numbers:
             total = self._meet(f"run.log({step}, reduce=True, {', '.join(numbers)})", *numbers.values())
             numbers = {name: each / self.world_size for name, each in zip(numbers, total, strict=True)}
-        if self._retention.by in numbers:
-            self._measured = step, numbers[self._retention.by]
+        self._saves.logged(step, numbers)
         problem: dict[str, str] = {}
         waited_s = self._waited()
         if self.rank == 0:
             problem |= self._trackers.news()
-            if self._position() > self._begun or not mistakes.streams_of(
-                self._state
-            ):  # else it is measured before its first step
+            if self._saves.stepped():  # else it is measured before its first step
                 self._ledger.step(self.generation, step, waited_s)
             if numbers:
                 line = {"step": step, "time": round(time.time(), 3), "generation": self.generation, **numbers}
@@ -414,13 +379,12 @@ class Session:
         Reasons are Ctrl-C, a change of size or a machine that is taken away. Costs one small all-reduce. A collective.
         """
         asked = self._notice is not None and self._notice.exists()
-        limit = self._every.duration
-        late = self.rank == 0 and limit is not None and time.monotonic() - self._last_save >= limit.total_seconds()
+        late = self.rank == 0 and self._saves.late(self._every)
         asked, late, busy = (votes > 0 for votes in self._meet("run.interrupted()", asked, late, self._saver.busy))
         self._leaving = self._leaving or asked
         self._votes = late, busy
         if not busy:
-            self._settle(self._saver.wait())
+            self._saves.settle(self._saver.wait())
         return self._leaving
 
     @public("run.due(step)")
@@ -431,14 +395,14 @@ class Session:
         Raises OutlastError when `step` does not advance with the stream. A collective.
         """
         step = mistakes.whole(step)
-        self._advanced(f"run.due({step})", step)
+        self._saves.advanced(f"run.due({step})", step)
         self._report(phase="train", step=step)
         if self._votes is None:
             self.interrupted()
         assert self._votes is not None
         (late, busy), self._votes = self._votes, None
         if self._every.steps is not None:
-            late = step // self._every.steps > self._last_saved_step // self._every.steps
+            late = step // self._every.steps > self._saves.last_step // self._every.steps
         return late and not busy
 
     @public("run.save(step, metric=loss); it saves what resume() was given")
@@ -458,132 +422,29 @@ class Session:
         value = None if metric is None else mistakes.number("metric", metric)
         if not self._state:
             raise OutlastError("save() does not know what to save; call resume() with the state first")
-        self._advanced(f"run.save({step})", step)
+        self._saves.advanced(f"run.save({step})", step)
         self._meet(f"run.save({step})")
-        self._store(step, value, wait=self._leaving)
+        self._saves.store(step, value, wait=self._leaving)
         if self._leaving:
             self._leave(step)
 
-    def _store(self, step: int, value: float | None = None, *, wait: bool = False) -> None:
-        """Start saving `step`, unless it is committed. With `wait`, return once it is committed or has failed."""
-        begun = time.monotonic()
-        if self.rank == 0:
-            self._ledger.write("saving", step=step)
-        self._settle(self._saver.wait())
-        if self._committed != step:
-            asked = mistakes.asked()
-            captured = checkpoint.capture(self._state, self.rank, self.world_size)
-            if step != self._last:  # then the samples of a stream that is still being read do not come again
-                mistakes.check_read(self._state, asked)
-            self._saver.begin(step, captured, self._metric(step, value) if self.rank == 0 else None)
-        self._last_save, self._last_saved_step, self._saved_position = time.monotonic(), step, self._position()
-        if wait:
-            self._report(phase="save")
-            self._settle(self._saver.wait())
-        if self.rank == 0:
-            self._ledger.write("staged", step=step, stall_s=round(time.monotonic() - begun, 6))
-
-    def _metric(self, step: int, value: float | None) -> checkpoints.Metric | None:
-        """How good the checkpoint of `step` is: by the script's `value`, or else by what was last logged. On rank 0."""
-        by = self._retention.by
-        if value is None and by:
-            logged = self._measured
-            # Another generation may have logged it, and a script may save a step after it has logged a later one.
-            value = logged[1] if logged and logged[0] <= step else metrics.last(self._copy.path, by, step)
-        self._judged = self._judged or value is not None
-        return self._retention.metric(value)
-
-    def _ended(self) -> None:
-        """Called when a stream of the state has ended."""
-        if threading.get_ident() == self._thread:  # else another thread prefetches
-            self._screen.flush()
-            self._save_last("the end of the stream")
-
-    def _save_last(self, where: str) -> None:
-        """Save the last step if the script has not. A collective, unless all ranks know that there is nothing to save.
-
-        The step is the last argument of `due` or `save` (called by all ranks) or `log` (perhaps called by some) after the last
-        batch.
-        """
-        if not self._state or self._closed:
-            return
-        position = self._position()
-        step, at = self._moved or (self._resumed, self._saved_position)
-        if at == position and step <= self._last_saved_step:
-            return
-        [wrong] = self._meet(where, bool(self._not_given()))
-        if wrong:
-            return
-        if at != position:
-            logged, at = self._logged
-            step = max(self._disks.gather(logged if at == position else 0))
-        if step > self._last_saved_step:
-            self._last, self._moved = step, (step, position)
-            self._store(step)
-
-    def _not_given(self) -> str:
-        """The remedy if the script has read a stream that `resume` was not given: steps without their samples are not saved."""
-        if mistakes.streams_of(self._state) or streams.loops() == self._loops:
-            return ""
-        return 'add the Stream to what resume() is given: run.resume({..., "stream": stream})'
-
-    def _say_saved(self) -> None:
-        """Print on rank 0 which step was saved at the end, or warn that the last one was not, as the script has not named it."""
-        self._screen.flush()
-        if self.rank > 0 or not self._state:
-            return
-        if self._last and self._last == self._committed:
-            self._screen.say(f"the last step, {self._last}, is saved in {self._directory / contract.checkpoint_name(self._last)}")
-        if self._position() != self._saved_position or self._logged[0] > self._last_saved_step:
-            remedy = self._not_given() or "call run.due(step) after each step, or run.save(step)"
-            log.warning("outlast: what was trained after step %d is not saved; %s", self._last_saved_step, remedy)
-        if self._retention.best and self._last_saved_step > self._resumed and not self._judged:
-            named = f"log {self._retention.by} with run.log()" if self._retention.by else "set checkpoint.by in the job file"
-            log.warning("outlast: no checkpoint is kept as one of the best: %s, or call run.save(step, metric=...)", named)
-
     def _leave(self, step: int) -> None:
         reason = f"saved step {step}"
-        if self._committed != step:
-            lost = step - self._committed
-            reason = f"step {step} could not be saved; the run goes on from step {self._committed}, {lost} steps are lost"
+        if (kept := self._saves.committed) != step:
+            reason = f"step {step} could not be saved; the run goes on from step {kept}, {step - kept} steps are lost"
             if self.rank == 0:
                 log.error("outlast: leaving: %s", reason)
         if self.rank == 0:
             self._ledger.write("interrupted", step=step, reason=reason)
         raise SystemExit(Exit.INTERRUPTED)
 
-    def _settle(self, outcome: saver.Outcome | None) -> None:
-        """Record the outcome of a save, on every rank, in the thread that trains."""
-        if outcome is None:
-            return
-        if outcome.superseded:
-            raise Superseded(outcome.reason)
-        if outcome.committed:
-            self._committed = max(self._committed, outcome.step)
-            warning = f"step {outcome.step} is not on every disk: {outcome.elsewhere}" if outcome.elsewhere else ""
-            self._report(committed=self._committed, warning=warning)
-        else:
-            self._report(warning=f"step {outcome.step} could not be saved: {outcome.reason}")
-
-    def _saved(self, kind: str, **fields: Any) -> None:
-        """Record the outcome of a save, in the thread that saves."""
-        if self.rank == 0:
-            self._ledger.write(kind, **fields)
-        if kind == "committed":
-            self._report(committed=fields["step"], step=max(self._record.step, fields["step"]))  # not every script logs
-        elif kind == "not_copied":
-            log.warning("outlast: step %d is saved, but not on every disk: %s", fields["step"], fields["reason"])
-        elif self.rank == 0:
-            last = f"that of step {self._committed}" if self._committed else "none"
-            log.warning(
-                "outlast: step %d could not be saved: %s; the newest checkpoint is %s", fields["step"], fields["reason"], last
-            )
-
     def _report(self, **changes: Any) -> None:
         """Rewrite this process's progress record; two threads do."""
         if "warning" in changes:
             changes["warning"] = changes["warning"] or self._trackers.problem
         with self._lock:
+            if "committed" in changes:  # not every script logs
+                changes.setdefault("step", max(self._record.step, changes["committed"]))
             self._record = dataclasses.replace(self._record, **changes)
             if self._progress:
                 self._progress.write(self._record)
