@@ -7,7 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -283,5 +283,20 @@ def test_the_key_is_that_of_the_secret_or_of_the_job_file(tmp_path: Path) -> Non
 
 
 def test_reports_that_make_sense_are_read() -> None:
-    report = sockets.Report("run", 3, MemberState.DONE, 4, 1.5, "[::1]:7", True, {"committed": 3})
+    report = sockets.Report("run", 3, MemberState.DONE, 4, 1.5, "[::1]:7", True, {"committed": 3}, True, (1, 2), (2,))
     assert sockets.Report.of(json.loads(json.dumps({**asdict(report), "newer": 1}))) == report
+
+
+@pytest.mark.parametrize("peers", ["all", 3, [-1], [True], [1.5], ["2"], [1 << 40], [[1]], list(range(300))])
+def test_a_report_names_peers_by_their_ids(peers: object) -> None:
+    with pytest.raises(ValueError, match=r"^unheard of a report cannot be "):
+        sockets.Report.of({"run": "run", "id": 3, "standing": "waiting", "unheard": peers})
+
+
+def test_what_is_said_of_peers_is_forgotten_with_their_world() -> None:
+    report = sockets.Report("run", 0, "waiting").changed("training", generation=1, mesh=True)
+    report = replace(report, unheard=(1, 2), refused=(2,))
+    waiting = report.changed("waiting", failed=True)
+    assert (waiting.mesh, waiting.unheard, waiting.refused) == (False, (1, 2), (2,))
+    again = waiting.changed("training", generation=2, failed=False)
+    assert (again.mesh, again.unheard, again.refused) == (False, (), ())

@@ -102,7 +102,7 @@ def test_a_report_is_the_lease_of_a_pod_and_goes_with_the_job(operator: Operator
     written = datetime.strptime(spec["renewTime"], "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=UTC)
     assert abs((datetime.now(UTC) - written).total_seconds()) < 5
     said = operator.report(3)
-    assert sockets.Report(**said) == sockets.Report("run", 3, "waiting", 0, said["since"], "10.0.0.7:4711")
+    assert sockets.Report.of(said) == sockets.Report("run", 3, "waiting", 0, said["since"], "10.0.0.7:4711")
     assert contract.Annotation.PROGRESS not in meta["annotations"]
 
 

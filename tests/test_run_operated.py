@@ -84,7 +84,7 @@ class Operator:
         with self.api.lock:
             leases = [d for key, d in self.api.documents.items() if key[0] == "leases.coordination.k8s.io"]
         for lease in leases:
-            report = sockets.Report(**json.loads(lease["metadata"]["annotations"][contract.Annotation.REPORT]))
+            report = sockets.Report.of(json.loads(lease["metadata"]["annotations"][contract.Annotation.REPORT]))
             if report.run == RUN and self.uids.get(report.id) == lease["spec"]["holderIdentity"]:
                 yield report
 

@@ -139,6 +139,9 @@ class Coordinator:
                 self.clock(),
                 report.failed,
                 found.failure.reason if found and not found.echo else "",
+                report.unheard,
+                report.refused,
+                self.clock(),
             )
         )
         now = self.known.world

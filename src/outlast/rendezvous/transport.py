@@ -64,6 +64,10 @@ class Client(Protocol):
     def report(self, standing: str, **fields: Any) -> None:
         """Report what this member does now; fields as in `sockets.Report`, the others stay."""
 
+    def amend(self, **fields: Any) -> None:
+        """Change what is reported beside the standing (`unheard`, `refused`, `mesh`), from any thread. Nothing is said before the
+        first `report`; a report of another generation forgets them."""
+
     def wait(self, timeout_s: float) -> None:
         """Return when the coordinator published something, or after the timeout."""
 

@@ -54,6 +54,12 @@ class Member:
     """Its training processes of `generation` failed, or it was found hung."""
     why: str = ""
     """What failed, in a sentence; empty when that is not known or only echoes another's failure."""
+    unheard: tuple[int, ...] = ()
+    """Members of the world of `generation` that it watches and does not hear any more."""
+    refused: tuple[int, ...] = ()
+    """Those of them whose process is gone: their machine refuses the connection."""
+    noticed: float = 0.0
+    """When `unheard` grew last; repeating it does not change this."""
 
 
 class Cause(enum.StrEnum):
@@ -185,10 +191,16 @@ class State:
     """Lower bound: no generation up to this one is used, since it may have existed unseen."""
 
     def heard(self, member: Member) -> State:
-        """A worker reported. Repeating a report changes nothing."""
+        """A worker reported. Repeating a report changes nothing; what it says of its peers is no new standing."""
         before = self.members.get(member.id)
-        if before is not None and replace(before, since=member.since) == member:
-            return self
+        if before is not None:
+            if before.generation == member.generation and set(member.unheard) <= set(before.unheard):
+                member = replace(member, noticed=before.noticed)
+            peers = replace(before, unheard=member.unheard, refused=member.refused, noticed=member.noticed, since=member.since)
+            if peers == member:
+                member = replace(member, since=before.since)
+            if member == before:
+                return self
         return replace(self, members={**self.members, member.id: member})
 
     def gone(self, id: int) -> State:

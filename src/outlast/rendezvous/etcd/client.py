@@ -157,13 +157,19 @@ class Client:
     def report(self, standing: str, **fields: Any) -> None:
         """Say what this member is now; fields as in `local.Report`, the others stay. Returns before it has been said."""
         with self._changed:
-            report = dataclasses.replace(self._membership.report, standing=standing, since=time.time(), **fields)
-            self._membership.report = report
+            self._membership.report = self._membership.report.changed(standing, **fields)
             self._asked += 1
             self._changed.notify_all()
         if not self._teller.ident:
             self._listener.thread.start()
             self._teller.start()
+
+    def amend(self, **fields: Any) -> None:
+        """Change what is reported beside the standing; nothing is said before the first `report`."""
+        with self._changed:
+            self._membership.report = dataclasses.replace(self._membership.report, **fields)
+            self._asked += 1
+            self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> None:
         """Return when something was decided, or after the timeout."""

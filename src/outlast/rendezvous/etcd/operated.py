@@ -66,6 +66,10 @@ class Client:
         self._operator.report(standing, **fields)
         self._by_etcd.report(standing, **fields)
 
+    def amend(self, **fields: Any) -> None:
+        self._operator.amend(**fields)
+        self._by_etcd.amend(**fields)
+
     def wait(self, timeout_s: float) -> None:
         self._pass_on()
         self._by_etcd.wait(timeout_s)

@@ -103,12 +103,19 @@ class Client:
     def report(self, standing: str, **fields: Any) -> None:
         """Say what this member is now; fields as in `Report`, the others stay. Returns before it has been said."""
         with self._changed:
-            self._report = dataclasses.replace(self._report, standing=standing, since=time.time(), **fields)
+            self._report = self._report.changed(standing, **fields)
             self._written += 1
             self._changed.notify_all()
         for thread in self._threads:
             if not thread.ident:
                 thread.start()
+
+    def amend(self, **fields: Any) -> None:
+        """Change what is reported beside the standing; nothing is said before the first `report`."""
+        with self._changed:
+            self._report = dataclasses.replace(self._report, **fields)
+            self._written += 1
+            self._changed.notify_all()
 
     def tell(self, decided: str) -> None:
         """Have the operator know what others have decided."""

@@ -60,6 +60,8 @@ _COMPLAIN_S = 1.0
 """Shortest interval of complaints about malformed messages."""
 _BEFORE = 64
 """How many replaced processes of one index are remembered."""
+_MOST_UNHEARD = 256
+"""Most peers that one report may name: a member watches few."""
 Kind = TypeVar("Kind", bound="Called | Closed | World")
 _ADDRESS = re.compile(r"([!-~]{1,255}:[0-9]{1,5})?")
 SCHEME = "unix://"
@@ -86,6 +88,21 @@ class Report:
     `cause` is a `contract.FailureCause`, `log_tail` the last lines that it wrote; both may be lacking. `echo` marks an error that
     only echoes another's death. `step` and `committed`: how far the training was, and what is saved; None for a plain script.
     """
+    mesh: bool = False
+    """Whether the members of its world watch one another, this one among them."""
+    unheard: tuple[int, ...] = ()
+    """Members of the world of `generation` that this one watches and has heard in it, and that are silent now or refuse it."""
+    refused: tuple[int, ...] = ()
+    """Those of them at whose address nobody listens any more: the machine answers, the process is gone."""
+
+    def changed(self, standing: str, **fields: Any) -> Self:
+        """The next report. What is said of peers holds for one world, and is forgotten with it."""
+        forgotten: dict[str, Any] = (
+            {} if fields.get("generation", self.generation) == self.generation else {"unheard": (), "refused": ()}
+        )
+        if standing not in (MemberState.TRAINING, MemberState.LEAVING):
+            forgotten["mesh"] = False
+        return dataclasses.replace(self, **{"standing": standing, "since": time.time(), **forgotten, **fields})
 
     @classmethod
     def of(cls, said: object) -> Self:
@@ -103,7 +120,8 @@ class Report:
             raise ValueError(f"a report must say {', '.join(sorted(lacking))}")
         if (failure := fields.get("failure")) and not is_count(failure.get("committed", 0)):
             fields["failure"] = {**failure, "committed": None}
-        return cls(**{**fields, "standing": MemberState(fields["standing"])})
+        peers: dict[str, Any] = {name: tuple(fields[name]) for name in ("unheard", "refused") if name in fields}
+        return cls(**{**fields, **peers, "standing": MemberState(fields["standing"])})
 
 
 def is_count(value: object) -> bool:
@@ -116,15 +134,26 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
+def _is_id(value: object) -> bool:
+    return is_count(value) and isinstance(value, int) and value < contract.MOST_WORKERS
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) <= _MOST_UNHEARD and all(map(_is_id, value))
+
+
 _FITS: Mapping[str, Callable[[Any], bool]] = {
     "run": lambda value: isinstance(value, str),
-    "id": lambda value: is_count(value) and value < contract.MOST_WORKERS,
+    "id": _is_id,
     "standing": lambda value: isinstance(value, str) and value in list(MemberState),
     "generation": is_count,
     "since": is_number,
     "address": lambda value: isinstance(value, str) and _ADDRESS.fullmatch(value) is not None,
     "failed": lambda value: isinstance(value, bool),
     "failure": lambda value: value is None or isinstance(value, Mapping),
+    "mesh": lambda value: isinstance(value, bool),
+    "unheard": _are_ids,
+    "refused": _are_ids,
 }
 
 
@@ -177,9 +206,15 @@ class Client:
     def report(self, standing: str, **fields: Any) -> None:
         """Say what this member is now; fields as in `Report`, the others stay."""
         with self._changed:
-            self._report = dataclasses.replace(self._report, standing=standing, since=time.time(), **fields)
+            self._report = self._report.changed(standing, **fields)
         if not self._thread.ident:
             self._thread.start()
+        self._send()
+
+    def amend(self, **fields: Any) -> None:
+        """Change what is reported beside the standing; nothing is said before the first `report`."""
+        with self._changed:
+            self._report = dataclasses.replace(self._report, **fields)
         self._send()
 
     def wait(self, timeout_s: float) -> None:
