@@ -77,3 +77,36 @@ def test_the_largest_state_fits_and_a_larger_one_does_not(replicas: int) -> None
     assert budget.fit(GIB, 0, own, replicas, 8) == Fit(True, replicas)
     assert not budget.fit(GIB, common + 1, 0, replicas, 8).held
     assert budget.fit(GIB, 0, own + 1, replicas, 8).replicas < replicas or not replicas
+
+
+@pytest.mark.parametrize(
+    ("asked", "workers", "saved", "expected"),
+    [
+        ("off", 2, 0, "checkpoint.memory is off"),
+        ("auto", 1, 0, "4.0 GiB, a quarter of 16 GiB; a state of 2.0 GiB fits"),
+        (
+            "auto",
+            2,
+            GIB,
+            "4.0 GiB, a quarter of 16 GiB; a state of 2.0 GiB fits with DDP, 1.0 GiB a worker with FSDP and replicas: 1; "
+            "that of the newest checkpoint, 1.0 GiB, does",
+        ),
+        (
+            "auto",
+            1,
+            3 * GIB,
+            "4.0 GiB, a quarter of 16 GiB; a state of 2.0 GiB fits; that of the newest checkpoint, 3.0 GiB, does not: "
+            "snapshots take 6.0 GiB, checkpoint.memory is 4.0 GiB; there are none",
+        ),
+        (
+            "auto",
+            8,
+            12 * GIB,
+            "4.0 GiB, a quarter of 16 GiB; a state of 2.0 GiB fits with DDP, 683 MiB a worker with FSDP and replicas: 2; "
+            "that of the newest checkpoint, 12 GiB, with DDP: snapshots take 24 GiB, checkpoint.memory is 4.0 GiB; there are none"
+            " and with FSDP: snapshots with replicas: 2 take 9.0 GiB, checkpoint.memory is 4.0 GiB; replicas are reduced to 0",
+        ),
+    ],
+)
+def test_validate_says_what_snapshots_cost_and_what_fits(asked: budget.Asked, workers: int, saved: int, expected: str) -> None:
+    assert budget.cost(asked, 2, 16 * GIB, workers, saved) == expected

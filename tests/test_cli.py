@@ -578,7 +578,8 @@ def test_checkpoints_are_listed_shown_and_verified(backend: fake.FakeBackend, ou
 
 
 def test_validate_says_what_is_wrong(backend: fake.FakeBackend, outlast: Outlast, job_file: Path) -> None:
-    assert outlast(backend, "validate", job_file) == (0, "job: ok (2 workers, 2–4)\n", "")
+    code, out, err = outlast(backend, "validate", job_file)
+    assert (code, out.splitlines()[0], err) == (0, "job: ok (2 workers, 2–4)", "")
     job_file.write_text(JOB.replace("max: 4", "max: 1"))
     code, out, err = outlast(backend, "validate", job_file)
     assert (code, out) == (2, "")

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from outlast import contract, spec
 from outlast.cli.validate import validate
 from outlast.errors import InvalidJob, NotFound, OutlastError
+from outlast.spec import unused
 from outlast.units import Every
 
 HEAD = """\
@@ -751,7 +752,27 @@ def test_validate_says_ok_and_how_many_workers(project: Path, capsys: pytest.Cap
     assert validated(a_file(project, "workers: {replicas: 2, min: 1, max: 4}")) == 0
     assert validated(a_file(project, "workers: {replicas: 2, sizes: [1, 2, 4]}")) == 0
     assert validated(a_file(project, "")) == 0
-    assert capsys.readouterr().out == "a: ok (2 workers, 1–4)\na: ok (2 workers of 1, 2, 4)\na: ok (1 worker)\n"
+    said = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("  snapshots ")]
+    assert said == ["a: ok (2 workers, 1–4)", "a: ok (2 workers of 1, 2, 4)", "a: ok (1 worker)"]
+
+
+def test_validate_says_what_snapshots_take_of_a_worker(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fields = f"resources: {{memory: 14Gi}}\ncheckpoint: {{memory: 2Gi}}\noutput: {project}\n"
+    committed = project / "a" / "checkpoints" / "step-00000007"
+    committed.mkdir(parents=True)
+    said = {"run": "r", "step": 7, "generation": 1, "world_size": 1, "time": 0, "files": {"x": {"size": 2**29, "crc32": 0}}}
+    (committed / "COMMIT").write_text(json.dumps(said))
+    assert validated(a_file(project, fields)) == 0
+    assert capsys.readouterr().out.splitlines()[2] == (
+        "  snapshots in a pod: 2.0 GiB, checkpoint.memory; a state of 1.0 GiB fits; that of the newest checkpoint, 512 MiB, does"
+    )
+
+
+def test_more_replicas_than_other_workers_are_said() -> None:
+    job = spec.parse(a_job("workers: {replicas: 2}\ncheckpoint: {replicas: 3}"))
+    said = "checkpoint.replicas (3) is reduced to 1: there is no more than 1 other worker to hold one"
+    assert list(unused.anywhere(job)) == [said]
+    assert list(unused.anywhere(spec.parse(a_job("checkpoint: {memory: 1Gi}")))) == []
 
 
 def test_validate_reports_every_mistake_of_every_file(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

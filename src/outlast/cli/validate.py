@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,11 +49,33 @@ def validate(
             code = error.exit_code
         else:
             print(f"{job.metadata.name}: ok ({_size(job.spec.workers)})")
+            for sentence in _snapshots(job):
+                print(f"  {sentence}")
             for sentence in unused.anywhere(job):
                 print(f"{file}: warning: {sentence}", file=sys.stderr)
             for sentence in (*unused.here(job), *unused.pods(job)):
                 print(f"{file}: with outlast run: {sentence}", file=sys.stderr)
     raise typer.Exit(code)
+
+
+def _snapshots(job: spec.Job) -> Iterator[str]:
+    """What snapshots take of the memory of a worker, in pods and on this machine, and what fits."""
+    from outlast import checkpoints, contract
+    from outlast.cli import which
+    from outlast.local import output_dir
+    from outlast.snapshots import budget
+
+    fields, workers = job.spec.checkpoint, max(1, job.spec.workers.replicas)
+    saved = 0
+    if not output_dir.store_url(job):
+        output = output_dir.directory(job, which.state_dir())
+        saved = max((found.bytes for found in checkpoints.list_(output / contract.CHECKPOINTS)[-1:]), default=0)
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = {"with outlast run": machine // workers}
+    if job.spec.resources.memory:
+        limits["in a pod"] = job.spec.resources.memory + fields.reserved
+    for where, limit in limits.items():
+        yield f"snapshots {where}: {budget.cost(fields.memory, fields.replicas, limit, workers, saved)}"
 
 
 def _size(workers: spec.Workers) -> str:

@@ -55,7 +55,12 @@ def this_machine() -> Backend:
     """The backend that runs jobs on this machine."""
     from outlast.local.backend import LocalBackend
 
-    return LocalBackend(Path(os.environ.get(STATE_DIR) or ".outlast").absolute())
+    return LocalBackend(state_dir())
+
+
+def state_dir() -> Path:
+    """The state directory of this machine's jobs."""
+    return Path(os.environ.get(STATE_DIR) or ".outlast").absolute()
 
 
 def backend(ctx: typer.Context) -> Backend:

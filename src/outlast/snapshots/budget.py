@@ -95,3 +95,30 @@ def fit(budget: int, shared: int, unique: int, replicas: int, workers: int) -> F
 def largest(budget: int, replicas: int) -> tuple[int, int]:
     """The largest state that fits: one that every rank has, and a worker's part of one of which each rank has a part."""
     return budget // SNAPSHOTS, budget // (SNAPSHOTS * (1 + replicas))
+
+
+def cost(asked: Asked, replicas: int, limit: int, workers: int, saved: int = 0) -> str:
+    """What snapshots take of a worker that may use `limit` bytes, and what fits, in one sentence for `outlast validate`.
+
+    `saved` is the size of the run's newest checkpoint, 0 if it has none.
+    """
+    found, replicas = budget(asked, limit, 0, limit), min(replicas, workers - 1)
+    if not found.bytes:
+        return found.reason
+    common, own = map(units.human_bytes, largest(found.bytes, replicas))
+    sharded = f" with DDP, {own} a worker with FSDP and replicas: {replicas}" if workers > 1 else ""
+    return f"{found.reason}; a state of {common} fits{sharded}" + (
+        _compared(found.bytes, replicas, workers, saved) if saved else ""
+    )
+
+
+def _compared(budget: int, replicas: int, workers: int, saved: int) -> str:
+    """Whether the state of a checkpoint of `saved` bytes fits: at every rank as with DDP, in parts as with FSDP."""
+    kinds = {"DDP": fit(budget, saved, 0, replicas, workers), "FSDP": fit(budget, 0, -(-saved // workers), replicas, workers)}
+    what = f"; that of the newest checkpoint, {units.human_bytes(saved)},"
+    reasons = {name: found.reason for name, found in kinds.items() if found.reason}
+    if not reasons:
+        return f"{what} does"
+    if workers == 1:
+        return f"{what} does not: {kinds['DDP'].reason}"
+    return what + "".join(f"{' and' if at else ''} with {name}: {reason}" for at, (name, reason) in enumerate(reasons.items()))

@@ -42,6 +42,10 @@ def anywhere(job: Job) -> Iterator[str]:
     """Fields that have no effect anywhere."""
     for name in sorted(substitution.circular(job.spec.env)):
         yield f"env.{name} ({job.spec.env[name]}) refers to itself and stays as it is; write the whole value"
+    replicas, most = job.spec.checkpoint.replicas, job.spec.workers.max - 1
+    if replicas > most and "replicas" in job.spec.checkpoint.model_fields_set:
+        others = f"{most} other worker{'' if most == 1 else 's'}"
+        yield f"checkpoint.replicas ({replicas}) is reduced to {most}: there is no more than {others} to hold one"
 
 
 def here(job: Job) -> Iterator[str]:
