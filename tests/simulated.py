@@ -514,7 +514,8 @@ class Cluster:
             return
         agent.reported, agent.beat = text + decided, self.now
         progress = {
-            "generation": agent.generation, "step": self.step, "steps": self.steps, "committed": self.committed, "time": self.now
+            "generation": agent.generation, "step": self.step, "steps": self.steps, "committed": self.committed,
+            "snapshot": self.step, "every": 1, "time": self.now,
         }  # fmt: skip
         self.put(
             {

@@ -26,7 +26,7 @@ from outlast.cli import live, overrides, show, view
 from outlast.errors import NotFound, OutlastError, Unanswered
 from outlast.local import backend as local
 from outlast.local.state_dir import Run
-from outlast.status import BestStatus, CheckpointStatus, Failure, JobStatus, RankStatus, State, WorkerStatus
+from outlast.status import BestStatus, CheckpointStatus, Failure, JobStatus, RankStatus, SnapshotStatus, State, WorkerStatus
 
 JOB = """\
 apiVersion: outlast.dev/v1alpha1
@@ -292,6 +292,7 @@ def test_the_page_of_a_job_shows_everything_that_is_known() -> None:
         checkpoint=CheckpointStatus(
             step=30, path="/x", time=1090.0, bytes=5 << 20, best=BestStatus(step=20, value=0.31, by="val_loss")
         ),
+        snapshot=SnapshotStatus(step=39, every=3),
         failure=Failure(
             worker=1,
             rank=1,
@@ -310,6 +311,7 @@ def test_the_page_of_a_job_shows_everything_that_is_known() -> None:
         "world       2/2 (1–4) workers, generation 3, 1 per worker",
         "step        40/100, 10 steps/s, 6.0s left",
         "metrics     loss 0.3162, accuracy 0.5 (step 38)",
+        "snapshot    step 39, every 3 steps",
         "checkpoint  step 30, 10s ago, 5.0 MiB; best: step 20, val_loss 0.31",
         "restarts    1, and 2 interruptions, not counted",
         "goodput     94.1 %",

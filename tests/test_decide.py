@@ -81,9 +81,10 @@ def test_the_rate_is_that_of_the_world_that_trains() -> None:
     assert (cluster.status["step"] > 0, "rate" in cluster.status) == (True, False), "there is one report only"
     cluster.run(40)
     assert cluster.status["rate"] == 1.0
+    assert cluster.status["snapshot"] == {"step": cluster.status["step"], "every": 1}
     cluster.change(suspend=True)
     cluster.until(lambda c: not c.pods)
-    assert "rate" not in cluster.status
+    assert not {"rate", "snapshot"} & cluster.status.keys(), "they are of a world"
     cluster.run(200)
     cluster.change(suspend=False)
     cluster.until(trains(2))

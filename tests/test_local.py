@@ -26,9 +26,13 @@ from outlast import chaos, checkpoints, cli, contract, file_locks, files, spec
 from outlast.errors import AlreadyRunning, NotFound, OutlastError
 from outlast.local import log_reader, output_dir
 from outlast.local.backend import LocalBackend
-from outlast.local.state_dir import Request, StateDir
+from outlast.local.live_status import LiveStatus
+from outlast.local.state_dir import Request, Run, StateDir
+from outlast.local.workers import WorkerPool
+from outlast.rendezvous.world import World
 from outlast.shipping import tree
-from outlast.status import CheckpointStatus, JobStatus, RankStatus, State, WorkerStatus
+from outlast.status import CheckpointStatus, JobStatus, RankStatus, SnapshotStatus, State, WorkerStatus
+from outlast.workerfiles import progress
 
 LONG_AGO, SOON = time.time() - 1e6, time.time() + 1e6
 
@@ -589,3 +593,22 @@ def test_the_last_lines_of_a_log_are_found_by_pieces(
         tail = log_reader.Tail(tmp_path / "log", last)
         assert list(tail.lines(rest=True)) == (lines if last is None else lines[max(0, len(lines) - last) :])
         tail.close()
+
+
+def test_the_newest_snapshot_is_shown_apart_from_the_checkpoint(tmp_path: Path) -> None:
+    job = spec.of({"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "a"}, "spec": {"module": "m"}})
+    state_dir, status = StateDir(tmp_path), JobStatus(name="a", run="r")
+    run = Run("r", 0.0, "", str(tmp_path / "out"), "")
+    live = LiveStatus(state_dir, run, WorkerPool(state_dir, job, run, time.monotonic), status, time.monotonic)
+    state_dir.worker(1).mkdir(parents=True)
+    writer = progress.Writer(state_dir.worker(1), 0)
+    writer.write(progress.Progress(generation=2, rank=0, phase="train", step=9, snapshot=8, every=2))
+    live.read(World(2, (1, 0), "", ""))
+    assert (status.step, status.snapshot, status.checkpoint) == (9, SnapshotStatus(step=8, every=2), None)
+    writer.write(progress.Progress(generation=2, rank=0, phase="train", step=10))
+    live.read(World(2, (1, 0), "", ""))
+    assert status.snapshot is None
+    writer.close()
+    path = state_dir.worker(1) / "progress-0.json"
+    path.write_text(path.read_text().strip().replace("{", '{"of a later version": 1, ', 1))
+    assert progress.read(state_dir.worker(1), 0) is not None

@@ -9,7 +9,7 @@ import pytest
 from outlast.cluster import job_status
 from outlast.cluster.job_status import Snapshot
 from outlast.kube import pods
-from outlast.status import State
+from outlast.status import SnapshotStatus, State
 
 Document = dict[str, Any]
 
@@ -169,10 +169,12 @@ def test_what_agents_say_is_the_step() -> None:
         '# HELP outlast_step x.\noutlast_step{job="train"} 120\noutlast_target_step{job="train"} 1560\noutlast_generation 3\n'
     )
     told = {"train-0-0": {**job_status.metrics(exposition), "committed_step": 100.0}, "train-1-0": {"step": 119.0}}
+    told["train-0-0"] |= {"snapshot_step": 118.0, "snapshot_every": 2.0}
     found = job_status.status(Snapshot("train", a_job(), [running(0), running(1)], told, allowed=(1, 4)))
     assert (found.step, found.steps, found.generation, found.world, found.min, found.max) == (120, 1560, 3, [0, 1], 1, 4)
     assert found.checkpoint is not None
     assert found.checkpoint.step == 100
+    assert found.snapshot == SnapshotStatus(step=118, every=2)
     assert [worker.step for worker in found.workers] == [120, 119]
 
 

@@ -181,9 +181,11 @@ def test_the_lease_is_renewed_with_the_newest_progress(operator: Operator, membe
     until(said)
     first, renewed = said(), operator.lease()["spec"]["renewTime"]
     assert (first["step"], first["steps"], first["committed"]) == (10, 60, 5)
-    writers[1].write(progress.Progress(generation=2, rank=3, phase="train", step=11, steps=60, committed=10))
+    assert "snapshot" not in first
+    newer = progress.Progress(generation=2, rank=3, phase="train", step=11, steps=60, committed=10, snapshot=9, every=3)
+    writers[1].write(newer)
     until(lambda: said()["step"] == 11)
-    assert said()["committed"] == 10
+    assert (said()["committed"], said()["snapshot"], said()["every"]) == (10, 9, 3)
     assert said()["time"] > first["time"]
     assert operator.lease()["spec"]["renewTime"] > renewed
     for writer in writers:

@@ -220,7 +220,8 @@ class Annotation:
     FRESH = f"{GROUP}/fresh"
     """Of an ElasticJob that was submitted with --fresh: `true`."""
     PROGRESS = f"{GROUP}/progress"
-    """Of a member's Lease: `{generation, step, steps, committed, time}` as JSON; `steps` may be null."""
+    """Of a member's Lease: `{generation, step, steps, committed, snapshot, every, time}` as JSON; `steps` may be null,
+    `snapshot` and `every` are absent while there is no snapshot."""
     DECIDED = f"{GROUP}/decided"
     """Of a member's Lease where agents coordinate through an etcd: `{revision, said}` as JSON, the last message read."""
     JOB_FILE = f"{GROUP}/job-file"

@@ -45,6 +45,8 @@ HELP = {
     "step_logged": "1 when the step was read from the log of a script that reports none",
     "target_step": "Optimizer step at which the run ends, when known",
     "committed_step": "Step of the newest committed checkpoint",
+    "snapshot_step": "Step of the newest complete snapshot in the memory of the workers",
+    "snapshot_every": "Steps between two snapshots",
     "generation": "Generation of the world this worker is in",
     "progress_age_seconds": "Seconds since the training last reported progress",
     "done": "1 when the training of this worker has ended with success and it stays up",

@@ -103,6 +103,14 @@ class CheckpointStatus(_Model):
     """The best one that is kept, where the training measures them; of jobs of this machine."""
 
 
+class SnapshotStatus(_Model):
+    """The newest complete snapshot in the memory of the workers. It is no checkpoint: it is gone when all of them are."""
+
+    step: int
+    every: int = 0
+    """Steps between two snapshots; 0: unknown."""
+
+
 class SavedStatus(_Model):
     """The newest file or directory that looks like a checkpoint of a plain script, by its name."""
 
@@ -188,6 +196,7 @@ class JobStatus(_Model):
     """Failures that counted since the start of the run."""
     interruptions: int = 0
     checkpoint: CheckpointStatus | None = None
+    snapshot: SnapshotStatus | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
     """What the training logged last by `run.log`, and its `step`; of jobs of this machine."""
     saved: SavedStatus | None = None

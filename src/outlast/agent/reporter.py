@@ -60,6 +60,8 @@ class Reporter:
 
     def _progress(self, first: Progress) -> dict[str, float]:
         metrics: dict[str, float] = {"step": first.step, "committed_step": first.committed, "generation": first.generation}
+        if first.snapshot:
+            metrics |= {"snapshot_step": first.snapshot, "snapshot_every": first.every}
         if first.steps is not None:
             metrics["target_step"] = first.steps
         if first.rank == 0 and not first.step and self._logged.found:

@@ -140,6 +140,14 @@ def newest_checkpoint(status: JobStatus, now: float) -> str | None:
     return f"step {newest.step}, {units.human_seconds(now - newest.time)} ago, {units.human_bytes(newest.bytes)}{said}"
 
 
+def newest_snapshot(status: JobStatus) -> str | None:
+    """`step 812, every 4 steps`: the newest one in memory, from which the training goes on after a failure."""
+    if status.snapshot is None or not status.state.active:
+        return None
+    every = status.snapshot.every
+    return f"step {status.snapshot.step}" + (f", every {'step' if every == 1 else f'{every} steps'}" if every else "")
+
+
 def in_store(there: StoreStatus, now: float) -> str:
     """`s3://bucket/runs/digits: step 800, all uploaded 12s ago`, or since when uploads fail and why."""
     said = [f"step {there.step}"] if there.step else []
@@ -172,6 +180,7 @@ def _training(status: JobStatus, now: float) -> dict[str, str | None]:
         "world": f"{world(status)} workers, generation {status.generation}, {status.processes} per worker",
         "step": f"{steps(status)}{rate}{left}{_TOLD.get(status.told, '')}" if _steps_known(status) else _UNTOLD,
         "metrics": metrics(status),
+        "snapshot": newest_snapshot(status),
         "checkpoint": newest_checkpoint(status, now) or f"none {no_checkpoint(status)}",
     }
 

@@ -7,13 +7,13 @@ an ElasticJob itself; then that is taken, and pods only add where the workers ar
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from outlast.contract import Env, Label
 from outlast.kube import dropins, pods, wire, workloads
-from outlast.status import CheckpointStatus, Failure, JobStatus, State, StoreStatus, WorkerStatus
+from outlast.status import CheckpointStatus, Failure, JobStatus, SnapshotStatus, State, StoreStatus, WorkerStatus
 
 Document = Mapping[str, Any]
 Metrics = Mapping[str, float]
@@ -79,6 +79,7 @@ def status(snapshot: Snapshot) -> JobStatus:
         restarts=sum(end.counted for end in ends) + sum(_again(pod) for pod in snapshot.pods),
         interruptions=sum(not end.counted for end in ends),
         checkpoint=CheckpointStatus(step=committed, path="", time=0.0) if committed else None,
+        snapshot=_snapshot(told),
         failure=_failure(snapshot.pods),
         workers=workers,
         warnings=list(_warnings(snapshot)),
@@ -246,6 +247,13 @@ def _failure(found: Sequence[Document]) -> Failure | None:
 def _again(pod: Document) -> int:
     """Restarts of a container that its last termination does not show."""
     return max(0, int(pods.container_status(pod).get("restartCount", 0)) - 1)
+
+
+def _snapshot(told: Collection[Metrics]) -> SnapshotStatus | None:
+    """The newest snapshot in memory, of those that the agents of this generation report."""
+    newest: Metrics = max(told, key=lambda m: (m.get("generation", 0), m.get("snapshot_step", 0)), default={})
+    step = round(newest.get("snapshot_step", 0))
+    return SnapshotStatus(step=step, every=round(newest.get("snapshot_every", 0))) if step else None
 
 
 def _worker(pod: Document, said: Metrics | None, every: Sequence[Document]) -> WorkerStatus:

@@ -16,7 +16,16 @@ from outlast.local.state_dir import Run, StateDir
 from outlast.local.workers import Worker, WorkerPool
 from outlast.rendezvous.world import World
 from outlast.report import goodput
-from outlast.status import BestStatus, CheckpointStatus, JobStatus, RankStatus, SavedStatus, StoreStatus, WorkerStatus
+from outlast.status import (
+    BestStatus,
+    CheckpointStatus,
+    JobStatus,
+    RankStatus,
+    SavedStatus,
+    SnapshotStatus,
+    StoreStatus,
+    WorkerStatus,
+)
 from outlast.workerfiles import progress, saves
 
 SCAN_INTERVAL_S = 2.0
@@ -92,6 +101,7 @@ class LiveStatus:
         self._set_step(record.step, record.steps, "session")
         self.has_session, self.status.saved = True, None
         self.warning = record.warning
+        self.status.snapshot = SnapshotStatus(step=record.snapshot, every=record.every) if record.snapshot else None
         if self.status.checkpoint is None or record.committed != self.status.checkpoint.step:
             self.status.checkpoint = self._newest() or self.status.checkpoint
 

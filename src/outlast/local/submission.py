@@ -183,7 +183,7 @@ def _reset(state_dir: StateDir, run: Run, status: JobStatus) -> int:
 
 def _write_pending(state_dir: StateDir, status: JobStatus, reason: str, replicas: int) -> None:
     """Replace the status of how the run ended. Its deadlines count from its next world."""
-    pending: dict[str, Any] = dict.fromkeys(("started", "finished", "exit_code", "rate", "launcher"))
+    pending: dict[str, Any] = dict.fromkeys(("started", "finished", "exit_code", "rate", "snapshot", "launcher"))
     pending |= {"state": State.PENDING, "reason": reason, "waits": "", "end": contract.End.UNKNOWN, "replicas": replicas}
     files.replace(state_dir.status, status.model_copy(update=pending).model_dump_json(), durable=True)
 

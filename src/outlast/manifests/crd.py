@@ -213,6 +213,11 @@ def _status() -> Schema:
                 path=known("string", "Where it is."),
                 bytes=known("integer", "Its size."),
             ),
+            "snapshot": part(
+                "The newest complete snapshot in the memory of the workers.",
+                step=known("integer", "Its step."),
+                every=known("integer", "Steps between two snapshots; 0: unknown."),
+            ),
             "goodput": known("number", "Share of the wall time spent on steps that were kept, 0 to 1."),
             "goodputText": known("string", "The same in per cent: 97.1 %."),
             "lastFailure": _failure(),

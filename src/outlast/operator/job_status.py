@@ -25,7 +25,7 @@ from outlast.rendezvous.etcd.schema import Wanted
 from outlast.rendezvous.restarts import History, Record
 from outlast.rendezvous.world import Call, World
 from outlast.report import goodput
-from outlast.status import State
+from outlast.status import SnapshotStatus, State
 
 Document = dict[str, Any]
 T = TypeVar("T")
@@ -69,6 +69,8 @@ class Progress:
     """In whole seconds, as it is read back."""
     mark: tuple[int, float] | None = None
     """Step and time, by its own clock, that rank 0 had reported when `rate` was measured."""
+    snapshot: tuple[int, int] = (0, 0)
+    """Step of the newest complete snapshot in memory, and steps between two; 0: none, or unknown."""
 
 
 @dataclass(frozen=True)
@@ -236,6 +238,7 @@ class _Mark:
 
 def _read_progress(status: Mapping[str, Any], account: Mapping[str, Any]) -> Progress:
     commit, mark = status.get("checkpoint") or {}, _valid(_Mark, account.get("reported"))
+    memory = _valid(SnapshotStatus, status.get("snapshot"))
     return Progress(
         status.get("step", 0),
         status.get("steps"),
@@ -244,6 +247,7 @@ def _read_progress(status: Mapping[str, Any], account: Mapping[str, Any]) -> Pro
         status.get("rate"),
         podwords.seconds(status.get("progressTime")),
         (mark.step, mark.time) if mark else None,
+        (memory.step, memory.every) if memory else (0, 0),
     )
 
 
@@ -285,6 +289,7 @@ def write(status: Status, facts: Facts) -> Document:
         "restarts": status.restarts,
         "interruptions": status.interruptions,
         "checkpoint": _checkpoint(progress, facts.checkpoint) if progress.committed else None,
+        "snapshot": dict(zip(("step", "every"), progress.snapshot, strict=True)) if progress.snapshot[0] else None,
         "goodput": good,
         "goodputText": units.percent(good) if good is not None else None,
         "lastFailure": {**status.failure, "time": _ms(status.failure.get("time"))} if status.failure else None,

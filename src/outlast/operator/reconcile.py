@@ -191,7 +191,7 @@ class Reconcile:
             progress = self.status.progress
             seconds, steps = job_status.training(account, self.step, self.now, progress.rate)
             self.update(account=Account(account.trained_s + seconds, account.executed + steps))
-            self.update(progress=dataclasses.replace(progress, rate=None, mark=None))
+            self.update(progress=dataclasses.replace(progress, rate=None, mark=None, snapshot=(0, 0)))
 
     def plan(self) -> Plan:
         """The plan of this pass; with a status only if that changes."""

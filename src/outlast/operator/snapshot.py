@@ -176,6 +176,8 @@ class MemberReport:
     """The newest state that an elected coordinator has published in etcd, and its revision."""
     lasts: float = LEASE_S
     """Duration of the Lease in seconds, at most LONGEST_S."""
+    snapshot: tuple[int, int] = (0, 0)
+    """Step of the newest complete snapshot in memory, and steps between two; 0: none, or unknown."""
 
 
 @dataclass(frozen=True)
@@ -330,6 +332,7 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
         renewed = lease.get(HEARD) or podwords.seconds(fields.get("renewTime"))
         holder, its_run = fields.get("holderIdentity"), report.run
         step, steps, committed, generation = (_count(progress.get(each)) for each in ("step", "steps", "committed", "generation"))
+        memory = _count(progress.get("snapshot")) or 0, _count(progress.get("every")) or 0
         time = float(progress["time"]) if is_number(progress.get("time")) else 0.0
         lasts = min(LONGEST_S, float(fields.get("leaseDurationSeconds") or LEASE_S))
         failed = report.failure or {}
@@ -341,7 +344,7 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
         return None
     if holders.get(index, holder) != holder:
         return None
-    return MemberReport(member, renewed, failure, echo, step, steps, committed or 0, generation, time, decided, lasts)
+    return MemberReport(member, renewed, failure, echo, step, steps, committed or 0, generation, time, decided, lasts, memory)
 
 
 def _count(value: object) -> int | None:

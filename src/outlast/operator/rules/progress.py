@@ -25,7 +25,8 @@ def written(rec: Reconcile) -> None:
         rec.requeue_at(due or rec.now + interval_s)
     step, committed = rec.step, rec.committed
     steps = next((report.steps for report in rec.snapshot.reports.values() if report.steps is not None), known.steps)
-    if (step, steps, committed) == (known.step, known.steps, known.committed):
+    memory = _snapshot(rec)
+    if (step, steps, committed, memory) == (known.step, known.steps, known.committed, known.snapshot):
         return
     first = mark is not None and known.mark is None
     anew = dataclasses.replace(rec.status, progress=rec.snapshot.status.progress) != rec.snapshot.status
@@ -33,7 +34,15 @@ def written(rec: Reconcile) -> None:
         return
     committed_at = rec.now if committed > known.committed else known.committed_at
     rate, mark = _rate(known, mark)
-    rec.update(progress=job_status.Progress(step, steps, committed, committed_at, rate, float(int(rec.now)), mark))
+    rec.update(progress=job_status.Progress(step, steps, committed, committed_at, rate, float(int(rec.now)), mark, memory))
+
+
+def _snapshot(rec: Reconcile) -> tuple[int, int]:
+    """The newest complete snapshot that a member of the current world reports, and the steps between two; none after a world."""
+    known = rec.status.world
+    reports = rec.snapshot.reports.values()
+    inside = [report.snapshot for report in reports if known is not None and report.member.id in known.members]
+    return max(inside, default=(0, 0))
 
 
 def _mark(rec: Reconcile) -> tuple[int, float] | None:

@@ -327,6 +327,7 @@ class Client:
             "step": furthest.step,
             "steps": furthest.steps,
             "committed": max(record.committed for record in records),
+            **({"snapshot": furthest.snapshot, "every": furthest.every} if furthest.snapshot else {}),
             "time": max(record.time for record in records),
         }
 
