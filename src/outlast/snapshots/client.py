@@ -1,0 +1,388 @@
+"""What a rank uses: rooms to write its parts into, and parts to read, its own worker's and other workers'.
+
+    client = connect(os.environ)                                        None: snapshots are off
+    room = client.room(nbytes, at, complete)                            memory of the agent, mapped here
+    room.view[place : place + n] = ...
+    client.publish(room, part, index, to=addresses, complete=at)        returns at once
+    client.poll()                                                       {("unique", 120): "held"}
+
+    for part in client.catalog():
+        with client.open(part) as source:
+            source.fetch([(i, memory) for i, item in enumerate(source.index)])
+
+One thread at a time may use a client, except that `poll` may be called from another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import mmap
+import os
+import queue
+import threading
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from outlast.contract import Env
+from outlast.errors import OutlastError
+from outlast.rendezvous.transports import sockets
+from outlast.snapshots import parts, wire
+from outlast.snapshots.parts import Damaged, Item, Part
+
+SOCKET = "snapshots.sock"
+_REPLY_S = 60
+"""Timeout of an answer of our own agent. Arbitrary: to touch 100 GB takes half of it."""
+_STATES = 16
+"""How many publications are remembered."""
+_BATCH = 1024
+"""Blocks that are requested at once from a peer."""
+
+
+class NoMemory(OutlastError):
+    """There is no room for a part."""
+
+
+class Where(NamedTuple):
+    """Where a worker runs; empty where unknown."""
+
+    node: str
+    zone: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """Memory of the agent, mapped and touched."""
+
+    id: int
+    view: memoryview
+    """Of the requested size."""
+
+
+class Client:
+    """The connection of one rank to its agent."""
+
+    def __init__(self, connection: wire.Connection) -> None:
+        """Raises OSError, ValueError."""
+        self._connection = connection
+        self._using = threading.Lock()
+        self._states: dict[tuple[str, int], str] = {}
+        self._maps: dict[int, mmap.mmap] = {}
+        """By the id of the room: mapped once, used again and again."""
+        hello = connection.receive()["hello"]
+        self.address: str = hello["address"]
+        """host:port of our agent's data port; empty if it has none."""
+        self.where = Where(hello["node"], hello["zone"])
+        self.budget: int = hello["budget"]
+        """Bytes for the snapshots of this worker: two of them, and the replicas of others."""
+        self._key = bytes.fromhex(hello["key"])
+
+    def room(self, nbytes: int, at: tuple[int, int], complete: tuple[int, int] = (0, 0)) -> Room:
+        """Memory for a part of the snapshot `at`, (generation, step). `complete` is the newest complete snapshot: its parts stay,
+        all older ones may be overwritten. Raises NoMemory."""
+        try:
+            said = self._ask({"room": nbytes, "at": at, "complete": complete})
+            fd = self._connection.descriptor()
+        except (OSError, ValueError, OutlastError) as error:
+            raise NoMemory(f"{error}") from error
+        try:
+            mapped = self._maps.get(said["room"])
+            if mapped is None:
+                size = parts.PAGE + said["size"]
+                mapped = self._maps[said["room"]] = mmap.mmap(fd, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError as error:
+            raise NoMemory(f"{nbytes} bytes of snapshots cannot be mapped: {error.strerror}") from error
+        finally:
+            os.close(fd)
+        return Room(said["room"], memoryview(mapped)[parts.PAGE : parts.PAGE + nbytes])
+
+    def publish(
+        self, room: Room, part: Part, index: Sequence[Item], *, to: Sequence[str] = (), complete: tuple[int, int] = (0, 0)
+    ) -> None:
+        """Hand a part over, written completely, and have replicas of it sent to the agents at `to`. Its state is in `poll`."""
+        self._states[part.kind, part.step] = ""
+        for old in list(self._states)[:-_STATES]:
+            del self._states[old]
+        rows = [[item.key, item.dtype, item.size, item.offsets, item.chunk, item.place, item.nbytes] for item in index]
+        message = {"publish": room.id, "part": part.json(), "index": rows, "to": list(to), "complete": complete}
+        try:
+            with self._using:
+                self._connection.send(message)
+        except OSError as error:
+            self._states[part.kind, part.step] = f"{part} cannot be kept: the agent is gone ({error})"
+
+    def poll(self) -> Mapping[tuple[str, int], str]:
+        """The state of the last publications, by kind and step: "" while the agent works on it, `held`, `replicated`, or a
+        sentence that says what went wrong. Does not wait."""
+        if self._using.acquire(blocking=False):
+            try:
+                while self._connection.waiting():
+                    self._heard(self._connection.receive())
+            except (OSError, ValueError) as error:
+                for each, state in self._states.items():
+                    if not state:
+                        self._states[each] = f"the agent is gone ({error})"
+            finally:
+                self._using.release()
+        return dict(self._states)
+
+    def catalog(self) -> list[Part]:
+        """The parts in the memory of this worker, replicas included. Raises Damaged."""
+        with self._mapped():
+            return [Part.of(each) for each in self._ask({"catalog": True})["parts"]]
+
+    def open(self, part: Part, address: str | None = None) -> Source:
+        """Read a part from our own agent, or from the one at `address`. Raises Damaged."""
+        if address is not None and address != self.address:
+            return Source(_Peer(address, self._key, part), part)
+        with self._mapped():
+            id = self._ask({"open": part.json()})["open"]
+            return Source(_Local(self._connection.descriptor(), lambda: self._connection.send({"close": id})), part)
+
+    def forget(self, keep: tuple[int, int] | None = None) -> None:
+        """Give up all parts in the memory of this worker, but for those of one snapshot."""
+        with contextlib.suppress(OSError, ValueError):
+            self._ask({"forget": keep})
+
+    def restore(self) -> None:
+        """Have the agent fetch the newest checkpoint of the store; returns when it is on the disk. Raises OutlastError."""
+        wire.patient(self._connection.sock, 0)
+        try:
+            self._ask({"restore": True})
+        except (OSError, ValueError) as error:
+            raise OutlastError(f"the newest checkpoint cannot be fetched: the agent is gone ({error})") from error
+        finally:
+            wire.patient(self._connection.sock, _REPLY_S)
+
+    def close(self) -> None:
+        """Hang up. Rooms that are not published go back to the agent."""
+        self._connection.close()
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        with self._using:
+            self._connection.send(message)
+            while "event" in (said := self._connection.receive()):
+                self._heard(said)
+        if "problem" in said:
+            raise OutlastError(str(said["problem"]))
+        return said
+
+    def _heard(self, said: dict[str, Any]) -> None:
+        kind, step, state = said["event"]
+        if (kind, step) in self._states:
+            self._states[kind, step] = state
+
+    @contextlib.contextmanager
+    def _mapped(self) -> Iterator[None]:
+        try:
+            yield
+        except Damaged:
+            raise
+        except OutlastError as problem:
+            raise Damaged(str(problem)) from problem
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise Damaged(f"the agent does not answer: {error}") from error
+
+
+def connect(environ: Mapping[str, str]) -> Client | None:
+    """The client of this process; None where snapshots are off."""
+    path = Path(environ.get(Env.STATE, "/nonexistent")) / SOCKET
+    try:
+        sock = sockets.connect(f"{sockets.SCHEME}{path}")
+    except OSError:
+        return None
+    connection = wire.Connection(wire.patient(sock, _REPLY_S), longest=wire.INDEX)
+    try:
+        return Client(connection)
+    except (OSError, ValueError, KeyError, TypeError):
+        connection.close()
+        return None
+
+
+class Source:
+    """A part that can be read."""
+
+    def __init__(self, reader: _Local | _Peer, part: Part) -> None:
+        """Raises Damaged if it is another one than `part`, or its index is wrong."""
+        self._reader = reader
+        try:
+            found, tail = reader.described()
+            if found.name != part.name or found.bytes != part.bytes:
+                raise Damaged(f"{part} was announced, and {found} is there")
+            self.part = found
+            self.index, self._crcs = parts.read_tail(found, tail)
+        except BaseException:
+            reader.close()
+            raise
+
+    def read(self, i: int, into: memoryview) -> None:
+        """Read an item into writable memory of its size. Raises Damaged."""
+        self.fetch([(i, into)])
+
+    def fetch(self, wanted: Iterable[tuple[int, memoryview]]) -> None:
+        """Read several items, each into memory of its size: faster than one by one. Raises Damaged."""
+        blocks = []
+        for i, into in wanted:
+            item, memory = self.index[i], into.cast("B")
+            if memory.nbytes != item.nbytes:
+                raise ValueError(f"{item.key} has {item.nbytes} bytes, the memory for it {memory.nbytes}")
+            for (place, nbytes), crc in zip(item.blocks(), self._crcs[i], strict=True):
+                start = place - item.place
+                blocks.append(_Block(place, memory[start : start + nbytes], crc, item.key))
+        try:
+            self._reader.fetch(blocks)
+        except (OSError, ValueError) as error:
+            raise Damaged(f"{self.part} cannot be read: {error}") from error
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class _Block(NamedTuple):
+    place: int
+    into: memoryview
+    crc: int
+    key: str
+
+    def check(self) -> None:
+        if zlib.crc32(self.into) != self.crc:
+            raise Damaged(f"{self.key:.80} has a wrong checksum in a snapshot")
+
+
+class _Local:
+    """Reads from memory of our own agent, in several threads: they verify checksums, which takes longest."""
+
+    def __init__(self, fd: int, closed: Any) -> None:
+        self._fd, self._closed = fd, closed
+
+    def described(self) -> tuple[Part, bytes]:
+        part, length = parts.read_header(os.pread(self._fd, parts.PAGE, 0))
+        tail = bytearray(length)
+        self._read(memoryview(tail), parts.PAGE + part.bytes)
+        return part, bytes(tail)
+
+    def fetch(self, blocks: Sequence[_Block]) -> None:
+        def work(block: _Block) -> None:
+            self._read(block.into, parts.PAGE + block.place)
+            block.check()
+
+        _together(work, blocks)
+
+    def _read(self, into: memoryview, at: int) -> None:
+        while into:
+            count = os.preadv(self._fd, [into], at)
+            if not count:
+                raise OSError("it is shorter than it should be")
+            into, at = into[count:], at + count
+
+    def close(self) -> None:
+        os.close(self._fd)
+        with contextlib.suppress(OSError):
+            self._closed()
+
+
+class _Peer:
+    """Reads from the agent of another worker; a second thread verifies checksums meanwhile."""
+
+    def __init__(self, address: str, key: bytes, part: Part) -> None:
+        try:
+            self._connection = wire.connect(address, key)
+        except (OSError, ValueError) as error:
+            raise Damaged(f"{part} is out of reach: {address}: {error}") from error
+        self._part = part
+
+    def described(self) -> tuple[Part, bytes]:
+        try:
+            self._connection.send({"open": self._part.json()})
+            said = self._connection.receive()
+            if "problem" in said:
+                raise Damaged(str(said["problem"])[:500])
+            part, length = parts.described(said)
+            tail = bytearray(length)
+            self._connection.read_into(memoryview(tail))
+        except (OSError, ValueError) as error:
+            raise Damaged(f"{self._part} is out of reach: {error}") from error
+        return part, bytes(tail)
+
+    def fetch(self, blocks: Sequence[_Block]) -> None:
+        with _Checker() as checker:
+            for batch in _batches(blocks):
+                self._connection.send({"items": [[block.place, len(block.into)] for block in batch]})
+                for block in batch:
+                    self._connection.read_into(block.into)
+                    checker.put(block)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class _Checker:
+    """Verifies blocks in a thread. Raises Damaged at the end."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[_Block | None] = queue.SimpleQueue()
+        self._problem: Damaged | None = None
+        self._thread = threading.Thread(target=self._run, name="outlast-snapshots-check", daemon=True)
+
+    def put(self, block: _Block) -> None:
+        self._queue.put(block)
+
+    def _run(self) -> None:
+        while (block := self._queue.get()) is not None:
+            try:
+                block.check()
+            except Damaged as problem:
+                self._problem = problem
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._queue.put(None)
+        self._thread.join()
+        if self._problem is not None and error is None:
+            raise self._problem
+
+
+def _batches(blocks: Sequence[_Block]) -> Iterator[list[_Block]]:
+    rest = iter(blocks)
+    while batch := list(itertools.islice(rest, _BATCH)):
+        yield batch
+
+
+def _together(work: Any, blocks: Sequence[_Block]) -> None:
+    """Do the work of all blocks in a few threads; raises what one of them raised."""
+    errors: list[BaseException] = []
+    rest, lock = iter(blocks), threading.Lock()
+
+    def run() -> None:
+        while not errors:
+            with lock:
+                block = next(rest, None)
+            if block is None:
+                return
+            try:
+                work(block)
+            except (OSError, OutlastError) as error:
+                errors.append(error)
+
+    count = min(len(os.sched_getaffinity(0)), 4, len(blocks))
+    threads = [threading.Thread(target=run, name="outlast-snapshots-read", daemon=True) for _ in range(count - 1)]
+    for thread in threads:
+        thread.start()
+    run()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

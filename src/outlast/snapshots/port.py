@@ -1,0 +1,156 @@
+"""The data port of an agent: other agents bring replicas here, and ranks of other workers read parts.
+
+It can be reached by strangers, so whoever connects has to prove with its first line that it knows the key of the run; the number
+of connections is limited, and whatever a peer sends costs that peer its connection at most.
+
+    {"list": true}                                  -> {"parts": [...]}
+    {"put": part, "tail": bytes, "complete": at}    -> {"go": true}; then the peer sends tail and blocks; -> {"held": true}
+    {"open": part}                                  -> {"part": part, "tail": bytes} and the tail
+    {"items": [[place, bytes], ...]}                -> the bytes, of the part that was opened
+    on any problem                                  -> {"problem": sentence}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import threading
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from outlast.errors import OutlastError
+from outlast.snapshots import interfaces, parts, wire
+from outlast.snapshots.parts import Damaged, Part
+from outlast.snapshots.rooms import Room, Rooms
+
+_STRANGERS, _MOST = 32, 512
+"""Connections that have proved nothing yet, and all; one more, and it is closed."""
+_PROVE_S = 5.0
+_IDLE_S = 300
+"""How long a connection may be idle between two requests."""
+
+
+class Port:
+    """Listens for other agents and ranks, a thread for each."""
+
+    def __init__(self, rooms: Rooms, key: bytes, environ: Mapping[str, str]) -> None:
+        self._rooms, self._key, self._environ = rooms, key, environ
+        self._lock = threading.Lock()
+        self._strangers = self._all = 0
+        self._listener: socket.socket | None = None
+        self.address = ""
+        """host:port, once it listens; none without a key."""
+
+    def start(self) -> None:
+        """Listen. Raises OSError."""
+        if not self._key:
+            return
+        host, everywhere = interfaces.advertised(self._environ)
+        six = everywhere and socket.has_dualstack_ipv6()
+        where = ("" if everywhere else host, 0)
+        family = socket.AF_INET6 if six or ":" in where[0] else socket.AF_INET
+        self._listener = socket.create_server(where, family=family, dualstack_ipv6=six, backlog=128)
+        self.address = f"{f'[{host}]' if ':' in host else host}:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, name="outlast-snapshots-port", daemon=True).start()
+
+    def close(self) -> None:
+        """Accept nobody any more."""
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                sock, _address = self._listener.accept()
+                with self._lock:
+                    full = self._strangers >= _STRANGERS or self._all >= _MOST
+                    if not full:
+                        self._strangers, self._all = self._strangers + 1, self._all + 1
+                if full:
+                    sock.close()
+                    continue
+                threading.Thread(target=self._serve, args=(sock,), name="outlast-snapshots-peer", daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        stranger = True
+        opened: list[Room] = []
+        try:
+            connection = wire.Connection(wire.patient(wire.tcp(sock), _PROVE_S))
+            connection.greet(self._key, "decider")
+            while True:
+                said = connection.receive()
+                if stranger:
+                    stranger = False
+                    with self._lock:
+                        self._strangers -= 1
+                wire.patient(sock)
+                self._answer(connection, said, opened)
+                wire.patient(sock, _IDLE_S)
+        except (OSError, ValueError, RecursionError):
+            pass  # it has gone, or is no member
+        finally:
+            with self._lock:
+                self._strangers, self._all = self._strangers - stranger, self._all - 1
+            for room in opened:
+                self._rooms.release(room)
+            sock.close()
+
+    def _answer(self, connection: wire.Connection, said: dict[str, Any], opened: list[Room]) -> None:
+        try:
+            match said:
+                case {"list": True}:
+                    connection.send({"parts": [part.json() for part in self._rooms.parts()]})
+                case {"put": part, "tail": int(tail), "complete": [int(generation), int(step)]}:
+                    self._receive(connection, Part.of(part), tail, (generation, step))
+                case {"open": part}:
+                    room = self._rooms.open(Part.of(part))
+                    opened.append(room)
+                    assert room.part is not None
+                    connection.send({"part": room.part.json(), "tail": room.tail})
+                    connection.write_from(room.file.fd, parts.PAGE + room.part.bytes, room.tail)
+                case {"items": list(wanted)} if opened:
+                    for place, nbytes in wanted:
+                        self._send(connection, opened[-1], place, nbytes)
+                case _:
+                    raise ValueError(f"{said!r:.80} is no request")
+        except OutlastError as problem:
+            connection.send({"problem": str(problem)})
+
+    def _send(self, connection: wire.Connection, room: Room, place: object, nbytes: object) -> None:
+        assert room.part is not None
+        if not (isinstance(place, int) and isinstance(nbytes, int) and 0 <= place <= place + nbytes <= room.part.bytes):
+            raise ValueError(f"{room.part} has no {nbytes!r:.20} bytes at {place!r:.20}")
+        connection.write_from(room.file.fd, parts.PAGE + place, nbytes)
+
+    def _receive(self, connection: wire.Connection, part: Part, length: int, complete: tuple[int, int]) -> None:
+        """Take a replica in. The header is written when everything has arrived and its checksums are right."""
+        self._rooms.admit(part.run, part.at, complete)
+        if length > parts.LONGEST_TAIL:
+            raise Damaged(f"the index of {part} has {length} bytes")
+        room = self._rooms.take(part.bytes, part.at, replica=True)
+        held = False
+        try:
+            connection.send({"go": True})
+            tail = bytearray(length)
+            connection.read_into(memoryview(tail))
+            index, crcs = parts.read_tail(part, bytes(tail))
+            wrong = ""
+            for item, expected in zip(index, crcs, strict=True):
+                for (place, nbytes), crc in zip(item.blocks(), expected, strict=True):
+                    block = room.file.data[place : place + nbytes]
+                    connection.read_into(block)
+                    if zlib.crc32(block) != crc:
+                        wrong = f"{item.key:.80} of {part} has arrived with a wrong checksum"
+            if wrong:
+                raise Damaged(wrong)
+            self._rooms.hold(room, dataclasses.replace(part, replica=True), index, bytes(tail))
+            held = True
+            connection.send({"held": True})
+        finally:
+            if not held:
+                self._rooms.release(room)

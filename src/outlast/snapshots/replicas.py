@@ -1,0 +1,74 @@
+"""Sends parts to the agents of other workers, slowly enough not to disturb training."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from outlast.errors import OutlastError
+from outlast.snapshots import parts, wire
+from outlast.snapshots.parts import Part
+from outlast.snapshots.rooms import Refused, Room, Rooms
+
+SLOWEST = 50e6
+"""Bytes per second; slower would make snapshots rare."""
+_FIRST = 200e6
+"""Of the first part, when the interval of snapshots is not known yet. Arbitrary."""
+
+
+def rate(nbytes: int, interval_s: float | None) -> float:
+    """Bytes per second at which a part takes half of the interval of snapshots."""
+    return _FIRST if interval_s is None else max(SLOWEST, 2 * nbytes / max(interval_s, 1e-3))
+
+
+class Sender:
+    """Sends replicas."""
+
+    def __init__(self, rooms: Rooms, key: bytes) -> None:
+        self._rooms, self._key = rooms, key
+        self._lock = threading.Lock()
+        self._began: dict[tuple[object, ...], float] = {}
+        """When the last part of a rank and kind was sent."""
+
+    def send(self, part: Part, to: Sequence[str], complete: tuple[int, int]) -> list[str]:
+        """Send a part to agents, one after another. Returns what went wrong, a sentence for each."""
+        now = time.monotonic()
+        with self._lock:
+            before = self._began.get((part.kind, part.rank))
+            self._began[part.kind, part.rank] = now
+        speed = rate(part.bytes * len(to), None if before is None else now - before)
+        problems = []
+        for address in to:
+            try:
+                with self._rooms.opened(part) as room:
+                    self._put(part, room, address, complete, speed)
+            except (OSError, ValueError, OutlastError) as error:
+                problems.append(f"no replica of {part} at {address}: {error}")
+        return problems
+
+    def _put(self, part: Part, room: Room, address: str, complete: tuple[int, int], speed: float) -> None:
+        connection = wire.connect(address, self._key)
+        try:
+            connection.send({"put": part.json(), "tail": room.tail, "complete": complete})
+            _expect(connection, "go")
+            connection.write_from(room.file.fd, parts.PAGE + part.bytes, room.tail)
+            began, sent = time.monotonic(), 0
+            deadline = began + wire.TIMEOUT_S + 2 * part.bytes / SLOWEST
+            for item in room.index:
+                for place, nbytes in item.blocks():
+                    connection.write_from(room.file.fd, parts.PAGE + place, nbytes)
+                    sent += nbytes
+                    now = time.monotonic()
+                    if now > deadline:
+                        raise Refused(f"it took longer than {deadline - began:.0f} s")
+                    time.sleep(max(0.0, began + sent / speed - now))
+            _expect(connection, "held")
+        finally:
+            connection.close()
+
+
+def _expect(connection: wire.Connection, word: str) -> None:
+    said = connection.receive()
+    if word not in said:
+        raise Refused(str(said.get("problem", said))[:500])

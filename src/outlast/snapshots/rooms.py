@@ -1,0 +1,138 @@
+"""The rooms of one agent: files in memory, which parts they hold, who uses them. Threads of `server` and `port` share it.
+
+`pool` decides which room a part gets. Here are also the fences: nothing of another run or of an earlier generation comes in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from outlast.errors import OutlastError
+from outlast.snapshots import memory, pool
+from outlast.snapshots.parts import Damaged, Item, Part
+
+
+class Refused(OutlastError):
+    """There is no room for a part, or it may not come in."""
+
+
+@dataclasses.dataclass(eq=False)
+class Room:
+    """One file in memory."""
+
+    id: int
+    file: memory.File
+    at: pool.At
+    replica: bool
+    users: int = 1
+    """Who writes or reads it now."""
+    part: Part | None = None
+    """What it holds, once its header is written."""
+    tail: int = 0
+    """Bytes of the tail of that part."""
+    index: Sequence[Item] = ()
+
+    def seen(self) -> pool.Room:
+        """As `pool` sees it."""
+        at = self.at if self.part or self.users else None
+        return pool.Room(self.id, self.file.size, at, bool(self.users), self.replica)
+
+
+class Rooms:
+    """All rooms of an agent."""
+
+    def __init__(self, run: str, budget: int, headroom: Callable[[], int]) -> None:
+        self.run, self.budget, self._headroom = run, budget, headroom
+        self._rooms: dict[int, Room] = {}
+        self._lock = threading.Lock()
+        self._next = 0
+        self._complete: pool.At = (0, 0)
+        self._generation = 0
+
+    def admit(self, run: str, at: pool.At, complete: pool.At) -> None:
+        """Note which generation trains and which snapshot is complete. Raises Refused for anything out of date."""
+        if run != self.run:
+            raise Refused(f"this worker trains run {self.run}, not {run}")
+        with self._lock:
+            if at[0] < self._generation:
+                raise Refused(f"generation {at[0]} is over: generation {self._generation} trains here now")
+            self._generation = at[0]
+            self._complete = max(self._complete, complete)
+
+    def take(self, size: int, at: pool.At, *, replica: bool = False) -> Room:
+        """A room for a part of so many bytes; `release` or `hold` it. Raises Refused."""
+        with self._lock:
+            rooms = [room.seen() for room in self._rooms.values()]
+            total = sum(room.size for room in rooms)
+            choice = pool.choose(rooms, size, self.budget, at, self._complete, replica=replica)
+            if choice.problem:
+                raise Refused(choice.problem)
+            for id in choice.drop:
+                total -= self._rooms[id].file.size
+                self._rooms.pop(id).file.close()
+            if choice.reuse is not None:
+                room = self._rooms[choice.reuse]
+                room.part, room.at, room.replica, room.users = None, at, replica, 1
+                room.file.clear()
+                return room
+            if size > (headroom := self._headroom()):
+                short = f"{size / 1e6:.1f} MB are needed for snapshots, and {headroom / 1e6:.1f} MB can be taken"
+                raise Refused(f"{short}, if a tenth of the memory is to stay free; lower checkpoint.memory or use less elsewhere")
+            try:
+                file = memory.File(size)
+            except OSError as error:
+                raise Refused(f"{size / 1e6:.1f} MB for snapshots cannot be had: {error.strerror}") from error
+            self._next += 1
+            room = self._rooms[self._next] = Room(self._next, file, at, replica)
+            return room
+
+    def hold(self, room: Room, part: Part, index: Sequence[Item], tail: bytes) -> None:
+        """Write tail and header; the part can be opened from now on."""
+        room.file.finish(part, tail)
+        with self._lock:
+            room.part, room.index, room.tail, room.users = part, index, len(tail), room.users - 1
+
+    def release(self, room: Room) -> None:
+        """Somebody no longer uses a room."""
+        with self._lock:
+            room.users -= 1
+
+    def parts(self) -> list[Part]:
+        """The parts that can be opened here."""
+        with self._lock:
+            return [room.part for room in self._rooms.values() if room.part]
+
+    def open(self, part: Part) -> Room:
+        """The room that holds a part; `release` it. Raises Damaged."""
+        with self._lock:
+            for room in self._rooms.values():
+                if room.part and room.part.name == part.name:
+                    room.users += 1
+                    return room
+        raise Damaged(f"{part} is not in the memory of this worker any more")
+
+    @contextlib.contextmanager
+    def opened(self, part: Part) -> Iterator[Room]:
+        """`open`, and `release` at the end."""
+        room = self.open(part)
+        try:
+            yield room
+        finally:
+            self.release(room)
+
+    def forget(self, keep: pool.At | None) -> None:
+        """Give up all parts except those of the snapshot `keep`."""
+        with self._lock:
+            for room in self._rooms.values():
+                if room.part and room.at != keep and not room.users:
+                    room.part = None
+                    room.file.clear()
+
+    def close(self) -> None:
+        """Free what nobody uses; the rest is freed with the process."""
+        with self._lock:
+            for id in [id for id, room in self._rooms.items() if not room.users]:
+                self._rooms.pop(id).file.close()

@@ -1,0 +1,227 @@
+"""The agent's side of snapshots: memory for the ranks of its worker, and a port for other agents (`port`).
+
+Ranks connect to `snapshots.sock` in the worker's state directory, which only its user can open. A rank asks for a room, writes
+into it, publishes it; the agent computes the checksums and writes the header, then sends the part to other agents. So a rank that
+dies in between leaves no part, and one that dies afterwards leaves a whole one.
+
+    agent -> rank   {"hello": {address, node, zone, budget, key}}
+    rank -> agent   {"room": bytes, "at", "complete"}               -> {"room": id, "size"} with a descriptor
+                    {"publish": id, "part", "index", "to", "complete"}   no answer, but {"event": [kind, step, state]}
+                    {"catalog": true}                               -> {"parts": [...]}
+                    {"open": part}                                  -> {"open": id} with a descriptor;   {"close": id}
+                    {"forget": [generation, step] or null}          -> {}
+                    {"restore": true}                               -> {} when it is done
+    on any problem                                                  -> {"problem": sentence}
+
+The agent must not be slowed: its threads wait, or are in calls that release the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outlast.contract import Env
+from outlast.errors import OutlastError
+from outlast.rendezvous.transports import seal, sockets
+from outlast.snapshots import memory, parts, pool, port, replicas, wire
+from outlast.snapshots.parts import Item, Part
+from outlast.snapshots.rooms import Refused, Room, Rooms
+
+SOCKET = "snapshots.sock"
+
+
+@dataclass(frozen=True)
+class Publication:
+    """A part that a rank has written."""
+
+    room: Room
+    part: Part
+    index: list[Item]
+    to: tuple[str, ...]
+    """Addresses of the agents that get a replica."""
+    complete: pool.At
+    report: Callable[[Part, str], None]
+    """Is given its state."""
+
+
+class Server:
+    """Serves the ranks of one worker and other agents, in threads. `restore` fetches the newest checkpoint of the store."""
+
+    def __init__(self, environ: Mapping[str, str], budget: int, restore: Callable[[], None]) -> None:
+        machine = memory.Machine()
+        self.rooms = Rooms(environ[Env.RUN], budget, lambda: machine.headroom)
+        self._environ, self._restore = environ, restore
+        self._key = seal.key(environ)
+        self._path = Path(environ[Env.STATE]) / SOCKET
+        self._published: queue.SimpleQueue[Publication] = queue.SimpleQueue()
+        self._sender = replicas.Sender(self.rooms, self._key)
+        self._port = port.Port(self.rooms, self._key, environ)
+        self._restoring = threading.Lock()
+        self._listener: socket.socket | None = None
+
+    def start(self) -> None:
+        """Listen. Raises OSError."""
+        self._port.start()
+        self._listener = sockets.listening(self._path)
+        _thread(self._accept, "accept")
+        _thread(self._finish, "finish")
+
+    def close(self) -> None:
+        """Hang up and free the memory."""
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+            self._path.unlink(missing_ok=True)
+        self._port.close()
+        self.rooms.close()
+
+    @property
+    def address(self) -> str:
+        """host:port of the data port."""
+        return self._port.address
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                sock, _address = self._listener.accept()
+                _thread(_Rank(self, sock).serve, "rank")
+
+    def hello(self) -> dict[str, object]:
+        """What a rank is told first."""
+        node = self._environ.get("OUTLAST_NODE") or _boot_id()
+        where = {"node": node, "zone": self._environ.get("OUTLAST_ZONE", "")}
+        return {"address": self.address, "budget": self.rooms.budget, "key": self._key.hex(), **where}
+
+    def publish(self, publication: Publication) -> None:
+        """Have a part finished and sent."""
+        self._published.put(publication)
+
+    def restore(self) -> None:
+        """Fetch the newest checkpoint of the store. Raises OutlastError, OSError."""
+        with self._restoring:
+            self._restore()
+
+    def _finish(self) -> None:
+        """Write tails and headers, one part after another: each keeps a core busy."""
+        while True:
+            each = self._published.get()
+            try:
+                tail = parts.tail(each.index, parts.checksums(each.index, each.room.file.data))
+                part = parts.finished(each.part, each.index, tail)
+                self.rooms.hold(each.room, part, each.index, tail)
+            except (OSError, OutlastError) as error:
+                self.rooms.release(each.room)
+                each.report(each.part, f"{each.part} cannot be kept: {error}")
+                continue
+            each.report(part, "held")
+            if each.to:
+                _thread(lambda part=part, each=each: self._replicate(part, each), "replicate")  # type: ignore[misc]
+
+    def _replicate(self, part: Part, each: Publication) -> None:
+        problems = self._sender.send(part, each.to, each.complete)
+        each.report(part, "; ".join(problems) or "replicated")
+
+
+class _Rank:
+    """The connection of one rank."""
+
+    def __init__(self, server: Server, sock: socket.socket) -> None:
+        self._server, self._rooms = server, server.rooms
+        self._connection = wire.Connection(sock, longest=wire.INDEX)
+        self._lent: dict[int, Room] = {}
+        self._open: list[Room] = []
+
+    def serve(self) -> None:
+        connection = self._connection
+        try:
+            connection.send({"hello": self._server.hello()})
+            while True:
+                said = connection.receive()
+                try:
+                    self._answer(said)
+                except (OutlastError, KeyError, TypeError, ValueError) as problem:
+                    connection.send({"problem": str(problem) if isinstance(problem, OutlastError) else repr(problem)})
+        except (OSError, ValueError):
+            pass  # the rank has ended
+        finally:
+            for room in [*self._lent.values(), *self._open]:
+                self._rooms.release(room)
+            connection.close()
+
+    def _answer(self, said: dict[str, Any]) -> None:
+        match said:
+            case {"room": int(size), "at": at, "complete": complete}:
+                self._rooms.admit(self._rooms.run, _at(at), _at(complete))
+                room = self._rooms.take(size, _at(at))
+                self._lent[room.id] = room
+                self._connection.send({"room": room.id, "size": room.file.size}, room.file.fd)
+            case {"publish": int(id), "part": part, "index": index, "to": to, "complete": complete}:
+                self._publish(id, Part.of(part), index, [str(each) for each in to], _at(complete))
+            case {"catalog": True}:
+                self._connection.send({"parts": [part.json() for part in self._rooms.parts()]})
+            case {"open": part}:
+                room = self._rooms.open(Part.of(part))
+                self._open.append(room)
+                fd = os.open(f"/proc/self/fd/{room.file.fd}", os.O_RDONLY | os.O_CLOEXEC)
+                self._connection.send({"open": room.id}, fd)
+                os.close(fd)
+            case {"close": int(id)}:
+                for each in [room for room in self._open if room.id == id][:1]:
+                    self._open.remove(each)
+                    self._rooms.release(each)
+            case {"forget": keep}:
+                self._rooms.forget(None if keep is None else _at(keep))
+                self._connection.send({})
+            case {"restore": True}:
+                try:
+                    self._server.restore()
+                except OSError as error:
+                    raise OutlastError(f"the newest checkpoint cannot be fetched: {error}") from error
+                self._connection.send({})
+            case _:
+                raise ValueError(f"{said!r:.80} is no request")
+
+    def _publish(self, id: int, part: Part, index: object, to: list[str], complete: pool.At) -> None:
+        room = self._lent.pop(id)
+        try:
+            self._rooms.admit(part.run, part.at, complete)
+            if part.bytes > room.file.size or part.at != room.at:
+                raise Refused(f"{part} is not what room {id} was asked for")
+            items = parts.checked(map(Item.of, index if isinstance(index, list) else []), part)
+        except OutlastError as problem:
+            self._rooms.release(room)
+            self._report(part, str(problem))
+            return
+        self._server.publish(Publication(room, part, items, tuple(to), complete, self._report))
+
+    def _report(self, part: Part, state: str) -> None:
+        with contextlib.suppress(OSError):  # the rank has ended
+            self._connection.send({"event": [part.kind, part.step, state]})
+
+
+def _at(said: object) -> pool.At:
+    if not (isinstance(said, list) and len(said) == 2 and all(isinstance(each, int) for each in said)):
+        raise ValueError(f"{said!r:.80} is no generation and step")
+    return said[0], said[1]
+
+
+def _boot_id() -> str:
+    """The same for all containers of one machine that has not been restarted."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _thread(target: Callable[[], None], name: str) -> None:
+    threading.Thread(target=target, name=f"outlast-snapshots-{name}", daemon=True).start()
