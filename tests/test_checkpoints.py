@@ -628,9 +628,9 @@ def test_what_scripts_keep_comes_back_and_their_classes_when_they_say_so() -> No
         "array": np.arange(3), "number": np.float32(1.5), "names": np.array(["a"]), "path": Path("a"),
         "when": datetime.timedelta(1),
         "random": np.random.default_rng(0).bit_generator.state, "span": range(3),
-        "generators": checkpoint._generators(),
+        "generators": checkpoint.generators(),
     }  # fmt: skip
-    back = checkpoint._unpickled(checkpoint._pickled(kept, "kept"), "kept")
+    back = checkpoint.unpickled(checkpoint.pickled(kept, "kept"), "kept")
     assert str(back) == str(kept)
     with pytest.raises(OutlastError, match=r"'ema' holds a .*\.Own, which is not restored .*add_safe_globals"):
         checkpoint.capture({"ema": Holder(Own())}, 0, 1)
@@ -642,7 +642,7 @@ def test_what_scripts_keep_comes_back_and_their_classes_when_they_say_so() -> No
     ):
         checkpoint.capture({"ema": Holder(collections.deque([1]))}, 0, 1)
     with torch.serialization.safe_globals([Own]):
-        assert isinstance(checkpoint._unpickled(checkpoint._pickled(Own(), "ema"), "ema"), Own)
+        assert isinstance(checkpoint.unpickled(checkpoint.pickled(Own(), "ema"), "ema"), Own)
 
 
 @pytest.mark.parametrize("place", ["object", "bytes", "metadata"])
@@ -650,7 +650,7 @@ def test_a_forged_checkpoint_runs_nothing(tmp_path: Path, place: str) -> None:
     harm, holder = Harm(tmp_path / "harm"), Holder({"a": 1})
     forged = io.BytesIO()
     torch.save(harm, forged)
-    held: Any = {"object": forged.getvalue(), "bytes": harm, "metadata": checkpoint._pickled({"a": 1}, "h")}[place]
+    held: Any = {"object": forged.getvalue(), "bytes": harm, "metadata": checkpoint.pickled({"a": 1}, "h")}[place]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state_dict_saver.save({"h": held}, checkpoint_id=tmp_path / "c", no_dist=True)

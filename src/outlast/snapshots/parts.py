@@ -61,6 +61,8 @@ class Part:
     digest: str = ""
     """Identity of the content, 8 hex digits; the agent computes it."""
     replica: bool = False
+    session: str = ""
+    """Equal for the parts of one world of processes: those of another attempt of the same generation never mix with them."""
 
     @property
     def at(self) -> tuple[int, int]:
@@ -70,7 +72,7 @@ class Part:
     @property
     def name(self) -> tuple[object, ...]:
         """Equal for a part and its replicas, different for all others."""
-        return self.run, self.generation, self.step, self.kind, self.rank, self.worker, self.digest
+        return self.run, self.generation, self.step, self.kind, self.rank, self.worker, self.digest, self.session
 
     def __str__(self) -> str:
         return f"the {self.kind} part of rank {self.rank} of step {self.step} (generation {self.generation})"
@@ -232,4 +234,5 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
     "items": _count,
     "digest": lambda value: isinstance(value, str) and len(value) in (0, 8),
     "replica": lambda value: isinstance(value, bool),
+    "session": lambda value: isinstance(value, str) and len(value) <= 64,
 }

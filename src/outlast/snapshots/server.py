@@ -129,7 +129,7 @@ class Server:
 
     def _replicate(self, part: Part, each: Publication) -> None:
         problems = self._sender.send(part, each.to, each.complete)
-        each.report(part, "; ".join(problems) or "replicated")
+        each.report(part, "; ".join(["held", *problems]) if problems else "replicated")
 
 
 class _Rank:

@@ -25,7 +25,7 @@ import random
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
@@ -81,11 +82,30 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 # Copying
 
 
+class Collected(NamedTuple):
+    """What a state consists of, by who has it; tensors are not copied yet."""
+
+    everybody: Flat
+    """The same on every rank, but for distributed tensors."""
+    mine: Flat
+    firsts: Flat
+    """Rank 0's."""
+
+
 def capture(state: State, rank: int, ranks: int) -> Flat:
     """This rank's part of `state`, the random number generators included; its tensors are not copied yet."""
-    everybody: Flat = {}  # the same on every rank
-    mine: Flat = {f"rng/{rank}": _pickled(_generators(), "rng")}
-    firsts: Flat = {}  # rank 0's
+    everybody, mine, firsts = collected(state, rank)
+    whole = {key: tensor for key, tensor in everybody.items() if not isinstance(tensor, DTensor)}
+    for key in whole.keys() - dealt(whole, rank, ranks):
+        del everybody[key]
+    return {**mine, **everybody, **(firsts if rank == 0 else {})}
+
+
+def collected(state: State, rank: int) -> Collected:
+    """All that `state` consists of, the random number generators of this rank included."""
+    everybody: Flat = {}
+    mine: Flat = {f"rng/{rank}": pickled(generators(), "rng")}
+    firsts: Flat = {}
     for name, thing in state.items():
         if isinstance(thing, torch.nn.Module):
             tensors, rest = _sorted_out(get_model_state_dict(thing))
@@ -96,16 +116,13 @@ def capture(state: State, rank: int, ranks: int) -> Flat:
             tensors, rest = _optimizer_state(_modules(state), thing, name)
             everybody.update({f"{name}/state/{key}": tensor for key, tensor in tensors.items()})
         else:
-            firsts[name] = _pickled(thing.state_dict(), name)
+            firsts[name] = pickled(thing.state_dict(), name)
             if isinstance(thing, Stateful):
-                mine[f"{name}/{rank}"] = _pickled(thing.loader_state(), name)
+                mine[f"{name}/{rank}"] = pickled(thing.loader_state(), name)
             continue
         if rest:
-            firsts[f"{name}/rest"] = _pickled(rest, name)
-    whole = {key: tensor for key, tensor in everybody.items() if not isinstance(tensor, DTensor)}
-    for key in whole.keys() - _dealt(whole, rank, ranks):
-        del everybody[key]
-    return {**mine, **everybody, **(firsts if rank == 0 else {})}
+            firsts[f"{name}/rest"] = pickled(rest, name)
+    return Collected(everybody, mine, firsts)
 
 
 def _place(tensor: torch.Tensor) -> int:
@@ -153,8 +170,8 @@ def _begun(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             optimizer.state.pop(first, None)
 
 
-def _dealt(tensors: Mapping[str, torch.Tensor], rank: int, ranks: int) -> set[str]:
-    """The keys of `rank`'s part, all parts being about equally large."""
+def dealt(tensors: Mapping[str, torch.Tensor], rank: int, ranks: int) -> set[str]:
+    """The keys of `rank`'s part of what all have, all parts being about equally large."""
     load = [0] * ranks
     part = set()
     for key, tensor in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
@@ -183,14 +200,21 @@ _NUMPY = ("numpy.core", "numpy._core")  # before and since numpy 2
 _PATHS = (pathlib.PurePosixPath, pathlib.PosixPath)
 
 
-def _pickled(value: Any, name: str) -> bytes:
+def quickly_pickled(value: Any) -> bytes:
+    """An object of a kind that `pickled` has found to be readable, as bytes."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer, _use_new_zipfile_serialization=False)
+    return buffer.getvalue()
+
+
+def pickled(value: Any, name: str) -> bytes:
     """An object as bytes. Raises OutlastError, with the remedy, when it could not be read back."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     if foreign := _foreign(buffer.getvalue()):
         raise OutlastError(f"{name!r} holds a {foreign[0]}, which is not restored from a checkpoint unless you say so; {_ALLOW}")
     if name not in _READ_BACK:
-        _unpickled(buffer.getvalue(), name)
+        unpickled(buffer.getvalue(), name)
         _READ_BACK.add(name)
     return buffer.getvalue()
 
@@ -208,7 +232,7 @@ def _foreign(data: bytes) -> list[str]:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
 
 
-def _unpickled(data: bytes, name: str) -> Any:
+def unpickled(data: bytes, name: str) -> Any:
     try:
         with torch.serialization.safe_globals(_safe()):
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -286,7 +310,8 @@ class _Planner(DefaultLoadPlanner):
 # Random numbers
 
 
-def _generators() -> dict[str, Any]:
+def generators() -> dict[str, Any]:
+    """The states of this rank's random number generators."""
     kept = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     accelerator = device.find()
     return kept | ({accelerator.type: accelerator.random_state()} if accelerator.type != "cpu" else {})
@@ -310,8 +335,12 @@ def restore(path: Path, state: State, rank: int | None = None) -> bool:
     generators, too; returns False if the checkpoint has none for it (fewer ranks saved it). Raises OutlastError when the
     checkpoint does not fit.
     """
+    return load(_Reader(path), path.name, state, rank)
+
+
+def load(reader: StorageReader, source: str, state: State, rank: int | None = None) -> bool:
+    """`restore` from any reader; messages name the `source`."""
     check(state)
-    reader = _Reader(path)
     metadata = reader.read_metadata()
     saved = metadata.state_dict_metadata
     wanted: Flat = {}
@@ -330,16 +359,24 @@ def restore(path: Path, state: State, rank: int | None = None) -> bool:
     own = f"rng/{rank}" if f"rng/{rank}" in saved else None
     if own:
         wanted[own] = b""
-    _compare(path, state, wanted, metadata)
+    _compare(source, state, wanted, metadata)
     _load(wanted, reader)
+    _put(state, wanted, source, rank)
+    if own:
+        _set_generators(unpickled(wanted[own], "rng"))
+    return own is not None
+
+
+def _put(state: State, wanted: Flat, source: str, rank: int | None) -> None:
+    """Give the things of a state what was loaded for them."""
     for name, thing in state.items():
-        rest = _unpickled(wanted[f"{name}/rest"], name) if f"{name}/rest" in wanted else {}
+        rest = unpickled(wanted[f"{name}/rest"], name) if f"{name}/rest" in wanted else {}
         if isinstance(thing, torch.nn.Module):
             set_model_state_dict(thing, {**_below(wanted, f"{name}/", but="rest"), **rest})
         elif isinstance(thing, torch.optim.Optimizer):
             if rest["kind"] != type(thing).__name__:
                 raise OutlastError(
-                    f"{path.name} holds the state of an {rest['kind']} as {name}, now it is an {type(thing).__name__}; "
+                    f"{source} holds the state of an {rest['kind']} as {name}, now it is an {type(thing).__name__}; "
                     "use the optimizer that was saved or start a new run"
                 )
             entries: dict[str, dict[str, Any]] = {}
@@ -355,12 +392,9 @@ def restore(path: Path, state: State, rank: int | None = None) -> bool:
                 set_optimizer_state_dict(_modules(state), thing, saved_state, options=options)
         elif isinstance(thing, Stateful):
             ours = wanted.get(f"{name}/{rank}")
-            thing.load_state_dict(_unpickled(wanted[name], name), ours and _unpickled(ours, name))
+            thing.load_state_dict(unpickled(wanted[name], name), ours and unpickled(ours, name))
         else:
-            thing.load_state_dict(_unpickled(wanted[name], name))
-    if own:
-        _set_generators(_unpickled(wanted[own], "rng"))
-    return own is not None
+            thing.load_state_dict(unpickled(wanted[name], name))
 
 
 def modules(path: Path) -> list[str]:
@@ -385,7 +419,7 @@ def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     return {key: it for key, it in said if isinstance(it, TensorStorageMetadata) and "/state/" not in key}
 
 
-def _load(wanted: Flat, reader: _Reader) -> None:
+def _load(wanted: Flat, reader: StorageReader) -> None:
     """Fill `wanted` from a checkpoint."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
@@ -422,7 +456,7 @@ def _optimizer_room(
     return room
 
 
-def _compare(path: Path, state: State, wanted: Flat, metadata: Metadata) -> None:
+def _compare(source: str, state: State, wanted: Flat, metadata: Metadata) -> None:
     """Raise OutlastError when `state` is not what was saved."""
     saved = metadata.state_dict_metadata
     modules = [name for name, thing in state.items() if isinstance(thing, torch.nn.Module)]
@@ -432,13 +466,13 @@ def _compare(path: Path, state: State, wanted: Flat, metadata: Metadata) -> None
         stored = saved.get(key)
         if isinstance(value, torch.Tensor) and isinstance(stored, TensorStorageMetadata) and stored.size != value.shape:
             raise OutlastError(
-                f"{path.name} holds {key} of shape {tuple(stored.size)}, the model now has {tuple(value.shape)}; "
+                f"{source} holds {key} of shape {tuple(stored.size)}, the model now has {tuple(value.shape)}; "
                 "use the model that was saved or start a new run"
             )
     if missing or surplus:
         what = f"lacks {missing[0]}" if missing else f"holds {surplus[0]}, which the model no longer has"
         more = len(missing) + len(surplus) - 1
         raise OutlastError(
-            f"{path.name} {what}{f' (and {more} more)' if more else ''}; "
+            f"{source} {what}{f' (and {more} more)' if more else ''}; "
             "resume with the model and optimizer that were saved or start a new run"
         )

@@ -1,0 +1,156 @@
+"""Which snapshot counts, whatever is lost: the newest whole one, never a mixture, never an older one than can be had."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.snapshots import election, peers
+from outlast.snapshots.election import Held
+from outlast.snapshots.parts import Part
+from outlast.snapshots.peers import Place
+
+
+def a_part(rank: int = 0, kind: str = "unique", **fields: object) -> Part:
+    """A part of step 5 of a world of two workers with a rank each."""
+    base = Part(
+        "r", 2, 5, world=2, rank=rank, worker=rank, local_rank=0, local_ranks=1, kind="unique", bytes=8, digest="00000000"
+    )
+    return dataclasses.replace(base, **{"kind": kind, **fields})  # type: ignore[arg-type]
+
+
+def whole(**fields: object) -> list[Held]:
+    """All parts of a snapshot, each at its worker."""
+    return [Held(a_part(rank, kind, **fields), f"w{rank}:1") for rank in range(2) for kind in ("unique", "shared")]
+
+
+def steps(found: election.Election) -> list[tuple[int, int]]:
+    return [each.at for each in found.candidates]
+
+
+def test_the_newest_whole_snapshot_wins_and_the_reason_why_a_newer_one_does_not_is_given():
+    lost = [each for each in whole(step=6) if (each.part.rank, each.part.kind) != (1, "unique")]
+    found = election.newest([*whole(), *lost, *whole(step=4)], "r", 2)
+    assert steps(found) == [(2, 5), (2, 4)]
+    assert found.reasons == ("the snapshot of step 6 (generation 2) lacks what rank 1 of 2 alone had",)
+
+
+def test_one_worker_with_all_that_every_rank_had_is_enough():
+    held = [each for each in whole() if (each.part.rank, each.part.kind) != (0, "shared")]
+    [candidate] = election.newest(held, "r", 2).candidates
+    assert [part.rank for part in candidate.parts] == [0, 1, 1]
+    none = [each for each in held if each.part.kind != "shared"]
+    assert election.newest(none, "r", 2).reasons == (
+        "the snapshot of step 5 (generation 2) lacks a whole set of what all ranks had",
+    )
+
+
+def test_a_replica_stands_for_a_part_whose_worker_is_lost():
+    replica = Held(a_part(1, replica=True), "w0:1")
+    held = [each for each in whole() if each.address == "w0:1"]
+    assert steps(election.newest([*held, replica], "r", 2)) == [(2, 5)]
+
+
+def test_a_shared_set_of_a_worker_with_two_ranks_needs_both_of_them():
+    both = [
+        Held(a_part(rank, kind, worker=0, local_rank=rank, local_ranks=2), "w0:1")
+        for rank in (0, 1)
+        for kind in ("unique", "shared")
+    ]
+    assert steps(election.newest(both, "r", 2)) == [(2, 5)]
+    assert steps(election.newest(both[:-1], "r", 2)) == []
+
+
+def test_another_run_and_a_later_generation_do_not_count():
+    found = election.newest([*whole(run="other"), *whole(generation=3)], "r", 2)
+    assert steps(found) == []
+    assert found.reasons == (
+        "generation 3 is not over: its snapshot of step 5 is not for 2",
+        "run other is another run than r: its snapshot of step 5 does not count",
+    )
+
+
+def test_parts_of_two_attempts_of_a_generation_are_not_mixed():
+    first, second = whole(session="a"), whole(session="b")
+    assert steps(election.newest([*first[:2], *second[2:]], "r", 2)) == []
+    assert steps(election.newest([*first, *second[2:]], "r", 2)) == [(2, 5)]
+
+
+def test_a_replica_that_differs_from_its_original_is_left_out_and_two_that_differ_are_nobodys():
+    lie = Held(a_part(1, replica=True, digest="ffffffff"), "w0:1")
+    [candidate] = election.newest([*whole(), lie], "r", 2).candidates
+    assert [each.address for each in candidate.unique[1]] == ["w1:1"]
+    other = Held(a_part(1, replica=True), "w2:1")
+    rest = [each for each in whole() if each.address == "w0:1"]
+    reason = "the snapshot of step 5 (generation 2) is there in two versions of what rank 1 alone had"
+    assert election.newest([*rest, lie, other], "r", 2).reasons == (reason,)
+
+
+def test_the_later_of_a_snapshot_and_a_checkpoint_is_loaded_and_of_the_same_step_the_snapshot():
+    [candidate] = election.newest(whole(), "r", 2).candidates
+    assert election.later(candidate, None)
+    assert election.later(candidate, (2, 5))
+    assert election.later(candidate, (1, 9)), "generation 2 did not go on from that one: it was not to be had"
+    assert not election.later(candidate, (2, 6))
+
+
+_SNAPSHOTS = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6), st.sampled_from("ab")), min_size=1, max_size=3, unique=True)
+
+
+@given(st.data(), st.integers(1, 4), _SNAPSHOTS, st.integers(0, 2))
+def test_whatever_is_lost_the_newest_whole_snapshot_wins_and_is_never_a_mixture(data, workers, snapshots, replicas):
+    places = [Place(f"w{worker}", node=f"n{worker % 3}") for worker in range(workers)]
+    to = peers.replicas(places, replicas)
+    held, world = [], 2 * workers
+    for generation, step, session in snapshots:
+        for rank in range(world):
+            worker, local_rank = divmod(rank, 2)
+            of = Part("r", generation, step, world, rank, worker, local_rank, 2, "unique", 8, 1, "0" * 8, session=session)
+            held += [Held(of, f"w{worker}"), Held(dataclasses.replace(of, kind="shared"), f"w{worker}")]
+            held += [Held(dataclasses.replace(of, replica=True), peer) for peer in to[worker]]
+    left = data.draw(st.lists(st.sampled_from(held), unique_by=id))
+    generation = data.draw(st.integers(1, 3))
+
+    def reachable(at: tuple[int, int], session: str) -> bool:
+        there = [each.part for each in left if each.part.at == at and each.part.session == session]
+        sets = [{p.local_rank for p in there if p.kind == "shared" and p.worker == w} for w in range(workers)]
+        return {p.rank for p in there if p.kind == "unique"} == set(range(world)) and {0, 1} in sets
+
+    found = election.newest(left, "r", generation)
+    expected = sorted({(g, s) for g, s, session in snapshots if g <= generation and reachable((g, s), session)}, reverse=True)
+    assert list(dict.fromkeys(steps(found))) == expected
+    for candidate in found.candidates:
+        assert len({(*part.at, part.session, part.world) for part in candidate.parts}) == 1
+        assert len(candidate.unique) == world
+        assert all(each in left for holders in (*candidate.unique, *candidate.shared[0]) for each in holders)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=12), st.integers(0, 3))
+def test_replicas_lie_on_other_workers_on_other_nodes_where_there_are_any(places, count):
+    workers = [Place(f"w{n}", f"n{node}", f"z{zone}") for n, (node, zone) in enumerate(places)]
+    to = peers.replicas(workers, count)
+    nodes = {f"w{n}": f"n{node}" for n, (node, _) in enumerate(places)}
+    for n, those in enumerate(to):
+        assert len(set(those)) == len(those) == min(count, len(workers) - 1)
+        assert f"w{n}" not in those
+        if those and len(set(nodes.values())) > 1:
+            assert nodes[those[0]] != nodes[f"w{n}"]
+    assert to == peers.replicas(workers, count)
+
+
+def test_neighbours_have_their_replicas_far_from_each_other_and_everybody_keeps_as_much():
+    workers = [Place(f"w{n}", f"n{n}") for n in range(6)]
+    to = peers.replicas(workers, 1)
+    assert to == [("w3",), ("w4",), ("w5",), ("w0",), ("w1",), ("w2",)]
+    zones = [Place(f"w{n}", f"n{n // 2}", "ab"[n // 4]) for n in range(8)]
+    assert all(int(those[0][1:]) // 4 != n // 4 for n, those in enumerate(peers.replicas(zones, 1)))
+    kept = [address for those in peers.replicas(zones, 2) for address in those]
+    assert {kept.count(place.address) for place in zones} == {2}
+    assert peers.replicas([Place("w0"), Place("")], 1) == [(), ("w0",)], "a worker without memory keeps nothing"
+
+
+def test_the_replicas_of_a_thousand_workers_are_found_at_once():
+    workers = [Place(f"w{n}", f"n{n // 8}", f"z{n // 500}") for n in range(1000)]
+    assert {len(those) for those in peers.replicas(workers, 2)} == {2}
