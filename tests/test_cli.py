@@ -26,7 +26,17 @@ from outlast.cli import live, overrides, show, view
 from outlast.errors import NotFound, OutlastError, Unanswered
 from outlast.local import backend as local
 from outlast.local.state_dir import Run
-from outlast.status import BestStatus, CheckpointStatus, Failure, JobStatus, RankStatus, SnapshotStatus, State, WorkerStatus
+from outlast.status import (
+    BestStatus,
+    CheckpointStatus,
+    Failure,
+    JobStatus,
+    LostStatus,
+    RankStatus,
+    SnapshotStatus,
+    State,
+    WorkerStatus,
+)
 
 JOB = """\
 apiVersion: outlast.dev/v1alpha1
@@ -286,6 +296,7 @@ def test_the_page_of_a_job_shows_everything_that_is_known() -> None:
         restarts=1,
         interruptions=2,
         goodput=0.941,
+        lost=LostStatus(failures=2, seconds=5.0, last_s=1.5, generation=2, up_to=True),
         metrics={"step": 38.0, "loss": 0.31622, "accuracy": 0.5},
         warnings=["the save of step 30 failed: disk full"],
         workers=[WorkerStatus(index=1, state="training", pid=7, ranks=[RankStatus(rank=1, local_rank=0, step=40)], restarts=1)],
@@ -315,6 +326,7 @@ def test_the_page_of_a_job_shows_everything_that_is_known() -> None:
         "checkpoint  step 30, 10s ago, 5.0 MiB; best: step 20, val_loss 0.31",
         "restarts    1, and 2 interruptions, not counted",
         "goodput     94.1 %",
+        "lost        up to 5.0s of training by 2 failures, 2.5s each",
         "submitted   THEN, for 1m40s",
         "output      /out/job",
         "",
@@ -324,7 +336,7 @@ def test_the_page_of_a_job_shows_everything_that_is_known() -> None:
         "Warnings",
         "  the save of step 30 failed: disk full",
         "",
-        "Last failure, 45s ago",
+        "Last failure, 45s ago, cost up to 1.5s of training",
         "  rank 1 on worker 1 was killed by SIGKILL (generation 2, step 20, exit code 137)",
         "      a",
         "      b",

@@ -20,7 +20,7 @@ from outlast.local.resumption import GoesOn
 from outlast.local.state_dir import Run
 from outlast.prepare import code
 from outlast.report import goodput
-from outlast.report.timeline import Bucket
+from outlast.report.steps import Bucket
 from outlast.shipping import tree
 from outlast.status import State
 from outlast.store import open_

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from outlast.report import goodput, text, timeline
-from outlast.report.timeline import Bucket, Incident
+from outlast.report import goodput, reading, text, timeline
+from outlast.report.incidents import Incident, Lost
+from outlast.report.steps import Bucket
 
 KILLED = "rank 1 on worker 1 was killed by SIGKILL; restart 1 of 10"
 
@@ -116,7 +117,8 @@ def test_steps_after_the_restored_one_were_lost_with_the_step_under_way():
     }
     assert (account.steps_kept, account.steps_replayed) == (9, 3)
     assert (account.worlds, account.failures, account.restarts, account.saves) == (2, 1, 1, 1)
-    assert account.incidents == (Incident(10.8, "failure", KILLED, 1, 1, pytest.approx(2.75), 3),)
+    lost = Lost(500_000, 1_250_000, 500_000, 3_200_000, up_to=True)
+    assert account.incidents == (Incident(10.8, "failure", KILLED, 1, 1, pytest.approx(2.75), 3, lost=lost),)
 
 
 def test_what_the_others_die_of_when_a_worker_is_lost_is_not_another_incident():
@@ -165,7 +167,10 @@ def test_a_planned_change_loses_no_step():
         0,
         0,
     )
-    assert account.incidents == (Incident(7.6, "interruption", "scale to 3; saved step 4", None, 1, pytest.approx(3.0), 0),)
+    lost = Lost(reforming_us=1_500_000, restoring_us=500_000)
+    assert account.incidents == (
+        Incident(7.6, "interruption", "scale to 3; saved step 4", None, 1, pytest.approx(3.0), 0, lost=lost),
+    )
 
 
 def test_a_hang_begins_with_the_last_step():
@@ -343,16 +348,76 @@ def test_a_step_that_comes_again_without_a_word_of_a_restore_was_lost():
     assert spent(account) == {"queue": 1, "startup": 2, "training": 4, "replayed": 2}
 
 
+# What failures cost
+
+
+def costs(account: goodput.Goodput) -> list[tuple[object, ...]]:
+    """Of every incident what it was, and its four parts in seconds."""
+    return [
+        (i.kind, i.text, *((us / 1e6 for us in dataclasses.astuple(i.lost)[:4]) if i.lost else ()), i.replayed)
+        for i in account.incidents
+    ]
+
+
+def test_detection_begins_with_the_fault_where_the_ledger_has_its_moment():
+    story = training().steps(4).say("chaos", 0.5, action="kill", worker=1).failure(0.25)
+    account = story.world(1).session(2).restored(2, 0.5).steps(3).account()
+    assert costs(account) == [("failure", KILLED, 0.25, 3, 0.5, 2.5, 2)]  # two steps again, and half of the one cut short
+    (incident,) = account.incidents
+    assert incident.lost
+    assert not incident.lost.up_to
+
+
+def test_processes_started_again_by_the_members_of_a_world_are_a_failure_of_that_world_which_is_counted_later():
+    story = training().steps(4).say("attempt", 0.5, generation=1, attempt=1, worker=1, rank=1, reason=KILLED)
+    story.say("attempt", generation=1, attempt=1, worker=0, rank=1, reason=KILLED).session(0.75)
+    story.say("restoring", generation=1).say("restored", 0.25, generation=1, step=4, path=None, source="memory").steps(3)
+    story.say("failure", generation=1, repaired=0, worker=1, rank=1, code=137, reason=KILLED, counted=True).steps(1)
+    account = story.account()
+    assert costs(account) == [("failure", KILLED, 0.5, 0.75, 0.25, 0, 0)]
+    assert (account.failures, account.restarts, account.worlds, account.steps_kept) == (1, 1, 1, 8)
+    expected = {"queue": 1, "startup": 2, "training": 8, "replayed": 0.5, "rendezvous": 0.75, "restore": 0.25}
+    assert spent(account) == expected
+    shown = text.plain(account, width=160)
+    assert "… lost up to 1.50s: 0.50s detection + 0.75s re-forming + 0.25s restoring from memory\n" in shown
+    again = story.failure(1, reason="the second").world(1).session().restored(8).steps(1).account()
+    assert costs(again)[1:] == [("failure", "the second", 1, 1, 0, 0, 0)]
+    assert "\n  lost     2 failures cost up to 3.50s of training, 1.75s each\n" in text.plain(again)
+
+
+def test_a_silent_worker_is_noticed_when_its_peers_say_so():
+    story = training().steps(3).say("unheard", 3, generation=1, workers=[1], by=0, reason="worker 0 does not hear worker 1")
+    story.failure(0.5, reason="lost worker 1")
+    account = story.world(0.25, (0,)).session(0.25).restored(3).steps(1).account()
+    assert costs(account) == [("failure", "lost worker 1", 3, 1, 0, 0, 0)]
+    heard = training().steps(1).say("unheard", 3, generation=1, workers=[1], by=0, reason="flapping").steps(2)
+    assert costs(heard.account()) == [("unheard", "flapping", 0)]
+    assert spent(heard.account()) == {"queue": 1, "startup": 2, "training": 6}
+
+
+def test_steps_that_are_in_memory_but_not_in_the_ledger_were_not_lost():
+    story = training().steps(5, 0.25).failure(0.75).world(1).session().say("restoring", generation=2)
+    story.step = 7
+    account = story.say("restored", 0.5, generation=2, step=7, source="peer").steps(3, 0.25).account()
+    assert costs(account) == [("failure", KILLED, 0.25, 1, 0.5, 0, 0)]
+    assert (account.steps_kept, account.steps_replayed) == (10, 0)
+    assert spent(account) == {"queue": 1, "startup": 2, "training": 2.5, "replayed": 0.25, "rendezvous": 1, "restore": 0.5}
+
+
+def test_what_snapshots_take_from_steps_is_their_own():
+    story = training().say("snapshots", generation=1, every=2, step=1, copied_s=0.1, bytes=3 << 20, replicas=1, reason="1 %")
+    account = story.steps(1).say("step", 1, generation=1, step=2, waited_s=0.25, copied_s=0.5).account()
+    assert spent(account) == {"queue": 1, "startup": 2, "training": 1.25, "data stall": 0.25, "snapshot stall": 0.5}
+    assert "\n  snapshots every 2 steps, 3.0 MiB, 1 replica\n" in text.plain(account)
+
+
 # Any ledger at all
 
 JUNK = st.one_of(
     st.none(), st.booleans(), st.text(max_size=3), st.integers(-3, 6), st.floats(), st.just([0, 1]), st.just({}), st.just(10**400)
 )
 TIMES = st.one_of(st.integers(0, 200).map(lambda n: n / 8), st.integers(0, 25).map(float))
-KINDS = (
-    "submitted launcher worker exited called world failure scaled resumed finished session restoring restored step "
-    "saving staged committed save_failed damaged interrupted hang chaos unheard-of"
-)
+KINDS = f"{' '.join(sorted(reading.KINDS))} unheard-of"
 FIELDS = (
     "generation",
     "step",
@@ -366,6 +431,10 @@ FIELDS = (
     "code",
     "silent_s",
     "waited_s",
+    "copied_s",
+    "attempt",
+    "repaired",
+    "every",
     "steps",
     "state",
 )
@@ -406,6 +475,9 @@ def accounted(account: goodput.Goodput) -> None:
     assert account.steps_kept >= 0
     assert account.steps_replayed >= 0
     assert all(i.recovery_s is None or i.recovery_s >= 0 for i in account.incidents)
+    costs = [cost for i in account.incidents if i.lost for cost in dataclasses.astuple(i.lost)[:4]]
+    assert all(cost >= 0 for cost in costs)
+    assert sum(costs) <= sum(account.microseconds.values())
     assert account.steps_replayed >= sum(i.replayed for i in account.incidents)
 
 
@@ -481,9 +553,9 @@ def test_a_long_run_is_accounted_for_in_bounded_memory(monkeypatch):
     story = long_story(20, 200)
     exact = story.account()
     monkeypatch.setattr(timeline, "_SPANS", 400)
-    known = timeline.survey(timeline.in_order(story.events))
+    known = reading.survey(reading.in_order(story.events))
     fold, most = timeline.Timeline(0, known), 0
-    for t, event in timeline.in_order(story.events):
+    for t, event in reading.in_order(story.events):
         fold.feed(t, event)
         most = max(most, len(fold.spans), len(fold.kept))
     assert most < 900 < exact.steps_kept
@@ -519,8 +591,9 @@ def test_a_told_story_is_accounted_for_to_the_microsecond(data):
     kept += [1, 2]
     truth[Bucket.TRAINING] += 2 * (each - waited)
     truth[Bucket.DATA] += 2 * waited
-    committed = 0
-    for act in data.draw(st.lists(st.sampled_from(["train", "save", "kill", "hang", "resize", "suspend", "stop"]), max_size=12)):
+    committed, left, at_first = 0, False, truth[Bucket.STARTUP] + truth[Bucket.RESTORE]
+    acts = data.draw(st.lists(st.sampled_from(["train", "save", "kill", "hang", "resize", "suspend", "stop"]), max_size=12))
+    for act in acts:
         if act == "train":
             count = data.draw(st.integers(1, 5))
             story.steps(count, each, waited)
@@ -542,13 +615,19 @@ def test_a_told_story_is_accounted_for_to_the_microsecond(data):
             if act == "resize":
                 start(committed)
             else:
+                left = True
                 state = {"suspend": "Suspended", "stop": "Interrupted"}[act]
                 story.finished(spend(Bucket.RENDEZVOUS), state).say("resumed", spend(Bucket.IDLE))
                 story.say("worker", spend(Bucket.QUEUE), worker=0)
                 start(committed, waiting=Bucket.STARTUP)
+    stopped = (Bucket.REPLAYED, Bucket.HANG, Bucket.RENDEZVOUS, Bucket.STARTUP, Bucket.RESTORE)
+    lost = sum(truth[bucket] for bucket in stopped) - at_first
     story.finished(spend(Bucket.STARTUP))
     account = story.account()
     accounted(account)
+    if acts[-1:] == ["train"] and not left:  # training has recovered from all of it
+        cost = sum(incident.lost.seconds for incident in account.incidents if incident.lost)
+        assert cost == pytest.approx(lost, abs=1e-6 * len(story.events))
     assert account.seconds == pytest.approx(truth, abs=1e-6 * len(story.events))
     assert account.steps_kept == len(kept)
 
@@ -578,7 +657,11 @@ cifar10  Succeeded  58s  goodput 85.8 %
 def test_the_report_shows_where_the_time_went():
     report = text.plain(a_report(), "cifar10", width=80)
     assert report.startswith(PLAIN)
-    assert report.endswith(f"  0:26  {KILLED}\n        … 2.0s to the next step, 6 steps replayed\n")
+    assert report.endswith(
+        f"  0:26  {KILLED}\n        … lost up to 4.75s: 0.25s detection + 1.20s re-forming + 0.30s restoring\n"
+        "          + 3.00s for 6 steps again\n"
+    )
+    assert "\n  lost     1 failure cost up to 4.75s of training\n" in report
     assert max(len(line) for line in report.splitlines()) <= 80
     strip = report.split("\n\n")[2].splitlines()[0].strip()
     assert set(strip) == set("█▁▒·▴┼▪")
@@ -591,7 +674,8 @@ def test_the_coloured_report_has_the_same_words():
 
 
 def test_an_incident_stands_on_one_line_where_it_fits():
-    assert f"  0:26  {KILLED} … 2.0s to the next step, 6 steps replayed\n" in text.plain(a_report(), width=120)
+    report = text.plain(training().steps(2).failure().world(1).session().restored(2).steps(1).account(), width=120)
+    assert f"  0:05  {KILLED} … lost 1.00s: 1.00s re-forming\n" in report
 
 
 def test_a_long_sentence_takes_two_lines_at_most():
@@ -619,10 +703,14 @@ def test_the_json_holds_the_whole_account():
         "startup": 3.4,
         "queue": 1,
         "data stall": 0,
+        "snapshot stall": 0,
         "hang": 0,
         "idle": 0,
     }
     assert document["incidents"][0]["text"] == KILLED
+    parts = {"detection_s": 0.25, "reforming_s": 1.2, "restoring_s": 0.3, "again_s": 3.0}
+    assert document["incidents"][0]["lost"] == {"seconds": 4.75, **parts, "up_to": True, "source": ""}
+    assert document["lost"]["failures"] == {"count": 1, "seconds": 4.75, "up_to": True}
     assert document["segments"][0] == {"start": 0, "end": 1, "bucket": "queue"}
     assert document["steps_kept"] == 100
 

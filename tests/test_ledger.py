@@ -137,9 +137,10 @@ def test_steps_that_are_written_together_have_waited_for_data_together(tmp_path,
     monkeypatch.setattr(ledger, "TOGETHER_S", 3600.0)
     writer = ledger.Ledger(tmp_path, "rank-0")
     for step, waited_s in ((1, 0.5), (2, 0.0), (3, 0.25), (4, 0.125)):
-        writer.step(1, step, waited_s)
+        writer.step(1, step, waited_s, copied_s=waited_s / 2 if step > 2 else 0.0)
     writer.write("saving", step=4)
     writer.step(1, 5)
     writer.close()
-    told = [(e.get("step"), e.get("steps"), e.get("waited_s")) for e in ledger.read(tmp_path) if e["kind"] == "step"]
-    assert told == [(1, None, 0.5), (4, 3, 0.375), (5, None, None)]
+    fields = ("step", "steps", "waited_s", "copied_s")
+    told = [tuple(map(e.get, fields)) for e in ledger.read(tmp_path) if e["kind"] == "step"]
+    assert told == [(1, None, 0.5, None), (4, 3, 0.375, 0.1875), (5, None, None, None)]

@@ -10,7 +10,7 @@ import pytest
 from outlast import spec
 from outlast.errors import AlreadyRunning, OutlastError
 from outlast.report import goodput
-from outlast.report.timeline import Bucket
+from outlast.report.steps import Bucket
 from outlast.status import State
 from worlds import steps as told_steps
 

@@ -9,15 +9,21 @@ Every event has `t` (seconds since the epoch), `kind` and `source`. The kinds an
     exited       worker, code, reason, interrupted       launcher: a worker ended
     called       generation, reason, planned             launcher: form up for this generation
     world        generation, workers, reason             launcher: this generation's world, in rank order
-    failure      generation, worker, rank, code, reason, cause, step, counted    launcher
+    failure      generation, worker, rank, code, reason, cause, step, counted, repaired?   launcher; repaired: which attempt
+                                                         failed, if the members have repaired it and it is counted afterwards
+    attempt      generation, attempt, worker, rank, reason    agent: the members start the processes of this world once more
+    unheard      generation, workers, by, reason         agent: peers that are silent or refuse
     scaled       replicas                                launcher, on the user's request
     resumed                                              command line: an unfinished run goes on
     finished     state, reason, step, code               launcher
     session      generation, rank, world_size            training: process group is up
     restoring    generation                              training, rank 0
-    restored     generation, step, path                  training, rank 0 (step 0, path null: from the beginning)
-    step         generation, step, steps?, waited_s?     training, rank 0: this step has ended; of several, the last of `steps`;
-                                                         of their time, seconds in which they waited for data
+    restored     generation, step, path, source?, bytes?, seconds?    training, rank 0 (step 0, path null: from the beginning);
+                                                         source: memory | peer | disk | store
+    step         generation, step, steps?, waited_s?, copied_s?    training, rank 0: this step has ended; of several, the last of
+                                                         `steps`; of their time, seconds in which they waited for data, and in
+                                                         which their state was copied into memory
+    snapshots    generation, every, step, copied_s, bytes, replicas, reason    training, rank 0: from now on every so many steps
     saving       step                                    training, rank 0: a save begins, training stalls
     staged       step, stall_s                           training, rank 0: training goes on
     committed    step, path, bytes, seconds              training, rank 0: the checkpoint exists
@@ -76,18 +82,19 @@ class Ledger:
             self._step_written = float("-inf")  # the next step, e.g. after a save or a restore, is written at once
             self._append(self._event(kind, fields))
 
-    def step(self, generation: int, step: int, waited_s: float = 0.0) -> None:
+    def step(self, generation: int, step: int, waited_s: float = 0.0, copied_s: float = 0.0) -> None:
         """Append that a step has ended: at once, or with those that end within TOGETHER_S; any other event comes after it.
 
-        `waited_s`: seconds that it has waited for data.
+        `waited_s`: seconds that it has waited for data; `copied_s`: in which its state was copied into memory.
         """
         with self._lock:
             before = self._steps
             if before and (before["generation"], before["step"]) != (generation, step - 1):
                 self._flush()
             together = self._steps.get("steps", 0) + 1
-            waited_s += self._steps.get("waited_s", 0.0)
-            fields = {"generation": generation, "step": step, "steps": together, "waited_s": waited_s}
+            stalls = {"waited_s": waited_s, "copied_s": copied_s}
+            stalls = {name: seconds + self._steps.get(name, 0.0) for name, seconds in stalls.items()}
+            fields = {"generation": generation, "step": step, "steps": together, **stalls}
             self._steps = self._event("step", fields)
             if time.monotonic() - self._step_written >= TOGETHER_S:
                 self._flush()
@@ -107,8 +114,9 @@ class Ledger:
             event, self._steps = self._steps, {}
             if event["steps"] == 1:
                 del event["steps"]
-            if waited_s := round(event.pop("waited_s"), 6):
-                event["waited_s"] = waited_s
+            for stall in ("waited_s", "copied_s"):
+                if seconds := round(event.pop(stall), 6):
+                    event[stall] = seconds
             self._append(event)
 
     def _append(self, event: Event) -> None:

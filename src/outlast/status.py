@@ -164,6 +164,21 @@ class Failure(_Model):
     """The last lines of its worker's log; if that has several processes, of what the one that failed wrote."""
 
 
+class LostStatus(_Model):
+    """Training that failures have cost: detection, re-forming, restoring, and steps done again."""
+
+    failures: int
+    """Those that training has recovered from."""
+    seconds: float
+    """Of all of them."""
+    last_s: float
+    """Of the last one."""
+    generation: int = -1
+    """The world that the last one ended."""
+    up_to: bool = False
+    """Whether that is the most that it can have been: the moment of a fault is not always known."""
+
+
 class JobStatus(_Model):
     """A job as `outlast status` shows it."""
 
@@ -208,6 +223,8 @@ class JobStatus(_Model):
     workers: list[WorkerStatus] = Field(default_factory=list)
     goodput: float | None = None
     """Share of the wall time spent on steps that were kept, 0 ... 1."""
+    lost: LostStatus | None = None
+    """What failures have cost so far; none before the first, and for jobs in a cluster, where `outlast report` knows."""
     output: str = ""
     file: str = ""
     """The job file, of a job of this machine; empty when it is not there any more."""

@@ -20,7 +20,7 @@ from outlast.errors import NotFound
 from outlast.workerfiles import saves
 
 if TYPE_CHECKING:
-    from outlast.status import Failure, JobStatus, RankStatus, StoreStatus
+    from outlast.status import Failure, JobStatus, LostStatus, RankStatus, StoreStatus
 
 
 _WIDEST = 300
@@ -161,6 +161,16 @@ def in_store(there: StoreStatus, now: float) -> str:
     return f"{there.url}: {', '.join(said)}"
 
 
+def lost(total: LostStatus) -> str:
+    """`4.1s of training by 3 failures, 1.4s each`."""
+    each = f", {units.human_seconds(total.seconds / total.failures)} each" if total.failures > 1 else ""
+    return f"{_most(total)}{units.human_seconds(total.seconds)} of training by {count(total.failures, 'failure')}{each}"
+
+
+def _most(total: LostStatus) -> str:
+    return "up to " if total.up_to else ""
+
+
 def failure(failed: Failure) -> str:
     """The first failing rank, how it ended, and the end of its traceback or, without one, of its log."""
     where = [f"generation {failed.generation}"] if failed.generation else []
@@ -197,6 +207,7 @@ def page(status: JobStatus, now: float) -> str:
                 **({} if status.told == "data" else _training(status, now)),
                 "restarts": f"{status.restarts}, and {count(status.interruptions, 'interruption')}, not counted",
                 "goodput": percent(status.goodput),
+                "lost": lost(status.lost) if status.lost else None,
                 "submitted": f"{moment(status.submitted)}, {'lasted' if status.finished else 'for'} {running}",
                 "exit code": status.exit_code,
                 "output": status.output,
@@ -215,7 +226,10 @@ def page(status: JobStatus, now: float) -> str:
         parts += ["", "Warnings", *(f"  {terminal.one_line(warning)}" for warning in status.warnings)]
     if status.failure:
         ago = f", {units.human_seconds(now - status.failure.time)} ago" if status.failure.time else ""
-        parts += ["", f"Last failure{ago}", *(f"  {line}" for line in failure(status.failure).splitlines())]
+        cost = ""
+        if status.lost and status.lost.generation == status.failure.generation:
+            cost = f", cost {_most(status.lost)}{units.human_seconds(status.lost.last_s)} of training"
+        parts += ["", f"Last failure{ago}{cost}", *(f"  {line}" for line in failure(status.failure).splitlines())]
     return "\n".join(parts)
 
 

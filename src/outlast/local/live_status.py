@@ -6,6 +6,7 @@ Fills in the `JobStatus` that the launcher writes to `status.json`. Decides noth
 from __future__ import annotations
 
 import collections
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,11 +16,13 @@ from outlast import checkpoints, contract, ledger
 from outlast.local.state_dir import Run, StateDir
 from outlast.local.workers import Worker, WorkerPool
 from outlast.rendezvous.world import World
-from outlast.report import goodput
+from outlast.report import goodput, incidents
+from outlast.report.goodput import Goodput
 from outlast.status import (
     BestStatus,
     CheckpointStatus,
     JobStatus,
+    LostStatus,
     RankStatus,
     SavedStatus,
     SnapshotStatus,
@@ -51,7 +54,7 @@ class LiveStatus:
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=64)
         """Times and steps, for the rate."""
         self._thread = ThreadPoolExecutor(1, "outlast-goodput")
-        self._computing: Future[float | None] | None = None
+        self._computing: Future[Goodput | None] | None = None
         self._next_goodput = 0.0
 
     def start(self) -> None:
@@ -116,17 +119,24 @@ class LiveStatus:
         now = self._clock()
         if self._computing is None and now >= self._next_goodput:
             self._next_goodput = now
-            self._computing = self._thread.submit(self.goodput)
+            self._computing = self._thread.submit(self._account)
         elif self._computing is not None and self._computing.done():
-            self.status.goodput, self._computing = self._computing.result(), None
+            self._show_account(self._computing.result())
+            self._computing = None
             self._next_goodput = now + max(SCAN_INTERVAL_S, (now - self._next_goodput) / MAX_SHARE)
 
-    def goodput(self) -> float | None:
-        """The goodput up to now, the same as in `outlast report`."""
+    def _account(self) -> Goodput | None:
+        """The account up to now, the same as in `outlast report`."""
         try:
-            return goodput.buckets(ledger.read(self._output / contract.LEDGER), time.time()).goodput
+            return goodput.buckets(ledger.read(self._output / contract.LEDGER), time.time())
         except OSError:  # somebody removed the ledger
-            return self.status.goodput
+            return None
+
+    def _show_account(self, account: Goodput | None) -> None:
+        if account is not None:
+            self.status.goodput = account.goodput
+            total = incidents.total(account.incidents)
+            self.status.lost = LostStatus(**dataclasses.asdict(total)) if total.failures else None
 
     def finish(self) -> None:
         """Find the last files that a plain script has saved."""
@@ -136,7 +146,7 @@ class LiveStatus:
     def final_goodput(self) -> None:
         """Compute the goodput of the whole run."""
         self._thread.shutdown(cancel_futures=True)
-        self.status.goodput = self.goodput()
+        self._show_account(self._account())
 
     def _newest(self) -> CheckpointStatus | None:
         found = [c for c in checkpoints.list_(self._output / contract.CHECKPOINTS) if c.run == self._run.run and not c.problem]

@@ -16,7 +16,7 @@ from typing import Any
 from outlast import units
 from outlast.ledger import Event
 from outlast.report.goodput import Goodput
-from outlast.report.timeline import Bucket
+from outlast.report.steps import Bucket
 
 HEADINGS = (*("NAME", "STATE", "WORKERS", "TIME", "SPEED-UP", "EFFICIENCY", "STEPS", "STEPS/S", "THROUGHPUT", "GOODPUT", "LOSS"),)
 

@@ -10,7 +10,10 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from outlast.ledger import Event
-from outlast.report.timeline import Bucket, Incident, Step, Timeline, in_order, microseconds, survey, usable
+from outlast.report.incidents import Incident
+from outlast.report.reading import in_order, microseconds, survey, usable
+from outlast.report.steps import Bucket, Step
+from outlast.report.timeline import Snapshots, Timeline
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ class Goodput:
     saves: int
     """Checkpoints that were committed."""
     saves_failed: int
+    snapshots: Snapshots | None = None
+    """How often the state is kept in memory, as said last; None: never said."""
 
     @property
     def wall_s(self) -> float:
@@ -110,6 +115,7 @@ def buckets(events: Iterable[Event], now: float | None) -> Goodput:
         hangs=timeline.hangs,
         saves=timeline.saves,
         saves_failed=timeline.saves_failed,
+        snapshots=timeline.snapshots,
     )
 
 
@@ -130,31 +136,33 @@ def _resolved(spans: Iterable[tuple[int, int, Bucket | Step]], ordinary: float |
     """Spans with the final bucket of their owner.
 
     `ordinary` is the duration of a step in microseconds; the extra time of a first step is start-up. A step waits for its data
-    first, then it warms up, then it trains.
+    first, then its state is copied, then it warms up, then it trains.
     """
-    stalling: dict[int, int] = {}  # id of a step that waited for data -> microseconds of that still to be taken from its spans
+    stalling: dict[tuple[int, Bucket], int] = {}  # step and its stall -> microseconds of that still to be taken from its spans
     warming: dict[int, int] = {}  # id of a first step -> microseconds of start-up still to be taken from its spans
     keeping: dict[int, int] = {}  # id of steps of which some were taken back -> microseconds still to be given to the others
     for start, end, owner in spans:
         if isinstance(owner, Bucket):
             yield start, end, owner
             continue
+        stalls = owner.waited_us + owner.copied_us
+        if owner.bucket is Bucket.TRAINING:
+            for bucket, us in ((Bucket.DATA, owner.waited_us), (Bucket.SNAPSHOT, owner.copied_us)):
+                left = stalling.setdefault((id(owner), bucket), us)
+                cut = min(end, start + left)
+                stalling[id(owner), bucket] = left - (cut - start)
+                if start < cut:
+                    yield start, cut, bucket
+                start = cut
         cut = start
-        if owner.waited_us and owner.bucket is Bucket.TRAINING:
-            waited = stalling.setdefault(id(owner), owner.waited_us)
-            cut = min(end, start + waited)
-            stalling[id(owner)] = waited - (cut - start)
-            if start < cut:
-                yield start, cut, Bucket.DATA
-            start = cut
         if owner.first and ordinary is not None and owner.bucket in (Bucket.TRAINING, Bucket.REPLAYED):
-            excess = warming.setdefault(id(owner), max(0, owner.us - owner.waited_us - round(ordinary * max(1, owner.count))))
+            excess = warming.setdefault(id(owner), max(0, owner.us - stalls - round(ordinary * max(1, owner.count))))
             cut = min(end, start + excess)
             warming[id(owner)] = excess - (cut - start)
         if start < cut:
             yield start, cut, Bucket.STARTUP
         if owner.kept_us >= 0 and owner.bucket is Bucket.TRAINING:
-            left = keeping.setdefault(id(owner), max(0, owner.kept_us - owner.waited_us))
+            left = keeping.setdefault(id(owner), max(0, owner.kept_us - stalls))
             kept = min(end, cut + left)
             keeping[id(owner)] = left - (kept - cut)
             if cut < kept:

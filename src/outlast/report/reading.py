@@ -1,0 +1,123 @@
+"""Reads the events of a ledger: what is usable, in which order, and which numbers are numbers. Used by `report.timeline`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+from outlast.ledger import Event
+
+KINDS = frozenset(
+    {
+        *("submitted", "launcher", "worker", "exited", "called", "world", "failure", "resumed", "finished"),
+        *("session", "restoring", "restored", "step", "snapshots", "interrupted", "chaos"),
+        *("saving", "staged", "committed", "save_failed", "not_copied", "damaged"),
+        *("hang", "unheard", "attempt"),
+    }
+)
+"""The events that the account is made of."""
+_REOPENS = ("submitted", "launcher", "resumed", "worker")
+FOREVER = 1e12
+"""Numbers above this are no numbers that a process has written."""
+Timed = tuple[int, Event]
+"""An event and its time in microseconds since the epoch."""
+
+
+def microseconds(t: float) -> int:
+    """Seconds as a whole number of microseconds, the resolution of the ledger."""
+    return round(t * 1e6)
+
+
+def integer(event: Event, field: str) -> int | None:
+    """A whole number that a process may have written."""
+    value = event.get(field)
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < FOREVER else None
+
+
+def seconds(event: Event, field: str) -> float:
+    """A duration; 0 without one."""
+    value = event.get(field)
+    return value if isinstance(value, (int, float)) and 0 <= value < FOREVER else 0.0
+
+
+def text(event: Event, field: str, otherwise: str) -> str:
+    """A text that is not empty."""
+    value = event.get(field)
+    return value if isinstance(value, str) and value else otherwise
+
+
+def usable(event: Event) -> bool:
+    """Whether an event has a time and a kind that we know."""
+    t, kind = event.get("t"), event.get("kind")
+    return isinstance(t, (int, float)) and -FOREVER < t < FOREVER and isinstance(kind, str) and kind in KINDS
+
+
+def in_order(events: Iterable[Event]) -> Iterator[Timed]:
+    """The usable ones of `events`, which come in the order of time, each once: the same words at the same instant are one event.
+
+    What other machines' clocks put after `finished` happened before it, unless the job was taken up again.
+    """
+    finished: Timed | None = None
+    for t, event in _once(events):
+        if finished is None:
+            if event["kind"] == "finished":
+                finished = t, event
+            else:
+                yield t, event
+        elif event["kind"] in _REOPENS:
+            yield finished
+            yield t, event
+            finished = None
+        elif event["kind"] != "finished":
+            yield finished[0], event
+    if finished is not None:
+        yield finished
+
+
+def _once(events: Iterable[Event]) -> Iterator[Timed]:
+    now, heard = None, []
+    for event in events:
+        if not usable(event):
+            continue
+        t = microseconds(event["t"])
+        if t != now:
+            now, heard = t, [event]
+        elif event in heard:
+            continue
+        else:
+            heard.append(event)
+        yield t, event
+
+
+@dataclasses.dataclass
+class Survey:
+    """What the fold has to know of all events before it begins."""
+
+    start: int | None = None
+    """Time of the first event, microseconds since the epoch; None when there is none."""
+    last_steps: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
+    """When the last step of each attempt of each generation ended: until then its world was not broken, whatever was reported."""
+    blind: bool = True
+    """Whether the script reports nothing."""
+
+
+def survey(ordered: Iterable[Timed]) -> Survey:
+    """A first pass over all events."""
+    found, newest, announced, begun = Survey(), -1, 0, 0
+    for t, event in ordered:
+        found.start = t if found.start is None else found.start
+        kind = event["kind"]
+        found.blind = found.blind and kind not in ("session", "step")
+        if kind in ("world", "session", "step", "attempt"):
+            generation = integer(event, "generation")
+            if (generation or 0) > newest:
+                newest, announced, begun = generation or 0, 0, 0
+            if generation not in (newest, None):
+                continue
+            if kind == "attempt":
+                announced = max(announced, integer(event, "attempt") or 0)
+            elif kind == "session" and event.get("rank") in (0, None):
+                begun = announced
+            elif kind == "step":
+                found.last_steps[newest, begun] = t
+    return found
