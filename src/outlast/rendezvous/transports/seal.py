@@ -7,7 +7,8 @@ encrypted: reports are no secret.
     member <-> coordinator  {"nonce": "..."}
     then each side          <64 hex digits> {"report": ...}
 
-Used by `rendezvous.transports.sockets`. On a Unix socket, which only its user can open, there is no key and lines are plain.
+Used by `rendezvous.transports.sockets`, and by `rendezvous.mesh`, where who is called is the "decider". On a Unix socket, which
+only its user can open, lines are plain.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ def key(environ: Mapping[str, str]) -> bytes:
         return said.encode()
     file = environ.get(Env.JOB_FILE)
     return hashlib.sha256(Path(file).read_bytes()).digest() if file else b""
+
+
+def derived(key: bytes, purpose: str) -> bytes:
+    """The run's key for another purpose than the coordinator's lines: lines of one cannot be used in the other."""
+    return hmac.digest(key, purpose.encode(), "sha256")
 
 
 class Plain:

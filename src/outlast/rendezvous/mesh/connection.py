@@ -1,0 +1,111 @@
+"""One connection of the mesh: a non-blocking socket with sealed lines (`transports.seal`), each a JSON object.
+
+Both sides begin with a nonce in the clear. The side that called seals as a "member", the one that was called as a "decider": so a
+line cannot be turned around, and a port that answers with what it hears proves nothing.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from outlast.rendezvous.transports import seal
+
+LINE_BYTES = 1 << 20
+"""Longest line; a message of the mesh has a failure with its traceback at most, some 12 KiB."""
+WAITING_BYTES = 8 << 20
+"""How much may wait for a peer that does not read."""
+IDLE_S, USER_TIMEOUT_MS = 1, 1500
+"""The kernel probes a connection that has been idle for `IDLE_S`, and again each second (a probe carries no data: the buffer of a
+stopped process never fills). Nothing acknowledged for 1.5 s, looked at with the next probe, breaks it: after 2 s. Data in flight
+breaks it 1.5 s after they were sent (tcp(7), TCP_USER_TIMEOUT)."""
+CALLED = 20
+"""Who was called watches nobody by that connection, and only has to get rid of it some time: so many times later."""
+
+
+def resolved(address: str) -> tuple[socket.AddressFamily, tuple[str, int]]:
+    """Family, host and port of an address, whose host is a number: names take time to resolve. Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    version = ipaddress.ip_address(host.strip("[]")).version
+    return socket.AF_INET if version == 4 else socket.AF_INET6, (host.strip("[]"), int(port))
+
+
+class Connection:
+    """Raises OSError when it breaks and ValueError (`seal.Forged` among them) when what comes is not from a member."""
+
+    def __init__(self, sock: socket.socket, side: seal.Side, key: bytes) -> None:
+        self.sock = sock
+        self._side: seal.Side = side
+        self._key = key
+        self._nonce = seal.nonce()
+        self._seal: seal.Seal | None = None
+        self._queued: list[bytes] = []
+        """Lines that wait for the other side's nonce."""
+        self._in, self._out = bytearray(), bytearray(seal.greeting(self._nonce))
+        sock.setblocking(False)
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            times = 1 if side == "member" else CALLED
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, times * IDLE_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, times * IDLE_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, times * USER_TIMEOUT_MS)
+
+    @property
+    def writing(self) -> bool:
+        """Whether bytes wait to be sent."""
+        return bool(self._out)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Queue a message; `flush` sends it."""
+        line = json.dumps(message).encode()
+        if len(self._out) > WAITING_BYTES:
+            raise ConnectionError(f"more than {WAITING_BYTES} bytes wait to be read")
+        if self._seal:
+            self._out += self._seal.sealed(line)
+        else:
+            self._queued.append(line)
+
+    def flush(self) -> None:
+        """Send what the kernel takes now."""
+        while self._out:
+            try:
+                del self._out[: self.sock.send(self._out)]
+            except BlockingIOError:
+                return
+
+    def receive(self) -> list[dict[str, Any]]:
+        """What has come."""
+        try:
+            data = self.sock.recv(1 << 16)
+        except BlockingIOError:
+            return []
+        if not data:
+            raise ConnectionResetError("it hung up")
+        self._in += data
+        found = []
+        while (end := self._in.find(b"\n")) >= 0:
+            line = bytes(self._in[:end])
+            del self._in[: end + 1]
+            if self._seal is None:
+                self._greeted(line)
+                continue
+            message = json.loads(self._seal.opened(line))
+            if not isinstance(message, dict):
+                raise ValueError("a line of the mesh is no object")
+            found.append(message)
+        if len(self._in) > (LINE_BYTES if self._seal else seal.LONGEST_NONCE):
+            raise ValueError(f"a line has more than {LINE_BYTES} bytes")
+        return found
+
+    def _greeted(self, line: bytes) -> None:
+        self._seal = seal.Seal(self._key, self._side, ours=self._nonce, theirs=seal.greeted(line))
+        for queued in self._queued:
+            self._out += self._seal.sealed(queued)
+        self._queued.clear()
+
+    def close(self) -> None:
+        self.sock.close()

@@ -1,0 +1,81 @@
+"""How the members of a world learn each other's addresses in the mesh: by the store of the world, in a thread of its own.
+
+    outlast/mesh/<rank>     host:port of that rank's mesh
+
+Joining a world waits for nothing here. The thread is a client of its own in the store, as a client is one request at a time, and
+reads the addresses of the peers that it watches, and of all others in small worlds. In large ones only rank 0 reads all: another
+member's address is also learned when that member calls.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from outlast.rendezvous.mesh import neighbours
+from outlast.rendezvous.mesh.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined] # its type stubs forget it
+
+SMALL = 64
+"""Worlds up to this size: everybody reads everybody's address."""
+WAIT_S, LONGEST_WAIT_S = 0.2, 5.0
+"""How long the store is asked at a time, and the longest pause between two looks for those that have not written yet: a member
+of an older version never does."""
+CONNECT_S = 5.0
+
+
+class Exchange:
+    """The exchange of one world. Ends when all addresses are known, or by `stop`."""
+
+    def __init__(self, mesh: Mesh, members: Sequence[int], connect: Callable[[], TCPStore]) -> None:
+        """`connect` makes a client of the world's store."""
+        self._mesh, self._members, self._connect = mesh, members, connect
+        self._rank = members.index(mesh.id)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="outlast-mesh-addresses", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The world is over. Returns when the thread has ended: torch's clients must not outlive the interpreter."""
+        self._stop.set()
+        self._thread.join(CONNECT_S + 1.0)
+
+    def _run(self) -> None:
+        missing = [*self._wanted()]
+        while missing and not self._stop.is_set():
+            try:
+                self._read(self._connect(), missing)
+            except RuntimeError:  # the store is gone, and with it, as a rule, the world: whoever forms the next one says it
+                self._stop.wait(1.0)
+
+    def _wanted(self) -> Sequence[int]:
+        """The ranks whose addresses we read, those that we watch first."""
+        near = [self._members.index(each) for each in neighbours.watched(self._mesh.id, self._members)]
+        if self._rank == 0 or len(self._members) <= SMALL:
+            near += [each for each in range(len(self._members)) if each not in near and each != self._rank]
+        return dict.fromkeys([*near, *([0] if self._rank else [])])  # type: ignore[return-value]
+
+    def _read(self, store: TCPStore, missing: list[int]) -> None:
+        """Read the addresses of the ranks that are missing, and remove them from the list."""
+        store.set(_key(self._rank), self._mesh.address)
+        pause_s = 0.0
+        while missing and not self._stop.wait(pause_s):
+            try:
+                store.wait([_key(rank) for rank in missing], timedelta(seconds=WAIT_S))
+                there = [*missing]
+            except RuntimeError:  # some have not come; if the store has gone, `check` says so
+                there = [rank for rank in missing if store.check([_key(rank)])]
+            if there:
+                found = store.multi_get([_key(rank) for rank in there])
+                self._mesh.learn({self._members[rank]: said.decode() for rank, said in zip(there, found, strict=True)})
+                missing[:] = [rank for rank in missing if rank not in there]
+            pause_s = 0.0 if there else min(2 * pause_s + WAIT_S / 4, LONGEST_WAIT_S)
+
+
+def _key(rank: int) -> str:
+    return f"outlast/mesh/{rank}"

@@ -1,0 +1,72 @@
+"""What a member knows of one peer that it watches. Pure: times arrive as arguments, in seconds of one steady clock.
+
+A connection that breaks proves nothing: a middlebox resets it, a cable is out for a second. So it is made again at once, and a
+peer is unheard only if that fails: twice refused, or not answered for `patience_s`.
+
+    heard    --lost-->  doubt  --accepted, proven-->  heard
+    doubt    --refused twice, or silent for patience_s-->  unheard
+    unheard  --proven-->  heard
+    any      --left-->  left: it said goodbye, and is neither called nor accused
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+REFUSALS = 2
+"""How many refusals in a row prove that the process is gone."""
+AGAIN_S, PAUSE_S = 0.1, 0.5
+"""Pause before the next attempt: after a refusal, and once the peer is unheard."""
+ATTEMPT_S, LATER_S = 0.3, 1.0
+"""How long one attempt may take: in doubt, when a new one sends a new SYN (the kernel would repeat the first after 1 s); else."""
+
+
+@dataclasses.dataclass
+class Hearing:
+    """The state of one peer. `since` is when doubt began; None: no doubt."""
+
+    since: float | None = None
+    patience_s: float = 0.0
+    refusals: int = 0
+    unheard: str = ""
+    """Why the peer is unheard, as the end of a sentence that begins with its name; empty: it is heard."""
+    gone: bool = False
+    """It is unheard because nobody listens at its address: its machine answers, its process is gone."""
+    left: bool = False
+    """It has said goodbye."""
+
+    def doubted(self, now: float, patience_s: float) -> None:
+        """The connection is not there; if it is not made in `patience_s`, the peer is unheard."""
+        if self.since is None:
+            self.since, self.patience_s = now, patience_s
+
+    def accepted(self) -> None:
+        """A kernel has accepted the connection. That ends a doubt (a process that is stopped answers no further), but to be heard
+        again takes a proof: another process may have the port by now."""
+        if not self.unheard:
+            self.since = None
+
+    def refused(self) -> None:
+        """An attempt was refused, or whoever accepted it hung up or lacks the key: there, at least, is no member any more."""
+        self.refusals += 1
+        if self.refusals >= REFUSALS:
+            self.unheard, self.gone = "refuses connections", True
+
+    def passed(self, now: float) -> None:
+        """Time has passed without a connection."""
+        if self.since is not None and not self.unheard and now - self.since >= self.patience_s:
+            self.unheard = f"has not answered for {now - self.since:.1f} s after its connection broke"
+
+    def proven(self) -> None:
+        """The peer has proven that it is there: nothing held against it counts any more."""
+        self.since, self.refusals, self.unheard, self.gone = None, 0, "", False
+
+    @property
+    def attempt_s(self) -> float:
+        """How long an attempt may take."""
+        return LATER_S if self.unheard else ATTEMPT_S
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait after an attempt that failed."""
+        return PAUSE_S if self.unheard else AGAIN_S if self.refusals else 0.0

@@ -1,0 +1,318 @@
+"""A member's end of the mesh: one listening port, one thread, a connection to each peer that it watches or sends messages to.
+
+    mesh = Mesh(3, "10.0.0.7", key, run="digits-1a2b")
+    mesh.changed = lambda: report(mesh.unheard)
+    mesh.handlers["attempt"] = lambda id, message: ...
+    mesh.enter(4, (0, 1, 3, 7), {0: "10.0.0.4:41123", ...})      addresses may come later, by `learn`
+    mesh.send(7, {"kind": "attempt", ...}).result()                raises Undelivered
+    mesh.close()                                                   says goodbye
+
+Who watches makes the connection, so a pair of members that watch each other has two. The kernel finds out whether the other side
+is there (`connection.IDLE_S`): nothing runs here while all is well, except one look at the clock per second. A process that is
+stopped or has no CPU is still acknowledged by its kernel, and that is no silence: its own agent finds processes that hang.
+
+Docs: docs/decisions/0039-the-mesh.md. Used by `rendezvous.handler`.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from outlast.clock import Awake
+from outlast.rendezvous.mesh import neighbours
+from outlast.rendezvous.mesh.connection import Connection, resolved
+from outlast.rendezvous.mesh.peer import BROKEN_S, FIRST_S, WOKEN_S, Peer, Undelivered
+from outlast.rendezvous.transports import seal
+from outlast.rendezvous.transports.seal import Forged
+
+__all__ = ["Mesh", "Undelivered"]
+
+TICK_S = 1.0
+"""The longest wait; `Awake` needs a reading at least every second."""
+STOOD_S = 2.0
+"""A turn that took this much longer than it meant to: this process, or the machine, stood still."""
+PROVE_S = 5.0
+"""How long one who calls may take to prove that it has the key."""
+STRANGERS = 256
+"""How many may be connected that have not; one more, and the first of them is hung up on."""
+ANSWER_S = 5.0
+"""How long a message may take to be acknowledged."""
+Handler = Callable[[int, Mapping[str, Any]], None]
+
+
+class _Caller:
+    """One who has called us."""
+
+    def __init__(self, connection: Connection, until: float) -> None:
+        self.connection, self.until = connection, until
+        self.id: int | None = None
+        """Who it is, once it has proven that it has the key."""
+        self.process = ""
+
+
+class Mesh:
+    """Safe to use from any thread. `changed` and `handlers` are called in the mesh's thread and must return at once."""
+
+    def __init__(
+        self, id: int, host: str, key: bytes, *, run: str = "", clock: Callable[[], float] | None = None, thread: bool = True
+    ) -> None:
+        """Listens on `host` from now on. Raises OSError. Without `thread` somebody else calls `turn`."""
+        self.id = id
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=1024)
+        self._listener.setblocking(False)
+        name = self._listener.getsockname()
+        self.address = f"{name[0]}:{name[1]}"
+        """host:port, the host as a number."""
+        self.generation = 0
+        self.unheard: tuple[int, ...] = ()
+        """The watched peers that were heard and now are silent or refuse connections. One that was never heard is not among them:
+        it may be of a version without a mesh, or a firewall may forbid its port."""
+        self.refused: tuple[int, ...] = ()
+        """Those of them whose machine refuses connections: the process is gone."""
+        self.complete = False
+        """Whether every watched peer of this world has been heard."""
+        self.reasons: Mapping[int, str] = {}
+        """Why a peer is unheard, as the end of a sentence that begins with its name."""
+        self.changed: Callable[[], None] = lambda: None
+        """Called when `unheard`, `refused` or `complete` has changed."""
+        self.handlers: dict[str, Handler] = {}
+        """What to do with a message of a kind: called with the sender and the message."""
+        self._key, self._clock = seal.derived(key, "mesh"), clock or Awake()
+        self._hello = {"id": id, "run": run, "process": secrets.token_hex(8), "address": self.address}
+        self._selector = selectors.DefaultSelector()
+        self._peers: dict[int, Peer] = {}
+        self._callers: dict[_Caller, None] = {}
+        self._had: dict[tuple[int, str], int] = {}
+        """By sender and its process: the number of the last message that was handled."""
+        self._todo: collections.deque[Callable[[float], None]] = collections.deque()
+        self._woken_until = 0.0
+        self._over = False
+        self._bell, self._button = socket.socketpair()
+        self._bell.setblocking(False)
+        self._button.setblocking(False)
+        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="outlast-mesh", daemon=True)
+        if thread:
+            self._thread.start()
+
+    # For any thread
+
+    def enter(self, generation: int, members: Sequence[int], addresses: Mapping[int, str] | None = None) -> None:
+        """This world trains now: watch our neighbours in it, and nobody else. Peers whose address is not given stay where they
+        were; of those that never had one nothing is known. When this returns `unheard` speaks of this world."""
+        done = threading.Event()
+
+        def do(now: float) -> None:
+            self._enter(generation, tuple(members), dict(addresses or {}), now)
+            done.set()
+
+        self._do(do)
+        if self._thread.ident:
+            done.wait(TICK_S)
+
+    def learn(self, addresses: Mapping[int, str]) -> None:
+        """Addresses of members that came later."""
+        self._do(functools.partial(self._learn, dict(addresses)))
+
+    def send(self, id: int, message: Mapping[str, Any], *, within_s: float = ANSWER_S) -> Future[None]:
+        """Send a member, watched or not, a message with a `kind`, which its handler of that name gets once.
+
+        The future ends when the member has handled it, or raises `Undelivered`: it has left, refuses, or did not answer in time.
+        """
+        future: Future[None] = Future()
+        future.set_running_or_notify_cancel()
+
+        def do(now: float) -> None:
+            if self._over:
+                future.set_exception(Undelivered("this worker has left the mesh"))
+            elif id == self.id:
+                self._handle(id, message)
+                future.set_result(None)
+            else:
+                self._peer(id).send(message, future, now, within_s)
+
+        self._do(do)
+        return future
+
+    def close(self) -> None:
+        """Say goodbye, so that nobody takes this member for lost, and hang up."""
+        if not self._thread.ident:
+            self._close(self._clock())
+        elif not self._over:
+            self._do(self._close)
+            self._thread.join(2 * TICK_S)
+
+    def _do(self, what: Callable[[float], None]) -> None:
+        self._todo.append(what)
+        with contextlib.suppress(OSError):  # it has rung enough, or is gone with the thread
+            self._button.send(b"!")
+
+    # In the mesh's thread
+
+    def _run(self) -> None:
+        while not self._over:
+            try:
+                self.turn(TICK_S)
+            except Exception:  # without this thread nobody would hear of a peer's end
+                print(
+                    f"outlast | the mesh of worker {self.id} goes on after:\n{traceback.format_exc()}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def turn(self, longest_s: float) -> None:
+        """Wait for something to do, `longest_s` at most, and do it."""
+        begun, looked = self._clock(), time.monotonic()
+        due = min((each.turn(begun, self._patience(begun, each)) for each in self._peers.values()), default=begun + longest_s)
+        self._tell()
+        ready = self._selector.select(max(0.0, min(due - begun, longest_s)))
+        now = self._clock()
+        if time.monotonic() - looked > longest_s + STOOD_S:
+            self._woken_until = now + WOKEN_S
+        for key, events in ready:
+            if isinstance(key.data, Peer):
+                key.data.ready(events, now)
+            elif isinstance(key.data, _Caller):
+                self._answer(key.data, events)
+            elif key.fileobj is self._listener:
+                self._accept(now)
+            else:
+                self._bell.recv(4096)
+        while self._todo:
+            self._todo.popleft()(now)
+        for caller in [each for each in self._callers if each.id is None and now > each.until]:
+            self._drop(caller)
+
+    def _patience(self, now: float, peer: Peer) -> float:
+        return WOKEN_S if now < self._woken_until else BROKEN_S if peer.met else FIRST_S
+
+    def _accept(self, now: float) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:  # it has gone again, or there are too many open files: the next turn tries again
+            return
+        caller = _Caller(Connection(sock, "decider", self._key), now + PROVE_S)
+        self._callers[caller] = None
+        strangers = [each for each in self._callers if each.id is None]
+        if len(strangers) > STRANGERS:
+            self._drop(strangers[0])
+        self._selector.register(sock, selectors.EVENT_READ, caller)
+        self._answer(caller, 0)
+
+    def _answer(self, caller: _Caller, events: int) -> None:
+        connection = caller.connection
+        try:
+            for said in connection.receive() if events & selectors.EVENT_READ else ():
+                self._hear(caller, said)
+            connection.flush()
+        except (OSError, ValueError, RecursionError):  # it has hung up, or is no member; if it is one, it calls again
+            self._drop(caller)
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.writing else 0)
+        self._selector.modify(connection.sock, events, caller)
+
+    def _hear(self, caller: _Caller, said: Mapping[str, Any]) -> None:
+        if caller.id is None:
+            caller.id, caller.process, address = self._introduced(said.get("hello"))
+            caller.connection.send({"hello": self._hello})
+            peer = self._peer(caller.id)
+            if not peer.address:
+                peer.meet(address, self._clock())
+            return
+        number, message = said.get("number"), said.get("message")
+        if not isinstance(number, int) or not isinstance(message, Mapping):
+            return  # of a newer version
+        known = message.get("kind") in self.handlers
+        if number > self._had.get((caller.id, caller.process), 0):
+            self._had[caller.id, caller.process] = number
+            if known:
+                self._handle(caller.id, message)
+        caller.connection.send({"got" if known else "unknown": number})
+
+    def _introduced(self, hello: object) -> tuple[int, str, str]:
+        if not isinstance(hello, Mapping) or hello.get("run") != self._hello["run"]:
+            raise Forged("it does not say that it is of this run")
+        id, process, address = hello.get("id"), hello.get("process"), hello.get("address")
+        if not (isinstance(id, int) and isinstance(process, str) and isinstance(address, str)):
+            raise Forged("it does not say who it is")
+        resolved(address)
+        return id, process, address
+
+    def _handle(self, id: int, message: Mapping[str, Any]) -> None:
+        try:
+            self.handlers[message["kind"]](id, message)
+        except Exception:  # a mistake in one handler must not end the mesh
+            print(f"outlast | a message of worker {id} was too much:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+
+    def _drop(self, caller: _Caller) -> None:
+        del self._callers[caller]
+        self._selector.unregister(caller.connection.sock)
+        caller.connection.close()
+
+    def _peer(self, id: int) -> Peer:
+        if id not in self._peers:
+            self._peers[id] = Peer(id, self._selector, self._hello, self._key)
+        return self._peers[id]
+
+    def _enter(self, generation: int, members: tuple[int, ...], addresses: dict[int, str], now: float) -> None:
+        watched = set(neighbours.watched(self.id, members))
+        self.generation = generation
+        for id in [each for each in self._peers if each not in members]:
+            self._peers.pop(id).close()
+        for id in watched:
+            self._peer(id)
+        for id, peer in self._peers.items():
+            peer.watched = id in watched
+            if id not in addresses:
+                peer.forget(now)
+        self._learn(addresses, now)
+        self._tell()
+
+    def _learn(self, addresses: dict[int, str], now: float) -> None:
+        for id, address in addresses.items():
+            if id != self.id:
+                self._peer(id).meet(address, now)
+
+    def _tell(self) -> None:
+        """Publish what is known of the watched peers, if that has changed."""
+        watched = [peer for _, peer in sorted(self._peers.items()) if peer.watched]
+        found = [peer for peer in watched if peer.met and peer.hearing.unheard]
+        unheard, refused = tuple(peer.id for peer in found), tuple(peer.id for peer in found if peer.hearing.gone)
+        complete = bool(watched) and all(peer.met for peer in watched)
+        self.reasons = {peer.id: peer.hearing.unheard for peer in found}
+        if (unheard, refused, complete) == (self.unheard, self.refused, self.complete):
+            return
+        self.unheard, self.refused, self.complete = unheard, refused, complete
+        try:
+            self.changed()
+        except Exception:  # who wants to know must not end the mesh
+            print(f"outlast | the mesh of worker {self.id}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+
+    def _close(self, now: float) -> None:
+        self._over = True
+        for peer in self._peers.values():
+            peer.close()
+        for caller in [*self._callers]:
+            if caller.id is not None:
+                with contextlib.suppress(OSError):  # it has gone before us
+                    caller.connection.send({"goodbye": True})
+                    caller.connection.flush()
+            self._drop(caller)
+        self._listener.close()
+        self._selector.close()
+        self._bell.close()
+        self._button.close()
