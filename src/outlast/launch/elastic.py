@@ -28,6 +28,7 @@ from outlast.contract import FailureCause
 from outlast.launch import rank0_files, shim
 from outlast.rendezvous import transport
 from outlast.rendezvous.handler import Handler, member
+from outlast.rendezvous.transports import seal
 from outlast.workerfiles import log_pipe, progress
 
 MONITOR_INTERVAL_S = 0.05
@@ -73,6 +74,7 @@ def main(argv: list[str]) -> None:
     early = 0
     seen = Seen(time.monotonic)
     with member(client, run_id=run_id, state=state, host=host, processes=processes, leave_s=float(grace_s)) as handler:
+        handler.key = seal.key(os.environ)
         handler.joining = lambda: _forget(state, processes)
         handler.dies = lambda: any(
             seen.age(rank, said["time"]) < EXIT_TIMEOUT_S for rank, said in _causes(state, processes).items()

@@ -40,7 +40,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from outlast import contract, files
 from outlast.clock import Awake
 from outlast.rendezvous import transport
-from outlast.rendezvous.transports import sockets
+from outlast.rendezvous.mesh.exchange import CONNECT_S, Exchange
+from outlast.rendezvous.mesh.mesh import Mesh
+from outlast.rendezvous.transports import seal, sockets
 from outlast.rendezvous.world import MemberState, World
 from outlast.workerfiles import notice, progress
 
@@ -91,6 +93,11 @@ class Handler(RendezvousHandler):
         """True while a rank is crashing by itself; we let it finish so that its error is reported."""
         self._next: dict[str, Any] = {}
         self._said_leaving = False
+        self.key = b""
+        """That of the run; without one the members do not watch each other."""
+        self.mesh: Mesh | None = None
+        """Our end of the mesh, from the first world of several members on."""
+        self._exchange: Exchange | None = None
 
     # What the elastic agent's loop tells us between two worlds
 
@@ -141,6 +148,11 @@ class Handler(RendezvousHandler):
         """Nothing: the coordinator ends a run."""
 
     def shutdown(self) -> bool:
+        if self.mesh:
+            self.mesh.close()
+        if self._exchange:
+            self._exchange.stop()
+            self._exchange.join()
         self._client.close()
         return True
 
@@ -225,7 +237,9 @@ class Handler(RendezvousHandler):
         fields = dataclasses.asdict(world)
         with contextlib.suppress(OSError):  # for people to look at; a full disk must not keep a world from forming
             files.replace(self._state / contract.WORLD, json.dumps(fields))
+        self._enter_mesh(world, host, int(port))
         self._client.report(standing=MemberState.TRAINING, generation=world.generation, failed=False, failure=None)
+        self._say_peers()
         timeout = timedelta(seconds=STORE_TIMEOUT_S)
         if rank == 0:
             store = TCPStore(
@@ -235,6 +249,30 @@ class Handler(RendezvousHandler):
             socket.create_connection((host, int(port)), timeout=REACH_S).close()
             store = TCPStore(host, int(port), is_master=False, timeout=timeout)
         return RendezvousInfo(store, rank, len(world.members), RendezvousStoreInfo(host, int(port)))
+
+    def _enter_mesh(self, world: World, host: str, port: int) -> None:
+        """Watch the other members of this world. Waits for nothing: addresses come later, by the world's store."""
+        if self._exchange:
+            self._exchange.stop()
+        if not self.key or len(world.members) < 2:
+            if self.mesh:
+                self.mesh.enter(world.generation, (self._client.id,))
+            return
+        if self.mesh is None:
+            try:
+                self.mesh = Mesh(self._client.id, self._host, self.key, run=self._run_id)
+            except OSError as problem:
+                print(f"outlast | this worker cannot listen at {self._host}, so its peers do not watch it: {problem}", flush=True)
+                return
+            self.mesh.changed = self._say_peers
+        self.mesh.enter(world.generation, world.members)
+        timeout = timedelta(seconds=CONNECT_S)
+        self._exchange = Exchange(self.mesh, world.members, lambda: TCPStore(host, port, is_master=False, timeout=timeout))
+
+    def _say_peers(self) -> None:
+        """Report which peers are not heard; called in the mesh's thread, too."""
+        if self.mesh:
+            self._client.amend(mesh=self.mesh.complete, unheard=self.mesh.unheard, refused=self.mesh.refused)
 
     def _listening(self) -> bool:
         """Whether the training reads notices, i.e. has opened a session: then it saves and leaves by itself."""
@@ -298,7 +336,9 @@ def create(params: RendezvousParameters) -> Handler:
     if hasattr(of, "torchrun"):
         sizes = params.min_nodes, params.max_nodes
         client, join_s = of.torchrun(params.endpoint, run=params.run_id, sizes=sizes, conf=params.config)
-        return Torchrun(client, host=params.local_addr or client.host, join_s=join_s, **how)
+        made = Torchrun(client, host=params.local_addr or client.host, join_s=join_s, **how)
+        made.key = seal.key(os.environ)
+        return made
     id = int(params.get("id", os.environ.get(contract.Env.WORKER, "0")))
     client = of.client(params.endpoint, transport.Member(params.run_id, id, state, processes))
     return Handler(client, host=params.local_addr or "127.0.0.1", **how)

@@ -10,7 +10,6 @@ member's address is also learned when that member calls.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -41,8 +40,11 @@ class Exchange:
         self._thread.start()
 
     def stop(self) -> None:
-        """The world is over. Returns when the thread has ended: torch's clients must not outlive the interpreter."""
+        """The world is over."""
         self._stop.set()
+
+    def join(self) -> None:
+        """Return when the thread has ended, after `stop`: torch's clients must not outlive the interpreter."""
         self._thread.join(CONNECT_S + 1.0)
 
     def _run(self) -> None:
@@ -58,7 +60,7 @@ class Exchange:
         near = [self._members.index(each) for each in neighbours.watched(self._mesh.id, self._members)]
         if self._rank == 0 or len(self._members) <= SMALL:
             near += [each for each in range(len(self._members)) if each not in near and each != self._rank]
-        return dict.fromkeys([*near, *([0] if self._rank else [])])  # type: ignore[return-value]
+        return [*dict.fromkeys([*near, *([0] if self._rank else [])])]
 
     def _read(self, store: TCPStore, missing: list[int]) -> None:
         """Read the addresses of the ranks that are missing, and remove them from the list."""

@@ -99,7 +99,9 @@ class Mesh:
         """By sender and its process: the number of the last message that was handled."""
         self._todo: collections.deque[Callable[[float], None]] = collections.deque()
         self._woken_until = 0.0
-        self._over = False
+        self._over = self._ended = False
+        """Whether the end was asked for, and whether nothing more is done in the thread."""
+        self._lock = threading.RLock()
         self._bell, self._button = socket.socketpair()
         self._bell.setblocking(False)
         self._button.setblocking(False)
@@ -152,14 +154,19 @@ class Mesh:
         """Say goodbye, so that nobody takes this member for lost, and hang up."""
         if not self._thread.ident:
             self._close(self._clock())
+            self._finish()
         elif not self._over:
             self._do(self._close)
             self._thread.join(2 * TICK_S)
 
     def _do(self, what: Callable[[float], None]) -> None:
-        self._todo.append(what)
-        with contextlib.suppress(OSError):  # it has rung enough, or is gone with the thread
-            self._button.send(b"!")
+        with self._lock:
+            if self._ended:
+                what(self._clock())
+                return
+            self._todo.append(what)
+            with contextlib.suppress(BlockingIOError):  # it has rung often enough
+                self._button.send(b"!")
 
     # In the mesh's thread
 
@@ -168,11 +175,15 @@ class Mesh:
             try:
                 self.turn(TICK_S)
             except Exception:  # without this thread nobody would hear of a peer's end
-                print(
-                    f"outlast | the mesh of worker {self.id} goes on after:\n{traceback.format_exc()}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                _complain(f"the mesh of worker {self.id} goes on after:\n{traceback.format_exc()}")
+        self._finish()
+
+    def _finish(self) -> None:
+        with self._lock:
+            self._ended = True
+            while self._todo:
+                self._todo.popleft()(self._clock())
+            self._release()
 
     def turn(self, longest_s: float) -> None:
         """Wait for something to do, `longest_s` at most, and do it."""
@@ -256,7 +267,7 @@ class Mesh:
         try:
             self.handlers[message["kind"]](id, message)
         except Exception:  # a mistake in one handler must not end the mesh
-            print(f"outlast | a message of worker {id} was too much:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            _complain(f"a message of worker {id} was too much:\n{traceback.format_exc()}")
 
     def _drop(self, caller: _Caller) -> None:
         del self._callers[caller]
@@ -284,8 +295,11 @@ class Mesh:
 
     def _learn(self, addresses: dict[int, str], now: float) -> None:
         for id, address in addresses.items():
-            if id != self.id:
-                self._peer(id).meet(address, now)
+            try:
+                if id != self.id:
+                    self._peer(id).meet(address, now)
+            except ValueError as problem:
+                _complain(f"worker {id} has no address in the mesh: {problem}")
 
     def _tell(self) -> None:
         """Publish what is known of the watched peers, if that has changed."""
@@ -300,19 +314,27 @@ class Mesh:
         try:
             self.changed()
         except Exception:  # who wants to know must not end the mesh
-            print(f"outlast | the mesh of worker {self.id}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            _complain(f"the mesh of worker {self.id}:\n{traceback.format_exc()}")
 
     def _close(self, now: float) -> None:
         self._over = True
-        for peer in self._peers.values():
-            peer.close()
-        for caller in [*self._callers]:
+        for caller in self._callers:
             if caller.id is not None:
                 with contextlib.suppress(OSError):  # it has gone before us
                     caller.connection.send({"goodbye": True})
                     caller.connection.flush()
+
+    def _release(self) -> None:
+        """Close everything, as the kernel does when a process ends."""
+        for peer in self._peers.values():
+            peer.close()
+        for caller in [*self._callers]:
             self._drop(caller)
         self._listener.close()
         self._selector.close()
         self._bell.close()
         self._button.close()
+
+
+def _complain(sentence: str) -> None:
+    print(f"outlast | {sentence}", file=sys.stderr, flush=True)

@@ -1,0 +1,286 @@
+"""The mesh: whom a member watches, what it concludes from silence and refusals, and two ends on the loopback interface."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.rendezvous.mesh import connection, hearing, neighbours
+from outlast.rendezvous.mesh.hearing import Hearing
+from outlast.rendezvous.mesh.mesh import Mesh, Undelivered
+
+KEY = b"key of the run"
+SOON_S = 30.0
+"""How long a test waits for what happens at once, on a machine that is not busy."""
+
+
+def until(true: Callable[[], object]) -> None:
+    end = time.monotonic() + SOON_S
+    while not true():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def made() -> Iterator[Callable[..., Mesh]]:
+    """Makes members; those that are left at the end are closed."""
+    all_of_them: list[Mesh] = []
+
+    def make(id: int, *, key: bytes = KEY, run: str = "run", host: str = "127.0.0.1") -> Mesh:
+        mesh = Mesh(id, host, key, run=run)
+        all_of_them.append(mesh)
+        return mesh
+
+    yield make
+    for mesh in all_of_them:
+        mesh.close()
+
+
+def joined(*meshes: Mesh, generation: int = 1) -> None:
+    """All enter one world, and have heard one another."""
+    for mesh in meshes:
+        mesh.enter(generation, [each.id for each in meshes], {each.id: each.address for each in meshes})
+    until(lambda: all(mesh.complete for mesh in meshes))
+
+
+def killed(mesh: Mesh) -> None:
+    """End it as the kernel ends a process that was killed: nothing is said, all sockets are closed."""
+    mesh._do(lambda now: setattr(mesh, "_over", True))
+    mesh._thread.join(SOON_S)
+
+
+# Neighbours
+
+
+@given(st.integers(1, 8))
+def test_in_a_small_world_everybody_watches_everybody(size: int) -> None:
+    members = range(100, 100 + size)
+    assert all(neighbours.watched(id, members) == tuple(each for each in members if each != id) for id in members)
+
+
+@given(st.lists(st.integers(0, 9999), min_size=9, max_size=300, unique=True))
+def test_in_a_large_world_each_member_watches_few_and_is_watched_by_the_same(members: list[int]) -> None:
+    watched = {id: set(neighbours.watched(id, members)) for id in members}
+    assert all(4 <= len(peers) <= 6 and id not in peers for id, peers in watched.items())
+    assert all(id in watched[peer] for id, peers in watched.items() for peer in peers)
+    near = {members[1], members[2], members[-1], members[-2], members[len(members) // 2]}
+    assert near <= watched[members[0]]
+
+
+# Hearing
+
+
+def test_a_peer_that_does_not_answer_is_unheard_after_its_patience() -> None:
+    peer = Hearing()
+    peer.doubted(10.0, 1.0)
+    peer.doubted(10.9, 1.0)
+    peer.passed(10.9)
+    assert (peer.unheard, peer.attempt_s) == ("", hearing.ATTEMPT_S)
+    peer.passed(11.0)
+    assert (peer.unheard, peer.gone) == ("has not answered for 1.0 s after its connection broke", False)
+    peer.proven()
+    assert not peer.unheard
+
+
+def test_a_peer_is_gone_when_it_refuses_twice_and_one_refusal_proves_nothing() -> None:
+    peer = Hearing()
+    peer.doubted(10.0, 1.0)
+    peer.refused()
+    assert (peer.unheard, peer.pause_s) == ("", hearing.AGAIN_S)
+    peer.refused()
+    assert (peer.unheard, peer.gone, peer.pause_s) == ("refuses connections", True, hearing.PAUSE_S)
+
+
+def test_a_stopped_process_stays_heard_because_its_kernel_accepts() -> None:
+    peer = Hearing()
+    peer.doubted(10.0, 1.0)
+    peer.accepted()
+    peer.passed(1000.0)
+    assert not peer.unheard
+    peer.doubted(1000.0, 1.0)  # now its machine goes silent, too: counted from here
+    peer.passed(1000.5)
+    assert not peer.unheard
+
+
+def test_to_be_heard_again_takes_a_proof() -> None:
+    peer = Hearing()
+    peer.doubted(10.0, 1.0)
+    peer.passed(12.0)
+    peer.accepted()
+    assert peer.unheard
+    peer.proven()
+    assert not peer.unheard
+
+
+# Members
+
+
+def test_members_hear_one_another_and_a_killed_one_is_gone_at_once(made: Callable[..., Mesh]) -> None:
+    one, two, three = made(1), made(2), made(3)
+    joined(one, two, three)
+    assert [mesh.unheard for mesh in (one, two, three)] == [(), (), ()]
+    changes: list[tuple[int, ...]] = []
+    one.changed = lambda: changes.append(one.unheard)
+    killed(two)
+    until(lambda: one.unheard == three.unheard == (2,))
+    assert (one.refused, one.reasons) == ((2,), {2: "refuses connections"})
+    assert changes == [(2,)]
+
+
+def test_who_says_goodbye_is_not_missed(made: Callable[..., Mesh]) -> None:
+    one, two, three = made(1), made(2), made(3)
+    joined(one, two, three)
+    changes: list[object] = []
+    one.changed = lambda: changes.append(one.unheard)
+    two.close()
+    until(lambda: "has left" in str(one.send(2, {"kind": "x"}).exception(SOON_S)))
+    killed(three)
+    until(lambda: one.unheard == (3,))
+    assert changes == [(3,)]
+
+
+def test_a_connection_that_is_reset_is_made_again_and_nobody_is_accused(made: Callable[..., Mesh]) -> None:
+    one, two = made(1), made(2)
+    joined(one, two)
+    changes: list[object] = []
+    one.changed = lambda: changes.append((one.unheard, one.complete))
+    two.handlers["x"] = lambda id, message: None
+    calls = one._peers[2]._number
+    two._do(lambda now: [two._drop(caller) for caller in [*two._callers]] and None)  # type: ignore[func-returns-value]
+    one.send(2, {"kind": "x"}).result(SOON_S)
+    assert (changes, calls) == ([], 0)
+
+
+def test_a_member_that_comes_back_at_another_address_is_heard_in_the_next_world(made: Callable[..., Mesh]) -> None:
+    one, two = made(1), made(2)
+    joined(one, two)
+    killed(two)
+    until(lambda: one.unheard == (2,))
+    again = made(2)
+    one.enter(2, (1, 2))
+    assert (one.generation, one.unheard, one.complete) == (2, (), False)
+    again.enter(2, (1, 2), {1: one.address})  # it calls, and so its address is known
+    until(lambda: one.complete)
+    assert one.unheard == ()
+
+
+def test_a_peer_that_was_never_heard_is_not_accused(made: Callable[..., Mesh]) -> None:
+    one = made(1)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    one.enter(1, (1, 2, 3), {2: address})
+    until(lambda: "refuses connections" in str(one.send(2, {"kind": "x"}).exception(SOON_S)))
+    assert (one.unheard, one.complete) == ((), False)
+    problem = one.send(3, {"kind": "x"}, within_s=0.01).exception(SOON_S)
+    assert str(problem) == "worker 3 has not acknowledged a message in time; its address is not known"
+
+
+@pytest.mark.parametrize(("key", "run"), [(b"another", "run"), (KEY, "another")])
+def test_who_has_another_key_or_is_of_another_run_is_no_member(made: Callable[..., Mesh], key: bytes, run: str) -> None:
+    one, stranger = made(1), made(2, key=key, run=run)
+    one.enter(1, (1, 2), {2: stranger.address})
+    problem = one.send(2, {"kind": "x"}).exception(SOON_S)
+    assert isinstance(problem, Undelivered)
+    assert str(problem) == "worker 2 refuses connections"
+    assert not one.complete
+
+
+def test_who_is_somebody_else_is_not_taken_for_a_member(made: Callable[..., Mesh]) -> None:
+    one, three = made(1), made(3)
+    one.enter(1, (1, 2), {2: three.address})
+    assert str(one.send(2, {"kind": "x"}).exception(SOON_S)) == "worker 2 refuses connections"
+
+
+def test_strangers_do_no_harm(made: Callable[..., Mesh]) -> None:
+    one, two = made(1), made(2)
+    joined(one, two)
+    _, where = connection.resolved(one.address)
+    for said in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 5000,
+        b'{"nonce": "x"}\n' + b"0" * 64 + b" {}\n",
+        b"[" * 100_000 + b"\n",
+        b"",
+    ):
+        with socket.create_connection(where) as stranger:
+            stranger.settimeout(SOON_S)
+            stranger.sendall(said)
+            stranger.shutdown(socket.SHUT_WR)
+            try:
+                while stranger.recv(4096):
+                    pass
+            except ConnectionError:
+                pass
+    two.handlers["x"] = lambda id, message: None
+    one.send(2, {"kind": "x"}).result(SOON_S)
+    assert (one.unheard, two.unheard) == ((), ())
+
+
+# Messages
+
+
+def test_a_message_reaches_any_member_once_and_in_order(made: Callable[..., Mesh]) -> None:
+    meshes = [made(id) for id in range(10)]
+    joined(*meshes)
+    assert 3 not in neighbours.watched(0, range(10))
+    got: list[tuple[int, object]] = []
+    meshes[3].handlers["vote"] = lambda id, message: got.append((id, message["n"]))
+    sent = [meshes[0].send(3, {"kind": "vote", "n": n}) for n in range(20)]
+    for each in sent:
+        assert each.result(SOON_S) is None
+    assert got == [(0, n) for n in range(20)]
+    own = meshes[3].send(3, {"kind": "vote", "n": 20})
+    own.result(SOON_S)
+    assert got[-1] == (3, 20)
+
+
+def test_a_message_that_was_on_its_way_when_the_connection_broke_arrives_once(made: Callable[..., Mesh]) -> None:
+    one, two = made(1), made(2)
+    joined(one, two)
+    got: list[object] = []
+
+    def handle(id: int, message: object) -> None:
+        got.append(message)
+        if len(got) == 1:  # the answer is lost with the connection
+            for caller in [*two._callers]:
+                caller.connection.sock.shutdown(socket.SHUT_RDWR)
+
+    two.handlers["x"] = handle
+    one.send(2, {"kind": "x"}).result(SOON_S)
+    assert got == [{"kind": "x"}]
+
+
+def test_a_message_that_nobody_knows_is_not_delivered(made: Callable[..., Mesh]) -> None:
+    one, two = made(1), made(2)
+    joined(one, two)
+    problem = one.send(2, {"kind": "new"}).exception(SOON_S)
+    assert str(problem) == "worker 2 knows no such message; it runs another version"
+
+
+def test_a_mistake_in_a_handler_does_not_end_the_mesh(made: Callable[..., Mesh], capfd: pytest.CaptureFixture[str]) -> None:
+    one, two = made(1), made(2)
+    joined(one, two)
+    two.handlers["x"] = lambda id, message: 1 / 0  # type: ignore[assignment, return-value]
+    two.handlers["y"] = lambda id, message: None
+    one.send(2, {"kind": "x"}).result(SOON_S)
+    one.send(2, {"kind": "y"}).result(SOON_S)
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_after_the_end_nothing_is_sent(made: Callable[..., Mesh]) -> None:
+    one, two = made(1), made(2)
+    joined(one, two)
+    one.close()
+    one.close()
+    with pytest.raises(Undelivered, match="this worker has left the mesh"):
+        one.send(2, {"kind": "x"}).result(SOON_S)
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
+def test_members_may_be_at_ipv6_addresses(made: Callable[..., Mesh]) -> None:
+    joined(made(1, host="::1"), made(2, host="::1"))
