@@ -1,0 +1,239 @@
+"""Attempts: members start the processes of their world again by themselves, whatever happens to their messages."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.rendezvous import attempts, failures
+from outlast.rendezvous.attempts import Go, No, Party, Past, Ready, Stage, Stop
+
+
+def a_failure(worker: int = 1, **fields: Any) -> dict[str, Any]:
+    return {
+        "rank": worker,
+        "code": 137,
+        "reason": f"rank {worker} on worker {worker} was killed by SIGKILL",
+        "time": 5.0,
+        **fields,
+    }
+
+
+ECHO: dict[str, Any] = {"code": 1, "reason": "rank 0 on worker 0 lost its peer", "echo": True, "time": 1.0}
+
+
+class Net:
+    """Some members and their messages under way. `ranks` has the attempt whose processes run, None where they are gone."""
+
+    def __init__(self, size: int) -> None:
+        self.members = tuple(range(3, 3 + size))
+        self.parties = {id: Party(id, self.members, 7) for id in self.members}
+        self.ranks: dict[int, int | None] = dict.fromkeys(self.members, 0)
+        self.underway: list[tuple[int, int, attempts.Message]] = []
+        self.addresses: dict[int, str] = {}
+        self.made = 0
+        self.now = 100.0
+
+    def send(self, sender: int, letters: attempts.Letters) -> None:
+        for to, message in letters:
+            written = json.loads(json.dumps(attempts.written(message)))
+            assert attempts.read(written) == message
+            self.underway.append((sender, to, message))
+
+    def crash(self, id: int, failure: dict[str, Any] | None = None) -> None:
+        self.stop(id, failure or a_failure(id))
+
+    def stop(self, id: int, failure: dict[str, Any] | None = None) -> None:
+        if self.ranks[id] is None:
+            return
+        self.ranks[id] = None
+        address = f"host-{id}:{self.made}"
+        self.send(id, self.parties[id].stopped(address, 10 + self.made, failure, self.now))
+
+    def deliver(self, index: int, *, keep: bool = False) -> None:
+        sender, to, message = self.underway[index] if keep else self.underway.pop(index)
+        self.send(to, self.parties[to].take(sender, message, self.now))
+
+    def obey(self, id: int) -> None:
+        party = self.parties[id]
+        if party.stage is Stage.STOPPING:
+            self.stop(id)
+        elif party.stage is Stage.GOES and party.go:
+            self.start(id, party.go)
+
+    def start(self, id: int, go: Go) -> None:
+        assert self.addresses.setdefault(go.attempt, go.address) == go.address, "an attempt has one store"
+        assert go.attempt > self.parties[id].attempt, "attempts only grow"
+        assert set(self.ranks.values()) <= {None, go.attempt}, "processes of an earlier attempt still run"
+        self.parties[id].taken_up()
+        self.ranks[id] = go.attempt
+        self.made = max(self.made, go.attempt)
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        for id, party in self.parties.items():
+            self.send(id, party.tick(self.now))
+
+    def settle(self) -> None:
+        """Everything arrives from now on, and everybody does what it is asked."""
+        for _ in range(50):
+            while self.underway:
+                self.deliver(0)
+            for id in self.members:
+                self.obey(id)
+            self.tick(0.25)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("failed", ["first", "last"])
+def test_members_agree_and_start_their_processes_again(size: int, failed: str) -> None:
+    net = Net(size)
+    id = net.members[0 if failed == "first" else -1]
+    for attempt in (1, 2):
+        net.crash(id)
+        net.settle()
+        assert net.ranks == dict.fromkeys(net.members, attempt)
+        assert all(p.go and p.go.past == Past(7, attempt, id, a_failure(id)) for p in net.parties.values())
+
+
+def test_the_cause_is_what_the_coordinator_would_judge_it_to_be() -> None:
+    net = Net(3)
+    net.crash(3, ECHO)
+    net.crash(5)
+    net.settle()
+    assert net.parties[4].go and net.parties[4].go.worker == 5
+
+
+def test_a_cause_may_report_before_the_others_are_stopped_for_an_echo() -> None:
+    net = Net(3)
+    net.crash(4, ECHO)
+    net.deliver(0)
+    assert net.underway == [] and net.parties[3].stage is Stage.TRAINING
+    net.tick(failures.COORDINATOR.cause - 0.1)
+    assert net.parties[3].stage is Stage.TRAINING
+    net.tick(0.2)
+    assert net.parties[3].stage is Stage.STOPPING
+
+
+@pytest.mark.parametrize(
+    "failure", [a_failure(code=78), a_failure(code=75), a_failure(code=79), a_failure(code=1, early="NameError")]
+)
+def test_what_another_start_would_not_help_is_the_coordinators(failure: dict[str, Any]) -> None:
+    net = Net(2)
+    net.crash(4, failure)
+    net.settle()
+    assert {party.stage for party in net.parties.values()} == {Stage.REFUSED}
+    assert net.ranks == {3: None, 4: None} and failure["reason"] in net.parties[4].reason
+
+
+def test_attempts_without_progress_end() -> None:
+    net = Net(2)
+    party = net.parties[3]
+    for _ in range(attempts.TRIES):
+        net.made = 0  # which stands for the step
+        net.crash(4)
+        net.settle()
+        assert party.stage is Stage.TRAINING
+    net.made = 0
+    net.crash(4)
+    net.settle()
+    assert party.stage is Stage.REFUSED and party.reason == "3 attempts in a row made no progress"
+    assert party.attempt == 3
+
+
+def test_whoever_waits_for_long_is_late() -> None:
+    party = Party(4, (3, 4), 7)
+    assert not party.late(1000.0)
+    assert party.stopped("host:1", 5, None, 10.0) == [(3, Ready(7, 1, "host:1", 5))]
+    assert not party.late(11.0) and party.late(12.0)
+    assert party.tick(12.5) == [(3, Ready(7, 1, "host:1", 5))]
+
+
+def test_a_member_that_missed_an_attempt_takes_part_in_the_next() -> None:
+    net = Net(3)
+    net.crash(5)
+    for _ in range(3):
+        net.deliver(0)  # Ready, and Stop for both
+        net.obey(4), net.obey(3)
+    while len(net.underway) > 1:
+        net.deliver(0)
+    net.underway = [each for each in net.underway if each[1] == 4]
+    net.settle()
+    net.crash(3, ECHO)
+    net.settle()
+    assert set(net.ranks.values()) == {net.made}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        None,
+        [],
+        {},
+        {"word": "go"},
+        {"word": "stop", "generation": 1},
+        {"word": "stop", "generation": 1, "attempt": 0},
+        {"word": "stop", "generation": True, "attempt": 1},
+        {"word": "go", "generation": 1, "attempt": 1, "address": 5, "worker": 1, "failure": {}},
+        {"word": "ready", "generation": 1, "attempt": 1, "address": "a:1", "failure": "x"},
+    ],
+)
+def test_what_no_member_says_is_no_message(said: object) -> None:
+    assert attempts.read(said) is None
+
+
+def test_fields_of_newer_versions_are_ignored() -> None:
+    assert attempts.read({"word": "no", "generation": 1, "attempt": 2, "reason": "x", "new": 1}) == No(1, 2, "x")
+
+
+def test_messages_of_other_worlds_and_of_strangers_are_ignored() -> None:
+    party = Party(4, (3, 4), 7)
+    for sender, message in [(3, Stop(6, 1)), (5, Stop(7, 1)), (4, Stop(7, 1)), (3, Stop(8, 1))]:
+        assert party.take(sender, message, 0.0) == [] and party.stage is Stage.TRAINING
+
+
+def test_a_report_lists_the_newest_attempts_and_few_words() -> None:
+    words = a_failure(traceback="t" * 9000, log_tail="l" * 9000)
+    said = attempts.listed(Past(7, attempt, 1, attempts.shortened(words)) for attempt in range(1, 40))
+    assert [each["attempt"] for each in said] == list(range(20, 40))
+    assert len(json.dumps(said)) < 12_000 and len(said[-1]["failure"]["log_tail"]) == 2000
+    assert [Past.of(each) for each in said][0].failure == {**a_failure(), "traceback": "", "log_tail": ""}
+
+
+@given(st.data())
+def test_whatever_is_lost_doubled_or_late_no_processes_of_two_attempts_run(data: st.DataObject) -> None:
+    net = Net(data.draw(st.integers(1, 4), label="members"))
+    overruled = False
+    for _ in range(data.draw(st.integers(5, 120), label="steps")):
+        id = data.draw(st.sampled_from(net.members))
+        match data.draw(
+            st.sampled_from(["deliver", "deliver", "deliver", "obey", "obey", "crash", "twice", "lose", "tick", "call"])
+        ):
+            case "crash":
+                net.crash(id, data.draw(st.sampled_from([None, ECHO])))
+            case "obey":
+                net.obey(id)
+            case "tick":
+                net.tick(data.draw(st.sampled_from([0.05, 0.3, 1.0])))
+            case "call":  # rarely, or nothing else is tried
+                if data.draw(st.integers(0, 9)) == 9:
+                    overruled = True
+                    net.send(id, net.parties[id].refuse("the coordinator has called"))
+                    refused = net.parties[id]
+                    assert refused.stage is Stage.REFUSED
+            case how if net.underway:
+                index = data.draw(st.integers(0, len(net.underway) - 1))
+                if how == "lose":
+                    net.underway.pop(index)
+                else:
+                    net.deliver(index, keep=how == "twice")
+    before = {id for id, party in net.parties.items() if party.stage is Stage.REFUSED}
+    net.settle()
+    assert before <= {id for id, party in net.parties.items() if party.stage is Stage.REFUSED}
+    gave_up = overruled or any(party.stage is Stage.REFUSED for party in net.parties.values())
+    if not gave_up:
+        assert set(net.ranks.values()) == {net.made}, "they come together again"
