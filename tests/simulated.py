@@ -57,6 +57,9 @@ class Agent:
     failure: Document | None = None
     told_to_leave: bool = False
     saving_until: float | None = None
+    attempt: int = 0
+    past: list[Document] = dataclasses.field(default_factory=list)
+    """What the members have repaired by themselves."""
     frozen: bool = False
     """Whether it answers nobody any more: it was stopped, or hangs."""
     answered: float = 0.0
@@ -346,6 +349,19 @@ class Cluster:
             if other.standing == "training" and other.generation == generation:
                 self.drop(other, echo=other is not agent, code=code)
 
+    def repair(self, index: int) -> None:
+        """A process of a worker is killed, and the members start again by themselves."""
+        failed = self.agent_of(index)
+        assert failed is not None
+        said = f"rank {index} on worker {index} was killed by SIGKILL"
+        failure = {"rank": index, "code": 137, "reason": said, "time": self.now, "step": self.step, "committed": self.committed}
+        for agent in self.agents.values():
+            if agent.standing == "training" and agent.generation == failed.generation:
+                agent.attempt += 1
+                past = {"generation": agent.generation, "attempt": agent.attempt, "worker": index, "failure": failure}
+                agent.past = [*agent.past, past]
+        self.step = self.committed
+
     def drop(self, agent: Agent, *, echo: bool, code: int = 1) -> None:
         said = f"rank {agent.index} on worker {agent.index} failed"
         failure = {
@@ -505,7 +521,7 @@ class Cluster:
         said = {
             "run": f"train-{self.job['metadata']['uid'][:8]}", "id": agent.index, "standing": agent.standing,
             "generation": agent.generation, "since": agent.since, "address": f"10.0.0.{agent.index}:1",
-            "failed": agent.failed, "failure": agent.failure,
+            "failed": agent.failed, "failure": agent.failure, "attempt": agent.attempt, "past": agent.past,
         }  # fmt: skip
         text = json.dumps(said)
         node = self.deciders.nodes.get(agent.uid) if self.deciders else None

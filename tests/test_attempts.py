@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.rendezvous import attempts, failures
+from outlast.rendezvous import attempts, coordinator, failures, restarts, world
 from outlast.rendezvous.attempts import Go, No, Party, Past, Ready, Stage, Stop
+from outlast.rendezvous.transports.sockets import Report
+from outlast.status import State
 
 
 def a_failure(worker: int = 1, **fields: Any) -> dict[str, Any]:
@@ -105,14 +109,16 @@ def test_the_cause_is_what_the_coordinator_would_judge_it_to_be() -> None:
     net.crash(3, ECHO)
     net.crash(5)
     net.settle()
-    assert net.parties[4].go and net.parties[4].go.worker == 5
+    assert net.parties[4].go
+    assert net.parties[4].go.worker == 5
 
 
 def test_a_cause_may_report_before_the_others_are_stopped_for_an_echo() -> None:
     net = Net(3)
     net.crash(4, ECHO)
     net.deliver(0)
-    assert net.underway == [] and net.parties[3].stage is Stage.TRAINING
+    assert net.underway == []
+    assert net.parties[3].stage is Stage.TRAINING
     net.tick(failures.COORDINATOR.cause - 0.1)
     assert net.parties[3].stage is Stage.TRAINING
     net.tick(0.2)
@@ -127,7 +133,8 @@ def test_what_another_start_would_not_help_is_the_coordinators(failure: dict[str
     net.crash(4, failure)
     net.settle()
     assert {party.stage for party in net.parties.values()} == {Stage.REFUSED}
-    assert net.ranks == {3: None, 4: None} and failure["reason"] in net.parties[4].reason
+    assert net.ranks == {3: None, 4: None}
+    assert failure["reason"] in net.parties[4].reason
 
 
 def test_attempts_without_progress_end() -> None:
@@ -141,7 +148,8 @@ def test_attempts_without_progress_end() -> None:
     net.made = 0
     net.crash(4)
     net.settle()
-    assert party.stage is Stage.REFUSED and party.reason == "3 attempts in a row made no progress"
+    assert party.stage is Stage.REFUSED
+    assert party.reason == "3 attempts in a row made no progress"
     assert party.attempt == 3
 
 
@@ -149,7 +157,8 @@ def test_whoever_waits_for_long_is_late() -> None:
     party = Party(4, (3, 4), 7)
     assert not party.late(1000.0)
     assert party.stopped("host:1", 5, None, 10.0) == [(3, Ready(7, 1, "host:1", 5))]
-    assert not party.late(11.0) and party.late(12.0)
+    assert not party.late(11.0)
+    assert party.late(12.0)
     assert party.tick(12.5) == [(3, Ready(7, 1, "host:1", 5))]
 
 
@@ -193,15 +202,17 @@ def test_fields_of_newer_versions_are_ignored() -> None:
 def test_messages_of_other_worlds_and_of_strangers_are_ignored() -> None:
     party = Party(4, (3, 4), 7)
     for sender, message in [(3, Stop(6, 1)), (5, Stop(7, 1)), (4, Stop(7, 1)), (3, Stop(8, 1))]:
-        assert party.take(sender, message, 0.0) == [] and party.stage is Stage.TRAINING
+        assert party.take(sender, message, 0.0) == []
+        assert party.stage is Stage.TRAINING
 
 
 def test_a_report_lists_the_newest_attempts_and_few_words() -> None:
     words = a_failure(traceback="t" * 9000, log_tail="l" * 9000)
     said = attempts.listed(Past(7, attempt, 1, attempts.shortened(words)) for attempt in range(1, 40))
     assert [each["attempt"] for each in said] == list(range(20, 40))
-    assert len(json.dumps(said)) < 12_000 and len(said[-1]["failure"]["log_tail"]) == 2000
-    assert [Past.of(each) for each in said][0].failure == {**a_failure(), "traceback": "", "log_tail": ""}
+    assert len(json.dumps(said)) < 12_000
+    assert len(said[-1]["failure"]["log_tail"]) == 2000
+    assert next(Past.of(each) for each in said).failure == {**a_failure(), "traceback": "", "log_tail": ""}
 
 
 @given(st.data())
@@ -237,3 +248,118 @@ def test_whatever_is_lost_doubled_or_late_no_processes_of_two_attempts_run(data:
     gave_up = overruled or any(party.stage is Stage.REFUSED for party in net.parties.values())
     if not gave_up:
         assert set(net.ranks.values()) == {net.made}, "they come together again"
+
+
+# Counted afterwards
+
+
+class Counting(coordinator.Coordinator):
+    """A coordinator of the members 3 and 4, which train in generation 7."""
+
+    def __init__(self, limit: int = 10) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.said: list[str] = []
+        self.now = 100.0
+        policy = restarts.Policy(limit, timedelta(hours=1))
+        super().__init__(coordinator.Settings((1, 2), policy, world.Timeouts()), lambda: self.now)
+        self.known = world.State({}, world.World(7, (3, 4), "a:1", "training starts", 0.0))
+        for id in (3, 4):
+            self.hears(id)
+
+    def say(self, state: State, reason: str) -> None:
+        self.said.append(f"{state}: {reason}")
+
+    def event(self, kind: str, **facts: Any) -> None:
+        self.events.append((kind, facts))
+
+    def hears(self, id: int, standing: str = "training", **fields: Any) -> None:
+        self.heard(Report.of({"run": "r", "id": id, "standing": standing, "generation": 7, "address": f"h-{id}:1", **fields}))
+
+    def goes_on(self, seconds: float = 2.0) -> None:
+        self.now += seconds
+        for _ in range(3):
+            self.decide(2, {3, 4})
+            self.judge_when_settled()
+
+    def counted(self) -> list[tuple[int, int]]:
+        return [(facts["generation"], facts["attempt"]) for kind, facts in self.events if kind == "failure"]
+
+
+def the_past(*attempts: int, generation: int = 7, worker: int = 4) -> list[dict[str, Any]]:
+    return [
+        {"generation": generation, "attempt": attempt, "worker": worker, "failure": a_failure(worker)} for attempt in attempts
+    ]
+
+
+def test_repaired_failures_are_counted_once_whoever_reports_them() -> None:
+    run = Counting()
+    run.hears(3, attempt=2, past=the_past(1, 2))
+    run.hears(4, attempt=2, past=the_past(2, 1))
+    run.hears(3, attempt=2, past=the_past(1, 2), unheard=[4])
+    assert (run.counted(), run.restarts, run.judged) == ([(7, 0), (7, 1)], 2, (7, 1))
+    assert run.said[-1] == (
+        "Running: repaired by its workers, attempt 2 of generation 7: rank 4 on worker 4 was killed by SIGKILL; restart 2 of 10"
+    )
+    assert run.known.called is None
+
+
+def test_a_failure_that_is_reported_and_then_repaired_is_one() -> None:
+    run = Counting()
+    run.hears(4, "waiting", failed=True, failure=a_failure(4))
+    run.hears(4, attempt=1, past=the_past(1))
+    run.goes_on()
+    assert (run.counted(), run.known.called) == ([(7, 0)], None)
+    run.hears(4, "waiting", attempt=1, failed=True, failure=a_failure(4))
+    run.goes_on()
+    assert run.counted() == [(7, 0), (7, 1)]
+    assert run.known.called is not None
+
+
+def test_members_of_which_some_have_gone_are_called_together_for_one_failure() -> None:
+    run = Counting()
+    run.hears(4, "waiting", failed=True, failure=a_failure(4))
+    run.goes_on(0.0)
+    assert run.known.called is not None
+    run.hears(3, attempt=1, past=the_past(1))
+    run.hears(3, "waiting", attempt=1, failed=True, failure=ECHO)
+    run.goes_on(0.0)
+    assert run.known.world is not None
+    assert (run.known.world.generation, run.restarts) == (8, 1)
+
+
+def test_repaired_failures_use_up_the_budget() -> None:
+    run = Counting(limit=2)
+    run.hears(3, attempt=4, past=the_past(1, 2, 3, 4))
+    assert (run.counted(), run.closed is not None) == ([(7, 0), (7, 1), (7, 2)], True)
+
+
+def test_saved_steps_refund_repaired_failures_as_they_do_others() -> None:
+    run = Counting(limit=2)
+    past = the_past(1, 2, 3, 4)
+    for each in past:
+        each["failure"] = {**each["failure"], "committed": 10 * each["attempt"]}
+    run.hears(3, attempt=4, past=past)
+    assert (run.restarts, run.closed) == (4, None)
+
+
+@pytest.mark.parametrize("past", [[{}], [{"generation": 7}], [{**the_past(1)[0], "attempt": 0}], the_past(1, generation=99)])
+def test_a_past_that_makes_no_sense_counts_nothing(past: list[dict[str, Any]]) -> None:
+    run = Counting()
+    run.hears(3, past=past)
+    assert (run.counted(), run.judged) == ([], (0, 0))
+
+
+@pytest.mark.parametrize("fields", [{"past": 5}, {"past": ["x"]}, {"past": [{}] * 65}, {"attempt": -1}, {"attempt": "1"}])
+def test_a_report_that_no_member_sends_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="of a report cannot be"):
+        Counting().hears(3, **fields)
+
+
+def test_a_new_world_begins_with_attempt_0_and_keeps_the_past() -> None:
+    report = Report.of({"run": "r", "id": 3, "standing": "training", "generation": 7, "attempt": 2, "past": the_past(1, 2)})
+    assert dataclasses.asdict(report.changed("training", generation=8)) == {
+        **dataclasses.asdict(report),
+        "generation": 8,
+        "attempt": 0,
+        "since": pytest.approx(report.since, abs=1e12),
+    }

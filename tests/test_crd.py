@@ -453,7 +453,7 @@ def test_a_status_of_an_operator_is_read() -> None:
     found = JobStatus.model_validate({"name": "a", **written})
     assert (found.state, found.step, found.world, found.goodput) == (State.RUNNING, 1, [1], 1.5)
     assert found.failure == Failure(
-        **dict.fromkeys(("worker", "rank", "code", "step", "generation"), 1),
+        **dict.fromkeys(("worker", "rank", "code", "step", "generation", "attempt"), 1),
         **dict.fromkeys(("reason", "traceback", "node", "logTail"), "text"),
         time=1.5,
         counted=True,

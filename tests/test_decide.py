@@ -320,6 +320,39 @@ def test_a_process_that_fails_costs_no_pod() -> None:
     assert failure["logTail"] == "rank 1 on worker 1 failed\n"
 
 
+def test_what_members_repair_while_nobody_decides_is_counted_once_and_in_order() -> None:
+    cluster = training()
+    made, generation = dict(cluster.made), cluster.status["generation"]
+    cluster.reached = False
+    for index in (0, 1, 0):
+        cluster.repair(index)
+        cluster.run(5)
+    assert cluster.status["restarts"] == 0
+    cluster.reached = True
+    cluster.run(30)
+    assert (cluster.status["restarts"], cluster.status["generation"], cluster.made) == (3, generation, made)
+    assert cluster.status["judged"] == {**cluster.status["judged"], "generation": generation, "attempt": 2}
+    assert cluster.status["lastFailure"]["reason"] == "rank 0 on worker 0 was killed by SIGKILL"
+    assert len(cluster.status["failures"]) == 3
+    cluster.repair(1)
+    cluster.run(30)
+    assert (cluster.status["restarts"], cluster.status["state"]) == (4, "Running")
+    said = f"repaired by its workers, attempt 4 of generation {generation}: rank 1 on worker 1 was killed by SIGKILL"
+    assert cluster.status["reason"].startswith(said)
+    again(cluster, by=lambda: cluster.fail(1))
+    assert cluster.status["restarts"] == 5
+
+
+def test_attempts_use_up_the_budget_as_well() -> None:
+    cluster = training(restarts={"limit": 2})
+    cluster.reached = False
+    for _ in range(4):
+        cluster.repair(1)
+    cluster.reached = True
+    cluster.until(lambda c: c.status["state"] == "Failed")
+    assert "restarts.limit (2 within 1h without a new checkpoint) is used up" in cluster.status["reason"]
+
+
 def test_an_agent_that_says_no_log_tail_is_understood() -> None:
     def fail(cluster: Cluster) -> None:
         cluster.fail(1)

@@ -22,7 +22,7 @@ from outlast.local.workers import Ended, Worker
 from outlast.rendezvous import failures, world
 from outlast.rendezvous.failures import Pending
 from outlast.rendezvous.handler import Handler
-from outlast.rendezvous.transports.sockets import Called
+from outlast.rendezvous.transports.sockets import Called, Report
 from outlast.report import goodput
 from outlast.status import Failure, State
 from outlast.workerfiles import notice, progress
@@ -235,6 +235,24 @@ def test_workers_of_a_world_that_die_one_after_another_are_one_failure_and_those
         counted.append(launcher.restarts)
         launcher.pool._failed_starts[1] += index  # it is started again
     assert counted == [1, 1, 2]
+
+
+def test_what_members_repaired_is_counted_once_whatever_becomes_of_the_launcher(tmp_path: Path) -> None:
+    launcher = a_launcher(tmp_path, Machine())
+    launcher.known = world.State({}, world.World(1, (0, 1), "a:1", "training starts", 0.0))
+    failure = {"code": 137, "reason": "rank 1 on worker 1 was killed by SIGKILL", "time": 1.0}
+    past = [{"generation": 1, "attempt": attempt, "worker": 1, "failure": failure} for attempt in (1, 2)]
+    report = Report.of({"run": "r", "id": 0, "standing": "training", "generation": 1, "attempt": 2, "past": past})
+    launcher.heard(report)
+    assert (launcher.restarts, launcher.judged) == (2, (1, 1))
+    revived = Launcher(launcher.state_dir, Machine().awake())
+    revived._recover()
+    revived.heard(report)
+    assert (revived.restarts, revived.judged, len(revived.history)) == (2, (1, 1), 2)
+    revived.known = world.State({}, world.World(1, (0, 1), "a:1", "training starts", 0.0))
+    revived._worker_died(Ended(Worker(1, 1, 1), 137, ""))  # of the third start of its processes
+    revived.judge_when_settled()
+    assert [each.failure.start for each in revived.pending] == [(1, 2)]
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,8 @@ class Env:
     """Index of the worker, 0 ... max-1; not its rank."""
     GENERATION = "OUTLAST_GENERATION"
     """Generation of the world that trains; for the agent the newest one of the run before this worker was started."""
+    ATTEMPT = "OUTLAST_ATTEMPT"
+    """How often the members of that world have started its processes again by themselves."""
     DATA = "OUTLAST_DATA"
     """Directory of the job's dataset; with several, the directory that holds them all."""
     MODELS = "OUTLAST_MODELS"

@@ -152,6 +152,8 @@ class Failure(_Model):
     """The tail of the traceback, where there was one."""
     step: int | None = None
     generation: int = 0
+    attempt: int = 0
+    """Which start of that generation's processes failed: 0 for the first, n for the nth that its members made by themselves."""
     time: float = 0.0
     counted: bool = True
     node: str = ""
@@ -162,6 +164,11 @@ class Failure(_Model):
     """The type of error that its worker's processes raised before their first step, if another try would raise it again."""
     log_tail: Annotated[str, Field(validation_alias=AliasChoices("logTail", "log_tail"))] = ""
     """The last lines of its worker's log; if that has several processes, of what the one that failed wrote."""
+
+    @property
+    def start(self) -> tuple[int, int]:
+        """Which start of processes failed: failures are counted in this order, one for each."""
+        return self.generation, self.attempt
 
 
 class LostStatus(_Model):

@@ -159,7 +159,7 @@ class Launcher(Coordinator):
         generation = max(memory["generation"], self.record.generation)
         if generation:
             self.known = after(generation, self.clock())
-        self.judged = memory["judged"]
+        self.judged = memory["judged"], memory.get("attempt", 0)
         gpus = memory["gpus"]  # a worker that revives us shows us only its own
         self.pool.gpus = gpus if isinstance(gpus, dict) else {"CUDA_VISIBLE_DEVICES": gpus}  # a list in version 0.1.0
         self.pool.adopt(memory["workers"])
@@ -180,7 +180,8 @@ class Launcher(Coordinator):
             "history": self.history,
             "restarts": self.restarts,
             "interruptions": self.status.interruptions,
-            "judged": self.judged,
+            "judged": self.judged[0],
+            "attempt": self.judged[1],
             "gpus": self.pool.gpus,
             "closing": self.closing,
             "end": self.status.end,
@@ -228,11 +229,12 @@ class Launcher(Coordinator):
         if training is not None and index not in training.members:  # the world goes on without it
             self.not_joined[index] = f"{end.reason}; it will be started again"
             return
-        generation, step = self.generation(), self.status.step
+        (generation, attempt), step = self.newest_start(), self.status.step
         inside = self.known.world is not None and index in self.known.world.members and self.pool.trained(index)
-        if inside and self.judged >= generation:
+        if inside and self.judged >= (generation, attempt):
             return  # part of the failure of its world, which is counted already
-        died = Failure(worker=index, code=end.code, reason=end.reason, generation=generation, step=step, time=time.time())
+        died = Failure(worker=index, code=end.code, reason=end.reason, step=step, time=time.time())
+        died.generation, died.attempt = generation, attempt
         self.add_failure(died, echo=False)
 
     # Decisions

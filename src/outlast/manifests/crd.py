@@ -244,6 +244,7 @@ def _judged() -> Schema:
     return part(
         "Failures that are already counted.",
         generation=known("integer", "The newest generation whose failure is counted."),
+        attempt=known("integer", "Which start of its processes that was; absent for the first."),
         pods=many("string", "Uids of pods whose end is counted."),
         silent=known("array", "Pods that were deleted because they were silent, and are not counted yet.", items=silent),
         elected=known("integer", "With rendezvous in etcd: the number of `restarts` that agents have counted."),
@@ -272,6 +273,7 @@ def _failure() -> Schema:
         traceback=known("string", "The tail of its traceback, if any."),
         step=known("integer", "Its step."),
         generation=known("integer", "The generation of its world."),
+        attempt=known("integer", "Which start of that world's processes failed; absent for the first."),
         time=known("number", "When it failed, seconds since the epoch."),
         counted=known("boolean", "Whether it counts against restarts.limit."),
         node=known("string", "The node of its pod."),

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from outlast import contract
 from outlast.operator.plan import Plan
 from outlast.operator.reconcile import Reconcile
-from outlast.operator.rules import end, kueue, nodes, progress, start, workers, world
+from outlast.operator.rules import end, failures, kueue, nodes, progress, start, workers, world
 from outlast.operator.snapshot import JobSnapshot
 
 
@@ -44,6 +44,7 @@ RULES: tuple[Callable[[Reconcile], None], ...] = (
     world.world_learned,
     kueue.queued,
     end.workers_done,
+    failures.repaired,
     workers.ended_workers,
     nodes.lost_workers,
     workers.silent_workers,

@@ -110,8 +110,8 @@ class Status:
     called: Call | None = None
     result: Result | None = None
     """Set when there will be no further world."""
-    counted_generation: int = 0
-    """The newest generation whose failure is counted."""
+    counted: tuple[int, int] = (0, 0)
+    """The newest start of processes (generation, attempt) whose failure is counted."""
     handled_pods: tuple[str, ...] = ()
     """Uids of pods that may still exist and whose end is counted."""
     silent: tuple[Silent, ...] = ()
@@ -186,7 +186,7 @@ def read(status: Mapping[str, Any]) -> Status:
         world=world if world and world.members else None,
         called=_valid(Call, told.get("called")),
         result=_valid(Result, told.get("closed")),
-        counted_generation=judged.get("generation", 0),
+        counted=(judged.get("generation", 0), judged.get("attempt") or 0),
         handled_pods=tuple(judged.get("pods") or ()),
         silent=tuple(each for fields in judged.get("silent") or () if (each := _valid(Silent, fields))),
         counted_failures=tuple(one.counted for fields in status.get("failures") or () if (one := _valid(_Failure, fields))),
@@ -372,7 +372,8 @@ def _checkpoint(progress: Progress, path: str) -> Document:
 def _judged(status: Status) -> Document:
     silent = [{**dataclasses.asdict(each), "since": _ms(each.since), "echo": each.echo or None} for each in status.silent]
     return {
-        "generation": status.counted_generation,
+        "generation": status.counted[0],
+        "attempt": status.counted[1] or None,
         "pods": list(status.handled_pods),
         "silent": silent or None,
         "elected": status.elected or None,

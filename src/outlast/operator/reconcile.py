@@ -249,6 +249,15 @@ class Reconcile:
         """The generation of the world that a pod is in; 0 for none."""
         return self.status.world.generation if self.status.world and self.in_world(pod) else 0
 
+    def start_of(self, generation: int) -> tuple[int, int]:
+        """The newest start of a generation's processes: the generation, and the attempt that members have reported."""
+        reports = self.snapshot.reports.values()
+        return generation, max((each.attempt for each in reports if each.member.generation == generation), default=0)
+
+    def is_counted(self, generation: int) -> bool:
+        """Whether the failure of a generation's processes, as they were started last, is counted; generation 0 is no world."""
+        return generation > 0 and self.status.counted >= self.start_of(generation)
+
     def silent_at(self, report: MemberReport) -> float | None:
         """When a member will be dead unless it is heard; None when it is dead."""
         pod, lasts = self.pod(report.member.id), self.lease_s(report)

@@ -178,6 +178,9 @@ class MemberReport:
     """Duration of the Lease in seconds, at most LONGEST_S."""
     snapshot: tuple[int, int] = (0, 0)
     """Step of the newest complete snapshot in memory, and steps between two; 0: none, or unknown."""
+    attempt: int = 0
+    past: tuple[Mapping[str, Any], ...] = ()
+    """How often members have started their processes again by themselves, and what they have repaired so: as `sockets.Report`."""
 
 
 @dataclass(frozen=True)
@@ -336,7 +339,8 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
         time = float(progress["time"]) if is_number(progress.get("time")) else 0.0
         lasts = min(LONGEST_S, float(fields.get("leaseDurationSeconds") or LEASE_S))
         failed = report.failure or {}
-        echo, failure = failures.reported(failed, index, member.generation, member.since) if failed else (False, None)
+        start = member.generation, report.attempt
+        echo, failure = failures.reported(failed, index, start, member.since) if failed else (False, None)
         decided = _decided(annotations.get(Annotation.DECIDED, ""))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):  # written by another version, or by others
         return None
@@ -344,7 +348,22 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
         return None
     if holders.get(index, holder) != holder:
         return None
-    return MemberReport(member, renewed, failure, echo, step, steps, committed or 0, generation, time, decided, lasts, memory)
+    return MemberReport(
+        member,
+        renewed,
+        failure,
+        echo,
+        step,
+        steps,
+        committed or 0,
+        generation,
+        time,
+        decided,
+        lasts,
+        memory,
+        report.attempt,
+        report.past,
+    )
 
 
 def _count(value: object) -> int | None:

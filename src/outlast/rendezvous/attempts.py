@@ -20,6 +20,7 @@ Used by `rendezvous.handler`; decision 0041.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import math
@@ -54,6 +55,16 @@ class Past:
     worker: int
     failure: Mapping[str, Any]
     """As `sockets.Report.failure`."""
+
+    @property
+    def start(self) -> tuple[int, int]:
+        """The start of processes that failed, as `status.Failure.start`."""
+        return self.generation, self.attempt - 1
+
+    @property
+    def sentence(self) -> str:
+        """What was done about it: the beginning of a sentence."""
+        return f"repaired by its workers, attempt {self.attempt} of generation {self.generation}"
 
     @classmethod
     def of(cls, said: object) -> Self:
@@ -169,6 +180,18 @@ def listed(past: Iterable[Past]) -> list[dict[str, Any]]:
     ]
 
 
+def uncounted(said: Iterable[object], judged: tuple[int, int], generation: int) -> list[Past]:
+    """What a report of that `generation` lists and is not counted yet, in the order in which to count it. `judged` is the last
+    start of processes whose failure was counted. What cannot be read is left out."""
+    found: dict[tuple[int, int], Past] = {}
+    for each in said:
+        with contextlib.suppress(ValueError):
+            past = Past.of(each)
+            if judged < past.start and past.generation <= generation:
+                found[past.start] = past
+    return [found[start] for start in sorted(found)]
+
+
 class Stage(enum.Enum):
     """What a member does."""
 
@@ -226,10 +249,10 @@ class Party:
         """Make no attempt: the coordinator has spoken, or must."""
         if self.stage is Stage.REFUSED:
             return []
+        waits = self._ready if self.id == self.leader else {self.leader: None} if self.stage is not Stage.TRAINING else {}
         self.stage, self.reason = Stage.REFUSED, reason
         no = No(self.generation, self.attempt + 1, reason)
-        others = [id for id in self.members if id != self.id]
-        return [(id, no) for id in (others if self.id == self.leader else [self.leader])]
+        return [(id, no) for id in waits if id != self.id]  # who asks later gets the same answer
 
     def taken_up(self) -> None:
         """Our processes start with the attempt that was agreed on."""
@@ -319,7 +342,7 @@ class Party:
 
     def _pending(self, now: float) -> list[failures.Pending]:
         failed = ((id, ready.failure) for id, ready in self._ready.items())
-        return [failures.reported(said, id, self.generation, now) for id, said in failed if said]
+        return [failures.reported(said, id, (self.generation, self.attempt), now) for id, said in failed if said]
 
     def _decided(self, now: float) -> Letters:
         pending = self._pending(now)

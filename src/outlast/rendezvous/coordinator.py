@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from outlast import contract
 from outlast.contract import End
-from outlast.rendezvous import failures, restarts, world
+from outlast.rendezvous import attempts, failures, restarts, world
 from outlast.rendezvous.failures import Pending
 from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import Cause, MemberState
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from outlast import spec
 
 
-_FACTS = {"generation", "worker", "rank", "code", "reason", "cause", "step", "counted"}
+_FACTS = {"generation", "worker", "rank", "code", "reason", "cause", "step", "counted", "attempt"}
 """What the ledger has of a failure."""
 
 
@@ -61,8 +61,8 @@ class Coordinator:
         """Failures of the current generation that are not judged yet."""
         self.pending_since = 0.0
         """When the first of them was heard of, by our clock: theirs are other processes', if not other machines'."""
-        self.judged = 0
-        """The newest generation whose failure has been judged; later reports of it are ignored."""
+        self.judged = 0, 0
+        """The newest start of processes (generation, attempt) whose failure has been judged; others of it are ignored."""
         self.committed = 0
         """The newest committed step that a failure told of."""
         self.debounce = failures.COORDINATOR
@@ -129,7 +129,8 @@ class Coordinator:
             return  # a heartbeat
         found: Pending | None = None
         if report.failed and report.failure:
-            found = failures.reported(report.failure, report.id, report.generation, self.clock())
+            found = failures.reported(report.failure, report.id, (report.generation, report.attempt), self.clock())
+        self._count_repaired(report)
         self.known = self.known.heard(
             world.Member(
                 report.id,
@@ -145,8 +146,10 @@ class Coordinator:
             )
         )
         now = self.known.world
-        if found and now and self.judged < report.generation == now.generation:
-            self.add_failure(found.failure, echo=found.echo)
+        if found and now and report.generation == now.generation and self.judged < found.failure.start:
+            counted = self.known.called is not None and self.judged[0] == now.generation  # it led to this call
+            if not counted:
+                self.add_failure(found.failure, echo=found.echo)
         # It may have missed what was sent before it connected.
         if self.known.called is not None:
             self.send(report.id, "called", self._call(self.known.called))
@@ -194,6 +197,11 @@ class Coordinator:
         called = self.known.called.generation - 1 if self.known.called else 0
         return max(called, self.known.world.generation if self.known.world else 0)
 
+    def newest_start(self) -> tuple[int, int]:
+        """The newest start of processes that there has been: the generation, and the attempt that members have reported."""
+        generation = self.generation()
+        return generation, max((each.attempt for each in self.reports.values() if each.generation == generation), default=0)
+
     def _call(self, call: world.Call) -> sockets.Called:
         until = call.at + self.timeouts.leave
         return sockets.Called(call.generation, call.reason, call.planned, until, leave_s=until - self.clock())
@@ -235,19 +243,41 @@ class Coordinator:
             return True
         pending, self.pending = self.pending, []
         echo, first = failures.cause(pending)
-        self.judged = max(self.judged, first.generation)
+        self.judged = max(self.judged, first.start)
         members = self.known.world.members if self.known.world else ()
         failure, raised, committed = self.progress(first, echo=echo)
         budget = failures.Budget(self.history, self.policy, committed)
-        failure, verdict = failures.judge(failure, raised, budget, self.clock(), pending=pending, members=members)
+        judged = failures.judge(failure, raised, budget, self.clock(), pending=pending, members=members)
+        if self._counted(*judged):
+            self.say(State.RESTARTING, judged[1].reason)
+            return True
+        return False
+
+    def _count_repaired(self, report: sockets.Report) -> None:
+        """Count what the members have repaired by themselves; the run ends by it when its budget is used up."""
+        for past in attempts.uncounted(report.past, self.judged, report.generation):
+            if self.closed is not None:
+                return
+            echo, failure = failures.reported(past.failure, past.worker, past.start, self.clock())
+            self.judged = failure.start
+            self.pending = [each for each in self.pending if each.failure.start != failure.start]  # it came this way, too
+            committed = past.failure.get("committed")
+            self.committed = max(self.committed, committed if sockets.is_count(committed) and isinstance(committed, int) else 0)
+            budget = failures.Budget(self.history, self.policy, self.committed)
+            judged = failures.judge(failure, None if echo else failure.step, budget, self.clock())
+            if self._counted(*judged, repaired=past.attempt):
+                trains = self.known.called is None
+                self.say(State.RUNNING if trains else State.RESTARTING, f"{past.sentence}: {judged[1].reason}")
+
+    def _counted(self, failure: Failure, verdict: restarts.Restart | restarts.Stop, **facts: Any) -> bool:
+        """Take over a verdict; False when the run ends by it."""
         self.failed(failure)
-        self.event("failure", **failure.model_dump(include=_FACTS))
+        self.event("failure", **failure.model_dump(include=_FACTS), **facts)
         if isinstance(verdict, restarts.Stop):
             self.over(State.FAILED, verdict.reason, verdict.code, verdict.kind)
             return False
         self.history = verdict.history
         self.restarts += verdict.counted
-        self.say(State.RESTARTING, verdict.reason)
         self.remember()
         return True
 

@@ -49,17 +49,19 @@ PLAIN_PODS = Debounce(cause=5.0)
 """Pods that report nothing themselves: the kubelet of the cause may be seconds behind that of an echo."""
 
 
-def reported(report: Mapping[str, Any], worker: int, generation: int, now: float) -> Pending:
-    """The failure in a member's report (`sockets.Report.failure`). One that cannot be read still counts: the job must neither
-    stop by it nor be tried again without end."""
+def reported(report: Mapping[str, Any], worker: int, start: tuple[int, int], now: float) -> Pending:
+    """The failure in a member's report (`sockets.Report.failure`), of that generation and attempt. One that cannot be read still
+    counts: the job must neither stop by it nor be tried again without end."""
+    generation, attempt = start
+    of = {"worker": worker, "generation": generation, "attempt": attempt}
     fields, echo = {key: report[key] for key in _FIELDS if key in report}, bool(report.get("echo"))
     try:
         if not (is_count(report.get("code")) and is_number(report.get("time", 0.0)) and is_count(report.get("step") or 0)):
             raise ValueError("no code, time or step is like this")
-        return Pending(echo, Failure.model_validate({**fields, "worker": worker, "generation": generation}))
+        return Pending(echo, Failure.model_validate({**fields, **of}))
     except ValueError:
         reason = f"worker {worker} failed, and its report of how cannot be read: its agent is of another version"
-        return Pending(echo, Failure(worker=worker, generation=generation, code=contract.Exit.FAILED, reason=reason, time=now))
+        return Pending(echo, Failure.model_validate({**of, "code": contract.Exit.FAILED, "reason": reason, "time": now}))
 
 
 def cause(pending: Iterable[Pending]) -> Pending:

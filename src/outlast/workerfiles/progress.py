@@ -41,6 +41,8 @@ class Progress:
     pid: int = 0
     started: int = 0
     """Start time of the process in clock ticks since the boot (proc(5)), since pids are reused. 0: unknown."""
+    attempt: int = 0
+    """Which start of its generation's processes it belongs to, `contract.Env.ATTEMPT`."""
     time: float = 0.0
     """Time of the write, seconds since the epoch. For people only; silence is measured by the agent's clock."""
 
@@ -51,7 +53,8 @@ class Writer:
     def __init__(self, directory: Path, local_rank: int) -> None:
         path = directory / contract.PROGRESS.format(local_rank=local_rank)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        self._process = {"pid": os.getpid(), "started": kernel(os.getpid())[1]}
+        attempt = int(os.environ.get(contract.Env.ATTEMPT, "0"))
+        self._process = {"pid": os.getpid(), "started": kernel(os.getpid())[1], "attempt": attempt}
 
     def write(self, record: Progress) -> None:
         """Replace the record; stamps process and time."""

@@ -13,9 +13,10 @@ from outlast.operator.job_status import CountedFailure
 from outlast.operator.plan import Document, Event
 from outlast.operator.reconcile import Reconcile
 from outlast.operator.snapshot import Pod
+from outlast.rendezvous import attempts, restarts, world
 from outlast.rendezvous import failures as judging
-from outlast.rendezvous import restarts, world
 from outlast.rendezvous.failures import Pending
+from outlast.rendezvous.transports.sockets import is_count
 from outlast.rendezvous.world import MemberState
 from outlast.status import Failure, State
 
@@ -23,11 +24,15 @@ from outlast.status import Failure, State
 def reported(rec: Reconcile) -> list[Pending]:
     """Failures that members report in the current world and that are not counted yet."""
     known = rec.status
-    if known.world is None or known.counted_generation >= known.world.generation:
+    if known.world is None:
         return []
-    found = []
+    counted, found = known.counted, []
+    if known.called is not None and counted[0] == known.world.generation:  # it led to this call
+        return []
     for report in rec.snapshot.reports.values():
         if report.member.failed and (failure := report.failure) and report.member.generation == known.world.generation:
+            if failure.start <= counted:
+                continue
             if failure.time > rec.now:  # its node's clock is ahead of ours
                 failure = failure.model_copy(update={"time": report.renewed})
             found.append(Pending(report.echo, failure))
@@ -59,7 +64,30 @@ def count_reported(rec: Reconcile, pending: list[Pending], new: world.World | No
         pod = rec.pod(failure.worker)
         count(rec, failure, raised=None if echo else failure.step, node=pod.node if pod else "", pending=pending)
         cover_others(rec, generation)
-    rec.update(counted_generation=max(rec.status.counted_generation, generation))
+    rec.update(counted=max(rec.status.counted, failure.start))
+
+
+def repaired(rec: Reconcile) -> None:
+    """Count what members have repaired by themselves, each failure once and in order."""
+    if rec.elected or rec.status.result is not None:
+        return
+    said = [(past, report.member.generation) for report in rec.snapshot.reports.values() for past in report.past]
+    newest = max((generation for _, generation in said), default=0)
+    for past in attempts.uncounted((past for past, _ in said), rec.status.counted, newest):
+        echo, failure = judging.reported(past.failure, past.worker, past.start, rec.now)
+        failure = failure.model_copy(update={"time": min(failure.time, rec.now)})
+        pod, committed = rec.pod(failure.worker), past.failure.get("committed")
+        rec.update(counted=failure.start)
+        count(
+            rec,
+            failure,
+            raised=None if echo else failure.step,
+            node=pod.node if pod else "",
+            committed=committed if is_count(committed) else None,
+            repaired=past.sentence,
+        )
+        if rec.done:
+            return
 
 
 def of_pod(rec: Reconcile, pod: Pod, end: pods.End) -> Failure:
@@ -70,14 +98,25 @@ def of_pod(rec: Reconcile, pod: Pod, end: pods.End) -> Failure:
         reason=f"worker {pod.index} {end.sentence}",
         cause=FailureCause.OUT_OF_MEMORY if end.out_of_memory else FailureCause.UNKNOWN,
         generation=rec.status.world.generation if rec.status.world else 0,
+        attempt=rec.start_of(rec.status.world.generation)[1] if rec.status.world else 0,
         time=end.time or rec.now,
     )
 
 
-def count(rec: Reconcile, failure: Failure, *, raised: int | None, node: str, pending: Sequence[Pending] = ()) -> None:
-    """Count a failure, and end the job if the budget is exhausted."""
+def count(
+    rec: Reconcile,
+    failure: Failure,
+    *,
+    raised: int | None,
+    node: str,
+    pending: Sequence[Pending] = (),
+    committed: int | None = None,
+    repaired: str = "",
+) -> None:
+    """Count a failure, and end the job if the budget is exhausted. `committed` is the newest committed step at that time, where
+    that is not the present; `repaired` says what the members have done about it."""
     known = rec.status
-    budget = judging.Budget(known.history, rec.policy, rec.committed)
+    budget = judging.Budget(known.history, rec.policy, rec.committed if committed is None else committed)
     members = known.world.members if known.world else ()
     failure, verdict = judging.judge(failure, raised, budget, rec.now, pending=pending, members=members)
     rec.update(failure=kept(rec, failure, node))
@@ -87,6 +126,9 @@ def count(rec: Reconcile, failure: Failure, *, raised: int | None, node: str, pe
     nodes = {counted.record: counted.node for counted in known.counted_failures}
     counted_failures = tuple(CountedFailure(record, nodes.get(record, node)) for record in verdict.history)
     rec.update(counted_failures=counted_failures, restarts=known.restarts + verdict.counted)
+    if repaired:
+        state = State.RUNNING if known.called is None else State.RESTARTING
+        return rec.set_state(state, f"{repaired}: {verdict.reason}", "WorkerFailed", event=True, warning=True)
     rec.prerequisites = desired.prerequisites(rec.snapshot)  # some may have been deleted, so that workers cannot report or meet
     rec.set_state(State.RESTARTING, verdict.reason, "WorkerFailed", event=True, warning=True)
 
@@ -95,7 +137,8 @@ def kept(rec: Reconcile, failure: Failure, node: str) -> Document:
     """A failure as stored in the status, with the tail of its worker's log: from its agent, else from its pod."""
     pod = rec.pod(failure.worker)
     words = failure.log_tail or (pod.log_tail if pod is not None else "")
-    kept = failure.model_dump(exclude_none=True, exclude={"log_tail"} if failure.cause else {"log_tail", "cause"})
+    empty = {name for name in ("cause", "attempt") if not getattr(failure, name)}
+    kept = failure.model_dump(exclude_none=True, exclude={"log_tail", *empty})
     return {**kept, "node": node, **({"logTail": words} if words else {})}
 
 
@@ -103,7 +146,7 @@ def cover_others(rec: Reconcile, generation: int) -> None:
     """A counted failure covers all further failures of its world. One outside any world (generation 0) covers all workers that
     are outside too, until they join one."""
     silent = (dataclasses.replace(each, echo=each.echo or each.generation == generation) for each in rec.status.silent)
-    rec.update(counted_generation=max(rec.status.counted_generation, generation), silent=tuple(silent))
+    rec.update(counted=max(rec.status.counted, rec.start_of(generation)), silent=tuple(silent))
     if not generation:
         rec.handled.update(dict.fromkeys(pod.uid for pod in rec.snapshot.pods if not rec.in_world(pod)))
 
@@ -113,7 +156,7 @@ def expect_others(rec: Reconcile, pod: Pod) -> None:
     rec.handled[pod.uid] = None
     known = rec.status
     if known.world and rec.in_world(pod) and known.called is None:
-        rec.update(counted_generation=known.world.generation)
+        rec.update(counted=max(known.counted, rec.start_of(known.world.generation)))
 
 
 def interrupted(rec: Reconcile, pod: Pod, what: str, sentence: str) -> None:

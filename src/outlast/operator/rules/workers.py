@@ -41,7 +41,7 @@ def ended_workers(rec: Reconcile) -> None:
                 return rec.finish(State.FAILED, reason, contract.Exit.GIVEN_UP, End.LIMIT)
             if counted:
                 failure, generation = failures.of_pod(rec, pod, end), rec.generation_of(pod)
-                if generation and rec.status.counted_generation >= generation:
+                if rec.is_counted(generation):
                     rec.update(failure=failures.kept(rec, failure, pod.node))
                 else:
                     failures.count(rec, failure, raised=None, node=pod.node)
@@ -86,6 +86,7 @@ def silent_workers(rec: Reconcile) -> None:
             reason=reason,
             cause=FailureCause.HANG,
             generation=each.generation,
+            attempt=rec.start_of(each.generation)[1],
             time=each.since,
         )
         failures.count(rec, failure, raised=None, node=each.node)
@@ -101,7 +102,7 @@ def silent_workers(rec: Reconcile) -> None:
             rec.requeue_at(min(end, rec.now + UNHEARD_RECHECK_S) if rec.unheard else end)  # to hear them again is no change
             continue
         generation = rec.generation_of(pod)
-        if pod.uid not in rec.handled and not (generation and rec.status.counted_generation >= generation):
+        if pod.uid not in rec.handled and not rec.is_counted(generation):
             new.append(Silent(pod.uid, pod.index, pod.node, rec.now, generation))
         rec.delete(pod, f"worker {pod.index} has said nothing for {rec.lease_s(report):g} s", grace_s=5)
     if new:

@@ -32,7 +32,7 @@ def world_learned(rec: Reconcile) -> None:
         return
     _, said = max(heard, key=lambda each: (each[1].generation, each[0]))
     if said.born != rec.status.born:  # a new incarnation, which counts from 0
-        rec.update(born=said.born, counted_generation=0, elected=0, world=None, called=None)
+        rec.update(born=said.born, counted=(0, 0), elected=0, world=None, called=None)
     _failures_learned(rec, said)
     new, before = said.world, rec.status.world
     busy = [each.member.generation for each in report if each.member.standing is not MemberState.WAITING or each.member.failed]
@@ -61,13 +61,13 @@ def _failures_learned(rec: Reconcile, said: schema.Said) -> None:
     more = max(0, said.restarts - known.elected)
     rec.update(elected=said.restarts)
     failure = Failure.model_validate(said.failure) if said.failure else None
-    if failure and failure.generation <= known.counted_generation:
+    if failure and failure.start <= known.counted:
         more -= bool(more)  # that world's end was counted already, by the end of a pod
     rec.update(restarts=known.restarts + more)
-    if failure is None or failure.generation <= known.counted_generation:
+    if failure is None or failure.start <= known.counted:
         return
     pod = rec.pod(failure.worker)
-    rec.update(counted_generation=failure.generation, failure=failures.kept(rec, failure, pod.node if pod else ""))
+    rec.update(counted=failure.start, failure=failures.kept(rec, failure, pod.node if pod else ""))
     rec.set_state(State.RESTARTING, failure.reason, "WorkerFailed", event=True, warning=True)
 
 

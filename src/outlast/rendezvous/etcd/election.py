@@ -134,7 +134,7 @@ class Term(coordinator.Coordinator):
             self._before, self._born = "", newest.born if newest else self._config.nonce()
             self._listen_until = now + LISTEN_S
         if said:
-            self.judged, self.restarts, self._failure = said.judged, said.restarts, said.failure
+            self.judged, self.restarts, self._failure = (said.judged, said.attempt), said.restarts, said.failure
             self.history = tuple(restarts.Record(now - ago, committed, step) for ago, committed, step in said.failures)
             restamped = said.world and replace(said.world, at=now), said.called and replace(said.called, at=now)
             self.known, self._tokens = world.State({}, restamped[0], restamped[1], floor=said.floor), said.tokens
@@ -290,7 +290,8 @@ class Term(coordinator.Coordinator):
             why=self._why,
             floor=known.floor,
             done=tuple(sorted(set(done) & set(ranks))),
-            judged=self.judged,
+            judged=self.judged[0],
+            attempt=self.judged[1],
             restarts=self.restarts,
             failure=self._failure,
         )
@@ -348,7 +349,7 @@ class Term(coordinator.Coordinator):
         now, members = self.known.world, self.known.members
         lost = now and any(id not in members or members[id].generation < now.generation for id in now.members)
         if self._config.operated and lost and failures.only_echoes(self.pending):
-            self.judged = max(self.judged, *(each.failure.generation for each in self.pending))
+            self.judged = max(self.judged, *(each.failure.start for each in self.pending))
             self.pending.clear()
         return super().judge()
 

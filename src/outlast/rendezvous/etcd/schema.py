@@ -173,17 +173,20 @@ class Said(_Value):
     done: tuple[int, ...] = ()
     """Members of the world that have finished, and may be gone."""
     judged: int = 0
+    """The newest generation whose failure has been judged."""
     restarts: int = 0
     failures: tuple[tuple[float, int, int | None], ...] = field(default=())
     """`restarts.Record`s, each with the seconds since then, when this was written, as its time."""
     failure: Mapping[str, Any] | None = None
     """The last failure that was judged, a `status.Failure`."""
+    attempt: int = 0
+    """Which start of the processes of generation `judged` that was, see `status.Failure.attempt`."""
 
     @classmethod
     def loads(cls, text: str) -> Self | None:
         """None for what makes no sense here."""
         fits: dict[str, Callable[[Any], bool]] = dict.fromkeys(("by", "born", "before", "terms", "why"), _text)
-        fits |= dict.fromkeys(("floor", "judged", "restarts"), is_count) | {
+        fits |= dict.fromkeys(("floor", "judged", "attempt", "restarts"), is_count) | {
             "leave_s": is_number,
             "tokens": _texts,
             "done": _counts,

@@ -62,6 +62,8 @@ _BEFORE = 64
 """How many replaced processes of one index are remembered."""
 _MOST_UNHEARD = 256
 """Most peers that one report may name: a member watches few."""
+_MOST_PAST = 64
+"""Most repaired failures that one report may list."""
 Kind = TypeVar("Kind", bound="Called | Closed | World")
 _ADDRESS = re.compile(r"([!-~]{1,255}:[0-9]{1,5})?")
 SCHEME = "unix://"
@@ -94,11 +96,15 @@ class Report:
     """Members of the world of `generation` that this one watches and has heard in it, and that are silent now or refuse it."""
     refused: tuple[int, ...] = ()
     """Those of them at whose address nobody listens any more: the machine answers, the process is gone."""
+    attempt: int = 0
+    """How often the members have started the processes of `generation` again by themselves."""
+    past: tuple[Mapping[str, Any], ...] = ()
+    """The last failures that they have repaired so, of any generation: `attempts.Past`. Few members say it."""
 
     def changed(self, standing: str, **fields: Any) -> Self:
         """The next report. What is said of peers holds for one world, and is forgotten with it."""
         forgotten: dict[str, Any] = (
-            {} if fields.get("generation", self.generation) == self.generation else {"unheard": (), "refused": ()}
+            {} if fields.get("generation", self.generation) == self.generation else {"unheard": (), "refused": (), "attempt": 0}
         )
         if standing not in (MemberState.TRAINING, MemberState.LEAVING):
             forgotten["mesh"] = False
@@ -108,7 +114,7 @@ class Report:
     def of(cls, said: object) -> Self:
         """From untrusted JSON. Raises ValueError for what no member sends; ignores fields of newer versions.
 
-        What is in `failure` is checked where it is used, see `failures.reported`.
+        What is in `failure` and `past` is checked where it is used, see `failures.reported` and `attempts.uncounted`.
         """
         if not isinstance(said, Mapping):
             raise ValueError("it is no report")
@@ -120,7 +126,7 @@ class Report:
             raise ValueError(f"a report must say {', '.join(sorted(lacking))}")
         if (failure := fields.get("failure")) and not is_count(failure.get("committed", 0)):
             fields["failure"] = {**failure, "committed": None}
-        peers: dict[str, Any] = {name: tuple(fields[name]) for name in ("unheard", "refused") if name in fields}
+        peers: dict[str, Any] = {name: tuple(fields[name]) for name in ("unheard", "refused", "past") if name in fields}
         return cls(**{**fields, **peers, "standing": MemberState(fields["standing"])})
 
 
@@ -154,6 +160,10 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
     "mesh": lambda value: isinstance(value, bool),
     "unheard": _are_ids,
     "refused": _are_ids,
+    "attempt": is_count,
+    "past": lambda value: (
+        isinstance(value, list | tuple) and len(value) <= _MOST_PAST and all(isinstance(one, Mapping) for one in value)
+    ),
 }
 
 
