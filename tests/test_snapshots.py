@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import random
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +17,9 @@ import pytest
 
 from outlast.contract import Env
 from outlast.errors import OutlastError
-from outlast.snapshots import client, parts, server
+from outlast.snapshots import client, parts, server, wire
 from outlast.snapshots.client import Client
-from outlast.snapshots.parts import Item, Part
+from outlast.snapshots.parts import Damaged, Item, Part
 
 KEY = "secret of the run"
 LARGE = 64 << 20
@@ -144,3 +148,194 @@ def _refused(call: Callable[[], object]) -> str:
     except OutlastError as problem:
         return str(problem)
     return ""
+
+
+def test_a_room_is_touched_once_and_used_again_for_the_snapshot_after_the_next(workers: Workers) -> None:
+    agent = workers.agent(0)
+    rank = workers.rank(0)
+    for step in range(1, 6):
+        assert published(rank, a_part(step), complete=(1, step - 1)) == "held"
+    assert sorted(part.step for part in rank.catalog()) == [4, 5]
+    assert len(agent.rooms.parts()) == 2
+    room = rank.room(TOTAL, (1, 6), (1, 5))
+    assert room.id == 2, "a third one was made"
+
+
+def test_a_changed_byte_in_memory_is_found_when_it_is_read(workers: Workers) -> None:
+    """Whoever still maps a room writes to it: here, at home and from another worker."""
+    agent = workers.agent(0)
+    workers.agent(1)
+    rank, other = workers.rank(0), workers.rank(1)
+    room = rank.room(TOTAL, (1, 1))
+    room.view[:] = DATA
+    rank.publish(room, a_part(nbytes=TOTAL), INDEX)
+    until(lambda: rank.poll()["unique", 1] == "held")
+    (part,) = rank.catalog()
+    place = INDEX[2].place + parts.BLOCK + 5
+    room.view[place] ^= 1
+    for reader, address in ((rank, None), (other, agent.address)):
+        with pytest.raises(Damaged, match="w2 has a wrong checksum"):
+            content(reader, part, address)
+    with rank.open(part) as source:
+        source.read(0, memoryview(bytearray(1000)))
+    rank.publish(room, a_part(2), [])  # not lent any more: the connection goes on
+    assert rank.catalog() == [part]
+
+
+def test_a_part_that_changes_while_it_is_sent_is_no_replica(workers: Workers) -> None:
+    agent, there = workers.agent(0), workers.agent(1)
+    rank = workers.rank(0)
+    assert published(rank, a_part()) == "held"
+    (part,) = rank.catalog()
+    with agent.rooms.opened(part) as room:
+        room.file.data[0] ^= 1
+    (problem,) = agent.sender.send(part, [there.address], (0, 0))
+    assert problem == (
+        f"no replica of the unique part of rank 0 of step 1 (generation 1) at {there.address}:"
+        " w0 of the unique part of rank 0 of step 1 (generation 1) has arrived with a wrong checksum"
+    )
+    assert there.rooms.parts() == []
+
+
+def test_an_agent_takes_nothing_of_another_run_or_of_a_generation_that_is_over(workers: Workers) -> None:
+    zombie, there = workers.agent(0), workers.agent(1)
+    assert published(workers.rank(1), a_part(5, generation=2)) == "held"
+    assert "generation 1 is over: generation 2 trains here now" in published(workers.rank(0), a_part(), there.address)
+    assert published(workers.rank(0), a_part(2)) == "held", "alone it may go on; nobody will elect it"
+    problem = _refused(lambda: workers.rank(1).room(10, (1, 6)))
+    assert problem == "generation 1 is over: generation 2 trains here now"
+    assert "this worker trains run run, not another" in published(workers.rank(0), a_part(3, run="another"))
+    foreign = workers.agent(2, OUTLAST_RUN="another")
+    assert "this worker trains run another, not run" in published(workers.rank(0), a_part(4), foreign.address)
+    assert [part.step for part in there.rooms.parts()] == [5]
+    assert zombie.rooms.run == "run"
+
+
+def test_a_replica_that_finds_no_memory_is_given_up_with_a_sentence(workers: Workers) -> None:
+    workers.agent(0)
+    full, gone = workers.agent(1, budget=TOTAL - 1), workers.agent(2)
+    gone.close()
+    state = published(workers.rank(0), a_part(), full.address, gone.address)
+    assert f"no replica of the unique part of rank 0 of step 1 (generation 1) at {full.address}: 0.0 MB of the" in state
+    assert f"at {gone.address}: [Errno 111] Connection refused" in state
+
+
+def test_no_memory_is_taken_of_the_last_tenth(workers: Workers) -> None:
+    agent = workers.agent(0)
+    agent.rooms.headroom = lambda: TOTAL - 1
+    with pytest.raises(client.NoMemory, match=r"if a tenth of the memory is to stay free; lower checkpoint\.memory"):
+        workers.rank(0).room(TOTAL, (1, 1))
+
+
+def test_a_peer_whose_part_is_not_the_announced_one_is_not_believed(workers: Workers) -> None:
+    """It lists step 7 and hands out another: a bug, or a room that was used again meanwhile."""
+    agent = workers.agent(0)
+    workers.agent(1)
+    rank, other = workers.rank(0), workers.rank(1)
+    assert published(rank, a_part()) == "held"
+    (part,) = rank.catalog()
+    for lie in (dataclasses.replace(part, step=7), dataclasses.replace(part, digest="00000000")):
+        for reader, address in ((rank, None), (other, agent.address)):
+            with pytest.raises(Damaged, match="is not in the memory of this worker any more"):
+                reader.open(lie, address)
+    with agent.rooms.opened(part) as room:
+        room.part = dataclasses.replace(part, step=7)
+        with pytest.raises(Damaged, match=r"of step 7 .* was announced, and .* of step 1 .* is there"):
+            rank.open(room.part)
+
+
+def test_strangers_at_the_port_get_nothing_and_do_not_keep_members_out(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outlast.snapshots.port._STRANGERS", 3)
+    monkeypatch.setattr("outlast.snapshots.port._PROVE_S", 1)
+    agent = workers.agent(0)
+    workers.agent(1)
+    rank, other = workers.rank(0), workers.rank(1)
+    assert published(rank, a_part()) == "held"
+    (part,) = rank.catalog()
+    connection = wire.connect(agent.address, b"another key")
+    connection.send({"list": True})
+    with pytest.raises(OSError, match=r"hung up|reset"):
+        connection.receive()
+    connection.close()
+    host, _, port = agent.address.rpartition(":")
+    with contextlib.ExitStack() as silent:
+        for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 100_000, b'{"nonce": "a"}\n{"list": true}\n'):
+            stranger = silent.enter_context(socket.create_connection((host, int(port))))
+            with contextlib.suppress(OSError):  # it has hung up already
+                stranger.sendall(garbage)
+        until(lambda: not _refused(lambda: content(other, part, agent.address)))
+    assert content(other, part, agent.address) == expected()
+
+
+def test_what_a_member_asks_for_is_checked(workers: Workers) -> None:
+    agent = workers.agent(0)
+    rank = workers.rank(0)
+    assert published(rank, a_part()) == "held"
+    (part,) = rank.catalog()
+    for outside in ([[TOTAL - 1, 2]], [[-1, 1]], [[True, None]], [1]):
+        connection = wire.connect(agent.address, KEY.encode())
+        connection.send({"open": part.json()})
+        found, length = parts.described(connection.receive())
+        assert found == part
+        connection.read_into(memoryview(bytearray(length)))
+        connection.send({"items": outside})
+        with pytest.raises(OSError, match=r"hung up|reset"):
+            connection.receive()
+        connection.close()
+    assert content(rank, part) == expected()
+
+
+AGENT = """
+import os, signal, sys
+from outlast.snapshots import replicas, server
+replicas._FIRST = 1e6
+agent = server.Server(os.environ, 1 << 28, lambda: None)
+agent.start()
+print(agent.address, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_an_agent_killed_in_the_middle_of_a_replica_leaves_none_and_ranks_that_map_its_memory_live_on(workers: Workers) -> None:
+    there = workers.agent(1, budget=1 << 28)
+    with subprocess.Popen(
+        [sys.executable, "-c", AGENT], env={**os.environ, **workers.environ(0)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as agent:
+        assert agent.stdout
+        assert agent.stdout.readline()
+        rank = workers.rank(0)
+        data = bytes(4 * parts.BLOCK)
+        index, _ = an_index([len(data)])
+        room = rank.room(len(data), (1, 1))
+        rank.publish(room, a_part(nbytes=len(data)), index, to=[there.address])
+        until(lambda: bool(there.rooms.busy()))
+        agent.kill()
+        agent.wait()
+    until(lambda: not there.rooms.busy())
+    assert there.rooms.parts() == []
+    room.view[:100] = bytes(100)
+    assert "the agent is gone" in rank.poll()["unique", 1]
+    assert "the agent does not answer" in _refused(lambda: rank.room(10, (1, 2)))
+    assert "the agent does not answer" in _refused(rank.catalog)
+
+
+def test_ranks_ask_the_agent_for_the_checkpoint_in_the_store(workers: Workers) -> None:
+    workers.agent(0)
+    rank = workers.rank(0)
+    assert published(rank, a_part()) == "held"
+    rank.restore()
+    assert workers.restored == [0]
+
+
+def test_what_is_given_up_is_no_part_any_more(workers: Workers) -> None:
+    workers.agent(0)
+    rank = workers.rank(0)
+    for step in (1, 2):
+        assert published(rank, a_part(step)) == "held"
+    rank.forget((1, 2))
+    assert [part.step for part in rank.catalog()] == [2]
+
+
+def test_without_an_agent_there_are_no_snapshots(tmp_path: Path) -> None:
+    assert client.connect({Env.STATE: str(tmp_path)}) is None
+    assert client.connect({}) is None

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outlast import contract, probes
-from outlast.agent import coordination, lifecycle, pid1, ranks, reporter, upload_handle
+from outlast.agent import coordination, lifecycle, pid1, ranks, reporter, snapshot_memory, upload_handle
 from outlast.agent.launcher_watch import LauncherWatch
 from outlast.agent.lifecycle import Phase
 from outlast.clock import Awake
@@ -45,6 +45,7 @@ from outlast.workerfiles.log_pipe import Output
 if TYPE_CHECKING:
     from outlast import spec
     from outlast.agent import run_ownership
+    from outlast.snapshots.server import Server as Snapshots
 
 LOOK_INTERVAL_S = 0.1
 """Longest time between two looks at the training processes."""
@@ -92,6 +93,7 @@ class Agent:
         self._log = log
         self._store = environ.get(contract.Env.STORE, "")
         self._upload = upload_handle.UploadProcess(environ)
+        self._snapshots: Snapshots | None = None
         self._launcher = LauncherWatch(environ)
         self._signalled = threading.Event()
         self._printed_end: tuple[int | None, str] = (None, "")
@@ -136,6 +138,8 @@ class Agent:
             self._warm.wait()
         if self._preparing:
             self._preparing.join(PREPARATION_STOP_TIMEOUT_S)  # it ends what it has started
+        if self._snapshots:
+            self._snapshots.close()
         self.coordination.close()
 
     def _stay(self, end: lifecycle.Exit) -> lifecycle.Exit:
@@ -251,12 +255,17 @@ class Agent:
                 self._preparation.data()
                 self._preparation.compiled()
             case Phase.CHECKPOINT:
-                if self._store:
-                    self._restore()
+                if self._snapshots is None:  # else this is another attempt
+                    workers = self.job.spec.workers.max if self.launched_here else 1
+                    self._snapshots = snapshot_memory.begin(self.environ, workers, self._restore)
+                self._restore()
                 self.coordination.begin()
         return None
 
     def _restore(self) -> None:
+        """Bring what the store has of the run, if there is one."""
+        if not self._store:
+            return
         from outlast import store
         from outlast.checkpoints import restore
         from outlast.prepare import workdir

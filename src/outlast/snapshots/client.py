@@ -87,8 +87,10 @@ class Client:
         try:
             said = self._ask({"room": nbytes, "at": at, "complete": complete})
             fd = self._connection.descriptor()
-        except (OSError, ValueError, OutlastError) as error:
-            raise NoMemory(f"{error}") from error
+        except OutlastError as problem:
+            raise NoMemory(str(problem)) from problem
+        except (OSError, ValueError) as error:
+            raise NoMemory(f"the agent does not answer: {error}") from error
         try:
             mapped = self._maps.get(said["room"])
             if mapped is None:
@@ -124,7 +126,7 @@ class Client:
                     self._heard(self._connection.receive())
             except (OSError, ValueError) as error:
                 for each, state in self._states.items():
-                    if not state:
+                    if state in ("", "held"):
                         self._states[each] = f"the agent is gone ({error})"
             finally:
                 self._using.release()

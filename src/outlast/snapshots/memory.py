@@ -25,13 +25,13 @@ class Machine:
     def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
         self._proc, self._cgroups = proc, cgroups
 
-    def budget(self, said: str, workers: int) -> budget.Budget:
-        """What snapshots of one of so many workers of this machine may use; `said` is Env.MEMORY. Raises ValueError."""
+    def budget(self, asked: budget.Asked, workers: int) -> budget.Budget:
+        """What snapshots of one of so many workers of this machine may use."""
         machine = self._machine()
         total, free = machine.get("MemTotal", 0), machine.get("MemAvailable", 0)
         shared = total // workers, max(0, total // workers - free // workers)
         limit, used = min([*self._groups(), shared])
-        return budget.budget(budget.asked(said), limit, used, free // workers)
+        return budget.budget(asked, limit, used, free // workers)
 
     @property
     def headroom(self) -> int:
@@ -94,11 +94,10 @@ class File:
         try:
             os.posix_fallocate(self.fd, 0, parts.PAGE + size)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # so nobody who maps it ever gets SIGBUS
-            self._map = mmap.mmap(self.fd, parts.PAGE + size)
+            self.data = memoryview(mmap.mmap(self.fd, parts.PAGE + size))[parts.PAGE :]
         except OSError:
             os.close(self.fd)
             raise
-        self.data = memoryview(self._map)[parts.PAGE :]
 
     def clear(self) -> None:
         """Whatever it held is no part any more."""
@@ -110,9 +109,8 @@ class File:
         _write(self.fd, parts.header(part, len(tail)), 0)
 
     def close(self) -> None:
-        """Free the memory, once nobody else maps it."""
+        """Free the memory, once nobody maps it: a thread that has just finished may still hold a slice of `data`."""
         self.data.release()
-        self._map.close()
         os.close(self.fd)
 
 

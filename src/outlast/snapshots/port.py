@@ -114,18 +114,20 @@ class Port:
                     connection.send({"part": room.part.json(), "tail": room.tail})
                     connection.write_from(room.file.fd, parts.PAGE + room.part.bytes, room.tail)
                 case {"items": list(wanted)} if opened:
-                    for place, nbytes in wanted:
-                        self._send(connection, opened[-1], place, nbytes)
+                    for block in wanted:
+                        self._send(connection, opened[-1], block)
                 case _:
                     raise ValueError(f"{said!r:.80} is no request")
         except OutlastError as problem:
             connection.send({"problem": str(problem)})
 
-    def _send(self, connection: wire.Connection, room: Room, place: object, nbytes: object) -> None:
+    def _send(self, connection: wire.Connection, room: Room, block: object) -> None:
         assert room.part is not None
-        if not (isinstance(place, int) and isinstance(nbytes, int) and 0 <= place <= place + nbytes <= room.part.bytes):
-            raise ValueError(f"{room.part} has no {nbytes!r:.20} bytes at {place!r:.20}")
-        connection.write_from(room.file.fd, parts.PAGE + place, nbytes)
+        match block:
+            case [int(place), int(nbytes)] if 0 <= place <= place + nbytes <= room.part.bytes:
+                connection.write_from(room.file.fd, parts.PAGE + place, nbytes)
+            case _:
+                raise ValueError(f"{room.part} has no block {block!r:.80}")
 
     def _receive(self, connection: wire.Connection, part: Part, length: int, complete: tuple[int, int]) -> None:
         """Take a replica in. The header is written when everything has arrived and its checksums are right."""

@@ -45,7 +45,7 @@ class Rooms:
     """All rooms of an agent."""
 
     def __init__(self, run: str, budget: int, headroom: Callable[[], int]) -> None:
-        self.run, self.budget, self._headroom = run, budget, headroom
+        self.run, self.budget, self.headroom = run, budget, headroom
         self._rooms: dict[int, Room] = {}
         self._lock = threading.Lock()
         self._next = 0
@@ -78,7 +78,7 @@ class Rooms:
                 room.part, room.at, room.replica, room.users = None, at, replica, 1
                 room.file.clear()
                 return room
-            if size > (headroom := self._headroom()):
+            if size > (headroom := self.headroom()):
                 short = f"{size / 1e6:.1f} MB are needed for snapshots, and {headroom / 1e6:.1f} MB can be taken"
                 raise Refused(f"{short}, if a tenth of the memory is to stay free; lower checkpoint.memory or use less elsewhere")
             try:
@@ -104,6 +104,11 @@ class Rooms:
         """The parts that can be opened here."""
         with self._lock:
             return [room.part for room in self._rooms.values() if room.part]
+
+    def busy(self) -> list[int]:
+        """The rooms that somebody uses."""
+        with self._lock:
+            return [room.id for room in self._rooms.values() if room.users]
 
     def open(self, part: Part) -> Room:
         """The room that holds a part; `release` it. Raises Damaged."""

@@ -62,7 +62,7 @@ class Server:
         self._key = seal.key(environ)
         self._path = Path(environ[Env.STATE]) / SOCKET
         self._published: queue.SimpleQueue[Publication] = queue.SimpleQueue()
-        self._sender = replicas.Sender(self.rooms, self._key)
+        self.sender = replicas.Sender(self.rooms, self._key)
         self._port = port.Port(self.rooms, self._key, environ)
         self._restoring = threading.Lock()
         self._listener: socket.socket | None = None
@@ -128,7 +128,7 @@ class Server:
                 _thread(lambda part=part, each=each: self._replicate(part, each), "replicate")  # type: ignore[misc]
 
     def _replicate(self, part: Part, each: Publication) -> None:
-        problems = self._sender.send(part, each.to, each.complete)
+        problems = self.sender.send(part, each.to, each.complete)
         each.report(part, "; ".join(["held", *problems]) if problems else "replicated")
 
 
@@ -149,10 +149,10 @@ class _Rank:
                 said = connection.receive()
                 try:
                     self._answer(said)
-                except (OutlastError, KeyError, TypeError, ValueError) as problem:
-                    connection.send({"problem": str(problem) if isinstance(problem, OutlastError) else repr(problem)})
+                except OutlastError as problem:
+                    connection.send({"problem": str(problem)})
         except (OSError, ValueError):
-            pass  # the rank has ended
+            pass  # the rank has ended, or makes no sense
         finally:
             for room in [*self._lent.values(), *self._open]:
                 self._rooms.release(room)
@@ -192,7 +192,10 @@ class _Rank:
                 raise ValueError(f"{said!r:.80} is no request")
 
     def _publish(self, id: int, part: Part, index: object, to: list[str], complete: pool.At) -> None:
-        room = self._lent.pop(id)
+        room = self._lent.pop(id, None)
+        if room is None:
+            self._report(part, f"{part} has no room: {id} is none that this rank was given")
+            return
         try:
             self._rooms.admit(part.run, part.at, complete)
             if part.bytes > room.file.size or part.at != room.at:

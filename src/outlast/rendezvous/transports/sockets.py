@@ -387,9 +387,9 @@ def connect(endpoint: str) -> socket.socket:
 
 def _connect_path(path: str) -> socket.socket:
     """A connection to a Unix socket, by way of its directory: Linux allows 107 bytes in an address."""
+    directory = os.open(os.path.dirname(path), os.O_RDONLY)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(CONNECT_S)
-    directory = os.open(os.path.dirname(path), os.O_RDONLY)
     try:
         sock.connect(f"/proc/self/fd/{directory}/{os.path.basename(path)}")
     except OSError:

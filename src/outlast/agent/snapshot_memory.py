@@ -1,0 +1,37 @@
+"""The agent's memory for snapshots: whether there is any, and its server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from outlast.contract import Env
+
+if TYPE_CHECKING:
+    from outlast.snapshots.server import Server
+
+
+def begin(environ: Mapping[str, str], workers: int, restore: Callable[[], None]) -> Server | None:
+    """Serve memory to the ranks of a worker, one of so many on this machine. None where snapshots are off, or cannot be kept.
+
+    `restore` fetches the newest checkpoint of the job's store when ranks ask for it.
+    """
+    said = environ.get(Env.MEMORY, "off")  # absent: an earlier version made this worker, and its memory limit
+    if said == "off":
+        return None
+    from outlast.snapshots import budget, memory, server
+
+    asked = budget.asked(said)
+    given = memory.Machine().budget(asked, workers)
+    if not given.bytes or (isinstance(asked, int) and given.bytes < asked):
+        print(f"outlast | snapshots in memory: {given.reason}", flush=True)
+    if not given.bytes:
+        return None
+    snapshots = server.Server(environ, given.bytes, restore)
+    try:
+        snapshots.start()
+    except OSError as error:
+        print(f"outlast | no snapshots in memory, their socket cannot be opened: {error}", flush=True)
+        snapshots.close()
+        return None
+    return snapshots
