@@ -18,8 +18,12 @@ _FIRST = 200e6
 
 
 def rate(nbytes: int, interval_s: float | None) -> float:
-    """Bytes per second at which a part takes half of the interval of snapshots."""
-    return _FIRST if interval_s is None else max(SLOWEST, 2 * nbytes / max(interval_s, 1e-3))
+    """Bytes per second at which a part takes a quarter of the interval of snapshots.
+
+    Not half: the next snapshot waits for the replicas of this one. If that makes the interval two steps long, replicas are there
+    after the first of them, and the next interval is one step.
+    """
+    return _FIRST if interval_s is None else max(SLOWEST, 4 * nbytes / max(interval_s, 1e-3))
 
 
 class Sender:
