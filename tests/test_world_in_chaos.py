@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from outlast.rendezvous import world
+from outlast.rendezvous.partition import LONGEST_HELD_S
 from outlast.rendezvous.world import Call, Closed, Decision, Member, MemberState, State, Timeouts, Wait, Wanted, World
 
 TIMEOUTS = Timeouts()
-LONGEST = 2 * max(TIMEOUTS.start, TIMEOUTS.leave)
+LONGEST = 2 * max(TIMEOUTS.start, TIMEOUTS.leave, LONGEST_HELD_S)
 IDS = st.integers(0, 6)
 
 
@@ -67,6 +68,10 @@ class Job:
         self.worlds: list[World] = []
         self.calls: list[Call] = []
         self.starts = 0
+        self.broken: set[frozenset[int]] = set()
+        """Pairs of workers between which nothing passes."""
+        self.lies: dict[int, tuple[int, ...]] = {}
+        """Of workers that err about whom they do not hear."""
 
     @property
     def wanted(self) -> Wanted:
@@ -81,8 +86,20 @@ class Job:
         """The truth, as every heartbeat says it; whoever reports is told what it has missed."""
         worker = self.workers[id]
         if worker.connected:
-            self.state = self.state.heard(replace(worker.now, since=self.now))
+            told = replace(worker.now, since=self.now, noticed=self.now)
+            self.state = self.state.heard(replace(told, unheard=self.unheard(worker), refused=self.refused(worker)))
             worker.call, worker.world = self.state.called, self.state.world
+
+    def unheard(self, worker: Worker) -> tuple[int, ...]:
+        """Whom of its world a worker does not hear; each watches all, as in small worlds."""
+        me = worker.now
+        trains = worker.world is not None and me.generation == worker.world.generation and me.generation > 0
+        ranks = worker.world.members if worker.world and trains else ()
+        found = {id for id in ranks if id != me.id and (id not in self.workers or frozenset((id, me.id)) in self.broken)}
+        return tuple(sorted(found | set(self.lies.get(me.id, ())))) if me.id in ranks else ()
+
+    def refused(self, worker: Worker) -> tuple[int, ...]:
+        return tuple(id for id in self.unheard(worker) if id not in self.workers)
 
     def end(self, id: int) -> None:
         del self.workers[id]
@@ -95,6 +112,10 @@ class Job:
         self.state = self.state.after(decision)
         if isinstance(decision, Call | World):
             (self.calls if isinstance(decision, Call) else self.worlds).append(decision)
+            for id in decision.lost if isinstance(decision, Call) else ():
+                if id in self.workers:  # it is killed, and started again
+                    self.end(id)
+                    self.start(id)
             for worker in self.workers.values():
                 if worker.connected:
                     worker.call, worker.world = self.state.called, self.state.world
@@ -115,12 +136,18 @@ class Job:
                 assert len(decision.members) <= max(self.sizes[0], self.replicas)
                 assert all(members[id].standing is MemberState.WAITING for id in decision.members)
                 assert decision.address == members[decision.members[0]].address
+                cut = before.called.lost if before.called else ()
+                assert not any(members[id].generation == generation > 0 for id in decision.members if id in cut)
                 assert decision.at == self.now
                 survivors = [id for id in ranks if id in decision.members and members[id].generation == generation]
                 assert list(decision.members[: len(survivors)]) == survivors
             case Call():
                 assert decision.generation > max(generation, *(m.generation for m in members.values()), 0)
-                if pending is not None and decision.generation == pending.generation:
+                if (
+                    pending is not None
+                    and decision.generation == pending.generation
+                    and not set(decision.lost) > set(pending.lost)
+                ):
                     assert pending.planned
                     assert not decision.planned or set(decision.leaving) > set(pending.leaving)
                 elif pending is not None:
@@ -134,6 +161,8 @@ class Job:
 
     def settle(self) -> Decision:
         """Nothing more happens from outside: who was told something does it, who leaves goes, time passes."""
+        self.broken.clear()
+        self.lies.clear()
         worlds = len(self.worlds)
         for _ in range(60):
             decision = self.look()
@@ -260,6 +289,22 @@ class Chaos(RuleBasedStateMachine):
                 worker.obey()
         if heard:
             job.report(id)
+
+    @rule(ids=st.frozensets(IDS, min_size=1, max_size=6), heals=st.booleans())
+    def a_network_is_cut(self, ids: frozenset[int], heals: bool) -> None:
+        """These hear nobody else, and nobody else hears them; or all that was cut is whole."""
+        if heals:
+            self.job.broken.clear()
+        else:
+            self.job.broken |= {frozenset((one, other)) for one in ids for other in range(7) if other not in ids}
+        for id in self.job.workers:
+            self.job.report(id)
+
+    @rule(id=IDS, of=st.frozensets(IDS, max_size=6))
+    def a_worker_errs_about_others(self, id: int, of: frozenset[int]) -> None:
+        self.job.lies[id] = tuple(sorted(of - {id}))
+        if id in self.job.workers:
+            self.job.report(id)
 
     @precondition(lambda self: self.said)
     @rule(data=st.data())

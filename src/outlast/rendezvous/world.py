@@ -19,213 +19,43 @@ Times are seconds on one clock, a monotonic one if there is a choice; what happe
 
 from __future__ import annotations
 
-import enum
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
+from outlast.rendezvous import partition, sentences
+from outlast.rendezvous.vocabulary import (
+    Call,
+    Cause,
+    Closed,
+    Decision,
+    Member,
+    MemberState,
+    State,
+    Timeouts,
+    Wait,
+    Wanted,
+    World,
+)
 
-class MemberState(enum.StrEnum):
-    """What a member does, as it reports itself."""
-
-    WAITING = "waiting"
-    """Ready for a world; trains in none."""
-    TRAINING = "training"
-    LEAVING = "leaving"
-    """Asked to leave (SIGTERM, drain): saves with the others, then leaves."""
-    DONE = "done"
-    """Its training processes have ended with success."""
-
-
-@dataclass(frozen=True)
-class Member:
-    """A worker, by its newest report."""
-
-    id: int
-    """Index of the worker; not its rank."""
-    address: str
-    """`host:port` where the others would meet if it became rank 0."""
-    standing: MemberState
-    generation: int = 0
-    """The world it trains in, or trained in last; 0 for none."""
-    since: float = 0.0
-    """When it took this standing; repeating a report does not change it."""
-    failed: bool = False
-    """Its training processes of `generation` failed, or it was found hung."""
-    why: str = ""
-    """What failed, in a sentence; empty when that is not known or only echoes another's failure."""
-    unheard: tuple[int, ...] = ()
-    """Members of the world of `generation` that it watches and does not hear any more."""
-    refused: tuple[int, ...] = ()
-    """Those of them whose process is gone: their machine refuses the connection."""
-    noticed: float = 0.0
-    """When `unheard` grew last; repeating it does not change this."""
-
-
-class Cause(enum.StrEnum):
-    """Why workers are called together, for programs; people read the sentence beside it."""
-
-    UNKNOWN = ""
-    """Not told, or told by a version that knows other causes."""
-    START = "start"
-    RESUME = "resume"
-    """The run goes on after a pause in which no worker trained."""
-    LOST = "lost"
-    """Workers are gone."""
-    FAILED = "failed"
-    LEFT = "left"
-    """Workers came out of the world without a word."""
-    LATE = "late"
-    """Workers did not take up the world, or did not save, in time."""
-    PARTLY_DONE = "partly-done"
-    """Some have finished and the others will not."""
-    FOREIGN = "foreign"
-    """There is a world that another coordinator decided."""
-    LEAVING = "leaving"
-    SHRINK = "shrink"
-    GROW = "grow"
-    SUSPEND = "suspend"
-
-    @classmethod
-    def _missing_(cls, value: object) -> Cause:
-        return cls.UNKNOWN
-
-
-@dataclass(frozen=True)
-class Call:
-    """Request for a re-rendezvous: the workers are to come together for `generation`.
-
-    Another call of the same generation replaces this one: it was planned and no longer is, or more workers leave.
-    """
-
-    generation: int
-    reason: str
-    planned: bool
-    """Training saves first; otherwise it is dropped at once."""
-    at: float = 0.0
-    leaving: tuple[int, ...] = ()
-    """Workers that go: once they have saved, their absence is no failure."""
-    cause: Cause = Cause.UNKNOWN
-
-
-@dataclass(frozen=True)
-class World:
-    """The workers that train together."""
-
-    generation: int
-    members: tuple[int, ...]
-    """Worker ids in rank order."""
-    address: str
-    """Where they meet: the address of rank 0."""
-    reason: str
-    at: float = 0.0
-
-
-@dataclass(frozen=True)
-class Wait:
-    """Nothing to do before the next event, or before `look_again`."""
-
-    reason: str
-    look_again: float | None = None
-    steady: str = field(default="", compare=False)
-    """`reason` without the seconds that are left: the same each time while nothing changes."""
-
-    def __post_init__(self) -> None:
-        if not self.steady:
-            object.__setattr__(self, "steady", self.reason)
-
-
-@dataclass(frozen=True)
-class Closed:
-    """There is no further world: the training is done, or it is suspended."""
-
-    reason: str
-    done: bool
-
-
-Decision = Call | World | Wait | Closed
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """The size that the user asks for."""
-
-    replicas: int
-    """Workers; 0 suspends the job. The target is the largest allowed size up to this, and at least the smallest."""
-    sizes: tuple[int, ...]
-    """Allowed sizes of a world, ascending."""
-    expected: frozenset[int] | None = None
-    """Workers that are to be members, whether connected or still being started; we wait for absent ones until a timeout.
-    None: unknown, so any worker may join until the target is reached."""
-
-
-@dataclass(frozen=True)
-class Timeouts:
-    """How long to wait for workers, in seconds."""
-
-    start: float = 30.0
-    """For workers that are not there yet, from when the smallest allowed world could be formed; while no worker holds a state."""
-    recovery: float = 1.0
-    """The same while survivors stand idle."""
-    growth: float = 5.0
-    """From a world's beginning until it may be called together to grow; also from the first newcomer, for the others to come."""
-    leave: float = 75.0
-    """For training to save after a planned call."""
-    answer: float = 10.0
-    """For a connected worker to take up a world or to put down its processes; for all to report to a restarted coordinator."""
-
-
-@dataclass(frozen=True)
-class State:
-    """What the coordinator knows."""
-
-    members: Mapping[int, Member]
-    """Workers that are connected, and those of the world that were DONE when they went."""
-    world: World | None = None
-    """The last published one, whether it still trains or not."""
-    called: Call | None = None
-    """The last call; it is pending while its generation is newer than the world's."""
-    since: float = -math.inf
-    """When this coordinator took over a world that is not its own: the members get `Timeouts.answer` from then to report."""
-    floor: int = 0
-    """Lower bound: no generation up to this one is used, since it may have existed unseen."""
-
-    def heard(self, member: Member) -> State:
-        """A worker reported. Repeating a report changes nothing; what it says of its peers is no new standing."""
-        before = self.members.get(member.id)
-        if before is not None:
-            if before.generation == member.generation and set(member.unheard) <= set(before.unheard):
-                member = replace(member, noticed=before.noticed)
-            peers = replace(before, unheard=member.unheard, refused=member.refused, noticed=member.noticed, since=member.since)
-            if peers == member:
-                member = replace(member, since=before.since)
-            if member == before:
-                return self
-        return replace(self, members={**self.members, member.id: member})
-
-    def gone(self, id: int) -> State:
-        """A worker went. Who was DONE in this world may go: that it succeeded stays known."""
-        member = self.members.get(id)
-        if member is None:
-            return self
-        if (
-            member.standing is MemberState.DONE
-            and self.world
-            and id in self.world.members
-            and member.generation >= self.world.generation
-        ):
-            return self
-        return replace(self, members={other: m for other, m in self.members.items() if other != id})
-
-    def after(self, decision: Decision) -> State:
-        """The state once a decision is taken."""
-        if isinstance(decision, Call):
-            return replace(self, called=decision)
-        if isinstance(decision, World):
-            # What was DONE in older worlds was not enough, and those that said so may be gone.
-            members = {id: m for id, m in self.members.items() if m.standing is not MemberState.DONE}
-            return replace(self, members=members, world=decision, called=None)
-        return self
+__all__ = [
+    "RULES",
+    "Call",
+    "Cause",
+    "Closed",
+    "Decision",
+    "Member",
+    "MemberState",
+    "State",
+    "Timeouts",
+    "Wait",
+    "Wanted",
+    "World",
+    "decide",
+    "largest",
+    "lost",
+    "until",
+]
 
 
 def largest(sizes: Iterable[int], available: int) -> int:
@@ -236,20 +66,47 @@ def largest(sizes: Iterable[int], available: int) -> int:
 def decide(state: State, wanted: Wanted, timeouts: Timeouts, now: float) -> Decision:
     """What to do next, and why in one sentence: the first rule of the table with something to say."""
     situation = _Situation(state, wanted, timeouts, now)
-    return next(decision for rule in RULES if (decision := rule(situation)) is not None)
+    decision = next(decision for rule in RULES if (decision := rule(situation)) is not None)
+    again = min((end for end in (situation.verdict.look_again, *situation.held.values()) if end is not None), default=math.inf)
+    if isinstance(decision, Wait) and again < (decision.look_again or math.inf):
+        return replace(decision, look_again=again)
+    return decision
+
+
+def lost(state: State, now: float) -> partition.Verdict:
+    """Which members of the running world are lost because the others do not hear them."""
+    if state.world is None:
+        return partition.Verdict()
+    ranks, generation = state.world.members, state.world.generation
+    members = (state.members[id] for id in ranks if id in state.members)
+    inside = [m for m in members if m.generation == generation and m.standing is not MemberState.DONE]
+    if not any(m.unheard for m in inside):
+        return partition.Verdict()
+    views = {m.id: partition.View(m.unheard, m.refused, m.noticed, m.standing is MemberState.WAITING) for m in inside}
+    called = state.called if state.called and state.called.generation > generation and not state.called.planned else None
+    return partition.judged(ranks, views, now, asked=called.at if called else None)
 
 
 class _Situation:
     """One look at the state: what the rules ask about."""
 
     def __init__(self, state: State, wanted: Wanted, timeouts: Timeouts, now: float) -> None:
-        self.members, self.world, self.wanted, self.timeouts, self.now = state.members, state.world, wanted, timeouts, now
+        self.world, self.wanted, self.timeouts, self.now = state.world, wanted, timeouts, now
+        self.verdict = lost(state, now)
+        """Of members that others do not hear."""
+        cut = {*self.verdict.lost, *self.verdict.gone}
+        held = {id: end for id, loss in state.lost.items() if (end := self.until(loss.at, loss.held_s)) is not None}
+        here = {id: m for id, m in state.members.items() if id not in cut}
+        free = {id: m for id, m in here.items() if id not in held}
+        enough = len(free) >= wanted.sizes[0]
+        self.members, self.held = (free, held) if enough else (here, {})
+        """Without those that are lost; and until when others are kept out of worlds."""
         self.generation, self.ranks = (state.world.generation, state.world.members) if state.world else (0, ())
         self.ranked = frozenset(self.ranks)
         self.called = state.called if state.called and state.called.generation > self.generation else None
         """The pending call."""
         self.running = self.world is not None and self.called is None
-        self.newest = max((m.generation for m in self.members.values()), default=0)
+        self.newest = max((m.generation for m in state.members.values()), default=0)
         """The newest generation that any worker has seen."""
         self.next = max(self.generation, self.newest, state.floor) + 1
         """The first that cannot have existed."""
@@ -263,9 +120,12 @@ class _Situation:
         self.late_until = (
             self.until(max(state.since, *(e.at for e in (self.world, self.called) if e)), timeouts.answer) if self.late else None
         )
-        absent = [id for id in self.ranks if id not in self.members]
+        absent = [id for id in self.ranks if id not in state.members]
         self.unheard_until = self.until(state.since, timeouts.answer)
-        self.unheard, self.lost = ([], absent) if self.unheard_until is None else (absent, [])
+        self.unheard, absent = ([], absent) if self.unheard_until is None else (absent, [])
+        leaving = frozenset(self.called.leaving if self.called is not None else ())
+        absent = [id for id in (*absent, *self.verdict.gone) if id not in leaving]
+        self.lost = [id for id in self.ranks if id in {*absent, *self.verdict.lost}]
         self.training = [
             m for m in self.members.values() if m.standing is MemberState.TRAINING and (m.id in self.ranked or self.world is None)
         ]
@@ -305,7 +165,7 @@ class _Situation:
 def everybody_is_done(s: _Situation) -> Decision | None:
     if not s.ranks or s.those(MemberState.DONE) != list(s.ranks):
         return None
-    return Closed(f"{_workers(s.ranks)} {_are(s.ranks)} done", done=True)
+    return Closed(f"{sentences.workers(s.ranks)} {sentences.are(s.ranks)} done", done=True)
 
 
 def generation_from_elsewhere(s: _Situation) -> Decision | None:
@@ -318,21 +178,35 @@ def generation_from_elsewhere(s: _Situation) -> Decision | None:
     if not beyond:
         return None
     planned = (s.called is None or s.called.planned) and bool(s.training) and not any(m.failed for m in beyond)
-    reason = f"generation {s.newest} of {_workers(m.id for m in beyond)} was not decided here"
+    reason = f"generation {s.newest} of {sentences.workers(m.id for m in beyond)} was not decided here"
     return s.call(Cause.FOREIGN, reason, planned=planned, leaving=s.called.leaving if s.called else ())
 
 
 def lost_workers(s: _Situation) -> Decision | None:
-    leaving = frozenset(s.called.leaving if s.called is not None else ())
-    lost = [id for id in s.lost if id not in leaving]
-    return s.drop(Cause.LOST, f"lost {_workers(lost)}") if lost else None
+    if not s.lost:
+        return None
+    cut, called = s.verdict, s.called
+    reason = f"lost {sentences.workers(s.lost)}" + sentences.how_lost(s.lost, cut.lost, cut.gone, cut.by)
+    if (call := s.drop(Cause.LOST, reason)) is not None:
+        return replace(call, lost=(*call.lost, *(id for id in cut.lost if id not in call.lost)))
+    if called is None or set(cut.lost) <= set(called.lost):
+        return None
+    lost = (*called.lost, *(id for id in cut.lost if id not in called.lost))
+    return replace(called, cause=Cause.LOST, reason=reason, lost=lost)
+
+
+def a_majority_is_unheard(s: _Situation) -> Decision | None:
+    """Few do not hear many, who say nothing: whoever lives answers a call."""
+    if not s.verdict.ask:
+        return None
+    return s.drop(Cause.LOST, f"{sentences.do_not_hear(s.verdict.by, s.verdict.ask)}: who lives answers")
 
 
 def failed_workers(s: _Situation) -> Decision | None:
     failed = [m for m in s.inside if m.failed and m.standing is not MemberState.DONE]
     if not failed:
         return None
-    why = next((m.why for m in failed if m.why), "") or f"{_workers(m.id for m in failed)} failed"
+    why = next((m.why for m in failed if m.why), "") or f"{sentences.workers(m.id for m in failed)} failed"
     return s.drop(Cause.FAILED, why)
 
 
@@ -340,14 +214,16 @@ def workers_left_untold(s: _Situation) -> Decision | None:
     left = s.those(MemberState.WAITING)
     if not s.running or not left or s.those(MemberState.LEAVING):  # with one that leaves, the others save and stop as well
         return None
-    return s.drop(Cause.LEFT, f"{_workers(left)} left generation {s.generation} untold")
+    return s.drop(Cause.LEFT, f"{sentences.workers(left)} left generation {s.generation} untold")
 
 
 def world_not_taken_up(s: _Situation) -> Decision | None:
     """A worker was started again unseen, or never heard of its world; the others make no step without it."""
     if not s.late or s.late_until is not None:
         return None
-    return s.drop(Cause.LATE, f"{_workers(s.late)} did not take up generation {s.generation} within {s.timeouts.answer:g} s")
+    return s.drop(
+        Cause.LATE, f"{sentences.workers(s.late)} did not take up generation {s.generation} within {s.timeouts.answer:g} s"
+    )
 
 
 # A call is pending
@@ -356,7 +232,7 @@ def world_not_taken_up(s: _Situation) -> Decision | None:
 def grace_ran_out(s: _Situation) -> Decision | None:
     if s.called is None or not s.training or s.until(s.called.at, s.timeouts.leave) is not None:
         return None
-    return s.drop(Cause.LATE, f"{_workers(m.id for m in s.training)} did not save within {s.timeouts.leave:g} s")
+    return s.drop(Cause.LATE, f"{sentences.workers(m.id for m in s.training)} did not save within {s.timeouts.leave:g} s")
 
 
 def done_without_the_others(s: _Situation) -> Decision | None:
@@ -364,7 +240,7 @@ def done_without_the_others(s: _Situation) -> Decision | None:
     done = [m.id for m in s.members.values() if m.standing is MemberState.DONE and m.generation >= s.generation]
     if s.called is None or not s.called.planned or s.training or not done:
         return None
-    reason = f"only {_workers(done)} {_are(done)} done"
+    reason = f"only {sentences.workers(done)} {sentences.are(done)} done"
     return replace(s.called, cause=Cause.PARTLY_DONE, reason=reason, planned=False, at=s.now)
 
 
@@ -374,7 +250,9 @@ def more_workers_leave(s: _Situation) -> Decision | None:
     leaving = tuple(sorted({*s.called.leaving, *s.those(MemberState.LEAVING)}))
     if len(leaving) == len(s.called.leaving):
         return None
-    return replace(s.called, cause=Cause.LEAVING, reason=f"{_workers(leaving)} {_are(leaving)} leaving", leaving=leaving)
+    return replace(
+        s.called, cause=Cause.LEAVING, reason=f"{sentences.workers(leaving)} {sentences.are(leaving)} leaving", leaving=leaving
+    )
 
 
 # A world runs; it is not disturbed while it begins or ends
@@ -382,9 +260,9 @@ def more_workers_leave(s: _Situation) -> Decision | None:
 
 def world_begins(s: _Situation) -> Decision | None:
     if s.running and s.unheard:
-        return s.wait(f"waiting for {_workers(s.unheard)} to report", s.unheard_until)
+        return s.wait(f"waiting for {sentences.workers(s.unheard)} to report", s.unheard_until)
     if s.running and s.late:
-        return s.wait(f"waiting for {_workers(s.late)} to take up generation {s.generation}", s.late_until)
+        return s.wait(f"waiting for {sentences.workers(s.late)} to take up generation {s.generation}", s.late_until)
     return None
 
 
@@ -394,7 +272,7 @@ def world_ends(s: _Situation) -> Decision | None:
         return None
     ended = frozenset(done)
     others = [id for id in s.ranks if id not in ended]
-    return Wait(f"{_workers(done)} {_are(done)} done; waiting for {_workers(others)} to finish")
+    return Wait(f"{sentences.workers(done)} {sentences.are(done)} done; waiting for {sentences.workers(others)} to finish")
 
 
 def suspended(s: _Situation) -> Decision | None:
@@ -406,7 +284,7 @@ def suspended(s: _Situation) -> Decision | None:
     if s.called is not None and busy:
         end = s.until(s.called.at, s.timeouts.leave if s.called.planned else s.timeouts.answer)
         if end is not None:
-            what, then = f"waiting for {_workers(busy)} to {_verb(s)}", ", then the job is suspended"
+            what, then = f"waiting for {sentences.workers(busy)} to {_verb(s)}", ", then the job is suspended"
             return s.wait(what, end, then=then, look_again=s.look_again(end))
     return Closed("suspended: no workers are wanted", done=False)
 
@@ -422,7 +300,7 @@ def forming(s: _Situation) -> Decision | None:
     absent: list[int] = []
     if s.wanted.expected is not None and absent_until is not None:
         leaving = {m.id for m in s.members.values() if m.standing is MemberState.LEAVING}
-        absent = sorted(s.wanted.expected - leaving - {m.id for m in connected})
+        absent = sorted(s.wanted.expected - leaving - s.held.keys() - {m.id for m in connected})
     anybody = s.wanted.expected is None and absent_until is not None
     size = s.target if anybody else largest(s.wanted.sizes, min(s.target, len(connected) + len(absent)))
     if not size:
@@ -435,8 +313,8 @@ def forming(s: _Situation) -> Decision | None:
 
     look_again = s.look_again(coming_until if unready else None, absent_until if lacking else None)
     if unready:
-        return s.wait(f"waiting for {_workers(unready)} to {_verb(s)}", coming_until, look_again=look_again)
-    whom = _workers(absent[:lacking]) if absent else _count(lacking, "more worker")
+        return s.wait(f"waiting for {sentences.workers(unready)} to {_verb(s)}", coming_until, look_again=look_again)
+    whom = sentences.workers(absent[:lacking]) if absent else sentences.count(lacking, "more worker")
     if absent_until == math.inf:
         return Wait(f"waiting for {whom}: {_here(s, here)}", look_again)
     fewer = largest(s.wanted.sizes, min(s.target, len(here)))
@@ -451,7 +329,7 @@ def workers_leave(s: _Situation) -> Decision | None:
     leaving = s.those(MemberState.LEAVING)
     if not leaving:
         return None
-    return s.call(Cause.LEAVING, f"{_workers(leaving)} {_are(leaving)} leaving", planned=True, leaving=leaving)
+    return s.call(Cause.LEAVING, f"{sentences.workers(leaving)} {sentences.are(leaving)} leaving", planned=True, leaving=leaving)
 
 
 def too_many_workers(s: _Situation) -> Decision | None:
@@ -470,15 +348,25 @@ def newcomers(s: _Situation) -> Decision | None:
         return None
     hoped = s.target
     if s.wanted.expected is not None:
-        hoped = largest(s.wanted.sizes, min(s.target, available + len(s.wanted.expected - s.members.keys())))
+        hoped = largest(s.wanted.sizes, min(s.target, available + len(s.wanted.expected - s.members.keys() - s.held.keys())))
     ends = [s.until(s.world.at, s.timeouts.growth)]
     if hoped > size:
         ends.append(s.until(min(s.members[id].since for id in waiting), s.timeouts.growth))
     end = max((end for end in ends if end is not None), default=None)
-    who = _workers(waiting[: size - len(s.ranks)])
+    who = sentences.workers(waiting[: size - len(s.ranks)])
     if end is None:
         return s.call(Cause.GROW, f"growing from {len(s.ranks)} to {size} with {who}", planned=True)
     return s.wait(f"{_trains(s)}; {who} may join soon", end)
+
+
+def lost_workers_are_kept_out(s: _Situation) -> Decision | None:
+    """A connection that comes and goes would end one world after another."""
+    missing = sorted(s.held.keys() - s.ranked)
+    if not missing or len(s.ranks) >= s.target:
+        return None
+    return s.wait(
+        f"{_trains(s)}; {sentences.workers(missing)} {sentences.was(missing)} lost and may join again", min(s.held.values())
+    )
 
 
 def all_is_well(s: _Situation) -> Decision | None:
@@ -489,6 +377,7 @@ RULES: tuple[Callable[[_Situation], Decision | None], ...] = (
     everybody_is_done,
     generation_from_elsewhere,
     lost_workers,
+    a_majority_is_unheard,
     failed_workers,
     workers_left_untold,
     world_not_taken_up,
@@ -502,6 +391,7 @@ RULES: tuple[Callable[[_Situation], Decision | None], ...] = (
     workers_leave,
     too_many_workers,
     newcomers,
+    lost_workers_are_kept_out,
     all_is_well,
 )
 """In this order; the first with something to say wins. Those after `forming` are asked only while a world trains."""
@@ -567,24 +457,9 @@ def until(at: float, timeout: float, now: float) -> float | None:
 # Words
 
 
-def _workers(ids: Iterable[int]) -> str:
-    names = [str(id) for id in ids]
-    if len(names) == 1:
-        return f"worker {names[0]}"
-    return f"{len(names)} workers" if len(names) > 8 else f"workers {', '.join(names[:-1])} and {names[-1]}"
-
-
-def _are(ids: Sequence[int]) -> str:
-    return "is" if len(ids) == 1 else "are"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def _here(s: _Situation, here: Sequence[Member]) -> str:
     least = s.wanted.sizes[0]
-    return f"{len(here)} of at least {_count(least, 'worker')} {'is' if 1 in (len(here), least) else 'are'} here"
+    return f"{len(here)} of at least {sentences.count(least, 'worker')} {'is' if 1 in (len(here), least) else 'are'} here"
 
 
 def _verb(s: _Situation) -> str:
@@ -596,4 +471,4 @@ def _goes_on(s: _Situation) -> str:
 
 
 def _trains(s: _Situation) -> str:
-    return f"{_count(len(s.ranks), 'worker')} train{'s' if len(s.ranks) == 1 else ''} in generation {s.generation}"
+    return f"{sentences.count(len(s.ranks), 'worker')} train{'s' if len(s.ranks) == 1 else ''} in generation {s.generation}"

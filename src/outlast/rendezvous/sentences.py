@@ -1,0 +1,50 @@
+"""How sentences about worlds name workers and numbers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def workers(ids: Iterable[int]) -> str:
+    """`worker 2`, `workers 0, 1 and 2`, `12 workers`."""
+    names = [str(id) for id in ids]
+    if len(names) == 1:
+        return f"worker {names[0]}"
+    return f"{len(names)} workers" if len(names) > 8 else f"workers {', '.join(names[:-1])} and {names[-1]}"
+
+
+def are(ids: Sequence[int]) -> str:
+    """The verb for so many."""
+    return "is" if len(ids) == 1 else "are"
+
+
+def count(number: int, noun: str) -> str:
+    """`1 worker`, `3 workers`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def was(ids: Sequence[int]) -> str:
+    """The same, of what is over."""
+    return "was" if len(ids) == 1 else "were"
+
+
+def do_not_hear(by: Sequence[int], whom: Sequence[int], *, named: bool = True) -> str:
+    """Who of two groups of workers does not hear the other."""
+    verb, them = "does not hear" if len(by) == 1 else "do not hear", "it" if len(whom) == 1 else "them"
+    return f"{workers(by)} {verb} {workers(whom) if named else them}"
+
+
+def how_lost(all: Sequence[int], lost: Sequence[int], gone: Sequence[int], by: Sequence[int]) -> str:
+    """How it was noticed that workers are `lost`, or `gone`, in a sentence that names `all` that are; empty when it says nothing
+    beyond that. `by` are those that do not hear them."""
+    cut = [id for id in all if id in {*lost, *gone}]
+    if not cut:
+        return ""
+    named = len(cut) < len(all)
+    if not lost:
+        who = workers(cut) if named else "it" if len(cut) == 1 else "they"
+        return f": {who} refuse{'s' if len(cut) == 1 else ''} connections"
+    if by:
+        return f": {do_not_hear(by, cut, named=named)}"
+    who = workers(cut) if named else "it" if len(cut) == 1 else "they"
+    return f": {who} {'does' if len(cut) == 1 else 'do'} not hear the others"
