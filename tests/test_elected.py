@@ -122,10 +122,10 @@ def test_what_is_written_is_read_again() -> None:
     wanted = schema.Wanted(3, 2, (1, 2), (0, 4))
     record = schema.Record(report, "t", "2:4", "b", world.World(1, (1, 2), "a:1", "x"), ("t", "u"), wanted)
     assert schema.Record.loads(record.dumps()) == record
-    call = world.Call(2, "r", True, 1.0, (3,))
+    call = world.Call(2, "r", True, 1.0, (3,), lost=(1,))
     said = schema.Said(
         "t", "b", "c", "2:4", record.world, ("t", "u"), call, 2.0, sockets.Closed("a", 0), "why", 1, (2,), 1, 1,
-        ((1.0, 2, None),), {"worker": 1, "code": 1, "reason": "it failed"},
+        ((1.0, 2, None),), {"worker": 1, "code": 1, "reason": "it failed"}, 2, {"token": "it is lost"}, ((3, 1.5, 1),),
     )  # fmt: skip
     assert schema.Said.loads(said.dumps()) == said
     assert schema.Leader.loads(schema.Leader("t", "h", 3, "w").dumps()) == schema.Leader("t", "h", 3, "w")
@@ -157,6 +157,7 @@ WORLD = {"generation": 1, "members": [0], "address": "a:1", "reason": "why"}
         *({**MEMBER, "world": {**WORLD, **wrong}} for wrong in ({"generation": "1"}, {"members": ["0"]}, {"address": ""})),
         *({**SAID, "world": {**WORLD, **wrong}} for wrong in ({"members": []}, {"members": [0, 0]}, {"at": "now"})),
         *({**SAID, **wrong} for wrong in ({"floor": "9"}, {"done": 3}, {"failures": [[1, "x", None]]}, {"leave_s": None})),
+        *({**SAID, **wrong} for wrong in ({"ended": ["t"]}, {"ended": {"t": 1}}, {"lost": [[1, 2]]}, {"lost": 3})),
         {**SAID, "closed": {"reason": "why", "code": "0"}},
         {**SAID, "called": {"generation": 2, "reason": "why", "planned": 1}},
     ],
@@ -386,6 +387,36 @@ def test_what_only_echoes_the_loss_of_a_member_is_left_to_an_operator_that_sees_
     world, failure = bench.said().world, bench.said().failure
     assert (world.members, world.generation) == ((0,), 2)  # type: ignore[union-attr]
     assert (bench.said().restarts, failure is None) == ((0, True) if operated else (1, False))
+
+
+def test_a_process_that_the_others_do_not_hear_is_told_to_end_also_by_the_next_coordinator(bench: Bench) -> None:
+    pods = {"limit": 9, "operated": True, "replicas": 3}
+    decides, _ = bench.candidate("d", **pods)
+    a, b, c = (bench.member(token, id) for id, token in enumerate("abc"))
+    bench.turn(decides, seconds=5, keep=(a, b, c))
+    trains(bench, a, b, c)
+    for member in (a, b):
+        member.report = dataclasses.replace(member.report, unheard=(2,))
+        member.tell()
+    bench.turn(decides, seconds=0.25)
+    lost = "lost worker 2: workers 0 and 1 do not hear it"
+    said = bench.said()
+    assert said.called is not None
+    assert (said.called.lost, said.called.reason, said.ended) == ((2,), lost, {"c": lost})
+    for member in (a, b):
+        member.report = member.report.changed(MemberState.WAITING)
+        member.tell()
+    bench.turn(decides, seconds=0.25)
+    assert bench.said().world.members == (0, 1)  # type: ignore[union-attr]
+    trains(bench, a, b)
+    decides.resign()
+    bench.turn(bench.candidate("e", **pods)[0], seconds=1, keep=(a, b, c))
+    assert c.closed == sockets.Closed(lost, contract.Exit.INTERRUPTED)
+    again = bench.member("c2", 2)
+    successor, _ = bench.candidate("f", **pods)
+    bench.turn(successor, seconds=6, keep=(a, b, again))
+    assert (again.closed, bench.said().called, bench.said().ended) == (None, None, {"c": lost})
+    assert [(id, times) for id, _, times in bench.said().lost] == [(2, 1)]
 
 
 def test_a_clock_that_is_set_back_while_a_cause_is_awaited_holds_up_nothing(bench: Bench) -> None:

@@ -136,20 +136,17 @@ class Job:
                 assert len(decision.members) <= max(self.sizes[0], self.replicas)
                 assert all(members[id].standing is MemberState.WAITING for id in decision.members)
                 assert decision.address == members[decision.members[0]].address
-                cut = before.called.lost if before.called else ()
-                assert not any(members[id].generation == generation > 0 for id in decision.members if id in cut)
+                verdict = world.lost(before, self.now)
+                assert not {*verdict.lost, *verdict.gone} & set(decision.members)
                 assert decision.at == self.now
                 survivors = [id for id in ranks if id in decision.members and members[id].generation == generation]
                 assert list(decision.members[: len(survivors)]) == survivors
             case Call():
                 assert decision.generation > max(generation, *(m.generation for m in members.values()), 0)
-                if (
-                    pending is not None
-                    and decision.generation == pending.generation
-                    and not set(decision.lost) > set(pending.lost)
-                ):
-                    assert pending.planned
-                    assert not decision.planned or set(decision.leaving) > set(pending.leaving)
+                if pending is not None and decision.generation == pending.generation:
+                    more = set(decision.lost) > set(pending.lost)
+                    assert pending.planned or more
+                    assert not decision.planned or more or set(decision.leaving) > set(pending.leaving)
                 elif pending is not None:
                     assert decision.generation > pending.generation
             case Wait():

@@ -79,6 +79,8 @@ class Launcher(Coordinator):
         self.not_joined: dict[int, str] = {}
         """Workers that failed to join the running world, and why."""
         self.formed_at = 0.0
+        self.unheard: dict[int, str] = {}
+        """Workers that we have killed because the others do not hear them, and that sentence."""
         self.status = JobStatus(
             name=self.job.metadata.name,
             run=self.run_id,
@@ -224,6 +226,7 @@ class Launcher(Coordinator):
 
     def _worker_died(self, end: Ended) -> None:
         index = end.worker.index
+        reason = self.unheard.pop(index, end.reason)
         self.pool.pause(index)
         training = self.known.world if self.known.called is None else None
         if training is not None and index not in training.members:  # the world goes on without it
@@ -233,11 +236,16 @@ class Launcher(Coordinator):
         inside = self.known.world is not None and index in self.known.world.members and self.pool.trained(index)
         if inside and self.judged >= (generation, attempt):
             return  # part of the failure of its world, which is counted already
-        died = Failure(worker=index, code=end.code, reason=end.reason, step=step, time=time.time())
+        died = Failure(worker=index, code=end.code, reason=reason, step=step, time=time.time())
         died.generation, died.attempt = generation, attempt
         self.add_failure(died, echo=False)
 
     # Decisions
+
+    def fence(self, id: int, reason: str) -> None:
+        super().fence(id, reason)
+        self.unheard[id] = reason
+        self.pool.kill(id, f"is heard by nobody ({reason})")
 
     def _decide(self) -> None:
         match self.decide(self.request.replicas, (worker.index for worker in self.pool.staying())):

@@ -70,6 +70,8 @@ class Coordinator:
         """Whether workers of a job that failed exit with GIVEN_UP, so that the controller of their pods gives up, too."""
         self.closed: sockets.Closed | None = None
         """The final result, sent to everybody who reports."""
+        self.fenced: dict[int, tuple[int, sockets.Closed]] = {}
+        """Members that were lost although they are connected, each with the world in which, and what it is told."""
 
     # What differs: where it stands, and who reads it
 
@@ -96,6 +98,14 @@ class Coordinator:
         report = self.reports.get(failure.worker)
         self.committed = max(self.committed, (report.failure or {}).get("committed") or 0 if report else 0)
         return failure, None if echo else failure.step, self.committed
+
+    def fence(self, id: int, reason: str) -> None:
+        """The others do not hear this member: it has no part in the run any more, and is to end and to come back."""
+        generation = self.known.world.generation if self.known.world else 0
+        self.fenced[id] = generation, sockets.Closed(reason, contract.Exit.INTERRUPTED)
+        self.reports.pop(id, None)
+        self.known = self.known.gone(id)
+        self.send(id, "closed", self.fenced[id][1])
 
     def formed(self, new: world.World) -> None:
         """A world has been published; its members hear of it after this."""
@@ -127,6 +137,11 @@ class Coordinator:
         self.reports[report.id] = report
         if before is not None and dataclasses.replace(before, since=report.since) == report:
             return  # a heartbeat
+        if report.id in self.fenced:
+            generation, closed = self.fenced[report.id]
+            if report.generation == generation:
+                return self.send(report.id, "closed", closed)
+            del self.fenced[report.id]  # it was started again
         found: Pending | None = None
         if report.failed and report.failure:
             found = failures.reported(report.failure, report.id, (report.generation, report.attempt), self.clock())
@@ -177,7 +192,7 @@ class Coordinator:
     def decide(self, replicas: int, expected: Iterable[int] | None) -> world.Decision | None:
         """Take the next decision and act on it; None while it would be too early. `expected` as in `world.Wanted`."""
         now = self.clock()
-        if failures.held_until(self.pending, self.pending_since, now, self.debounce) is not None:
+        if failures.held_until(self.pending, self.pending_since, now, self.debounce) and not world.lost(self.known, now).out:
             return None
         wanted = world.Wanted(replicas, self.sizes, None if expected is None else frozenset(expected))
         decision = world.decide(self.known, wanted, self.timeouts, now)
@@ -207,9 +222,15 @@ class Coordinator:
         return sockets.Called(call.generation, call.reason, call.planned, until, leave_s=until - self.clock())
 
     def _publish_call(self, call: world.Call) -> None:
+        found, generation = world.lost(self.known, self.clock()), self.generation()
+        new = [id for id in call.lost if self.known.called is None or id not in self.known.called.lost]
         self.known = self.known.after(call)
+        if found.out and call.cause is Cause.LOST:
+            self.event("unheard", generation=generation, workers=list(found.out), by=list(found.by), reason=call.reason)
         self.event("called", generation=call.generation, reason=call.reason, planned=call.planned)
         self.say(State.RESIZING if call.planned else State.RESTARTING, call.reason)
+        for id in new:
+            self.fence(id, call.reason)
         for id in self.reports:
             self.send(id, "called", self._call(call))
 

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from outlast.rendezvous.mesh import neighbours
+from outlast.rendezvous.timeouts import until
 
 AGREE_S = 1.0
 """How long reports of one partition may be apart: all ends of a link notice within half a second, then reports travel."""
@@ -69,6 +70,11 @@ class Verdict:
     look_again: float | None = None
     """When there will be more to say, whatever is reported until then."""
 
+    @property
+    def out(self) -> tuple[int, ...]:
+        """All without whom training goes on."""
+        return (*self.lost, *self.gone)
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -109,9 +115,9 @@ def judged(ranks: Sequence[int], views: Mapping[int, View], now: float, *, asked
     ends = [waits_until]
     if waits_until is None and not ask:
         lost = set(rest) - stay
-        within = {pair: at for pair, at in broken.items() if pair <= stay}
-        ends = [at + PATIENCE_S for at in within.values() if at + PATIENCE_S > now]
-        lost |= _cover([id for id in rest if id in stay], [pair for pair, at in within.items() if at + PATIENCE_S <= now])
+        within = {pair: until(at, PATIENCE_S, now) for pair, at in broken.items() if pair <= stay}
+        ends = [*within.values()]
+        lost |= _cover([id for id in rest if id in stay], [pair for pair, end in within.items() if end is None])
     else:
         lost = set()
     out = lost | gone or set(ask)
@@ -181,8 +187,8 @@ def _staying(
     most = [side for side, spoken in zip(sides, speaks, strict=True) if spoken and 2 * len(side) > len(rest)]
     if most:
         return most[0], None, ()
-    open_until = max(views[id].noticed for id in rest if views[id].unheard) + AGREE_S
-    if now < open_until:
+    open_until = max((until(views[id].noticed, AGREE_S, now) or now for id in rest if views[id].unheard), default=now)
+    if open_until > now:
         return set(), open_until, ()
     spoken = [side for side, spoken in zip(sides, speaks, strict=True) if spoken]
     stay = max(spoken, key=lambda side: (len(side), -min(rest.index(id) for id in side)))
@@ -190,8 +196,8 @@ def _staying(
     if silent:
         if asked is None:
             return stay, None, tuple(id for id in rest if id in silent[0])
-        if now < asked + CONFIRM_S:
-            return set(), asked + CONFIRM_S, ()
+        if (answered := until(asked, CONFIRM_S, now)) is not None:
+            return set(), answered, ()
     return stay, None, ()
 
 

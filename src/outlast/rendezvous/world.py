@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from outlast.rendezvous import partition, sentences
+from outlast.rendezvous.timeouts import until
 from outlast.rendezvous.vocabulary import (
     Call,
     Cause,
@@ -442,16 +443,6 @@ def _world(s: _Situation, chosen: Sequence[Member]) -> World:
     generation = s.called.generation if s.called else s.next
     reason = f"{why}training {_goes_on(s)} with {size}"
     return World(generation, tuple(m.id for m in chosen), chosen[0].address, reason, s.now)
-
-
-def until(at: float, timeout: float, now: float) -> float | None:
-    """When a timeout that began at `at` ends; None when it is over.
-
-    A beginning in the future means that the clock went back. If by less than the timeout, no time has passed yet. If by more,
-    it is unknown how much has, and the timeout is over. So no wait is longer than twice its timeout, however the clock jumps.
-    """
-    end = at + timeout
-    return None if now >= end or at > now + timeout else end
 
 
 # Words

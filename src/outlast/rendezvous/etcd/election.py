@@ -24,6 +24,7 @@ from outlast.etcd import Gone, KeyValue, LeaseGone, Outcome, created, holds, mod
 from outlast.rendezvous import coordinator, failures, restarts, world
 from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.etcd.member import TTL_S, Store
+from outlast.rendezvous.partition import Loss
 from outlast.rendezvous.transports import sockets
 from outlast.status import Failure, State
 
@@ -38,6 +39,8 @@ PASSED = 100
 """Generations that are skipped when etcd has lost its state: more than can have followed the newest known one."""
 WHY_S = 0.5
 """Shortest interval of writes that change only the reason of a wait."""
+ENDED = 100
+"""How many processes that are to end are kept published."""
 JITTER_S = 0.1
 """Jitter before running for election, since all see the end of a term at once. Candidates that know no world wait longer."""
 
@@ -106,6 +109,8 @@ class Term(coordinator.Coordinator):
         self._failure: Mapping[str, Any] | None = None
         """The last failure that was judged."""
         self._wanted: schema.Wanted | None = None
+        self._ended: dict[str, str] = {}
+        """Tokens of processes that were fenced, and why."""
         self._listen_until: float | None = None
         self._begin(found, born)
 
@@ -137,7 +142,9 @@ class Term(coordinator.Coordinator):
             self.judged, self.restarts, self._failure = (said.judged, said.attempt), said.restarts, said.failure
             self.history = tuple(restarts.Record(now - ago, committed, step) for ago, committed, step in said.failures)
             restamped = said.world and replace(said.world, at=now), said.called and replace(said.called, at=now)
-            self.known, self._tokens = world.State({}, restamped[0], restamped[1], floor=said.floor), said.tokens
+            lost = {id: Loss(now - ago, times) for id, ago, times in said.lost}
+            self.known, self._tokens = world.State({}, restamped[0], restamped[1], floor=said.floor, lost=lost), said.tokens
+            self._ended = dict(said.ended)
         for kv in members:
             self._hear(kv)
         if not self.known.world:
@@ -188,6 +195,8 @@ class Term(coordinator.Coordinator):
             return  # of another program, or known
         if record.terms != self._config.nnodes or (record.born and record.born == self._before):
             return  # of another job, or of a run that is over
+        if record.token in self._ended:
+            return  # it has yet to hear that it is to end
         if token and token != record.token:
             self.gone(id)  # there is another now in its place
         self._seen[id] = record.token, kv.modified
@@ -294,6 +303,7 @@ class Term(coordinator.Coordinator):
             attempt=self.judged[1],
             restarts=self.restarts,
             failure=self._failure,
+            ended=self._ended,
         )
 
     def _publish(self) -> None:
@@ -305,7 +315,8 @@ class Term(coordinator.Coordinator):
             if self.known.world is None and said.why != (written.why if written else ""):
                 self._effects.append(lambda: self._config.events.say(said.why))
             history = tuple((now - time_, committed, step) for time_, committed, step in self.history)
-            self._write(replace(said, failures=history).dumps())
+            lost = tuple((id, now - loss.at, loss.times) for id, loss in self.known.lost.items() if loss.held)
+            self._write(replace(said, failures=history, lost=lost).dumps())
             self._written, self._written_at = said, now
         effects, self._effects = self._effects, []
         for effect in effects:
@@ -370,6 +381,14 @@ class Term(coordinator.Coordinator):
         self._failure = failure.model_dump(exclude_none=True, exclude={"traceback"})
         if failure.traceback:
             self._effects.append(lambda: self._config.events.say(failure.traceback))
+
+    def fence(self, id: int, reason: str) -> None:
+        """As ever, by the token of its process; nobody starts a torchrun again, so that one only waits for another world."""
+        if not self._config.nnodes and id in self._seen:
+            ended = {**self._ended, self._seen[id][0]: reason}
+            self._ended = dict([*ended.items()][-ENDED:])
+            self.reports.pop(id, None)
+            self.known = self.known.gone(id)
 
     def finished(self, state: State, closed: sockets.Closed) -> None:
         self._effects.append(lambda: self._config.events.finished(state, closed.reason, closed.code))

@@ -249,6 +249,8 @@ class Membership:
                 self.closed = Closed(f"{reason}: another job has this --rdzv-id; give each its own", contract.Exit.MISCONFIGURED)
             return
         self._born, self.why, self.said = said.born, said.why, (kv.modified, said)
+        if self._who.token in said.ended:
+            self.closed = Closed(said.ended[self._who.token], contract.Exit.INTERRUPTED)
         world = said.world
         if world and world.generation > (self._newest.generation if self._newest else 0):
             self._newest, self._tokens = world, said.tokens

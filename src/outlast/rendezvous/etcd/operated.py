@@ -30,7 +30,7 @@ def for_operator(said: schema.Said, id: int) -> schema.Said | None:
     """What this member tells the operator of what was decided; None when others do."""
     if said.world and id not in said.world.members[:TELL]:
         return None
-    return replace(said, tokens=(), failures=())
+    return replace(said, tokens=(), failures=(), ended={}, lost=())
 
 
 class Client:

@@ -181,6 +181,10 @@ class Said(_Value):
     """The last failure that was judged, a `status.Failure`."""
     attempt: int = 0
     """Which start of the processes of generation `judged` that was, see `status.Failure.attempt`."""
+    ended: Mapping[str, str] = field(default_factory=dict)
+    """Tokens of processes whose peers do not hear them, each with the sentence that says so: they are to end."""
+    lost: tuple[tuple[int, float, int], ...] = ()
+    """`partition.Loss`es that keep members out of worlds: id, seconds since then, how often in a row."""
 
     @classmethod
     def loads(cls, text: str) -> Self | None:
@@ -192,6 +196,7 @@ class Said(_Value):
             "done": _counts,
         }
         fits |= {"failures": _failures, "failure": lambda each: each is None or isinstance(each, Mapping)}
+        fits |= {"ended": _sentences, "lost": _losses}
         said = _fitting(cls, _read(text), **fits, world=_any, called=_any, closed=_any)
         if said is None:
             return None
@@ -201,7 +206,14 @@ class Said(_Value):
             return None
         parts: dict[str, Any] = {}
         if said.get("called"):
-            call = {"generation": is_count, "reason": _text, "planned": _flag, "at": is_number, "leaving": _counts}
+            call = {
+                "generation": is_count,
+                "reason": _text,
+                "planned": _flag,
+                "at": is_number,
+                "leaving": _counts,
+                "lost": _counts,
+            }
             if (called := _fitting(Call, said["called"], **call, cause=_any)) is None:
                 return None
             parts["called"] = Call(**{**called, "cause": Cause(called.get("cause", ""))})
@@ -210,6 +222,7 @@ class Said(_Value):
                 return None
             parts["closed"] = Closed(**closed)
         failures = tuple((each[0], each[1], each[2]) for each in said.get("failures", ()))
+        parts["lost"] = tuple((each[0], each[1], each[2]) for each in said.get("lost", ()))
         return cls(**{**said, "called": None, "closed": None, **parts, "world": world, "failures": failures})
 
     @property
@@ -279,6 +292,17 @@ def _failures(value: object) -> bool:
         return False
     shaped = (isinstance(each, list) and len(each) == 3 and is_number(each[0]) and is_count(each[1]) for each in value)
     return all(shaped) and all(each[2] is None or is_count(each[2]) for each in value)
+
+
+def _sentences(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(each, str) for each in value.values())
+
+
+def _losses(value: object) -> bool:
+    if not isinstance(value, list):
+        return False
+    shaped = (isinstance(each, list) and len(each) == 3 for each in value)
+    return all(shaped) and all(is_count(each[0]) and is_number(each[1]) and is_count(each[2]) for each in value)
 
 
 def _world(said: object) -> World | None:

@@ -1,0 +1,119 @@
+"""What a coordinator does with members that others do not hear, step by step, without a transport."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from outlast.rendezvous import restarts, world
+from outlast.rendezvous.coordinator import Coordinator, Settings
+from outlast.rendezvous.transports.sockets import Called, Closed, Report
+from outlast.rendezvous.world import World
+from outlast.status import State
+
+
+class Coordinating(Coordinator):
+    """One that notes what it would send, say and record."""
+
+    def __init__(self, workers: int = 3) -> None:
+        self.now = 1000.0
+        policy = restarts.Policy(9, timedelta(hours=1))
+        super().__init__(Settings(tuple(range(1, workers + 1)), policy, world.Timeouts(start=0.0)), lambda: self.now)
+        self.workers = workers
+        self.told: dict[int, list[object]] = {id: [] for id in range(workers)}
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        for id in range(workers):
+            self.report(id, "waiting")
+        self.look()
+        self.train(1)
+
+    def send(self, id: int, kind: str, content: object) -> None:
+        self.told[id].append(content)
+
+    def say(self, state: State, reason: str) -> None: ...
+
+    def event(self, kind: str, **facts: Any) -> None:
+        self.events.append((kind, facts))
+
+    def report(self, id: int, standing: str, generation: int = 0, **fields: Any) -> None:
+        self.heard(Report("run", id, standing, generation, self.now, f"10.0.0.{id}:1", **fields))
+
+    def train(self, generation: int, *ids: int) -> None:
+        for id in ids or range(self.workers):
+            self.report(id, "training", generation, mesh=True)
+
+    def look(self) -> world.Decision:
+        while not isinstance(decision := self.decide(self.workers, range(self.workers)), world.Wait):
+            assert decision is not None
+        return decision
+
+    def newest(self) -> World:
+        assert self.known.world is not None
+        return self.known.world
+
+
+LOST = "lost worker 2: workers 0 and 1 do not hear it"
+
+
+def test_who_is_not_heard_is_told_to_end_and_the_others_go_on_without_waiting() -> None:
+    run = Coordinating()
+    for id in (0, 1):
+        run.report(id, "training", 1, mesh=True, unheard=(2,))
+    run.look()
+    unheard = {"generation": 1, "workers": [2], "by": [0, 1], "reason": LOST}
+    assert run.events[-2:] == [("unheard", unheard), ("called", {"generation": 2, "reason": LOST, "planned": False})]
+    assert run.told[2][-1] == Closed(LOST, 75)
+    assert all(isinstance(run.told[id][-1], Called) for id in (0, 1))
+    for id in (0, 1):
+        run.report(id, "waiting", 1, unheard=(2,))
+    run.look()
+    assert (run.newest().generation, run.newest().members, run.restarts) == (2, (0, 1), 0)
+
+
+def test_a_process_that_was_fenced_is_told_so_as_often_as_it_reports_and_its_successor_joins_later() -> None:
+    run = Coordinating()
+    for id in (0, 1):
+        run.report(id, "training", 1, unheard=(2,))
+    run.look()
+    run.gone(2)
+    run.report(2, "training", 1)
+    run.report(2, "waiting", 1)
+    assert run.told[2][-2:] == [Closed(LOST, 75), Closed(LOST, 75)]
+    assert 2 not in run.known.members
+    for id in (0, 1):
+        run.report(id, "waiting", 1)
+    run.look()
+    run.train(2, 0, 1)
+    run.report(2, "waiting")
+    run.now += 9.5
+    assert run.look().reason == "2 workers train in generation 2; worker 2 was lost and may join again (1 s left)"
+    run.now += 0.5
+    run.look()
+    assert run.known.called is not None
+    assert run.known.called.reason == "growing from 2 to 3 with worker 2"
+
+
+def test_echoes_are_not_waited_out_when_it_is_known_whose_death_they_echo() -> None:
+    run = Coordinating()
+    echo = {"rank": 0, "code": 1, "reason": "connection reset", "echo": True, "time": 0.0}
+    run.report(0, "waiting", 1, failed=True, failure=echo)
+    assert run.decide(3, range(3)) is None
+    run.report(1, "training", 1, unheard=(2,), refused=(2,))
+    run.decide(3, range(3))
+    assert run.known.called is not None
+    assert run.known.called.reason == "lost worker 2: it refuses connections"
+    assert 2 not in run.fenced
+
+
+def test_a_worker_that_errs_costs_a_start_of_processes_at_most() -> None:
+    run = Coordinating()
+    run.report(2, "training", 1, unheard=(0, 1))
+    run.look()
+    assert run.known.called is None
+    run.now += 1
+    run.decide(3, range(3))
+    for id in (0, 1):
+        run.report(id, "waiting", 1)
+    run.look()
+    assert run.newest().members == (0, 1)
+    assert run.told[2][-1] == Closed("lost worker 2: it does not hear the others", 75)
