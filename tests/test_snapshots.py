@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from outlast.contract import Env
-from outlast.errors import OutlastError
+from outlast.errors import OutlastError, StoreError
 from outlast.snapshots import client, parts, server, wire
 from outlast.snapshots.client import Client
 from outlast.snapshots.parts import Damaged, Item, Part
@@ -325,6 +325,19 @@ def test_ranks_ask_the_agent_for_the_checkpoint_in_the_store(workers: Workers) -
     assert published(rank, a_part()) == "held"
     rank.restore()
     assert workers.restored == [0]
+
+
+@pytest.mark.parametrize(
+    ("problem", "retry"), [(StoreError("no such key"), False), (StoreError("away", retry=True), True), (OSError("full"), True)]
+)
+def test_a_checkpoint_that_cannot_be_fetched_is_an_error_of_the_rank(workers: Workers, problem: Exception, retry: bool) -> None:
+    def fails() -> None:
+        raise problem
+
+    workers.agent(0).fetch = fails
+    with pytest.raises(StoreError, match=str(problem)) as raised:
+        workers.rank(0).restore()
+    assert raised.value.retry is retry
 
 
 def test_what_is_given_up_is_no_part_any_more(workers: Workers) -> None:

@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from outlast.contract import Env
-from outlast.errors import OutlastError
+from outlast.errors import OutlastError, StoreError
 from outlast.rendezvous.transports import sockets
 from outlast.snapshots import parts, wire
 from outlast.snapshots.parts import Damaged, Item, Part
@@ -151,24 +151,30 @@ class Client:
             self._ask({"forget": keep})
 
     def restore(self) -> None:
-        """Have the agent fetch the newest checkpoint of the store; returns when it is on the disk. Raises OutlastError."""
+        """Have the agent fetch the newest checkpoint of the store; returns when it is on the disk. Raises StoreError."""
         wire.patient(self._connection.sock, 0)
         try:
-            self._ask({"restore": True})
+            said = self._exchange({"restore": True})
         except (OSError, ValueError) as error:
-            raise OutlastError(f"the newest checkpoint cannot be fetched: the agent is gone ({error})") from error
+            raise StoreError(f"the newest checkpoint cannot be fetched: the agent is gone ({error})", retry=True) from error
         finally:
             wire.patient(self._connection.sock, _REPLY_S)
+        if "problem" in said:
+            raise StoreError(said["problem"], retry=said["retry"])
 
     def close(self) -> None:
         """Hang up. Rooms that are not published go back to the agent."""
         self._connection.close()
 
-    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
         with self._using:
             self._connection.send(message)
             while "event" in (said := self._connection.receive()):
                 self._heard(said)
+        return said
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        said = self._exchange(message)
         if "problem" in said:
             raise OutlastError(str(said["problem"]))
         return said

@@ -10,7 +10,7 @@ dies in between leaves no part, and one that dies afterwards leaves a whole one.
                     {"catalog": true}                               -> {"parts": [...]}
                     {"open": part}                                  -> {"open": id} with a descriptor;   {"close": id}
                     {"forget": [generation, step] or null}          -> {}
-                    {"restore": true}                               -> {} when it is done
+                    {"restore": true}                               -> {} when it is done, or {"problem", "retry"}
     on any problem                                                  -> {"problem": sentence}
 
 The agent must not be slowed: its threads wait, or are in calls that release the interpreter's lock.
@@ -58,7 +58,7 @@ class Server:
     def __init__(self, environ: Mapping[str, str], budget: int, restore: Callable[[], None]) -> None:
         machine = memory.Machine()
         self.rooms = Rooms(environ[Env.RUN], budget, lambda: machine.headroom)
-        self._environ, self._restore = environ, restore
+        self._environ, self.fetch = environ, restore
         self._key = seal.key(environ)
         self._path = Path(environ[Env.STATE]) / SOCKET
         self._published: queue.SimpleQueue[Publication] = queue.SimpleQueue()
@@ -106,10 +106,16 @@ class Server:
         """Have a part finished and sent."""
         self._published.put(publication)
 
-    def restore(self) -> None:
-        """Fetch the newest checkpoint of the store. Raises OutlastError, OSError."""
-        with self._restoring:
-            self._restore()
+    def restore(self) -> dict[str, object]:
+        """Fetch the newest checkpoint of the store. Returns the answer to who asked."""
+        try:
+            with self._restoring:
+                self.fetch()
+        except OSError as error:
+            return {"problem": f"the newest checkpoint cannot be fetched: {error}", "retry": True}
+        except OutlastError as problem:
+            return {"problem": str(problem), "retry": getattr(problem, "retry", False)}
+        return {}
 
     def _finish(self) -> None:
         """Write tails and headers, one part after another: each keeps a core busy."""
@@ -183,11 +189,7 @@ class _Rank:
                 self._rooms.forget(None if keep is None else _at(keep))
                 self._connection.send({})
             case {"restore": True}:
-                try:
-                    self._server.restore()
-                except OSError as error:
-                    raise OutlastError(f"the newest checkpoint cannot be fetched: {error}") from error
-                self._connection.send({})
+                self._connection.send(self._server.restore())
             case _:
                 raise ValueError(f"{said!r:.80} is no request")
 
