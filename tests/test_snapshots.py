@@ -352,3 +352,32 @@ def test_what_is_given_up_is_no_part_any_more(workers: Workers) -> None:
 def test_without_an_agent_there_are_no_snapshots(tmp_path: Path) -> None:
     assert client.connect({Env.STATE: str(tmp_path)}) is None
     assert client.connect({}) is None
+
+
+def test_a_fork_of_a_rank_does_not_keep_its_rooms(workers: Workers) -> None:
+    """A worker of a data loader notices the end of its rank seconds later."""
+    agent = workers.agent(0)
+    rank = workers.rank(0)
+    rank.room(TOTAL, (1, 1))
+    held, go = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(go)
+        os.read(held, 1)
+        os._exit(0)
+    os.close(held)
+    try:
+        assert agent.rooms.busy() == [1]
+        rank.close()
+        until(lambda: not agent.rooms.busy())
+    finally:
+        os.close(go)
+        os.waitpid(pid, 0)
+
+
+def test_a_rank_unmaps_rooms_that_its_agent_has_given_up(workers: Workers) -> None:
+    agent = workers.agent(0)
+    rank = workers.rank(0)
+    for step, size in enumerate((TOTAL // 2, TOTAL // 2, TOTAL, TOTAL, TOTAL), start=1):
+        assert published(rank, a_part(step), data=bytes(size), complete=(1, step - 1)) == "held"
+    assert sorted(rank._maps) == agent.rooms.ids() == [3, 4]

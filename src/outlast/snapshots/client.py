@@ -22,6 +22,7 @@ import mmap
 import os
 import queue
 import threading
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -63,6 +64,18 @@ class Room:
     """Of the requested size."""
 
 
+_open: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+def _hang_up() -> None:
+    """In a fork, of a data loader say: the agent is to notice the end of the rank, not that of its last fork."""
+    for client in list(_open):
+        client.close()
+
+
+os.register_at_fork(after_in_child=_hang_up)
+
+
 class Client:
     """The connection of one rank to its agent."""
 
@@ -80,6 +93,7 @@ class Client:
         self.budget: int = hello["budget"]
         """Bytes for the snapshots of this worker: two of them, and the replicas of others."""
         self._key = bytes.fromhex(hello["key"])
+        _open.add(self)
 
     def room(self, nbytes: int, at: tuple[int, int], complete: tuple[int, int] = (0, 0)) -> Room:
         """Memory for a part of the snapshot `at`, (generation, step). `complete` is the newest complete snapshot: its parts stay,
@@ -87,6 +101,7 @@ class Client:
         try:
             said = self._ask({"room": nbytes, "at": at, "complete": complete})
             fd = self._connection.descriptor()
+            self._maps = {id: mapped for id, mapped in self._maps.items() if id in said["rooms"]}
         except OutlastError as problem:
             raise NoMemory(str(problem)) from problem
         except (OSError, ValueError) as error:

@@ -45,6 +45,11 @@ def free(room: Room, at: At, complete: At) -> bool:
     return not room.busy and (room.at is None or (room.at < at and room.at != complete))
 
 
+def surplus(rooms: Sequence[Room], before: At) -> list[int]:
+    """Rooms that no snapshot has used since the complete one `before` the newest: parts have another size now."""
+    return [room.id for room in rooms if not room.busy and room.at is not None and room.at < before]
+
+
 def choose(rooms: Sequence[Room], size: int, budget: int, at: At, complete: At, *, replica: bool = False) -> Choice:
     """Find room for a part of `size` bytes.
 

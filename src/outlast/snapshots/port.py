@@ -64,17 +64,15 @@ class Port:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                sock, _address = self._listener.accept()
-                with self._lock:
-                    full = self._strangers >= _STRANGERS or self._all >= _MOST
-                    if not full:
-                        self._strangers, self._all = self._strangers + 1, self._all + 1
-                if full:
-                    sock.close()
-                    continue
-                threading.Thread(target=self._serve, args=(sock,), name="outlast-snapshots-peer", daemon=True).start()
+        for sock in wire.accepted(self._listener):
+            with self._lock:
+                full = self._strangers >= _STRANGERS or self._all >= _MOST
+                if not full:
+                    self._strangers, self._all = self._strangers + 1, self._all + 1
+            if full:
+                sock.close()
+                continue
+            threading.Thread(target=self._serve, args=(sock,), name="outlast-snapshots-peer", daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
         stranger = True

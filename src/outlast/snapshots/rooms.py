@@ -50,6 +50,8 @@ class Rooms:
         self._lock = threading.Lock()
         self._next = 0
         self._complete: pool.At = (0, 0)
+        self._before: pool.At = (0, 0)
+        """The complete snapshot before that."""
         self._generation = 0
 
     def admit(self, run: str, at: pool.At, complete: pool.At) -> None:
@@ -60,18 +62,19 @@ class Rooms:
             if at[0] < self._generation:
                 raise Refused(f"generation {at[0]} is over: generation {self._generation} trains here now")
             self._generation = at[0]
-            self._complete = max(self._complete, complete)
+            if complete > self._complete:
+                self._before, self._complete = self._complete, complete
 
     def take(self, size: int, at: pool.At, *, replica: bool = False) -> Room:
         """A room for a part of so many bytes; `release` or `hold` it. Raises Refused."""
         with self._lock:
+            for id in pool.surplus([room.seen() for room in self._rooms.values()], self._before):
+                self._rooms.pop(id).file.close()
             rooms = [room.seen() for room in self._rooms.values()]
-            total = sum(room.size for room in rooms)
             choice = pool.choose(rooms, size, self.budget, at, self._complete, replica=replica)
             if choice.problem:
                 raise Refused(choice.problem)
             for id in choice.drop:
-                total -= self._rooms[id].file.size
                 self._rooms.pop(id).file.close()
             if choice.reuse is not None:
                 room = self._rooms[choice.reuse]
@@ -104,6 +107,11 @@ class Rooms:
         """The parts that can be opened here."""
         with self._lock:
             return [room.part for room in self._rooms.values() if room.part]
+
+    def ids(self) -> list[int]:
+        """All rooms."""
+        with self._lock:
+            return list(self._rooms)
 
     def busy(self) -> list[int]:
         """The rooms that somebody uses."""

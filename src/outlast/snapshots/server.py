@@ -5,7 +5,7 @@ into it, publishes it; the agent computes the checksums and writes the header, t
 dies in between leaves no part, and one that dies afterwards leaves a whole one.
 
     agent -> rank   {"hello": {address, node, zone, budget, key}}
-    rank -> agent   {"room": bytes, "at", "complete"}               -> {"room": id, "size"} with a descriptor
+    rank -> agent   {"room": bytes, "at", "complete"}               -> {"room": id, "size", "rooms": [id, ...]} with a descriptor
                     {"publish": id, "part", "index", "to", "complete"}   no answer, but {"event": [kind, step, state]}
                     {"catalog": true}                               -> {"parts": [...]}
                     {"open": part}                                  -> {"open": id} with a descriptor;   {"close": id}
@@ -36,6 +36,8 @@ from outlast.snapshots.parts import Item, Part
 from outlast.snapshots.rooms import Refused, Room, Rooms
 
 SOCKET = "snapshots.sock"
+_FINISHERS = 8
+"""Threads that compute checksums, at most; one for each four cores."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class Server:
         self._port.start()
         self._listener = sockets.listening(self._path)
         _thread(self._accept, "accept")
-        _thread(self._finish, "finish")
+        for _ in range(max(1, min(_FINISHERS, len(os.sched_getaffinity(0)) // 4))):
+            _thread(self._finish, "finish")
 
     def close(self) -> None:
         """Hang up and free the memory."""
@@ -91,10 +94,8 @@ class Server:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                sock, _address = self._listener.accept()
-                _thread(_Rank(self, sock).serve, "rank")
+        for sock in wire.accepted(self._listener):
+            _thread(_Rank(self, sock).serve, "rank")
 
     def hello(self) -> dict[str, object]:
         """What a rank is told first."""
@@ -118,23 +119,26 @@ class Server:
         return {}
 
     def _finish(self) -> None:
-        """Write tails and headers, one part after another: each keeps a core busy."""
+        """Write tails and headers, one part after another: a part keeps a core busy."""
         while True:
             each = self._published.get()
             try:
                 tail = parts.tail(each.index, parts.checksums(each.index, each.room.file.data))
                 part = parts.finished(each.part, each.index, tail)
                 self.rooms.hold(each.room, part, each.index, tail)
-            except (OSError, OutlastError) as error:
+            except Exception as error:  # a bug of ours, too, must not end snapshots in silence
                 self.rooms.release(each.room)
-                each.report(each.part, f"{each.part} cannot be kept: {error}")
+                each.report(each.part, f"{each.part} cannot be kept: {error!r}")
                 continue
             each.report(part, "held")
             if each.to:
                 _thread(lambda part=part, each=each: self._replicate(part, each), "replicate")  # type: ignore[misc]
 
     def _replicate(self, part: Part, each: Publication) -> None:
-        problems = self.sender.send(part, each.to, each.complete)
+        try:
+            problems = self.sender.send(part, each.to, each.complete)
+        except Exception as error:  # the rank waits for a word
+            problems = [f"no replica of {part}: {error!r}"]
         each.report(part, "; ".join(["held", *problems]) if problems else "replicated")
 
 
@@ -170,7 +174,7 @@ class _Rank:
                 self._rooms.admit(self._rooms.run, _at(at), _at(complete))
                 room = self._rooms.take(size, _at(at))
                 self._lent[room.id] = room
-                self._connection.send({"room": room.id, "size": room.file.size}, room.file.fd)
+                self._connection.send({"room": room.id, "size": room.file.size, "rooms": self._rooms.ids()}, room.file.fd)
             case {"publish": int(id), "part": part, "index": index, "to": to, "complete": complete}:
                 self._publish(id, Part.of(part), index, [str(each) for each in to], _at(complete))
             case {"catalog": True}:

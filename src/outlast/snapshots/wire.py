@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import array
 import collections
+import errno
 import json
 import os
 import socket
 import struct
 import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
 from outlast.rendezvous.transports import seal
@@ -145,6 +148,17 @@ def tcp(sock: socket.socket) -> socket.socket:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
     return patient(sock)
+
+
+def accepted(listener: socket.socket) -> Iterator[socket.socket]:
+    """The connections that come to a listener, until it is closed."""
+    while True:
+        try:
+            yield listener.accept()[0]
+        except OSError as error:
+            if error.errno in (errno.EBADF, errno.EINVAL):  # closed, shut down
+                return
+            time.sleep(0.1)  # this process has too many descriptors, or the peer has gone already
 
 
 def connect(address: str, key: bytes) -> Connection:
