@@ -22,8 +22,9 @@ IDLE_S, USER_TIMEOUT_MS = 1, 1500
 """The kernel probes a connection that has been idle for `IDLE_S`, and again each second (a probe carries no data: the buffer of a
 stopped process never fills). Nothing acknowledged for 1.5 s, looked at with the next probe, breaks it: after 2 s. Data in flight
 breaks it 1.5 s after they were sent (tcp(7), TCP_USER_TIMEOUT)."""
-CALLED = 20
-"""Who was called watches nobody by that connection, and only has to get rid of it some time: so many times later."""
+CALLED_IDLE_S, CALLED_USER_TIMEOUT_MS = 20, 700
+"""The same for who was called, who watches nobody by that connection and only has to get rid of it some time. What it repeats for
+want of an acknowledgement keeps the other side from probing, which may hear it and not be heard: so it does not for long."""
 
 
 def resolved(address: str) -> tuple[socket.AddressFamily, tuple[str, int]]:
@@ -49,10 +50,10 @@ class Connection:
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            times = 1 if side == "member" else CALLED
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, times * IDLE_S)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, times * IDLE_S)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, times * USER_TIMEOUT_MS)
+            watches = side == "member"
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S if watches else CALLED_IDLE_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, IDLE_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS if watches else CALLED_USER_TIMEOUT_MS)
 
     @property
     def writing(self) -> bool:

@@ -12,6 +12,7 @@ peer is unheard only if that fails: twice refused, or not answered for `patience
 from __future__ import annotations
 
 import dataclasses
+import math
 
 REFUSALS = 2
 """How many refusals in a row prove that the process is gone."""
@@ -54,12 +55,17 @@ class Hearing:
 
     def passed(self, now: float) -> None:
         """Time has passed without a connection."""
-        if self.since is not None and not self.unheard and now - self.since >= self.patience_s:
+        if self.since is not None and now >= self.ends:
             self.unheard = f"has not answered for {now - self.since:.1f} s after its connection broke"
 
     def proven(self) -> None:
         """The peer has proven that it is there: nothing held against it counts any more."""
         self.since, self.refusals, self.unheard, self.gone = None, 0, "", False
+
+    @property
+    def ends(self) -> float:
+        """When patience ends; infinite without a doubt."""
+        return math.inf if self.since is None or self.unheard else self.since + self.patience_s
 
     @property
     def attempt_s(self) -> float:

@@ -99,7 +99,7 @@ class Peer:
             self._call(now)
         self._listen()
         due = self._attempt_until if self._connecting else self._next_attempt if self._connection is None else now + 1.0
-        return min(due, *(each.until for each in self._messages.values()), now + 1.0)
+        return min(due, self.hearing.ends, *(each.until for each in self._messages.values()), now + 1.0)
 
     def ready(self, events: int, now: float) -> None:
         """The socket can be read or written."""
