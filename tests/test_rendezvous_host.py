@@ -280,6 +280,19 @@ def test_the_key_is_that_of_the_secret_or_of_the_job_file(tmp_path: Path) -> Non
     assert by_file != seal.key({contract.Env.JOB_FILE: str(file)})
     assert seal.key({contract.Env.JOB_FILE: str(file), contract.Env.RENDEZVOUS_KEY: "k"}) == b"k"
     assert len(by_file) == 32
+    file.write_text("a")
+    assert by_file == seal.key({contract.Env.JOB_FILE: str(file), contract.Env.RUN: "a", contract.Env.RENDEZVOUS: "c10d://b:1"})
+
+
+def test_where_jobs_change_while_they_run_the_key_is_that_of_the_run_instead(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    environ = {contract.Env.JOB_FILE: str(file), contract.Env.RUN: "a-1", contract.Env.RENDEZVOUS: "kubernetes://a"}
+    file.write_text("a")
+    key = seal.key(environ)
+    file.write_text("b")
+    assert seal.key(environ) == key
+    assert len({key, seal.key({**environ, contract.Env.RUN: "a-2"}), seal.key({**environ, contract.Env.NAMESPACE: "n"})}) == 3
+    assert seal.key({}) == b""
 
 
 def test_reports_that_make_sense_are_read() -> None:

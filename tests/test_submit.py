@@ -93,7 +93,18 @@ def test_who_may_make_no_secret_is_told_what_that_means(api: apiserver.ApiServer
     assert "you may not create Secret train-rdzv: anyone who knows the job file can connect to its workers" in out
 
 
-def test_one_pod_and_an_operated_job_need_no_key(api: apiserver.ApiServer, outlast: Outlast) -> None:
+def test_the_workers_of_an_operated_job_are_given_a_key_too(api: apiserver.ApiServer, outlast: Outlast) -> None:
+    api.unserved = ()
+    _, out, _ = outlast("submit", "job.yaml", "--as", "elasticjob")
+    assert "Secret train-rdzv created" in out
+    secret = api.documents["secrets", "default", "train-rdzv"]
+    assert secret["metadata"]["labels"]["outlast.dev/job"] == "train"
+    assert secret["metadata"]["ownerReferences"][0]["kind"] == "ElasticJob"
+    outlast("cancel", "train", "-n", "default")
+    assert kinds(api) == []
+
+
+def test_one_worker_needs_no_key(api: apiserver.ApiServer, outlast: Outlast) -> None:
     for topology in ("job", "elasticjob"):
         outlast("submit", "job.yaml", "--as", topology, "--name", topology, "--set", "workers={replicas: 1, min: 1, max: 1}")
     assert "secrets" not in kinds(api)
@@ -195,7 +206,7 @@ def test_workers_of_a_statefulset_that_stay_up_after_a_failure_are_replaced(
         ("Failed", (), "ElasticJob train has failed; its run goes on from its newest checkpoint; --fresh starts anew"),
         ("Failed", ("--fresh",), "ElasticJob train is ended first"),
         ("Succeeded", (), "ElasticJob train has ended (Succeeded) and is not run again; --fresh does"),
-        ("Succeeded", ("--set", "env={A: b}"), "ElasticJob train created"),
+        ("Succeeded", ("--set", "env={A: b}"), "Secret train-rdzv created"),
     ],
 )
 def test_an_elastic_job_that_has_ended_is_made_anew_and_its_run_goes_on(

@@ -107,7 +107,8 @@ class Env:
     RENDEZVOUS = "OUTLAST_RENDEZVOUS"
     """Endpoint of the coordinator, as given to `--rdzv-endpoint`."""
     RENDEZVOUS_KEY = "OUTLAST_RENDEZVOUS_KEY"
-    """Shared key of the workers whose rendezvous is at worker 0; default: a digest of OUTLAST_JOB_FILE."""
+    """Shared key of the workers of a run, by which they know each other; default: a digest of OUTLAST_JOB_FILE where they meet at
+    worker 0, else of the run's name."""
     ETCD_PREFIX = "OUTLAST_ETCD_PREFIX"
     """Prefix of all keys in the etcd of OUTLAST_RENDEZVOUS; default: the path of that endpoint, else `/outlast`."""
     ETCD_CACERT = "OUTLAST_ETCD_CACERT"

@@ -77,11 +77,10 @@ class Submission:
         workloads = [each["metadata"] for each in self.workloads.of(job.metadata.name)]
         alive = {meta["uid"] for meta in workloads if "deletionTimestamp" not in meta}
         beside: list[Document] = []
-        service = next((each for each in documents if kube.kind_of(each) is kube.SERVICE), None)
         for document in documents:
             kind, meta = kube.kind_of(document), document["metadata"]
-            if document is wanted and service and objects.keyed(wanted):
-                key, sentence = self._key(objects.key(service, secrets.token_hex(32)), alive)
+            if document is wanted and (secret := objects.key(job, wanted, secrets.token_hex(32))):
+                key, sentence = self._key(secret, alive)
                 beside += key
                 yield sentence
             title = f"{kind} {meta['name']}"
@@ -113,7 +112,7 @@ class Submission:
         return url
 
     def _key(self, secret: Document, alive: AbstractSet[str]) -> tuple[list[Document], str]:
-        """Create the Secret by which workers authenticate each other, unless a workload uses it already."""
+        """Create the Secret by which workers know each other, unless a workload uses it already."""
         title = f"Secret {secret['metadata']['name']}"
         try:
             if (old := self._there(kube.SECRET, secret["metadata"], alive)) is not None:

@@ -1,15 +1,17 @@
 """The state directory of one job on this machine: where each file is, and those that the command line and the launcher share.
 
 Every file is replaced as a whole, so a process that is killed half-way leaves the old one. The command line writes `job.yaml`,
-`run.json`, `wanted.json` and `shell.json`; the launcher `launcher.json` and `status.json`; a worker's agent `workers/<index>/`.
-All but `shell.json` and `status.json` survive a power loss.
+`run.json`, `wanted.json` and `shell.json`; the launcher `launcher.json`, `rendezvous.key` and `status.json`; a worker's agent
+`workers/<index>/`. All but `shell.json` and `status.json` survive a power loss.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import secrets
 import time
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,6 +44,8 @@ class StateDir:
         """`resumption.marks` of the shell that last submitted or resumed the run."""
         self.lock = path / "launcher.lock"
         """Held by the launcher while it lives."""
+        self.key = path / "rendezvous.key"
+        """The run's key, by which its workers know each other; for this user alone."""
         self.socket = path / "launcher.sock"
         """The launcher's socket, for workers."""
         self.log = path / "launcher.log"
@@ -58,6 +62,17 @@ class StateDir:
                 return not file_locks.acquire(lock.fileno(), share=True)
         except FileNotFoundError:
             return False
+
+    def secret(self) -> str:
+        """The run's key; made if there is none, by the launcher. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            return self.key.read_text()
+        partial = self.key.with_name(f".{self.key.name}.{os.getpid()}")
+        partial.unlink(missing_ok=True)
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+        partial.replace(self.key)
+        return self.key.read_text()
 
     def started_at(self) -> float:
         """When the run was last submitted or resumed."""

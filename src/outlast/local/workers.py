@@ -233,6 +233,7 @@ class WorkerPool:
             contract.Env.LEDGER: str(self._output / contract.LEDGER),
             contract.Env.NOTICE: str(state / contract.NOTICE),
             contract.Env.RENDEZVOUS: f"{sockets.SCHEME}{self._state_dir.socket}",
+            contract.Env.RENDEZVOUS_KEY: self._state_dir.secret(),
             contract.Env.CHECKPOINT_EVERY: str(fields.checkpoint.every),
             contract.Env.CHECKPOINT_KEEP: fields.checkpoint.retention,
             contract.Env.CHECKPOINT_BEST: fields.checkpoint.which_are_best,

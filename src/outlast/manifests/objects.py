@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import base64
 
-from outlast import units
+from outlast import contract, spec, units
 from outlast.contract import Env, Pod
 from outlast.manifests import labels, variables, volumes
+from outlast.manifests.names import Names
 from outlast.manifests.request import Document, Request
 
 
@@ -57,24 +58,25 @@ def headless(meta: Document, selector: dict[str, str], target: str | int) -> Doc
     }
 
 
-def key(service: Document, value: str) -> Document:
-    """The Secret that authenticates workers at worker 0; it has the name of its Service."""
-    meta = service["metadata"]
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": {name: meta[name] for name in ("name", "namespace", "labels") if name in meta},
-        "immutable": True,
-        "stringData": {variables.KEY: value},
-    }
+def key(job: spec.Job, workload: Document, value: str) -> Document | None:
+    """The Secret by which the workers of a workload know each other; None if there is but one."""
+    if not (name := _secret(job, workload)):
+        return None
+    meta: Document = {"name": name, "labels": labels.common(job)}
+    if namespace := workload["metadata"].get("namespace"):
+        meta["namespace"] = namespace
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "immutable": True, "stringData": {variables.KEY: value}}
 
 
-def keyed(workload: Document) -> bool:
-    """Whether the pods of a workload use that Secret."""
-    spec = workload["spec"]
-    template = (spec.get("tasks") or [spec])[0].get("template") or {}
+def _secret(job: spec.Job, workload: Document) -> str:
+    """The name of the Secret that the pods refer to; those of an ElasticJob will."""
+    if workload["kind"] == contract.KIND:
+        return Names(job.metadata.name).service if job.spec.workers.max > 1 else ""
+    fields = workload["spec"]
+    template = (fields.get("tasks") or [fields])[0].get("template") or {}
     containers = template.get("spec", {}).get("containers", ())
-    return any(each.get("name") == Env.RENDEZVOUS_KEY for container in containers for each in container.get("env", ()))
+    env = [each for container in containers for each in container.get("env", ()) if each.get("name") == Env.RENDEZVOUS_KEY]
+    return next((each["valueFrom"]["secretKeyRef"]["name"] for each in env if "valueFrom" in each), "")
 
 
 def claims(request: Request, *, mode: str = "ReadWriteMany") -> list[Document]:

@@ -10,7 +10,7 @@ from outlast.manifests.request import Document, Request
 from outlast.spec import substitution
 
 KEY = "key"
-"""Key of the Secret that authenticates workers at worker 0."""
+"""Key of the Secret by which the workers of a job know each other."""
 Source = dict[str, object]
 """Where the value of a variable comes from: `{"value": "0"}`, or `{"valueFrom": ...}` as in a container."""
 
@@ -25,9 +25,11 @@ def of_field(path: str) -> Source:
     return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-def at_worker_0(rendezvous: str) -> bool:
-    """Whether worker 0 hosts the rendezvous of several pods."""
-    return rendezvous.startswith("c10d://") and not rendezvous.startswith("c10d://localhost:")
+def several(request: Request, rendezvous: str) -> bool:
+    """Whether there may be several workers, which have to know each other."""
+    if rendezvous.startswith("c10d://"):
+        return not rendezvous.startswith("c10d://localhost:")
+    return request.spec.workers.max > 1
 
 
 def container(request: Request, *, index: Source, rendezvous: str, stay: bool) -> list[Document]:
@@ -83,7 +85,7 @@ def _contract(request: Request, *, index: Source, rendezvous: str, stay: bool) -
         **{name: plain(literal(value)) for name, value in fields.tracking.variables().items()},
         Env.PROBE_PORT: plain(str(Pod.PROBE_PORT)),
         Env.RENDEZVOUS: plain(rendezvous),
-        **({Env.RENDEZVOUS_KEY: of_secret(request.names.service, KEY)} if at_worker_0(rendezvous) else {}),
+        **({Env.RENDEZVOUS_KEY: of_secret(request.names.service, KEY)} if several(request, rendezvous) else {}),
         **login(request),
         **({Env.MEMBER: of_field("metadata.uid")} if request.carried else {}),
         **({Env.STAY: plain("1")} if stay else {}),

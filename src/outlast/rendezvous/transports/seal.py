@@ -35,11 +35,17 @@ class Forged(ValueError):
 
 
 def key(environ: Mapping[str, str]) -> bytes:
-    """The key of a run whose workers meet at worker 0: from a Secret if there is one, else known to who knows the job file."""
+    """The key of a run: from a Secret or the launcher, else known to who knows the job. Empty for a plain torchrun.
+
+    Pods that meet at worker 0 have one job file. Those of others may not, since their job is changed while it runs: they
+    share the name of the run.
+    """
     if said := environ.get(Env.RENDEZVOUS_KEY):
         return said.encode()
-    file = environ.get(Env.JOB_FILE)
-    return hashlib.sha256(Path(file).read_bytes()).digest() if file else b""
+    file, run = environ.get(Env.JOB_FILE), environ.get(Env.RUN)
+    if file and (not run or environ.get(Env.RENDEZVOUS, "").startswith("c10d://")):
+        return hashlib.sha256(Path(file).read_bytes()).digest()
+    return hashlib.sha256(f"{environ.get(Env.NAMESPACE, '')}/{run}".encode()).digest() if run else b""
 
 
 def derived(key: bytes, purpose: str) -> bytes:
