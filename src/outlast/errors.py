@@ -41,6 +41,10 @@ class NoRoom(OutlastError):
     """A disk of this world is full. Counts as a failure: a retry or another world may succeed."""
 
 
+class NotRestored(OutlastError):
+    """The newest state cannot be read now. Counts as a failure: a retry may succeed."""
+
+
 class Superseded(OutlastError):
     """This process belongs to a generation that has been replaced: it is a zombie and must stop."""
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 
 from outlast import contract, files
-from outlast.errors import NoRoom, OutlastError, Superseded, causes
+from outlast.errors import NoRoom, NotRestored, OutlastError, Superseded, causes
 from outlast.hangs import stall
 from outlast.workerfiles import progress
 
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> None:
             sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
             runpy.run_path(argv[0], run_name="__main__")
     except OutlastError as error:
-        codes = {Superseded: contract.Exit.INTERRUPTED, NoRoom: contract.Exit.FAILED}
+        codes = {Superseded: contract.Exit.INTERRUPTED, NoRoom: contract.Exit.FAILED, NotRestored: contract.Exit.FAILED}
         code = codes.get(type(error), contract.Exit.MISCONFIGURED)
         _record(state, error, "", code)
         print(error, file=sys.stderr, flush=True)

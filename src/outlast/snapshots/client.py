@@ -133,8 +133,8 @@ class Client:
             self._states[part.kind, part.step] = f"{part} cannot be kept: the agent is gone ({error})"
 
     def poll(self) -> Mapping[tuple[str, int], str]:
-        """The state of the last publications, by kind and step: "" while the agent works on it, `held`, `replicated`, or a
-        sentence that says what went wrong. Does not wait."""
+        """The state of the last publications, by kind and step: "" while the agent works on it, `held`, `replicated`, `held; `
+        and why there is no replica, or a sentence that says why it is not held. Does not wait."""
         if self._using.acquire(blocking=False):
             try:
                 while self._connection.waiting():

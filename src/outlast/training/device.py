@@ -16,7 +16,7 @@ import functools
 import importlib
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +102,43 @@ class Device:
         """Wait for the work that was queued on the current device, such as copies to the CPU."""
         self._module.synchronize()
 
+    def beside(self) -> Beside | None:
+        """Copies to the CPU beside the computation; None where they have to be waited for."""
+        module = self._module
+        return Beside(module) if all(hasattr(module, name) for name in ("Stream", "Event", "stream", "current_stream")) else None
+
+    def register(self, memory: torch.Tensor) -> bool:
+        """Pin memory of the CPU that somebody else has allocated, for faster copies. Returns whether that was possible."""
+        return False
+
     def mark_step(self) -> None:
         """End the step for devices that record operations and run them as one program (XLA). Others compute at once."""
+
+
+class Beside:
+    """A stream on which one batch of copies at a time runs beside the computation of the current device."""
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._stream = module, module.Stream()
+        self._copied: Any = None
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Queue copies: they begin when the computation that is queued now has ended."""
+        self._stream.wait_stream(self._module.current_stream())
+        with self._module.stream(self._stream):
+            yield
+        self._copied = self._module.Event()
+        self._copied.record(self._stream)
+
+    def before_changes(self) -> None:
+        """Make the computation that is queued from now on wait for the copies, which it would change."""
+        if self._copied is not None:
+            self._module.current_stream().wait_event(self._copied)
+
+    def wait(self) -> None:
+        """Wait for the copies."""
+        self._copied.synchronize()
 
 
 class _Cpu(Device):
@@ -145,8 +180,15 @@ class _Cpu(Device):
     def synchronize(self) -> None:
         """Nothing: what the CPU computes is done when the call returns."""
 
+    def beside(self) -> None:
+        return None
+
 
 class _Cuda(Device):
+    def register(self, memory: torch.Tensor) -> bool:
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+
     def bfloat16(self) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
@@ -192,6 +234,9 @@ class _Xla(Device):
 
     def set_random_state(self, state: Any) -> None:
         self._model.set_rng_state(state)
+
+    def beside(self) -> None:
+        return None
 
     def synchronize(self) -> None:
         self.mark_step()

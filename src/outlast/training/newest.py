@@ -38,18 +38,47 @@ _Offers = Mapping[int, _Offer]
 """Checkpoints of a disk, by step."""
 
 
-def valid(
-    directory: Path, run: str, disks: Disks, share: tuple[int, int], held: contextlib.ExitStack, report: Report
-) -> checkpoints.Checkpoint | None:
-    """The newest checkpoint of `run` that is valid on a disk at least, here in `directory`; None when there is none.
+@dataclass(frozen=True)
+class Search:
+    """Where to look, and how.
 
-    `share`: which part of how many this rank verifies; the ranks of a worker divide the files. `held` protects it from removal
-    until it is closed. `report(kind, **fields)` is called on rank 0 for `damaged` checkpoints and those `copied` to other disks.
-    Raises NoRoom on all ranks when a disk has no room for it. A collective.
+    `share`: which part of how many this rank verifies; the ranks of a worker divide the files. `held` protects what is found from
+    removal until it is closed. `report(kind, **fields)` is called on rank 0 for `damaged` checkpoints and those `copied` to other
+    disks.
     """
-    said = disks.gather(_offers(directory, run) if disks.leader else None)
-    offers: list[_Offers] = [said[rank] for rank in disks.leading]
+
+    directory: Path
+    run: str
+    disks: Disks
+    share: tuple[int, int]
+    held: contextlib.ExitStack
+    report: Report
+
+
+class Offered:
+    """The checkpoints of `run` on all disks, valid or not. To make one is a collective."""
+
+    def __init__(self, search: Search) -> None:
+        said = search.disks.gather(_offers(search.directory, search.run) if search.disks.leader else None)
+        self.disks: list[_Offers] = [said[rank] for rank in search.disks.leading]
+
+    def committed(self, step: int) -> int:
+        """The newest step up to `step` that is committed, 0 if none is; nothing is verified."""
+        found = (offer.step for disk in self.disks for offer in disk.values() if not offer.problem and offer.step <= step)
+        return max(found, default=0)
+
+
+def valid(search: Search, offered: Offered, after: tuple[int, int] | None = None) -> checkpoints.Checkpoint | None:
+    """The newest checkpoint that is valid on a disk at least, here in `search.directory`; None when there is none.
+
+    With `after`, (generation, step), only later ones count. Raises NoRoom on all ranks when a disk has no room for it. A
+    collective.
+    """
+    offers, disks, report, held, share = offered.disks, search.disks, search.report, search.held, search.share
+    directory, run = search.directory, search.run
     for wanted in _candidates(offers):
+        if after is not None and (wanted.generation, wanted.step) <= after:
+            continue
         path = directory / contract.checkpoint_name(wanted.step)
         answers = disks.gather(_checked(path, wanted, offers[disks.here], share, held))
         problems = [

@@ -41,7 +41,22 @@ from outlast.contract import Env, Exit
 from outlast.errors import OutlastError
 from outlast.hangs import stall
 from outlast.ledger import Ledger
-from outlast.training import checkpoint, device, metrics, mistakes, newest, parameters, replicas, saver, saves, stalls, weights
+from outlast.snapshots import client
+from outlast.training import (
+    checkpoint,
+    device,
+    metrics,
+    mistakes,
+    newest,
+    parameters,
+    recovery,
+    replicas,
+    saver,
+    saves,
+    snapshots,
+    stalls,
+    weights,
+)
 from outlast.training.calls import Calls, public
 from outlast.training.disks import Disks
 from outlast.units import Every
@@ -145,6 +160,8 @@ class Session:
         self._saver = saver.Saver(
             *place, retention, lambda *what, **said: self._saves.saved(*what, **said), self._disks, self._copy
         )
+        self._client = client.connect(env)
+        self._snapshots = snapshots.open_(self._client, self._place(), self._disks.gather, self._ledger, self._report)
         self._saves = saves.Saves(self._saver, self._disks, self._ledger, self._screen, self._meet, self._report)
         stall.watch().last = lambda: self._saver.wait(_LAST_SAVE_S)
         self._ledger.write("session", generation=self.generation, rank=self.rank, world_size=self.world_size)
@@ -155,6 +172,14 @@ class Session:
         """The name of this process in the ledger. It names the worker: ranks move between workers, files do not."""
         worker = os.environ.get(Env.WORKER)
         return f"rank-{self.rank}" if worker is None else f"worker-{worker}-process-{self.local_rank}"
+
+    def _place(self) -> snapshots.Place:
+        """Whose snapshots this rank's are."""
+        env = os.environ
+        world = self.generation, self.world_size, self.rank
+        return snapshots.Place(
+            self._run, *world, int(env.get(Env.WORKER, self.rank)), self.local_rank, int(env.get("LOCAL_WORLD_SIZE", 1))
+        )
 
     def _take_over(self, numbered: bool) -> None:
         """Fence earlier generations on every disk. Without a generation in the environment, take the next one."""
@@ -252,26 +277,28 @@ class Session:
             self._ledger.write("restoring", generation=self.generation)
         share = self.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         with contextlib.ExitStack() as held:
-            chosen = newest.valid(self._directory, self._run, self._disks, share, held, self._found)
-            step = chosen.step if chosen else 0
-            if chosen is None or not checkpoint.restore(chosen.path, state, self.rank):
-                _seed(self.seed, self.rank, step)
+            search = newest.Search(self._directory, self._run, self._disks, share, held, self._found)
+            found = recovery.restore(state, search, self._client, self.generation)
+        step = found.step
+        if not found.random:
+            _seed(self.seed, self.rank, step)
         if (change := mistakes.changed(state, made)) and self.rank == 0:
             log.warning("outlast: %s", change)
         if self.rank == 0:
-            self._ledger.write("restored", generation=self.generation, step=step, path=str(chosen.path) if chosen else None)
-        known = step if chosen else -1  # without a checkpoint, what an earlier start logged at step 0 comes again, too
+            self._ledger.write("restored", generation=self.generation, step=step, **found.event())
+        known = step if found.source else -1  # without a checkpoint, what an earlier start logged at step 0 comes again, too
         if not self._disks.several and self.rank == 0:
             metrics.forget_after(self._copy.path, known)
         elif self._disks.several and self._disks.leader and (problem := self._copy.even_out(self._disks, known)):
             log.warning("outlast: %s on this disk is not complete: %s", contract.METRICS, problem)
         self._trackers.follow()
-        self._saves.resumed(step, step)
+        self._saves.resumed(step, found.committed, found.extra.get("unsaved_s", 0.0))
+        self._snapshots.begin(self._state, found.at, lambda: {"unsaved_s": self._saves.unsaved_s})
         self._waits.since(time.monotonic(), mistakes.streams_of(state))
-        if chosen and self.rank == 0 and not self._run:  # otherwise the launcher or the agent prints it
+        if found.path and self.rank == 0 and not self._run:  # otherwise the launcher or the agent prints it
             of = f" of {steps}" if (steps := self._steps()) else ""
-            self._screen.say(f"goes on from step {step}{of} ({chosen.path}); without {self._directory} it begins anew")
-        self._report(phase="first step", step=step, committed=step, steps=self._steps())
+            self._screen.say(f"goes on from step {step}{of} ({found}); without {self._directory} it begins anew")
+        self._report(phase="first step", step=step, committed=found.committed, steps=self._steps())
         return step
 
     def _steps(self) -> int | None:
@@ -326,7 +353,7 @@ class Session:
         if self.rank == 0:
             problem |= self._trackers.news()
             if self._saves.stepped():  # else it is measured before its first step
-                self._ledger.step(self.generation, step, waited_s)
+                self._ledger.step(self.generation, step, waited_s, self._snapshots.spent_s())
             if numbers:
                 line = {"step": step, "time": round(time.time(), 3), "generation": self.generation, **numbers}
                 try:
@@ -380,7 +407,9 @@ class Session:
         """
         asked = self._notice is not None and self._notice.exists()
         late = self.rank == 0 and self._saves.late(self._every)
-        asked, late, busy = (votes > 0 for votes in self._meet("run.interrupted()", asked, late, self._saver.busy))
+        votes = self._meet("run.interrupted()", asked, late, self._saver.busy, *self._snapshots.votes())
+        asked, late, busy = (vote > 0 for vote in votes[:3])
+        self._snapshots.heard(votes[3:])
         self._leaving = self._leaving or asked
         self._votes = late, busy
         if not busy:
@@ -401,6 +430,8 @@ class Session:
             self.interrupted()
         assert self._votes is not None
         (late, busy), self._votes = self._votes, None
+        if not self._leaving:
+            self._snapshots.boundary(step)
         if self._every.steps is not None:
             late = step // self._every.steps > self._saves.last_step // self._every.steps
         return late and not busy

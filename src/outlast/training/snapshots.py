@@ -1,0 +1,228 @@
+"""Takes snapshots: at every k-th step boundary each rank copies its state into memory that its agent owns.
+
+The boundary is `run.due(step)`. Whether to take one is agreed in the all-reduce that `run.interrupted()` needs anyway: rank 0
+says that it is time, every rank whether its part of the last snapshot is held and replicated. So the next one is begun only when
+the last one is complete, which stays until the next one is. k is the smallest interval at which copying takes at most a hundredth
+of the time of a step. A snapshot is no commit: it is gone when all workers are.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import logging
+import math
+import os
+import secrets
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from outlast.contract import Env
+from outlast.errors import OutlastError
+from outlast.ledger import Ledger
+from outlast.snapshots import peers
+from outlast.snapshots.client import Client, NoMemory
+from outlast.snapshots.parts import Part
+from outlast.training import capture
+from outlast.training.capture import Capture, Content
+
+log = logging.getLogger("outlast")
+
+SHARE = 0.01
+"""Most of the time of a step that copying may take."""
+_RECENT = 15
+"""Steps and snapshots whose median counts."""
+_EVENT_S = 10.0
+"""Least time between two events about k."""
+VOTES = 4
+
+
+def interval(copy_s: float, step_s: float) -> int:
+    """Every how many steps to take a snapshot, if copying takes so long, and a step without it."""
+    return max(1, math.ceil(copy_s / (SHARE * step_s) - 1e-9)) if step_s > 0 else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Whose parts these are."""
+
+    run: str
+    generation: int
+    world: int
+    rank: int
+    worker: int
+    local_rank: int
+    local_ranks: int
+    session: str = ""
+    """A word that the ranks of this world of processes share."""
+    to: tuple[str, ...] = ()
+    """Addresses of the agents that get replicas."""
+
+
+def open_(
+    client: Client | None, place: Place, gather: Callable[[Any], list[Any]], ledger: Ledger, tell: Callable[..., None]
+) -> Snapshots:
+    """The snapshots of this rank; the ranks agree on who keeps whose replicas. A collective."""
+    own = peers.Place(client.address, *client.where) if client else peers.Place("")
+    said = gather((own, place.worker, secrets.token_hex(8)))
+    workers = {worker: where for where, worker, _ in said}
+    to = peers.replicas(list(workers.values()), int(os.environ.get(Env.REPLICAS, "1")))
+    place = dataclasses.replace(place, session=said[0][2], to=to[list(workers).index(place.worker)])
+    return Snapshots(client, place, ledger, tell)
+
+
+class Snapshots:
+    """The snapshots of one rank. Without a `client` none are taken, by any rank."""
+
+    def __init__(self, client: Client | None, place: Place, ledger: Ledger, tell: Callable[..., None]) -> None:
+        self._client, self._place, self._ledger, self._tell = client, place, ledger, tell
+        self._on = client is not None
+        self._problem = ""
+        self._capture: Capture | None = None
+        self._extra: Callable[[], dict[str, Any]] = dict
+        self._taken = 0
+        """The step of the last snapshot; 0: none yet."""
+        self._complete = 0, 0
+        self._last: float | None = None
+        """When the last boundary ended."""
+        self._steps_s: collections.deque[float] = collections.deque(maxlen=_RECENT)
+        self._copies_s: collections.deque[float] = collections.deque(maxlen=5)
+        self._since = 0
+        """Boundaries since the last snapshot."""
+        self._every, self._said, self._said_at = 1, 0, float("-inf")
+        self._agreed = self._working = False
+        self._copied_s = 0.0
+        self._copying: threading.Thread | None = None
+        self._bytes = 0
+        self._alone = False
+        """Whether a replica could not be made."""
+
+    def begin(self, state: dict[str, Any], complete: tuple[int, int], extra: Callable[[], dict[str, Any]]) -> None:
+        """Take snapshots of `state` from now on. `complete` is what training goes on from, if any; rank 0 adds `extra`."""
+        local = self._place.local_rank, self._place.local_ranks
+        self._capture = Capture(state, self._place.rank, local) if self._client else None
+        self._complete, self._extra, self._last = complete, extra, None
+        if not state:
+            self._on = False
+
+    def votes(self) -> tuple[float, ...]:
+        """What this rank says at a boundary; added up over all ranks, `heard` is given it."""
+        if not self._on:
+            return 0.0, 0.0, 1.0, 0.0
+        wanted = self._place.rank == 0 and self._capture is not None and (not self._taken or self._since + 1 >= self._every)
+        if self._working:
+            self._working = not self._settled()
+        cost = self._copies_s[-1] if self._copies_s else 0.0
+        return float(wanted), float(self._working), float(bool(self._problem)), cost
+
+    def heard(self, sums: Sequence[float]) -> None:
+        """The sum of the votes of all ranks."""
+        wanted, working, problems, cost = sums
+        self._agreed = self._on and wanted > 0 and not working and not problems
+        if self._on and problems:
+            self._on = False
+            if self._problem:
+                log.warning("outlast: no snapshots are taken any more: %s", self._problem)
+                self._tell(warning=self._problem)
+            self._tell(every=0)
+        if self._on and self._taken and not working and self._complete < (self._place.generation, self._taken):
+            self._complete = self._place.generation, self._taken
+            self._choose(cost / self._place.world)
+            self._tell(snapshot=self._taken, **({"every": self._every} if self._place.rank == 0 else {}))
+
+    def boundary(self, step: int) -> None:
+        """All ranks have done `step`: take a snapshot if that was agreed."""
+        now = time.monotonic()
+        if self._last is not None:
+            self._steps_s.append(now - self._last)
+        self._since += 1
+        if self._agreed and self._capture is not None and step > self._taken:
+            try:
+                self._take(step, self._capture)
+            except (NoMemory, OutlastError) as problem:
+                self._problem = str(problem)
+            self._taken, self._since = step, 0
+            self._copied_s += time.monotonic() - now
+        self._agreed = False
+        self._last = time.monotonic()
+
+    def spent_s(self) -> float:
+        """Seconds that copying has taken since the last call."""
+        spent, self._copied_s = self._copied_s, 0.0
+        return spent
+
+    def _take(self, step: int, capturing: Capture) -> None:
+        assert self._client is not None
+        place, at = self._place, (self._place.generation, step)
+        begun = time.monotonic()
+        extra = json.dumps(self._extra()).encode() if place.rank == 0 else b""
+        contents, known = capturing.prepare(extra)
+        waited = time.monotonic()
+        if not known:  # once: the layout is kept
+            begun = waited
+        rooms = [self._client.room(capture.size(content, objects), at, self._complete) for content, objects in contents]
+        waited = time.monotonic() - waited  # once: rooms are used again
+        copied = capturing.copy([(content, room) for (content, _), room in zip(contents, rooms, strict=True)])
+        parts = []
+        for (content, objects), room in zip(contents, rooms, strict=True):
+            index, size = capture.placed(content, objects, room)
+            parts.append((room, self._part(content, step, size), index))
+        self._bytes, self._working = sum(part.bytes for _, part, _ in parts), True
+
+        def publish() -> None:
+            assert self._client is not None
+            copied()
+            for room, part, index in parts:
+                to = place.to if part.kind == "unique" else ()
+                self._client.publish(room, part, index, to=to, complete=self._complete)
+
+        if capturing.beside:
+            self._copying = threading.Thread(target=publish, name="outlast-snapshot", daemon=True)
+            self._copying.start()
+        else:
+            publish()
+        self._copies_s.append(time.monotonic() - begun - waited)
+
+    def _part(self, content: Content, step: int, size: int) -> Part:
+        place = self._place
+        who = place.world, place.rank, place.worker, place.local_rank, place.local_ranks
+        return Part(place.run, place.generation, step, *who, content.kind, bytes=size, session=place.session)
+
+    def _settled(self) -> bool:
+        """Whether this rank's parts of the last snapshot are held, and replicas of them, unless there can be none."""
+        assert self._client is not None
+        if self._copying is not None and self._copying.is_alive():
+            return False
+        states = self._client.poll()
+        ours = {kind: states.get((kind, self._taken), "") for kind in ("shared", "unique")}
+        for kind, state in ours.items():
+            word, _, why = state.partition("; ")
+            if word not in ("", "held", "replicated"):
+                self._problem = state
+                return True
+            if why:
+                if not self._alone:
+                    log.warning("outlast: %s; if this worker is lost, training goes on from an older state", why)
+                self._alone = True
+            elif not word or (word == "held" and kind == "unique" and self._place.to):
+                return False
+        return True
+
+    def _choose(self, copy_s: float) -> None:
+        """Choose k, on rank 0, from the mean over the ranks of what copying takes."""
+        if self._place.rank > 0 or len(self._steps_s) < 2:
+            return
+        step_s, copy_s = statistics.median(self._steps_s), statistics.median([*list(self._copies_s)[:-1], copy_s])
+        self._every = interval(copy_s, step_s)
+        now = time.monotonic()
+        if self._every != self._said and now - self._said_at >= _EVENT_S:
+            self._said, self._said_at = self._every, now
+            reason = f"copying takes {1e3 * copy_s:.1f} ms, a step {1e3 * step_s:.1f} ms"
+            self._ledger.write(
+                "snapshots", generation=self._place.generation, every=self._every, step=self._taken, copied_s=round(copy_s, 6),
+                bytes=self._bytes, replicas=len(self._place.to), reason=reason,
+            )  # fmt: skip
