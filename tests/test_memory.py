@@ -1,13 +1,10 @@
-"""Training that goes on from the memory of its agents: the same bits, no step again, no store, whatever is lost or damaged."""
+"""Training that goes on from the memory of its agents: the same bits, each sample once, whatever is lost or damaged."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import json
-import os
-import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,44 +14,51 @@ import pytest
 import worlds
 from outlast import contract
 from outlast.contract import Env
-from outlast.snapshots import server
-from worlds import LAST, Calm, Ended, Training, hashes
+from outlast.snapshots import election, server
+from outlast.snapshots.election import Held
+from worlds import Calm, Ended, Training
 
-KEY = "secret of the run"
+SELDOM = {Env.CHECKPOINT_EVERY: "1000 steps"}
+"""No checkpoint while it lasts: what is resumed is in memory."""
 
 
 class Agents:
-    """The memory of agents in this process, one for each rank of a world without checkpoints on its way."""
+    """What agents do for snapshots, in this process: one for each rank of the worlds in an output."""
 
     def __init__(self, output: Path) -> None:
         self.output = output
         self.servers: dict[int, server.Server] = {}
         self.store_reads: list[int] = []
 
-    def start(self, worker: int, budget: int = 64 << 20) -> server.Server:
+    def start(self, worker: int, budget: int = 64 << 20) -> None:
         state = self.output / "workers" / str(worker)
         state.mkdir(parents=True, exist_ok=True)
-        environ = {Env.RUN: "r", Env.STATE: str(state), Env.RENDEZVOUS_KEY: KEY, "OUTLAST_NODE": f"n{worker}"}
+        environ = {Env.RUN: "r", Env.STATE: str(state), Env.RENDEZVOUS_KEY: "secret", "OUTLAST_NODE": f"n{worker}"}
         self.servers[worker] = server.Server(environ, budget, lambda: self.store_reads.append(worker))
         self.servers[worker].start()
-        return self.servers[worker]
 
     def lose(self, worker: int) -> None:
-        """The machine of a worker is gone, and another one comes."""
+        """The memory of a worker is gone with it."""
         self.servers.pop(worker).close()
 
-    def world(self, plan: Training, ranks: int, generation: int = 1, **env: str) -> Ended:
-        """Train with as many workers, each with an agent."""
+    def train(self, plan: Training, ranks: int, generation: int = 1, **env: str) -> Ended:
+        """Train with as many workers, each with an agent and one rank."""
         for worker in range(ranks):
             if worker not in self.servers:
                 self.start(worker)
-        processes = started(functools.partial(worlds.train, plan), self.output, ranks, generation, **env)
-        return worlds.ended(processes, self.output)
+        return worlds.world(plan, self.output, ranks, generation=generation, **{**SELDOM, **env})
 
+    def newest(self, generation: int) -> election.Candidate:
+        """What is there to go on from."""
+        held = [Held(part, agent.address) for agent in self.servers.values() for part in agent.rooms.parts()]
+        return election.newest(held, "r", generation).candidates[0]
 
-def started(program: Any, output: Path, ranks: int, generation: int, **env: str) -> Any:
-    names = [str(rank) for rank in range(ranks)]
-    return worlds.started(program, output, ranks, generation=generation, disks=names, **env)
+    def damage(self, worker: int, kind: str, step: int, *, replica: bool = False) -> None:
+        """Change a bit of the data of parts."""
+        for part in self.servers[worker].rooms.parts():
+            if (part.kind, part.step, part.replica) == (kind, step, replica):
+                with self.servers[worker].rooms.opened(part) as room:
+                    room.file.data[0] ^= 1
 
 
 @pytest.fixture
@@ -63,3 +67,84 @@ def agents(tmp_path: Path) -> Iterator[Agents]:
     yield agents
     for each in agents.servers.values():
         each.close()
+
+
+def resumed(end: Ended) -> int:
+    assert end.codes == [0] * len(end.codes), end.errors
+    [step] = {result["resumed"] for result in end.results}
+    return int(step)
+
+
+def restored(end: Ended) -> dict[str, Any]:
+    """The last event of a restore."""
+    return [event for event in end.events if event["kind"] == "restored"][-1]
+
+
+def same(end: Ended, calm: Ended) -> bool:
+    """Whether every rank ends with the same bits and losses as undisturbed."""
+    since = end.results[0]["resumed"]
+    return all(
+        (a["hash"], a["losses"]) == (b["hash"], b["losses"][since:]) for a, b in zip(end.results, calm.results, strict=True)
+    )
+
+
+def killed(plan: Training, at: int) -> Training:
+    return dataclasses.replace(plan, kill_at=at, eager=True)
+
+
+PLANS = [
+    pytest.param(Training("conv", "adamw"), 2, id="DDP"),
+    pytest.param(Training("mlp", "adamw", sharded=True), 2, id="FSDP2"),
+    pytest.param(Training("conv", "sgd"), 3, id="DDP of 3", marks=pytest.mark.slow),
+    pytest.param(Training("mlp", "sgd", sharded=True), 3, id="FSDP2 of 3", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("plan", "ranks"), PLANS)
+def test_killed_it_goes_on_from_memory_with_the_same_bits_and_without_a_store(
+    agents: Agents, calm: Calm, plan: Training, ranks: int
+):
+    end = agents.train(killed(plan, 13), ranks)
+    assert end.codes == [-9] * ranks, end.errors
+    assert agents.store_reads == [0], "at the first start: nobody has anything"
+    expected = agents.newest(2).at
+    again = agents.train(plan, ranks, 2)
+    assert (1, resumed(again)) == expected
+    assert same(again, calm(plan, ranks))
+    assert agents.store_reads == [0]
+    assert restored(again)["source"] == "memory" if not plan.sharded else "peer"
+
+
+def test_a_worker_is_lost_with_its_memory_and_a_new_one_gets_it_from_peers(agents: Agents, calm: Calm):
+    plan = Training("mlp", "adamw", sharded=True)
+    agents.train(killed(plan, 9), 2)
+    agents.lose(1)
+    agents.start(1)
+    expected = agents.newest(2).at
+    again = agents.train(plan, 2, 2)
+    assert (1, resumed(again)) == expected > (1, 0)
+    assert same(again, calm(plan, 2))
+    assert restored(again)["source"] == "peer"
+    assert agents.store_reads == [0]
+
+
+def test_resized_from_3_to_2_to_3_each_sample_comes_once(agents: Agents):
+    """Workers are lost, with their memory, and come back empty."""
+    plan = Training("mlp", "adamw", sharded=True)
+    agents.train(killed(plan, 6), 3)
+    agents.lose(2)
+    first = agents.newest(2).at
+    agents.train(dataclasses.replace(plan, leave_at=12), 2, 2)
+    for notice in agents.output.glob(f"workers/*/{contract.NOTICE}"):
+        notice.unlink()
+    last = agents.train(plan, 3, 3)
+    assert resumed(last) == 12
+    seen = Counter(
+        (record["epoch"], index)
+        for path in agents.output.glob("consumed-*")
+        for record in map(json.loads, path.read_text().splitlines())
+        if record["generation"] > 1 or record["step"] <= first[1]
+        for index in record["indices"]
+    )
+    assert set(seen.values()) == {1}
+    assert len(seen) == 4 * 150

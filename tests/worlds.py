@@ -55,6 +55,10 @@ class Training:
     hasty: bool = False
     """Train on while a save is in flight; otherwise wait, so that saves come at the same steps every time."""
     pause_s: float = 0.0
+    sharded: bool = False
+    """FSDP2 instead of DDP."""
+    eager: bool = False
+    """Take a snapshot at each step, however long that takes; be killed without waiting for a checkpoint."""
     reference: bool = False
     """Record the hash of the weights after every step and after resuming."""
 
@@ -74,14 +78,28 @@ def network(kind: str) -> Any:
 
 
 def hashed(net: Any, optimizer: Any) -> str:
-    """A hash of every bit of a model and its optimizer's state."""
+    """A hash of every bit of a model and its optimizer's state; of this rank's shards of them."""
     digest = hashlib.sha256()
+
+    def add(tensor: Any) -> None:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        digest.update(local.detach().cpu().numpy().tobytes())
+
     for tensor in net.state_dict().values():
-        digest.update(tensor.cpu().numpy().tobytes())
+        add(tensor)
     for parameter in net.parameters():
         for _, value in sorted(optimizer.state[parameter].items()):
-            digest.update(b"-" if value is None else value.cpu().numpy().tobytes())
+            digest.update(b"-") if value is None else add(value)
     return digest.hexdigest()
+
+
+def _sharded(net: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    for part in net:
+        if list(part.parameters()):
+            fully_shard(part)
+    return fully_shard(net)
 
 
 def train(plan: Training) -> None:
@@ -90,12 +108,15 @@ def train(plan: Training) -> None:
     import torch
     from torch.nn import functional as F
 
-    from outlast.training import Stream, session
+    from outlast.training import Stream, session, snapshots
 
+    if plan.eager:
+        snapshots.SHARE = float("inf")
     draw = np.random.default_rng(0)
     images, labels = draw.standard_normal((150, 3, 8, 8), dtype=np.float32), draw.integers(0, 4, 150)
     with session.open(seed=3, quiet=True) as run:
-        net = run.ddp(network(plan.net))
+        net = _sharded(network(plan.net)) if plan.sharded else run.ddp(network(plan.net))
+        module = net if plan.sharded else net.module
         sgd = plan.optimizer == "sgd"
         optimizer = (
             torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) if sgd else torch.optim.AdamW(net.parameters(), lr=3e-3)
@@ -110,7 +131,7 @@ def train(plan: Training) -> None:
             consumed.write(json.dumps({"step": step, "generation": run.generation, **what}) + "\n")
 
         if plan.reference and step:
-            record(weights=hashed(net.module, optimizer), resumed=True)
+            record(weights=hashed(module, optimizer), resumed=True)
         losses = []
         for batch in stream:
             optimizer.zero_grad()
@@ -126,7 +147,7 @@ def train(plan: Training) -> None:
             record(
                 epoch=batch.epoch,
                 indices=batch.indices.tolist(),
-                **({"weights": hashed(net.module, optimizer)} if plan.reference else {}),
+                **({"weights": hashed(module, optimizer)} if plan.reference else {}),
             )
             losses.append(run.log(step, loss=loss, reduce=True)["loss"])
             time.sleep(plan.pause_s)
@@ -144,11 +165,11 @@ def train(plan: Training) -> None:
                 while run._saver.busy and not plan.hasty:
                     time.sleep(0.001)
             if step == plan.kill_at and run.generation == 1:
-                while not checkpoints.list_(run.output / contract.CHECKPOINTS):
+                while not plan.eager and not checkpoints.list_(run.output / contract.CHECKPOINTS):
                     time.sleep(0.005)
                 os.kill(os.getpid(), signal.SIGKILL)
         consumed.close()
-        result = {"resumed": resumed, "step": step, "losses": losses, "hash": hashed(net.module, optimizer)}
+        result = {"resumed": resumed, "step": step, "losses": losses, "hash": hashed(module, optimizer)}
         (run.output / f"rank-{run.rank}.json").write_text(json.dumps(result))
 
 
