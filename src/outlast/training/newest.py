@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from outlast import checkpoints, contract
 from outlast.errors import NoRoom
@@ -56,11 +57,13 @@ class Search:
 
 
 class Offered:
-    """The checkpoints of `run` on all disks, valid or not. To make one is a collective."""
+    """The checkpoints of `run` on all disks, valid or not. To make one is a collective, which carries `beside`, too."""
 
-    def __init__(self, search: Search) -> None:
-        said = search.disks.gather(_offers(search.directory, search.run) if search.disks.leader else None)
-        self.disks: list[_Offers] = [said[rank] for rank in search.disks.leading]
+    def __init__(self, search: Search, beside: Any = None) -> None:
+        said = search.disks.gather((_offers(search.directory, search.run) if search.disks.leader else None, beside))
+        self.disks: list[_Offers] = [said[rank][0] for rank in search.disks.leading]
+        self.beside = [each for _, each in said]
+        """Every rank's, in rank order."""
 
     def committed(self, step: int) -> int:
         """The newest step up to `step` that is committed, 0 if none is; nothing is verified."""

@@ -19,7 +19,7 @@ from outlast.hangs import stall
 from outlast.snapshots import election
 from outlast.snapshots.client import Client
 from outlast.snapshots.election import Candidate, Held
-from outlast.snapshots.parts import Damaged
+from outlast.snapshots.parts import Damaged, Part
 from outlast.training import checkpoint, newest
 from outlast.training.disks import Disks
 from outlast.training.memory_reader import Reader
@@ -62,12 +62,13 @@ class Restored:
 def restore(state: Mapping[str, Any], search: newest.Search, client: Client | None, generation: int) -> Restored:
     """Load the newest state that can be reached into `state`. Raises OutlastError on all ranks. A collective."""
     begun, disks = time.monotonic(), search.disks
-    held, everybody = _catalogs(client, search)
+    offered = newest.Offered(search, _catalog(client, first=search.share[0] == 0))
+    held = [Held(part, address) for there in offered.beside if there for address, part in there]
+    everybody = all(there is not None for there in offered.beside)
     elected = election.newest(held, search.run, generation)
     if disks.rank == 0:
         for reason in elected.reasons:
             log.warning("outlast: %s", reason)
-    offered = newest.Offered(search)
     source = "disk"
     if client is not None and everybody and not elected.candidates:
         there = offered.disks
@@ -98,16 +99,15 @@ def restore(state: Mapping[str, Any], search: newest.Search, client: Client | No
     )
 
 
-def _catalogs(client: Client | None, search: newest.Search) -> tuple[list[Held], bool]:
-    """The parts in the memory of all workers, and whether all ranks have an agent that keeps snapshots. A collective."""
-    ours: list[Held] = []
-    if client is not None and search.share[0] == 0:  # once a worker
-        try:
-            ours = [Held(part, client.address) for part in client.catalog()]
-        except Damaged as problem:
-            log.warning("outlast: the snapshots of this worker are left out: %s", problem)
-    said = search.disks.gather((client is not None, ours))
-    return [each for _, those in said for each in those], all(there for there, _ in said)
+def _catalog(client: Client | None, *, first: bool) -> list[tuple[str, Part]] | None:
+    """The parts in the memory of this worker, each with the address of its agent, from its `first` rank; None without one."""
+    if client is None:
+        return None
+    try:
+        return [(client.address, part) for part in client.catalog()] if first else []
+    except Damaged as problem:
+        log.warning("outlast: the snapshots of this worker are left out: %s", problem)
+        return []
 
 
 def _fetch(client: Client, disks: Disks) -> None:
