@@ -345,7 +345,7 @@ class Agent:
                 self._end_hang(victims, found)
             if not self.worker.leaving:
                 self._launcher.look()
-            if self._store and self._upload.ensure_running():
+            if self._store and self._upload.ensure_running(found):
                 self._superseded(self._upload.report.get("error", ""))
         self.reporter.report(self.worker, found, self._upload)
         if not self.state.is_dir():  # the job was removed while it runs

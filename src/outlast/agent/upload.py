@@ -41,8 +41,6 @@ MAX_PASSES = 3
 """Attempts to upload files that fail one by one in a flush; the user has to repair those."""
 AGAIN_S = (2.0, 60.0)
 """First and longest pause before a store that failed is tried again."""
-NICENESS = 10
-"""Added to the niceness while training runs, which goes first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,7 +300,6 @@ def main(argv: list[str]) -> int:
     titles.entitle("upload")
     stop = threading.Event()
     if not final:
-        os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS))
         threading.Thread(target=_until_closed, args=(stop,), daemon=True).start()
     deadline = time.monotonic() + (float(argv[1]) if final else 0.0)
     patience = min(deadline, time.monotonic() + LOCK_TIMEOUT_S)

@@ -9,13 +9,26 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from outlast import contract
 from outlast.clock import Seen
+from outlast.hangs.rule import Process
+from outlast.launch import rank0_files
 
 RESTART_DELAY_S = 5.0
 """Delay before an upload process that died is started again."""
+AHEAD_S = 2.0
+"""The first upload process is started this long after the first training process, if that has not ended a step before: to import
+what it needs takes half a second of a core, in which training could begin."""
+WAIT_S = 30.0
+"""The same, after training was to begin, if there is no training process: logs are uploaded anyway."""
+NICENESS = 10
+"""Added to its niceness while training runs, which goes first."""
+BEFORE_STEPS = ("started", "open", "restore", "first step")
+"""Phases of a training process that has not ended a step, as far as known."""
 STOP_TIMEOUT_S = 10.0
 """How long it may take to stop before it is killed."""
 SUPERSEDED = 3
@@ -31,13 +44,16 @@ class UploadProcess:
         self._environ = environ
         self._child: subprocess.Popen[bytes] | None = None
         self._reader = threading.Thread()
-        self._start_at = 0.0
+        self._start_at: float | None = None
+        """Not before; None until there is something to upload."""
+        self._waits = Seen(time.monotonic)
         self.report: dict[str, Any] = {}
         """Its last report (`upload.Report`); empty while another worker of this machine uploads."""
         self._seen = Seen(time.monotonic)
 
-    def ensure_running(self) -> bool:
-        """Start it if it does not run. Returns True when it found this worker superseded."""
+    def ensure_running(self, processes: Sequence[Process] = ()) -> bool:
+        """Start it if it does not run, for the first time only when the training `processes` may have something to upload.
+        Returns True when it found this worker superseded."""
         if self._child is not None:
             code = self._child.poll()
             if code is None:
@@ -49,9 +65,22 @@ class UploadProcess:
                 return True
             self.report = {}
             print(f"outlast | the upload process ended with exit code {code}; starting it again", flush=True)
-        if time.monotonic() >= self._start_at:
+        if self._start_at is None and self._needed(processes):
+            self._start_at = 0.0
+        if self._start_at is not None and time.monotonic() >= self._start_at:
             self._child = self._start()
+            os.setpriority(os.PRIO_PROCESS, self._child.pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS))
         return False
+
+    def _needed(self, processes: Sequence[Process]) -> bool:
+        """Whether it is time for the first upload."""
+        waited_s, ahead_s = self._waits.age("training", ""), self._waits.age("processes", bool(processes))
+        return (
+            any(process.progress.phase not in BEFORE_STEPS for process in processes)
+            or (bool(processes) and ahead_s >= AHEAD_S)
+            or waited_s >= WAIT_S
+            or bool(rank0_files.wanted(Path(self._environ[contract.Env.OUTPUT])))
+        )
 
     def stop(self) -> None:
         """Stop it, if it runs. The next one resumes unfinished uploads."""
