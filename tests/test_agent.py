@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from outlast.agent import lifecycle
 from outlast.agent.agent import Agent
 from outlast.agent.lifecycle import Phase
 from outlast.agent.ranks import Ranks
+from outlast.agent.upload_handle import UploadProcess
 from outlast.clock import STEP_S
 from outlast.hangs import rule
 from outlast.workerfiles import notice, progress
@@ -152,3 +154,43 @@ def test_a_process_hangs_when_it_was_silent_for_as_long_as_its_agent_watched_and
                 machine.goes_on(monotonic, wall=wall)
                 ranks.look()
                 watched += min(monotonic, STEP_S)
+
+
+class Uploads(UploadProcess):
+    """Counts the upload processes that it starts; these do nothing."""
+
+    started = 0
+
+    def _start(self, *args: str) -> subprocess.Popen[bytes]:
+        self.started += 1
+        return subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+
+
+@pytest.mark.parametrize(
+    ("phase", "age_s", "waited_s", "wanted", "begins"),
+    [
+        ("restore", 0.1, 0.0, False, False),
+        ("train", 0.1, 0.0, False, True),
+        ("started", 2.1, 0.0, False, True),  # a plain script says no more
+        ("", 0.0, 29.0, False, False),
+        ("", 0.0, 31.0, False, True),  # there is no world, but there are logs
+        ("", 0.0, 0.0, True, True),
+    ],
+)
+def test_the_first_upload_begins_after_the_first_step_or_when_training_takes_long_to_begin(
+    tmp_path: Path, phase: str, age_s: float, waited_s: float, wanted: bool, begins: bool
+) -> None:
+    now = [100.0]
+    uploads = Uploads({contract.Env.OUTPUT: str(tmp_path)}, clock=lambda: now[0])
+    assert not uploads.ensure_running()
+    assert uploads.started == 0
+    now[0] += waited_s
+    if wanted:
+        (tmp_path / ".push").mkdir()
+        (tmp_path / ".push" / "wanted").write_text("3")
+    processes = [rule.Process(0, Progress(generation=1, rank=0, phase=phase), False, 0.0, age_s=age_s)] if phase else []
+    uploads.ensure_running(processes)
+    assert uploads.started == begins
+    uploads.ensure_running()
+    assert uploads.started == begins, "one at a time"
+    uploads.stop()

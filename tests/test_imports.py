@@ -46,6 +46,15 @@ def test_what_runs_beside_the_training_is_light(process: str) -> None:
     assert not loaded(f"import outlast.{process}") & (TORCH | PEOPLE | STORES | {"outlast.local.backend"})
 
 
+def test_an_agent_starts_the_warm_process_before_it_reads_its_job() -> None:
+    assert not loaded("import outlast.agent.agent") & {"pydantic", "yaml", "outlast.spec", "outlast.store", "outlast.kube"}
+
+
+def test_what_an_elastic_agent_needs_is_there_before_what_only_training_needs() -> None:
+    meeting = loaded("from outlast.launch import warm; warm.preload(warm.MEETING)")
+    assert not meeting & {"torch._dynamo", "torch.distributed.checkpoint", "sympy", "outlast.training.session"}
+
+
 def test_training_knows_nothing_of_who_runs_it() -> None:
     assert not loaded("from outlast.training import progress") & (TORCH - {"outlast.training"})
     modules = loaded("from outlast.training import *")

@@ -36,9 +36,7 @@ from outlast.errors import OutlastError, Superseded
 from outlast.hangs import rule, stacks
 from outlast.launch import bytecode, shim, titles
 from outlast.ledger import Ledger
-from outlast.prepare import prepare
 from outlast.rendezvous.transport import Mode
-from outlast.spec import substitution
 from outlast.workerfiles import notice
 from outlast.workerfiles.log_pipe import Output
 
@@ -83,6 +81,8 @@ class Agent:
         """End of the grace period of an interrupted worker."""
         self._warm = warm
         self._stop_preparing = threading.Event()
+        from outlast.prepare import prepare
+
         self._preparation = prepare.Preparation(job, environ, stop=self._stop_preparing)
         self._preparing: threading.Thread | None = None
         self._elastic: socket.socket | None = None
@@ -292,6 +292,8 @@ class Agent:
                 self._events.put(lifecycle.Trained(contract.exit_code(self._warm.returncode)))
                 self._launched = False
             return
+        from outlast.prepare import prepare
+
         grace = f"{self.job.spec.interruption.grace.total_seconds():g}"
         argv = [str(self.processes), grace, *prepare.command(self.job, self.environ)]
         with contextlib.suppress(OSError):  # it died this very moment: the connection shows it
@@ -397,6 +399,7 @@ def main() -> None:
             warm = start_warm(sys.executable, environ)
     try:
         from outlast import spec
+        from outlast.spec import substitution
 
         job = spec.load(file)
         environ |= substitution.values(job.spec.env, environ)

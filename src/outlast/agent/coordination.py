@@ -91,9 +91,9 @@ class Coordination:
 
     def begin(self) -> None:
         """Take part in coordinating, before training starts."""
-        from outlast.agent import run_ownership
-
         if self.mode in (Mode.OPERATOR, Mode.ELECTED):
+            from outlast.agent import run_ownership
+
             # The next generation must exceed this one even if the coordinator knows none.
             seen = run_ownership.seen(self._place(), self.output, self._environ[Env.RUN], stored=bool(self._store))
             self._environ[Env.GENERATION] = str(seen)

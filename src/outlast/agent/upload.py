@@ -126,6 +126,9 @@ class Uploader:
         """Upload everything. Unless it is the `last` time, results that may be unfinished wait. Raises StoreError, Stopped,
         Superseded, OSError; what was uploaded before stays."""
         runs.check(self._place, self._run, self._owner)
+        if not (self.output / OWN / "manifest").exists():  # the first time: what a run is comes before its first checkpoint
+            with contextlib.suppress(SomeFailed):  # which comes again below
+                self._upload_output(stop, last=last)
         if self._first():
             try:
                 self.upload_checkpoints(stop)
@@ -134,6 +137,13 @@ class Uploader:
                 # has moved to a disk of its own, and ours is behind until a session tells us.
                 runs.check(self._place, self._run, self._owner)
                 self._passed = checkpoints.generation(self.output / contract.CHECKPOINTS, self._run)
+        self._upload_output(stop, last=last)
+        self._checked = True
+        self.update(pushed=time.time(), since=None, error="", doing="", backlog=0)
+        self._upload_compiled(stop)
+
+    def _upload_output(self, stop: threading.Event, *, last: bool) -> None:
+        """Upload everything but checkpoints."""
         self.update(doing="output")
         self._growing.push(self._grown(), stop)
         ours = workdir.ours(self.output, self._place, self._environ)
@@ -157,9 +167,6 @@ class Uploader:
             path, reason = failed[0]
             more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
             raise SomeFailed(f"{path} could not be pushed: {reason}{more}")
-        self._checked = True
-        self.update(pushed=time.time(), since=None, error="", doing="", backlog=0)
-        self._upload_compiled(stop)
 
     def _upload_compiled(self, stop: threading.Event) -> None:
         """Upload what compilers made, after the output. Without it another machine compiles again, so failures are only said."""

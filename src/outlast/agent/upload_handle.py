@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,13 @@ _TIMES = ("pushed", "since")
 class UploadProcess:
     """The upload process of one worker, a child of this process. `environ` is the worker's; it is read at each start."""
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:
         self._environ = environ
         self._child: subprocess.Popen[bytes] | None = None
         self._reader = threading.Thread()
         self._start_at: float | None = None
         """Not before; None until there is something to upload."""
-        self._waits = Seen(time.monotonic)
+        self._waits = Seen(clock)
         self.report: dict[str, Any] = {}
         """Its last report (`upload.Report`); empty while another worker of this machine uploads."""
         self._seen = Seen(time.monotonic)
@@ -74,11 +74,9 @@ class UploadProcess:
 
     def _needed(self, processes: Sequence[Process]) -> bool:
         """Whether it is time for the first upload."""
-        waited_s, ahead_s = self._waits.age("training", ""), self._waits.age("processes", bool(processes))
         return (
-            any(process.progress.phase not in BEFORE_STEPS for process in processes)
-            or (bool(processes) and ahead_s >= AHEAD_S)
-            or waited_s >= WAIT_S
+            any(process.progress.phase not in BEFORE_STEPS or process.age_s >= AHEAD_S for process in processes)
+            or self._waits.age("training", "") >= WAIT_S
             or bool(rank0_files.wanted(Path(self._environ[contract.Env.OUTPUT])))
         )
 
