@@ -164,7 +164,7 @@ def record(job: str, run: str, owner: str) -> runs.Run:
 
 def fetch_own(where: store.Store, output: Path, worker: int) -> None:
     """Fetch what this worker wrote before and its disk has lost, and the metrics, which any worker may have to continue."""
-    ledgers = [f"{contract.LEDGER}/{name}-{worker}.jsonl" for name in ("agent", "decider")]
+    ledgers = [f"{contract.LEDGER}/{name}-{worker}.jsonl" for name in ("agent", "decider", "elastic")]
     wanted = [f"{contract.LOGS}/{contract.worker_log(worker)}", *ledgers]
     if worker == 0:
         wanted.append(f"{contract.LEDGER}/decider.jsonl")

@@ -26,8 +26,11 @@ from outlast import accelerators, backoff, contract
 from outlast.clock import Seen
 from outlast.contract import FailureCause
 from outlast.launch import rank0_files, shim
+from outlast.ledger import Ledger
 from outlast.rendezvous import transport
+from outlast.rendezvous.attempts import Past
 from outlast.rendezvous.handler import Handler, member
+from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.transports import seal
 from outlast.workerfiles import log_pipe, progress
 
@@ -76,6 +79,7 @@ def main(argv: list[str]) -> None:
     with member(client, run_id=run_id, state=state, host=host, processes=processes, leave_s=float(grace_s)) as handler:
         handler.key = seal.key(os.environ)
         handler.joining = lambda: _forget(state, processes)
+        handler.repairs, handler.repaired = Repairs(id), lambda past: _repaired(past, first=handler.rank == 0)
         handler.dies = lambda: any(
             seen.age(rank, said["time"]) < EXIT_TIMEOUT_S for rank, said in _causes(state, processes).items()
         )
@@ -167,6 +171,17 @@ def _forget(state: Path, processes: int) -> None:
             (state / name.format(local_rank=local_rank)).unlink(missing_ok=True)
 
 
+def _repaired(past: Past, *, first: bool) -> None:
+    """Say that the members start the processes of this world again; the worker of rank 0 writes it into the ledger, too."""
+    reason = str(past.failure.get("reason", ""))
+    print(f"outlast | attempt {past.attempt} of generation {past.generation}: {reason}", file=sys.stderr, flush=True)
+    if first:
+        book = Ledger(Path(os.environ[contract.Env.OUTPUT]) / contract.LEDGER, f"elastic-{os.environ[contract.Env.WORKER]}")
+        told = {"generation": past.generation, "attempt": past.attempt, "worker": past.worker, "reason": reason}
+        book.write("attempt", **told, rank=past.failure.get("rank"))
+        book.close()
+
+
 def _causes(state: Path, processes: int) -> dict[int, dict[str, Any]]:
     """Error records of the current world's training processes by local rank, without secondary failures."""
     said = {each: _read(state / contract.ERROR.format(local_rank=each)) for each in range(processes)}
@@ -184,7 +199,7 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any) -> dict[str
     # Errors of ours are whole sentences; records of `shim.record_death` have no code.
     sentence = "code" in record and not record.get("traceback") and not verdict
     reached = progress.read(state, process.local_rank)
-    if reached and reached.generation != handler.generation:
+    if reached and (reached.generation, reached.attempt) != (handler.generation, handler.attempt):
         reached = None
     reported = 0
     if reached and reached.phase == "started":  # a plain script, which reports its steps at most

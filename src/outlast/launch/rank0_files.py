@@ -23,7 +23,7 @@ from outlast.workerfiles import progress
 _KEY = "outlast/files"
 _NOTHING, _SENT, _THERE = b"nothing", b"sent", b"in the store"
 _WANTED, _GIVEN = ".push/wanted", ".push/given"
-"""In the output: the generation for which an upload is requested, and the one for which it was made or has failed."""
+"""In the output: the generation (and attempt) for which an upload is requested, and that for which it was made or has failed."""
 _TIMEOUT_S = 300.0
 """How long the start of a world waits for the files; arbitrary."""
 _POLL_INTERVAL_S = 0.05
@@ -57,6 +57,8 @@ def _send(environ: Mapping[str, str], over: Callable[[], bool]) -> bytes:
     """Have rank 0's files uploaded from here. Returns what the others have to do."""
     record = progress.read(Path(environ[Env.STATE]), 0)
     output, generation = Path(environ[Env.OUTPUT]), environ[Env.GENERATION]
+    if environ.get(Env.ATTEMPT, "0") != "0":  # what was given to an earlier attempt is old
+        generation = f"{generation}.{environ[Env.ATTEMPT]}"
     if (record and record.phase != "started") or not (output / contract.WORK / contract.WORKED).exists():
         return _NOTHING  # a session, or nothing is written yet
     if record is None or record.rank != 0:  # rank 0 ran elsewhere: its files are in the store

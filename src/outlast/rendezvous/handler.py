@@ -40,8 +40,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from outlast import contract, files
 from outlast.clock import Awake
 from outlast.rendezvous import transport
+from outlast.rendezvous.attempts import Past
 from outlast.rendezvous.mesh.exchange import CONNECT_S, Exchange
 from outlast.rendezvous.mesh.mesh import Mesh
+from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.transports import seal, sockets
 from outlast.rendezvous.world import MemberState, World
 from outlast.workerfiles import notice, progress
@@ -98,6 +100,10 @@ class Handler(RendezvousHandler):
         self.mesh: Mesh | None = None
         """Our end of the mesh, from the first world of several members on."""
         self._exchange: Exchange | None = None
+        self.repairs: Repairs | None = None
+        """Our part in attempts; None where processes are not ours to start again without the coordinator."""
+        self.repaired: Callable[[Past], None] = lambda _: None
+        """Called when the members start the processes of this world again."""
 
     # What the elastic agent's loop tells us between two worlds
 
@@ -113,6 +119,16 @@ class Handler(RendezvousHandler):
     def generation(self) -> int:
         """That of the current world; 0 before the first."""
         return self.world.generation if self.world else 0
+
+    @property
+    def rank(self) -> int:
+        """That of this worker in the current world; -1 before the first."""
+        return self.world.members.index(self._client.id) if self.world else -1
+
+    @property
+    def attempt(self) -> int:
+        """How often the members have started the processes of the current world again by themselves."""
+        return self.repairs.attempt if self.repairs else 0
 
     @property
     def closed(self) -> sockets.Closed | None:
@@ -163,11 +179,13 @@ class Handler(RendezvousHandler):
             return 1
         asked = notice.read(self._notice)
         if asked.get("kind") == "leave":
+            self._refuse("this worker was told to leave")
             self._say_leaving()
             return int(not self._listening() or self._too_late("leave", 0, asked["deadline"]))
         called = self._client.called
         if called is None or not self.called():
-            return 0
+            return int(self.repairs is not None and self.repairs.asked() and not self.dies())
+        self._refuse(called.reason)
         too_late = self._too_late("call", called.generation, called.deadline)
         if not called.planned or not self._listening() or too_late:
             return int(not self.dies())
@@ -185,9 +203,11 @@ class Handler(RendezvousHandler):
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
             listener = socket.create_server((self._host, 0), family=family, backlog=1024)
             with listener:
-                world = self._next_world(f"{self._host}:{listener.getsockname()[1]}")
+                address = f"{self._host}:{listener.getsockname()[1]}"
+                again = self._again(address)
+                world = again or self._next_world(address)
                 try:
-                    return self._join(world, listener)
+                    return self._join(world, listener, again=again is not None)
                 except (RuntimeError, OSError) as error:
                     problem = error
             # The host of the store died between its offer and our connection: say so and ask again.
@@ -197,6 +217,42 @@ class Handler(RendezvousHandler):
                 raise RendezvousTimeoutError(f"no world within join_timeout ({self._join_s:g} s): {reason}") from problem
             said = {"rank": None, "code": 1, "reason": reason, "traceback": "", "time": time.time()}
             self.failed({**said, "echo": True, "step": None, "committed": None})
+
+    def _again(self, address: str) -> World | None:
+        """The current world with a fresh store, if its members agree to start its processes again by themselves."""
+        if self.repairs is None or self.world is None:
+            return None
+        if self._next.get("standing") is MemberState.DONE:
+            self._refuse("this worker has finished")
+            return None
+
+        def late() -> None:  # the coordinator may be quicker
+            said: dict[str, Any] = {"standing": MemberState.WAITING, "failed": False, "failure": None, **self._next}
+            self._client.report(address=address, generation=self.generation, **said)
+
+        failure, step = self._next.get("failure"), max((record.step for record in self._records()), default=0)
+        go = self.repairs.agree(address, step, failure, overruled=self._overruled, late=late)
+        if go is None:
+            return None
+        self._next = {}
+        return dataclasses.replace(self.world, address=go.address)
+
+    def _overruled(self) -> str:
+        """Why the coordinator decides what comes next; empty if the members may."""
+        new, mesh = self._client.world, self.mesh
+        if self._client.closed is not None or self.called() or (new is not None and new.generation > self.generation):
+            return "the coordinator has decided what comes next"
+        if self.leaving():
+            return "this worker was told to leave"
+        if self.world is None or len(self.world.members) == 1:
+            return ""
+        if mesh is None or not mesh.complete:
+            return "the members do not watch each other"
+        return f"worker {mesh.unheard[0]} is not heard" if mesh.unheard else ""
+
+    def _refuse(self, reason: str) -> None:
+        if self.repairs:
+            self.repairs.refuse(reason)
 
     def _next_world(self, address: str) -> World:
         generation = self.generation
@@ -226,19 +282,22 @@ class Handler(RendezvousHandler):
                 return world
             self._client.wait(0.1)
 
-    def _join(self, world: World, listener: socket.socket) -> RendezvousInfo:
+    def _join(self, world: World, listener: socket.socket, *, again: bool) -> RendezvousInfo:
         rank = world.members.index(self._client.id)
         host, port = world.address.rsplit(":", 1)
         self.world = world
         self.joining()
-        os.environ[contract.Env.GENERATION] = str(world.generation)
+        if not again:
+            self._enter_mesh(world, host, int(port))
+        reported = self._take_up(world, again=again)
+        os.environ |= {contract.Env.GENERATION: str(world.generation), contract.Env.ATTEMPT: str(self.attempt)}
         if notice.read(self._notice).get("kind") == "call":
             self._notice.unlink(missing_ok=True)
-        fields = dataclasses.asdict(world)
+        fields = {**dataclasses.asdict(world), "attempt": self.attempt}
         with contextlib.suppress(OSError):  # for people to look at; a full disk must not keep a world from forming
             files.replace(self._state / contract.WORLD, json.dumps(fields))
-        self._enter_mesh(world, host, int(port))
-        self._client.report(standing=MemberState.TRAINING, generation=world.generation, failed=False, failure=None)
+        reported |= {"generation": world.generation, "failed": False, "failure": None}
+        self._client.report(standing=MemberState.TRAINING, **reported)
         self._say_peers()
         timeout = timedelta(seconds=STORE_TIMEOUT_S)
         if rank == 0:
@@ -249,6 +308,16 @@ class Handler(RendezvousHandler):
             socket.create_connection((host, int(port)), timeout=REACH_S).close()
             store = TCPStore(host, int(port), is_master=False, timeout=timeout)
         return RendezvousInfo(store, rank, len(world.members), RendezvousStoreInfo(host, int(port)))
+
+    def _take_up(self, world: World, *, again: bool) -> dict[str, Any]:
+        """Note a new world, or another attempt of the current one. Returns what to report of attempts."""
+        if self.repairs is None:
+            return {}
+        if again:
+            self.repaired(self.repairs.taken_up())
+        else:
+            self.repairs.enter(world, self.mesh)
+        return self.repairs.report()
 
     def _enter_mesh(self, world: World, host: str, port: int) -> None:
         """Watch the other members of this world. Waits for nothing: addresses come later, by the world's store."""
@@ -276,10 +345,13 @@ class Handler(RendezvousHandler):
 
     def _listening(self) -> bool:
         """Whether the training reads notices, i.e. has opened a session: then it saves and leaves by itself."""
+        records = self._records()
+        return len(records) == self._processes and all(record.phase != "started" for record in records)
+
+    def _records(self) -> list[progress.Progress]:
+        """What the processes of this world have recorded; not those of an earlier attempt, which are dead."""
         records = [progress.read(self._state, local_rank) for local_rank in range(self._processes)]
-        return all(
-            record is not None and record.generation == self.generation and record.phase != "started" for record in records
-        )
+        return [each for each in records if each and (each.generation, each.attempt) == (self.generation, self.attempt)]
 
     def _too_late(self, kind: str, generation: int, deadline: float) -> bool:
         """Whether the time is over in which training could save and leave. It begins when we first hear that it should: the clock
