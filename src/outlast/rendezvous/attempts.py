@@ -41,7 +41,7 @@ TRIES = 3
 """Attempts in a row without progress."""
 PAST = 20
 """Most attempts that a report lists."""
-_WORDS = 2000
+_WORDS = 1000
 """Most characters of a traceback or a log in a message, and in the newest attempt of a report; older ones have none."""
 
 

@@ -26,6 +26,7 @@ import math
 import os
 import re
 import secrets
+import select
 import socket
 import sys
 import threading
@@ -244,8 +245,8 @@ class Client:
 
     def _send(self) -> None:
         with self._changed:
-            if self._sock is None:
-                return
+            if self._sock is None or not select.select([], [self._sock], [], 0)[1]:
+                return  # the coordinator stands still: it gets the newest report with the next heartbeat
             try:
                 self._sock.sendall(self._seal.sealed(self._line()))
             except OSError:  # perhaps in the middle of the line: the reader notices, connects and reports again

@@ -1,0 +1,217 @@
+"""Handlers whose coordinator says nothing: with real meshes and stores, their processes only imagined."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outlast import contract
+from outlast.rendezvous.handler import Handler
+from outlast.rendezvous.repairs import Repairs
+from outlast.rendezvous.transports.sockets import Called, Closed, Report
+from outlast.rendezvous.world import World
+from outlast.workerfiles import notice
+
+KILLED = {"rank": 1, "code": 137, "reason": "rank 1 on worker 1 was killed by SIGKILL", "time": 5.0, "echo": False}
+
+
+class Client:
+    """A member's side of a transport whose coordinator has published one world and is away since."""
+
+    def __init__(self, id: int, members: tuple[int, ...]) -> None:
+        self.id = id
+        self.members = members
+        self.called: Called | None = None
+        self.closed: Closed | None = None
+        self.world: World | None = None
+        self.said = Report("r", id, "waiting")
+        self.reports: list[Report] = []
+        self._changed = threading.Condition()
+
+    def report(self, standing: str, **fields: Any) -> None:
+        with self._changed:
+            self.said = self.said.changed(standing, **fields)
+            self.reports.append(self.said)
+
+    def amend(self, **fields: Any) -> None:
+        pass
+
+    def wait(self, timeout_s: float) -> None:
+        with self._changed:
+            self._changed.wait(min(timeout_s, 0.02))
+
+    def close(self) -> None:
+        pass
+
+
+class Members:
+    """The agents of a world. `start` forms it; later each thread does what torch's agent does."""
+
+    def __init__(self, directory: Path, size: int, faster: float) -> None:
+        self.clients = [Client(id, tuple(range(size))) for id in range(size)]
+        self.handlers = []
+        for client in self.clients:
+            state = directory / str(client.id)
+            state.mkdir()
+            handler = Handler(client, run_id="r", state=state, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
+            handler.key, handler.repairs = b"k" * 32, Repairs(client.id, lambda: faster * time.monotonic())
+            handler._notice = state / contract.NOTICE
+            self.handlers.append(handler)
+        self.pool = ThreadPoolExecutor(size)
+        self.busy: tuple[int, ...] = ()
+        """Those that do something else."""
+
+    def start(self) -> None:
+        started = [self.pool.submit(handler.next_rendezvous) for handler in self.handlers]
+        until(lambda: all(client.said.address for client in self.clients))
+        for client in self.clients:
+            client.world = World(1, client.members, self.clients[0].said.address, "training starts")
+        self.met(started)
+        if len(self.clients) > 1:
+            until(lambda: all(handler.mesh and handler.mesh.complete for handler in self.handlers))
+
+    def fail(self, id: int, failure: dict[str, Any] = KILLED) -> list[Future[Any]]:
+        """Processes of one fail; the others train until they are asked to stop."""
+
+        def trains(handler: Handler) -> Any:
+            if handler is self.handlers[id]:
+                handler.failed(failure)
+            else:
+                until(lambda: handler.num_nodes_waiting() or handler.closed)
+            return handler.next_rendezvous()
+
+        return [self.pool.submit(trains, handler) for each, handler in enumerate(self.handlers) if each not in self.busy]
+
+    def met(self, futures: list[Future[Any]]) -> None:
+        """All are in one world, and its store works."""
+        infos = [future.result(timeout=60) for future in futures]
+        infos[0].store.set(f"greeting-{self.handlers[0].attempt}", "hello")
+        assert all(info.store.get(f"greeting-{self.handlers[0].attempt}") == b"hello" for info in infos)
+        assert [(info.rank, info.world_size) for info in infos] == [(rank, len(infos)) for rank in range(len(infos))]
+
+    def end(self) -> None:
+        for client in self.clients:
+            client.closed = Closed("over", 0)
+        self.pool.shutdown()
+        for handler in self.handlers:
+            handler.shutdown()
+
+
+def until(what: Callable[[], object], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Members]]:
+    for name in (contract.Env.GENERATION, contract.Env.ATTEMPT, contract.Env.NOTICE):
+        monkeypatch.setenv(name, "")
+    monkeypatch.delenv(contract.Env.NOTICE)
+    made: list[Members] = []
+
+    def make(size: int, faster: float = 1.0) -> Members:
+        made.append(Members(tmp_path, size, faster))
+        made[-1].start()
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.end()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_members_meet_again_in_the_same_generation_at_a_fresh_store(members: Callable[..., Members], size: int) -> None:
+    world = members(size)
+    for attempt in (1, 2):
+        world.met(world.fail(size // 2))
+        assert [handler.attempt for handler in world.handlers] == [attempt] * size
+        assert os.environ[contract.Env.ATTEMPT] == str(attempt)
+        assert {(client.said.standing, client.said.generation, client.said.attempt) for client in world.clients} == {
+            ("training", 1, attempt)
+        }
+    past = [{"generation": 1, "attempt": attempt, "worker": size // 2, "failure": KILLED} for attempt in (1, 2)]
+    assert [list(client.said.past) for client in world.clients] == [past] * size
+    assert not any(report.failed for client in world.clients for report in client.reports)
+
+
+def leaves(world: Members) -> None:
+    notice.write(world.handlers[2]._notice, "leave", "evicted", time.time() + 60)
+
+
+def hears_a_call(world: Members) -> None:
+    world.clients[2].called = Called(2, "lost worker 7", False, time.time() + 60)
+
+
+def has_finished(world: Members) -> None:
+    world.handlers[2].done()
+    world.pool.submit(world.handlers[2].next_rendezvous)
+    until(lambda: world.clients[2].said.standing == "done")
+    world.busy = (2,)
+
+
+def is_of_another_version(world: Members) -> None:
+    mesh = world.handlers[2].mesh
+    assert mesh is not None
+    del mesh.handlers["attempt"]
+
+
+@pytest.mark.parametrize("what", [leaves, hears_a_call, has_finished, is_of_another_version])
+def test_the_coordinator_decides_when_one_member_cannot(members: Callable[..., Members], what: Callable[..., None]) -> None:
+    world = members(3)
+    what(world)
+    world.fail(1)
+    until(lambda: world.clients[1].said.failed)
+    assert world.clients[1].said.failure == KILLED
+    assert [handler.attempt for handler in world.handlers] == [0, 0, 0]
+
+
+def test_a_member_that_is_gone_is_the_coordinators(members: Callable[..., Members]) -> None:
+    world = members(3)
+    mesh = world.handlers[2].mesh
+    assert mesh is not None
+    mesh.close()
+    world.fail(1)
+    until(lambda: world.clients[1].said.failed)
+    assert world.handlers[0].attempt == 0
+
+
+def test_what_another_attempt_would_not_help_is_reported_as_ever(members: Callable[..., Members]) -> None:
+    world = members(1)
+    failure = {**KILLED, "code": 78}
+    world.fail(0, failure)
+    until(lambda: world.clients[0].said.failed)
+    assert (world.clients[0].said.failure, world.handlers[0].attempt) == (failure, 0)
+
+
+def test_a_call_that_comes_while_they_agree_is_followed(members: Callable[..., Members]) -> None:
+    """One member's processes take long to end: the coordinator hears of the failure, and its call comes first."""
+    world = members(2, 10.0)
+    world.handlers[0].dies = lambda: True
+    world.fail(1)
+    until(lambda: world.clients[1].said.failed, 30)
+    for client in world.clients:
+        client.called = Called(2, KILLED["reason"], False, time.time() + 60)
+    world.handlers[0].dies = lambda: False
+    until(lambda: world.clients[0].said.standing == "waiting")
+    assert [handler.attempt for handler in world.handlers] == [0, 0]
+
+
+def test_members_that_were_late_go_on_when_the_last_is_ready(members: Callable[..., Members]) -> None:
+    world = members(2, 10.0)
+    world.handlers[0].dies = lambda: True
+    futures = world.fail(1)
+    until(lambda: world.clients[1].said.failed, 30)
+    world.handlers[0].dies = lambda: False
+    world.met(futures)
+    assert [(client.said.standing, client.said.failed, client.said.attempt) for client in world.clients] == [
+        ("training", False, 1)
+    ] * 2
