@@ -12,7 +12,7 @@ from outlast.status import State
 from outlast.workerfiles import progress
 
 Final = Callable[..., dict[str, object]]
-ARGS = ("--steps=60", "--pause=0.02", "--gate")
+ARGS = ("--steps=60", "--pause=0.04", "--gate")
 
 
 def test_processes_killed_while_the_launcher_stands_still_train_again_within_seconds_and_count_once(machine, undisturbed: Final):
