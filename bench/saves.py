@@ -2,10 +2,10 @@
 
     python bench/saves.py [--quick] [--millions 38] [--repeats 5]
 
-One process trains a model of so many million parameters with AdamW, on a GPU if there is one. A save is begun after a step; its
-stall is what that step and the next ones, until it is on disk, take beyond the median of steps with no save under way: it counts
-what a save takes from the training, whenever it takes it, and not how soon a call returns. Prints medians and ratios, and appends
-them to results/<date>-saves.md.
+One process trains a model of so many million parameters with AdamW, on a GPU if there is one. A save is begun after a step. Its
+*stall* is how long the training stands still until the call returns. The *inflation* of a step is what it takes beyond the median
+of steps with no save under way, on average over the steps until the save is on disk. What a save *takes* in all is its stall and
+the inflation of all these steps. Prints medians and ratios, and appends them to results/<date>-saves.md.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SYSTEMS = ("outlast", "dcp", "torch.save")
+MEASURES = ("stall", "inflation", "takes")
 QUIET, WARM = 12, 3
 """Steps without a save between two saves, and saves that are not counted: the first ones allocate their memory."""
 
@@ -78,21 +79,21 @@ def train(system: str, millions: float, saves: int, directory: Path) -> None:
             future = dcp.async_save(state, checkpoint_id=target, process_group=group)
             return future.done  # type: ignore[no-any-return]
 
-        stalls = []
+        counted = []
         for _ in range(WARM + saves):
             quiet = statistics.median(step() for _ in range(QUIET))
             begun = time.perf_counter()
             over = begin()
-            spent, steps = time.perf_counter() - begun, 0
+            stall, steps = time.perf_counter() - begun, []
             while not over():
-                spent += step()
-                steps += 1
-            stalls.append(spent - steps * quiet)
+                steps.append(step() - quiet)
+            inflation = statistics.mean(steps) if steps else 0.0
+            counted.append({"stall": stall, "inflation": inflation, "takes": stall + sum(steps), "steps": len(steps)})
             for old in directory.glob(f"{system}-*"):
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
         parameters = sum(parameter.numel() for parameter in net.parameters())
         device = torch.cuda.get_device_name() if run.device.type == "cuda" else f"CPU, torch {torch.__version__}"
-        said = {"stalls": stalls[WARM:], "quiet": quiet, "parameters": parameters, "device": device}
+        said = {"saves": counted[WARM:], "quiet": quiet, "parameters": parameters, "device": device}
         (directory / "said.json").write_text(json.dumps(said))
 
 
@@ -107,6 +108,16 @@ def measured(system: str, millions: float, saves: int) -> dict[str, object]:
         subprocess.run([sys.executable, __file__, *arguments], env={**os.environ, **world, **own}, check=True)
         found: dict[str, object] = json.loads((Path(directory) / "said.json").read_text())
         return found
+
+
+def median(runs: list[dict[str, object]], what: str) -> float:
+    """Of one measure over all saves."""
+    return statistics.median(save[what] for each in runs for save in each["saves"])
+
+
+def ratio(medians: dict[str, dict[str, float]], name: str, what: str) -> str:
+    """Ours as a part of that of another system, which has none where no step is done during a save."""
+    return f"{medians['outlast'][what] / medians[name][what]:.2f}" if medians[name][what] > 0 else "-"
 
 
 def main() -> None:
@@ -126,11 +137,13 @@ def main() -> None:
     for number in range(repeats):
         for system in SYSTEMS if number % 2 == 0 else reversed(SYSTEMS):
             found[system].append(measured(system, options.millions, saves))
-    stalls = {name: statistics.median(stall for each in runs for stall in each["stalls"]) for name, runs in found.items()}
-    lines = ["| system | stall of a save, median | a quiet step | ours as part of it |", "|---|---|---|---|"]
+    medians = {name: {what: median(runs, what) for what in MEASURES} for name, runs in found.items()}
+    lines = [f"| system | {' | '.join(f'{what} | ours / it' for what in MEASURES)} | steps during it | a quiet step |"]
+    lines.append("|---" * (2 * len(MEASURES) + 3) + "|")
     for name, runs in found.items():
         quiet = statistics.median(each["quiet"] for each in runs)
-        lines.append(f"| {name} | {stalls[name]:.3f} s | {quiet * 1e3:.1f} ms | {stalls['outlast'] / stalls[name]:.2f} |")
+        cells = [f"{1e3 * medians[name][what]:.1f} ms | {ratio(medians, name, what)}" for what in MEASURES]
+        lines.append(f"| {name} | {' | '.join(cells)} | {median(runs, 'steps'):.0f} | {quiet * 1e3:.1f} ms |")
     any_ = found["outlast"][0]
     machine = f"{any_['device']}, {platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     what = f"{any_['parameters'] / 1e6:.1f} M parameters + AdamW, {repeats} processes of {saves} saves each"

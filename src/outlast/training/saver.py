@@ -20,14 +20,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from outlast import checkpoints, contract
 from outlast.errors import OutlastError, Superseded, causes
 from outlast.hangs import stall
-from outlast.training import device, metrics
+from outlast.training import copying, device, metrics, part_file
 from outlast.training.checkpoint import Flat
 from outlast.training.disks import Disks, Part
 
@@ -50,23 +49,27 @@ class Copies:
         """The same as it is now, on the CPU, valid until the next call. The first is a collective when GPUs hold shards."""
         accelerator = device.find()
         accelerator.mark_step()
-        copies = {key: self._copy(key, value) if isinstance(value, torch.Tensor) else value for key, value in flat.items()}
+        pairs: list[copying.Pair] = []
+        copies = {key: self._room(key, value, pairs) if isinstance(value, torch.Tensor) else value for key, value in flat.items()}
+        copying.copy(pairs)
         accelerator.synchronize()  # they copy in the background
         return copies
 
-    def _copy(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _room(self, key: str, tensor: torch.Tensor, pairs: list[copying.Pair]) -> torch.Tensor:
+        """A tensor like this one that is kept for it; adds what is to be copied to `pairs`."""
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
             if mesh not in self._meshes:
                 self._meshes[mesh] = mesh if mesh.device_type == "cpu" else DeviceMesh("cpu", mesh.mesh)
-            copy, size = self._copy(key, tensor.to_local()), tensor.size()
+            copy, size = self._room(key, tensor.to_local(), pairs), tensor.size()
             return DTensor.from_local(
                 copy, self._meshes[mesh], tensor.placements, run_check=False, shape=size, stride=tensor.stride()
             )
         kept = self._kept.get(key)
         if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
             kept = self._kept[key] = device.of(tensor.device).room(tensor)
-        return kept.copy_(tensor.detach(), non_blocking=True)
+        pairs.append((kept, tensor.detach()))
+        return kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +122,8 @@ class Saver:
         self.copy = copy or metrics.Copy(directory.parent / contract.METRICS)
         self._group: dist.ProcessGroup | None = None
         self._copies = Copies()
+        self._hurry = threading.Event()
+        """Whether somebody waits for the save in progress."""
         self._thread: threading.Thread | None = None
         self._outcome: Outcome | None = None
 
@@ -132,6 +137,7 @@ class Saver:
         if self._group is None:
             self._group = stall.watch().own(dist.new_group(backend="gloo"))
         self._outcome = None
+        self._hurry.clear()
         copy = self._copies.of(flat)
         self._thread = threading.Thread(target=self._save, args=(step, copy, metric), name="outlast-save", daemon=True)
         self._thread.start()
@@ -139,6 +145,7 @@ class Saver:
     def wait(self, timeout_s: float | None = None) -> Outcome | None:
         """Wait for the last save and return its outcome; None if that was returned before, or after `timeout_s`."""
         if self._thread is not None:
+            self._hurry.set()
             self._thread.join(timeout_s)
         outcome, self._outcome = self._outcome, None
         return outcome
@@ -158,10 +165,12 @@ class Saver:
         """Write, gather, commit on every disk, and share the outcome."""
         begun = time.monotonic()
         target = checkpoints.saving(self.directory, step, self._generation)
-        files, problem = {}, ""
+        files: dict[str, Mapping[str, int]] = {}
+        problem = ""
         try:
-            state_dict_saver.save(flat, storage_writer=FileSystemWriter(target, sync_files=True), process_group=self._group)
-            files = {path.name: _measured(path) for path in sorted(target.glob(f"__{self._rank}_*"))}
+            writer = part_file.Writer(target, self._hurry)
+            state_dict_saver.save(flat, storage_writer=writer, process_group=self._group)
+            files = {**writer.files}
             if self._rank == 0:
                 files[_METADATA] = _measured(target / _METADATA)
         except (Exception, CheckpointException) as error:  # the latter is no Exception
