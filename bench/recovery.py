@@ -3,6 +3,7 @@
     python bench/recovery.py              # 5 repeats of everything: about an hour, torchrun waits long for last calls
     python bench/recovery.py --quick      # one repeat without torchrun's defaults: some minutes
     python bench/recovery.py --scenario kill --system outlast --repeats 20
+    python bench/recovery.py --scenario silent --scenario node --peers /tmp/peers
 
 Three workers of one process each, at least 2, at most 4 (so nodes < max), all running `steps.py`. What is measured:
 
@@ -10,6 +11,9 @@ Three workers of one process each, at least 2, at most 4 (so nodes < max), all r
     kill     one training process is SIGKILLed -> every rank of a new world has ended a step
     worker   one worker, agent and all, is SIGKILLed -> every rank of a new world has ended a step
     first    the same with the first worker (for torchrun: the one that holds the store)
+
+Then what a failure costs in seconds of training, at a step of 0.3 s: lost-process, lost-worker, silent and node, see
+`failures.py`; with torchft and DLRover, too, where `--peers` has them.
 
 Beside them: the steps that had to be done again, the start of a Python that imports torch, alone and three at once,
 and `outlast --help`. `never` means not within the limit, or that the job had ended; medians count it as longer than
@@ -42,6 +46,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
+
+import failures
+import netns
 
 HERE = Path(__file__).parent
 OUTLAST = str(Path(sys.executable).with_name("outlast"))
@@ -384,25 +391,10 @@ def machine() -> str:
     return f"{cpu}, {os.cpu_count()} cores, {memory:.0f} GiB; Python {python}, torch {importlib.metadata.version('torch')}, gloo"
 
 
-def main() -> None:
-    """Measure and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--scenario", choices=SCENARIOS, action="append", help="only these (may be repeated); form is measured in all"
-    )
-    parser.add_argument("--system", choices=SYSTEMS, action="append", help="only these (may be repeated)")
-    parser.add_argument("--limit", type=float, default=90.0, help="seconds until `never`")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="one repeat, 30 s limit, without torchrun's defaults")
-    args = parser.parse_args()
-    if args.quick:
-        args.repeats, args.limit = 1, 30.0
-    systems = args.system or [name for name in SYSTEMS if not (args.quick and name == "default")]
-    scenarios = args.scenario or ["kill", "worker", "first"]
-
+def recovery(args: argparse.Namespace, scenarios: list[str]) -> list[str]:
+    """How long it takes until training goes on: lines of the report."""
+    systems = [name for name in args.system or SYSTEMS if name in SYSTEMS and not (args.quick and name == "default")]
     rng = random.Random(args.seed)
-    load = os.getloadavg()[0]
     results: dict[str, dict[str, list[Trial]]] = {system: {scenario: [] for scenario in scenarios} for system in systems}
     starts: dict[str, Seconds] = {
         "python with torch": [],
@@ -418,15 +410,69 @@ def main() -> None:
                 done = trial(SYSTEMS[system](), scenario, args.limit, rng)
                 results[system][scenario].append(done)
                 print(f"{repeat + 1}/{args.repeats} {scenario:<7} {system:<8} {done}", flush=True)
+    report = [*table(results), "", "| start | seconds: median (range) |", "|---|---|"]
+    return [*report, *(f"| {label} | {said(values)} |" for label, values in starts.items()), ""]
 
+
+def lost(args: argparse.Namespace, scenarios: list[str]) -> list[str]:
+    """What a failure costs, in seconds of training: lines of the report."""
+    plan = failures.Plan(args.millions, every_s=args.every, limit_s=args.limit)
+    rng = random.Random(args.seed)
+    absent, known = {}, failures.systems(args.peers)
+    for name in args.system or known:
+        if name in known and (why := known[name].missing()):
+            absent[name] = f"{known[name].name} is left out: {why}"
+    if why := netns.missing():
+        absent |= {scenario: f"{scenario} is left out: {why}" for scenario in ("silent", "node") if scenario in scenarios}
+    systems = [name for name in args.system or known if name in known and name not in absent]
+    scenarios = [scenario for scenario in scenarios if scenario not in absent]
+    results: dict[str, dict[str, list[failures.Trial]]] = {name: {scenario: [] for scenario in scenarios} for name in systems}
+    for repeat in range(args.repeats):
+        for scenario in scenarios:
+            for name in systems if repeat % 2 == 0 else reversed(systems):
+                with marked() as environ:
+                    done = failures.trial(known[name], scenario, plan, rng, environ)
+                results[name][scenario].append(done)
+                print(f"{repeat + 1}/{args.repeats} {scenario:<12} {name:<9} {done}", flush=True)
+    what = f"{plan.millions:g} M parameters with AdamW, steps of {plan.step_s} s, saved to disk every {plan.every_s:g} s."
+    names = {name: known[name].name for name in systems}
+    return [what, *absent.values(), "", *failures.table(results, names), ""]
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--scenario",
+        choices=(*SCENARIOS, *failures.SCENARIOS),
+        action="append",
+        help="only these (may be repeated); form is measured in all that use steps.py",
+    )
+    parser.add_argument(
+        "--system", choices=(*SYSTEMS, "no-memory", "torchft", "dlrover"), action="append", help="only these (may be repeated)"
+    )
+    parser.add_argument("--limit", type=float, default=90.0, help="seconds until `never`")
+    parser.add_argument("--millions", type=float, default=2.0, help="parameters of the model of which training is lost")
+    parser.add_argument("--every", type=float, default=10.0, help="seconds between its saves to disk")
+    parser.add_argument("--peers", type=Path, help="directory of the virtual environments torchft and dlrover, see README.md")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="one repeat, 30 s limit, saves every 5 s, no defaults of torchrun")
+    args = parser.parse_args()
+    if args.quick:
+        args.repeats, args.limit, args.every = 1, 30.0, 5.0
+    chosen = args.scenario or ["kill", "worker", "first", *failures.SCENARIOS]
+    load = os.getloadavg()[0]
     report = [
         f"## {time.strftime('%Y-%m-%d %H:%M')}",
         "",
         f"{machine()}. Load before: {load:.2f}. Limit {args.limit:.0f} s, seed {args.seed}.",
         "",
     ]
-    report += [*table(results), "", "| start | seconds: median (range) |", "|---|---|"]
-    report += [f"| {label} | {said(values)} |" for label, values in starts.items()]
+    if plain := [scenario for scenario in chosen if scenario in SCENARIOS]:
+        report += recovery(args, plain)
+    if harmed := [scenario for scenario in chosen if scenario in failures.SCENARIOS]:
+        report += lost(args, harmed)
     print("\n" + "\n".join(report))
     path = HERE / "results" / f"{time.strftime('%Y-%m-%d')}-recovery.md"
     path.parent.mkdir(exist_ok=True)
