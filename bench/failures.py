@@ -84,7 +84,8 @@ class Scene:
         """Start a process on a worker, or outside."""
         within = self.nodes.within(worker) if self.nodes and worker is not None else []
         with (self.directory / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen([*within, *command], env={**self.environ, **(more or {})}, stdout=log, stderr=log)
+            own = {"GLOO_SOCKET_IFNAME": "eth0"} if within else {}
+            process = subprocess.Popen([*within, *command], env={**self.environ, **own, **(more or {})}, stdout=log, stderr=log)
         self.running.append(process)
         return process
 
@@ -252,9 +253,9 @@ class Torchft(Peer):
     """A lighthouse and three replica groups of one rank, each under a torchrun that restarts it."""
 
     name, package = "torchft", "torchft"
-    wait_s = 5.0
+    wait_s = 10.0
     """Of its collectives and of a quorum; by default 60."""
-    lighthouse = ("--min_replicas=2", "--join_timeout_ms=1000", "--heartbeat_timeout_ms=1000", "--quorum_tick_ms=100")
+    lighthouse = ("--min_replicas=2", "--join_timeout_ms=3000", "--heartbeat_timeout_ms=2000", "--quorum_tick_ms=100")
 
     def start(self, scene: Scene) -> list[int]:
         assert self._python

@@ -461,6 +461,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.repeats, args.limit, args.every = 1, 30.0, 5.0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that what was started is ended
     chosen = args.scenario or ["kill", "worker", "first", *failures.SCENARIOS]
     load = os.getloadavg()[0]
     report = [
