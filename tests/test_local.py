@@ -612,3 +612,10 @@ def test_the_newest_snapshot_is_shown_apart_from_the_checkpoint(tmp_path: Path) 
     path = state_dir.worker(1) / "progress-0.json"
     path.write_text(path.read_text().strip().replace("{", '{"of a later version": 1, ', 1))
     assert progress.read(state_dir.worker(1), 0) is not None
+
+
+def test_the_key_of_a_run_is_for_its_user_alone_and_stays(tmp_path: Path) -> None:
+    key = StateDir(tmp_path).secret()
+    assert len(key) == 64
+    assert (tmp_path / "rendezvous.key").stat().st_mode & 0o777 == 0o600
+    assert StateDir(tmp_path).secret() == key

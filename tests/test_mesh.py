@@ -48,12 +48,6 @@ def joined(*meshes: Mesh, generation: int = 1) -> None:
     until(lambda: all(mesh.complete for mesh in meshes))
 
 
-def killed(mesh: Mesh) -> None:
-    """End it as the kernel ends a process that was killed: nothing is said, all sockets are closed."""
-    mesh._do(lambda now: setattr(mesh, "_over", True))
-    mesh._thread.join(SOON_S)
-
-
 # Neighbours
 
 
@@ -126,7 +120,7 @@ def test_members_hear_one_another_and_a_killed_one_is_gone_at_once(made: Callabl
     assert [mesh.unheard for mesh in (one, two, three)] == [(), (), ()]
     changes: list[tuple[int, ...]] = []
     one.changed = lambda: changes.append(one.unheard)
-    killed(two)
+    two.abandon()
     until(lambda: one.unheard == three.unheard == (2,))
     assert (one.refused, one.reasons) == ((2,), {2: "refuses connections"})
     assert changes == [(2,)]
@@ -139,7 +133,7 @@ def test_who_says_goodbye_is_not_missed(made: Callable[..., Mesh]) -> None:
     one.changed = lambda: changes.append(one.unheard)
     two.close()
     until(lambda: "has left" in str(one.send(2, {"kind": "x"}).exception(SOON_S)))
-    killed(three)
+    three.abandon()
     until(lambda: one.unheard == (3,))
     assert changes == [(3,)]
 
@@ -159,7 +153,7 @@ def test_a_connection_that_is_reset_is_made_again_and_nobody_is_accused(made: Ca
 def test_a_member_that_comes_back_at_another_address_is_heard_in_the_next_world(made: Callable[..., Mesh]) -> None:
     one, two = made(1), made(2)
     joined(one, two)
-    killed(two)
+    two.abandon()
     until(lambda: one.unheard == (2,))
     again = made(2)
     one.enter(2, (1, 2))

@@ -329,7 +329,7 @@ class Handler(RendezvousHandler):
             return
         if self.mesh is None:
             try:
-                self.mesh = Mesh(self._client.id, self._host, self.key, run=self._run_id)
+                self.mesh = Mesh(self._client.id, self._host, self.key, run=self._run_id, clock=self._clock)
             except OSError as problem:
                 print(f"outlast | this worker cannot listen at {self._host}, so its peers do not watch it: {problem}", flush=True)
                 return
