@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outlast.clock import Clock
-from outlast.contract import RENEW_S, Annotation, Label
+from outlast.contract import LEASE_S, MESH_LEASE_S, MESH_RENEW_S, RENEW_S, Annotation, Label
 from outlast.kube import kinds, wire
 from outlast.kube import pods as podwords
 from outlast.kube.kinds import Kind, kind_of
@@ -99,6 +99,14 @@ class Cluster:
         """Whether agents reach the API server."""
         self.cut: set[str] = set()
         """Nodes, well ones, on which they do not."""
+        self.mesh = False
+        """Whether the members of a world watch one another."""
+        self.broken: set[frozenset[str]] = set()
+        """Pairs of nodes between which nothing passes."""
+        self.lies: dict[int, set[int]] = {}
+        """Of workers that err about whom they do not hear."""
+        self.trained: list[tuple[float, int]] = []
+        """When the members of which generation made a step."""
         self.unreadable = False
         """Whether the job's document is one that cannot be read."""
         self.set_by, self.slept = 0.0, 0.0
@@ -250,7 +258,11 @@ class Cluster:
         pod["status"] = {"phase": "Pending"}
         well = [n["metadata"]["name"] for n in self.all("Node") if not n["spec"].get("taints")]
         busy = [p["spec"].get("nodeName") for p in self.pods]
-        free = sorted(well, key=lambda node: (busy.count(node), node))
+        affinity = (pod["spec"].get("affinity") or {}).get("nodeAffinity") or {}
+        terms = affinity.get("preferredDuringSchedulingIgnoredDuringExecution") or ()
+        fields = [field for term in terms for field in term["preference"].get("matchFields", ())]
+        avoided = {node for field in fields if field["operator"] == "NotIn" for node in field["values"]}
+        free = sorted(well, key=lambda node: (node in avoided, busy.count(node), node))
         if free:
             pod["spec"]["nodeName"] = free[0]
         self.put(pod)
@@ -423,7 +435,8 @@ class Cluster:
             if self.reaches(agent):
                 agent.wanted = (self.status.get("rendezvous") or {}).get("wanted")
             failure = agent.failure if agent.failed else None
-            deciders.nodes[agent.uid].act(agent.standing, agent.generation, failure, agent.wanted)
+            unheard, refused = self.unheard(agent)
+            deciders.nodes[agent.uid].act(agent.standing, agent.generation, failure, agent.wanted, unheard, refused)
         for node in deciders.nodes.values():
             node.listen()
 
@@ -498,8 +511,9 @@ class Cluster:
                 if lost and agent.standing == "training" and not agent.frozen:
                     self.drop(agent, echo=True)
             return
-        if any(a.frozen for a in inside):
+        if any(a.frozen for a in inside) or any(self.unheard(a)[0] for a in inside if a.index not in self.lies):
             return
+        self.trained.append((self.now, world["generation"]))
         for _ in range(round(seconds / STEP_S)):
             if self.step < self.steps and not any(a.saving_until for a in inside):
                 self.step += 1
@@ -509,6 +523,29 @@ class Cluster:
         if self.step >= self.steps:
             for agent in inside:
                 agent.standing, agent.since = "done", self.now
+
+    def node_of(self, agent: Agent) -> str:
+        return next(str(pod["spec"]["nodeName"]) for pod in self.pods if pod["metadata"]["uid"] == agent.uid)
+
+    def unheard(self, agent: Agent) -> tuple[list[int], list[int]]:
+        """The members of its world that an agent does not hear, and those of them whose machine says that they are gone."""
+        world = (self.status.get("rendezvous") or {}).get("world")
+        if self.deciders:
+            world = dataclasses.asdict(self.deciders.world) if self.deciders.world else None
+        if not self.mesh or not world or agent.generation != world["generation"] or agent.index not in world["members"]:
+            return [], []
+        unheard, refused = [], []
+        for index in world["members"]:
+            peer = next((a for a in self.agents.values() if a.index == index and a.generation == agent.generation), None)
+            pod = self.documents.get(("Pod", f"train-worker-{index}"))
+            if peer is None:
+                unheard.append(index)
+                if pod is not None and self.answers(pod):
+                    refused.append(index)
+            elif peer is not agent and frozenset((self.node_of(agent), self.node_of(peer))) in self.broken:
+                unheard.append(index)
+        lies = self.lies.get(agent.index, set()) & set(world["members"]) - {agent.index}
+        return sorted({*unheard, *lies}), refused
 
     def may_report(self, agent: Agent) -> bool:
         """Whether the Role of the job's workers names its Lease."""
@@ -523,10 +560,15 @@ class Cluster:
             "generation": agent.generation, "since": agent.since, "address": f"10.0.0.{agent.index}:1",
             "failed": agent.failed, "failure": agent.failure, "attempt": agent.attempt, "past": agent.past,
         }  # fmt: skip
+        watched = self.mesh and agent.standing in ("training", "leaving")
+        if self.mesh:
+            said["unheard"], said["refused"] = self.unheard(agent)
+            said["mesh"] = watched
+        renew_s, lasts_s = (MESH_RENEW_S, MESH_LEASE_S) if watched else (RENEW_S, LEASE_S)
         text = json.dumps(said)
         node = self.deciders.nodes.get(agent.uid) if self.deciders else None
         decided = node.decided if node else ""
-        if text + decided == agent.reported and self.now - agent.beat < RENEW_S:
+        if text + decided == agent.reported and self.now - agent.beat < renew_s:
             return
         agent.reported, agent.beat = text + decided, self.now
         progress = {
@@ -546,7 +588,11 @@ class Cluster:
                         **({Annotation.DECIDED: decided} if decided else {}),
                     },
                 },
-                "spec": {"holderIdentity": agent.uid, "renewTime": job_status.text(self.now)},
+                "spec": {
+                    "holderIdentity": agent.uid,
+                    "renewTime": job_status.text(self.now),
+                    "leaseDurationSeconds": lasts_s,
+                },
                 HEARD: self.clock(),
             }
         )

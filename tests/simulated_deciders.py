@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outlast import spec
@@ -46,10 +46,19 @@ class Node:
         self._store = link
         self._told = ""
 
-    def act(self, standing: str, generation: int, failure: Mapping[str, Any] | None, wanted: object) -> None:
+    def act(
+        self,
+        standing: str,
+        generation: int,
+        failure: Mapping[str, Any] | None,
+        wanted: object,
+        unheard: Sequence[int] = (),
+        refused: Sequence[int] = (),
+    ) -> None:
         """Say how it is, and do what is to be done."""
         report = sockets.Report("run", self.member.id, standing, generation, 0.0, f"10.0.0.{self.member.id}:1")
-        self.member.report = dataclasses.replace(report, failed=failure is not None, failure=failure)
+        peers = {"unheard": tuple(unheard), "refused": tuple(refused)}
+        self.member.report = dataclasses.replace(report, failed=failure is not None, failure=failure, **peers)
         self.member.wanted = schema.Wanted.of(wanted)
         with contextlib.suppress(EtcdError):
             self.member.listed(self._store.range(OF.decided, prefix=True))

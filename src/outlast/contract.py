@@ -235,6 +235,9 @@ LEASE_S = 30.0
 """A member is considered dead when its Lease has not been renewed for this long."""
 RENEW_S = 10.0
 """Interval at which a member renews its Lease."""
+MESH_LEASE_S = 100.0
+MESH_RENEW_S = 30.0
+"""The same for members of worlds that watch themselves: what befalls one, its peers report at once."""
 RENEWALS_PER_S = 200
 """Most renewals of one job per second: with many workers, Leases are renewed less often and last longer. Kubernetes is tested
 with 500 per second for its nodes."""

@@ -241,12 +241,22 @@ def _judged() -> Schema:
         node=known("string", "Its node."),
         since=known("number", "When its deletion was requested, seconds since the epoch."),
     )
+    lost = part(
+        "A worker whose peers did not hear it.",
+        worker=known("integer", "Its index."),
+        uid=known("string", "Uid of its pod."),
+        node=known("string", "Its node."),
+        at=known("number", "When it was lost, seconds since the epoch."),
+        times=known("integer", "How often in a row: it is kept out of worlds for longer each time."),
+        held=known("boolean", "Whether it is kept out of worlds for a while."),
+    )
     return part(
         "Failures that are already counted.",
         generation=known("integer", "The newest generation whose failure is counted."),
         attempt=known("integer", "Which start of its processes that was; absent for the first."),
         pods=many("string", "Uids of pods whose end is counted."),
         silent=known("array", "Pods that were deleted because they were silent, and are not counted yet.", items=silent),
+        lost=known("array", "Workers whose peers did not hear them, of the last ten minutes.", items=lost),
         elected=known("integer", "With rendezvous in etcd: the number of `restarts` that agents have counted."),
     )
 
@@ -302,6 +312,7 @@ def _rendezvous() -> Schema:
             deadline=known("number", "Deadline for saving, seconds since the epoch."),
             at=known("number", "When it was called, seconds since the epoch."),
             leaving=many("integer", "Workers that leave."),
+            lost=many("integer", "Workers whose peers do not hear them."),
         ),
         closed=part(
             "There will be no further world.",

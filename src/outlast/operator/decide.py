@@ -47,6 +47,7 @@ RULES: tuple[Callable[[Reconcile], None], ...] = (
     failures.repaired,
     workers.ended_workers,
     nodes.lost_workers,
+    nodes.cut_off_workers,
     workers.silent_workers,
     nodes.leaving_nodes,
     world.resumed,

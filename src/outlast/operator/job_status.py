@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 from pydantic import TypeAdapter, ValidationError
 
 from outlast import units
+from outlast.contract import LEASE_S
 from outlast.kube import pods as podwords
 from outlast.manifests import labels
 from outlast.rendezvous.etcd.schema import Wanted
@@ -52,6 +53,21 @@ class Silent:
     """Of its world; 0 for none."""
     echo: bool = False
     """Whether its failure is counted already."""
+    after_s: float = LEASE_S
+    """For how long it had said nothing."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A worker whose peers did not hear it: it is kept out of worlds for a while, see `rendezvous.partition.Loss`."""
+
+    worker: int
+    uid: str
+    """Of the pod that is to go."""
+    node: str
+    at: float
+    times: int = 1
+    held: bool = True
 
 
 @dataclass(frozen=True)
@@ -115,6 +131,7 @@ class Status:
     handled_pods: tuple[str, ...] = ()
     """Uids of pods that may still exist and whose end is counted."""
     silent: tuple[Silent, ...] = ()
+    lost: tuple[Lost, ...] = ()
     counted_failures: tuple[CountedFailure, ...] = ()
     restarts: int = 0
     interruptions: int = 0
@@ -189,7 +206,8 @@ def read(status: Mapping[str, Any]) -> Status:
         counted=(judged.get("generation", 0), judged.get("attempt") or 0),
         handled_pods=tuple(judged.get("pods") or ()),
         silent=tuple(each for fields in judged.get("silent") or () if (each := _valid(Silent, fields))),
-        counted_failures=tuple(one.counted for fields in status.get("failures") or () if (one := _valid(_Failure, fields))),
+        lost=tuple(one for fields in judged.get("lost") or () if (one := _valid(Lost, fields))),
+        counted_failures=tuple(it.counted for fields in status.get("failures") or () if (it := _valid(_Failure, fields))),
         restarts=status.get("restarts", 0),
         interruptions=status.get("interruptions", 0),
         born=told.get("born", ""),
@@ -371,11 +389,13 @@ def _checkpoint(progress: Progress, path: str) -> Document:
 
 def _judged(status: Status) -> Document:
     silent = [{**dataclasses.asdict(each), "since": _ms(each.since), "echo": each.echo or None} for each in status.silent]
+    silent = [{**each, "after_s": None if each["after_s"] == LEASE_S else each["after_s"]} for each in silent]
     return {
         "generation": status.counted[0],
         "attempt": status.counted[1] or None,
         "pods": list(status.handled_pods),
         "silent": silent or None,
+        "lost": [{**dataclasses.asdict(each), "at": _ms(each.at)} for each in status.lost] or None,
         "elected": status.elected or None,
     }
 
@@ -402,7 +422,7 @@ def _rendezvous(status: Status, leave_s: float) -> Document:
     called = None
     if call is not None:
         times = {"at": _ms(call.at), "deadline": _ms(call.at + leave_s)}
-        called = {**dataclasses.asdict(call), "leaving": list(call.leaving), **times}
+        called = {**dataclasses.asdict(call), "leaving": list(call.leaving), "lost": list(call.lost) or None, **times}
     return {
         "run": status.run,
         "world": {**dataclasses.asdict(world), "members": list(world.members), "at": _ms(world.at)} if world else None,

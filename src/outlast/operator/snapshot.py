@@ -181,6 +181,8 @@ class MemberReport:
     attempt: int = 0
     past: tuple[Mapping[str, Any], ...] = ()
     """How often members have started their processes again by themselves, and what they have repaired so: as `sockets.Report`."""
+    mesh: bool = False
+    """Whether the members of its world watch one another."""
 
 
 @dataclass(frozen=True)
@@ -329,10 +331,19 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
         index = int((meta.get("labels") or {})[Label.WORKER])
         report = Report.of(from_json(annotations[Annotation.REPORT]))
         progress = from_json(annotations.get(Annotation.PROGRESS) or "{}") or {}
-        member = Member(
-            index, report.address, MemberState(report.standing), report.generation, float(report.since), report.failed
-        )
         renewed = lease.get(HEARD) or podwords.seconds(fields.get("renewTime"))
+        member = Member(
+            index,
+            report.address,
+            MemberState(report.standing),
+            report.generation,
+            float(report.since),
+            report.failed,
+            "",
+            report.unheard,
+            report.refused,
+            renewed,
+        )
         holder, its_run = fields.get("holderIdentity"), report.run
         step, steps, committed, generation = (_count(progress.get(each)) for each in ("step", "steps", "committed", "generation"))
         memory = _count(progress.get("snapshot")) or 0, _count(progress.get("every")) or 0
@@ -363,6 +374,7 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
         memory,
         report.attempt,
         report.past,
+        report.mesh,
     )
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
+from outlast.operator.job_status import Lost
 from outlast.operator.plan import Event
 from outlast.operator.reconcile import Reconcile
 from outlast.operator.rules import failures
 from outlast.operator.rules.workers import FAST_LOSS_S
+from outlast.rendezvous.partition import FORGIVEN_S, Loss
 
 
 def lost_workers(rec: Reconcile) -> None:
@@ -18,10 +23,12 @@ def lost_workers(rec: Reconcile) -> None:
         gone = pod.node not in rec.snapshot.nodes
         report = rec.snapshot.reports.get(pod.index)
         quiet = rec.last_heard(report) if report and not gone else max(pod.node_lost, pod.created, rec.snapshot.since)
-        if (end := rec.until(quiet, rec.snapshot.limits.lost_s)) is not None:
+        # Its peers would say if they did not hear it: it renews its Lease rarely.
+        limit_s = rec.lease_s(report) if report and report.mesh and not gone else rec.snapshot.limits.lost_s
+        if (end := rec.until(quiet, limit_s)) is not None:
             rec.requeue_at(end)
             continue
-        how = "is gone" if gone else f"has not answered for {rec.snapshot.limits.lost_s:g} s"
+        how = "is gone" if gone else f"has not answered for {limit_s:g} s"
         sentence = f"worker {pod.index} was lost: its node {pod.node} {how}"
         if pod.uid in silent or (not pod.terminating and pod.uid not in rec.handled):
             rec.update(interruptions=rec.status.interruptions + 1)
@@ -31,6 +38,38 @@ def lost_workers(rec: Reconcile) -> None:
         rec.delete(pod, sentence, grace_s=0)
     if explained & silent:
         rec.update(silent=tuple(each for each in rec.status.silent if each.uid not in explained))
+
+
+def cut_off(rec: Reconcile, found: Mapping[int, Loss]) -> None:
+    """Take over which workers their peers do not hear: an interruption each, as a lost node is one. The status keeps them as long
+    as it matters."""
+    known = {each.worker: each for each in rec.status.lost}
+    lost = []
+    for id, loss in sorted(found.items()):
+        before, pod = known.get(id), rec.pod(id)
+        if before is None or before.at != loss.at:
+            if pod and pod.alive and pod.uid not in rec.handled:
+                rec.update(interruptions=rec.status.interruptions + 1)
+                failures.expect_others(rec, pod)
+            before = Lost(id, pod.uid if pod else "", pod.node if pod else "", loss.at)
+        if rec.until(loss.at, FORGIVEN_S) is not None:
+            lost.append(replace(before, times=loss.times, held=loss.held))
+    if tuple(lost) != rec.status.lost:
+        rec.update(lost=tuple(lost))
+    cut_off_workers(rec)
+
+
+def cut_off_workers(rec: Reconcile) -> None:
+    """Force-delete the pods of workers that their peers did not hear."""
+    lost = {each.uid for each in rec.status.lost}
+    for pod in rec.alive:
+        if pod.uid in lost:
+            rec.delete(pod, f"worker {pod.index} was lost: its peers did not hear it", grace_s=0)
+
+
+def kept_out(rec: Reconcile) -> dict[int, Loss]:
+    """The same, as `rendezvous.world` knows it."""
+    return {each.worker: Loss(each.at, each.times, held=each.held) for each in rec.status.lost}
 
 
 def leaving_nodes(rec: Reconcile) -> None:

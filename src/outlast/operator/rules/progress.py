@@ -39,9 +39,7 @@ def written(rec: Reconcile) -> None:
 
 def _snapshot(rec: Reconcile) -> tuple[int, int]:
     """The newest complete snapshot that a member of the current world reports, and the steps between two; none after a world."""
-    known = rec.status.world
-    reports = rec.snapshot.reports.values()
-    inside = [report.snapshot for report in reports if known is not None and report.member.id in known.members]
+    inside = [report.snapshot for report in rec.snapshot.reports.values() if report.member.id in rec.members]
     return max(inside, default=(0, 0))
 
 

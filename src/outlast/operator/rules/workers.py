@@ -79,7 +79,7 @@ def silent_workers(rec: Reconcile) -> None:
         if each.echo or each.generation in counted:
             continue
         counted.add(each.generation)
-        reason = f"worker {each.worker} has said nothing for {rec.snapshot.limits.silence_s:g} s"
+        reason = f"worker {each.worker} has said nothing for {each.after_s:g} s"
         failure = Failure(
             worker=each.worker,
             code=137,
@@ -103,7 +103,7 @@ def silent_workers(rec: Reconcile) -> None:
             continue
         generation = rec.generation_of(pod)
         if pod.uid not in rec.handled and not rec.is_counted(generation):
-            new.append(Silent(pod.uid, pod.index, pod.node, rec.now, generation))
+            new.append(Silent(pod.uid, pod.index, pod.node, rec.now, generation, after_s=rec.lease_s(report)))
         rec.delete(pod, f"worker {pod.index} has said nothing for {rec.lease_s(report):g} s", grace_s=5)
     if new:
         rec.update(silent=(*rec.status.silent, *new))
@@ -112,7 +112,7 @@ def silent_workers(rec: Reconcile) -> None:
 def unheard_workers(rec: Reconcile) -> None:
     """Most workers are silent though their nodes are ready: they train on, and kubelets kill those that hang."""
     if rec.most_are_silent() and rec.status.state is not None:
-        silence_s, held_s = rec.snapshot.limits.silence_s, rec.snapshot.limits.held_s
+        silence_s, held_s = min(map(rec.lease_s, rec.unheard)), rec.snapshot.limits.held_s
         count = len(rec.snapshot.reports)
         reason = (
             f"most of the {count} workers have said nothing for {silence_s:g} s though their nodes are well: the "
@@ -177,14 +177,15 @@ def backoff_until(rec: Reconcile) -> float | None:
 
 
 def _avoided(rec: Reconcile) -> tuple[str, ...]:
-    """Nodes with repeated failures, and nodes about to be terminated."""
+    """Nodes with repeated failures, nodes about to be terminated, and nodes whose workers were not heard by others."""
     window = rec.policy.window.total_seconds()
     counts: dict[str, int] = {}
     for counted in rec.status.counted_failures:
         if counted.node and rec.now - counted.record.time < window:
             counts[counted.node] = counts.get(counted.node, 0) + 1
     leaving = {pod.node for pod in rec.snapshot.pods if pod.node_leaves}
-    return tuple(sorted({*leaving, *(node for node, count in counts.items() if count >= AVOID)}))
+    cut_off = {each.node for each in rec.status.lost if each.node}
+    return tuple(sorted({*leaving, *cut_off, *(node for node, count in counts.items() if count >= AVOID)}))
 
 
 def _goes(rec: Reconcile, pod: Pod) -> bool:

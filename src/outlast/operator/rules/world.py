@@ -8,7 +8,7 @@ from outlast import contract
 from outlast.contract import End
 from outlast.operator import desired, job_status, reconcile
 from outlast.operator.reconcile import Reconcile
-from outlast.operator.rules import failures
+from outlast.operator.rules import failures, nodes
 from outlast.operator.rules.workers import desired_indices
 from outlast.rendezvous import failures as judging
 from outlast.rendezvous import world
@@ -45,6 +45,9 @@ def world_learned(rec: Reconcile) -> None:
         and call.generation > known.world.generation
         and (known.called is None or dataclasses.replace(call, at=known.called.at) != known.called)
     ):
+        if new_lost := [id for id in call.lost if known.called is None or id not in known.called.lost]:
+            state = world.State({}, known.world, known.called, lost=nodes.kept_out(rec))
+            nodes.cut_off(rec, state.after(dataclasses.replace(call, lost=tuple(new_lost), at=at)).lost)
         _called(rec, dataclasses.replace(call, at=at))
     if said.closed is None:
         return
@@ -79,7 +82,8 @@ def world_decided(rec: Reconcile) -> None:
     wanted = world.Wanted(rec.wanted, rec.spec.workers.allowed(), frozenset(desired_indices(rec)))
     pending = failures.reported(rec)
     since = min((each.failure.time for each in pending), default=rec.now)
-    if not failures.explained(rec) and (end := judging.held_until(pending, since, rec.now, judging.OPERATOR)) is not None:
+    known = failures.explained(rec) or bool(world.lost(state, rec.now).out)
+    if not known and (end := judging.held_until(pending, since, rec.now, judging.OPERATOR)) is not None:
         return rec.requeue_at(end)
     for _ in range(4):
         decision = world.decide(state, wanted, rec.timeouts, rec.now)
@@ -89,6 +93,7 @@ def world_decided(rec: Reconcile) -> None:
                 return
             pending = []
         state = state.after(decision)
+        nodes.cut_off(rec, state.lost)
         match decision:
             case world.Call():
                 _called(rec, decision)
@@ -136,7 +141,7 @@ def _state(rec: Reconcile) -> world.State:
     called = known.called
     if called is not None:  # a lost watch or a clock that was set must not shorten the time to save
         called = dataclasses.replace(called, at=min(max(called.at, rec.snapshot.since), rec.now))
-    return world.State(members, known.world, called)
+    return world.State(members, known.world, called, lost=nodes.kept_out(rec))
 
 
 def _called(rec: Reconcile, call: Call) -> None:

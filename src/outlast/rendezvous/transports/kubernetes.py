@@ -82,6 +82,8 @@ class Client:
         """The generation that was there before us: we are in none of its world, even if that names us."""
         self._version = ""
         """Of our Lease, as we have written it last."""
+        self._changed_at = 0.0
+        """When what we say changed last."""
         self._decided = ""
         """What others than the operator have decided, for it to know."""
         self.wanted: Mapping[str, Any] | None = None
@@ -104,7 +106,7 @@ class Client:
         """Say what this member is now; fields as in `Report`, the others stay. Returns before it has been said."""
         with self._changed:
             self._report = self._report.changed(standing, **fields)
-            self._written += 1
+            self._written, self._changed_at = self._written + 1, time.monotonic()
             self._changed.notify_all()
         for thread in self._threads:
             if not thread.ident:
@@ -114,14 +116,14 @@ class Client:
         """Change what is reported beside the standing; nothing is said before the first `report`."""
         with self._changed:
             self._report = dataclasses.replace(self._report, **fields)
-            self._written += 1
+            self._written, self._changed_at = self._written + 1, time.monotonic()
             self._changed.notify_all()
 
     def tell(self, decided: str) -> None:
         """Have the operator know what others have decided."""
         with self._changed:
             self._decided = decided
-            self._written += 1
+            self._written, self._changed_at = self._written + 1, time.monotonic()
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> None:
@@ -285,12 +287,14 @@ class Client:
                 self._version = there["metadata"]["resourceVersion"]  # it was we who wrote it, and the answer was lost
 
     def _every_s(self) -> float:
-        """How often the Lease is renewed."""
-        return max(RENEW_S, self._workers / contract.RENEWALS_PER_S)
+        """How often the Lease is renewed: rarely where peers watch this member, but soon after a change, so that the first
+        steps of a world are seen."""
+        rarely = self._report.mesh and time.monotonic() - self._changed_at > contract.MESH_RENEW_S / 2
+        return max(contract.MESH_RENEW_S if rarely else RENEW_S, self._workers / contract.RENEWALS_PER_S)
 
     def _lease(self) -> dict[str, Any]:
         report = self._report if self._report.generation else dataclasses.replace(self._report, generation=self._floor)
-        reached = self._progress()
+        reached, lasts_s = self._progress(), contract.MESH_LEASE_S if report.mesh else contract.LEASE_S
         return {
             "apiVersion": LEASE.api_version,
             "kind": LEASE.kind,
@@ -310,7 +314,7 @@ class Client:
             },
             "spec": {
                 "holderIdentity": self._member,
-                "leaseDurationSeconds": math.ceil(max(contract.LEASE_S, 3 * self._every_s())),
+                "leaseDurationSeconds": math.ceil(max(lasts_s, 3 * self._workers / contract.RENEWALS_PER_S)),
                 "renewTime": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
             },
         }

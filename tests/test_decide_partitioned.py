@@ -1,0 +1,181 @@
+"""What the operator does when members of a world do not hear each other, in a cluster in which everything moves."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+
+from outlast.operator.job_status import text
+from outlast.operator.snapshot import HEARD
+from simulated import Cluster, Killed, trains
+
+
+def a_job(workers: int = 3, *, least: int = 1, **fields: Any) -> Cluster:
+    """A job whose members watch one another, each on a node of its own, in its first world."""
+    cluster = Cluster({"replicas": workers, "min": least, "max": workers}, steps=4000, **fields)
+    cluster.mesh = True
+    cluster.until(trains(workers))
+    cluster.run(15)
+    return cluster
+
+
+def node(cluster: Cluster, index: int) -> str:
+    agent = cluster.agent_of(index)
+    assert agent is not None
+    return cluster.node_of(agent)
+
+
+def cut(cluster: Cluster, *sides: set[int]) -> None:
+    """Nothing passes between these workers."""
+    where = {id: number for number, side in enumerate(sides) for id in side}
+    nodes = {id: node(cluster, id) for id in where}
+    cluster.broken = {frozenset((nodes[one], nodes[other])) for one in where for other in where if where[one] != where[other]}
+
+
+def world(cluster: Cluster) -> tuple[int, list[int]]:
+    told = cluster.status["rendezvous"]["world"]
+    return told["generation"], told["members"]
+
+
+LOST = "lost worker 2: workers 0 and 1 do not hear it"
+
+
+def test_a_silent_node_costs_seconds_and_is_an_interruption():
+    cluster = a_job()
+    where = node(cluster, 2)
+    cluster.lose(where)
+    began, lost = cluster.now, cluster.documents["Pod", "train-worker-2"]["metadata"]["uid"]
+    cluster.run(3)
+    assert world(cluster) == (2, [0, 1])
+    assert cluster.status["reason"] == f"{LOST}; training goes on with 2 of 3"
+    assert cluster.trained[-1][1] == 2
+    assert next(now for now, generation in cluster.trained if generation == 2) - began <= 3
+    assert (cluster.status["restarts"], cluster.status["interruptions"]) == (0, 1)
+    pod = cluster.documents["Pod", "train-worker-2"]
+    assert pod["metadata"]["uid"] != lost
+    assert pod["spec"]["nodeName"] != where
+    kept = cluster.status["judged"]["lost"]
+    assert [(each["worker"], each["node"], each["times"], each["held"]) for each in kept] == [(2, where, 1, True)]
+    cluster.run(5)
+    assert world(cluster) == (2, [0, 1])  # it has been lost less than 10 s ago
+    cluster.until(trains(3), 15)
+    assert (cluster.status["restarts"], cluster.status["interruptions"]) == (0, 1)
+
+
+def test_a_process_that_is_gone_is_told_by_its_pod_and_counted_once():
+    cluster = a_job()
+    cluster.end(cluster.documents["Pod", "train-worker-1"], 137)
+    cluster.until(lambda c: world(c)[0] == 2, 5)
+    cluster.until(trains(3), 15)
+    assert (cluster.status["restarts"], cluster.status["interruptions"]) == (1, 0)
+    assert "lost" not in cluster.status["judged"]
+
+
+@pytest.mark.parametrize(("sides", "stay"), [(({0, 1}, {2, 3}), [0, 1]), (({0, 1}, {2, 3, 4}), [2, 3, 4])])
+def test_one_side_of_a_partition_trains_on_and_only_one(sides: tuple[set[int], set[int]], stay: list[int]):
+    cluster = a_job(sum(map(len, sides)))
+    cut(cluster, *sides)
+    cluster.run(6)
+    assert world(cluster) == (2, stay)
+    assert cluster.status["restarts"] == 0
+    cluster.broken.clear()
+    cluster.until(trains(sum(map(len, sides))), 30)
+    steps = [step for _, step in cluster.done_steps]
+    generations = [generation for generation, _ in cluster.done_steps]
+    assert generations == sorted(generations)
+    assert set(steps) == set(range(1, max(steps) + 1))
+
+
+def test_one_way_loss_costs_one_worker():
+    cluster = a_job()
+    cluster.lies = {2: {0, 1}}  # it gets nothing; the others hear it
+    cluster.run(8)
+    assert world(cluster)[1] == [0, 1]
+    assert cluster.status["interruptions"] == 1
+
+
+def test_a_worker_whose_connection_comes_and_goes_is_kept_out_for_longer_each_time():
+    cluster = a_job()
+    pauses = []
+    for _ in range(3):
+        cut(cluster, {0, 1}, {2})
+        cluster.until(lambda c: world(c)[1] == [0, 1], 10)
+        began = cluster.now
+        cluster.broken.clear()
+        cluster.until(trains(3), 60)
+        pauses.append(cluster.now - began)
+    assert [round(pause, -1) for pause in pauses] == [10, 20, 40]
+    assert (cluster.status["restarts"], cluster.status["interruptions"]) == (0, 3)
+
+
+def test_reports_from_an_older_world_harm_nobody():
+    cluster = a_job()
+    agent = cluster.agent_of(0)
+    assert agent is not None
+    cluster.fail(1)
+    cluster.until(lambda c: world(c)[0] == 2 and trains(3)(c), 10)
+    agent.generation, agent.reported = 1, ""
+    cluster.lies = {0: {1, 2}}
+    cluster.run(1)
+    agent.generation = 2
+    cluster.lies = {}
+    cluster.run(5)
+    assert world(cluster) == (2, [0, 1, 2])
+
+
+def test_an_operator_that_starts_in_the_middle_goes_on_as_the_one_before():
+    cluster = a_job()
+    where = node(cluster, 2)
+    cluster.lose(where)
+    cluster.pass_()
+    for writes in range(4):
+        with contextlib.suppress(Killed):
+            cluster.look(dies_after=writes)
+        cluster.since, cluster.clock = cluster.now, cluster.started()
+        cluster.pass_()
+    cluster.run(4)
+    assert world(cluster) == (2, [0, 1])
+    assert (cluster.status["restarts"], cluster.status["interruptions"]) == (0, 1)
+    cluster.run(2)
+    assert world(cluster) == (2, [0, 1])
+    cluster.until(trains(3), 15)
+
+
+def test_an_outage_of_the_api_server_costs_nothing_while_all_hear_each_other():
+    cluster = a_job()
+    cluster.reached = False
+    cluster.run(60)
+    cluster.reached = True
+    cluster.run(60)
+    assert world(cluster) == (1, [0, 1, 2])
+    assert (cluster.status["restarts"], cluster.status["interruptions"]) == (0, 0)
+    assert cluster.made == {f"train-worker-{index}": 1 for index in range(3)}
+
+
+def test_a_node_that_is_not_ready_trains_on_while_its_worker_is_heard():
+    cluster = a_job()
+    document = cluster.documents["Node", node(cluster, 2)]
+    document["status"] = {"conditions": [{"type": "Ready", "status": "Unknown", "lastTransitionTime": text(cluster.now)}]}
+    cluster.run(120)
+    assert world(cluster) == (1, [0, 1, 2])
+    document["spec"] = {"taints": [{"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"}]}
+    cluster.cut = {node(cluster, 2)}  # nor does its agent reach the API server
+    cluster.run(60)
+    assert world(cluster) == (1, [0, 1, 2])
+    cluster.run(60)
+    assert cluster.made["train-worker-2"] == 2  # nobody has heard of it for 100 s
+
+
+@pytest.mark.parametrize(("mesh", "writes"), [(False, 12), (True, 4)])
+def test_leases_of_a_world_that_watches_itself_are_renewed_every_half_minute(mesh: bool, writes: int):
+    cluster = Cluster({"replicas": 2, "min": 1, "max": 2}, steps=4000)
+    cluster.mesh = mesh
+    cluster.until(trains(2))
+    cluster.run(30)
+    heard = [cluster.documents["Lease", "train-worker-0"][HEARD]]
+    for _ in range(120):
+        cluster.run(1)
+        heard.append(cluster.documents["Lease", "train-worker-0"][HEARD])
+    assert len(set(heard)) - 1 == writes
