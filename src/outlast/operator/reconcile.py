@@ -251,8 +251,15 @@ class Reconcile:
 
     def start_of(self, generation: int) -> tuple[int, int]:
         """The newest start of a generation's processes: the generation, and the attempt that members have reported."""
-        reports = self.snapshot.reports.values()
-        return generation, max((each.attempt for each in reports if each.member.generation == generation), default=0)
+        return generation, self._attempts.get(generation, 0)
+
+    @functools.cached_property
+    def _attempts(self) -> dict[int, int]:
+        """The newest attempt of each generation that a member reports."""
+        found: dict[int, int] = {}
+        for each in self.snapshot.reports.values():
+            found[each.member.generation] = max(each.attempt, found.get(each.member.generation, 0))
+        return found
 
     def is_counted(self, generation: int) -> bool:
         """Whether the failure of a generation's processes, as they were started last, is counted; generation 0 is no world."""
