@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.rendezvous.mesh import connection, hearing, neighbours
+from outlast.rendezvous.mesh.exchange import Exchange
 from outlast.rendezvous.mesh.hearing import Hearing
 from outlast.rendezvous.mesh.mesh import Mesh, Undelivered
 
@@ -57,7 +60,8 @@ def test_in_a_small_world_everybody_watches_everybody(size: int) -> None:
     assert all(neighbours.watched(id, members) == tuple(each for each in members if each != id) for id in members)
 
 
-@given(st.lists(st.integers(0, 9999), min_size=9, max_size=300, unique=True))
+@settings(max_examples=30)
+@given(st.lists(st.integers(0, 9999), min_size=9, max_size=100, unique=True))
 def test_in_a_large_world_each_member_watches_few_and_is_watched_by_the_same(members: list[int]) -> None:
     watched = {id: set(neighbours.watched(id, members)) for id in members}
     assert all(4 <= len(peers) <= 6 and id not in peers for id, peers in watched.items())
@@ -213,6 +217,34 @@ def test_strangers_do_no_harm(made: Callable[..., Mesh]) -> None:
     two.handlers["x"] = lambda id, message: None
     one.send(2, {"kind": "x"}).result(SOON_S)
     assert (one.unheard, two.unheard) == ((), ())
+
+
+# Addresses
+
+
+def test_addresses_travel_through_the_worlds_store_and_nobody_waits_for_who_has_none(made: Callable[..., Mesh]) -> None:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    members = (4, 0, 9, 7)
+    meshes = {id: made(id) for id in members}
+
+    def exchange(id: int) -> Exchange:
+        meshes[id].enter(1, members)
+        connect = functools.partial(TCPStore, "127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=SOON_S))
+        return Exchange(meshes[id], members, connect)
+
+    exchanges = [exchange(id) for id in members[:3]]  # 7 is of an older version
+    meshes[0].handlers["x"] = meshes[9].handlers["x"] = lambda id, message: None
+    meshes[4].send(0, {"kind": "x"}, within_s=SOON_S).result(SOON_S)
+    meshes[0].send(9, {"kind": "x"}, within_s=SOON_S).result(SOON_S)
+    assert [(mesh.complete, mesh.unheard) for mesh in meshes.values()] == [(False, ())] * 4
+    exchanges.append(exchange(7))  # or it was late
+    until(lambda: all(mesh.complete for mesh in meshes.values()))
+    until(lambda: all(each.over for each in exchanges))
+    for each in exchanges:
+        each.stop()
+        each.join()
 
 
 # Messages

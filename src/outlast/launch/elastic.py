@@ -56,7 +56,7 @@ _PREFIX = "[rank ${rank}] "
 _COLLECTIVE = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "CheckpointException")
 _SECONDARY = re.compile(
     r"connection .{0,20}(closed|reset|refused)|broken pipe|by peer|pair closure|socket (closed|timeout)|timed out|gloo|"
-    + "|".join(accelerators.LIBRARIES),
+    r"no route to host|unreachable|" + "|".join(accelerators.LIBRARIES),
     re.IGNORECASE,
 )
 """Errors of collectives after another process has died: a secondary failure, not the cause."""

@@ -287,8 +287,7 @@ class Handler(RendezvousHandler):
         host, port = world.address.rsplit(":", 1)
         self.world = world
         self.joining()
-        if not again:
-            self._enter_mesh(world, host, int(port))
+        self._enter_mesh(world, host, int(port), again=again)
         reported = self._take_up(world, again=again)
         os.environ |= {contract.Env.GENERATION: str(world.generation), contract.Env.ATTEMPT: str(self.attempt)}
         if notice.read(self._notice).get("kind") == "call":
@@ -319,8 +318,11 @@ class Handler(RendezvousHandler):
             self.repairs.enter(world, self.mesh)
         return self.repairs.report()
 
-    def _enter_mesh(self, world: World, host: str, port: int) -> None:
-        """Watch the other members of this world. Waits for nothing: addresses come later, by the world's store."""
+    def _enter_mesh(self, world: World, host: str, port: int, *, again: bool) -> None:
+        """Watch the other members of this world. Waits for nothing: addresses come later, by the world's store, of which another
+        attempt has another."""
+        if again and (self.mesh is None or self._exchange is None or self._exchange.over):
+            return
         if self._exchange:
             self._exchange.stop()
         if not self.key or len(world.members) < 2:
@@ -334,7 +336,8 @@ class Handler(RendezvousHandler):
                 print(f"outlast | this worker cannot listen at {self._host}, so its peers do not watch it: {problem}", flush=True)
                 return
             self.mesh.changed = self._say_peers
-        self.mesh.enter(world.generation, world.members)
+        if not again:
+            self.mesh.enter(world.generation, world.members)
         timeout = timedelta(seconds=CONNECT_S)
         self._exchange = Exchange(self.mesh, world.members, lambda: TCPStore(host, port, is_master=False, timeout=timeout))
 

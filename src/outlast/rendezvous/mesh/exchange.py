@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from outlast.rendezvous.mesh import neighbours
@@ -22,10 +21,11 @@ if TYPE_CHECKING:
 
 SMALL = 64
 """Worlds up to this size: everybody reads everybody's address."""
-WAIT_S, LONGEST_WAIT_S = 0.2, 5.0
-"""How long the store is asked at a time, and the longest pause between two looks for those that have not written yet: a member
-of an older version never does."""
-CONNECT_S = 5.0
+LEAST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 5.0
+"""Between two looks for those that have not written yet; a member of an older version never does. The store's own `wait` prints
+two warnings whenever it waits in vain."""
+CONNECT_S, TRIES = 5.0, 3
+"""How long the store may take to accept a connection, and how often one is tried."""
 
 
 class Exchange:
@@ -39,6 +39,11 @@ class Exchange:
         self._thread = threading.Thread(target=self._run, name="outlast-mesh-addresses", daemon=True)
         self._thread.start()
 
+    @property
+    def over(self) -> bool:
+        """Whether all addresses are known, or none will come."""
+        return not self._thread.is_alive()
+
     def stop(self) -> None:
         """The world is over."""
         self._stop.set()
@@ -49,11 +54,13 @@ class Exchange:
 
     def _run(self) -> None:
         missing = [*self._wanted()]
-        while missing and not self._stop.is_set():
+        for _ in range(TRIES):
             try:
                 self._read(self._connect(), missing)
-            except RuntimeError:  # the store is gone, and with it, as a rule, the world: whoever forms the next one says it
-                self._stop.wait(1.0)
+                return
+            except RuntimeError:  # the store is gone, and with it, as a rule, the world; without it the mesh stays incomplete
+                if self._stop.wait(1.0):
+                    return
 
     def _wanted(self) -> Sequence[int]:
         """The ranks whose addresses we read, those that we watch first."""
@@ -67,16 +74,13 @@ class Exchange:
         store.set(_key(self._rank), self._mesh.address)
         pause_s = 0.0
         while missing and not self._stop.wait(pause_s):
-            try:
-                store.wait([_key(rank) for rank in missing], timedelta(seconds=WAIT_S))
-                there = [*missing]
-            except RuntimeError:  # some have not come; if the store has gone, `check` says so
-                there = [rank for rank in missing if store.check([_key(rank)])]
+            there = [rank for rank in missing if store.check([_key(rank)])]
             if there:
                 found = store.multi_get([_key(rank) for rank in there])
                 self._mesh.learn({self._members[rank]: said.decode() for rank, said in zip(there, found, strict=True)})
                 missing[:] = [rank for rank in missing if rank not in there]
-            pause_s = 0.0 if there else min(2 * pause_s + WAIT_S / 4, LONGEST_WAIT_S)
+            least_s = LEAST_PAUSE_S * max(1.0, len(self._members) / SMALL)  # one process answers all
+            pause_s = least_s if there else min(max(1.5 * pause_s, least_s), LONGEST_PAUSE_S)
 
 
 def _key(rank: int) -> str:
