@@ -22,7 +22,7 @@ def a_state() -> dict[str, object]:
     tensors: dict[str, object] = {f"t{number}": torch.randn(shape, generator=made) for number, shape in enumerate(SHAPES)}
     image = torch.randn(4, 3, 64, 64, generator=made)
     views = {"last": image.to(memory_format=torch.channels_last), "part": torch.randn(9, 40_000, generator=made)[3:5]}
-    kinds = {"half": torch.randn(100_000, generator=made).bfloat16(), "flags": torch.rand(100_000, generator=made) > 0.5}
+    kinds = {"half": torch.randn(300_000, generator=made).bfloat16(), "flags": torch.rand(100_000, generator=made) > 0.5}
     return {**tensors, **views, **kinds, "bytes": b"x" * 100_000}
 
 

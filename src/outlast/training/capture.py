@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from outlast.snapshots import parts
 from outlast.snapshots.client import Room
 from outlast.snapshots.parts import Item, Kind
-from outlast.training import checkpoint, device
+from outlast.training import checkpoint, copying, device
 from outlast.training.checkpoint import Collected, State
 from outlast.training.stateful import Stateful
 
@@ -214,7 +214,7 @@ class Capture:
         beside, accelerator = self._beside, device.find()
         accelerator.mark_step()
         if beside is None:
-            _copied(pairs)
+            copying.copy(pairs)
             accelerator.synchronize()
             return lambda: None
         changed = _changed(self._state)

@@ -14,6 +14,8 @@ import torch
 
 _PIECE = 4 << 20
 """Bytes that a thread moves at a time."""
+_LARGE = 256 << 10
+"""Bytes of a tensor from which on we move it; torch copies many small ones faster."""
 _WORTH = 16 << 20
 """Bytes from which on threads are started; arbitrary: they take 0.1 ms each, this much takes one core 2 ms."""
 _MOST = 4
@@ -25,11 +27,15 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def copy(pairs: Iterable[Pair]) -> None:
     """Copy the second tensor of each pair into the first, of the same shape. Those on an accelerator go on in the background."""
     moves: list[tuple[int, int, int]] = []
+    others: list[Pair] = []
     for to, of in pairs:
-        if _plain(to) and _plain(of) and to.dtype == of.dtype and to.shape == of.shape:
+        if of.nbytes >= _LARGE and _plain(to) and _plain(of) and to.dtype == of.dtype and to.shape == of.shape:
             moves.append((to.data_ptr(), of.data_ptr(), of.nbytes))
         else:
-            to.copy_(of, non_blocking=True)
+            others.append((to, of))
+    if others:
+        with torch.no_grad():
+            torch._foreach_copy_([to for to, _ in others], [of for _, of in others], non_blocking=True)
     total = sum(size for _, _, size in moves)
     pieces = iter([*_pieces(moves)])  # a list's iterator may be shared by threads
     helpers = [threading.Thread(target=_move, args=(pieces,), name="outlast-copy") for _ in range(_helpers(total))]

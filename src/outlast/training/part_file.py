@@ -2,7 +2,7 @@
 
 That one checksums every tensor, and we checksummed the file, read back, once more. Here each byte is read once: 4 MiB are
 checksummed, and written while they are in the cache. Both, and the wait for the disk, run without the GIL, so the thread that
-trains goes on. The writer uses a core half of the time, so as not to take memory bandwidth from the training, unless somebody
+trains goes on. The writer uses a core for a quarter of the time, so as to leave memory bandwidth to the training, unless somebody
 waits for the save.
 
 A tensor is stored as `torch.save` does, a ZIP archive (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT): the bytes
@@ -31,6 +31,8 @@ from torch.futures import Future
 from outlast.sync import crc32
 
 _BLOCK = 4 << 20
+_PAUSE = 3
+"""Seconds of rest after each second of work, of a file that takes several blocks."""
 _SMALL = 64 << 10
 """Tensors below this are saved by torch: what is around their data costs more than the data."""
 
@@ -90,7 +92,7 @@ class _File:
             while block:
                 block = block[os.write(self._fd, block) :]
             if len(view) > _BLOCK:
-                self._hurry.wait(time.thread_time() - used)
+                self._hurry.wait(_PAUSE * (time.thread_time() - used))
         if len(view) > _BLOCK:
             self.crc32 = crc32.combine(self.crc32, crc, len(view))
         else:
