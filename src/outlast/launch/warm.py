@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from outlast import contract
-from outlast.launch import titles
+from outlast.launch import imports, titles
 from outlast.rendezvous import transport
 from outlast.rendezvous.transports import sockets
 
@@ -64,6 +64,8 @@ class Request:
     env: Mapping[str, str]
     cwd: str
     fds: list[int]
+    tell: int | None = None
+    """Where a rank is to say what it has imported, see `imports.tell`."""
 
 
 @dataclasses.dataclass
@@ -107,6 +109,7 @@ class Server:
         self._selector.register(self._wake_r, selectors.EVENT_READ)
         self._children: dict[int, _Child] = {}
         """By the descriptor of the caller's connection."""
+        self._ahead = imports.Ahead(self._selector, self._fresh)
 
     def run(self) -> Request:
         """Serve; returns only in forked children, with what they are to become."""
@@ -115,10 +118,11 @@ class Server:
             if request := self._turn(0.0, accept=not self._children):
                 return request
             preload([module])
-        gc.freeze()
         while True:
-            if request := self._turn(None):
+            if request := self._turn(0.0 if self._ahead.modules else None):
                 return request
+            if self._ahead.modules:
+                self._ahead.import_next()
 
     def _turn(self, timeout_s: float | None, *, accept: bool = True) -> Request | None:
         """Attend to everything that has happened, new callers included if we `accept` any. Returns a request only in its fork."""
@@ -133,6 +137,8 @@ class Server:
             elif key.fd in self._children:
                 _signal(self._children[key.fd])
                 self._reap()
+            else:
+                self._ahead.read(key.fd)
         return None
 
     def _accept(self) -> Request | None:
@@ -143,25 +149,31 @@ class Server:
         except (OSError, ValueError):  # a caller that was killed half-way
             connection.close()
             return None
+        if request.kind == "rank" and request.env.get("LOCAL_RANK", "0") == "0":
+            request.tell = self._ahead.pipe(request.env)
+        gc.freeze()
         parent, pid = os.getpid(), os.fork()
         if pid == 0:
-            self._close_in_child(connection)
-            die_with(parent)
+            connection.close()
+            self._fresh(parent)
             return request
-        for fd in request.fds:
+        for fd in (*request.fds, *([] if request.tell is None else [request.tell])):
             os.close(fd)
         self._children[connection.fileno()] = _Child(pid, connection)
         self._selector.register(connection.fileno(), selectors.EVENT_READ)
         return None
 
-    def _close_in_child(self, connection: socket.socket) -> None:
+    def _fresh(self, parent: int) -> None:
+        """Make this fork a process of its own, which dies with its `parent`."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
-        for sock in (self._listener, connection, *(child.connection for child in self._children.values())):
+        for sock in (self._listener, *(child.connection for child in self._children.values())):
             sock.close()
+        self._ahead.close()
         os.close(self._wake_r)
         os.close(self._wake_w)
+        die_with(parent)
 
     def _reap(self) -> None:
         """Tell callers how their children have ended."""
@@ -217,6 +229,8 @@ def become(request: Request) -> None:
     else:
         from outlast.launch import rank
 
+        if request.tell is not None:
+            imports.tell(request.tell, set(sys.modules))
         rank.main(request.argv)
 
 
@@ -270,7 +284,6 @@ def main() -> None:
     listener = sockets.listening(Path(sys.argv[1]))
     preload(MEETING)
     titles.entitle("warm process")
-    gc.freeze()
     request = Server(listener).run()
     gc.enable()
     try:
