@@ -102,6 +102,63 @@ def test_training_goes_on_while_the_api_server_is_away(namespace: Namespace) -> 
     namespace.kubectl("delete", ELASTIC, "deaf", "--wait=false")
 
 
+KILLER = """
+import glob, json, os, signal, sys, time
+found = {}
+while not found:  # the directory in which the rank of this pod records its progress
+    for name in glob.glob("/proc/[0-9]*/environ"):
+        try:
+            said = dict(each.split("=", 1) for each in open(name).read().split(chr(0)) if "=" in each)
+        except OSError:
+            continue
+        if "LOCAL_RANK" in said and "OUTLAST_WORKER_STATE" in said:
+            found = said
+path = os.path.join(found["OUTLAST_WORKER_STATE"], "progress-0.json")
+def record():
+    try:
+        return json.load(open(path))
+    except (OSError, ValueError):
+        return {}
+for at in map(float, sys.argv[1:]):
+    time.sleep(max(0.0, at - time.time()))
+    before, began = record(), time.monotonic()
+    os.kill(before["pid"], signal.SIGKILL)
+    while True:
+        now = record()
+        if now.get("pid") != before["pid"] and now.get("phase") == "train":
+            break
+        time.sleep(0.01)
+    print(round(time.monotonic() - began, 2), now.get("attempt"), flush=True)
+print("over", flush=True)
+"""
+"""Kills the process of its pod at each of the given times, and prints when it trained again."""
+
+
+def test_processes_are_killed_in_all_workers_while_the_api_server_is_away(namespace: Namespace) -> None:
+    before = begun(namespace, "alone", {"replicas": 2, "min": 2}, args=["--epochs=100000"], restarts={"limit": 100})
+    start, each = time.time() + 15, 3
+    for worker in (0, 1):
+        times = " ".join(f"{start + 16 * number + 8 * worker:.1f}" for number in range(each))
+        command = f'nohup python -c "$KILLER" {times} > /tmp/killed 2>&1 &'
+        namespace.kubectl("exec", f"alone-worker-{worker}", "--", "env", f"KILLER={KILLER}", "sh", "-c", command)
+    time.sleep(max(0.0, start - 3 - time.time()))
+    with harmed("OUTLAST_TEST_API", "freeze", "thaw"):
+        time.sleep(60)
+    took = []
+    for worker in (0, 1):
+        said = namespace.kubectl("exec", f"alone-worker-{worker}", "--", "cat", "/tmp/killed").splitlines()
+        print(f"worker {worker} was killed and trained again after (seconds, attempt): {said}")
+        assert said[-1:] == ["over"]
+        took += [float(line.split()[0]) for line in said[:-1]]
+    until(namespace, "alone", lambda now: now.get("restarts", 0) >= 2 * each)
+    time.sleep(10)  # whatever is counted twice is so by now
+    found = status(namespace, "alone")
+    assert (found["restarts"], found["generation"], len(took)) == (2 * each, before, 2 * each)
+    assert trains(2)(found)
+    assert max(took) < 3.0
+    namespace.kubectl("delete", ELASTIC, "alone", "--wait=false")
+
+
 def test_a_worker_dies_while_the_api_server_is_away(namespace: Namespace, undisturbed_pods: str) -> None:
     before = begun(namespace, "twofold", {"replicas": 2, "min": 2})
     exec_ = subprocess.Popen(

@@ -37,8 +37,8 @@ REPEAT_S = 0.2
 """Interval at which messages without an answer are repeated."""
 LATE_S = 2.0
 """Time after which a member that waits for the others also reports to the coordinator."""
-TRIES = 3
-"""Attempts in a row without progress."""
+TRIES, KILLED_TRIES = 3, 10
+"""Attempts in a row without progress: after an error or a hang, which may come again at its step; after a kill."""
 PAST = 20
 """Most attempts that a report lists."""
 _WORDS = 1000
@@ -369,4 +369,5 @@ def refused(pending: list[failures.Pending], tries: int) -> str:
         return f"{first.reason}; another attempt would not help"
     if first.early:
         return f"{first.reason} before its first step"
-    return f"{tries} attempts in a row made no progress" if tries >= TRIES else ""
+    most = KILLED_TRIES if contract.killed(first.code) and not first.hung else TRIES
+    return f"{tries} attempts in a row made no progress" if tries >= most else ""
