@@ -25,10 +25,11 @@ class Chaos(RuleBasedStateMachine):
         super().__init__()
         self.failures = 0
 
-    @initialize(replicas=st.integers(1, MOST))
-    def begin(self, replicas: int) -> None:
+    @initialize(replicas=st.integers(1, MOST), mesh=st.booleans())
+    def begin(self, replicas: int, mesh: bool) -> None:
         workers = {"replicas": replicas, "min": 1, "max": MOST}
         self.cluster = Cluster(workers, steps=600, restarts={"limit": 1000}, **self.FIELDS)
+        self.cluster.mesh = mesh
         self.wanted = replicas
 
     def pod(self, index: int) -> dict[str, Any] | None:
@@ -130,6 +131,21 @@ class Chaos(RuleBasedStateMachine):
         self.cluster.run(seconds)
         self.cluster.reached = True
 
+    @rule(nodes=st.sets(st.integers(0, 5), min_size=1, max_size=4), seconds=st.integers(1, 60))
+    def nodes_do_not_hear_the_others(self, nodes: set[int], seconds: int) -> None:
+        self.failures += 1
+        cut, others = nodes, set(range(6)) - nodes
+        self.cluster.broken = {frozenset((f"node-{one}", f"node-{other}")) for one in cut for other in others}
+        self.cluster.run(seconds)
+        self.cluster.broken = set()
+
+    @rule(index=WORKER, of=st.sets(WORKER, max_size=3), seconds=st.integers(1, 30))
+    def a_worker_errs_about_others(self, index: int, of: set[int], seconds: int) -> None:
+        self.failures += 1
+        self.cluster.lies = {index: of - {index}}
+        self.cluster.run(seconds)
+        self.cluster.lies = {}
+
     @rule(nodes=st.sets(st.integers(0, 5), min_size=1, max_size=4), seconds=st.integers(20, 120))
     def a_group_of_nodes_is_cut_off(self, nodes: set[int], seconds: int) -> None:
         self.failures += 1
@@ -156,6 +172,8 @@ class Chaos(RuleBasedStateMachine):
     def there_are_never_too_many(self) -> None:
         if hasattr(self, "cluster"):
             assert self.cluster.most <= MOST
+            generations = [generation for _, generation in self.cluster.trained]
+            assert generations == sorted(generations), "two worlds trained at once"
             assert self.cluster.status.get("restarts", 0) <= self.failures
 
     def teardown(self) -> None:

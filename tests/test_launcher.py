@@ -237,6 +237,25 @@ def test_workers_of_a_world_that_die_one_after_another_are_one_failure_and_those
     assert counted == [1, 1, 2]
 
 
+def test_a_worker_that_the_others_do_not_hear_is_killed_and_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine()
+    launcher = a_launcher(tmp_path, machine, workers={"replicas": 3, "min": 1})
+    launcher.known = world.State({}, world.World(1, (0, 1, 2), "a:1", "training starts", 0.0))
+    killed: list[int] = []
+    monkeypatch.setattr(launcher.pool, "kill", lambda index, why: killed.append(index))
+    for id in range(3):
+        launcher.heard(Report("r", id, "training", 1, unheard=() if id == 2 else (2,)))
+    launcher._decide()
+    lost = "lost worker 2: workers 0 and 1 do not hear it"
+    assert killed == [2]
+    assert launcher.not_joined == {2: f"{lost}; it is started again, and may join after 10 s"}
+    launcher._worker_died(Ended(Worker(2, 1, 1), 137, ""))
+    launcher.heard(Report("r", 0, "waiting", 1, failed=True, failure={"code": 1, "reason": "reset", "echo": True}))
+    launcher.judge()
+    assert launcher.status.failure is not None
+    assert (launcher.restarts, launcher.status.failure.worker, launcher.status.failure.reason) == (1, 2, lost)
+
+
 def test_what_members_repaired_is_counted_once_whatever_becomes_of_the_launcher(tmp_path: Path) -> None:
     launcher = a_launcher(tmp_path, Machine())
     launcher.known = world.State({}, world.World(1, (0, 1), "a:1", "training starts", 0.0))

@@ -166,6 +166,20 @@ def test_an_operator_that_knows_less_than_the_output_is_told_the_newest_generati
     until(lambda: operator.report()["generation"] == 9)
 
 
+def test_a_lease_of_a_world_that_watches_itself_lasts_longer_and_says_at_once_who_is_unheard(operator: Operator, member) -> None:
+    client = member()
+    client.report("training", generation=2)
+    client.amend(mesh=True)
+    until(lambda: (operator.lease() or {}).get("spec", {}).get("leaseDurationSeconds") == 100)
+    client.amend(unheard=(1, 2), refused=(2,))
+    until(lambda: operator.report()["unheard"] == [1, 2])
+    assert (operator.report()["standing"], operator.report()["refused"]) == ("training", [2])
+    client.report("waiting")
+    until(lambda: operator.lease()["spec"]["leaseDurationSeconds"] == 30)
+    client.report("training", generation=3)
+    until(lambda: operator.report()["unheard"] == [])
+
+
 def test_the_lease_is_renewed_with_the_newest_progress(operator: Operator, member, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(kubernetes, "RENEW_S", 0.05)
     writers = [progress.Writer(tmp_path, local_rank) for local_rank in (0, 1)]

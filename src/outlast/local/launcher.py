@@ -245,6 +245,7 @@ class Launcher(Coordinator):
     def fence(self, id: int, reason: str) -> None:
         super().fence(id, reason)
         self.unheard[id] = reason
+        self.not_joined[id] = f"{reason}; it is started again, and may join after {self.known.lost[id].held_s:g} s"
         self.pool.kill(id, f"is heard by nobody ({reason})")
 
     def _decide(self) -> None:
