@@ -1,7 +1,8 @@
 """What a cluster does to ElasticJobs beside their pods: nodes go, the API server is away, the operator dies.
 
 Nodes and the API server are harmed by two commands, which who runs the cluster has to bring:
-OUTLAST_TEST_NODE is called with kill, start, freeze or thaw (of its kubelet) and a node, OUTLAST_TEST_API with freeze or thaw.
+OUTLAST_TEST_NODE is called with kill, start, freeze or thaw (of its kubelet), cut or mend (no packet passes) and a node,
+OUTLAST_TEST_API with freeze or thaw.
 """
 
 from __future__ import annotations
@@ -73,6 +74,26 @@ def test_survivors_train_while_a_node_is_lost(namespace: Namespace) -> None:
         told("until both trained again")
         assert (found["restarts"], found["interruptions"]) == (0, 1)
     namespace.kubectl("delete", ELASTIC, "survivor", "--wait=false")
+
+
+@pytest.mark.parametrize(("before", "after"), [("kill", "start"), ("cut", "mend")])
+def test_survivors_of_a_silent_node_train_within_seconds(namespace: Namespace, before: str, after: str) -> None:
+    """Their agents notice after 3 s, and say so; nobody waits for a Lease or for the node to be called lost."""
+    name = f"heard-{before}"
+    generation = begun(namespace, name, {"replicas": 3, "min": 2, "max": 3}, args=["--epochs=100000"])
+    node = node_of(namespace, f"{name}-worker-2")
+    others = {node_of(namespace, f"{name}-worker-{index}") for index in (0, 1)}
+    assert node not in others, "the workers share a node; nothing is shown by its loss"
+    with harmed("OUTLAST_TEST_NODE", before, after, node):
+        began, told = time.monotonic(), stopwatch(name)
+        found = until(namespace, name, lambda found: found["generation"] > generation and trains(2)(found))
+        told("until the survivors trained")
+        assert time.monotonic() - began < 10.0  # 5 s, and the time in which kubectl looks
+        assert (found["restarts"], found["interruptions"]) == (0, 1)
+        until(namespace, name, lambda now: now["step"] > found["step"])
+        until(namespace, name, trains(3))
+        told("until all trained again")
+    namespace.kubectl("delete", ELASTIC, name, "--wait=false")
 
 
 def test_a_kubelet_that_stands_still_stops_no_training(namespace: Namespace) -> None:
