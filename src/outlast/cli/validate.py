@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -69,7 +70,8 @@ def _snapshots(job: spec.Job) -> Iterator[str]:
     saved = 0
     if not output_dir.store_url(job):
         output = output_dir.directory(job, which.state_dir())
-        saved = max((found.bytes for found in checkpoints.list_(output / contract.CHECKPOINTS)[-1:]), default=0)
+        with contextlib.suppress(OSError):  # an output that we may not read
+            saved = max((found.bytes for found in checkpoints.list_(output / contract.CHECKPOINTS)[-1:]), default=0)
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = {"with outlast run": machine // workers}
     if job.spec.resources.memory:

@@ -27,15 +27,17 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def copy(pairs: Iterable[Pair]) -> None:
     """Copy the second tensor of each pair into the first, of the same shape. Those on an accelerator go on in the background."""
     moves: list[tuple[int, int, int]] = []
-    others: list[Pair] = []
+    small: list[Pair] = []
     for to, of in pairs:
-        if of.nbytes >= _LARGE and _plain(to) and _plain(of) and to.dtype == of.dtype and to.shape == of.shape:
+        if to.device.type != "cpu" or of.device.type != "cpu":
+            to.copy_(of, non_blocking=True)
+        elif of.nbytes >= _LARGE and _plain(to) and _plain(of) and to.dtype == of.dtype and to.shape == of.shape:
             moves.append((to.data_ptr(), of.data_ptr(), of.nbytes))
         else:
-            others.append((to, of))
-    if others:
+            small.append((to, of))
+    if small:
         with torch.no_grad():
-            torch._foreach_copy_([to for to, _ in others], [of for _, of in others], non_blocking=True)
+            torch._foreach_copy_([to for to, _ in small], [of for _, of in small])
     total = sum(size for _, _, size in moves)
     pieces = iter([*_pieces(moves)])  # a list's iterator may be shared by threads
     helpers = [threading.Thread(target=_move, args=(pieces,), name="outlast-copy") for _ in range(_helpers(total))]

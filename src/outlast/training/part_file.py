@@ -60,7 +60,7 @@ class Writer(FileSystemWriter):
                 place = _StorageInfo(name, start, file.size - start)
                 results.append(WriteResult(index=item.index, size_in_bytes=place.length, storage_data=place))
             file.sync()
-        self.files = {name: {"size": file.size, "crc32": file.crc32}} if plan.items else {}
+        self.files = {name: {"size": file.size, "crc32": file.crc32}}
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
