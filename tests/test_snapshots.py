@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from outlast import contract
 from outlast.contract import Env
-from outlast.errors import OutlastError, StoreError
+from outlast.errors import NotRestored, OutlastError, StoreError
 from outlast.snapshots import client, parts, server, wire
 from outlast.snapshots.client import Client
 from outlast.snapshots.parts import Damaged, Item, Part
@@ -352,6 +353,16 @@ def test_what_is_given_up_is_no_part_any_more(workers: Workers) -> None:
 def test_without_an_agent_there_are_no_snapshots(tmp_path: Path) -> None:
     assert client.connect({Env.STATE: str(tmp_path)}) is None
     assert client.connect({}) is None
+
+
+def test_an_agent_that_is_gone_is_an_error_since_nobody_has_asked_the_store(workers: Workers) -> None:
+    agent = workers.agent(0)
+    path = Path(workers.environ(0)[Env.STATE], contract.SNAPSHOTS)
+    path.rename(path.with_suffix(".left"))
+    agent.close()
+    path.with_suffix(".left").rename(path)
+    with pytest.raises(NotRestored, match="does not answer"):
+        client.connect(workers.environ(0))
 
 
 def test_a_fork_of_a_rank_does_not_keep_its_rooms(workers: Workers) -> None:

@@ -321,6 +321,10 @@ NOTICE = "notice.json"
 together again (then `generation` is the one to come). Training saves at the next step boundary and exits with 75."""
 
 
+SNAPSHOTS = "snapshots.sock"
+"""Socket at which the agent serves memory for snapshots, see `snapshots.server`; absent where there is none."""
+
+
 def worker_log(index: int) -> str:
     """File name of a worker's log."""
     return f"worker-{index}.log"

@@ -258,22 +258,24 @@ class Agent:
                 if self._snapshots is None:  # else this is another attempt
                     workers = self.job.spec.workers.max if self.launched_here else 1
                     self._snapshots = snapshot_memory.begin(self.environ, workers, self._restore)
-                self._restore()
+                if self._snapshots is None:  # else the training asks for it if no worker has a snapshot
+                    self._restore()
+                if self._store and not self.launched_here:  # else the submission has brought them
+                    from outlast import store
+                    from outlast.prepare import workdir
+
+                    workdir.fetch(self.output, store.open_(self._store), self._preparation.say, self._stop_preparing)
                 self.coordination.begin()
         return None
 
     def _restore(self) -> None:
-        """Bring what the store has of the run, if there is one."""
-        if not self._store:
-            return
-        from outlast import store
-        from outlast.checkpoints import restore
-        from outlast.prepare import workdir
+        """Fetch the newest checkpoint of the store, if there is one. Also called by a thread of `snapshots`."""
+        if self._store:
+            from outlast import store
+            from outlast.checkpoints import restore
 
-        place, say = store.open_(self._store), self._preparation.say
-        restore.restore(self.output, place, self.environ[contract.Env.RUN], say)
-        if not self.launched_here:  # else the submission has brought them
-            workdir.fetch(self.output, place, say, self._stop_preparing)
+            place, run = store.open_(self._store), self.environ[contract.Env.RUN]
+            restore.restore(self.output, place, run, self._preparation.say)
 
     def _coordination_broke(self, reason: str) -> None:
         print(f"outlast | {reason}", flush=True)

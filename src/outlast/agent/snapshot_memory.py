@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outlast import contract
 from outlast.contract import Env
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ def begin(environ: Mapping[str, str], workers: int, restore: Callable[[], None])
 
     `restore` fetches the newest checkpoint of the job's store when ranks ask for it.
     """
+    Path(environ[Env.STATE], contract.SNAPSHOTS).unlink(missing_ok=True)  # an agent that was killed has left it
     said = environ.get(Env.MEMORY, "off")  # absent: an earlier version made this worker, and its memory limit
     if said == "off":
         return None

@@ -29,13 +29,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from outlast import contract
 from outlast.contract import Env
-from outlast.errors import OutlastError, StoreError
+from outlast.errors import NotRestored, OutlastError, StoreError
 from outlast.rendezvous.transports import sockets
 from outlast.snapshots import parts, wire
 from outlast.snapshots.parts import Damaged, Item, Part
 
-SOCKET = "snapshots.sock"
 _REPLY_S = 60
 """Timeout of an answer of our own agent. Arbitrary: to touch 100 GB takes half of it."""
 _STATES = 16
@@ -212,18 +212,24 @@ class Client:
 
 
 def connect(environ: Mapping[str, str]) -> Client | None:
-    """The client of this process; None where snapshots are off."""
-    path = Path(environ.get(Env.STATE, "/nonexistent")) / SOCKET
+    """The client of this process; None where snapshots are off.
+
+    Raises NotRestored if they are on and the agent does not answer: it has left what is in the store for this rank to ask for, so
+    the training must not begin without it.
+    """
+    path = Path(environ.get(Env.STATE, "/nonexistent")) / contract.SNAPSHOTS
     try:
         sock = sockets.connect(f"{sockets.SCHEME}{path}")
-    except OSError:
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        raise NotRestored(f"the agent of this worker does not answer at {path}: {error}") from error
     connection = wire.Connection(wire.patient(sock, _REPLY_S), longest=wire.INDEX)
     try:
         return Client(connection)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError) as error:
         connection.close()
-        return None
+        raise NotRestored(f"the agent of this worker does not answer at {path}: {error!r}") from error
 
 
 class Source:

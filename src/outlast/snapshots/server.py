@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outlast import contract
 from outlast.contract import Env
 from outlast.errors import OutlastError
 from outlast.rendezvous.transports import seal, sockets
@@ -35,7 +36,6 @@ from outlast.snapshots import memory, parts, pool, port, replicas, wire
 from outlast.snapshots.parts import Item, Part
 from outlast.snapshots.rooms import Refused, Room, Rooms
 
-SOCKET = "snapshots.sock"
 _FINISHERS = 8
 """Threads that compute checksums, at most; one for each four cores."""
 
@@ -62,7 +62,7 @@ class Server:
         self.rooms = Rooms(environ[Env.RUN], budget, lambda: machine.headroom)
         self._environ, self.fetch = environ, restore
         self._key = seal.key(environ)
-        self._path = Path(environ[Env.STATE]) / SOCKET
+        self._path = Path(environ[Env.STATE]) / contract.SNAPSHOTS
         self._published: queue.SimpleQueue[Publication] = queue.SimpleQueue()
         self.sender = replicas.Sender(self.rooms, self._key)
         self._port = port.Port(self.rooms, self._key, environ)

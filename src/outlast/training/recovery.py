@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from outlast.errors import NotRestored, OutlastError
+from outlast.errors import NotRestored, StoreError
 from outlast.hangs import stall
 from outlast.snapshots import election
 from outlast.snapshots.client import Client
@@ -111,16 +111,20 @@ def _catalog(client: Client | None, *, first: bool) -> list[tuple[str, Part]] | 
 
 
 def _fetch(client: Client, disks: Disks) -> None:
-    """Have rank 0's agent bring the newest checkpoint of the store to its disk. Raises NotRestored on all ranks. A collective."""
-    problem = ""
+    """Have rank 0's agent bring the newest checkpoint of the store to its disk. A collective.
+
+    Raises on all ranks NotRestored if a retry can help, else StoreError.
+    """
+    problem, retry = "", False
     if disks.rank == 0:
         try:
             with stall.watch().alive():
                 client.restore()
-        except OutlastError as error:
-            problem = str(error)
-    if found := disks.gather(problem)[0]:
-        raise NotRestored(found)
+        except StoreError as error:
+            problem, retry = str(error), error.retry
+    problem, retry = disks.gather((problem, retry))[0]
+    if problem:
+        raise NotRestored(problem) if retry else StoreError(problem)
 
 
 def _from_memory(candidate: Candidate, state: Mapping[str, Any], client: Client, disks: Disks) -> Restored | None:
