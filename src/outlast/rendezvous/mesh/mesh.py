@@ -181,6 +181,7 @@ class Mesh:
                 self.turn(TICK_S)
             except Exception:  # without this thread nobody would hear of a peer's end
                 _complain(f"the mesh of worker {self.id} goes on after:\n{traceback.format_exc()}")
+                time.sleep(TICK_S)
         self._finish()
 
     def _finish(self) -> None:
@@ -219,7 +220,7 @@ class Mesh:
     def _accept(self, now: float) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # it has gone again, or there are too many open files: the next turn tries again
+        except (BlockingIOError, ConnectionError):  # it has gone again
             return
         caller = _Caller(Connection(sock, "decider", self._key), now + PROVE_S)
         self._callers[caller] = None
