@@ -35,9 +35,11 @@ from typing import Protocol
 
 import psutil
 
-import netns
-
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent / "tests"))
+
+import netns  # noqa: E402 (of the tests: namespaces whose packets vanish)
+
 SCENARIOS = ("lost-process", "lost-worker", "silent", "node")
 WORKERS, MIN = 3, 2
 AHEAD = 3
@@ -68,26 +70,31 @@ class Scene:
     directory: Path
     environ: dict[str, str]
     plan: Plan
-    nodes: netns.Nodes | None
-    """A namespace for each worker; None: all on this machine's own network."""
+    hosts: list[netns.Host]
+    """A namespace for each worker, and one for what runs on no worker; none: all on this machine's own network."""
     running: list[subprocess.Popen[bytes]] = dataclasses.field(default_factory=list)
 
     def address(self, worker: int) -> str:
-        return self.nodes.addresses[worker] if self.nodes else "127.0.0.1"
+        return self.hosts[worker].address if self.hosts else "127.0.0.1"
 
     @property
     def outside(self) -> str:
         """The address of what runs on no worker."""
-        return self.nodes.gateway if self.nodes else "127.0.0.1"
+        return self.address(-1)
 
     def start(self, worker: int | None, command: list[str], name: str, more: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
         """Start a process on a worker, or outside."""
-        within = self.nodes.within(worker) if self.nodes and worker is not None else []
+        within = ["ip", "netns", "exec", self.hosts[-1 if worker is None else worker].name] if self.hosts else []
         with (self.directory / f"{name}.log").open("ab") as log:
             own = {"GLOO_SOCKET_IFNAME": "eth0"} if within else {}
             process = subprocess.Popen([*within, *command], env={**self.environ, **own, **(more or {})}, stdout=log, stderr=log)
         self.running.append(process)
         return process
+
+    def processes(self, worker: int) -> list[int]:
+        """What runs on a worker that has a namespace."""
+        command = ["ip", "netns", "pids", self.hosts[worker].name]
+        return [int(pid) for pid in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
 
     def port(self) -> int:
         with socket.socket() as probe:
@@ -140,7 +147,7 @@ class Outlast:
         }
         file = scene.directory / "job" / "job.yaml"
         file.write_text(json.dumps(job))
-        return self._agents(scene, file) if scene.nodes else self._run(scene, file)
+        return self._agents(scene, file) if scene.hosts else self._run(scene, file)
 
     def _run(self, scene: Scene, file: Path) -> list[int]:
         scene.environ["OUTLAST_STATE_DIR"] = str(scene.directory / "state")
@@ -178,6 +185,7 @@ class Outlast:
                 env.MEMORY: self._memory,
                 env.REPLICAS: "1",
                 env.ADDRESS: scene.address(index),
+                env.RENDEZVOUS_KEY: "bench",
                 env.RENDEZVOUS: f"c10d://{scene.address(0)}:{port}",
             }
             pids.append(scene.start(index, [sys.executable, "-m", "outlast.agent.agent"], f"agent-{index}", variables).pid)
@@ -402,14 +410,18 @@ def trial(system: System, scenario: str, plan: Plan, rng: random.Random, environ
     """One job and one fault, in a directory of its own, which is kept for a look when training did not go on."""
     directory = Path(tempfile.mkdtemp(prefix=f"outlast-bench-{scenario}-"))
     (directory / "steps").touch()
-    apart = netns.nodes(WORKERS) if scenario in ("silent", "node") else contextlib.nullcontext()
-    with apart as nodes:
-        scene = Scene(directory, dict(environ), plan, nodes)
+    apart = netns.Network(WORKERS + 1) if scenario in ("silent", "node") else contextlib.nullcontext()
+    with apart as network:
+        scene = Scene(directory, dict(environ), plan, network.hosts if network else [])
         try:
             done = attempt(system, scenario, scene, rng)
         finally:
             for process in scene.running:
                 process.kill()
+            for worker in range(len(scene.hosts)):
+                for pid in scene.processes(worker):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
     if done.lost_s is None:
         print(f"never: see {directory}")
     else:
@@ -435,9 +447,8 @@ def attempt(system: System, scenario: str, scene: Scene, rng: random.Random) -> 
         system.fault(scene, scenario, worker)
     fault = time.time()
     if scenario in ("silent", "node"):
-        assert scene.nodes
-        scene.nodes.silence(worker)
-        victims = scene.nodes.processes(worker)
+        scene.hosts[worker].cut()
+        victims = scene.processes(worker)
     if scenario != "silent":
         for each in [pid] if scenario == "lost-process" else victims:
             with contextlib.suppress(ProcessLookupError):
@@ -445,8 +456,8 @@ def attempt(system: System, scenario: str, scene: Scene, rng: random.Random) -> 
     lost = set() if scenario == "lost-process" else set(victims)
 
     def went_on() -> bool:
-        if scenario == "silent" and scene.nodes:
-            lost.update(scene.nodes.processes(worker))
+        if scenario == "silent":
+            lost.update(scene.processes(worker))
         return cost(book.read(), fault, lost) is not None
 
     if not waited(plan.limit_s, went_on):

@@ -48,7 +48,6 @@ from typing import Any, Protocol
 import psutil
 
 import failures
-import netns
 
 HERE = Path(__file__).parent
 OUTLAST = str(Path(sys.executable).with_name("outlast"))
@@ -422,8 +421,8 @@ def lost(args: argparse.Namespace, scenarios: list[str]) -> list[str]:
     for name in args.system or known:
         if name in known and (why := known[name].missing()):
             absent[name] = f"{known[name].name} is left out: {why}"
-    if why := netns.missing():
-        absent |= {scenario: f"{scenario} is left out: {why}" for scenario in ("silent", "node") if scenario in scenarios}
+    if why := failures.netns.lacking():
+        absent |= {scenario: f"{scenario} {why}" for scenario in ("silent", "node") if scenario in scenarios}
     systems = [name for name in args.system or known if name in known and name not in absent]
     scenarios = [scenario for scenario in scenarios if scenario not in absent]
     results: dict[str, dict[str, list[failures.Trial]]] = {name: {scenario: [] for scenario in scenarios} for name in systems}
