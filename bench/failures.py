@@ -482,13 +482,15 @@ def tree(pid: int) -> list[int]:
 # The whole run
 
 
-def table(results: Mapping[str, Mapping[str, list[Trial]]], names: Mapping[str, str]) -> list[str]:
+def table(
+    results: Mapping[str, Mapping[str, list[Trial]]], names: Mapping[str, str], scenarios: Iterable[str] = SCENARIOS
+) -> list[str]:
     """Rows of Markdown: what each fault cost under each system."""
     heads = ("fault", "system", "training lost, s: median (range)", "went on", "steps again", "ours / this")
     heads += ("detection + re-forming + restoring + again",)
     rows = [f"| {' | '.join(heads)} |"]
     rows.append("|---" * len(heads) + "|")
-    for scenario in SCENARIOS:
+    for scenario in scenarios:
         ours = math.nan
         for system, done in results.items():
             trials = done.get(scenario, [])

@@ -18,20 +18,23 @@ from pathlib import Path
 
 options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 options.add_argument("system", choices=("outlast", "torchrun", "torchft", "dlrover"))
-options.add_argument("directory", type=Path)
+options.add_argument("directory", type=Path, help="-: print the lines instead")
 options.add_argument("--millions", type=float, default=2.0, help="parameters; the state is three times as large, in float32")
 options.add_argument("--step", type=float, default=0.3, help="seconds")
 options.add_argument("--every", type=float, default=10.0, help="seconds between saves to disk")
 args = options.parse_args()
 
 LAYERS = 8
-book = os.open(args.directory / "steps", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+book = None if str(args.directory) == "-" else os.open(args.directory / "steps", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
 def say(step: object, rank: int | None = None, size: int | None = None) -> None:
     rank = int(os.environ["RANK"]) if rank is None else rank
     size = int(os.environ["WORLD_SIZE"]) if size is None else size
-    os.write(book, f"{time.time():.6f} {os.getpid()} {rank} {size} {step}\n".encode())
+    line = f"{time.time():.6f} {os.getpid()} {rank} {size} {step}\n"
+    if book is None:  # in a pod, whose log is read
+        line = f"[STEP] {line}"
+    os.write(1 if book is None else book, line.encode())
 
 
 def group() -> int:

@@ -1,0 +1,181 @@
+"""What a failure costs in real pods, in seconds of training: a process killed, a pod deleted by force, a node frozen.
+
+    outlast install --image registry/outlast:dev --wait
+    KUBECONFIG=... OUTLAST_TEST_IMAGE=registry/outlast:dev python bench/pods.py [--repeats 3] [--memory auto --memory off]
+        [--freeze 'docker pause {node}' --thaw 'docker unpause {node}']
+
+Three pods train with `lost.py`, looked after by the operator that is installed, in a namespace of their own; what they write of
+their steps is read from their logs. A frozen node needs a cluster of several nodes, and commands of yours that freeze and thaw
+one; the pods are spread over the nodes. The clocks of the nodes and of this machine are taken to agree to some hundredths of a
+second. Appends a table to results/<date>-pods.md. How it is measured is said in failures.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import secrets
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import failures
+
+HERE = Path(__file__).parent
+SCENARIOS = ("process killed", "pod deleted", "node frozen")
+
+
+class Cluster:
+    """A namespace that goes afterwards, and the job in it."""
+
+    def __init__(self, image: str) -> None:
+        self.namespace, self._image = f"bench-{secrets.token_hex(3)}", image
+        self.kubectl("create", "namespace", self.namespace)
+        self._lines: dict[str, failures.Ended] = {}
+
+    def kubectl(self, *words: str, given: str | None = None, check: bool = True) -> str:
+        done = subprocess.run(["kubectl", "-n", self.namespace, *words], input=given, capture_output=True, text=True, check=False)
+        if check and done.returncode:
+            raise SystemExit(f"kubectl {' '.join(words)} exited with {done.returncode}: {done.stderr.strip()}")
+        return done.stdout
+
+    def start(self, memory: str, plan: failures.Plan) -> None:
+        """Apply the job, with its script in a ConfigMap."""
+        from outlast import manifests, shipping, spec
+
+        self._lines = {}
+        _, *arguments = plan.script("outlast", Path("-"))
+        fields = {
+            "image": self._image,
+            "script": "lost.py",
+            "args": arguments,
+            "workers": {"replicas": failures.WORKERS, "min": failures.MIN, "max": failures.WORKERS},
+            "resources": {"cpu": "0.2", "memory": "1Gi"},
+            "checkpoint": {"every": f"{plan.every_s:g}s", "memory": memory},
+        }
+        document = {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": "bench"}, "spec": fields}
+        with tempfile.TemporaryDirectory() as name:
+            (Path(name) / "lost.py").write_bytes((HERE / "lost.py").read_bytes())
+            job = spec.anchor(spec.parse(json.dumps(document)), Path(name))
+            with shipping.parcel(job) as parcel:
+                documents = manifests.render(parcel.job, "elasticjob", namespace=self.namespace, code=parcel.code)
+        self.kubectl(
+            "apply", "--server-side", "-f", "-", given=json.dumps({"apiVersion": "v1", "kind": "List", "items": documents})
+        )
+
+    def pods(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(self.kubectl("get", "pods", "-l", "outlast.dev/job=bench", "-o", "json"))[
+            "items"
+        ]
+        return sorted(found, key=lambda pod: str(pod["metadata"]["name"]))
+
+    def ended(self) -> list[failures.Ended]:
+        """The steps of all ranks so far; logs of pods that are gone are remembered."""
+        for pod in self.pods():
+            said = self.kubectl("logs", pod["metadata"]["name"], "--tail=300", check=False)
+            for line in said.splitlines():
+                _, mark, text = line.partition("[STEP] ")
+                if mark and text.split()[-1] != "start":
+                    t, pid, rank, size, step = text.split()
+                    # processes of different pods may have the same number
+                    known = hash((pod["metadata"]["uid"], pid))
+                    self._lines[text] = failures.Ended(float(t), known, int(rank), int(size), int(step))
+        return sorted(self._lines.values(), key=lambda each: each.time)
+
+    def remove(self) -> None:
+        self.kubectl("delete", "elasticjobs.outlast.dev", "bench", "--ignore-not-found", "--wait=true")
+        failures.waited(120, lambda: not self.pods())
+
+    def close(self) -> None:
+        self.kubectl("delete", "namespace", self.namespace, "--wait=false", check=False)
+
+
+def trial(cluster: Cluster, scenario: str, memory: str, options: argparse.Namespace, rng: random.Random) -> failures.Trial:
+    """One job and one fault."""
+    plan = failures.Plan(options.millions, every_s=options.every, limit_s=options.limit)
+    cluster.start(memory, plan)
+
+    def steady() -> bool:
+        there = [each for each in cluster.ended() if each.world_size == failures.WORKERS and each.step >= 5]
+        return len({each.rank for each in there}) == failures.WORKERS
+
+    if not failures.waited(300, steady):
+        return failures.Trial(None, started=False)
+    time.sleep(plan.every_s + rng.uniform(0, plan.every_s))
+    before = {each.pid for each in cluster.ended()}
+    pods = cluster.pods()
+    victim = pods[rng.randrange(1, len(pods))]
+    name, node = victim["metadata"]["name"], victim["spec"]["nodeName"]
+    fault = time.time()
+    if scenario == "process killed":
+        kill = "for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/environ | grep -q ' LOCAL_RANK=' && kill -9 ${p#/proc/}; done"
+        cluster.kubectl("exec", name, "--", "sh", "-c", kill, check=False)
+    elif scenario == "pod deleted":
+        cluster.kubectl("delete", "pod", name, "--grace-period=0", "--force")
+    else:
+        subprocess.run(shlex.split(options.freeze.format(node=node)), check=True)
+    try:
+        gone = (
+            {hash((victim["metadata"]["uid"], str(pid))) for pid in range(1, 1 << 16)} if scenario != "process killed" else set()
+        )
+        went_on = failures.waited(plan.limit_s, lambda: failures.cost(cluster.ended(), fault, gone) is not None)
+        found = failures.cost(cluster.ended(), fault, gone) if went_on and before else None
+        return failures.Trial(*found) if found else failures.Trial(None)
+    finally:
+        if scenario == "node frozen":
+            subprocess.run(shlex.split(options.thaw.format(node=node)), check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--memory", choices=("auto", "off"), action="append", help="default: both, in turn")
+    parser.add_argument("--scenario", choices=SCENARIOS, action="append", help="default: all that can be had")
+    parser.add_argument("--millions", type=float, default=2.0)
+    parser.add_argument("--every", type=float, default=10.0, help="seconds between saves to disk")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds until `never`")
+    parser.add_argument("--freeze", default="", help="command that freezes a node: {node} is its name")
+    parser.add_argument("--thaw", default="", help="command that thaws it")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    image = os.environ.get("OUTLAST_TEST_IMAGE", "")
+    if not image or "KUBECONFIG" not in os.environ:
+        sys.exit("set KUBECONFIG, and OUTLAST_TEST_IMAGE to an image with Outlast and torch that the nodes can pull")
+    scenarios = list(options.scenario or SCENARIOS)
+    if not (options.freeze and options.thaw) and "node frozen" in scenarios:
+        scenarios.remove("node frozen")
+        print("node frozen is left out: --freeze and --thaw say how", flush=True)
+    rng, memories = random.Random(options.seed), options.memory or ["auto", "off"]
+    results: dict[str, dict[str, list[failures.Trial]]] = {
+        memory: {scenario: [] for scenario in scenarios} for memory in memories
+    }
+    cluster = Cluster(image)
+    try:
+        for repeat in range(options.repeats):
+            for scenario in scenarios:
+                for memory in memories if repeat % 2 == 0 else reversed(memories):
+                    done = trial(cluster, scenario, memory, options, rng)
+                    cluster.remove()
+                    results[memory][scenario].append(done)
+                    print(f"{repeat + 1}/{options.repeats} {scenario:<15} memory {memory:<5} {done}", flush=True)
+    finally:
+        cluster.close()
+    named = {"outlast" if memory == "auto" else "no-memory": done for memory, done in results.items()}
+    names = {"outlast": "outlast", "no-memory": "outlast, memory: off"}
+    lines = failures.table(named, names, SCENARIOS)
+    text = (
+        f"\n## {time.strftime('%H:%M')}: {failures.WORKERS} pods, {options.millions:g} M parameters\n\n" + "\n".join(lines) + "\n"
+    )
+    print(text)
+    with (HERE / "results" / f"{time.strftime('%Y-%m-%d')}-pods.md").open("a") as file:
+        file.write(text)
+
+
+if __name__ == "__main__":
+    main()
