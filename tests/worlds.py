@@ -58,7 +58,7 @@ class Training:
     sharded: bool = False
     """FSDP2 instead of DDP."""
     eager: bool = False
-    """Take a snapshot at each step, however long that takes; be killed without waiting for a checkpoint."""
+    """Take a snapshot at each step, however long that takes; be killed in any generation, without waiting for a checkpoint."""
     reference: bool = False
     """Record the hash of the weights after every step and after resuming."""
 
@@ -164,7 +164,7 @@ def train(plan: Training) -> None:
                 run.save(step)
                 while run._saver.busy and not plan.hasty:
                     time.sleep(0.001)
-            if step == plan.kill_at and run.generation == 1:
+            if step == plan.kill_at and (run.generation == 1 or plan.eager):
                 while not plan.eager and not checkpoints.list_(run.output / contract.CHECKPOINTS):
                     time.sleep(0.005)
                 os.kill(os.getpid(), signal.SIGKILL)

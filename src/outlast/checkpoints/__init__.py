@@ -5,6 +5,7 @@ from __future__ import annotations
 from outlast.checkpoints.disk import (
     Checkpoint,
     Commit,
+    abandon,
     acquire,
     checksum,
     commit,
@@ -26,6 +27,7 @@ from outlast.checkpoints.disk import (
 from outlast.checkpoints.retention import Metric, Retention, named, ranked
 
 __all__ = [
-    "Checkpoint", "Commit", "Metric", "Retention", "acquire", "checksum", "commit", "expired", "fetching", "first", "generation",
-    "latest", "list_", "named", "owner", "place", "ranked", "read", "reading", "remove", "saving", "sweep", "verify",
+    "Checkpoint", "Commit", "Metric", "Retention", "abandon", "acquire", "checksum", "commit", "expired", "fetching", "first",
+    "generation", "latest", "list_", "named", "owner", "place", "ranked", "read", "reading", "remove", "saving", "sweep",
+    "verify",
 ]  # fmt: skip

@@ -208,6 +208,12 @@ def saving(directory: Path, step: int, generation: int) -> Path:
     return directory / f"{contract.checkpoint_name(step)}.saving-g{generation}"
 
 
+def abandon(directory: Path, generation: int) -> None:
+    """Remove what an earlier attempt of `generation` was writing when it died. Only before this one saves."""
+    for path in directory.glob(f"*.saving-g{generation}"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Keep the checkpoint at `path` from being removed; raises FileNotFoundError if its removal has begun.

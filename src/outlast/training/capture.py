@@ -5,7 +5,7 @@ alone has is `unique`: its shards, its random numbers, and on rank 0 buffers and
 torch.distributed.checkpoint, keyed by their place in the whole tensor, so a snapshot fits into a world of any size.
 
 To ask modules and optimizers for their state costs more than to copy a small one. So the layout is kept as long as all tensors
-are the same (by identity, address and shape), and only pickled objects are made anew.
+are the same (by identity and address), and only pickled objects are made anew.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Layout:
             content.lay_out()
         self.signature = _signature(state)
         self.groups = {key: _groups(thing, found.firsts[f"{key}/rest"]) for key, thing in _optimizers(state)}
-        pointers = {entry[1] for entry in self.signature if isinstance(entry, tuple)}
+        pointers = set(self.signature)
         tensors = [tensor for content in self.contents for _, tensor, _, _ in content.chunks]
         self.lasting = (
             all(tensor.data_ptr() in pointers for tensor in tensors)
@@ -103,6 +103,10 @@ def _chunks(flat: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor, t
     return found
 
 
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.to_local().data_ptr() if isinstance(tensor, DTensor) else tensor.data_ptr()
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
@@ -124,11 +128,7 @@ def _signature(state: State) -> Signature:
                 for parameter in group["params"]:
                     tensors += thing.state[parameter].values() if parameter in thing.state else ()
         for tensor in tensors:
-            if isinstance(tensor, torch.Tensor):
-                found.append((id(tensor), _local(tensor).data_ptr(), tensor.shape))
-            else:
-                found.append("no tensor")  # its value may change
-        found.append(len(tensors))
+            found += (id(tensor), _address(tensor)) if isinstance(tensor, torch.Tensor) else ("no tensor",)
     return tuple(found)
 
 
@@ -164,15 +164,11 @@ class Capture:
         """Whether copies go on after `copy` has returned."""
         return self._beside is not None
 
-    def prepare(self, extra: bytes) -> tuple[list[tuple[Content, dict[str, bytes]]], bool]:
-        """The parts of the state as it is now, and the bytes that go with their tensors; nothing is copied yet.
-
-        Also whether this takes as long every time.
-        """
-        layout, objects, known = self._layout, None, True
+    def prepare(self, extra: bytes) -> list[tuple[Content, dict[str, bytes]]]:
+        """The parts of the state as it is now, and the bytes that go with their tensors; nothing is copied yet."""
+        layout, objects = self._layout, None
         if layout is None or not layout.lasting or layout.signature != _signature(self._state):
             found = checkpoint.collected(self._state, self._rank)
-            known = False
             layout = self._layout = Layout(self._state, found, self._rank, self._local)
             self._views.clear()
             objects = {key: value for key, value in found.mine.items() if isinstance(value, bytes)}
@@ -183,7 +179,7 @@ class Capture:
         if self._rank == 0:
             objects[EXTRA] = extra
         shared, unique = layout.contents
-        return [(shared, {}), (unique, objects)], known or not layout.lasting
+        return [(shared, {}), (unique, objects)]
 
     def _objects(self, layout: Layout) -> dict[str, bytes]:
         """Everything but tensors, as `checkpoint.collected` finds it, without the checks that it has passed before."""
@@ -246,7 +242,7 @@ def _copied(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 def _changed(state: State) -> set[int]:
     """Addresses of what the optimizers of a state change."""
     return {
-        _local(tensor).data_ptr()
+        _address(tensor)
         for _, optimizer in _optimizers(state)
         for group in optimizer.param_groups
         for parameter in group["params"]

@@ -64,6 +64,8 @@ def last(path: Path, name: str, step: int) -> float | None:
 
 
 _BLOCK = 1 << 20
+_MOST_RECENT = 1 << 20
+"""Bytes of lines in a snapshot."""
 _MOST = 64 << 20
 """Bytes of lines that go to other disks with one save."""
 
@@ -83,6 +85,8 @@ class Copy:
         self.path = path
         self.same = 0
         """Number of bytes from its beginning that are known to equal rank 0's."""
+        self.everywhere = 0
+        """On rank 0: how many of its bytes all disks are known to have."""
 
     def even_out(self, disks: Disks, step: int) -> str:
         """Copy the file with the most steps up to `step` to all disks, without later steps.
@@ -111,8 +115,26 @@ class Copy:
             if lacks and problem:
                 with contextlib.suppress(OSError):
                     new.unlink()
-        self.same = 0 if problem else most[1]
+        self.same = self.everywhere = 0 if problem else most[1]
         return problem
+
+    def recent(self) -> str:
+        """Lines that other disks may lack, for a snapshot; none if they cannot be read, or are too many."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.everywhere)
+                lines = file.read(_MOST_RECENT + 1)
+        except OSError:
+            return ""
+        return lines.decode(errors="replace") if len(lines) <= _MOST_RECENT else ""
+
+    def add(self, lines: str, step: int) -> None:
+        """Append those of `lines`, from a snapshot, that come after the last one up to `step` here. Raises OSError."""
+        forget_after(self.path, step)
+        last = self._summary()[0]
+        for line in lines.splitlines(keepends=True):
+            if _kept(line.encode(), step) and not _kept(line.encode(), last):
+                append(self.path, json.loads(line))
 
     def _summary(self) -> tuple[int, int, int]:
         """The last step in it, its size and checksum."""
@@ -132,6 +154,7 @@ class Copy:
 
     def news(self, start: int) -> News:
         """Whole lines after `start` for the other disks, up to a limit; the rest follows the next time. Raises OSError."""
+        self.everywhere = start
         try:
             with self.path.open("rb") as file:
                 file.seek(start)

@@ -190,6 +190,7 @@ class Session:
         if self._disks.leader:
             with self._writing():
                 number.fill_(checkpoints.acquire(self._directory, self._run, ours, first=self.rank == 0))
+                checkpoints.abandon(self._directory, int(number))
         if not numbered:
             dist.broadcast(number, 0, group=self._group)
             self.generation = int(number)
@@ -258,12 +259,13 @@ class Session:
 
     @public('run.resume({"model": net, "optimizer": optimizer, "stream": stream})')
     def resume(self, state: Mapping[str, Any]) -> int:
-        """Load the newest valid checkpoint of this run into `state` and return its step; without a checkpoint, return 0.
+        """Load the newest state of this run into `state` and return its step; without any, return 0.
 
-        `state` maps names to modules, optimizers and anything else with `state_dict` and `load_state_dict`; `save` saves the
-        same. The random number generators are restored, too. Damaged checkpoints are reported and skipped. If workers have disks
-        of their own, one valid copy is enough: it is sent to the others. Raises OutlastError when the checkpoint does not fit
-        the state, NoRoom when a disk has no room for the copy. A collective.
+        That is a snapshot in the memory of the workers or the newest valid checkpoint, whichever is later. `state` maps names to
+        modules, optimizers and anything else with `state_dict` and `load_state_dict`; `save` saves the same. The random number
+        generators are restored, too. What is damaged is reported and skipped. If workers have disks of their own, one valid copy
+        of a checkpoint is enough: it is sent to the others. Raises OutlastError when what was saved does not fit the state,
+        NoRoom when a disk has no room for the copy, NotRestored when a store or the memory cannot be read. A collective.
         """
         mistakes.check_mapping(state)
         checkpoint.check(state)
@@ -289,17 +291,30 @@ class Session:
         known = step if found.source else -1  # without a checkpoint, what an earlier start logged at step 0 comes again, too
         if not self._disks.several and self.rank == 0:
             metrics.forget_after(self._copy.path, known)
-        elif self._disks.several and self._disks.leader and (problem := self._copy.even_out(self._disks, known)):
+        elif self._disks.several and self._disks.leader and (problem := self._even_out(known, found.extra.get("lines", ""))):
             log.warning("outlast: %s on this disk is not complete: %s", contract.METRICS, problem)
         self._trackers.follow()
         self._saves.resumed(step, found.committed, found.extra.get("unsaved_s", 0.0))
-        self._snapshots.begin(self._state, found.at, lambda: {"unsaved_s": self._saves.unsaved_s})
+        self._snapshots.begin(self._state, found.at, self._extra)
         self._waits.since(time.monotonic(), mistakes.streams_of(state))
         if found.path and self.rank == 0 and not self._run:  # otherwise the launcher or the agent prints it
             of = f" of {steps}" if (steps := self._steps()) else ""
             self._screen.say(f"goes on from step {step}{of} ({found}); without {self._directory} it begins anew")
         self._report(phase="first step", step=step, committed=found.committed, steps=self._steps())
         return step
+
+    def _even_out(self, step: int, lines: str) -> str:
+        """Make metrics.jsonl the same on all disks, with the `lines` of a snapshot. A collective of the leaders."""
+        try:
+            self._copy.add(lines, step)
+        except OSError as error:
+            log.warning("outlast: %s on this disk cannot be written: %s", contract.METRICS, error.strerror)
+        return self._copy.even_out(self._disks, step)
+
+    def _extra(self) -> dict[str, Any]:
+        """What rank 0 adds to a snapshot."""
+        lines = {"lines": self._copy.recent()} if self._disks.several else {}
+        return {"unsaved_s": self._saves.unsaved_s, **lines}
 
     def _steps(self) -> int | None:
         """Steps of the whole run, when something in the state knows."""
@@ -418,7 +433,7 @@ class Session:
 
     @public("run.due(step)")
     def due(self, step: int) -> bool:
-        """Return whether a checkpoint is due by the job's `checkpoint.every`, the same on all ranks.
+        """Return whether a checkpoint is due by the job's `checkpoint.every`, the same on all ranks. Takes snapshots in memory.
 
         `step`: optimizer steps done. False while a save is in progress. Calls `interrupted` if the script has not in this step.
         Raises OutlastError when `step` does not advance with the stream. A collective.

@@ -2,8 +2,10 @@
 
 The boundary is `run.due(step)`. Whether to take one is agreed in the all-reduce that `run.interrupted()` needs anyway: rank 0
 says that it is time, every rank whether its part of the last snapshot is held and replicated. So the next one is begun only when
-the last one is complete, which stays until the next one is. k is the smallest interval at which copying takes at most a hundredth
-of the time of a step. A snapshot is no commit: it is gone when all workers are.
+the last one is complete, which stays until the next one is. A snapshot is no commit: it is gone when all workers are.
+
+k is the smallest interval at which snapshots take at most a hundredth of the time of the steps: what copying takes, and by how
+much the steps are longer in which the agents make checksums and send replicas.
 """
 
 from __future__ import annotations
@@ -33,17 +35,19 @@ from outlast.training.capture import Capture, Content
 log = logging.getLogger("outlast")
 
 SHARE = 0.01
-"""Most of the time of a step that copying may take."""
-_RECENT = 15
-"""Steps and snapshots whose median counts."""
+"""Most of the time of the steps that snapshots may take."""
+_STEPS, _SNAPSHOTS = 15, 5
+"""How many of the last ones count, by their median."""
+_LEARN = 3
+"""Least steps without a snapshot that are measured before k is chosen."""
 _EVENT_S = 10.0
 """Least time between two events about k."""
 VOTES = 4
 
 
-def interval(copy_s: float, step_s: float) -> int:
-    """Every how many steps to take a snapshot, if copying takes so long, and a step without it."""
-    return max(1, math.ceil(copy_s / (SHARE * step_s) - 1e-9)) if step_s > 0 else 1
+def interval(cost_s: float, step_s: float) -> int:
+    """Every how many steps to take a snapshot, if it takes so long, and a step without it."""
+    return max(1, math.ceil(cost_s / (SHARE * step_s) - 1e-9)) if step_s > 0 else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +93,19 @@ class Snapshots:
         self._complete = 0, 0
         self._last: float | None = None
         """When the last boundary ended."""
-        self._steps_s: collections.deque[float] = collections.deque(maxlen=_RECENT)
-        self._copies_s: collections.deque[float] = collections.deque(maxlen=5)
+        self._steps_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
+        """Of steps without a snapshot."""
+        self._longer_s: collections.deque[float] = collections.deque(maxlen=_SNAPSHOTS)
+        """By how much steps were longer while a snapshot was completed, of each snapshot together."""
+        self._copies_s: collections.deque[float] = collections.deque(maxlen=_SNAPSHOTS)
+        self._cost_s = 0.0
+        """What a snapshot takes of this rank's time, as last measured."""
+        self._flying: float | None = None
+        """Sum for the snapshot that is not complete yet."""
+        self._landed = True
         self._since = 0
         """Boundaries since the last snapshot."""
-        self._every, self._said, self._said_at = 1, 0, float("-inf")
+        self._every, self._said, self._said_at = 1 + _LEARN, 0, float("-inf")
         self._agreed = self._working = False
         self._copied_s = 0.0
         self._copying: threading.Thread | None = None
@@ -116,8 +128,7 @@ class Snapshots:
         wanted = self._place.rank == 0 and self._capture is not None and (not self._taken or self._since + 1 >= self._every)
         if self._working:
             self._working = not self._settled()
-        cost = self._copies_s[-1] if self._copies_s else 0.0
-        return float(wanted), float(self._working), float(bool(self._problem)), cost
+        return float(wanted), float(self._working), float(bool(self._problem)), self._cost_s
 
     def heard(self, sums: Sequence[float]) -> None:
         """The sum of the votes of all ranks."""
@@ -130,7 +141,7 @@ class Snapshots:
                 self._tell(warning=self._problem)
             self._tell(every=0)
         if self._on and self._taken and not working and self._complete < (self._place.generation, self._taken):
-            self._complete = self._place.generation, self._taken
+            self._complete, self._landed = (self._place.generation, self._taken), True
             self._choose(cost / self._place.world)
             self._tell(snapshot=self._taken, **({"every": self._every} if self._place.rank == 0 else {}))
 
@@ -138,17 +149,28 @@ class Snapshots:
         """All ranks have done `step`: take a snapshot if that was agreed."""
         now = time.monotonic()
         if self._last is not None:
-            self._steps_s.append(now - self._last)
+            self._measure(now - self._last)
         self._since += 1
         if self._agreed and self._capture is not None and step > self._taken:
             try:
                 self._take(step, self._capture)
             except (NoMemory, OutlastError) as problem:
                 self._problem = str(problem)
-            self._taken, self._since = step, 0
+            self._taken, self._since, self._flying, self._landed = step, 0, 0.0, False
             self._copied_s += time.monotonic() - now
         self._agreed = False
         self._last = time.monotonic()
+
+    def _measure(self, step_s: float) -> None:
+        """Count a step."""
+        if self._flying is None:
+            self._steps_s.append(step_s)
+            return
+        self._flying += step_s - statistics.median(self._steps_s) if self._steps_s else 0.0
+        if self._landed:
+            self._longer_s.append(self._flying)
+            self._flying = None
+            self._cost_s = sum(max(0.0, statistics.median(some)) for some in (self._copies_s, self._longer_s) if some)
 
     def spent_s(self) -> float:
         """Seconds that copying has taken since the last call."""
@@ -160,12 +182,10 @@ class Snapshots:
         place, at = self._place, (self._place.generation, step)
         begun = time.monotonic()
         extra = json.dumps(self._extra()).encode() if place.rank == 0 else b""
-        contents, known = capturing.prepare(extra)
-        waited = time.monotonic()
-        if not known:  # once: the layout is kept
-            begun = waited
+        contents = capturing.prepare(extra)
         rooms = [self._client.room(capture.size(content, objects), at, self._complete) for content, objects in contents]
-        waited = time.monotonic() - waited  # once: rooms are used again
+        if not self._taken:  # all this takes longer once: layout and rooms are kept
+            begun = time.monotonic()
         copied = capturing.copy([(content, room) for (content, _), room in zip(contents, rooms, strict=True)])
         parts = []
         for (content, objects), room in zip(contents, rooms, strict=True):
@@ -185,7 +205,7 @@ class Snapshots:
             self._copying.start()
         else:
             publish()
-        self._copies_s.append(time.monotonic() - begun - waited)
+        self._copies_s.append(time.monotonic() - begun)
 
     def _part(self, content: Content, step: int, size: int) -> Part:
         place = self._place
@@ -212,17 +232,20 @@ class Snapshots:
                 return False
         return True
 
-    def _choose(self, copy_s: float) -> None:
-        """Choose k, on rank 0, from the mean over the ranks of what copying takes."""
-        if self._place.rank > 0 or len(self._steps_s) < 2:
+    def _choose(self, cost_s: float) -> None:
+        """Choose k, on rank 0, from the mean over the ranks of what a snapshot takes."""
+        if self._place.rank > 0 or len(self._steps_s) < _LEARN:
             return
-        step_s, copy_s = statistics.median(self._steps_s), statistics.median([*list(self._copies_s)[:-1], copy_s])
-        self._every = interval(copy_s, step_s)
+        step_s = statistics.median(self._steps_s)
+        self._every = interval(cost_s, step_s)
         now = time.monotonic()
         if self._every != self._said and now - self._said_at >= _EVENT_S:
             self._said, self._said_at = self._every, now
-            reason = f"copying takes {1e3 * copy_s:.1f} ms, a step {1e3 * step_s:.1f} ms"
+            copied_s = round(statistics.median(self._copies_s), 6)
+            reason = (
+                f"a snapshot takes {1e3 * cost_s:.1f} ms, {1e3 * copied_s:.1f} ms of it to copy, and a step {1e3 * step_s:.1f} ms"
+            )
             self._ledger.write(
-                "snapshots", generation=self._place.generation, every=self._every, step=self._taken, copied_s=round(copy_s, 6),
+                "snapshots", generation=self._place.generation, every=self._every, step=self._taken, copied_s=copied_s,
                 bytes=self._bytes, replicas=len(self._place.to), reason=reason,
             )  # fmt: skip
