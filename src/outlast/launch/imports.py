@@ -80,9 +80,11 @@ def dumps(before: Collection[str]) -> bytes:
     """What this process has imported since it had only the modules `before`."""
     found = {}
     for name, module in list(sys.modules.items()):
-        origin = getattr(getattr(module, "__spec__", None), "origin", None)
-        if name not in before and isinstance(origin, str):
-            found[name] = origin
+        if name not in before:
+            spec = getattr(module, "__dict__", {}).get("__spec__")  # lazy modules answer to attributes with imports
+            origin = getattr(spec, "origin", None)
+            if isinstance(origin, str):
+                found[name] = origin
     return json.dumps({"modules": found, "environ": dict(os.environ)}).encode()
 
 
@@ -141,7 +143,7 @@ def trial(names: Sequence[str], told: Told) -> Iterator[str]:
                 importlib.import_module(name)
             except ImportError:
                 return
-            if getattr(sys.modules[name].__spec__, "origin", None) != told.modules[name]:
+            if getattr(vars(sys.modules[name]).get("__spec__"), "origin", None) != told.modules[name]:
                 return
         if watch.spoilt or _state() != before:
             return
