@@ -93,6 +93,13 @@ def test_reports_of_an_older_world_say_nothing_of_this_one():
     )
 
 
+def test_a_worker_that_has_yet_to_report_is_not_waited_for_when_its_peers_do_not_hear_it():
+    state = replace(a_state(a_worker(0), a_worker(1)), since=NOW)
+    assert decide(state) == Wait("waiting for worker 2 to report (10 s left)", NOW + 10)
+    state = state.heard(a_worker(0, unheard=(2,), refused=(2,)))
+    assert decide(state) == Call(5, "lost worker 2", False, NOW, cause=Cause.LOST)
+
+
 def test_a_worker_that_is_done_needs_nobody():
     members = [a_worker(0, unheard=(2,)), a_worker(1, unheard=(2,)), a_worker(2, DONE)]
     assert decide(a_state(*members)) == Wait("worker 2 is done; waiting for workers 0 and 1 to finish")

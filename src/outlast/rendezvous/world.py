@@ -123,7 +123,9 @@ class _Situation:
         )
         absent = [id for id in self.ranks if id not in state.members]
         self.unheard_until = self.until(state.since, timeouts.answer)
-        self.unheard, absent = ([], absent) if self.unheard_until is None else (absent, [])
+        doubted = {peer for m in self.inside if m.generation == self.generation for peer in m.unheard}
+        self.unheard = [id for id in absent if self.unheard_until is not None and id not in doubted]
+        absent = [id for id in absent if id not in self.unheard]
         leaving = frozenset(self.called.leaving if self.called is not None else ())
         absent = [id for id in (*absent, *self.verdict.gone) if id not in leaving]
         self.lost = [id for id in self.ranks if id in {*absent, *self.verdict.lost}]
