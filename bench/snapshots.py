@@ -51,7 +51,8 @@ def train(millions: float, batch: int, steps: int, directory: Path) -> None:
             optimizer.step()
             step += 1
             run.log(step, loss=loss)
-            run.interrupted()
+            if run.interrupted() or run.due(step):
+                run.save(step)
             taken.append(time.perf_counter() - begun)
         if run.rank == 0:
             (directory / "taken.json").write_text(json.dumps(taken))
