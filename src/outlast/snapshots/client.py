@@ -283,8 +283,9 @@ class _Block(NamedTuple):
     crc: int
     key: str
 
-    def check(self) -> None:
-        if zlib.crc32(self.into) != self.crc:
+    def check(self, crc: int | None = None) -> None:
+        """Raises Damaged if what was read has another checksum; `crc` is that, if it is known already."""
+        if (zlib.crc32(self.into) if crc is None else crc) != self.crc:
             raise Damaged(f"{self.key:.80} has a wrong checksum in a snapshot")
 
 
@@ -302,8 +303,8 @@ class _Local:
 
     def fetch(self, blocks: Sequence[_Block]) -> None:
         def work(block: _Block) -> None:
-            self._read(block.into, parts.PAGE + block.place)
-            block.check()
+            at = parts.PAGE + block.place
+            block.check(parts.filled(block.into, lambda offset, piece: self._read(piece, at + offset)))
 
         _together(work, blocks)
 
