@@ -233,6 +233,8 @@ class Handler(RendezvousHandler):
         failure, step = self._next.get("failure"), max((record.step for record in self._records()), default=0)
         go = self.repairs.agree(address, step, failure, overruled=self._overruled, late=late)
         if go is None:
+            if failure:
+                print(f"outlast | the coordinator is to start the processes again: {self.repairs.reason}", flush=True)
             return None
         self._next = {}
         return dataclasses.replace(self.world, address=go.address)

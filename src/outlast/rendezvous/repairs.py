@@ -44,6 +44,11 @@ class Repairs:
         """The attempt of the current world; 0 for its first start."""
         return self._party.attempt if self._party else 0
 
+    @property
+    def reason(self) -> str:
+        """Why the coordinator decides what comes next, if it does."""
+        return self._party.reason if self._party else "the members do not watch each other"
+
     def enter(self, world: World, mesh: Mesh | None) -> None:
         """There is a new world. Without a mesh only a world of one member makes attempts."""
         with self._lock:
