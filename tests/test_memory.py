@@ -50,8 +50,15 @@ class Agents:
 
     def newest(self, generation: int) -> election.Candidate:
         """What is there to go on from."""
+        return self._elected(generation).candidates[0]
+
+    def has(self, generation: int) -> bool:
+        """Whether there is anything to go on from."""
+        return bool(self._elected(generation).candidates)
+
+    def _elected(self, generation: int) -> election.Election:
         held = [Held(part, agent.address) for agent in self.servers.values() for part in agent.rooms.parts()]
-        return election.newest(held, "r", generation).candidates[0]
+        return election.newest(held, "r", generation)
 
     def damage(self, worker: int, kind: str, step: int, *, replica: bool = False) -> None:
         """Change a bit of the data of parts."""
@@ -93,7 +100,7 @@ def killed(plan: Training, at: int) -> Training:
 
 
 PLANS = [
-    pytest.param(Training("conv", "adamw"), 2, id="DDP"),
+    pytest.param(Training("conv", "adamw"), 2, id="DDP", marks=pytest.mark.slow),
     pytest.param(Training("mlp", "adamw", sharded=True), 2, id="FSDP2"),
     pytest.param(Training("conv", "sgd"), 3, id="DDP of 3", marks=pytest.mark.slow),
     pytest.param(Training("mlp", "sgd", sharded=True), 3, id="FSDP2 of 3", marks=pytest.mark.slow),
@@ -115,6 +122,7 @@ def test_killed_it_goes_on_from_memory_with_the_same_bits_and_without_a_store(
     assert restored(again)["source"] == "memory" if not plan.sharded else "peer"
 
 
+@pytest.mark.slow
 def test_a_worker_is_lost_with_its_memory_and_a_new_one_gets_it_from_peers(agents: Agents, calm: Calm):
     plan = Training("mlp", "adamw", sharded=True)
     agents.train(killed(plan, 9), 2)
@@ -128,6 +136,7 @@ def test_a_worker_is_lost_with_its_memory_and_a_new_one_gets_it_from_peers(agent
     assert agents.store_reads == [0]
 
 
+@pytest.mark.slow
 def test_resized_from_3_to_2_to_3_each_sample_comes_once(agents: Agents):
     """Workers are lost, with their memory, and come back empty."""
     plan = Training("mlp", "adamw", sharded=True)
@@ -150,6 +159,7 @@ def test_resized_from_3_to_2_to_3_each_sample_comes_once(agents: Agents):
     assert len(seen) == 4 * 150
 
 
+@pytest.mark.slow
 def test_a_damaged_part_is_read_from_its_replica_and_without_one_the_snapshot_before_counts(agents: Agents, calm: Calm):
     plan = Training("mlp", "adamw", sharded=True)
     agents.train(killed(plan, 13), 2)
@@ -171,6 +181,7 @@ def test_a_damaged_part_is_read_from_its_replica_and_without_one_the_snapshot_be
     assert agents.store_reads == [0]
 
 
+@pytest.mark.slow
 def test_without_a_valid_snapshot_the_checkpoint_counts_and_a_later_checkpoint_beats_a_snapshot(agents: Agents, calm: Calm):
     plan = Training("mlp", "sgd")
     agents.train(dataclasses.replace(plan, kill_at=13), 2, **{Env.CHECKPOINT_EVERY: "5 steps"})
