@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outlast.rendezvous.handler import Handler
 from outlast.rendezvous.mesh import connection, hearing, neighbours
+from outlast.rendezvous.mesh import mesh as mesh_module
 from outlast.rendezvous.mesh.exchange import Exchange
 from outlast.rendezvous.mesh.hearing import Hearing
 from outlast.rendezvous.mesh.mesh import Mesh, Undelivered
+from outlast.rendezvous.vocabulary import World
 
 KEY = b"key of the run"
 SOON_S = 30.0
@@ -217,6 +222,41 @@ def test_strangers_do_no_harm(made: Callable[..., Mesh]) -> None:
     two.handlers["x"] = lambda id, message: None
     one.send(2, {"kind": "x"}).result(SOON_S)
     assert (one.unheard, two.unheard) == ((), ())
+
+
+def test_a_stranger_too_many_costs_the_first_its_connection_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh_module, "STRANGERS", 1)
+    with contextlib.closing(Mesh(1, "127.0.0.1", KEY, thread=False)) as mesh:
+        _, where = connection.resolved(mesh.address)
+        with socket.create_connection(where) as first:
+            mesh.turn(SOON_S)
+            with socket.create_connection(where):
+                first.sendall(b"x")
+                mesh.turn(SOON_S)  # has both: that one came and that one spoke
+                assert len(mesh._callers) == 1
+
+
+def test_what_was_said_of_the_last_world_is_not_said_of_the_next(tmp_path: Path) -> None:
+    """The mesh's thread may come late; worker 2 is another process then, which has just come."""
+
+    class Told:
+        id, said = 0, list[object]()
+
+        def amend(self, **fields: object) -> None:
+            self.said.append(fields)
+
+    told = Told()
+    handler = Handler(told, run_id="run", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
+    with contextlib.closing(Mesh(0, "127.0.0.1", KEY, thread=False)) as handler.mesh:
+        mesh, mesh.changed = handler.mesh, handler._say_peers
+        mesh.unheard = mesh.refused = (2,)
+        handler.world = World(2, (0, 1, 2), "", "", 0.0)
+        mesh.enter(2, (0, 1, 2))
+        handler._say_peers()
+        assert told.said == []
+        mesh.turn(0.0)
+        handler._say_peers()
+        assert told.said == [{"mesh": False, "unheard": (), "refused": ()}]
 
 
 # Addresses

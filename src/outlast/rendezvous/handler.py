@@ -344,8 +344,9 @@ class Handler(RendezvousHandler):
         self._exchange = Exchange(self.mesh, world.members, lambda: TCPStore(host, port, is_master=False, timeout=timeout))
 
     def _say_peers(self) -> None:
-        """Report which peers are not heard; called in the mesh's thread, too."""
-        if self.mesh:
+        """Report which peers are not heard; called in the mesh's thread, too. Nothing of another world, from which the mesh may
+        come late on a busy machine: indices that were unheard there belong to other processes here."""
+        if self.mesh and self.mesh.generation == self.generation:
             self._client.amend(mesh=self.mesh.complete, unheard=self.mesh.unheard, refused=self.mesh.refused)
 
     def _listening(self) -> bool:

@@ -77,6 +77,7 @@ class Mesh:
         self.address = f"{name[0]}:{name[1]}"
         """host:port, the host as a number."""
         self.generation = 0
+        """The world that what follows speaks of."""
         self.unheard: tuple[int, ...] = ()
         """The watched peers that were heard and now are silent or refuse connections. One that was never heard is not among them:
         it may be of a version without a mesh, or a firewall may forbid its port."""
@@ -276,6 +277,8 @@ class Mesh:
             _complain(f"a message of worker {id} was too much:\n{traceback.format_exc()}")
 
     def _drop(self, caller: _Caller) -> None:
+        if caller not in self._callers:
+            return  # there were too many, and its bytes came with the one too many
         del self._callers[caller]
         self._selector.unregister(caller.connection.sock)
         caller.connection.close()
@@ -287,7 +290,6 @@ class Mesh:
 
     def _enter(self, generation: int, members: tuple[int, ...], addresses: dict[int, str], now: float) -> None:
         watched = set(neighbours.watched(self.id, members))
-        self.generation = generation
         for id in [each for each in self._peers if each not in members]:
             self._peers.pop(id).close()
         for id in watched:
@@ -297,6 +299,8 @@ class Mesh:
             if id not in addresses:
                 peer.forget(now)
         self._learn(addresses, now)
+        self.unheard, self.refused, self.complete = (), (), False
+        self.generation = generation  # after what was said of the last world is gone: other threads read it
         self._tell()
 
     def _learn(self, addresses: dict[int, str], now: float) -> None:
