@@ -192,7 +192,7 @@ class Watch:
                 moves = motions.moves(sight, now - before, motion.work) or self.held > 0
                 before, waits = now, False
                 if moves:
-                    since, pause = now, LOOK_S
+                    since, pause, at = now, LOOK_S, ""
                     self._suspected = []
                     self._move()
                 elif now - since >= STILL_S:

@@ -115,7 +115,8 @@ class Pulse:
     moves: int
     """Heartbeats at which the main thread had moved, or waited for a rank that did."""
     where: str = ""
-    """Where it was last, or all ranks if none moved: `rank 0 is in run.save(20) (train.py:20), rank 1 is in ...`."""
+    """Where it stands, or all ranks if none moves: `rank 0 is in run.save(20) (train.py:20), rank 1 is in ...`. Empty while it
+    moves."""
 
 
 class Beat:
