@@ -234,7 +234,7 @@ def _verdict(code: int) -> str:
 
 _VERDICTS: dict[int, str] = {
     contract.Exit.DONE: "training is done",
-    contract.Exit.INTERRUPTED: "training was interrupted and has saved its state",
+    contract.Exit.INTERRUPTED: "training was interrupted, and goes on with the next start of this worker",
     contract.Exit.MISCONFIGURED: "training failed, and would fail again",
     contract.Exit.GIVEN_UP: "the job is given up",
 }

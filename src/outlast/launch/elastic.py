@@ -89,7 +89,7 @@ def main(argv: list[str]) -> None:
                 failures = _train(handler, state, host, processes, float(grace_s), [str(state / "warm.sock"), grace_s, *command])
             except rendezvous.RendezvousClosedError:
                 closed = handler.closed
-                if closed and closed.code == contract.Exit.GIVEN_UP:
+                if closed and closed.code in (contract.Exit.GIVEN_UP, contract.Exit.INTERRUPTED):
                     print(f"outlast | {closed.reason}", file=sys.stderr, flush=True)
                 sys.exit(closed.code if closed else contract.Exit.INTERRUPTED)
             if not failures:
