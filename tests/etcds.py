@@ -39,6 +39,7 @@ class Server:
 
     directory: Path
     port: int = field(default_factory=ports.free)
+    host: str = "127.0.0.1"
     options: tuple[str, ...] = ()
     scheme: str = "http"
     synchronous: bool = False
@@ -47,7 +48,7 @@ class Server:
 
     @property
     def endpoint(self) -> str:
-        return f"{'etcds' if self.scheme == 'https' else 'etcd'}://127.0.0.1:{self.port}"
+        return f"{'etcds' if self.scheme == 'https' else 'etcd'}://{self.host}:{self.port}"
 
     def client(self, **options: str) -> etcd.Etcd:
         return etcd.Etcd(etcd.address(self.endpoint, options, {}))
@@ -56,7 +57,7 @@ class Server:
         """Start, and wait until it answers; `options` are those of a client that may ask it."""
         program = binary()
         assert program
-        url, peer = f"{self.scheme}://127.0.0.1:{self.port}", "http://127.0.0.1:1"
+        url, peer = f"{self.scheme}://{self.host}:{self.port}", "http://127.0.0.1:1"
         command = [
             *(program, "--data-dir", str(self.directory / "data"), "--log-level", "error"),
             *(() if self.synchronous else ("--unsafe-no-fsync",)),

@@ -1,75 +1,248 @@
-"""A whole job on three hosts whose network breaks: workers as pods run them, each in a network namespace of its own."""
+"""Whole jobs on hosts whose network breaks: workers as pods run them, each with a network namespace and a disk of its own.
+
+The store is a directory that every host reaches all the time, so nothing but the fences keeps two sides from committing there.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+import etcds
 import netns
-from outlast import contract, ledger
+from outlast import contract, ledger, store
+from outlast.checkpoints import register
+from outlast.checkpoints.rules import Place
 from outlast.workerfiles import progress
 from test_run_pods import Pods
 
 pytestmark = [pytest.mark.jobs, pytest.mark.slow, netns.NEEDED]
 
-ARGS = ("--steps=1000", "--pause=0.05", "--gate")
-FIELDS = {"workers": {"replicas": 3, "min": 1, "max": 3}, "hang": {"limit": "60s"}, "checkpoint": {"every": "10 steps"}}
+ARGS = ("--steps=600", "--pause=0.1", "--gate")
+FIELDS = {"hang": {"limit": "60s"}, "checkpoint": {"every": "10 steps"}}
+RUN = "job-1a2b3c4d"
+AWAY = contract.Exit.INTERRUPTED
+"""What a lost worker exits with; its pod is started again then."""
 
 
 class Hosts(Pods):
-    """Pods on hosts of their own; worker 0 decides."""
+    """Pods on hosts of their own. Worker 0 decides, or whom they elect at `etcd`."""
 
-    def __init__(self, directory: Path, file: Path, network: netns.Network) -> None:
+    def __init__(self, directory: Path, file: Path, network: netns.Network, size: int, etcd: etcds.Server | None = None) -> None:
         super().__init__(directory, file)
-        self.network = network
+        self.network, self.size, self._etcd = network, size, etcd
+        self.hosts = network.hosts[:size]
+        self.store = store.open_(f"file://{directory / 'store'}")
+        self.commits: list[Place] = []
+        """All that ever counted, in the order in which it did."""
+        self._over = threading.Event()
+        self._watcher = threading.Thread(target=self._watch)
+        self._watcher.start()
+
+    def close(self) -> None:
+        self._over.set()
+        self._watcher.join()
+        for index in list(self.running):
+            if self.running[index].poll() is None:
+                self.kill(index)
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.05):
+            with contextlib.suppress(OSError):
+                latest = register.read(self.store, RUN)
+                self.commits += sorted(set(latest.places if latest else ()) - set(self.commits))
+
+    def disk(self, index: int) -> Path:
+        return self.directory / f"disk-{index}"
 
     def start(self, *indices: int, **more: str) -> None:
         for index in indices:
-            host = self.network.hosts[index]
+            host, output = self.hosts[index], self.disk(index)
             where = {contract.Env.ADDRESS: host.address, "GLOO_SOCKET_IFNAME": "eth0"}
-            where[contract.Env.RENDEZVOUS] = f"c10d://{self.network.hosts[0].address}:29400"
+            where |= {contract.Env.RENDEZVOUS: f"c10d://{self.hosts[0].address}:29400", contract.Env.STORE: self.store.url}
+            where |= {contract.Env.OUTPUT: str(output), contract.Env.LEDGER: str(output / contract.LEDGER)}
+            if self._etcd:
+                where |= {contract.Env.RENDEZVOUS: self._etcd.endpoint, contract.Env.NAMESPACE: "team-a"}
             with host.inside():
                 super().start(index, **where, **more)
+
+    def start_again(self) -> None:
+        """What a kubelet does."""
+        for index in range(self.size):
+            if (code := self.running[index].poll()) is not None:
+                assert code == AWAY, f"worker {index} exited with {code}:\n{self.log(index)}"
+                self.start(index)
 
     def generation(self, index: int) -> int:
         """The world in which a worker makes steps."""
         record = progress.read(self.directory / f"state-{index}", 0)
         return record.generation if record and record.phase == "train" and record.step else 0
 
+    def train(self, indices: Sequence[int], beyond: int) -> bool:
+        """Whether these, and they alone, train together in a generation after that."""
+        found = {self.generation(index) for index in indices}
+        return len(found) == 1 and min(found) > beyond and self.worlds()[-1] == (min(found), sorted(indices))
+
+    def all_train(self, beyond: int) -> bool:
+        self.start_again()
+        return self.train(range(self.size), beyond)
+
     def events(self, kind: str) -> list[dict[str, object]]:
-        return [event for event in ledger.read(self.output / contract.LEDGER) if event["kind"] == kind]
+        found = [event for index in range(self.size) for event in ledger.read(self.disk(index) / contract.LEDGER)]
+        once = {repr(sorted(event.items())): event for event in found if event["kind"] == kind}  # each disk has what was stored
+        return sorted(once.values(), key=lambda event: event["t"])
+
+    def worlds(self) -> list[tuple[int, list[int]]]:
+        """All that were formed, by whichever coordinator."""
+        return [(event["generation"], sorted(event["workers"])) for event in self.events("world")]
+
+    def end(self) -> None:
+        """All train to the end; no world and no commit was ever of two."""
+        for index in range(self.size):
+            (self.disk(index) / "hurry").touch()
+
+        def over() -> bool:
+            for index in range(self.size):
+                if self.running[index].poll() == AWAY:
+                    self.start(index)
+            return all(pod.poll() is not None for pod in self.running.values())
+
+        self.wait(over, "all have ended")
+        assert {index: pod.poll() for index, pod in self.running.items()} == dict.fromkeys(range(self.size), 0)
+        generations = [generation for generation, _ in self.worlds()]
+        assert generations == sorted(set(generations)), "each is after all before it"
+        time.sleep(0.2)
+        committed = [(place.generation, place.step) for place in self.commits]
+        generations = [generation for generation, _ in committed]
+        assert generations == sorted(generations), "nobody commits after a later generation"
+        steps = [step for _, step in sorted(committed)]
+        assert steps == sorted(set(steps)), "each step is committed once, and a later generation goes on behind an earlier one"
+        assert steps[-1] == 600
+
+
+Made = Callable[..., Hosts]
 
 
 @pytest.fixture
-def hosts(machine) -> Iterator[Hosts]:
-    with netns.Network(3) as network:
-        made = Hosts(machine.directory, machine.job(args=ARGS, **FIELDS), network)
-        try:
-            yield made
-        finally:
-            for index in list(made.running):
-                if made.running[index].poll() is None:
-                    made.kill(index)
+def hosts(machine) -> Iterator[Made]:
+    """`hosts(size, etcd=False)`; with it the last host of the network is that of an etcd."""
+    with contextlib.ExitStack() as stack:
+
+        def make(size: int, *, etcd: bool = False) -> Hosts:
+            network = stack.enter_context(netns.Network(size + etcd))
+            server = None
+            if etcd:
+                host = network.hosts[-1]
+                server = etcds.Server(machine.directory / "etcd", host=host.address)
+                server.directory.mkdir()
+                with host.inside():
+                    server.start()
+                stack.callback(server.stop)
+            workers = {"replicas": size, "min": 1, "max": size}
+            made = Hosts(machine.directory, machine.job(args=ARGS, workers=workers, **FIELDS), network, size, server)
+            stack.callback(made.close)
+            return made
+
+        yield make
 
 
-def test_survivors_of_a_silent_host_train_within_seconds_and_it_comes_back(hosts: Hosts) -> None:
-    hosts.start(0, 1, 2)
-    hosts.wait(lambda: min(map(hosts.generation, range(3))) > 0 and hosts.step() > 15, "all train")
-    first = hosts.generation(0)
+def all_started(hosts: Hosts) -> int:
+    """Start all, and wait until they have committed something; their generation."""
+    hosts.start(*range(hosts.size))
+    hosts.wait(lambda: hosts.train(range(hosts.size), 0) and hosts.commits, "all train")
+    return hosts.generation(0)
+
+
+def split(hosts: Hosts, stay: Sequence[int], *, near: Sequence[netns.Host] = ()) -> None:
+    """Cut the network in two: `near` is on the side that stays as well. That side trains, the other
+    neither makes a step nor commits one; then the network heals, and all train."""
+    away = [index for index in range(hosts.size) if index not in stay]
+    first = all_started(hosts)
     began = time.monotonic()
-    hosts.network.hosts[2].cut()
-    hosts.wait(lambda: min(map(hosts.generation, (0, 1))) == first + 1, "the survivors train")
-    took = time.monotonic() - began
-    print(f"silent host: {took:.1f} s until the survivors made a step")
-    assert [event["workers"] for event in hosts.events("unheard")] == [[2]]
-    worlds = [(event["generation"], event["workers"]) for event in hosts.events("world")]
-    assert worlds == [(first, [0, 1, 2]), (first + 1, [0, 1])]
+    hosts.network.split([*(hosts.hosts[index] for index in stay), *near], [hosts.hosts[index] for index in away])
+    hosts.wait(lambda: hosts.train(stay, first), f"workers {stay} train")
+    print(f"\n{len(stay)}|{len(away)}: {time.monotonic() - began:.1f} s until the others made a step", end=" ")
+    second, stood = hosts.generation(stay[0]), {index: hosts.step(index) for index in away}
+    hosts.wait(lambda: [place.generation for place in hosts.commits].count(second) >= 3, "checkpoints of one side")
+    assert {index: hosts.step(index) for index in away} == stood, "the other side makes no step"
+    assert {place.generation for place in hosts.commits} <= {first, second}
+    assert [workers for generation, workers in hosts.worlds() if generation > first] == [sorted(stay)]
     hosts.network.heal()
-    assert hosts.running.pop(2).wait(60) == contract.Exit.INTERRUPTED, hosts.log(2)
-    hosts.start(2)
-    hosts.wait(lambda: min(map(hosts.generation, range(3))) == first + 2, "all train again")
-    assert set(hosts.codes().values()) == {0}
+    hosts.wait(lambda: hosts.all_train(second), "all train again")
+    hosts.end()
+
+
+def test_survivors_of_a_silent_host_train_within_seconds_and_it_comes_back(hosts: Made) -> None:
+    three = hosts(3)
+    first = all_started(three)
+    began = time.monotonic()
+    three.network.hosts[2].cut()
+    three.wait(lambda: three.train((0, 1), first), "the survivors train")
+    took = time.monotonic() - began
+    print(f"\nsilent host: {took:.1f} s until the survivors made a step", end=" ")
+    assert [event["workers"] for event in three.events("unheard")] == [[2]]
+    assert three.worlds() == [(first, [0, 1, 2]), (first + 1, [0, 1])]
+    three.network.heal()
+    assert three.running[2].wait(60) == AWAY, three.log(2)
+    assert "outlast | lost worker 2: workers 0 and 1 do not hear it" in three.log(2)
+    three.wait(lambda: three.all_train(first + 1), "all train again")
+    assert three.worlds()[-1][0] == first + 2
+    three.end()
     assert took < 30, "as long as a machine with a lot to do may take; 5 s on a quiet one"
+
+
+@pytest.mark.parametrize(("size", "stay"), [(4, (0, 1)), (4, (0, 3)), (5, (0, 4)), (5, (0, 1, 2))])
+def test_of_two_sides_that_of_worker_0_trains_where_it_decides(hosts: Made, size: int, stay: Sequence[int]) -> None:
+    split(hosts(size), stay)
+
+
+@pytest.mark.parametrize(("size", "stay"), [(4, (0, 1)), (5, (2, 3, 4))])
+def test_of_two_sides_that_both_reach_the_etcd_the_larger_one_trains(hosts: Made, size: int, stay: Sequence[int]) -> None:
+    made = hosts(size, etcd=True)
+    split(made, stay)
+
+
+@pytest.mark.parametrize(("size", "stay"), [(4, (2, 3)), (5, (0, 1))])
+def test_of_two_sides_the_one_that_reaches_the_etcd_trains(hosts: Made, size: int, stay: Sequence[int]) -> None:
+    made = hosts(size, etcd=True)
+    split(made, stay, near=made.network.hosts[-1:])
+
+
+@pytest.mark.parametrize(("deaf", "stay"), [((0, 1), (0, 2)), ((1, 0), (0, 2)), ((2, 1), (0, 1))])
+@pytest.mark.parametrize("etcd", [False, True])
+def test_loss_in_one_direction_leaves_those_who_hear_each_other(
+    hosts: Made, deaf: tuple[int, int], stay: Sequence[int], etcd: bool
+) -> None:
+    three = hosts(3, etcd=etcd)
+    first = all_started(three)
+    began = time.monotonic()
+    three.hosts[deaf[0]].deaf_to(three.hosts[deaf[1]])
+    three.wait(lambda: three.train(stay, first), f"workers {stay} train")
+    print(f"\none way: {time.monotonic() - began:.1f} s until the others made a step", end=" ")
+    three.network.heal()
+    three.wait(lambda: three.all_train(first + 1), "all train again")
+    three.end()
+
+
+@pytest.mark.parametrize("etcd", [False, True])
+def test_a_network_that_flaps_for_a_minute_ends_with_all_training(hosts: Made, etcd: bool) -> None:
+    three = hosts(3, etcd=etcd)
+    all_started(three)
+    begun, step = time.monotonic(), three.step()
+    while time.monotonic() - begun < 60.0:
+        for away_s in (1.7, 3.2, 5.0):
+            three.hosts[2].cut()
+            time.sleep(away_s)
+            three.network.heal()
+            time.sleep(0.9)
+        three.start_again()
+    before = three.worlds()[-1][0]
+    print(f"\nflapping for a minute: {len(three.worlds())} worlds, {three.step() - step} steps", end=" ")
+    assert three.step() > step + 30, "the others train most of the time"
+    three.wait(lambda: three.all_train(before - 1), "all train")
+    three.end()
