@@ -96,7 +96,8 @@ class Session:
     device: torch.device
     """This rank's accelerator, or the CPU where there is none."""
     generation: int
-    """Number of the world in this run, counted from 1; the start, restarts and changes of size each form a new one."""
+    """Number of the world in this run, counted from 1; a start and every change of its workers form a new one, a crash that they
+    repair by themselves does not."""
     output: Path
     """Directory of the run's checkpoints, metrics and results. Workers may each have one on a disk of their own: checkpoints and
     metrics are then on all disks, and results are those of rank 0."""
