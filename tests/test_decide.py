@@ -702,6 +702,8 @@ def test_a_node_on_which_workers_keep_failing_gets_no_more() -> None:
     affinity = pod(cluster, 1)["spec"]["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
     avoided = {"key": "metadata.name", "operator": "NotIn", "values": [node]}  # one node a field, says the API server
     assert {"weight": 100, "preference": {"matchFields": [avoided]}} in affinity
+    spreads = [pod(cluster, worker)["spec"]["topologySpreadConstraints"] for worker in (0, 1)]
+    assert [each["maxSkew"] for (each,) in spreads] == [1, 1000]  # that the node has no worker now speaks for no other one
 
 
 @pytest.mark.parametrize("reason", ["UnexpectedAdmissionError", "NodeShutdown", "OutOfnvidia.com/gpu"])

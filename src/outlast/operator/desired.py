@@ -118,9 +118,16 @@ def _owned(snapshot: JobSnapshot, document: Document) -> Document:
     return {**document, "metadata": meta}
 
 
+_LOOSE_SKEW = 1000
+"""The larger it is, the less a difference in pods counts for the scheduler."""
+
+
 def _avoid(pod: Document, nodes: Sequence[str]) -> None:
     """Prefer other nodes. Not a requirement: the pod would stay pending if there are no others."""
     fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
     affinity = pod.setdefault("affinity", {}).setdefault("nodeAffinity", {})
     preferred = affinity.setdefault("preferredDuringSchedulingIgnoredDuringExecution", [])
     preferred.append({"weight": 100, "preference": {"matchFields": fields}})
+    for spread in pod.get("topologySpreadConstraints", ()):
+        if spread["whenUnsatisfiable"] == "ScheduleAnyway":  # would lead to the node whose worker is gone with equal weight
+            spread["maxSkew"] = _LOOSE_SKEW
