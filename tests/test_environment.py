@@ -227,9 +227,12 @@ def test_an_environment_depends_on_what_the_file_includes_and_on_our_packages(ma
         ),
     ],
 )
-def test_requirements_that_cannot_be_met_are_one_sentence(maker: Maker, lines: tuple[str, ...], sentence: str):
+def test_requirements_that_cannot_be_met_are_one_sentence(
+    maker: Maker, lines: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch
+):
     if shutil.which("uv"):
         pytest.skip("uv has other words")
+    monkeypatch.setattr(installers, "_PROGRESS_S", float("inf"))  # a busy machine takes long
     a_wheel(maker.directory, "numpy", "99", code="raise ImportError('sorry')")
     a_wheel(maker.directory, "liar", requires=("numpy>=99",))
     with pytest.raises(OutlastError) as caught:

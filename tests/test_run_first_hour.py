@@ -115,7 +115,7 @@ def test_a_script_of_ones_own_fails_is_mended_and_goes_on_through_everything(
     assert "AssertionError: a bug" in err
     assert "with `outlast run --workers 2 --set" in err
     assert "AssertionError: a bug" in outlast("why")[1]
-    assert starts()[-1] == 10
+    assert 10 <= starts()[-1] < 13, "from a checkpoint, or a later snapshot"
 
     script.write_text(whole.replace("MISTAKE", "pass"))
     code, _, err = outlast(*run, "--detach", "train.py", "--steps", 100)
