@@ -201,7 +201,7 @@ def test_the_end_is_written_before_the_ledger_is_read(tmp_path: Path, monkeypatc
         raise MemoryError
 
     with monkeypatch.context() as long:
-        long.setattr(launcher.live, "goodput", killed)
+        long.setattr(launcher.live, "final_goodput", killed)
         with pytest.raises(MemoryError):
             launcher._finish()
     status = LocalBackend(tmp_path / "state", start=lambda *_: None).status("job")

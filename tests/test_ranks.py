@@ -121,7 +121,7 @@ def test_a_plain_script_that_hangs_stands_at_the_step_it_has_told_or_at_0_soon_a
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv(contract.Env.WORKER, "0")
-    handler: Any = SimpleNamespace(generation=1)
+    handler: Any = SimpleNamespace(generation=1, attempt=0)
     for step, early, found in [(0, True, (True, 0)), (0, False, (False, None)), (7, True, (True, 7)), (7, False, (True, 7))]:
         written(tmp_path, dataclasses.replace(a_record(1, started=1), phase="started", step=step))
         verdict = {"pid": 1, "reason": "hung: no progress for 750 s", "stuck": True, "early": early, "time": 0.0}
@@ -172,7 +172,7 @@ def test_a_hang_says_something_of_a_step_only_where_there_is_one(
     written(tmp_path, dataclasses.replace(a_record(1, started=1), phase=phase))
     verdict = {"pid": 1, "reason": "hung: no progress for 750 s", "stuck": True, "time": 0.0}
     (tmp_path / contract.VERDICT.format(local_rank=0)).write_text(json.dumps(verdict))
-    handler: Any = SimpleNamespace(generation=1)
+    handler: Any = SimpleNamespace(generation=1, attempt=0)
     said = elastic._failure(tmp_path, handler, 0, SimpleNamespace(local_rank=0, exitcode=-9))
     assert (said["hung"], said["code"], said["reason"]) == (hung, 137, "rank 0 on worker 0 hung: no progress for 750 s")
 
@@ -192,7 +192,7 @@ def test_a_driver_that_has_no_memory_left_is_out_of_memory(kind: str, message: s
 def test_a_process_that_a_nameless_signal_has_ended_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(contract.Env.WORKER, "0")
     monkeypatch.setenv(contract.Env.STATE, str(tmp_path))
-    handler: Any = SimpleNamespace(generation=1)
+    handler: Any = SimpleNamespace(generation=1, attempt=0)
     process = SimpleNamespace(local_rank=0, exitcode=-40)
     assert elastic._failure(tmp_path, handler, 0, process)["reason"] == "rank 0 on worker 0 was killed by signal 40"
     shim.record_death(40, 0.0)
