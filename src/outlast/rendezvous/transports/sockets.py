@@ -46,8 +46,9 @@ if TYPE_CHECKING:
 CONNECT_S = 5.0
 """How long a connection may take to be accepted."""
 HEARTBEAT_S = 1.0
-SILENCE_S = 5.0
-"""A member that is silent for this long is lost. Arbitrary: long enough for a machine that swaps."""
+SILENCE_S = 8.0
+"""A member that is silent for this long is lost. Arbitrary: longer than a stop of 5 s and the beat after it. Machines that fall
+silent are found earlier, by the mesh."""
 _RETRY_S = 0.2
 _LINE_BYTES = 64 << 10
 """Longest line of a report, which has some 12 KiB with a traceback and the tail of a log."""
