@@ -171,7 +171,7 @@ class Peer:
     def _failed(self, now: float, *, refused: bool = False) -> None:
         earliest = now if self.proven or refused else max(now, self._attempt_until)
         self._hang_up()
-        self._next_attempt = earliest + self.hearing.pause_s * random.uniform(0.8, 1.2)
+        self._next_attempt = earliest + self.hearing.pause_s * random.SystemRandom().uniform(0.8, 1.2)
 
     def _problem(self) -> str:
         if self.hearing.left:
