@@ -30,6 +30,8 @@ EXTRA = ".session"
 """Key of what rank 0's session adds; no name in a state begins with a dot."""
 _ROOM = 1 << 16
 """Rooms are multiples of this: pickled objects vary in size, and a room is to be used again."""
+_VIEWS = 3
+"""Rooms of each kind whose tensors are kept; two are used in turn."""
 
 Signature = tuple[object, ...]
 
@@ -98,7 +100,7 @@ def _chunks(flat: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor, t
         assert data is not None
         key = item.index.fqn
         local = _local(flat[key])
-        if local.nbytes:  # there are more ranks than rows
+        if local.nbytes or not isinstance(flat[key], DTensor):  # there are more ranks than rows
             found.append((key, local, data.size, data.chunk.offsets))
     return found
 
@@ -117,7 +119,8 @@ def _optimizers(state: State) -> Iterator[tuple[str, torch.optim.Optimizer]]:
 
 
 def _signature(state: State) -> Signature:
-    """Equal as long as the tensors of modules and optimizers are the same objects in the same memory."""
+    """Equal as long as the tensors of modules and optimizers are the same objects in the same memory, of the same shape, and the
+    groups of optimizers have the same parameters."""
     found: list[object] = []
     for thing in state.values():
         tensors: list[Any] = []
@@ -125,10 +128,13 @@ def _signature(state: State) -> Signature:
             tensors = [*thing.parameters(), *thing.buffers()]
         elif isinstance(thing, torch.optim.Optimizer):
             for group in thing.param_groups:
+                found.append("group")
                 for parameter in group["params"]:
+                    found.append(id(parameter))
                     tensors += thing.state[parameter].values() if parameter in thing.state else ()
         for tensor in tensors:
-            found += (id(tensor), _address(tensor)) if isinstance(tensor, torch.Tensor) else ("no tensor",)
+            known = isinstance(tensor, torch.Tensor)
+            found += (id(tensor), _address(tensor), tensor.shape, tensor.stride()) if known else ("no tensor",)
     return tuple(found)
 
 
@@ -188,12 +194,13 @@ class Capture:
         for name, thing in self._state.items():
             if isinstance(thing, Stateful):
                 found[f"{name}/{self._rank}"] = quickly(thing.loader_state())
-            if self._rank > 0 or isinstance(thing, torch.nn.Module):
-                continue
             if isinstance(thing, torch.optim.Optimizer):
-                found[f"{name}/rest"] = quickly(_rest(thing, layout.groups[name] or []))
-            else:
-                found[name] = quickly(thing.state_dict())
+                said: dict[str, Any] | None = _rest(thing, layout.groups[name] or [])
+                name = f"{name}/rest"
+            else:  # on every rank: it may be a collective
+                said = None if isinstance(thing, torch.nn.Module) else thing.state_dict()
+            if said is not None and self._rank == 0:
+                found[name] = quickly(said)
         return found
 
     def copy(self, rooms: Sequence[tuple[Content, Room]]) -> Callable[[], None]:
@@ -221,7 +228,7 @@ class Capture:
 
     def _into(self, content: Content, room: Room) -> list[torch.Tensor]:
         """A tensor in the room for each chunk."""
-        known = self._views.get((content.kind, room.id))
+        known = self._views.pop((content.kind, room.id), None)
         if known is None:
             memory = torch.frombuffer(room.view, dtype=torch.uint8)
             device.find().register(memory)
@@ -229,7 +236,10 @@ class Capture:
                 memory[item.place : item.place + item.nbytes].view(tensor.dtype).view(tensor.shape)
                 for item, (_, tensor, _, _) in zip(content.index, content.chunks, strict=True)
             ]
-            known = self._views[content.kind, room.id] = views
+            known = views
+        self._views[content.kind, room.id] = known
+        for old in [key for key in self._views if key[0] == content.kind][:-_VIEWS]:
+            del self._views[old]  # else a room that the agent has given up stays mapped
         return known
 
 

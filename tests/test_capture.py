@@ -1,0 +1,216 @@
+"""What a snapshot holds, whatever a script does to its state between two of them: copied into memory, and read back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outlast.contract import Env
+from outlast.snapshots import client, election, server
+from outlast.snapshots.election import Held
+from outlast.snapshots.parts import Part
+from outlast.training import capture, checkpoint
+from outlast.training.memory_reader import Reader
+
+
+class Rank:
+    """A world of one with an agent, whose state is captured again and again."""
+
+    def __init__(self, directory: Path) -> None:
+        environ = {Env.RUN: "r", Env.STATE: str(directory), Env.RENDEZVOUS_KEY: "secret"}
+        self.server = server.Server(environ, 64 << 20, lambda: None)
+        self.server.start()
+        connected = client.connect(environ)
+        assert connected is not None
+        self.client, self.step = connected, 0
+
+    def begin(self, state: dict[str, Any], rank: int = 0) -> None:
+        self.state, self.rank = state, rank
+        self.capture = capture.Capture(state, rank, (0, 1))
+
+    def take(self) -> None:
+        """Take a snapshot, and wait until it is held."""
+        self.step += 1
+        at, before = (1, self.step), (1, self.step - 1)
+        contents = self.capture.prepare(b"{}")
+        rooms = [self.client.room(capture.size(content, objects), at, before) for content, objects in contents]
+        self.capture.copy([(content, room) for (content, _), room in zip(contents, rooms, strict=True)])()
+        for (content, objects), room in zip(contents, rooms, strict=True):
+            index, size = capture.placed(content, objects, room)
+            part = Part("r", 1, self.step, 1, 0, 0, 0, 1, content.kind, bytes=size)
+            self.client.publish(room, part, index, complete=before)
+        while any(self.client.poll()[kind, self.step] == "" for kind in ("shared", "unique")):
+            pass
+        assert {self.client.poll()[kind, self.step] for kind in ("shared", "unique")} == {"held"}
+
+    def loaded(self, into: dict[str, Any]) -> dict[str, Any]:
+        """The newest snapshot, loaded into a state."""
+        held = [Held(part, self.client.address) for part in self.client.catalog()]
+        candidate = election.newest(held, "r", 1).candidates[0]
+        assert candidate.at == (1, self.step)
+        reader = Reader(candidate, self.client, 0, pytest.fail)
+        try:
+            checkpoint.load(reader, "the snapshot", into, 0)
+        finally:
+            reader.close()
+        return into
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Rank]:
+    rank = Rank(tmp_path)
+    yield rank
+    rank.client.close()
+    rank.server.close()
+
+
+class Odd(torch.nn.Module):
+    """Tensors of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.turned = torch.nn.Parameter(torch.randn(6, 4).t())
+        self.wide = torch.nn.Parameter(torch.randn(300, 300).t())
+        self.brief = torch.nn.Parameter(torch.randn(5, dtype=torch.bfloat16))
+        self.tied = self.brief
+        self.register_buffer("empty", torch.empty(0, 3))
+        self.register_buffer("scalar", torch.tensor(7))
+        self.register_buffer("flags", torch.tensor([True, False, True]))
+        self.register_buffer("waves", torch.randn(3, dtype=torch.complex64))
+        self.register_buffer("small", torch.randn(4).to(torch.float8_e4m3fn))
+
+
+def same(a: Any, b: Any) -> bool:
+    ours, theirs = a.state_dict(), b.state_dict()
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[key].reshape(-1).contiguous().view(torch.uint8), theirs[key].reshape(-1).contiguous().view(torch.uint8))
+        for key in ours
+    )
+
+
+def test_tensors_of_any_kind_come_back_as_they_were(rank: Rank) -> None:
+    net, again = Odd(), Odd()
+    for parameter in again.parameters():
+        parameter.data.zero_()
+    rank.begin({"model": net})
+    rank.take()
+    rank.loaded({"model": again})
+    assert same(net, again)
+
+
+def a_step(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    net(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+def a_model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+
+
+def new_memory(net: Any, optimizer: Any) -> None:
+    net[0].weight.data = net[0].weight.data.clone() + 1
+
+
+def other_shape(net: Any, optimizer: Any) -> None:
+    net[0].weight.data = net[0].weight.data.t()
+
+
+def loaded_state(net: Any, optimizer: Any) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def unfrozen(net: Any, optimizer: Any) -> None:
+    optimizer.add_param_group({"params": net[1].parameters(), "lr": 0.5})
+
+
+def moved(net: Any, optimizer: Any) -> None:
+    first, second = optimizer.param_groups
+    second["params"].append(first["params"].pop())
+
+
+ADAM, SGD = torch.optim.Adam, torch.optim.SGD
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [(new_memory, ADAM), (other_shape, SGD), (loaded_state, ADAM), (unfrozen, SGD), (unfrozen, ADAM), (moved, SGD)],
+)
+def test_what_a_script_changes_between_two_snapshots_is_in_the_second(
+    rank: Rank, change: Callable[..., None], kind: type[torch.optim.Optimizer]
+) -> None:
+    def fresh() -> dict[str, Any]:
+        net = a_model()
+        optimizer = kind(net[0].parameters(), lr=0.1)  # type: ignore[call-arg, index]
+        if change is moved:
+            unfrozen(net, optimizer)
+        return {"model": net, "optimizer": optimizer}
+
+    state = fresh()
+    net, optimizer = state["model"], state["optimizer"]
+    rank.begin(state)
+    for _ in range(2):
+        a_step(net, optimizer)
+        rank.take()
+    change(net, optimizer)
+    rank.take()
+    a_step(net, optimizer)
+    rank.take()
+    again = fresh()
+    if change in (unfrozen, moved):
+        change(again["model"], again["optimizer"])
+    rank.loaded(again)
+    assert same(net, again["model"])
+    for _ in range(2):
+        for each in (state, again):
+            a_step(each["model"], each["optimizer"])
+    assert same(net, again["model"])
+
+
+class Meeting:
+    """A thing whose state_dict is a collective."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def state_dict(self) -> dict[str, int]:
+        self.asked += 1
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+def test_every_rank_asks_things_for_their_state_as_it_may_be_a_collective(rank: Rank) -> None:
+    thing = Meeting()
+    rank.begin({"thing": thing, "model": a_model()}, rank=1)
+    for step in range(1, 4):
+        rank.capture.prepare(b"{}")
+        assert thing.asked == step
+
+
+def test_rooms_that_are_used_no_more_are_not_kept_mapped(rank: Rank) -> None:
+    """A part that grows needs larger rooms."""
+    thing = Grown()
+    rank.begin({"thing": thing, "model": a_model()})
+    for _ in range(12):
+        rank.take()
+        thing.size *= 2
+    maps = Path("/proc/self/maps").read_text().count("outlast-snapshot")
+    assert maps <= 2 * len(rank.server.rooms.ids()) + 2, "the agent, in this process, maps them, too"
+
+
+class Grown:
+    """A thing whose state grows."""
+
+    size = 1 << 10
+
+    def state_dict(self) -> dict[str, bytes]:
+        return {"data": bytes(self.size)}
+
+    def load_state_dict(self, state: dict[str, bytes]) -> None: ...
