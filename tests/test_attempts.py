@@ -33,9 +33,9 @@ ECHO: dict[str, Any] = {"code": 1, "reason": "rank 0 on worker 0 lost its peer",
 class Net:
     """Some members and their messages under way. `ranks` has the attempt whose processes run, None where they are gone."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, limit: int = 100) -> None:
         self.members = tuple(range(3, 3 + size))
-        self.parties = {id: Party(id, self.members, 7) for id in self.members}
+        self.parties = {id: Party(id, self.members, 7, limit) for id in self.members}
         self.ranks: dict[int, int | None] = dict.fromkeys(self.members, 0)
         self.underway: list[tuple[int, int, attempts.Message]] = []
         self.sent: list[tuple[int, int, attempts.Message]] = []
@@ -130,7 +130,15 @@ def test_a_cause_may_report_before_the_others_are_stopped_for_an_echo() -> None:
 
 
 @pytest.mark.parametrize(
-    "failure", [a_failure(code=78), a_failure(code=75), a_failure(code=79), a_failure(code=1, early="NameError")]
+    "failure",
+    [
+        a_failure(code=78),
+        a_failure(code=75),
+        a_failure(code=79),
+        a_failure(code=1, early="NameError", step=3),
+        a_failure(code=1),
+        a_failure(code=1, step=0),
+    ],
 )
 def test_what_another_start_would_not_help_is_the_coordinators(failure: dict[str, Any]) -> None:
     net = Net(2)
@@ -141,25 +149,42 @@ def test_what_another_start_would_not_help_is_the_coordinators(failure: dict[str
     assert failure["reason"] in net.parties[4].reason
 
 
-@pytest.mark.parametrize(("code", "most"), [(1, 3), (137, 10)])
+@pytest.mark.parametrize(("code", "most"), [(1, 2), (137, 10)])
 def test_attempts_without_progress_end(code: int, most: int) -> None:
     net = Net(2)
     party = net.parties[3]
     for _ in range(most):
         net.made = 0  # which stands for the step
-        net.crash(4, a_failure(code=code))
+        net.crash(4, a_failure(code=code, step=10))
         net.settle()
         assert party.stage is Stage.TRAINING
     net.made = 0
-    net.crash(4, a_failure(code=code))
+    net.crash(4, a_failure(code=code, step=10))
     net.settle()
     assert party.stage is Stage.REFUSED
     assert party.reason == f"{most} attempts in a row made no progress"
     assert party.attempt == most
 
 
+@pytest.mark.parametrize("limit", [0, 1, 3])
+def test_members_make_no_attempt_that_the_budget_does_not_allow(limit: int) -> None:
+    net = Net(2, limit)
+    for _ in range(limit):
+        net.crash(4, a_failure(committed=5))
+        net.settle()
+    if limit:
+        net.crash(4, a_failure(committed=6))  # a save refunds the others
+        net.settle()
+    assert net.ranks == dict.fromkeys(net.members, limit + bool(limit))
+    for _ in range(limit or 1):
+        net.crash(4, a_failure(committed=6))
+        net.settle()
+    assert net.ranks == dict.fromkeys(net.members)
+    assert net.parties[3].reason == f"restarts.limit ({limit}) is used up"
+
+
 def test_whoever_waits_for_long_is_late() -> None:
-    party = Party(4, (3, 4), 7)
+    party = Party(4, (3, 4), 7, 10)
     assert not party.late(1000.0)
     assert party.stopped("host:1", 5, None, 10.0) == [(3, Ready(7, 1, "host:1", 5))]
     assert not party.late(11.0)
@@ -229,7 +254,7 @@ def test_fields_of_newer_versions_are_ignored() -> None:
 
 
 def test_messages_of_other_worlds_and_of_strangers_are_ignored() -> None:
-    party = Party(4, (3, 4), 7)
+    party = Party(4, (3, 4), 7, 10)
     for sender, message in [(3, Stop(6, 1)), (5, Stop(7, 1)), (4, Stop(7, 1)), (3, Stop(8, 1))]:
         assert party.take(sender, message, 0.0) == []
         assert party.stage is Stage.TRAINING

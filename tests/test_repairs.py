@@ -61,7 +61,7 @@ class Members:
             state = directory / str(client.id)
             state.mkdir()
             handler = Handler(client, run_id="r", state=state, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
-            handler.key, handler.repairs = b"k" * 32, Repairs(client.id, lambda: faster * time.monotonic())
+            handler.key, handler.repairs = b"k" * 32, Repairs(client.id, 10, lambda: faster * time.monotonic())
             handler._notice = state / contract.NOTICE
             self.handlers.append(handler)
         self.pool = ThreadPoolExecutor(size)

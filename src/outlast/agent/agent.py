@@ -297,7 +297,7 @@ class Agent:
         from outlast.prepare import prepare
 
         grace = f"{self.job.spec.interruption.grace.total_seconds():g}"
-        argv = [str(self.processes), grace, *prepare.command(self.job, self.environ)]
+        argv = [str(self.processes), grace, str(self.job.spec.restarts.limit), *prepare.command(self.job, self.environ)]
         with contextlib.suppress(OSError):  # it died this very moment: the connection shows it
             shim.request(sock, "elastic", argv, self.environ, self.environ[contract.Env.CODE], (0, 1, 2))
         self._elastic = sock

@@ -4,7 +4,7 @@ torchrun ends when its processes fail for good, and its next start imports torch
 it reports the end of each world (which process failed first, and how) and awaits the next world. Forked from `launch.warm` by the
 worker's agent. Exits with a code of `contract.Exit`, or with the code that the coordinator has published.
 
-    elastic PROCESSES GRACE_S COMMAND [ARG ...]        COMMAND as for `launch.rank`
+    elastic PROCESSES GRACE_S RESTARTS COMMAND [ARG ...]        COMMAND as for `launch.rank`
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> None:
     """Train in one world after another until the run has ended. Raises SystemExit."""
     import torch.distributed.elastic.rendezvous as rendezvous
 
-    processes, grace_s, command = int(argv[0]), argv[1], argv[2:]
+    processes, grace_s, limit, command = int(argv[0]), argv[1], int(argv[2]), argv[3:]
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from the world alone: no round through the store
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it ourselves, in one line
     state = Path(os.environ[contract.Env.STATE])
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> None:
     with member(client, run_id=run_id, state=state, host=host, processes=processes, leave_s=float(grace_s)) as handler:
         handler.key = seal.key(os.environ)
         handler.joining = lambda: _forget(state, processes)
-        handler.repairs, handler.repaired = Repairs(id), lambda past: _repaired(past, first=handler.rank == 0)
+        handler.repairs, handler.repaired = Repairs(id, limit), lambda past: _repaired(past, first=handler.rank == 0)
         handler.dies = lambda: any(
             seen.age(rank, said["time"]) < EXIT_TIMEOUT_S for rank, said in _causes(state, processes).items()
         )

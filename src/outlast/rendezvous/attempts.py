@@ -30,15 +30,15 @@ from typing import Any, Self
 
 from outlast import contract
 from outlast.contract import Exit
-from outlast.rendezvous import failures
+from outlast.rendezvous import failures, restarts
 from outlast.rendezvous.transports.sockets import is_count
 
 REPEAT_S = 0.2
 """Interval at which messages without an answer are repeated."""
 LATE_S = 2.0
 """Time after which a member that waits for the others also reports to the coordinator."""
-TRIES, KILLED_TRIES = 3, 10
-"""Attempts in a row without progress: after an error or a hang, which may come again at its step; after a kill."""
+TRIES, KILLED_TRIES = restarts.SAME_STEP - 1, 10
+"""Attempts in a row without progress: after an error or a hang at one step, of which the next one ends the job; after a kill."""
 PAST = 20
 """Most attempts that a report lists."""
 _WORDS = 1000
@@ -207,10 +207,11 @@ class Stage(enum.Enum):
 
 
 class Party:
-    """The part of the member `id` in the attempts of one world of `members`, in rank order."""
+    """The part of the member `id` in the attempts of one world of `members`, in rank order. `limit` is how many attempts it makes
+    while nothing new is saved, as `restarts.Policy.limit`."""
 
-    def __init__(self, id: int, members: tuple[int, ...], generation: int) -> None:
-        self.id, self.members, self.generation = id, members, generation
+    def __init__(self, id: int, members: tuple[int, ...], generation: int, limit: int) -> None:
+        self.id, self.members, self.generation, self.limit = id, members, generation, limit
         self.leader = members[0]
         self.attempt = 0
         """The one that this member trains in, or trained in last."""
@@ -230,6 +231,10 @@ class Party:
         self._step: int | None = None
         """Of the leader: the furthest step at which an attempt was made."""
         self._tries = 0
+        """Of the leader: attempts made since then."""
+        self._committed = 0
+        """Of the leader: the newest committed step that a failure told of."""
+        self._unsaved = 0
         """Of the leader: attempts made since then."""
 
     # What happens here
@@ -348,8 +353,14 @@ class Party:
         pending = self._pending(now)
         reached = max(ready.step for ready in self._ready.values())
         progress = self._step is None or reached > self._step
+        told = [(ready.failure or {}).get("committed") for ready in self._ready.values()]
+        committed = max((step for step in told if isinstance(step, int) and is_count(step)), default=0)
+        unsaved = 0 if committed > self._committed else self._unsaved
         if why := refused(pending, self._tries if not progress else 0):
             return self.refuse(why)
+        if unsaved >= self.limit:
+            return self.refuse(f"restarts.limit ({self.limit}) is used up")
+        self._committed, self._unsaved = max(self._committed, committed), unsaved + 1
         cause = failures.cause(pending).failure
         self._step, self._tries = (reached, 1) if progress else (self._step, self._tries + 1)
         failed = self._ready[cause.worker].failure
@@ -367,7 +378,8 @@ def refused(pending: list[failures.Pending], tries: int) -> str:
     first = failures.cause(pending).failure
     if first.code in (Exit.INTERRUPTED, Exit.MISCONFIGURED, Exit.GIVEN_UP):
         return f"{first.reason}; another attempt would not help"
-    if first.early:
+    raised = not contract.killed(first.code) and not first.hung
+    if first.early or (raised and not first.step):  # whether it would be raised again the coordinator knows better
         return f"{first.reason} before its first step"
-    most = KILLED_TRIES if contract.killed(first.code) and not first.hung else TRIES
+    most = TRIES if raised or first.hung else KILLED_TRIES
     return f"{tries} attempts in a row made no progress" if tries >= most else ""

@@ -31,8 +31,9 @@ _POLL_S = 0.02
 class Repairs:
     """The attempts of one member, world after world. Used by one thread; the mesh's thread brings messages."""
 
-    def __init__(self, id: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._id, self._clock = id, clock
+    def __init__(self, id: int, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`limit` as of `attempts.Party`."""
+        self._id, self._limit, self._clock = id, limit, clock
         self._party: attempts.Party | None = None
         self._mesh: Mesh | None = None
         self._past: list[Past] = []
@@ -53,7 +54,7 @@ class Repairs:
         """There is a new world. Without a mesh only a world of one member makes attempts."""
         with self._lock:
             alone = world.members == (self._id,)
-            self._party = attempts.Party(self._id, world.members, world.generation) if mesh or alone else None
+            self._party = attempts.Party(self._id, world.members, world.generation, self._limit) if mesh or alone else None
             self._mesh = None if alone else mesh
             if self._mesh:
                 self._mesh.handlers[KIND] = self._take

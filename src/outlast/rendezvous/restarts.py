@@ -16,6 +16,9 @@ from typing import NamedTuple
 
 from outlast import contract, status, units
 
+SAME_STEP = 3
+"""Errors in a row at one step that end a job."""
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -24,7 +27,7 @@ class Policy:
     limit: int
     """Restarts within `window` while the committed step does not advance."""
     window: timedelta
-    same_step: int = 3
+    same_step: int = SAME_STEP
     """Errors in a row at one step that end the job, whatever the limit."""
 
 
