@@ -88,6 +88,8 @@ class Kubelet:
         (container,) = pod["spec"]["containers"]
         env = {}
         for each in container["env"]:
+            if each.get("valueFrom", {}).get("secretKeyRef", {}).get("optional"):
+                continue  # that Secret is not there
             source = each.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
             value = fields[source] if source else each["value"]
             for there, here in {**places, Pod.OUTPUT: self.directory / "out"}.items():
