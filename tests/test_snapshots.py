@@ -9,6 +9,7 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -348,6 +349,25 @@ def test_what_is_given_up_is_no_part_any_more(workers: Workers) -> None:
         assert published(rank, a_part(step)) == "held"
     rank.forget((1, 2))
     assert [part.step for part in rank.catalog()] == [2]
+
+
+def test_what_is_given_up_while_a_dead_rank_s_part_is_finished_is_no_part_and_its_memory_is_free(workers: Workers) -> None:
+    """Else memory for two snapshots would not suffice when the same generation starts again, and snapshots would end."""
+    rooms = workers.agent(0, budget=2 * TOTAL).rooms
+    rooms.admit("run", (1, 3), (1, 3))
+    complete = rooms.take(TOTAL, (1, 3))
+    rooms.hold(complete, a_part(3, TOTAL), INDEX, b"")
+    late = rooms.take(TOTAL, (1, 5))
+    rooms.forget((1, 3))
+    found: list[object] = []
+    writer = threading.Thread(target=lambda: found.append(rooms.take(TOTAL, (1, 4))))
+    writer.start()
+    with pytest.raises(OutlastError, match="was given up"):
+        rooms.hold(late, a_part(5, TOTAL), INDEX, b"")
+    rooms.release(late)
+    writer.join()
+    assert found == [late], "used again as soon as it can be"
+    assert [part.step for part in rooms.parts()] == [3]
 
 
 def test_without_an_agent_there_are_no_snapshots(tmp_path: Path) -> None:

@@ -14,6 +14,9 @@ from outlast.errors import OutlastError
 from outlast.snapshots import memory, pool
 from outlast.snapshots.parts import Damaged, Item, Part
 
+_STALE_S = 20.0
+"""How long a part waits for memory that was given up but is still in use; less than ranks wait for the agent."""
+
 
 class Refused(OutlastError):
     """There is no room for a part, or it may not come in."""
@@ -34,11 +37,18 @@ class Room:
     tail: int = 0
     """Bytes of the tail of that part."""
     index: Sequence[Item] = ()
+    stale: bool = False
+    """Given up while somebody used it: free from then on."""
 
     def seen(self) -> pool.Room:
         """As `pool` sees it."""
         at = self.at if self.part or self.users else None
         return pool.Room(self.id, self.file.size, at, bool(self.users), self.replica)
+
+    def clear(self) -> None:
+        """It holds nothing any more."""
+        self.part, self.stale = None, False
+        self.file.clear()
 
 
 class Rooms:
@@ -47,7 +57,7 @@ class Rooms:
     def __init__(self, run: str, budget: int, headroom: Callable[[], int]) -> None:
         self.run, self.budget, self.headroom = run, budget, headroom
         self._rooms: dict[int, Room] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._next = 0
         self._complete: pool.At = (0, 0)
         self._before: pool.At = (0, 0)
@@ -70,8 +80,9 @@ class Rooms:
         with self._lock:
             for id in pool.surplus([room.seen() for room in self._rooms.values()], self._before):
                 self._rooms.pop(id).file.close()
-            rooms = [room.seen() for room in self._rooms.values()]
-            choice = pool.choose(rooms, size, self.budget, at, self._complete, replica=replica)
+            choice = self._choose(size, at, replica)
+            while choice.problem and not replica and self._stale() and self._lock.wait(_STALE_S):
+                choice = self._choose(size, at, replica)
             if choice.problem:
                 raise Refused(choice.problem)
             for id in choice.drop:
@@ -92,21 +103,34 @@ class Rooms:
             room = self._rooms[self._next] = Room(self._next, file, at, replica)
             return room
 
+    def _choose(self, size: int, at: pool.At, replica: bool) -> pool.Choice:
+        rooms = [room.seen() for room in self._rooms.values()]
+        return pool.choose(rooms, size, self.budget, at, self._complete, replica=replica)
+
+    def _stale(self) -> bool:
+        return any(room.stale for room in self._rooms.values())
+
     def hold(self, room: Room, part: Part, index: Sequence[Item], tail: bytes) -> None:
-        """Write tail and header; the part can be opened from now on."""
-        room.file.finish(part, tail)
+        """Write tail and header; the part can be opened from now on. Raises Refused if it has been given up meanwhile."""
+        if not room.stale:
+            room.file.finish(part, tail)
         with self._lock:
+            if room.stale:
+                raise Refused(f"{part} was given up: training goes on from another snapshot")
             room.part, room.index, room.tail, room.users = part, index, len(tail), room.users - 1
 
     def release(self, room: Room) -> None:
         """Somebody no longer uses a room."""
         with self._lock:
             room.users -= 1
+            if room.stale and not room.users:
+                room.clear()
+                self._lock.notify_all()
 
     def parts(self) -> list[Part]:
         """The parts that can be opened here."""
         with self._lock:
-            return [room.part for room in self._rooms.values() if room.part]
+            return [room.part for room in self._rooms.values() if room.part and not room.stale]
 
     def ids(self) -> list[int]:
         """All rooms."""
@@ -122,7 +146,7 @@ class Rooms:
         """The room that holds a part; `release` it. Raises Damaged."""
         with self._lock:
             for room in self._rooms.values():
-                if room.part and room.part.name == part.name:
+                if room.part and room.part.name == part.name and not room.stale:
                     room.users += 1
                     return room
         raise Damaged(f"{part} is not in the memory of this worker any more")
@@ -137,12 +161,13 @@ class Rooms:
             self.release(room)
 
     def forget(self, keep: pool.At | None) -> None:
-        """Give up all parts except those of the snapshot `keep`."""
+        """Give up all parts except those of the snapshot `keep`, and those that an earlier start has written just now."""
         with self._lock:
             for room in self._rooms.values():
-                if room.part and room.at != keep and not room.users:
-                    room.part = None
-                    room.file.clear()
+                if room.at != keep:
+                    room.stale = bool(room.users)
+                    if room.part and not room.users:
+                        room.clear()
 
     def close(self) -> None:
         """Free what nobody uses; the rest is freed with the process."""
