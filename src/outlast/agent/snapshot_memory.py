@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 def begin(environ: Mapping[str, str], workers: int, restore: Callable[[], None]) -> Server | None:
     """Serve memory to the ranks of a worker, one of so many on this machine. None where snapshots are off, or cannot be kept.
 
+    Without memory the ranks still read the snapshots of other workers. So these count although this worker can keep none.
     `restore` fetches the newest checkpoint of the job's store when ranks ask for it.
     """
     Path(environ[Env.STATE], contract.SNAPSHOTS).unlink(missing_ok=True)  # an agent that was killed has left it
@@ -28,8 +29,6 @@ def begin(environ: Mapping[str, str], workers: int, restore: Callable[[], None])
     given = memory.Machine().budget(asked, workers)
     if not given.bytes or (isinstance(asked, int) and given.bytes < asked):
         print(f"outlast | snapshots in memory: {given.reason}", flush=True)
-    if not given.bytes:
-        return None
     snapshots = server.Server(environ, given.bytes, restore)
     try:
         snapshots.start()
