@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +60,11 @@ class Agents:
     def _elected(self, generation: int) -> election.Election:
         held = [Held(part, agent.address) for agent in self.servers.values() for part in agent.rooms.parts()]
         return election.newest(held, "r", generation)
+
+    def settle(self) -> None:
+        """Wait until what ranks have left behind is held."""
+        while any(agent.rooms.busy() for agent in self.servers.values()):
+            time.sleep(0.001)
 
     def damage(self, worker: int, kind: str, step: int, *, replica: bool = False) -> None:
         """Change a bit of the data of parts."""

@@ -1,25 +1,53 @@
 """Worlds that are struck three times by chance, with memory only: the newest state that is left wins, and no bit differs.
 
-Ten of 200 schedules; OUTLAST_TEST_SCHEDULES=200 for all.
+A third has two replicas and may lose two workers at once, a third has two ranks in each worker, and a quarter of the others is
+resized on the way. Ten of 200 schedules; OUTLAST_TEST_SCHEDULES=200 for all.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import worlds
+from outlast import contract
+from outlast.contract import Env
+from outlast.ledger import read
 from outlast.workerfiles import progress
+from outlast.workerfiles.progress import Progress
 from test_memory import SELDOM, Agents, restored, same
 from worlds import Calm, Training
 
-RANKS = 3
+FIRST = 4
+"""k until it is chosen."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Of the worlds of a schedule."""
+
+    workers: tuple[int, ...] = (3, 3, 3, 3)
+    """By generation."""
+    local: int = 1
+    """Ranks of each worker."""
+    replicas: int = 1
+
+    def env(self) -> dict[str, str]:
+        return {**SELDOM, Env.REPLICAS: str(self.replicas)}
+
+
+def drawn(rng: random.Random) -> Shape:
+    sizes = rng.choice([(3, 3, 3, 3)] * 3 + [(3, 2, 3, 2), (2, 3, 2, 3)])
+    return rng.choice([Shape(sizes), Shape(sizes, replicas=2), Shape((2, 2, 2, 2), local=2)])
 
 
 @pytest.fixture
@@ -30,45 +58,105 @@ def agents(tmp_path: Path) -> Iterator[Agents]:
         each.close()
 
 
-def moment(agents: Agents, generation: int, rng: random.Random) -> tuple[str, Callable[[], bool]]:
-    """When to strike: at a step, while a snapshot is made or replicated, or while the world finds out where to go on."""
-    step = rng.randrange(2, 17)
+class Struck:
+    """Worlds of one shape, and what is known of what they leave."""
 
-    def records() -> list[progress.Progress]:
-        found = (progress.read(agents.output / "workers" / str(rank), 0) for rank in range(RANKS))
+    def __init__(self, agents: Agents, shape: Shape, plan: Training, rng: random.Random) -> None:
+        self.agents, self.shape, self.plan, self.rng = agents, shape, plan, rng
+        self.newest = 0, 0
+        """What there is to go on from."""
+        self.lost: set[int] = set()
+        """The workers that were lost since a snapshot was complete."""
+
+    def records(self, generation: int) -> list[Progress]:
+        """The last records of the ranks of a generation."""
+        workers, local = self.shape.workers[generation - 1], range(self.shape.local)
+        found = (progress.read(self.agents.output / "workers" / str(w), n) for w in range(workers) for n in local)
         return [each for each in found if each and each.generation == generation]
 
-    def parts() -> list[int]:
-        return [part.step for agent in agents.servers.values() for part in agent.rooms.parts() if part.generation == generation]
+    def moment(self, generation: int) -> Callable[[], bool]:
+        """When to strike: at a step, while a snapshot is made or replicated, or while the world finds out where to go on."""
+        step, workers = self.rng.randrange(2, 17), self.shape.workers[generation - 1]
+        held = 2 * workers * self.shape.local
+        replicated = held + workers * self.shape.local * min(self.shape.replicas, workers - 1)
 
-    match kind := rng.choice(["step", "snapshot", "replication", "election"]):
-        case "step":
-            return kind, lambda: any(each.step >= step for each in records())
-        case "snapshot":  # some parts of the newest are held
-            return kind, lambda: any(0 < parts().count(at) < 2 * RANKS for at in parts() if at >= step)
-        case "replication":  # all, but not all replicas
-            return kind, lambda: any(2 * RANKS <= parts().count(at) < 3 * RANKS for at in parts() if at >= step)
-        case _:
-            return kind, lambda: any(each.phase == "restore" for each in records())
+        def parts() -> list[int]:
+            every = (part for agent in self.agents.servers.values() for part in agent.rooms.parts())
+            return [part.step for part in every if part.generation == generation]
+
+        match self.rng.choice(["step", "snapshot", "replication", "election"]):
+            case "step":
+                return lambda: any(each.step >= step for each in self.records(generation))
+            case "snapshot":  # some parts of the newest are held
+                return lambda: any(0 < parts().count(at) < held for at in parts() if at >= step)
+            case "replication":  # all, but not all replicas
+                return lambda: any(held <= parts().count(at) < replicated for at in parts() if at >= step)
+            case _:
+                return lambda: any(each.phase == "restore" for each in self.records(generation))
+
+    def strike(self, generation: int) -> None:
+        """Train until the moment comes; then kill a process, all, or workers with their memory, and at last the rest."""
+        rng, workers, local = self.rng, self.shape.workers[generation - 1], self.shape.local
+        reads = len(self.agents.store_reads)
+        program = functools.partial(worlds.train, self.plan)
+        how = self.shape.env()
+        processes = worlds.started(program, self.agents.output, workers * local, generation=generation, local=local, **how)
+        come = self.moment(generation)
+        while not come() and all(process.is_alive() for process in processes):
+            time.sleep(0.001)
+        for process in rng.sample(processes, rng.choice([1, 1, len(processes)])):
+            process.kill()
+        left = set(range(self.shape.workers[generation], workers))
+        more = rng.choice([0, 0, self.shape.replicas, self.shape.replicas]) - len(left)
+        lost = left | set(rng.sample(sorted(set(range(workers)) - left), max(0, more)))
+        for worker in lost:
+            for process in processes[worker * local : (worker + 1) * local]:
+                process.kill()
+        for worker in lost:
+            self.agents.lose(worker)
+        for process in processes:
+            process.kill()
+            process.join()
+        for worker in range(self.shape.workers[generation]):
+            if worker not in self.agents.servers:
+                self.agents.start(worker)
+        self.agents.settle()
+        self.check(generation, lost, reads)
+
+    def check(self, generation: int, lost: set[int], reads: int) -> None:
+        """Whether the world began with the newest there was, and has left what it must."""
+        records, before = self.records(generation), self.newest
+        began = [
+            e["step"]
+            for e in read(self.agents.output / contract.LEDGER)
+            if (e["kind"], e.get("generation")) == ("restored", generation)
+        ]
+        assert all(step >= before[1] for step in began), "never older than the newest that could be reached"
+        assert before == (0, 0) or len(self.agents.store_reads) == reads, "a store is asked only where nobody has a snapshot"
+        known = generation, max((each.snapshot for each in records), default=0)
+        self.lost = lost if known[1] else self.lost | lost
+        self.newest = self.agents.newest(generation + 1).at if self.agents.has(generation + 1) else (0, 0)
+        if len(self.lost) > self.shape.replicas:
+            return
+        assert self.newest >= max(before, known if known[1] else before), "what is complete outlives as many losses as replicas"
+        trained = [each for each in records if each.phase == "train"]
+        if self.plan.patient and began and len(trained) == self.shape.workers[generation - 1] * self.shape.local:
+            every = max(each.every for each in trained) or FIRST
+            assert min(each.step for each in trained) - self.newest[1] <= every + 1, "k steps, and the snapshot in progress"
 
 
-def strike(agents: Agents, plan: Training, generation: int, rng: random.Random) -> None:
-    """Train until the moment comes, or to the end; then kill a process, all, or a worker with its memory, and so the world."""
-    program = functools.partial(worlds.train, plan)
-    processes = worlds.started(program, agents.output, RANKS, generation=generation, **SELDOM)
-    _, come = moment(agents, generation, rng)
-    while not come() and all(process.is_alive() for process in processes):
-        time.sleep(0.001)
-    for process in rng.sample(processes, rng.choice([1, 1, RANKS])):
-        process.kill()
-    if rng.random() < 0.4:  # one, as there is one replica
-        lost = rng.randrange(RANKS)
-        processes[lost].kill()
-        agents.lose(lost)
-        agents.start(lost)
-    for process in processes:
-        process.kill()
-        process.join()
+def seen_once(agents: Agents) -> bool:
+    """Whether each sample is in the steps that count exactly once."""
+    began = {e["generation"]: e["step"] for e in read(agents.output / contract.LEDGER) if e["kind"] == "restored"}
+    seen: Counter[tuple[int, int]] = Counter()
+    last = worlds.LAST
+    for generation in sorted(began, reverse=True):
+        for path in agents.output.glob(f"consumed-*-{generation}.jsonl"):
+            for record in map(json.loads, path.read_text().splitlines()):
+                if began[generation] < record["step"] <= last:
+                    seen.update((record["epoch"], index) for index in record["indices"])
+        last = min(last, began[generation])
+    return set(seen.values()) == {1} and len(seen) == 4 * 150
 
 
 @pytest.mark.slow
@@ -76,15 +164,18 @@ def strike(agents: Agents, plan: Training, generation: int, rng: random.Random) 
 def test_a_random_schedule_of_losses_ends_with_the_same_bits_from_memory_alone(agents: Agents, calm: Calm, seed: int):
     rng = random.Random(seed)
     plan = Training("mlp", rng.choice(["sgd", "adamw"]), sharded=rng.random() < 0.5)
-    eager = Training(plan.net, plan.optimizer, sharded=plan.sharded, eager=True, pause_s=0.01)
-    for rank in range(RANKS):
-        agents.start(rank)
+    shape = drawn(rng)
+    eager = dataclasses.replace(plan, eager=True, pause_s=0.01, patient=rng.random() < 0.5)
+    for worker in range(shape.workers[0]):
+        agents.start(worker)
+    struck = Struck(agents, shape, eager, rng)
     for generation in (1, 2, 3):
-        strike(agents, eager, generation, rng)
-    reads = len(agents.store_reads)
-    expected = agents.newest(4).at if agents.has(4) else (0, 0)
-    end = agents.train(eager, RANKS, 4)
-    assert end.codes == [0] * RANKS, end.errors
-    assert restored(end)["step"] == expected[1], "neither older nor newer than what was left"
-    assert len(agents.store_reads) == reads + (expected == (0, 0)), "a store is asked only where nobody has a snapshot"
-    assert same(end, calm(plan, RANKS))
+        struck.strike(generation)
+    reads, ranks = len(agents.store_reads), shape.workers[3] * shape.local
+    end = worlds.world(eager, agents.output, ranks, generation=4, local=shape.local, **shape.env())
+    assert end.codes == [0] * ranks, end.errors
+    assert restored(end)["step"] >= struck.newest[1], "never older than what was left"
+    assert len(agents.store_reads) == reads + (struck.newest == (0, 0)), "a store is asked only where nobody has a snapshot"
+    assert seen_once(agents)
+    if len(set(shape.workers)) == 1:
+        assert same(end, calm(plan, ranks))

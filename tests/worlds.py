@@ -59,6 +59,8 @@ class Training:
     """FSDP2 instead of DDP."""
     eager: bool = False
     """Take a snapshot at each step, however long that takes; be killed in any generation, without waiting for a checkpoint."""
+    patient: bool = False
+    """End a step when the snapshot of the one before is complete, so that each is taken that is due."""
     reference: bool = False
     """Record the hash of the weights after every step and after resuming."""
 
@@ -159,6 +161,8 @@ def train(plan: Training) -> None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             if run.rank == 0 and step == plan.leave_at:
                 Path(os.environ[contract.Env.NOTICE]).write_text("{}")
+            while plan.patient and run._snapshots._working and not run._snapshots._settled():
+                time.sleep(0.001)
             leaving = run.interrupted()
             if leaving or run.due(step):
                 run.save(step)
@@ -225,17 +229,17 @@ def started(
     generation: int | None = 1,
     run: str = "r",
     disks: Sequence[str] = (),
+    local: int = 1,
     **env: str,
 ) -> list[ForkServerProcess]:
-    """The processes of a world; `env` adds to the environment or replaces what it says.
+    """The processes of a world; `env` adds to the environment or replaces what it says. `local` of them are of one worker.
 
     With `disks`, each name is a worker with an output directory of its own below `output`; ranks of the same name are its
     processes.
     """
     everybody = {
         "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": str(local),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(ports.free()),
         "OMP_NUM_THREADS": "1",
@@ -247,14 +251,19 @@ def started(
         everybody[contract.Env.GENERATION] = str(generation)
     processes = []
     for rank in range(ranks):
-        state = output / "workers" / str(rank)
+        worker, number = divmod(rank, local)
+        state, stderr = output / "workers" / str(worker), output / "workers" / str(rank) / "stderr"
         state.mkdir(parents=True, exist_ok=True)
-        own = {"RANK": str(rank), contract.Env.STATE: str(state), contract.Env.NOTICE: str(state / contract.NOTICE)}
+        stderr.parent.mkdir(exist_ok=True)
+        own = {"RANK": str(rank), "LOCAL_RANK": str(number), contract.Env.STATE: str(state)}
+        own[contract.Env.NOTICE] = str(state / contract.NOTICE)
+        if local > 1:
+            own[contract.Env.WORKER] = str(worker)
         if disks:
             own[contract.Env.OUTPUT] = str(output / disks[rank])
             own[contract.Env.WORKER] = str(list(dict.fromkeys(disks)).index(disks[rank]))
             own["LOCAL_RANK"], own["LOCAL_WORLD_SIZE"] = str(disks[:rank].count(disks[rank])), str(disks.count(disks[rank]))
-        process = fork.Process(daemon=True, target=_rank, args=(program, {**everybody, **own, **env}, str(state / "stderr")))
+        process = fork.Process(daemon=True, target=_rank, args=(program, {**everybody, **own, **env}, str(stderr)))
         process.start()
         processes.append(process)
     return processes
