@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from outlast.contract import Env
+from outlast.ledger import Ledger
 from outlast.snapshots import client, election, server
 from outlast.snapshots.election import Held
 from outlast.snapshots.parts import Part
 from outlast.training import capture, checkpoint
 from outlast.training.memory_reader import Reader
+from outlast.training.snapshots import Place, Snapshots
 
 
 class Rank:
@@ -203,6 +205,45 @@ def test_rooms_that_are_used_no_more_are_not_kept_mapped(rank: Rank) -> None:
         thing.size *= 2
     maps = Path("/proc/self/maps").read_text().count("outlast-snapshot")
     assert maps <= 2 * len(rank.server.rooms.ids()) + 2, "the agent, in this process, maps them, too"
+
+
+class Broken:
+    """A thing that has no state yet."""
+
+    def state_dict(self) -> dict[str, int]:
+        raise RuntimeError("consolidate first")
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+def the_snapshots(connected: client.Client | None, tmp_path: Path) -> Snapshots:
+    return Snapshots(connected, Place("r", 1, 1, 0, 0, 0, 1), Ledger(tmp_path / "ledger", "rank-0"), lambda **changes: None)
+
+
+def test_a_state_that_cannot_be_copied_ends_the_snapshots_and_not_the_training(
+    rank: Rank, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = the_snapshots(rank.client, tmp_path)
+    ours.begin({"thing": Broken()}, (0, 0), dict)
+    for step in (1, 2):
+        ours.heard(ours.votes())
+        ours.boundary(step)
+    assert "the state of step 1 cannot be copied: RuntimeError('consolidate first')" in caplog.text
+    assert ours.votes() == (0.0, 0.0, 1.0, 0.0)
+
+
+def test_the_interval_follows_steps_that_become_fast_while_each_has_a_snapshot(tmp_path: Path) -> None:
+    ours = the_snapshots(None, tmp_path)
+    ours._copies_s.append(0.005)
+    for _ in range(3):
+        ours._measure(1.0)
+    ours._choose(0.005)
+    assert ours._every == 1
+    for _ in range(10):
+        ours._flying, ours._landed = 0.0, True
+        ours._measure(0.01)
+    ours._choose(0.005)
+    assert ours._every == 50
 
 
 class Grown:

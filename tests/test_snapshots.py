@@ -22,6 +22,7 @@ from outlast.errors import NotRestored, OutlastError, StoreError
 from outlast.snapshots import client, parts, server, wire
 from outlast.snapshots.client import Client
 from outlast.snapshots.parts import Damaged, Item, Part
+from outlast.snapshots.rooms import Refused, Rooms
 
 KEY = "secret of the run"
 LARGE = 64 << 20
@@ -412,3 +413,25 @@ def test_a_rank_unmaps_rooms_that_its_agent_has_given_up(workers: Workers) -> No
     for step, size in enumerate((TOTAL // 2, TOTAL // 2, TOTAL, TOTAL, TOTAL), start=1):
         assert published(rank, a_part(step), data=bytes(size), complete=(1, step - 1)) == "held"
     assert sorted(rank._maps) == agent.rooms.ids() == [3, 4]
+
+
+def test_after_going_back_the_snapshot_it_went_back_to_stays_and_a_late_part_of_the_lost_steps_does_not_appear() -> None:
+    rooms = Rooms("run", 1 << 20, lambda: 1 << 30)
+
+    def held(step: int) -> None:
+        room = rooms.take(1000, (1, step))
+        tail = parts.tail([], [])
+        rooms.hold(room, parts.finished(a_part(step, 1000), [], tail), [], tail)
+
+    held(3)
+    late = rooms.take(1000, (1, 4))
+    rooms.admit("run", (1, 4), (1, 4))  # others have said that it is complete
+    rooms.forget((1, 3))
+    with pytest.raises(Refused, match="given up"):
+        rooms.hold(late, parts.finished(a_part(4, 1000), [], parts.tail([], [])), [], parts.tail([], []))
+    rooms.release(late)
+    assert [part.step for part in rooms.parts()] == [3]
+    rooms.admit("run", (1, 4), (1, 3))
+    rooms.take(1000, (1, 4))
+    assert [part.step for part in rooms.parts()] == [3]
+    rooms.close()

@@ -205,6 +205,7 @@ class Uploader:
         while waiting := self.waiting():
             checkpoint = self._checkpoints.next_(waiting, self._retention)
             self.update(doing=f"checkpoint of step {checkpoint.step}", backlog=sum(c.bytes for c in waiting))
+            self._growing.push([contract.METRICS], stop)  # first: a machine that takes over from this checkpoint needs them
             outcome = self._checkpoints.push(checkpoint, journals=self._journals, stop=stop)
             if outcome.kind == "waiting":
                 raise store.StoreError(outcome.reason, retry=True)

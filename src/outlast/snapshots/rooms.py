@@ -161,8 +161,9 @@ class Rooms:
             self.release(room)
 
     def forget(self, keep: pool.At | None) -> None:
-        """Give up all parts except those of the snapshot `keep`, and those that an earlier start has written just now."""
+        """Give up all parts but those of the snapshot `keep`, from which training goes on: it is the newest complete one now."""
         with self._lock:
+            self._before = self._complete = keep or (0, 0)
             for room in self._rooms.values():
                 if room.at != keep:
                     room.stale = bool(room.users)

@@ -186,6 +186,8 @@ class _Cpu(Device):
 
 class _Cuda(Device):
     def register(self, memory: torch.Tensor) -> bool:
+        if memory.is_pinned():  # registering it again is an error, which the next kernel would raise
+            return True
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
 

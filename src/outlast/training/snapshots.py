@@ -27,7 +27,7 @@ from outlast.contract import Env
 from outlast.errors import OutlastError
 from outlast.ledger import Ledger
 from outlast.snapshots import peers
-from outlast.snapshots.client import Client, NoMemory
+from outlast.snapshots.client import Client
 from outlast.snapshots.parts import Part
 from outlast.training import capture
 from outlast.training.capture import Capture, Content
@@ -95,6 +95,8 @@ class Snapshots:
         """When the last boundary ended."""
         self._steps_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
         """Of steps without a snapshot."""
+        self._all_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
+        """Of all steps."""
         self._longer_s: collections.deque[float] = collections.deque(maxlen=_SNAPSHOTS)
         """By how much steps were longer while a snapshot was completed, of each snapshot together."""
         self._copies_s: collections.deque[float] = collections.deque(maxlen=_SNAPSHOTS)
@@ -154,8 +156,10 @@ class Snapshots:
         if self._agreed and self._capture is not None and step > self._taken:
             try:
                 self._take(step, self._capture)
-            except (NoMemory, OutlastError) as problem:
+            except OutlastError as problem:
                 self._problem = str(problem)
+            except Exception as error:  # training goes on, with a kind of state that a snapshot cannot hold, too
+                self._problem = f"the state of step {step} cannot be copied: {error!r}"
             self._taken, self._since, self._flying, self._landed = step, 0, 0.0, False
             self._copied_s += time.monotonic() - now
         self._agreed = False
@@ -163,14 +167,21 @@ class Snapshots:
 
     def _measure(self, step_s: float) -> None:
         """Count a step."""
+        self._all_s.append(step_s)
         if self._flying is None:
             self._steps_s.append(step_s)
             return
-        self._flying += step_s - statistics.median(self._steps_s) if self._steps_s else 0.0
+        if self._steps_s:  # an evaluation is no step: at most the double counts
+            usual = self._usual_s()
+            self._flying += min(step_s, 2 * usual) - usual
         if self._landed:
             self._longer_s.append(self._flying)
             self._flying = None
             self._cost_s = sum(max(0.0, statistics.median(some)) for some in (self._copies_s, self._longer_s) if some)
+
+    def _usual_s(self) -> float:
+        """Seconds that a step takes without snapshots. Those with one are an upper bound, also if each has one."""
+        return min(statistics.median(self._steps_s), statistics.median(self._all_s))
 
     def spent_s(self) -> float:
         """Seconds that copying has taken since the last call."""
@@ -195,10 +206,13 @@ class Snapshots:
 
         def publish() -> None:
             assert self._client is not None
-            copied()
-            for room, part, index in parts:
-                to = place.to if part.kind == "unique" else ()
-                self._client.publish(room, part, index, to=to, complete=self._complete)
+            try:
+                copied()
+                for room, part, index in parts:
+                    to = place.to if part.kind == "unique" else ()
+                    self._client.publish(room, part, index, to=to, complete=self._complete)
+            except Exception as error:  # in a thread nobody would hear of it
+                self._problem = f"the state of step {step} cannot be copied: {error!r}"
 
         if capturing.beside:
             self._copying = threading.Thread(target=publish, name="outlast-snapshot", daemon=True)
@@ -217,6 +231,8 @@ class Snapshots:
         assert self._client is not None
         if self._copying is not None and self._copying.is_alive():
             return False
+        if self._problem:
+            return True
         states = self._client.poll()
         ours = {kind: states.get((kind, self._taken), "") for kind in ("shared", "unique")}
         for kind, state in ours.items():
@@ -236,7 +252,7 @@ class Snapshots:
         """Choose k, on rank 0, from the mean over the ranks of what a snapshot takes."""
         if self._place.rank > 0 or len(self._steps_s) < _LEARN:
             return
-        step_s = statistics.median(self._steps_s)
+        step_s = self._usual_s()
         self._every = interval(cost_s, step_s)
         now = time.monotonic()
         if self._every != self._said and now - self._said_at >= _EVENT_S:
