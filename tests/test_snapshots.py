@@ -424,6 +424,7 @@ def test_after_going_back_the_snapshot_it_went_back_to_stays_and_a_late_part_of_
         rooms.hold(room, parts.finished(a_part(step, 1000), [], tail), [], tail)
 
     held(3)
+    rooms.admit("run", (1, 4), (1, 3))
     late = rooms.take(1000, (1, 4))
     rooms.admit("run", (1, 4), (1, 4))  # others have said that it is complete
     rooms.forget((1, 3))
