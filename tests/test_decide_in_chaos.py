@@ -91,8 +91,8 @@ class Chaos(RuleBasedStateMachine):
 
     @rule(node=st.integers(0, 5))
     def a_node_is_lost(self, node: int) -> None:
-        well = [n for n in self.cluster.all("Node") if not n["spec"].get("taints")]
-        if len(well) > 2 and any(n["metadata"]["name"] == f"node-{node}" for n in well):
+        well = {n["metadata"]["name"] for n in self.cluster.all("Node") if not n["spec"].get("taints")} - self.cluster.lost.keys()
+        if len(well) > 2 and f"node-{node}" in well:
             self.failures += 2
             self.cluster.lose(f"node-{node}")
 

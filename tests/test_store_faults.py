@@ -587,7 +587,9 @@ def test_a_stopped_upload_goes_on(proxy: Proxy, tmp_path: Path) -> None:
     proxy.forget()
     place.upload(path, "x", journal=journal)
     if proxy.place and proxy.place.server.name == "moto":
-        assert bodies(proxy) <= 11
+        parts = [request.path for request in proxy.requests if request.method == "PUT"]
+        sent = {path.partition("partNumber=")[2].partition("&")[0] for path in parts}
+        assert 0 < len(sent - {""}) <= 11, "a busy server may be sent a part twice, but not one that it has"
     assert place.get("x") == path.read_bytes()
 
 
