@@ -350,9 +350,10 @@ class Handler(RendezvousHandler):
             self._client.amend(mesh=self.mesh.complete, unheard=self.mesh.unheard, refused=self.mesh.refused)
 
     def _listening(self) -> bool:
-        """Whether the training reads notices, i.e. has opened a session: then it saves and leaves by itself."""
+        """Whether the training reads notices, i.e. is in an open session: then it saves and leaves by itself. Before that it has
+        nothing to save, and may wait for a rank that has left already."""
         records = self._records()
-        return len(records) == self._processes and all(record.phase != "started" for record in records)
+        return len(records) == self._processes and all(record.phase not in ("started", "open") for record in records)
 
     def _records(self) -> list[progress.Progress]:
         """What the processes of this world have recorded; not those of an earlier attempt, which are dead."""
