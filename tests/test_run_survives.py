@@ -58,7 +58,9 @@ def test_whatever_is_killed_or_stopped_changes_nothing_in_the_result(machine, un
     assert "exact.py" in Path(hang["stacks"]).read_text(), "py-spy's stacks show where it stood"
 
     status = machine.end(name, hurry=True)
-    assert (status.state, status.generation, status.restarts) == (State.SUCCEEDED, before.generation + 1, 3)
+    assert (status.state, status.restarts) == (State.SUCCEEDED, 3)
+    worlds_since = status.generation - before.generation
+    assert 1 <= worlds_since <= 3, "the lost worker's; its members repair the others, or the launcher if they take over 2 s"
     assert machine.final(name) == undisturbed(ARGS, 2)
 
 
