@@ -229,6 +229,29 @@ class Annotation:
     """Of a member's Lease where agents coordinate through an etcd: `{revision, said}` as JSON, the last message read."""
     JOB_FILE = f"{GROUP}/job-file"
     """Of a pod that the operator creates: the job file as pods read it."""
+    LEAVING_AT = f"{GROUP}/leaving-at"
+    """Of a node that is about to go, or of a worker's pod that has to leave: the deadline, RFC 3339 in UTC."""
+    LEAVING_REASON = f"{GROUP}/leaving-reason"
+    """Beside LEAVING_AT: why, as one sentence."""
+
+
+class LeavingKind(enum.StrEnum):
+    """Values of the taint LEAVING: why a node is about to go."""
+
+    SPOT = "spot"
+    REBALANCE = "rebalance"
+    MAINTENANCE = "maintenance"
+    TERMINATING = "terminating"
+    UNKNOWN = ""
+    """Not given, or a kind of another version."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> LeavingKind:
+        return cls.UNKNOWN
+
+
+LEAVING = f"{GROUP}/leaving"
+"""Key of the taint of a node that is about to go, effect NoSchedule; its value is a `LeavingKind`."""
 
 
 LEASE_S = 30.0
