@@ -34,7 +34,7 @@ class Agents:
     def start(self, worker: int, budget: int = 64 << 20) -> None:
         state = self.output / "workers" / str(worker)
         state.mkdir(parents=True, exist_ok=True)
-        environ = {Env.RUN: "r", Env.STATE: str(state), Env.RENDEZVOUS_KEY: "secret", "OUTLAST_NODE": f"n{worker}"}
+        environ = {Env.RUN: "r", Env.STATE: str(state), Env.RENDEZVOUS_KEY: "secret", Env.NODE: f"n{worker}"}
         self.servers[worker] = server.Server(environ, budget, lambda: self.store_reads.append(worker))
         self.servers[worker].start()
 

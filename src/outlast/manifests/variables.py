@@ -65,6 +65,8 @@ def _contract(request: Request, *, index: Source, rendezvous: str, stay: bool) -
     return {
         Env.NAMESPACE: of_field("metadata.namespace"),
         Env.ADDRESS: of_field("status.podIP"),
+        Env.NODE: of_field("spec.nodeName"),
+        Env.ZONE: of_field("metadata.labels['topology.kubernetes.io/zone']"),  # copied from the node since Kubernetes 1.35
         Env.JOB: plain(name),
         Env.RUN: plain(request.run),
         Env.WORKER: index,

@@ -99,8 +99,8 @@ class Server:
 
     def hello(self) -> dict[str, object]:
         """What a rank is told first."""
-        node = self._environ.get("OUTLAST_NODE") or _boot_id()
-        where = {"node": node, "zone": self._environ.get("OUTLAST_ZONE", "")}
+        node = self._environ.get(Env.NODE) or _boot_id()
+        where = {"node": node, "zone": self._environ.get(Env.ZONE, "")}
         return {"address": self.address, "budget": self.rooms.budget, "key": self._key.hex(), **where}
 
     def publish(self, publication: Publication) -> None:
