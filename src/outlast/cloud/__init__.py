@@ -1,1 +1,1 @@
-"""What a cloud has beside its clusters: registries of images. Called by the command line; knows nothing of jobs."""
+"""What is asked of a cloud: images and their registry, volumes, dashboards. Called by the command line; knows nothing of jobs."""
