@@ -16,8 +16,9 @@ from kubernetes_validate import utils as schemas
 from outlast.kube import kinds, ownership
 from outlast.legacy import decide as controller
 from outlast.legacy import pods
-from outlast.operator import reconcilers
+from outlast.operator import job_status, reconcilers
 from outlast.operator.cache import CachedJob
+from outlast.operator.leaving import Leave
 from outlast.operator.plan import Document, Plan
 from outlast.operator.queues import ClusterFeatures
 from outlast.operator.snapshot import Limits
@@ -267,7 +268,8 @@ class Cluster:
         self.pods: dict[str, Document] = {}
         self.services: set[str] = set()
         self.lost: set[str] = set()
-        self.leaving: dict[str, str] = {}
+        self.leaving: dict[str, Leave] = {}
+        """By node."""
         self.removed: list[str] = []
         self.notes: list[str] = []
         self.writes = 0
@@ -275,9 +277,11 @@ class Cluster:
 
     def decide(self) -> Plan:
         before = copy.deepcopy((self.job, list(self.pods.values())))
-        plan = controller.decide(self.job, list(self.pods.values()), self.now, lost=self.lost, leaving=self.leaving)
+        on = {pod["metadata"]["uid"]: pod["spec"].get("nodeName") for pod in self.pods.values()}
+        leaving = {uid: leave for uid, node in on.items() if (leave := self.leaving.get(node or ""))}
+        plan = controller.decide(self.job, list(self.pods.values()), self.now, lost=self.lost, leaving=leaving)
         assert (self.job, list(self.pods.values())) == before
-        assert plan == controller.decide(self.job, list(self.pods.values()), self.now, lost=self.lost, leaving=self.leaving)
+        assert plan == controller.decide(self.job, list(self.pods.values()), self.now, lost=self.lost, leaving=leaving)
         return plan
 
     def look(self, *, parts: int = 4) -> Plan:
@@ -615,10 +619,11 @@ def test_a_worker_on_a_node_that_is_lost_is_made_again_elsewhere() -> None:
 
 def test_a_worker_leaves_a_node_that_will_soon_be_gone_and_that_does_not_count() -> None:
     cluster = running()
-    cluster.leaving = {"node-1": "aws-node-termination-handler/spot-itn"}
+    cluster.leaving = {"node-1": Leave("aws-node-termination-handler/spot-itn", cluster.now + 15)}
     plan = cluster.look()
-    reason = "its node node-1 is about to be terminated (aws-node-termination-handler/spot-itn); it is created again elsewhere"
-    assert [(each.name, each.grace_s, each.reason) for each in plan.deletes] == [("cifar-worker-1", None, reason)]
+    cause = f"aws-node-termination-handler/spot-itn, by {job_status.text(cluster.now + 15)}"
+    reason = f"its node node-1 is about to be terminated ({cause}); it is created again elsewhere"
+    assert [(each.name, each.grace_s, each.reason) for each in plan.deletes] == [("cifar-worker-1", 13, reason)]
     cluster.settle()
     assert (cluster.indices, cluster.status["restarts"]) == ([0, 1], 0)
     plan = cluster.look()  # it was put on the same node again

@@ -347,6 +347,9 @@ NOTICE = "notice.json"
 """`{kind: leave|call, reason, generation, deadline}`: the agent asks this worker to leave, or the coordinator calls the world
 together again (then `generation` is the one to come). Training saves at the next step boundary and exits with 75."""
 
+LEAVE = "leave.json"
+"""`{deadline, reason}`: the operator's deadline for this worker, seconds since the epoch; written by
+`rendezvous.transports.kubernetes`, for the agent."""
 
 SNAPSHOTS = "snapshots.sock"
 """Socket at which the agent serves memory for snapshots, see `snapshots.server`; absent where there is none."""

@@ -1,6 +1,6 @@
 """Reconciles an ElasticJob of `elastic.pytorch.org`: the archived controller's behaviour, without its defects.
 
-    decide(job, pods, now, lost={"node-a"}, leaving={"node-b": "karpenter.sh/disrupted"})  -> Plan
+    decide(job, pods, now, lost={"node-a"}, leaving={uid: Leave("karpenter.sh/disrupted")})  -> Plan
 
 Its pods run plain torchrun, which forms new worlds by itself; this module creates, replaces and deletes pods, and ends the job.
 Failures are counted in `.status` (`restarts`, `judged`), before a pod is deleted because of one. A job that has settled has an
@@ -21,6 +21,7 @@ from outlast.legacy import pods as legacy
 from outlast.legacy import status as statuses
 from outlast.legacy.snapshot import CAUSE_S, RETRYABLE, Failure, Snapshot, deletion, nnodes_of
 from outlast.operator import job_status
+from outlast.operator.leaving import Leave
 from outlast.operator.plan import Deletion, Document, Event, Plan
 from outlast.rendezvous.world import until
 
@@ -34,10 +35,10 @@ def decide(
     now: float,
     *,
     lost: Collection[str] = (),
-    leaving: Mapping[str, str] | None = None,
+    leaving: Mapping[str, Leave] | None = None,
 ) -> Plan:
-    """The plan. `pods` have the job's labels; `lost` are names of nodes that do not answer or do not exist; `leaving` are nodes
-    about to be terminated, with their taint."""
+    """The plan. `pods` have the job's labels; `lost` are names of nodes that do not answer or do not exist; `leaving` are
+    pods that have to go, by uid."""
     snapshot = Snapshot(job, pods, now, frozenset(lost), leaving or {})
     if job["metadata"].get("deletionTimestamp"):
         return Plan(deletes=tuple(snapshot.stuck()), requeue_at=snapshot.next_stuck())
@@ -108,12 +109,14 @@ def _go_on(snapshot: Snapshot) -> Plan:
         delete(pod, "others have succeeded: nothing is left to train", grace_s=0)
     for pod in snapshot.own.values():
         node = pod["spec"].get("nodeName", "")
-        if (taint := snapshot.leaving.get(node)) is None or snapshot.over(pod):
+        if (leave := snapshot.leaving.get(pod["metadata"]["uid"])) is None or snapshot.over(pod):
             continue
         if (rest := until(podwords.born(pod), _PAUSE_S, snapshot.now)) is not None:
             later.append(rest)  # it was scheduled there in spite of the taint; its successor might be, too
         else:
-            delete(pod, f"its node {node} is about to be terminated ({taint}); it is created again elsewhere")
+            by = f", by {job_status.text(leave.deadline)}" if leave.deadline is not None else ""
+            reason = f"its node {node} is about to be terminated ({leave.cause}{by}); it is created again elsewhere"
+            delete(pod, reason, grace_s=leave.grace_s(pod, snapshot.now))
     for pod in snapshot.stale.values():
         said, told = legacy.nnodes(snapshot.job), nnodes_of(pod)
         why = f"there may be {said} now, and not {told}" if told else "its rendezvous differs from that of new ones"

@@ -27,7 +27,7 @@ def reconcile(limits: Limits, cached: CachedJob, now: float, found: ClusterFeatu
         if pod.node_lost is not None:
             ends[pod.node] = max(ends.get(pod.node, 0.0), max(pod.node_lost, cached.since) + limits.lost_s)
     lost = {node for node, end in ends.items() if end <= now}
-    leaving = {pod.node: pod.node_leaves for pod in pods if pod.node_leaves}
+    leaving = {pod.uid: pod.leave for pod in pods if pod.leave}
     plan = legacy.decide(cached.job, cached.pods, now, lost=lost, leaving=leaving)
     later = [end for end in ends.values() if end > now]
     return dataclasses.replace(plan, requeue_at=min([*later, plan.requeue_at or float("inf")])) if later else plan

@@ -12,6 +12,7 @@ from outlast import contract
 from outlast.kube import pods as podwords
 from outlast.kube.ownership import owned_by
 from outlast.legacy import pods as legacy
+from outlast.operator.leaving import Leave
 from outlast.operator.plan import Deletion, Document
 from outlast.rendezvous import failures
 from outlast.rendezvous.world import until
@@ -53,7 +54,8 @@ class Snapshot:
     pods: Sequence[Document]
     now: float
     lost: frozenset[str]
-    leaving: Mapping[str, str] = field(default_factory=dict)
+    leaving: Mapping[str, Leave] = field(default_factory=dict)
+    """By the uid of the pod."""
 
     @property
     def name(self) -> str:

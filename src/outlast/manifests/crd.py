@@ -327,6 +327,17 @@ def _rendezvous() -> Schema:
             sizes=many("integer", "Allowed numbers of workers."),
             expected=many("integer", "Expected members."),
         ),
+        leaving=known("array", "Workers that have to be gone by a deadline.", items=_leaving()),
+    )
+
+
+def _leaving() -> Schema:
+    return part(
+        "A worker whose node is about to be terminated.",
+        worker=known("integer", "Its index."),
+        uid=known("string", "Uid of its pod."),
+        deadline=known("number", "When it is killed, seconds since the epoch."),
+        reason=known("string", "Why, one sentence."),
     )
 
 

@@ -25,6 +25,8 @@ from outlast.kube.kinds import LEASE, NODE, POD, Kind
 Document = dict[str, Any]
 NamespacedName = tuple[str, str]
 """Namespace and name."""
+_OF_NODES = (Annotation.LEAVING_AT, Annotation.LEAVING_REASON)
+"""The annotations of nodes that are read."""
 _REPEATED = (Annotation.JOB_FILE, "kubectl.kubernetes.io/last-applied-configuration")
 """Annotations that repeat other documents."""
 _WORKER = re.compile(re.escape(contract.worker_name("@", 0)).replace("@", "(?P<job>.+)").replace("0", "[0-9]+"))
@@ -339,7 +341,7 @@ def trimmed(kind: Kind, document: Document) -> Document:
             {name: value for name, value in each.items() if name != "lastHeartbeatTime"}
             for each in status.get("conditions") or ()
         ]
-        meta["annotations"] = {}
+        meta["annotations"] = {name: value for name, value in meta["annotations"].items() if name in _OF_NODES}
         made["spec"] = {name: spec[name] for name in ("taints", "unschedulable", "providerID") if name in spec}
         made["status"] = {"conditions": conditions}
     return made
@@ -395,7 +397,8 @@ def _urgent(kind: Kind, document: Document, body: bytes) -> bytes:
         return _encoded([report, spec.get("holderIdentity"), meta.get("labels"), meta.get("deletionTimestamp")])
     if kind == NODE:
         ready = [(c["type"], c["status"]) for c in (document.get("status") or {}).get("conditions") or () if c["type"] == "Ready"]
-        return _encoded([meta.get("labels"), meta.get("deletionTimestamp"), spec.get("taints"), spec.get("unschedulable"), ready])
+        said = [meta.get("labels"), meta.get("annotations"), meta.get("deletionTimestamp")]
+        return _encoded([*said, spec.get("taints"), spec.get("unschedulable"), ready])
     return body
 
 

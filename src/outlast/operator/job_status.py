@@ -71,6 +71,18 @@ class Lost:
 
 
 @dataclass(frozen=True)
+class Leaving:
+    """A worker that has to be gone by a deadline, for its agent."""
+
+    worker: int
+    uid: str
+    """Of its pod."""
+    deadline: float
+    """Seconds since the epoch."""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class Progress:
     """The training progress that was written last."""
 
@@ -132,6 +144,7 @@ class Status:
     """Uids of pods that may still exist and whose end is counted."""
     silent: tuple[Silent, ...] = ()
     lost: tuple[Lost, ...] = ()
+    leaves: tuple[Leaving, ...] = ()
     counted_failures: tuple[CountedFailure, ...] = ()
     restarts: int = 0
     interruptions: int = 0
@@ -207,6 +220,7 @@ def read(status: Mapping[str, Any]) -> Status:
         handled_pods=tuple(judged.get("pods") or ()),
         silent=tuple(each for fields in judged.get("silent") or () if (each := _valid(Silent, fields))),
         lost=tuple(one for fields in judged.get("lost") or () if (one := _valid(Lost, fields))),
+        leaves=tuple(its for fields in told.get("leaving") or () if (its := _valid(Leaving, fields))),
         counted_failures=tuple(it.counted for fields in status.get("failures") or () if (it := _valid(_Failure, fields))),
         restarts=status.get("restarts", 0),
         interruptions=status.get("interruptions", 0),
@@ -431,6 +445,7 @@ def _rendezvous(status: Status, leave_s: float) -> Document:
         "formed": status.formed or None,
         "born": status.born or None,
         "wanted": dataclasses.asdict(status.wanted) if status.wanted else None,
+        "leaving": [{**dataclasses.asdict(each), "deadline": _ms(each.deadline)} for each in status.leaves] or None,
     }
 
 

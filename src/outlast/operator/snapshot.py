@@ -17,9 +17,10 @@ from outlast.errors import InvalidJob
 from outlast.kube import ownership, wire
 from outlast.kube import pods as podwords
 from outlast.manifests import gang, kueue
-from outlast.operator import job_status, queues
+from outlast.operator import job_status, leaving, queues
 from outlast.operator.cache import CachedJob
 from outlast.operator.job_status import Status
+from outlast.operator.leaving import Leave
 from outlast.operator.queues import ClusterFeatures
 from outlast.rendezvous import failures
 from outlast.rendezvous.etcd import schema
@@ -28,19 +29,6 @@ from outlast.rendezvous.world import Member, MemberState
 from outlast.status import Failure
 
 Document = Mapping[str, Any]
-
-LEAVING = (
-    "karpenter.sh/disrupted",
-    "karpenter.sh/disruption",
-    "aws-node-termination-handler/spot-itn",
-    "aws-node-termination-handler/scheduled-maintenance",
-    "aws-node-termination-handler/asg-lifecycle-termination",
-    "cloud.google.com/impending-node-termination",
-    "ToBeDeletedByClusterAutoscaler",
-    "node.kubernetes.io/out-of-service",
-)
-"""Taints of nodes that are about to be terminated."""
-
 
 HEARD = "heard"
 """Key of the time, by the operator's clock, at which a watch delivered a renewal of a Lease, or that a node is unready: clocks of
@@ -73,8 +61,8 @@ class Pod:
     node: str
     node_lost: float | None
     """Since when its node has not answered; of a node that does not exist, since when the pod has been bound to it."""
-    node_leaves: str
-    """The taint of a node that is about to be terminated; else empty."""
+    leave: Leave | None = None
+    """Why it has to go: its node is about to be terminated, or the pod itself says so."""
 
     @property
     def name(self) -> str:
@@ -99,6 +87,11 @@ class Pod:
     def terminating(self) -> bool:
         """Whether it is being deleted."""
         return podwords.leaves(self.document)
+
+    @property
+    def ends_at(self) -> float:
+        """When its kubelet kills it at the latest, if it is being deleted; else 0."""
+        return podwords.seconds(self.document["metadata"].get("deletionTimestamp"))
 
     @property
     def lingering(self) -> bool:
@@ -301,12 +294,10 @@ def pods_of(cached: CachedJob) -> list[Pod]:
 def _pod(pod: Document, nodes: Mapping[str, Document]) -> Pod:
     name = str(pod["spec"].get("nodeName") or "")
     node = nodes.get(name)
-    taints = ((node or {}).get("spec") or {}).get("taints") or ()
-    leaving = next((taint["key"] for taint in taints if taint["key"] in LEAVING), "")
     lost = None
     if name and nodes:  # a node that has just joined is in its pods before the watch of nodes delivers it
         lost = podwords.bound(pod) if node is None else _silent_since(node)
-    return Pod(pod, podwords.index(pod), name, lost, leaving)
+    return Pod(pod, podwords.index(pod), name, lost, leaving.soonest(leaving.of_node(node), leaving.of_pod(pod)))
 
 
 def _silent_since(node: Document) -> float | None:

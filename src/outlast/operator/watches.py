@@ -18,6 +18,7 @@ from outlast.errors import ClusterError, NotServed
 from outlast.kube.kinds import ELASTIC_JOB, LEASE, NODE, POD, POD_GROUP, PRIORITY_CLASS, VOLCANO_GROUP, Kind
 from outlast.manifests import kueue
 from outlast.operator import cache as caches
+from outlast.operator import leaving
 from outlast.operator.cache import Cache, Document, Key
 from outlast.operator.metrics import Metrics
 from outlast.operator.queues import ClusterFeatures, KueueObjects
@@ -65,6 +66,8 @@ class Watches:
         """The watches of Kueue's objects."""
         self._unready: dict[str, float] = {}
         """Since when nodes have been unready, by our clock."""
+        self._leaving: dict[str, float] = {}
+        """Since when nodes have been about to be terminated, by our clock."""
         kinds = (*cache.jobs, POD, LEASE, NODE)
         self.threads = [
             *(threading.Thread(target=self._watch, args=(kind,), name=f"watch {kind}", daemon=True) for kind in kinds),
@@ -188,6 +191,7 @@ class Watches:
             if change.type == "deleted":
                 if kind == NODE:
                     self._unready.pop(change.document["metadata"]["name"], None)
+                    self._leaving.pop(change.document["metadata"]["name"], None)
                 self._cache.remove(kind, change.document)
             else:
                 self._cache.put(kind, self._stamped(kind, caches.trimmed(kind, change.document)))
@@ -198,12 +202,17 @@ class Watches:
             log.error("%s %s cannot be kept: %s", kind, meta.get("name"), error, extra=where, exc_info=error)
 
     def _stamped(self, kind: Kind, document: Document) -> Document:
-        """A Lease or an unready node with the time, by our clock, from which its silence counts."""
+        """A Lease or an unready node with the time, by our clock, from which its silence counts; a node that is about to be
+        terminated with the time from which its notice does."""
         if kind == LEASE:
             return {**document, HEARD: self._clock()}
         if kind != NODE:
             return document
         name = document["metadata"]["name"]
+        if leaving.of_node(document) is None:
+            self._leaving.pop(name, None)
+        else:
+            document = {**document, leaving.TAINTED: self._leaving.setdefault(name, self._clock())}
         if answers(document):
             self._unready.pop(name, None)
             return document

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from outlast.operator.job_status import Lost
+from outlast.operator import job_status
+from outlast.operator.job_status import Leaving, Lost
 from outlast.operator.plan import Event
 from outlast.operator.reconcile import Reconcile
 from outlast.operator.rules import failures
 from outlast.operator.rules.workers import FAST_LOSS_S
 from outlast.rendezvous.partition import FORGIVEN_S, Loss
+
+_EARLIER_S = 2.0
+"""A deletion that others have begun is shortened if it would end later than this after the deadline: API servers keep whole
+seconds."""
 
 
 def lost_workers(rec: Reconcile) -> None:
@@ -73,12 +78,25 @@ def kept_out(rec: Reconcile) -> dict[int, Loss]:
 
 
 def leaving_nodes(rec: Reconcile) -> None:
-    """A node is about to be terminated: its workers save and exit while there is time."""
-    for pod in rec.alive:
-        if pod.node_leaves:
-            if (rest := rec.until(pod.created, FAST_LOSS_S)) is not None:
-                rec.requeue_at(rest)  # scheduled there despite the taint; the next one would be, too
-                continue
-            sentence = f"worker {pod.index} leaves: its node {pod.node} is about to be terminated ({pod.node_leaves})"
+    """A node is about to be terminated, or a worker is to go for another reason: it saves and exits while there is time. Its
+    deadline is published before its pod is deleted, and shortens a deletion that others have begun."""
+    told = {each.uid: each for each in rec.status.leaves}
+    for pod in rec.snapshot.pods:
+        leave = pod.leave
+        if leave is None or pod.over or pod.uid in rec.deletes:
+            continue
+        if pod.alive and (rest := rec.until(pod.created, FAST_LOSS_S)) is not None:
+            rec.requeue_at(rest)  # scheduled there despite the taint; the next one would be, too
+            continue
+        if leave.deadline is not None and not (pod.uid in told and told[pod.uid].deadline <= leave.deadline):
+            told[pod.uid] = Leaving(pod.index, pod.uid, leave.deadline, leave.reason or f"node {pod.node} ({leave.cause})")
+        if pod.alive:
+            by = f", by {job_status.text(leave.deadline)}" if leave.deadline is not None else ""
+            sentence = f"worker {pod.index} leaves: its node {pod.node} is about to be terminated ({leave.cause}{by})"
             failures.interrupted(rec, pod, "NodeLeaving", sentence)
-            rec.delete(pod, sentence)
+            rec.delete(pod, sentence, grace_s=leave.grace_s(pod.document, rec.now))
+        elif leave.deadline is not None and pod.ends_at > leave.deadline + _EARLIER_S:
+            sentence = f"worker {pod.index}, which leaves already, has less time: until {job_status.text(leave.deadline)}"
+            rec.delete(pod, sentence, grace_s=leave.grace_s(pod.document, rec.now))
+    there = {pod.uid for pod in rec.snapshot.pods}
+    rec.update(leaves=tuple(each for each in told.values() if each.uid in there))

@@ -183,7 +183,7 @@ def _avoided(rec: Reconcile) -> tuple[str, ...]:
     for counted in rec.status.counted_failures:
         if counted.node and rec.now - counted.record.time < window:
             counts[counted.node] = counts.get(counted.node, 0) + 1
-    leaving = {pod.node for pod in rec.snapshot.pods if pod.node_leaves}
+    leaving = {pod.node for pod in rec.snapshot.pods if pod.leave}
     cut_off = {each.node for each in rec.status.lost if each.node}
     return tuple(sorted({*leaving, *cut_off, *(node for node, count in counts.items() if count >= AVOID)}))
 

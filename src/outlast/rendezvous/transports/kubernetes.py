@@ -27,6 +27,7 @@ from outlast import contract, files, kube
 from outlast.contract import Env
 from outlast.errors import Absent, ClusterError, Conflict, OutlastError, Superseded, Unauthorized
 from outlast.kube.kinds import ELASTIC_JOB, LEASE
+from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.transports.reconnect import Line, pause
 from outlast.rendezvous.transports.sockets import Called, Closed, Report, published
 from outlast.rendezvous.world import World
@@ -86,6 +87,8 @@ class Client:
         """When what we say changed last."""
         self._decided = ""
         """What others than the operator have decided, for it to know."""
+        self._noted = ""
+        """The deadline for this pod that the agent was told last, as JSON."""
         self.wanted: Mapping[str, Any] | None = None
         """What the operator wants of an elected coordinator, a `schema.Wanted`."""
         self.gone = False
@@ -196,6 +199,7 @@ class Client:
         except (TypeError, AttributeError) as problem:
             print(f"outlast | what the operator says makes no sense: {problem}; is it of another version?", flush=True)
             run, world, called, closed = self._of, None, None, None
+        self._note_leave(said.get("leaving"))
         with self._changed:
             self._workers = int(((document.get("spec") or {}).get("workers") or {}).get("replicas") or 1)
             if self._owner is None:
@@ -225,6 +229,19 @@ class Client:
             files.replace(self._state / contract.END, json.dumps(dataclasses.asdict(closed)))
         except OSError as problem:
             print(f"outlast | how the run has ended cannot be noted in {self._state}: {problem}", flush=True)
+
+    def _note_leave(self, leaving: object) -> None:
+        """Note the deadline of this pod, if the operator has published one, for the agent (`contract.LEAVE`)."""
+        for each in leaving if isinstance(leaving, list) else ():
+            if not isinstance(each, Mapping) or each.get("uid") != self._member or not sockets.is_number(each.get("deadline")):
+                continue
+            said = json.dumps({"deadline": each["deadline"], "reason": str(each.get("reason") or "")})
+            if said != self._noted:
+                try:
+                    files.replace(self._state / contract.LEAVE, said)
+                    self._noted = said
+                except OSError as problem:
+                    print(f"outlast | the time left cannot be noted in {self._state}: {problem}", flush=True)
 
     def _leave(self, reason: str, code: int) -> None:
         """There is no further world for this member, and it reports no more; the run may go on without it."""
