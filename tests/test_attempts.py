@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -13,6 +15,8 @@ from hypothesis import strategies as st
 
 from outlast.rendezvous import attempts, coordinator, failures, restarts, world
 from outlast.rendezvous.attempts import Go, No, Party, Past, Ready, Stage, Stop
+from outlast.rendezvous.mesh.mesh import Mesh
+from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.transports.sockets import Report
 from outlast.status import State
 
@@ -377,6 +381,63 @@ def test_members_of_which_some_have_gone_are_called_together_for_one_failure() -
     run.goes_on(0.0)
     assert run.known.world is not None
     assert (run.known.world.generation, run.restarts) == (8, 1)
+
+
+def a_call_to_grow(run: Counting) -> None:
+    run.sizes = (1, 2, 3)
+    run.hears(5, "waiting", generation=0)
+    run.now += 10.0
+    run.decide(3, {3, 4, 5})
+    assert run.known.called is not None
+    assert run.known.called.cause is world.Cause.GROW
+
+
+def a_call_for_a_lost_worker(run: Counting) -> None:
+    run.gone(3)
+    run.decide(2, {3, 4})
+    assert run.known.called is not None
+    assert run.known.called.cause is world.Cause.LOST
+
+
+@pytest.mark.parametrize("call", [a_call_to_grow, a_call_for_a_lost_worker])
+def test_a_crash_during_a_call_counts_although_an_earlier_one_was_repaired(call: Callable[[Counting], None]) -> None:
+    run = Counting()
+    for id in (3, 4):
+        run.hears(id, attempt=1, past=the_past(1))
+    call(run)
+    run.hears(4, "waiting", attempt=1, past=the_past(1), failed=True, failure=a_failure(4))
+    run.goes_on()
+    assert (run.counted(), run.restarts) == ([(7, 0), (7, 1)], 2)
+
+
+class Silent:
+    """A mesh whose peers acknowledge and say nothing."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[str, Callable[[int, Mapping[str, Any]], None]] = {}
+
+    def send(self, to: int, message: Mapping[str, Any]) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def test_a_failure_of_a_high_rank_does_not_hide_what_was_repaired_before_it() -> None:
+    """The report of rank 3 on attempt 1 comes before those of the others, of which the first three tell of attempt 0."""
+    mesh, repairs = Silent(), Repairs(4, 10)
+    repairs.enter(world.World(7, (5, 6, 3, 4), "a:1", "training starts", 0.0), cast(Mesh, mesh))
+    go = Go(7, 1, "a:2", 3, a_failure(3))
+    mesh.handlers["attempt"](5, attempts.written(Stop(7, 1)))
+    assert repairs.asked()
+    ready = lambda: mesh.handlers["attempt"](5, attempts.written(go)) or ""  # noqa: E731
+    assert repairs.agree("h:1", 9, None, overruled=ready, late=lambda: None) == go
+    repairs.taken_up()
+    assert repairs.report() == {"attempt": 1}
+    run = Counting()
+    run.hears(4, "waiting", failed=True, failure=a_failure(4), **repairs.report(failed=True))
+    run.goes_on()
+    run.hears(3, "waiting", attempt=1, past=the_past(1, worker=3))
+    assert run.counted() == [(7, 0), (7, 1)]
 
 
 def test_repaired_failures_use_up_the_budget() -> None:

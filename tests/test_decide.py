@@ -343,6 +343,17 @@ def test_what_members_repair_while_nobody_decides_is_counted_once_and_in_order()
     assert cluster.status["restarts"] == 5
 
 
+def test_a_failure_during_a_call_counts_although_an_earlier_one_was_repaired() -> None:
+    cluster = training()
+    cluster.repair(1)
+    cluster.run(30)
+    cluster.change(replicas=1)
+    cluster.until(lambda c: "called" in c.status["rendezvous"])
+    cluster.fail(0)
+    cluster.until(trains(1))
+    assert cluster.status["restarts"] == 2
+
+
 def test_attempts_use_up_the_budget_as_well() -> None:
     cluster = training(restarts={"limit": 2})
     cluster.reached = False

@@ -377,6 +377,36 @@ def test_failures_count_on_when_another_decides_and_no_clock_of_others_is_believ
     assert voice.ended[0][1] == "it failed; restarts.limit (1 within 1h without a new checkpoint) is used up"
 
 
+def test_what_members_have_repaired_is_counted_once_also_when_another_decides(bench: Bench) -> None:
+    (first, _), a, b = bench.candidate("first", limit=9), bench.member("a", 0), bench.member("b", 1)
+    bench.turn(first, seconds=5, keep=(a, b))
+    trains(bench, a, b)
+    generation = bench.said().world.generation  # type: ignore[union-attr]
+
+    def repaired(*attempts: int) -> None:
+        failure = {"rank": 1, "code": 137, "reason": "rank 1 on worker 1 was killed by SIGKILL", "time": 1.0}
+        past = tuple({"generation": generation, "attempt": each, "worker": 1, "failure": failure} for each in attempts)
+        for member in (a, b):
+            member.report = dataclasses.replace(member.report, attempt=attempts[-1], past=past)
+            member.tell()
+
+    def counted() -> tuple[int, tuple[int, int], int, object]:
+        said = bench.said()
+        return said.restarts, (said.judged, said.attempt), len(said.failures), said.called
+
+    repaired(1, 2)
+    bench.turn(first, seconds=1, keep=(a, b))
+    assert counted() == (2, (generation, 1), 2, None)
+    first.resign()
+    second, voice = bench.candidate("second", limit=9)
+    bench.turn(second, seconds=1, keep=(a, b))
+    assert counted() == (2, (generation, 1), 2, None)
+    repaired(1, 2, 3)
+    bench.turn(second, seconds=1, keep=(a, b))
+    assert counted() == (3, (generation, 2), 3, None)
+    assert f"repaired by its workers, attempt 3 of generation {generation}: rank 1" in voice.said[-1]
+
+
 @pytest.mark.parametrize("operated", [True, False])
 def test_what_only_echoes_the_loss_of_a_member_is_left_to_an_operator_that_sees_its_pod(bench: Bench, operated: bool) -> None:
     (decides, _), a, b = bench.candidate("d", limit=9, operated=operated, replicas=2), bench.member("a", 0), bench.member("b", 1)

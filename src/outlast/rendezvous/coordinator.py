@@ -161,10 +161,9 @@ class Coordinator:
             )
         )
         now = self.known.world
-        if found and now and report.generation == now.generation and self.judged < found.failure.start:
-            counted = self.known.called is not None and self.judged[0] == now.generation  # it led to this call
-            if not counted:
-                self.add_failure(found.failure, echo=found.echo)
+        is_new = found and now and report.generation == now.generation and self.judged < found.failure.start
+        if found and is_new and not failures.is_part_of_call(found.echo, self.known.called, self.judged, report.generation):
+            self.add_failure(found.failure, echo=found.echo)
         # It may have missed what was sent before it connected.
         if self.known.called is not None:
             self.send(report.id, "called", self._call(self.known.called))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from outlast import contract
 from outlast.rendezvous import restarts
 from outlast.rendezvous.transports.sockets import is_count, is_number
-from outlast.rendezvous.world import until
+from outlast.rendezvous.world import Call, Cause, until
 from outlast.status import Failure
 
 _FIELDS = ("rank", "code", "reason", "cause", "traceback", "log_tail", "time", "step", "hung", "early")
@@ -72,6 +72,13 @@ def cause(pending: Iterable[Pending]) -> Pending:
 def only_echoes(pending: Collection[Pending]) -> bool:
     """Whether there are failures, and the cause is none of them."""
     return bool(pending) and all(each.echo for each in pending)
+
+
+def is_part_of_call(echo: bool, called: Call | None, judged: tuple[int, int], generation: int) -> bool:
+    """Whether a failure that comes while members are called is one more sign of the failure that led to the call, although it is
+    of a later start than the last that was judged: some had begun another attempt, which only the echoes of the call end.
+    Everything else counts, also a crash during a call to grow, after a failure that the members had repaired."""
+    return echo and called is not None and called.cause is Cause.FAILED and judged[0] == generation
 
 
 def held_until(pending: Collection[Pending], since: float, now: float, debounce: Debounce) -> float | None:

@@ -227,8 +227,7 @@ class Handler(RendezvousHandler):
             return None
 
         def late() -> None:  # the coordinator may be quicker
-            said: dict[str, Any] = {"standing": MemberState.WAITING, "failed": False, "failure": None, **self._next}
-            self._client.report(address=address, generation=self.generation, **said)
+            self._client.report(address=address, generation=self.generation, **self._stopped())
 
         failure, step = self._next.get("failure"), max((record.step for record in self._records()), default=0)
         go = self.repairs.agree(address, step, failure, overruled=self._overruled, late=late)
@@ -256,9 +255,14 @@ class Handler(RendezvousHandler):
         if self.repairs:
             self.repairs.refuse(reason)
 
+    def _stopped(self) -> dict[str, Any]:
+        """What to report of this member, whose processes are gone."""
+        fields: dict[str, Any] = {"standing": MemberState.WAITING, "failed": False, "failure": None, **self._next}
+        return {**(self.repairs.report(failed=True) if fields["failed"] and self.repairs else {}), **fields}
+
     def _next_world(self, address: str) -> World:
         generation = self.generation
-        fields: dict[str, Any] = {"standing": MemberState.WAITING, "failed": False, "failure": None, **self._next}
+        fields = self._stopped()
         self._next = {}
         if not self._said_leaving:
             self._client.report(address=address, generation=generation, **fields)

@@ -120,10 +120,11 @@ class Repairs:
             self._past = [*self._past, party.go.past][-attempts.PAST :]
             return self._past[-1]
 
-    def report(self) -> dict[str, Any]:
-        """What this member reports, fields of `sockets.Report`."""
+    def report(self, *, failed: bool = False) -> dict[str, Any]:
+        """What this member reports, fields of `sockets.Report`. With a failure every member tells what was repaired before it:
+        a later failure must not be counted first."""
         party = self._party
-        if party is None or self._id not in party.members[:TELL]:
+        if party is None or not (failed or self._id in party.members[:TELL]):
             return {"attempt": self.attempt}
         return {"attempt": self.attempt, "past": tuple(attempts.listed(self._past))}
 

@@ -27,11 +27,9 @@ def reported(rec: Reconcile) -> list[Pending]:
     if known.world is None:
         return []
     counted, found = known.counted, []
-    if known.called is not None and counted[0] == known.world.generation:  # it led to this call
-        return []
     for report in rec.snapshot.reports.values():
         if report.member.failed and (failure := report.failure) and report.member.generation == known.world.generation:
-            if failure.start <= counted:
+            if failure.start <= counted or judging.is_part_of_call(report.echo, known.called, counted, failure.generation):
                 continue
             if failure.time > rec.now:  # its node's clock is ahead of ours
                 failure = failure.model_copy(update={"time": report.renewed})
