@@ -266,6 +266,9 @@ def test_a_worker_that_the_others_do_not_hear_is_killed_and_counted_once(tmp_pat
     launcher.judge()
     assert launcher.status.failure is not None
     assert (launcher.restarts, launcher.status.failure.worker, launcher.status.failure.reason) == (1, 2, lost)
+    revived = Launcher(launcher.state_dir, machine.awake())
+    revived._recover()
+    assert {id: (loss.times, loss.held_s) for id, loss in revived.known.lost.items()} == {2: (1, 10.0)}
 
 
 def test_what_members_repaired_is_counted_once_whatever_becomes_of_the_launcher(tmp_path: Path) -> None:
@@ -278,6 +281,7 @@ def test_what_members_repaired_is_counted_once_whatever_becomes_of_the_launcher(
     assert (launcher.restarts, launcher.judged) == (2, (1, 1))
     revived = Launcher(launcher.state_dir, Machine().awake())
     revived._recover()
+    assert revived.known.lost == {}
     revived.heard(report)
     assert (revived.restarts, revived.judged, len(revived.history)) == (2, (1, 1), 2)
     revived.known = world.State({}, world.World(1, (0, 1), "a:1", "training starts", 0.0))

@@ -921,6 +921,26 @@ def test_an_elastic_job_that_hangs_again_and_again_is_not_well() -> None:
         assert not found(**better)
 
 
+def test_a_worker_that_is_kept_out_because_the_others_did_not_hear_it_is_named_with_its_node_and_the_time() -> None:
+    lost = {"worker": 2, "uid": "u", "node": "node-c", "at": NOW - 15, "times": 2}
+
+    def found(world: list[int], **more: object) -> list[Cause]:
+        status = {"state": "Running", "world": world, "judged": {"lost": [{**lost, **more}]}}
+        job = {"kind": "ElasticJob", "metadata": {"name": "train"}, "spec": {}, "status": status}
+        return [cause for cause in causes(Snapshot("train", workload=job, pods=(a_pod(phase="Running"),))) if cause.wrong]
+
+    (cause,) = found([0, 1])
+    assert cause == Cause(
+        "cut-off",
+        "worker 2 was lost 2 times, each soon after the one before, and may join again in 5.0s",
+        ("the others did not hear it",),
+        "wait; if it happens again, look at the network of node node-c",
+    )
+    assert not found([0, 1, 2])
+    assert not found([0, 1], times=1)
+    assert not found([0, 1], held=False)
+
+
 def test_a_store_that_cannot_be_pushed_to_is_told_before_that_all_trains() -> None:
     there = StoreStatus(url="s3://b/runs/digits", since=NOW - 120, error="the store is not well (HTTP 503)", backlog=2**20)
     found = local_job.causes(a_status(State.RUNNING, world=[0, 1], store=there, warnings=["the disk is full"]), [], NOW)

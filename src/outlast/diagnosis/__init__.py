@@ -29,6 +29,7 @@ RULES: tuple[Callable[[Snapshot, float], Iterator[Cause]], ...] = (
     containers.ends,
     nodes.lost,
     nodes.taken,
+    job.cut_off,
     admission.creations,
     storage.claims,
     storage.references,

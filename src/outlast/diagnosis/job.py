@@ -13,6 +13,8 @@ from outlast.diagnosis.snapshot import Snapshot, event_text
 from outlast.kube import dropins
 from outlast.kube import pods as kube_pods
 from outlast.manifests.request import Document
+from outlast.rendezvous import sentences
+from outlast.rendezvous.partition import Loss
 
 _QUEUE = "kueue.x-k8s.io/queue-name"
 
@@ -37,6 +39,26 @@ def failing(snapshot: Snapshot, _: float) -> Iterator[Cause]:
     repeated = repeated_failures(same, len(since), str(failure.get("cause", "")))
     said = f"it trains at step {status.get('step', 0)}, but {repeated}"
     yield Cause("failing", said, (str(failure.get("reason", "")),), f"correct it; `outlast logs {snapshot.name}` shows all")
+
+
+def cut_off(snapshot: Snapshot, now: float) -> Iterator[Cause]:
+    """Workers of an ElasticJob that are kept out of worlds for a while, because their peers did not hear them."""
+    status = snapshot.workload.get("status", {})
+    left_s: dict[int, float] = {}
+    times, nodes = 1, set[str]()
+    for each in (status.get("judged") or {}).get("lost") or ():
+        loss = Loss(each["at"], each.get("times", 1), held=each.get("held", True))
+        if loss.at + loss.held_s > now and each["worker"] not in (status.get("world") or ()):
+            left_s[each["worker"]] = loss.at + loss.held_s - now
+            times, nodes = max(times, loss.times), nodes | {each.get("node", "")} - {""}
+    if not left_s:
+        return
+    ids = sorted(left_s)
+    again = f" {times} times, each soon after the one before" if times > 1 else ""
+    until = units.human_seconds(max(left_s.values()))
+    what = f"{sentences.workers(ids)} {sentences.was(ids)} lost{again}, and may join again in {until}"
+    where = f" of node {joined(sorted(nodes))}" if nodes else ""
+    yield Cause("cut-off", what, ("the others did not hear it",), f"wait; if it happens again, look at the network{where}")
 
 
 # Queues

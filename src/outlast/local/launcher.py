@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import signal
 import sys
@@ -32,7 +33,7 @@ from outlast.launch import titles
 from outlast.local.live_status import LiveStatus
 from outlast.local.state_dir import ENDINGS, Request, Run, StateDir
 from outlast.local.workers import Ended, WorkerPool
-from outlast.rendezvous import failures, restarts, world
+from outlast.rendezvous import failures, partition, restarts, world
 from outlast.rendezvous.coordinator import Coordinator, Settings, after
 from outlast.rendezvous.transports import sockets
 from outlast.status import Failure, JobStatus, State, StoreStatus
@@ -173,10 +174,14 @@ class Launcher(Coordinator):
         if self.pool.present and memory["world"]:  # it may still train: listen before deciding
             self.known = world.State({}, sockets.world_from(memory["world"]), since=self.clock())
             self.say(State.RUNNING, "the launcher was started again over a running world")
+        since_s = max(0.0, time.time() - memory.get("time", math.inf))  # files of version 0.1.0 have none
+        lost = [(id, ago_s + since_s, times) for id, ago_s, times in memory.get("lost", ())]
+        self.known = dataclasses.replace(self.known, lost=partition.read(lost, self.clock()))
         self.remember()
 
     def remember(self) -> None:
         memory = {
+            "time": time.time(),
             "generation": self.generation(),
             "world": dataclasses.asdict(self.known.world) if self.known.world else None,
             "history": self.history,
@@ -184,6 +189,7 @@ class Launcher(Coordinator):
             "interruptions": self.status.interruptions,
             "judged": self.judged[0],
             "attempt": self.judged[1],
+            "lost": partition.written(self.known.lost, self.clock()),
             "gpus": self.pool.gpus,
             "closing": self.closing,
             "end": self.status.end,

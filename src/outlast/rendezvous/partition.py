@@ -97,6 +97,16 @@ class Loss:
         return 0.0 if not self.held else min(LONGEST_HELD_S, HELD_S * 2 ** min(self.times - 1, 16))
 
 
+def written(lost: Mapping[int, Loss], now: float) -> tuple[tuple[int, float, int], ...]:
+    """Losses for the next coordinator: of each member that is kept out the id, the seconds since then, and how often in a row."""
+    return tuple((id, now - loss.at, loss.times) for id, loss in lost.items() if loss.held)
+
+
+def read(said: Iterable[tuple[int, float, int]], now: float) -> dict[int, Loss]:
+    """The reverse of `written`."""
+    return {id: Loss(now - ago_s, times) for id, ago_s, times in said}
+
+
 def judged(ranks: Sequence[int], views: Mapping[int, View], now: float, *, asked: float | None = None) -> Verdict:
     """Who of a world is lost, by what its members report of it.
 

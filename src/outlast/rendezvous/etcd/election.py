@@ -21,10 +21,9 @@ from outlast.clock import Clock
 from outlast.contract import End
 from outlast.errors import EtcdError
 from outlast.etcd import Gone, KeyValue, LeaseGone, Outcome, created, holds, modified, put, range_
-from outlast.rendezvous import coordinator, failures, restarts, world
+from outlast.rendezvous import coordinator, failures, partition, restarts, world
 from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.etcd.member import TTL_S, Store
-from outlast.rendezvous.partition import Loss
 from outlast.rendezvous.transports import sockets
 from outlast.status import Failure, State
 
@@ -142,7 +141,7 @@ class Term(coordinator.Coordinator):
             self.judged, self.restarts, self._failure = (said.judged, said.attempt), said.restarts, said.failure
             self.history = tuple(restarts.Record(now - ago, committed, step) for ago, committed, step in said.failures)
             restamped = said.world and replace(said.world, at=now), said.called and replace(said.called, at=now)
-            lost = {id: Loss(now - ago, times) for id, ago, times in said.lost}
+            lost = partition.read(said.lost, now)
             self.known, self._tokens = world.State({}, restamped[0], restamped[1], floor=said.floor, lost=lost), said.tokens
             self._ended = dict(said.ended)
         for kv in members:
@@ -315,8 +314,7 @@ class Term(coordinator.Coordinator):
             if self.known.world is None and said.why != (written.why if written else ""):
                 self._effects.append(lambda: self._config.events.say(said.why))
             history = tuple((now - time_, committed, step) for time_, committed, step in self.history)
-            lost = tuple((id, now - loss.at, loss.times) for id, loss in self.known.lost.items() if loss.held)
-            self._write(replace(said, failures=history, lost=lost).dumps())
+            self._write(replace(said, failures=history, lost=partition.written(self.known.lost, now)).dumps())
             self._written, self._written_at = said, now
         effects, self._effects = self._effects, []
         for effect in effects:
