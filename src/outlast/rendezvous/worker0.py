@@ -24,7 +24,7 @@ from outlast.clock import Awake
 from outlast.errors import OutlastError
 from outlast.ledger import Ledger
 from outlast.rendezvous import coordinator, world
-from outlast.rendezvous.transports import sockets
+from outlast.rendezvous.transports import sockets, tcp
 from outlast.status import Failure, State
 
 TICK_S = 0.1
@@ -67,8 +67,8 @@ class Host(coordinator.Coordinator):
 
         Raises OutlastError when the port is taken.
         """
-        host, _, number = endpoint.removeprefix(sockets.TCP).rpartition(":")
-        port, anywhere = int(number), host != "localhost" and socket.has_dualstack_ipv6()
+        host, port = tcp.host_port(endpoint.removeprefix(sockets.TCP))
+        anywhere = host != "localhost" and socket.has_dualstack_ipv6()
         try:
             family = socket.AF_INET6 if anywhere else socket.AF_INET
             name = "127.0.0.1" if host == "localhost" else ""

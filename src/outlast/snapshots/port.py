@@ -12,7 +12,6 @@ of connections is limited, and whatever a peer sends costs that peer its connect
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import socket
 import threading
@@ -57,10 +56,7 @@ class Port:
 
     def close(self) -> None:
         """Accept nobody any more."""
-        if self._listener is not None:
-            with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)
-            self._listener.close()
+        wire.close(self._listener)
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -78,7 +74,7 @@ class Port:
         stranger = True
         opened: list[Room] = []
         try:
-            connection = wire.Connection(wire.patient(wire.tcp(sock), _PROVE_S))
+            connection = wire.Connection(wire.patient(wire.between_machines(sock), _PROVE_S))
             connection.greet(self._key, "decider")
             while True:
                 said = connection.receive()

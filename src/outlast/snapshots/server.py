@@ -80,9 +80,7 @@ class Server:
     def close(self) -> None:
         """Hang up and free the memory."""
         if self._listener is not None:
-            with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)
-            self._listener.close()
+            wire.close(self._listener)
             self._path.unlink(missing_ok=True)
         self._port.close()
         self.rooms.close()

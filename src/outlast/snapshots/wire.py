@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import collections
+import contextlib
 import errno
 import json
 import os
@@ -18,7 +19,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from outlast.rendezvous.transports import seal
+from outlast.rendezvous.transports import seal, tcp
 
 LINE = 64 << 10
 """Longest line that anybody may send."""
@@ -139,14 +140,9 @@ def patient(sock: socket.socket, seconds: float = TIMEOUT_S) -> socket.socket:
     return sock
 
 
-def tcp(sock: socket.socket) -> socket.socket:
-    """Options of a connection between machines: one that is lost ends it soon (tcp(7))."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * TIMEOUT_S))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+def between_machines(sock: socket.socket) -> socket.socket:
+    """Set the options of a connection to another agent: a machine that is lost ends it soon."""
+    tcp.ends_when_lost(sock, TIMEOUT_S, idle_s=5, probe_s=2)
     return patient(sock)
 
 
@@ -161,12 +157,19 @@ def accepted(listener: socket.socket) -> Iterator[socket.socket]:
             time.sleep(0.1)  # this process has too many descriptors, or the peer has gone already
 
 
+def close(listener: socket.socket | None) -> None:
+    """Accept nobody any more: `accepted` ends, also where a thread waits in it."""
+    if listener is not None:
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
 def connect(address: str, key: bytes) -> Connection:
     """A connection to the data port of an agent. Raises OSError, ValueError."""
-    host, _, port = address.rpartition(":")
-    sock = socket.create_connection((host.strip("[]"), int(port)), timeout=5)
+    sock = socket.create_connection(tcp.host_port(address), timeout=5)
     try:
-        connection = Connection(tcp(sock))
+        connection = Connection(between_machines(sock))
         connection.greet(key, "member")
     except BaseException:
         sock.close()

@@ -12,26 +12,25 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from outlast.rendezvous.transports import seal
+from outlast.rendezvous.transports import seal, tcp
 
 LINE_BYTES = 1 << 20
 """Longest line; a message of the mesh has a failure with its traceback at most, some 12 KiB."""
 WAITING_BYTES = 8 << 20
 """How much may wait for a peer that does not read."""
-IDLE_S, USER_TIMEOUT_MS = 1, 1500
+IDLE_S, LOST_S = 1, 1.5
 """The kernel probes a connection that has been idle for `IDLE_S`, and again each second (a probe carries no data: the buffer of a
 stopped process never fills). Nothing acknowledged for 1.5 s, looked at with the next probe, breaks it: after 2 s. Data in flight
 breaks it 1.5 s after they were sent (tcp(7), TCP_USER_TIMEOUT)."""
-CALLED_IDLE_S, CALLED_USER_TIMEOUT_MS = 20, 700
+CALLED_IDLE_S, CALLED_LOST_S = 20, 0.7
 """The same for who was called, who watches nobody by that connection and only has to get rid of it some time. What it repeats for
 want of an acknowledgement keeps the other side from probing, which may hear it and not be heard: so it does not for long."""
 
 
 def resolved(address: str) -> tuple[socket.AddressFamily, tuple[str, int]]:
     """Family, host and port of an address, whose host is a number: names take time to resolve. Raises ValueError."""
-    host, _, port = address.rpartition(":")
-    version = ipaddress.ip_address(host.strip("[]")).version
-    return socket.AF_INET if version == 4 else socket.AF_INET6, (host.strip("[]"), int(port))
+    host, port = tcp.host_port(address)
+    return socket.AF_INET if ipaddress.ip_address(host).version == 4 else socket.AF_INET6, (host, port)
 
 
 class Connection:
@@ -48,12 +47,8 @@ class Connection:
         self._in, self._out = bytearray(), bytearray(seal.greeting(self._nonce))
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            watches = side == "member"
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S if watches else CALLED_IDLE_S)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, IDLE_S)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS if watches else CALLED_USER_TIMEOUT_MS)
+            lost_s, idle_s = (LOST_S, IDLE_S) if side == "member" else (CALLED_LOST_S, CALLED_IDLE_S)
+            tcp.ends_when_lost(sock, lost_s, idle_s=idle_s, probe_s=IDLE_S)
 
     @property
     def writing(self) -> bool:

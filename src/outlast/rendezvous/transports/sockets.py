@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from outlast import contract
-from outlast.rendezvous.transports import seal
+from outlast.rendezvous.transports import seal, tcp
 from outlast.rendezvous.world import MemberState, World
 
 if TYPE_CHECKING:
@@ -379,11 +379,8 @@ def connect(endpoint: str) -> socket.socket:
     """A connection to the coordinator; raises OSError."""
     if not endpoint.startswith(TCP):
         return _connect_path(endpoint.removeprefix(SCHEME))
-    host, _, port = endpoint.removeprefix(TCP).rpartition(":")
-    sock = socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S)
-    # Whoever is on a node that is lost never answers: what is not acknowledged in this time ends the connection (tcp(7)).
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SILENCE_S))
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock = socket.create_connection(tcp.host_port(endpoint.removeprefix(TCP)), timeout=CONNECT_S)
+    tcp.ends_when_lost(sock, SILENCE_S)
     return sock
 
 
