@@ -35,7 +35,7 @@ def needed(asked: str) -> tuple[Right, str, str] | None:
     whole = urlsplit(url)
     found = re.fullmatch(
         r"/(?:api/v1|apis/(?P<group>[^/]+)/[^/]+)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[^/]+)"
-        r"(?:/(?P<name>[^/]+))?(?P<sub>/status)?",
+        r"(?:/(?P<name>[^/]+))?(?P<sub>/status|/eviction)?",
         whole.path,
     )
     if found is None or whole.path.count("/") < 3:
@@ -43,6 +43,13 @@ def needed(asked: str) -> tuple[Right, str, str] | None:
     verb = VERBS.get(method) or ("get" if found["name"] else "watch" if "watch" in parse_qs(whole.query) else "list")
     right = verb, found["group"] or "", found["plural"] + (found["sub"] or "")
     return right, found["namespace"] or "", found["name"] or ""
+
+
+def node_watch(asked: str) -> bool:
+    """Whether the role of the node watcher allows a request."""
+    rules = [rule for each in rbac.node_watch({"name": "w"}, "w") for rule in each.get("rules", ())]
+    found = needed(asked)
+    return found is None or found[0] in rights(rules)
 
 
 def may(asked: str) -> bool:

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import yaml
+from kubernetes_validate import utils as schemas
 
 from fake_cluster import Document, FakeCluster
 from outlast import cli, kube
 from outlast.cluster import installation
 from outlast.errors import ClusterError, OutlastError
 from outlast.kube import kinds
-from outlast.manifests import install
+from outlast.manifests import install, nodewatch
 
 ROOT = Path(__file__).parents[1]
 
@@ -60,6 +61,8 @@ def test_what_is_installed_is_what_deploy_holds() -> None:
     assert installation.documents() == held
     etcd = list(yaml.safe_load_all((ROOT / "deploy" / "etcd" / "etcd.yaml").read_text()))
     assert [each for each in installation.documents(etcd=install.Etcd()) if each not in held] == etcd
+    watcher = list(yaml.safe_load_all((ROOT / "deploy" / "node-watch" / "node-watch.yaml").read_text()))
+    assert [each for each in installation.documents(watch=True) if each not in held] == watcher
     assert runpy.run_path(str(ROOT / "deploy" / "render.py"))["pages"]().keys() >= set(names)
 
 
@@ -67,6 +70,44 @@ def test_a_new_cluster_is_given_everything_in_an_order_that_can_be_made() -> Non
     cluster = established(FakeCluster())
     assert bring(cluster) == [f"created    {each}" for each in WHOLE]
     assert cluster.order == [f"apply {each.partition(' in ')[0]}" for each in WHOLE]
+
+
+WATCHER = [
+    "Namespace outlast-node-watch",
+    "ResourceQuota outlast-node-watch in outlast-node-watch",
+    "ServiceAccount outlast-node-watch in outlast-node-watch",
+    "ClusterRole outlast-node-watch",
+    "ClusterRoleBinding outlast-node-watch",
+    "DaemonSet outlast-node-watch in outlast-node-watch",
+]
+
+
+def test_the_node_watcher_comes_and_goes_with_the_rest() -> None:
+    cluster = established(FakeCluster())
+    bring(cluster)
+    fresh = [each for each in bring(cluster, watch=True, queue="https://q/1/n") if not each.startswith("unchanged")]
+    assert fresh == [f"created    {each}" for each in WATCHER]
+    daemons = cluster.get(kinds.DAEMON_SET, "outlast-node-watch", namespace="outlast-node-watch")
+    (container,) = daemons["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["outlast", "node-watch", "--queue=https://q/1/n"]
+    gone = remove(cluster)
+    assert [each for each in WATCHER if f"deleted    {each}" in gone] == WATCHER
+    assert [each for each in remove(cluster) if "node-watch" in each] == []
+
+
+def test_the_node_watcher_is_no_root_and_has_no_more_rights_than_it_uses() -> None:
+    made = {each["kind"]: each for each in installation.documents(watch=True) if each["metadata"]["name"] == nodewatch.NAME}
+    found = {
+        (verb, resource) for rule in made["ClusterRole"]["rules"] for verb in rule["verbs"] for resource in rule["resources"]
+    }
+    assert found == {("get", "nodes"), ("patch", "nodes"), ("list", "pods"), ("delete", "pods"), ("create", "pods/eviction")}
+    pod = made["DaemonSet"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (pod["hostNetwork"], pod["tolerations"]) == (True, [{"operator": "Exists"}])
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    for document in made.values():
+        schemas.validate(document, "1.36", strict=True)
 
 
 def test_installing_again_changes_nothing() -> None:

@@ -28,7 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import apiserver
 import rights
-from outlast import contract, kube
+from outlast import contract, kube, loglines
 from outlast.clock import Clock
 from outlast.contract import Annotation, Label
 from outlast.errors import ClusterError, OutlastError, Unanswered
@@ -1143,14 +1143,14 @@ def test_a_node_of_an_old_job_is_lost_when_it_has_not_answered_for_a_while_or_is
 def test_a_line_of_the_log_is_a_document() -> None:
     record = logging.LogRecord("outlast", logging.WARNING, "", 0, "lost %s", ("worker 3",), None)
     record.created, record.job, record.namespace = NOW, "train", "team"
-    assert json.loads(process.Lines().format(record)) == {
+    assert json.loads(loglines.Lines().format(record)) == {
         "time": "2026-01-01T00:00:00.000Z",
         "level": "warning",
         "namespace": "team",
         "job": "train",
         "message": "lost worker 3",
     }
-    assert process.Text().format(record) == "2026-01-01T00:00:00.000Z team/train: warning: lost worker 3"
+    assert loglines.Text().format(record) == "2026-01-01T00:00:00.000Z team/train: warning: lost worker 3"
 
 
 def test_the_port_and_the_name_come_from_the_environment() -> None:

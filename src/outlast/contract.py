@@ -237,6 +237,8 @@ class Annotation:
     """Of a node that is about to go, or of a worker's pod that has to leave: the deadline, RFC 3339 in UTC."""
     LEAVING_REASON = f"{GROUP}/leaving-reason"
     """Beside LEAVING_AT: why, as one sentence."""
+    CORDONED = f"{GROUP}/cordoned"
+    """Of a node that the node watcher has cordoned: `true`. A node that was cordoned before has none, and stays so."""
 
 
 class LeavingKind(enum.StrEnum):

@@ -23,6 +23,7 @@ from outlast.cli import (
     image,
     install,
     jobs,
+    nodewatch,
     operator,
     prepare_data,
     rdzv,
@@ -126,6 +127,7 @@ app.command()(install.install)
 app.command()(install.uninstall)
 app.command()(doctor.doctor)
 app.command()(operator.operator)
+app.command("node-watch")(nodewatch.node_watch)
 app.command()(version)
 app.command(hidden=True)(agent)
 app.command(hidden=True)(evaluation)

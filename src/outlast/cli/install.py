@@ -1,4 +1,4 @@
-"""`outlast install` and `outlast uninstall`: the API and the operator in a cluster, and an etcd for who wants one."""
+"""`outlast install` and `outlast uninstall`: the API and the operator in a cluster; an etcd and the node watcher if asked for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outlast import kube
 
 _WAIT_S = 120.0
-_RUNS = {"StatefulSet": "etcd", "Deployment": "the operator"}
+_RUNS = {"StatefulSet": "etcd", "Deployment": "the operator", "DaemonSet": "the node watcher"}
 
 
 class Members(enum.StrEnum):
@@ -49,6 +49,12 @@ def install(
         list[str] | None,
         typer.Option(metavar="NAMESPACE", help="A namespace whose jobs may use that etcd; once for each. It stays so."),
     ] = None,
+    node_watch: Annotated[
+        bool, typer.Option("--node-watch", help="Also a watcher on each node, for spot machines and maintenance.")
+    ] = False,
+    node_watch_queue: Annotated[
+        str, typer.Option(metavar="URL", help="An SQS queue that gets a message about each notice.", show_default=False)
+    ] = "",
     namespace: OperatorNamespace = OPERATOR_NAMESPACE,
     image: Annotated[str | None, typer.Option(metavar="IMAGE", help="Another image of the operator.")] = None,
     dry_run: Annotated[
@@ -68,15 +74,20 @@ def install(
     find by themselves. Installing again renews certificates. What etcd knows is about runs that train now: when it is lost they
     go on, and tell the next one.
 
+    With --node-watch each node is watched for notices of its cloud: see outlast node-watch --help. It runs in the namespace
+    outlast-node-watch, with the host's network.
+
     \b
     Examples:
       outlast install --dry-run
       outlast install --wait
+      outlast install --node-watch --wait
       outlast install --etcd --etcd-for team-a --etcd-for team-b
       outlast install --etcd --etcd-storage gp3 --context production
       outlast install --etcd --etcd-members 1 --etcd-storage none
     """
     from outlast import kube
+    from outlast.cloud import sqs
     from outlast.cluster import etcd_users, installation
     from outlast.manifests import install
 
@@ -84,6 +95,10 @@ def install(
     wished = install.Etcd(int(etcd_members), etcd_storage)
     if not etcd and (wished != install.Etcd() or etcd_for):
         raise OutlastError("--etcd-members, --etcd-storage and --etcd-for configure etcd; add --etcd, or leave them out")
+    if node_watch_queue and not node_watch:
+        raise OutlastError("--node-watch-queue is for the node watcher; add --node-watch, or leave it out")
+    if node_watch_queue:
+        sqs.Queue.parse(node_watch_queue)
     if wished.storage == "none" and wished.members > 1:
         raise OutlastError(
             f"--etcd-storage none goes with --etcd-members 1 only: of {wished.members}, one that comes back empty is not let in; "
@@ -99,7 +114,12 @@ def install(
             logins = [etcd_users.login(cluster, access, each, now) for each in admitted]
             secrets = [*access.documents, *(secret for _, secret in logins)]
         wanted = installation.documents(
-            namespace=namespace, image=image or install.IMAGE, etcd=wished if etcd else None, secrets=secrets
+            namespace=namespace,
+            image=image or install.IMAGE,
+            etcd=wished if etcd else None,
+            secrets=secrets,
+            watch=node_watch,
+            queue=node_watch_queue,
         )
         count: dict[str, int] = {}
         for done in installation.bring(cluster, wanted, dry_run=dry_run):
@@ -114,7 +134,7 @@ def install(
             return
         begun = time.monotonic()
         for workload in [each for each in wanted if each["kind"] in _RUNS]:
-            if not wait and workload["kind"] == "Deployment":
+            if not wait and workload["kind"] != "StatefulSet":
                 continue
             _wait(cluster, workload, begun, timeout)
             if workload["kind"] == "StatefulSet":  # users can only be added to a running etcd

@@ -22,7 +22,7 @@ from outlast.contract import OPERATOR, OPERATOR_NAMESPACE, Label
 from outlast.errors import Absent, ClusterError, Forbidden, NotServed, OutlastError
 from outlast.kube import kinds, pods, within, without_server_fields
 from outlast.kube.kinds import Kind, kind_of
-from outlast.manifests import install, rbac, rendezvous
+from outlast.manifests import install, nodewatch, rbac, rendezvous
 from outlast.manifests.request import Document
 
 if TYPE_CHECKING:
@@ -74,14 +74,18 @@ def documents(
     image: str = install.IMAGE,
     etcd: install.Etcd | None = None,
     secrets: Sequence[Document] = (),
+    watch: bool = False,
+    queue: str = "",
 ) -> list[Document]:
-    """All documents of an installation, in the order of creation; `secrets` are those of etcd, see `etcd_users.access`."""
-    files = install.files(into=namespace, image=image, wanted=etcd or install.Etcd())
+    """All documents of an installation, in the order of creation; `secrets` are those of etcd, see `etcd_users.access`, `watch`
+    is for the node watcher, `queue` for its messages."""
+    files = install.files(into=namespace, image=image, wanted=etcd or install.Etcd(), queue=queue)
     for each in secrets:
         if each["metadata"]["name"] == install.ETCD_TLS and "annotations" in each["metadata"]:
             (members,) = [document for document in files["etcd/etcd.yaml"] if document["kind"] == kinds.STATEFUL_SET.kind]
             members["metadata"]["annotations"] = each["metadata"]["annotations"]  # who may read no Secret sees there when it ends
-    names = ["crd.yaml", "rbac.yaml", *(["etcd/etcd.yaml"] if etcd else []), "operator.yaml"]
+    optional = ["node-watch/node-watch.yaml"] if watch else []
+    names = ["crd.yaml", "rbac.yaml", *(["etcd/etcd.yaml"] if etcd else []), "operator.yaml", *optional]
     return [*files["namespace.yaml"], *secrets, *(document for name in names for document in files[name])]
 
 
@@ -96,8 +100,8 @@ def bring(cluster: Cluster, wanted: Sequence[Document], *, dry_run: bool = False
     """
     _check_archived(cluster)
     for document in wanted:
-        if document["kind"] == kinds.CLUSTER_ROLE_BINDING.kind:
-            _check_alone(cluster, holder(document))
+        if document["kind"] == kinds.CLUSTER_ROLE_BINDING.kind and (namespace := holder(document)):
+            _check_alone(cluster, namespace)
         if document["kind"] == kinds.STATEFUL_SET.kind:
             _check_etcd(_there(cluster, document), document)
     coming = ""
@@ -246,7 +250,7 @@ def await_(
 
 
 def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Cause]:
-    """Wait until the operator, or etcd, runs as it is to; otherwise why it does not."""
+    """Wait until the operator, etcd or the node watcher runs as it is to; otherwise why it does not."""
     kind, meta = kind_of(workload), workload["metadata"]
     name, namespace = meta["name"], meta["namespace"]
     ready = "readyReplicas" if kind == kinds.STATEFUL_SET else "availableReplicas"
@@ -254,6 +258,9 @@ def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Caus
     def runs(now: Document) -> bool:
         status = now.get("status", {})
         seen = status.get("observedGeneration", 0) >= now["metadata"].get("generation", 0)
+        if kind == kinds.DAEMON_SET:
+            names = ("updatedNumberScheduled", "numberAvailable")
+            return bool(seen and all(status.get(each, 0) == status.get("desiredNumberScheduled") for each in names))
         return bool(seen and status.get("updatedReplicas", 0) == status.get(ready, 0) == now["spec"]["replicas"])
 
     if await_(cluster, kind, name, runs, timeout_s=timeout_s, namespace=namespace):
@@ -297,7 +304,7 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
     with contextlib.suppress(Forbidden):  # those in the namespace go with it
         secrets += [_named(kinds.SECRET, rendezvous.LOGIN, each) for each in etcd_users.admitted(cluster)]
         secrets += [_named(kinds.SECRET, name, namespace) for name in (etcd_users.AUTHORITY, etcd_users.ROOT, install.ETCD_TLS)]
-    made = documents(namespace=namespace, etcd=install.Etcd(), secrets=secrets)
+    made = documents(namespace=namespace, etcd=install.Etcd(), secrets=secrets, watch=True)
     wanted = [each for each in made if each["kind"] != kinds.CRD.kind]
     named = [_named(kinds.CRD, kind.resource) for kind in _JOBS]
     if crds:
@@ -307,7 +314,7 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
     for document in reversed(wanted):
         old = _there(cluster, document)
         if old is None:
-            if not document["metadata"]["name"].startswith(install.ETCD):
+            if not document["metadata"]["name"].startswith((install.ETCD, nodewatch.NAME)):
                 yield Done("absent", document)
         elif document["kind"] == kinds.NAMESPACE.kind:
             yield from _remove_namespace(cluster, old)

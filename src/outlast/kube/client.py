@@ -137,6 +137,7 @@ class Cluster(Api):
         grace_s: float | None = None,
         propagation: Literal["Background", "Foreground", "Orphan"] = "Background",
         uid: str | None = None,
+        timeout_s: float | None = None,
     ) -> Document:
         """Delete a document, and what it owns; the answer is the document with its deletion time, or a Status.
 
@@ -148,15 +149,30 @@ class Cluster(Api):
         if uid is not None:
             options["preconditions"] = {"uid": uid}
         asked, path = self.address("delete", kind, name, namespace)
-        return self.document(Request(asked, "DELETE", path, body=options, repeat=True))
+        return self.document(Request(asked, "DELETE", path, body=options, repeat=True, timeout_s=timeout_s))
 
-    def evict(self, pod: str, *, namespace: str | None = None, uid: str | None = None) -> None:
+    def evict(
+        self,
+        pod: str,
+        *,
+        namespace: str | None = None,
+        uid: str | None = None,
+        grace_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
         """Evict a pod, as the drain of its node does. Raises Refused when a PodDisruptionBudget keeps it."""
         name = {"name": pod, "namespace": namespace or self.namespace}
-        options = {"deleteOptions": {"preconditions": {"uid": uid}}} if uid else {}
-        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": name, **options}
+        options: Document = {"preconditions": {"uid": uid}} if uid else {}
+        if grace_s is not None:
+            options["gracePeriodSeconds"] = round(grace_s)
+        body = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": name,
+            **({"deleteOptions": options} if options else {}),
+        }
         asked, path = self.address("evict", POD, pod, namespace, subresource="eviction")
-        self.document(Request(asked, "POST", path, body=body, tries=1))
+        self.document(Request(asked, "POST", path, body=body, tries=1, timeout_s=timeout_s))
 
     def watch(
         self,

@@ -1,4 +1,4 @@
-"""The objects of an installation: namespace, CRDs, the operator and its rights, and optionally an etcd.
+"""The objects of an installation: namespace, CRDs, the operator and its rights, and optionally an etcd and the node watcher.
 
     files()   {"operator.yaml": [documents], ...}    as `deploy/` holds them, and `outlast install` applies them
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from outlast import contract
 from outlast.contract import OPERATOR, OPERATOR_NAMESPACE, Pod
 from outlast.kube import dropins
-from outlast.manifests import crd, pods, rbac, scheduling, volumes
+from outlast.manifests import crd, nodewatch, pods, rbac, scheduling, volumes
 from outlast.manifests.request import Document
 
 IMAGE = "ghcr.io/outlast/operator:0.1"
@@ -54,18 +54,24 @@ class Etcd:
     """False only for an etcd that an older version has created."""
 
 
-def files(*, into: str = OPERATOR_NAMESPACE, image: str = IMAGE, wanted: Etcd = Etcd()) -> dict[str, list[Document]]:
-    """The objects by file name, as below `deploy/`; `into` is the operator's namespace."""
+def files(
+    *, into: str = OPERATOR_NAMESPACE, image: str = IMAGE, wanted: Etcd = Etcd(), queue: str = ""
+) -> dict[str, list[Document]]:
+    """The objects by file name, as below `deploy/`; `into` is the operator's namespace, `queue` is for the node watcher."""
     base = {
         "namespace.yaml": [namespace(into)],
         "crd.yaml": [crd.definition(), *(each.functions.definition() for each in dropins.DROP_INS)],
         "rbac.yaml": rbac.operator(_meta(OPERATOR), into) + rbac.users(),
         "operator.yaml": [operator(into, image)],
     }
-    optional = {"etcd/etcd.yaml": etcd(into, wanted)}
+    optional = {
+        "etcd/etcd.yaml": etcd(into, wanted),
+        "node-watch/node-watch.yaml": nodewatch.documents(LABELS, image, queue=queue),
+    }
     kustomized = {
         "kustomization.yaml": [_kustomization(list(base), namespace=into)],
         "etcd/kustomization.yaml": [_kustomization(["etcd.yaml"], namespace=into)],
+        "node-watch/kustomization.yaml": [_kustomization(["node-watch.yaml"], namespace=nodewatch.NAME)],
     }
     return {**base, **optional, **kustomized}
 

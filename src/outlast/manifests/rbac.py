@@ -56,6 +56,23 @@ def operator(meta: Document, namespace: str) -> list[Document]:
     ]
 
 
+def node_watch(meta: Document, namespace: str) -> list[Document]:
+    """The node watcher's ServiceAccount, with exactly the rights that it uses: it marks nodes, and evicts their pods.
+
+    RBAC cannot limit an account to its own node, so these are rights to all nodes.
+    """
+    rules = [
+        _rule("", ["nodes"], ["get", "patch"]),
+        _rule("", ["pods"], ["list", "delete"]),  # delete: when a PodDisruptionBudget can be respected no longer
+        _rule("", ["pods/eviction"], ["create"]),
+    ]
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {**meta, "namespace": namespace}},
+        _role("ClusterRole", meta, rules),
+        _binding("ClusterRoleBinding", meta, "ClusterRole", str(meta["name"]), namespace),
+    ]
+
+
 def users() -> list[Document]:
     """ElasticJobs for all who may view, edit or administer a namespace; these roles add themselves to the cluster's own.
 

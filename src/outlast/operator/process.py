@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from outlast import contract, kube, units
 from outlast.clock import BREAK_S, Clock
 from outlast.contract import Env, Pod
 from outlast.errors import ClusterError, OutlastError
+from outlast.loglines import write_log
 from outlast.operator import reconcilers
 from outlast.operator.leader import Leadership
 from outlast.operator.operator import Operator, Settings
@@ -33,37 +31,6 @@ OBJECTS = 100_000
 700, collections take a third of the time and free nothing."""
 LEAST_LOST_S = 5.0
 """Lower bound of --lost-after."""
-
-
-class Lines(logging.Formatter):
-    """One JSON document per line: time, level, namespace, job, message, and the traceback of a bug."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        found: dict[str, Any] = {"time": _time(record.created), "level": record.levelname.lower()}
-        found |= {name: getattr(record, name) for name in ("namespace", "job") if hasattr(record, name)}
-        found["message"] = record.getMessage()
-        if record.exc_info:
-            found["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(found, ensure_ascii=False)
-
-
-class Text(logging.Formatter):
-    """Log lines for people."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        job = f"{record.namespace}/{record.job}: " if hasattr(record, "job") and hasattr(record, "namespace") else ""
-        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
-        lines = [f"{_time(record.created)} {job}{level}{record.getMessage()}"]
-        return "\n".join(lines + ([self.formatException(record.exc_info)] if record.exc_info else []))
-
-
-def write_log(*, text: bool) -> None:
-    """Log to standard output."""
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(Text() if text else Lines())
-    ours = logging.getLogger("outlast")
-    ours.handlers, ours.propagate = [handler], False
-    ours.setLevel(logging.INFO)
 
 
 def identity(env: Mapping[str, str]) -> str:
@@ -125,7 +92,3 @@ def main(limits: Limits, *, namespace: str | None, workers: int, text: bool, con
     cluster.close()
     logging.shutdown()
     os._exit(code)  # at a normal exit Python joins executor threads, and would wait for a write that hangs
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,44 @@
+"""The log of a process that runs in a cluster: lines of JSON for collectors, or text for people, on standard output."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+
+class Lines(logging.Formatter):
+    """One JSON document per line: time, level, namespace, job, message, and the traceback of a bug."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        found: dict[str, Any] = {"time": _time(record.created), "level": record.levelname.lower()}
+        found |= {name: getattr(record, name) for name in ("namespace", "job") if hasattr(record, name)}
+        found["message"] = record.getMessage()
+        if record.exc_info:
+            found["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(found, ensure_ascii=False)
+
+
+class Text(logging.Formatter):
+    """Log lines for people."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        job = f"{record.namespace}/{record.job}: " if hasattr(record, "job") and hasattr(record, "namespace") else ""
+        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        lines = [f"{_time(record.created)} {job}{level}{record.getMessage()}"]
+        return "\n".join(lines + ([self.formatException(record.exc_info)] if record.exc_info else []))
+
+
+def write_log(*, text: bool) -> None:
+    """Log to standard output."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(Text() if text else Lines())
+    ours = logging.getLogger("outlast")
+    ours.handlers, ours.propagate = [handler], False
+    ours.setLevel(logging.INFO)
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

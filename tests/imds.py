@@ -1,0 +1,100 @@
+"""The metadata services of three clouds: real HTTP, documents in memory, answers that can be held back. For tests.
+
+with imds.serving(Imds()) as service:
+    service.documents[imds.SPOT] = imds.spot("2026-01-01T00:02:00Z")
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+SPOT = "/latest/meta-data/spot/instance-action"
+REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
+SCHEDULED = "/latest/meta-data/events/maintenance/scheduled"
+TOKEN = "/latest/api/token"
+
+
+def spot(time: str, action: str = "terminate") -> str:
+    return json.dumps({"action": action, "time": time})
+
+
+class Imds:
+    """What a machine's metadata service holds. AWS's paths ask for a token."""
+
+    def __init__(self) -> None:
+        self.documents: dict[str, str] = {SCHEDULED: "[]"}
+        """By path, with its query; all others are 404."""
+        self.tokens: set[str] = set()
+        """Those that count."""
+        self.asked: list[str] = []
+        """Methods and paths."""
+        self.posted: list[str] = []
+        self.refused = False
+        """Whether it answers everything with 403, as where the metadata is switched off."""
+        self.silent = threading.Event()
+        """While set it takes requests, and does not answer."""
+        self.released = threading.Event()
+        self.address = ""
+
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        self.asked.append(f"{handler.command} {handler.path}")
+        body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0)).decode()
+        if self.silent.is_set():
+            self.released.wait(60)
+            return
+        if self.refused:
+            return _send(handler, 403, "Forbidden")
+        if handler.path == TOKEN:
+            if handler.command != "PUT" or not handler.headers.get("X-aws-ec2-metadata-token-ttl-seconds"):
+                return _send(handler, 400, "Bad Request")
+            self.tokens.add(token := f"token-{len(self.asked)}")
+            return _send(handler, 200, token)
+        flavour = handler.headers.get("Metadata-Flavor") == "Google" or handler.headers.get("Metadata") == "true"
+        if handler.path.startswith("/latest/") and handler.headers.get("X-aws-ec2-metadata-token") not in self.tokens:
+            return _send(handler, 401, "Unauthorized")
+        if not handler.path.startswith("/latest/") and not flavour and handler.path != "/notice":
+            return _send(handler, 403, "Forbidden")
+        if handler.command == "POST":
+            self.posted.append(body)
+            return _send(handler, 200, "")
+        found = self.documents.get(handler.path)
+        _send(handler, *((404, "Not Found") if found is None else (200, found)))
+
+
+def _send(handler: BaseHTTPRequestHandler, code: int, text: str) -> None:
+    with suppress(OSError):  # who asked waits no more
+        handler.send_response(code)
+        handler.send_header("Content-Length", str(len(text)))
+        handler.end_headers()
+        handler.wfile.write(text.encode())
+
+
+@contextmanager
+def serving(service: Imds) -> Iterator[Imds]:
+    """Serve it at `address`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def _any(self) -> None:
+            service.answer(self)
+
+        do_GET = do_PUT = do_POST = _any
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    service.address = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        yield service
+    finally:
+        service.released.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
