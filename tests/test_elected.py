@@ -360,6 +360,21 @@ def test_a_member_that_has_something_new_to_say_all_the_time_keeps_its_lease(ben
     assert bench.etcd.kvs[key].created == created
 
 
+def test_a_member_whose_peers_watch_it_may_stand_still_for_5_s(bench: Bench) -> None:
+    member = bench.member("m", 0)
+    key = OF.member(0)
+    revisions = []
+    for mesh in (False, True, False):
+        member.report = dataclasses.replace(member.report, mesh=mesh)
+        member.tell()
+        revisions.append(bench.etcd.kvs[key].created)
+        bench.etcd.pass_(9.75 if len(revisions) > 1 else 4.75)
+        assert key in bench.etcd.kvs
+    assert len({*revisions}) == 1, "it was there all the time"
+    bench.etcd.pass_(0.25)
+    assert key not in bench.etcd.kvs
+
+
 def test_failures_count_on_when_another_decides_and_no_clock_of_others_is_believed(bench: Bench) -> None:
     (first, _), member = bench.candidate("first", skew=5e5), bench.member("m", skew=-1e6)
     bench.turn(first, seconds=5, keep=(member,))

@@ -1,4 +1,5 @@
 """Whole jobs on hosts whose network breaks: workers as pods run them, each with a network namespace and a disk of its own.
+And what must be no alarm: processes that are stopped for 5 s, busy cores, a network that stalls for 1 s.
 
 The store is a directory that every host reaches all the time, so nothing but the fences keeps two sides from committing there.
 """
@@ -6,11 +7,16 @@ The store is a directory that every host reaches all the time, so nothing but th
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 import etcds
@@ -246,3 +252,84 @@ def test_a_network_that_flaps_for_a_minute_ends_with_all_training(hosts: Made, e
     assert three.step() > step + 30, "the others train most of the time"
     three.wait(lambda: three.all_train(before - 1), "all train")
     three.end()
+
+
+# No alarm
+
+STOPPED_S, BUSY_S, STALLED_S = 5.0, 10.0, 1.0
+"""A process that is stopped stands for any that does not run: swapped out, in a garbage collection, with the interpreter's lock
+held by native code."""
+Disturbance = Callable[[], None]
+
+
+def stopped(of: psutil.Process, which: str) -> Disturbance:
+    """Stop processes below the agent `of`, and itself: those whose title has that word."""
+
+    def disturb() -> None:
+        found = [process for process in (of, *of.children(recursive=True)) if which in " ".join(process.cmdline()[:1])]
+        assert found, which
+        for process in found:
+            process.suspend()
+        time.sleep(STOPPED_S)
+        for process in reversed(found):
+            process.resume()
+
+    return disturb
+
+
+def busy() -> None:
+    """Three busy loops on each core."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3 * (os.cpu_count() or 1))]
+    time.sleep(BUSY_S)
+    for loop in loops:
+        loop.send_signal(signal.SIGKILL)
+        loop.wait()
+
+
+def disturbances(agent: int) -> dict[str, Disturbance]:
+    """What happens to the worker of an agent. Titles are those of `launch.titles`."""
+    process = psutil.Process(agent)
+    names = {"agent": "outlast: agent", "elastic agent": "elastic agent", "worker": ""}
+    return {**{name: stopped(process, title) for name, title in names.items()}, "busy cores": busy}
+
+
+QUIET = ("world", "called", "unheard", "failure", "attempt", "exited", "hang")
+"""Kinds of events that there must be none of."""
+
+
+@pytest.mark.parametrize("etcd", [False, True])
+def test_pods_that_stand_still_for_5_s_are_no_alarm(hosts: Made, etcd: bool) -> None:
+    three = hosts(3, etcd=etcd)
+    first = all_started(three)
+
+    def stall() -> None:
+        three.hosts[1].cut()
+        time.sleep(STALLED_S)
+        three.hosts[1].join()
+
+    before = {kind: three.events(kind) for kind in QUIET}
+    for name, disturb in {**disturbances(three.running[1].pid), "network": stall}.items():
+        disturb()
+        step = three.step()
+        three.wait(lambda step=step: three.step() > step + 5, f"steps after: {name}")
+        assert {index: three.generation(index) for index in range(3)} == dict.fromkeys(range(3), first), name
+        assert {kind: three.events(kind) for kind in QUIET} == before, name
+    three.end()
+
+
+def test_workers_of_this_machine_that_stand_still_for_5_s_are_no_alarm(machine) -> None:
+    workers = {"replicas": 3, "min": 1, "max": 3}
+    name = machine.submit(machine.job(args=ARGS, workers=workers, **FIELDS))
+    status = machine.wait(name, lambda status: status.step > 12 and len(status.world) == 3)
+
+    def alarms() -> list[dict[str, object]]:
+        return [event for event in machine.backend.events(name) if event["kind"] in QUIET]
+
+    before = alarms()
+    for what, disturb in disturbances(status.workers[1].pid).items():
+        disturb()
+        step = machine.backend.status(name).step
+        after = machine.wait(name, lambda status, step=step: status.step > step + 5)
+        assert (after.generation, after.restarts, after.world) == (status.generation, 0, status.world), what
+        assert alarms() == before, what
+    machine.end(name, hurry=True)

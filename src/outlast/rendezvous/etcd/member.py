@@ -39,6 +39,9 @@ class Store(Protocol):
 
 TTL_S = 5
 """TTL of a member's lease: how long a silent one counts as alive."""
+WATCHED_TTL_S = 10
+"""The same once its peers watch it: they report a machine that falls silent after 3 s. What they cannot see, a process that does
+not run, is no loss for 5 s, after which its lease, renewed each third of the TTL, has more than a second left."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,8 @@ class Membership:
         self._call: tuple[int, bool, str] | None = None
         """The call that we have counted the time of."""
         self._lease: int | None = None
+        self._ttl = who.ttl
+        """Of our lease; longer from when our peers watch us."""
         self._kept = 0.0
         """When our lease was renewed last."""
         self._at = 0
@@ -122,8 +127,10 @@ class Membership:
     def tell(self) -> None:
         """Have etcd know what we are: register, write what has changed, or renew. Raises EtcdError, Superseded."""
         for _ in range(100):
-            if self._lease is None:
-                self._lease, self._kept = self._store.grant(self._who.ttl), self._clock()
+            ttl = max(self._ttl, WATCHED_TTL_S) if self.report.mesh else self._ttl
+            if self._lease is None or ttl > self._ttl:
+                self._lease, self._kept, self._ttl = self._store.grant(ttl), self._clock(), ttl
+                self._written = None  # our key is moved to this lease; the one before ends by itself
             try:
                 if self._modified:
                     if self._renew():
@@ -140,7 +147,7 @@ class Membership:
         assert self._lease is not None
         record, key = self.record(), self._keys.member(self.id)
         same = (record.report, record.wanted) == self._written
-        if same or self._clock() - self._kept >= self._who.ttl / 3:
+        if same or self._clock() - self._kept >= self._ttl / 3:
             self._store.keep(self._lease)
             self._kept = self._clock()
         if same:
