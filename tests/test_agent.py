@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,6 +86,33 @@ def test_training_that_was_told_to_leave_has_its_grace_whatever_the_clocks_do(be
         found.append(bench.looks())
     assert not any(found[: GRACE_S - 1])
     assert [event for each in found for event in each] == [lifecycle.GraceOver()], "once"
+
+
+@pytest.mark.parametrize(
+    ("left_s", "save_s", "upload_s"), [(15.0, 3.0, 2.0), (15.0, 7.0, 4.0), (120.0, 60.0, 20.0), (None, 40.0, 20.0)]
+)
+def test_with_any_notice_there_is_time_to_save_and_to_upload(
+    bench: Bench, left_s: float | None, save_s: float, upload_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, began = bench.agent, bench.agent.clock()
+    monkeypatch.setattr(time, "time", lambda: bench.machine.wall)
+    agent._store = "s3://bucket/runs"
+    agent._upload.received({"pushed": 1.0, "since": None, "backlog": 0, "step": 3, "seconds": upload_s})
+    if left_s is None:
+        agent._happened(lifecycle.Interrupted("received SIGTERM", began, GRACE_S))
+    else:
+        (bench.state / contract.LEAVE).write_text(json.dumps({"deadline": time.time() + left_s, "reason": "spot"}))
+        for event in bench.looks():
+            agent._happened(event)
+        assert bench.looks() == [], "once"
+    assert agent.worker.leaving == ("received SIGTERM" if left_s is None else "told to leave: spot")
+    told = notice.read(bench.state / contract.NOTICE)
+    assert told["deadline"] - time.time() >= save_s, "the training saves"
+    for _ in range(int(save_s)):
+        bench.machine.goes_on(1.0)
+        assert bench.looks() == [], "and is not killed meanwhile"
+    agent.worker = dataclasses.replace(agent.worker, code=75)
+    assert upload_s <= agent._flush_timeout_s() < (left_s or 1000.0) - save_s, "and the upload ends before the machine does"
 
 
 @pytest.mark.parametrize("how", DISTURBANCES)

@@ -67,6 +67,34 @@ def test_a_worker_told_to_leave_saves_and_exits_with_75():
     assert effects == (lifecycle.Exit(75, "drain"),)
 
 
+def test_of_several_notices_the_earliest_time_counts():
+    signal = lifecycle.Interrupted("received SIGTERM", now=100.0, grace_s=75.0)
+    notice = lifecycle.Interrupted("told to leave", now=101.0, grace_s=7.0, ends_s=14.0)
+    for events in [(signal, notice), (notice, signal)]:
+        worker, _ = after(*TRAINING, *events)
+        assert (worker.leaving, worker.leave_by, worker.gone_by) == ("told to leave", 108.0, 115.0)
+    _, effects = after(*TRAINING, signal, notice)
+    assert effects == (lifecycle.Notify("told to leave", 108.0),), "the training is told that it has less"
+    assert after(*TRAINING, notice, signal)[1] == ()
+
+
+@pytest.mark.parametrize(
+    ("code", "worker", "timeout_s"),
+    [
+        (0, Worker(), 1800.0),
+        (1, Worker(), 10.0),
+        (75, Worker(leave_by=160.0), 60.0),
+        (75, Worker(leave_by=90.0), 10.0),
+        (75, Worker(leave_by=105.0, gone_by=120.0), 19.0),
+        (75, Worker(leave_by=90.0, gone_by=99.0), 1.0),
+        (0, Worker(leave_by=105.0, gone_by=120.0), 19.0),
+        (1, Worker(leave_by=105.0, gone_by=1000.0), 10.0),
+    ],
+)
+def test_the_last_upload_ends_before_the_machine_does(code: int, worker: Worker, timeout_s: float):
+    assert lifecycle.flush_timeout_s(code, worker, 100.0) == timeout_s
+
+
 def test_a_worker_that_finishes_while_it_is_told_to_leave_is_done():
     worker, _ = after(*TRAINING, lifecycle.Interrupted("drain", 0.0, 20.0), lifecycle.Trained(0))
     assert worker.code == Exit.DONE

@@ -24,7 +24,7 @@ from outlast.errors import OutlastError
 from outlast.local import state_dir
 from outlast.report import goodput
 from outlast.training import Batch, Stream, checkpoint, metrics, session
-from outlast.workerfiles import progress
+from outlast.workerfiles import notice, progress
 from worlds import LAST, Calm, Training, damage, hashes, world
 
 
@@ -426,6 +426,33 @@ def test_saving_the_same_step_twice_saves_it_once(plain: Path):
         for _ in range(3):
             run.save(1)
     assert [c.step for c in checkpoints.list_(plain / "out" / "checkpoints")] == [1]
+
+
+@pytest.mark.parametrize(("save_s", "saved"), [(None, [1, 2]), (2.0, [1, 2]), (5e6, [1])])
+def test_a_save_that_does_not_fit_into_the_time_left_is_skipped(
+    plain: Path, monkeypatch: pytest.MonkeyPatch, save_s: float | None, saved: list[int]
+):
+    path = plain / contract.NOTICE
+    monkeypatch.setenv(contract.Env.NOTICE, str(path))
+
+    def leaves() -> None:
+        with session.open() as run:
+            run.resume({"net": nn.Linear(2, 2)})
+            assert (run.interrupted(), run.seconds_left) == (False, math.inf)
+            run.save(1)
+            run._saves.settle(run._saver.wait())
+            notice.write(path, "leave", "spot", time.time() + 1e6)
+            assert run.interrupted()
+            assert 0.9e6 < run.seconds_left <= 1e6
+            run._saver.least_s = save_s
+            run.save(2)
+
+    with pytest.raises(SystemExit, match="75"):
+        leaves()
+    assert [c.step for c in checkpoints.list_(plain / "out" / "checkpoints")] == saved
+    [said] = [each["reason"] for each in ledger.read(plain / "out" / "ledger") if each["kind"] == "interrupted"]
+    late = r"step 2 is not saved: a save takes about 5000000 s, and \d+ s are left; the run goes on from step 1, 1 steps are lost"
+    assert re.fullmatch(late if saved == [1] else "saved step 2", said)
 
 
 def test_what_steps_wait_for_data_is_in_the_ledger(plain: Path):

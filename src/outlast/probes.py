@@ -1,4 +1,5 @@
-"""`/healthz`, `/readyz` and `/metrics` of a worker, for kubelets, Prometheus and people; `/end` for other workers.
+"""`/healthz`, `/readyz` and `/metrics` of a worker, for kubelets, Prometheus and people; `/end` for other workers; `/leave` for
+who has the key of the run.
 
 A worker is healthy while it makes progress (a step, or a phase of the start), and ready while it is in a world. The port is open
 to everyone in the cluster, so connections are limited in number and time: silent ones are closed, the oldest first, and a kubelet
@@ -38,6 +39,10 @@ MOST = 32
 """Connections, and so threads, at a time; one more, and the oldest is closed."""
 IDLE_S = 5.0
 """How long a connection may be silent."""
+LONGEST_BODY = 4096
+"""Bytes of what is sent to a worker."""
+_DIGITS = 6
+"""Of a length that is looked at."""
 BACKLOG = 128
 """Connections that wait to be accepted."""
 HELP = {
@@ -85,9 +90,20 @@ def _exact(value: float) -> str:
     return str(int(value)) if float(value).is_integer() else repr(float(value))
 
 
-def serve(look: Callable[[], Health], labels: Mapping[str, str], *, host: str = "127.0.0.1", port: int = 0) -> str:
+Order = Callable[[Mapping[str, str], bytes], tuple[int, str]]
+"""Answers a POST: its headers (`Content-Type`) and its body in, status and sentence out. Called by several threads."""
+
+
+def serve(
+    look: Callable[[], Health],
+    labels: Mapping[str, str],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    orders: Mapping[str, Order] | None = None,
+) -> str:
     """Answer probes in a background thread; returns the address `host:port`. Port 0 takes a free one, host ""
-    all addresses of the machine.
+    all addresses of the machine. `orders` answer POSTs, by path.
 
     Raises OutlastError when the port is taken.
     """
@@ -103,7 +119,21 @@ def serve(look: Callable[[], Health], labels: Mapping[str, str], *, host: str = 
                 "/metrics": (200, health.text or exposition(health, labels)),
                 "/end": (200 if health.end else 404, health.end),
             }
-            code, text = answers.get(self.path, (404, "try /healthz, /readyz or /metrics\n"))
+            self._answer(*answers.get(self.path, (404, "try /healthz, /readyz or /metrics\n")))
+
+        def do_POST(self) -> None:
+            order, length = (orders or {}).get(self.path), self.headers.get("Content-Length", "")
+            if order is None:
+                self._answer(404, "nothing is taken here\n")
+            elif not (length.isascii() and length.isdecimal()):
+                self._answer(411, "Content-Length is missing\n")
+            elif len(length) > _DIGITS or int(length) > LONGEST_BODY:
+                self._answer(413, f"at most {LONGEST_BODY} bytes are read\n")
+            else:
+                code, text = order({name.title(): value for name, value in self.headers.items()}, self.rfile.read(int(length)))
+                self._answer(code, text + "\n")
+
+        def _answer(self, code: int, text: str) -> None:
             body = text.encode()
             self.send_response(code)
             self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")

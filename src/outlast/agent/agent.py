@@ -23,7 +23,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,8 @@ from outlast.hangs import rule, stacks
 from outlast.launch import bytecode, shim, titles
 from outlast.ledger import Ledger
 from outlast.rendezvous.transport import Mode
-from outlast.workerfiles import notice
+from outlast.rendezvous.transports import orders, seal
+from outlast.workerfiles import notice, time_left
 from outlast.workerfiles.log_pipe import Output
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
 
 LOOK_INTERVAL_S = 0.1
 """Longest time between two looks at the training processes."""
+LEAST_S = 1.0
+"""Time that a worker whose deadline is over has left: the clock of who wrote it may be ahead."""
 PREPARATION_STOP_TIMEOUT_S = 5.0
 """How long a preparing phase may take to stop."""
 
@@ -77,8 +81,8 @@ class Agent:
         self._looked_at = self.clock()
         self._kill_at = float("inf")
         """Time at which training that was asked to leave is killed."""
-        self._leave_by: float | None = None
-        """End of the grace period of an interrupted worker."""
+        self._published = ""
+        """The deadline that the operator published last, as JSON."""
         self._warm = warm
         self._stop_preparing = threading.Event()
         from outlast.prepare import prepare
@@ -102,7 +106,9 @@ class Agent:
         labels = {"job": job.metadata.name, "worker": str(self.index)}
         port = int(environ.get(contract.Env.PROBE_PORT, "0"))
         host = "" if contract.Env.ADDRESS in environ else "127.0.0.1"
-        self.reporter.probes = probes.serve(lambda: self.reporter.health, labels, host=host, port=port)
+        self._orders = orders.Orders(seal.key(environ), worker=self.index, since=time.time())
+        taken = {orders.PATH: self._ordered}
+        self.reporter.probes = probes.serve(lambda: self.reporter.health, labels, host=host, port=port, orders=taken)
 
     @property
     def launched_here(self) -> bool:
@@ -115,7 +121,8 @@ class Agent:
             signal.signal(number, self._on_signal)
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         self.notice.unlink(missing_ok=True)
-        (self.state / contract.END).unlink(missing_ok=True)
+        for name in (contract.END, contract.LEAVE):
+            (self.state / name).unlink(missing_ok=True)
         self._ranks.forget()
         if self._warm and (warning := bytecode.warning(image=contract.Env.ADDRESS in self.environ)):
             print(f"outlast | {warning}", flush=True)
@@ -188,7 +195,7 @@ class Agent:
                         print_end(self.index, code, reason)
 
     def _notify(self, reason: str, deadline: float) -> None:
-        self._kill_at = self._leave_by = deadline
+        self._kill_at = deadline
         try:
             notice.write(self.notice, "leave", reason, time.time() + deadline - self.clock())
         except OSError as problem:
@@ -205,8 +212,11 @@ class Agent:
             self._events.put(lifecycle.Flushed())
 
     def _flush_timeout_s(self) -> float:
-        left_s = None if self._leave_by is None else self._leave_by - self.clock()
-        return lifecycle.flush_timeout_s(self.worker.code, left_s)
+        now = self.clock()
+        timeout_s = lifecycle.flush_timeout_s(self.worker.code, self.worker, now)
+        if self.worker.gone_by is not None and (why := time_left.too_late_to_upload(timeout_s, self._upload.seconds)):
+            print(f"outlast | {why}", flush=True)
+        return timeout_s
 
     def _flush(self, timeout_s: float) -> None:
         """Upload what is left, this worker's log to its last line included."""
@@ -310,6 +320,40 @@ class Agent:
         # The clock has a lock, which this very thread may hold.
         self._events.put(lifecycle.Interrupted(f"received {signal.Signals(number).name}", self._looked_at, grace))
 
+    def _ordered(self, headers: Mapping[str, str], body: bytes) -> tuple[int, str]:
+        """Answer `POST /leave`; called by a thread of the probes."""
+        answer = self._orders.judge(headers, body, time.time())
+        if answer.status != HTTPStatus.ACCEPTED:
+            return answer.status, answer.text
+        if self.worker.phase in (Phase.FLUSHING, Phase.ENDED):
+            return HTTPStatus.CONFLICT, "this worker ends already"
+        self._leave_until(answer.deadline, f"ordered to leave{f': {answer.reason}' if answer.reason else ''}")
+        return answer.status, answer.text
+
+    def _look_for_deadline(self) -> None:
+        """Take up the deadline that the operator has published for this worker, if there is a new one."""
+        try:
+            text = (self.state / contract.LEAVE).read_text()
+            if text == self._published:
+                return
+            self._published, said = text, json.loads(text)
+            self._leave_until(float(said["deadline"]), f"told to leave: {said['reason']}")
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError) as problem:
+            print(f"outlast | {contract.LEAVE} cannot be read: {problem!r}", flush=True)
+
+    def _leave_until(self, deadline: float | None, reason: str) -> None:
+        """Leave before a deadline, seconds since the epoch; None: within the job's grace."""
+        grace_s, now = self.job.spec.interruption.grace.total_seconds(), self._looked_at
+        if deadline is None:
+            self._put(lifecycle.Interrupted(reason, now, grace_s))
+            return
+        left_s = max(LEAST_S, deadline - time.time())
+        share: time_left.Share = {"stored": bool(self._store), "upload_s": self._upload.seconds}
+        print(f"outlast | {reason}; {time_left.divided(left_s, **share)}", flush=True)
+        self._put(lifecycle.Interrupted(reason, now, min(grace_s, time_left.for_training(left_s, **share)), left_s))
+
     def _put(self, event: lifecycle.Event) -> None:
         self._events.put(event)
         os.write(self._wake_w, b"\0")
@@ -340,6 +384,7 @@ class Agent:
         now = self._looked_at = self.clock()
         if self._launched and self._elastic is None and self.worker.phase is Phase.TRAINING and self._events.empty():
             self._launch()
+        self._look_for_deadline()
         if self.worker.leaving and now > self._kill_at:
             self._kill_at = float("inf")
             self._events.put(lifecycle.GraceOver())

@@ -15,6 +15,7 @@ import enum
 from typing import TypeAlias
 
 from outlast import contract
+from outlast.workerfiles import time_left
 
 
 class Phase(enum.StrEnum):
@@ -41,6 +42,10 @@ class Worker:
     phase: Phase = Phase.STARTING
     leaving: str = ""
     """Why it is interrupted; empty if it is not."""
+    leave_by: float | None = None
+    """When its training is killed, if it is interrupted: the earliest time that anybody gave."""
+    gone_by: float | None = None
+    """When its machine is gone, as far as somebody said."""
     code: int | None = None
     """The exit code, once it is known."""
     reason: str = ""
@@ -54,6 +59,8 @@ DONE_FLUSH_S = 1800.0
 """Timeout of the last upload after training is done. Long, since nothing repeats it: a worker that failed is started again."""
 LAST_FLUSH_S = 10.0
 """Least timeout of the last upload of an interrupted worker, even when its grace period is over."""
+LEAST_FLUSH_S = 1.0
+"""The same where it is known when the machine is gone."""
 
 
 # Events
@@ -89,11 +96,14 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True)
 class Interrupted:
-    """SIGTERM, a spot notice, a drain: leave within `grace_s` from `now`."""
+    """SIGTERM, a spot notice, a drain: training has to leave within `grace_s` from `now`. Several may come, in any order: the
+    earliest time counts."""
 
     reason: str
     now: float
     grace_s: float
+    ends_s: float | None = None
+    """Seconds until the machine is gone; None when nobody said."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,11 +195,8 @@ def step(worker: Worker, event: Event) -> tuple[Worker, tuple[Effect, ...]]:
             if worker.leaving and (code == contract.Exit.INTERRUPTED or contract.killed(code)):
                 return _flush(worker, contract.Exit.INTERRUPTED, worker.leaving)
             return _flush(worker, code, _verdict(code))
-        case Interrupted(reason, now, grace_s) if not worker.leaving and worker.phase not in (Phase.FLUSHING, Phase.ENDED):
-            leaving = dataclasses.replace(worker, leaving=reason)
-            if worker.phase is Phase.TRAINING:
-                return leaving, (Notify(reason, now + grace_s),)
-            return _flush(leaving, contract.Exit.INTERRUPTED, f"left before training: {reason}")
+        case Interrupted() if worker.phase not in (Phase.FLUSHING, Phase.ENDED):
+            return _leave(worker, event)
         case GraceOver() if worker.leaving and worker.phase is Phase.TRAINING:
             return worker, (Kill(),)
         case Flushed(problem) if worker.phase is Phase.FLUSHING and worker.code is not None:
@@ -211,6 +218,19 @@ def _enter(worker: Worker, phase: Phase) -> tuple[Worker, tuple[Effect, ...]]:
     return entered, (Launch() if phase is Phase.TRAINING else Prepare(phase),)
 
 
+def _leave(worker: Worker, asked: Interrupted) -> tuple[Worker, tuple[Effect, ...]]:
+    """Interrupted for the first time, or with less time than before."""
+    leave_by = asked.now + asked.grace_s
+    ends = [each for each in (worker.gone_by, None if asked.ends_s is None else asked.now + asked.ends_s) if each is not None]
+    leaving = dataclasses.replace(worker, gone_by=min(ends, default=None))
+    if worker.leave_by is not None and worker.leave_by <= leave_by:
+        return leaving, ()
+    leaving = dataclasses.replace(leaving, leaving=asked.reason, leave_by=leave_by)
+    if worker.phase is Phase.TRAINING:
+        return leaving, (Notify(asked.reason, leave_by),)
+    return _flush(leaving, contract.Exit.INTERRUPTED, f"left before training: {asked.reason}")
+
+
 def _flush(worker: Worker, code: int, reason: str) -> tuple[Worker, tuple[Effect, ...]]:
     return dataclasses.replace(worker, phase=Phase.FLUSHING, code=code, reason=reason), (Flush(),)
 
@@ -220,11 +240,14 @@ def _end(worker: Worker, code: int, reason: str) -> tuple[Worker, tuple[Effect, 
     return dataclasses.replace(worker, phase=Phase.ENDED, code=code, reason=reason), (Exit(code, reason, stay),)
 
 
-def flush_timeout_s(code: int | None, grace_left_s: float | None) -> float:
-    """How long the last upload may take. `grace_left_s` is None for a worker that is not interrupted."""
-    if code == contract.Exit.DONE:
-        return DONE_FLUSH_S
-    return max(LAST_FLUSH_S, grace_left_s or 0.0)
+def flush_timeout_s(code: int | None, worker: Worker, now: float) -> float:
+    """How long the last upload of a worker that ends with this code may take: until its machine is gone, if that is known."""
+    grace_left_s = worker.leave_by - now if worker.leave_by is not None else 0.0
+    timeout_s = DONE_FLUSH_S if code == contract.Exit.DONE else max(LAST_FLUSH_S, grace_left_s)
+    if worker.gone_by is None:
+        return timeout_s
+    left_s = max(LEAST_FLUSH_S, worker.gone_by - now - time_left.END_S / 2)
+    return left_s if code == contract.Exit.INTERRUPTED else min(timeout_s, left_s)
 
 
 def _verdict(code: int) -> str:

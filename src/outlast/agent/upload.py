@@ -59,6 +59,8 @@ class Report:
     """Bytes of committed checkpoints that are not in the store yet."""
     doing: str = ""
     """What is being uploaded now."""
+    seconds: float | None = None
+    """What the upload of the last checkpoint took; None before the first."""
 
 
 class SomeFailed(store.StoreError):
@@ -206,6 +208,7 @@ class Uploader:
             checkpoint = self._checkpoints.next_(waiting, self._retention)
             self.update(doing=f"checkpoint of step {checkpoint.step}", backlog=sum(c.bytes for c in waiting))
             self._growing.push([contract.METRICS], stop)  # first: a machine that takes over from this checkpoint needs them
+            begun = time.monotonic()
             outcome = self._checkpoints.push(checkpoint, journals=self._journals, stop=stop)
             if outcome.kind == "waiting":
                 raise store.StoreError(outcome.reason, retry=True)
@@ -213,7 +216,7 @@ class Uploader:
             if outcome.kind == "damaged":  # it would be skipped on restore, too
                 print(f"outlast | not pushed: {outcome.reason}", file=sys.stderr, flush=True)
                 continue
-            self.update(step=max(self.report.step, checkpoint.step))
+            self.update(step=max(self.report.step, checkpoint.step), seconds=round(time.monotonic() - begun, 3))
             try:
                 self._checkpoints.prune(self._retention)
             except store.StoreError as problem:  # room is wasted, nothing else

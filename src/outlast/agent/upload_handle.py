@@ -131,6 +131,12 @@ class UploadProcess:
             self._seen.age(key, report.get(key))
         self.report = report
 
+    @property
+    def seconds(self) -> float | None:
+        """What the upload of the last checkpoint took; None before the first."""
+        found = self.report.get("seconds")
+        return float(found) if isinstance(found, int | float) else None
+
     def metrics(self) -> dict[str, float]:
         """Its last report as metrics. Ages count from when the report came: wall clocks may be set meanwhile."""
         if not (report := self.report):

@@ -33,6 +33,8 @@ from outlast.sync import crc32
 _BLOCK = 4 << 20
 _PAUSE = 3
 """Seconds of rest after each second of work, of a file that takes several blocks."""
+UNHURRIED = 1 + _PAUSE
+"""How many times longer a save takes at most while nobody waits for it."""
 _SMALL = 64 << 10
 """Tensors below this are saved by torch: what is around their data costs more than the data."""
 

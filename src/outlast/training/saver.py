@@ -124,6 +124,9 @@ class Saver:
         self._copies = Copies()
         self._hurry = threading.Event()
         """Whether somebody waits for the save in progress."""
+        self.least_s: float | None = None
+        """What the last save would have taken at least if somebody had waited for it; None before the first."""
+        self._began = 0.0
         self._thread: threading.Thread | None = None
         self._outcome: Outcome | None = None
 
@@ -132,12 +135,18 @@ class Saver:
         """Whether a save is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def rest_s(self) -> float:
+        """What the save in progress still takes, as far as the one before tells; 0 for none."""
+        return max(0.0, (self.least_s or 0.0) - (time.monotonic() - self._began)) if self.busy else 0.0
+
     def begin(self, step: int, flat: Flat, metric: checkpoints.Metric | None = None) -> None:
         """Copy `flat` and start saving it; the previous save must have ended (`wait`). Rank 0's `metric` counts. A collective."""
         if self._group is None:
             self._group = stall.watch().own(dist.new_group(backend="gloo"))
         self._outcome = None
         self._hurry.clear()
+        self._began = time.monotonic()
         copy = self._copies.of(flat)
         self._thread = threading.Thread(target=self._save, args=(step, copy, metric), name="outlast-save", daemon=True)
         self._thread.start()
@@ -156,7 +165,10 @@ class Saver:
 
     def _save(self, step: int, flat: Flat, metric: checkpoints.Metric | None) -> None:
         try:
-            self._outcome = self._together(step, flat, metric)
+            outcome = self._together(step, flat, metric)
+            if outcome.committed:
+                self.least_s = (time.monotonic() - self._began) / part_file.UNHURRIED
+            self._outcome = outcome
         except Exception as error:  # the group broke, so a rank is gone
             self._outcome = Outcome(step, False, f"the ranks lost each other ({sentence(error)})")
             self._report("save_failed", step=step, reason=self._outcome.reason)

@@ -22,6 +22,7 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
+import math
 import os
 import random
 import threading
@@ -60,6 +61,7 @@ from outlast.training import (
 from outlast.training.calls import Calls, public
 from outlast.training.disks import Disks
 from outlast.units import Every
+from outlast.workerfiles import notice, time_left
 from outlast.workerfiles.progress import Progress, Writer
 
 log = logging.getLogger("outlast")
@@ -103,6 +105,9 @@ class Session:
     metrics are then on all disks, and results are those of rank 0."""
     data: Path | None
     """Directory of the job's data; None if the job has none."""
+    seconds_left: float
+    """Seconds that the script has to save and leave, as of the last `interrupted`: those of the worker that has least, the same
+    on all ranks. Infinity while none is interrupted. For work that may be skipped: `if run.seconds_left > 60: evaluate()`."""
 
     def __init__(self, seed: int, quiet: bool = False) -> None:
         env = os.environ
@@ -123,6 +128,7 @@ class Session:
         self._parameters: dict[str, Any] = {}
         self._trackers = tracking.Trackers(self.output, self.rank)
         self._leaving = self._closed = False
+        self.seconds_left = math.inf
         self._votes: tuple[bool, bool] | None = None
         self._lock = threading.Lock()
         self._record = Progress(self.generation, self.rank, "open")
@@ -419,7 +425,8 @@ class Session:
     def interrupted(self) -> bool:
         """Return whether to save and leave, the same on all ranks: true once one of them is interrupted. Call it once per step.
 
-        Reasons are Ctrl-C, a change of size or a machine that is taken away. Costs one small all-reduce. A collective.
+        Reasons are Ctrl-C, a change of size or a machine that is taken away. Then `run.seconds_left` says how much time there is.
+        Costs one small all-reduce. A collective.
         """
         asked = self._notice is not None and self._notice.exists()
         late = self.rank == 0 and self._saves.late(self._every)
@@ -427,6 +434,8 @@ class Session:
         asked, late, busy = (vote > 0 for vote in votes[:3])
         self._snapshots.heard(votes[3:])
         self._leaving = self._leaving or asked
+        if self._leaving:
+            self.seconds_left = min(self._disks.gather(self._left_s()))
         self._votes = late, busy
         if not busy:
             self._saves.settle(self._saver.wait())
@@ -461,9 +470,10 @@ class Session:
         `checkpoint.by` counts. The job's `checkpoint.best` best ones are kept besides the newest; a value that is not finite is
         never best. A step is saved once, with the metric that it has then.
 
-        After `interrupted` was true, waits until the checkpoint is committed and raises SystemExit(75). A save that fails, e.g.
-        because the disk is full, is reported, and training goes on. Raises OutlastError before `resume`, when `step` does not
-        advance with the stream, and when a Stream that is read is not in the state. A collective.
+        After `interrupted` was true, waits until the checkpoint is committed and raises SystemExit(75). If the last saves took
+        longer than the time that is left, it only waits for the one in progress: training goes on from that step. A save that
+        fails, e.g. because the disk is full, is reported, and training goes on. Raises OutlastError before `resume`, when `step`
+        does not advance with the stream, and when a Stream that is read is not in the state. A collective.
         """
         step = mistakes.whole(step)
         value = None if metric is None else mistakes.number("metric", metric)
@@ -471,14 +481,33 @@ class Session:
             raise OutlastError("save() does not know what to save; call resume() with the state first")
         self._saves.advanced(f"run.save({step})", step)
         self._meet(f"run.save({step})")
-        self._saves.store(step, value, wait=self._leaving)
+        late = self._too_late(step) if self._leaving else ""
+        if late:
+            self._saves.settle(self._saver.wait())
+        else:
+            self._saves.store(step, value, wait=self._leaving)
         if self._leaving:
-            self._leave(step)
+            self._leave(step, late)
 
-    def _leave(self, step: int) -> None:
+    def _left_s(self) -> float:
+        """Seconds that this rank's worker has left to save and leave; infinity if it is not asked to."""
+        asked = notice.read(self._notice) if self._notice is not None else {}
+        return max(0.0, float(asked["deadline"]) - time.time()) if "deadline" in asked else math.inf
+
+    def _too_late(self, step: int) -> str:
+        """Why the last step is not saved: the time that is left is too short. A collective."""
+        said = self._disks.gather((self._left_s(), self._saver.least_s, self._saver.rest_s, self._saves.committed != step))
+        self.seconds_left = min(left_s for left_s, *_ in said)
+        known = [least_s for _, least_s, *_ in said if least_s is not None]
+        if not any(unsaved for *_, unsaved in said):
+            return ""
+        return time_left.too_late_to_save(self.seconds_left, max(known, default=None), max(rest_s for _, _, rest_s, _ in said))
+
+    def _leave(self, step: int, late: str = "") -> None:
         reason = f"saved step {step}"
         if (kept := self._saves.committed) != step:
-            reason = f"step {step} could not be saved; the run goes on from step {kept}, {step - kept} steps are lost"
+            why = f"is not saved: {late}" if late else "could not be saved"
+            reason = f"step {step} {why}; the run goes on from step {kept}, {step - kept} steps are lost"
             if self.rank == 0:
                 log.error("outlast: leaving: %s", reason)
         if self.rank == 0:

@@ -1,0 +1,118 @@
+"""`POST /leave`: an authenticated order to a worker to save and leave, for topologies that have no operator to tell it.
+
+    POST /leave                       on the agent's port
+    Outlast-Time: 1700000000.000      seconds since the epoch, when it was signed
+    Outlast-Signature: <64 hex digits>
+
+    {"deadline": "2026-01-01T00:02:00Z", "reason": "AWS takes the machine back"}
+
+The signature is an HMAC-SHA256 over the worker's index, the time and the body, keyed by the run's key for this purpose
+(`seal.derived`). So without the key nobody makes a worker leave, and an order cannot be sent to another worker, again, after
+WINDOW_S, or to the process that is started next. Both fields may be missing: then it has the job's grace.
+
+    202 accepted    400 no order    401 not signed with the key of the run    409 repeated, too old, or ending already
+    411 without Content-Length    413 longer than LONGEST
+
+Docs: docs/guide/security.md. Pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hmac
+import json
+import math
+from collections.abc import Mapping
+
+from outlast.rendezvous.transports import seal
+
+PATH = "/leave"
+TIME, SIGNATURE = "Outlast-Time", "Outlast-Signature"
+LONGEST = 4096
+"""Bytes of an order."""
+WINDOW_S = 60.0
+"""How far the clocks of sender and worker may be apart. Orders of this time are remembered, so that none counts twice."""
+_REASON = 256
+"""Characters of the reason that are kept."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What is answered to an order; accepted with 202."""
+
+    status: int
+    text: str
+    reason: str = ""
+    deadline: float | None = None
+    """Seconds since the epoch; None: the job's grace counts."""
+
+
+def signed(key: bytes, *, worker: int, body: bytes, now: float) -> dict[str, str]:
+    """The headers of an order to a worker; `key` is that of the run, as `seal.key` finds it."""
+    time = f"{now:.3f}"
+    return {"Content-Type": "application/json", TIME: time, SIGNATURE: _signature(key, worker, time, body)}
+
+
+class Orders:
+    """The orders to one worker. `since`: when its agent began, seconds since the epoch; orders from before are for another."""
+
+    def __init__(self, key: bytes, *, worker: int, since: float) -> None:
+        self._key, self._worker, self._since = key, worker, since
+        self._seen: dict[str, float] = {}
+        """Signatures of accepted orders, and when they were signed: only who has the key adds to them."""
+
+    def judge(self, headers: Mapping[str, str], body: bytes, now: float) -> Answer:
+        """The answer to an order. Accepts each at most once."""
+        time, signature = headers.get(TIME, ""), headers.get(SIGNATURE, "").encode()
+        if not self._key:
+            return Answer(401, "this run has no key, so nobody can order its workers to leave")
+        if not hmac.compare_digest(signature, _signature(self._key, self._worker, time, body).encode()):
+            return Answer(401, f"the order is not signed with the key of the run for worker {self._worker}; see {SIGNATURE}")
+        try:
+            at = float(time)
+        except ValueError:
+            at = math.nan
+        if not abs(now - at) <= WINDOW_S:
+            return Answer(
+                409, f"the order was signed at {time}, and it is {now:.0f} here; sign it anew, with a clock that is right"
+            )
+        if at < self._since:
+            return Answer(409, "the order is older than this process, so it was for an earlier one; sign it anew if it is meant")
+        self._seen = {each: when for each, when in self._seen.items() if abs(now - when) <= WINDOW_S}
+        if signature.decode() in self._seen:
+            return Answer(409, "the order came before; sign it anew if it is meant twice")
+        try:
+            answer = _read(body)
+        except ValueError as problem:
+            return Answer(400, str(problem))
+        self._seen[signature.decode()] = at
+        return answer
+
+
+def _read(body: bytes) -> Answer:
+    """The order in a body. Raises ValueError."""
+    try:
+        said = json.loads(body) if body else {}
+    except (ValueError, RecursionError):
+        said = None
+    if not isinstance(said, dict):
+        raise ValueError('the order is no JSON object; send {"deadline": "2026-01-01T00:02:00Z", "reason": "..."}')
+    reason, deadline = said.get("reason") or "", said.get("deadline")
+    if not isinstance(reason, str):
+        raise ValueError(f"reason ({reason}) is no text")
+    return Answer(202, "the worker saves and leaves", reason[:_REASON], None if deadline is None else _seconds(deadline))
+
+
+def _seconds(deadline: object) -> float:
+    try:
+        found = datetime.datetime.fromisoformat(deadline) if isinstance(deadline, str) else None
+        if found is not None and found.tzinfo is not None:
+            return found.timestamp()
+    except (ValueError, OverflowError):
+        pass
+    raise ValueError(f"deadline ({deadline}) is no time with its offset from UTC; write 2026-01-01T00:02:00Z")
+
+
+def _signature(key: bytes, worker: int, time: str, body: bytes) -> str:
+    return hmac.digest(seal.derived(key, "leave"), f"{worker}\n{time}\n".encode() + body, "sha256").hex()

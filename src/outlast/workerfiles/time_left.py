@@ -1,0 +1,64 @@
+"""What fits into the time that an interrupted worker has left, and what is skipped. Pure.
+
+The agent divides the time between the training and the last upload (`for_training`), and the training asks whether another save
+fits (`too_late_to_save`). Durations are those of the last save and the last upload; one that is not known yet is assumed.
+"""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+END_S = 2.0
+"""What the end of the processes and the upload of the log take, at most."""
+UPLOAD_S = 30.0
+"""Assumed for the last upload while none has been measured; as `contract.Pod.LAST_PUSH_S`."""
+MARGIN = 1.5
+"""The last upload is given this many times what the one before took."""
+
+
+class Share(TypedDict):
+    """What the division depends on, see `for_training`."""
+
+    stored: bool
+    upload_s: float | None
+
+
+def for_training(left_s: float, *, stored: bool, upload_s: float | None = None) -> float:
+    """Seconds that training may use for its step and its save, of `left_s` until the machine is gone.
+
+    The rest is for the last upload, where the output is `stored` elsewhere: as long as the last one took, `upload_s`, and a
+    margin, but never more than half, since what was not saved cannot be uploaded.
+    """
+    rest_s = END_S
+    if stored:
+        rest_s = UPLOAD_S if upload_s is None else MARGIN * upload_s + END_S
+    return max(0.0, left_s - min(rest_s, left_s / 2))
+
+
+def divided(left_s: float, *, stored: bool, upload_s: float | None = None) -> str:
+    """The same as a sentence."""
+    training_s = for_training(left_s, stored=stored, upload_s=upload_s)
+    rest_s = left_s - training_s
+    if not stored:
+        return f"{left_s:.0f} s are left, {training_s:.0f} s of them for the training to save"
+    known = "none was measured yet" if upload_s is None else f"the last one took {upload_s:.1f} s"
+    return f"{left_s:.0f} s are left: {training_s:.0f} s for the training to save, {rest_s:.0f} s for the last upload ({known})"
+
+
+def too_late_to_save(left_s: float, save_s: float | None, running_s: float = 0.0) -> str:
+    """Why another save does not fit into `left_s`; empty if it may.
+
+    `save_s` is what the last one took at least, None while none was measured: then it is tried. `running_s` is what a save in
+    progress still takes, which has to end first.
+    """
+    if save_s is None or running_s + save_s <= left_s:
+        return ""
+    first = f", after {running_s:.0f} s for the one in progress" if running_s else ""
+    return f"a save takes about {save_s:.0f} s{first}, and {left_s:.0f} s are left"
+
+
+def too_late_to_upload(left_s: float, upload_s: float | None) -> str:
+    """Why the last upload will not be complete after `left_s`; empty if it may."""
+    if upload_s is None or upload_s <= left_s:
+        return ""
+    return f"the last upload of a checkpoint took {upload_s:.0f} s, and {left_s:.0f} s are left: this one may not be complete"
