@@ -35,7 +35,7 @@ from outlast.agent.lifecycle import Phase
 from outlast.clock import Awake
 from outlast.errors import OutlastError, Superseded
 from outlast.hangs import rule, stacks
-from outlast.launch import bytecode, shim, titles
+from outlast.launch import bytecode, shim, sibling, titles
 from outlast.ledger import Ledger
 from outlast.rendezvous.transport import Mode
 from outlast.rendezvous.transports import orders, seal
@@ -60,7 +60,7 @@ class Agent:
 
     def __init__(
         self,
-        warm: subprocess.Popen[bytes] | None,
+        warm: subprocess.Popen[bytes] | sibling.Forked | None,
         job: spec.Job,
         environ: dict[str, str],
         log: Output,
@@ -298,10 +298,10 @@ class Agent:
     def _launch(self) -> None:
         """Have the elastic agent forked; the warm process listens a moment after its start and answers when torch is imported."""
         try:
-            sock = shim.connect(str(self.state / "warm.sock"))
+            sock = shim.connect(str(self.state / shim.SOCKET))
         except OSError:
-            if self._warm and self._warm.poll() is not None:
-                self._events.put(lifecycle.Trained(contract.exit_code(self._warm.returncode)))
+            if self._warm and (ended := self._warm.poll()) is not None:
+                self._events.put(lifecycle.Trained(contract.exit_code(ended)))
                 self._launched = False
             return
         from outlast.prepare import prepare
@@ -424,9 +424,11 @@ def print_end(worker: int | str, code: int | None, reason: str) -> None:
     print(contract.end_line(worker, reason, code), flush=True)
 
 
-def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start the warm process in the Python that is to train."""
-    socket_ = os.path.join(environ[contract.Env.STATE], "warm.sock")
+def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes] | sibling.Forked:
+    """Start the warm process in the Python that is to train, unless this agent was born with one."""
+    if sibling.warm:
+        return sibling.warm
+    socket_ = os.path.join(environ[contract.Env.STATE], shim.SOCKET)
     return subprocess.Popen(
         [python, "-m", "outlast.launch.warm", socket_, str(os.getpid())], stdin=subprocess.DEVNULL, env=environ
     )

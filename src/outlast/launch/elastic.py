@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,8 +63,9 @@ _SECONDARY = re.compile(
 """Errors of collectives after another process has died: a secondary failure, not the cause."""
 
 
-def main(argv: list[str]) -> None:
-    """Train in one world after another until the run has ended. Raises SystemExit."""
+def main(argv: list[str], *, unready: int | None = None) -> None:
+    """Train in one world after another until the run has ended. `unready` is a descriptor at its end when ranks can be forked.
+    Raises SystemExit."""
     import torch.distributed.elastic.rendezvous as rendezvous
 
     processes, grace_s, limit, command = int(argv[0]), argv[1], int(argv[2]), argv[3:]
@@ -74,6 +76,8 @@ def main(argv: list[str]) -> None:
     client = transport.client(os.environ[contract.Env.RENDEZVOUS], transport.Member(run_id, id, state, processes))
     host = os.environ.get(contract.Env.ADDRESS, "127.0.0.1")
     log = Path(os.environ[contract.Env.OUTPUT]) / contract.LOGS / contract.worker_log(id)
+    if unready is not None and _others_may_wait(os.environ):
+        os.read(unready, 1)
     early = 0
     seen = Seen(time.monotonic)
     with member(client, run_id=run_id, state=state, host=host, processes=processes, leave_s=float(grace_s)) as handler:
@@ -86,7 +90,7 @@ def main(argv: list[str]) -> None:
         while True:
             begun, logged = time.monotonic(), log_pipe.size(log)
             try:
-                failures = _train(handler, state, host, processes, float(grace_s), [str(state / "warm.sock"), grace_s, *command])
+                failures = _train(handler, state, host, processes, float(grace_s), [str(state / shim.SOCKET), grace_s, *command])
             except rendezvous.RendezvousClosedError:
                 closed = handler.closed
                 if closed and closed.code in (contract.Exit.GIVEN_UP, contract.Exit.INTERRUPTED):
@@ -111,6 +115,13 @@ def main(argv: list[str]) -> None:
                 if {failure["early"] for failure in failures if _is_cause(failure)} != {first["early"]}:
                     first["early"] = ""
                 handler.failed({**first, "log_tail": log_pipe.tail(log, said, since=logged, prefix=prefix)})
+
+
+def _others_may_wait(environ: Mapping[str, str]) -> bool:
+    """Whether workers may train already, and would stop as soon as we report. Where none does, reporting takes longest, and ranks
+    become ready meanwhile; on this machine it takes no time."""
+    mode = transport.mode(environ[contract.Env.RENDEZVOUS])
+    return mode is transport.Mode.LAUNCHER or environ.get(contract.Env.GENERATION, "0") != "0"
 
 
 def _train(

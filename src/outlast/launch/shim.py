@@ -19,6 +19,8 @@ import sys
 import time
 from types import FrameType
 
+SOCKET = "warm.sock"
+"""In the directory of a worker: where its warm process listens."""
 CONNECT_TIMEOUT_S = 5.0
 """For a listener that is stopped, whose queue is full."""
 KILL_DELAY_S = 5.0

@@ -9,7 +9,8 @@ streams, environment and directory and becomes a training process (`launch.rank`
 
 Protocol, per connection: a request (`shim.request`), then lines from the caller, each a signal number for the child; one JSON
 line back when the child has ended: `{"status": exit code or -signal, "time": seconds since the epoch}`. A caller that hangs up
-kills its child. Children die with the warm process, and the warm process with its agent.
+kills its child. Children die with the warm process, and the warm process with its agent. The agent of another worker is no child
+(`launch.sibling`).
 """
 
 from __future__ import annotations
@@ -23,18 +24,20 @@ import importlib
 import io
 import json
 import os
+import runpy
 import selectors
 import signal
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from outlast import contract
-from outlast.launch import imports, titles
+from outlast.launch import imports, shim, sibling, titles
 from outlast.rendezvous import transport
 from outlast.rendezvous.transports import sockets
 
@@ -57,7 +60,7 @@ def die_with(parent: int) -> None:
 
 @dataclasses.dataclass
 class Request:
-    """What a fork becomes: an elastic agent or a training process."""
+    """What a fork becomes: an elastic agent, a training process, or the agent of another worker."""
 
     kind: str
     argv: list[str]
@@ -66,6 +69,8 @@ class Request:
     fds: list[int]
     tell: int | None = None
     """Where a rank is to say what it has imported, see `imports.tell`."""
+    unready: int | None = None
+    """At its end for an elastic agent when ranks can be forked; None if they can."""
 
 
 @dataclasses.dataclass
@@ -97,8 +102,9 @@ def _receive(connection: socket.socket) -> Request:
 class Server:
     """Forks on request until this process is killed."""
 
-    def __init__(self, listener: socket.socket) -> None:
-        self._listener = listener
+    def __init__(self, listener: socket.socket, environ: Mapping[str, str]) -> None:
+        """`environ` is the environment that this process shows in /proc."""
+        self._listener, self._environ = listener, environ
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_r, False)
         os.set_blocking(self._wake_w, False)
@@ -110,14 +116,20 @@ class Server:
         self._children: dict[int, _Child] = {}
         """By the descriptor of the caller's connection."""
         self._ahead = imports.Ahead(self._selector, self._fresh)
+        self._unready: tuple[int, int] | None = None
+        """A pipe whose end says that `modules` are imported."""
 
-    def run(self) -> Request:
-        """Serve; returns only in forked children, with what they are to become."""
-        for module in TRAINING:
+    def run(self, modules: Sequence[str]) -> Request:
+        """Serve; returns only in forked children, with what they are to become. Ranks need these `modules`."""
+        self._unready = os.pipe() if modules else None
+        for module in modules:
             # The elastic agent, our first child, meets the others meanwhile. Ranks come later, and need these modules anyway.
             if request := self._turn(0.0, accept=not self._children):
                 return request
             preload([module])
+        for fd in self._unready or ():
+            os.close(fd)
+        self._unready = None
         while True:
             if request := self._turn(0.0 if self._ahead.modules else None):
                 return request
@@ -149,12 +161,16 @@ class Server:
         except (OSError, ValueError):  # a caller that was killed half-way
             connection.close()
             return None
+        if request.kind == sibling.KIND:
+            return self._bear(request, connection)
         if request.kind == "rank" and request.env.get("LOCAL_RANK", "0") == "0":
             request.tell = self._ahead.pipe(request.env)
         gc.freeze()
         parent, pid = os.getpid(), os.fork()
         if pid == 0:
             connection.close()
+            if request.kind == "elastic" and self._unready:
+                request.unready = os.dup(self._unready[0])
             self._fresh(parent)
             return request
         for fd in (*request.fds, *([] if request.tell is None else [request.tell])):
@@ -163,17 +179,40 @@ class Server:
         self._selector.register(connection.fileno(), selectors.EVENT_READ)
         return None
 
+    def _bear(self, request: Request, connection: socket.socket) -> Request | None:
+        """Fork the agent of another worker, unless its environment does not fit. Returns its request in that process."""
+        changed, pid = sibling.differing(self._environ, request.env), -1
+        if changed is not None:
+            gc.freeze()
+            with contextlib.suppress(OSError):  # as many processes as are allowed
+                pid = os.fork()
+        if changed is not None and pid == 0:
+            self._close()
+            if not sibling.orphan(connection):
+                os._exit(0)
+            enter(request)
+            sibling.show(changed)
+            return request
+        for fd in request.fds:
+            os.close(fd)
+        connection.close()
+        return None
+
     def _fresh(self, parent: int) -> None:
         """Make this fork a process of its own, which dies with its `parent`."""
+        self._close()
+        die_with(parent)
+
+    def _close(self) -> None:
+        """Close everything, in a fork."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
         for sock in (self._listener, *(child.connection for child in self._children.values())):
             sock.close()
         self._ahead.close()
-        os.close(self._wake_r)
-        os.close(self._wake_w)
-        die_with(parent)
+        for fd in (self._wake_r, self._wake_w, *(self._unready or ())):
+            os.close(fd)
 
     def _reap(self) -> None:
         """Tell callers how their children have ended."""
@@ -205,9 +244,8 @@ def _signal(child: _Child) -> None:
             os.kill(child.pid, signal.SIGCONT)  # a stopped process would sleep through the signal
 
 
-def become(request: Request) -> None:
-    """Run a request in this fresh fork. Returns at its end, or raises SystemExit."""
-    os.setsid()
+def enter(request: Request) -> None:
+    """Take the streams, the directory and the environment of a request."""
     for target, fd in enumerate(request.fds):
         os.dup2(fd, target)
     for fd in request.fds:
@@ -216,6 +254,12 @@ def become(request: Request) -> None:
     os.chdir(request.cwd)
     os.environ.clear()
     os.environ.update(request.env)
+
+
+def become(request: Request) -> None:
+    """Run a request in this fresh fork. Returns at its end, or raises SystemExit."""
+    os.setsid()
+    enter(request)
     prctl(_PR_SET_PTRACER, 0xFFFFFFFFFFFFFFFF)  # py-spy, a sibling, may read the stacks of a hung process
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -225,7 +269,7 @@ def become(request: Request) -> None:
     if request.kind == "elastic":
         from outlast.launch import elastic
 
-        elastic.main(request.argv)
+        elastic.main(request.argv, unready=request.unready)
     else:
         from outlast.launch import rank
 
@@ -274,6 +318,18 @@ def preload(modules: Sequence[str] = PRELOADED) -> None:
     transport.preload(os.environ.get(contract.Env.RENDEZVOUS, ""))
 
 
+def begin(child: sibling.Forked) -> NoReturn:
+    """Be the agent of a worker whose warm process is this child."""
+    sibling.warm = child
+    try:
+        runpy.run_module("outlast.agent.agent", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        leave(end.code if isinstance(end.code, int) else 1)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
 def main() -> None:
     """Import, listen, fork.
 
@@ -281,10 +337,20 @@ def main() -> None:
     no garbage to speak of.
     """
     gc.disable()
+    environ = dict(os.environ)
     listener = sockets.listening(Path(sys.argv[1]))
     preload(MEETING)
     titles.entitle("warm process")
-    request = Server(listener).run()
+    request = Server(listener, environ).run(TRAINING)
+    while request.kind == sibling.KIND:
+        agent, pid = os.getpid(), os.fork()
+        if pid:
+            gc.enable()
+            begin(sibling.Forked(pid))
+        die_with(agent)
+        titles.entitle("warm process")
+        listener = sockets.listening(Path(request.env[contract.Env.STATE]) / shim.SOCKET)
+        request = Server(listener, request.env).run(())
     gc.enable()
     try:
         become(request)

@@ -212,7 +212,7 @@ class Launcher(Coordinator):
                 self.not_joined[index] = f"worker {index} cannot be started: {problem}"
                 self.pool.pause(index)
                 continue
-            self.ledger.write("worker", worker=index, pid=worker.pid, attempt=worker.attempt)
+            self.ledger.write("worker", worker=index, pid=worker.pid, attempt=worker.attempt, forked=worker.child is None)
             self.remember()
 
     def _collect_ended(self) -> None:

@@ -14,13 +14,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from outlast import accelerators, contract, spec
 from outlast.clock import Seen
 from outlast.errors import OutlastError
+from outlast.launch import shim, sibling
 from outlast.local.state_dir import Run, StateDir
 from outlast.rendezvous.transports import sockets
 from outlast.spec import substitution
@@ -39,7 +40,7 @@ class Worker:
     pid: int
     attempt: int
     child: subprocess.Popen[bytes] | None = None
-    """None if an earlier launcher started it."""
+    """None if an earlier launcher started it, or another worker forked it."""
     leaving: bool = False
     """Whether we have asked it to leave."""
 
@@ -110,7 +111,7 @@ class WorkerPool:
 
     def start(self, index: int) -> Worker:
         """Start a worker. Raises OutlastError when there are too few GPUs, OSError when the machine refuses."""
-        state = self._state_dir.worker(index)
+        state, before = self._state_dir.worker(index), self._failed_starts[index]
         self._failed_starts[index] += 1
         if not self._code.is_dir():
             raise OutlastError(f"the job's code in {self._code} is gone; submit the job again")
@@ -121,18 +122,31 @@ class WorkerPool:
         logs = self._output / contract.LOGS
         logs.mkdir(parents=True, exist_ok=True)
         with open(logs / contract.worker_log(index), "ab") as log:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "outlast.agent.agent"],
-                env=environ,
-                cwd=self._code,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            pid, child = None if before else self._forked(environ, log.fileno()), None
+            if pid is None:
+                child = subprocess.Popen(
+                    [sys.executable, "-m", "outlast.agent.agent"],
+                    env=environ,
+                    cwd=self._code,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                pid = child.pid
         self._attempts[index] += 1
-        self.present[index] = Worker(index, child.pid, self._attempts[index], child)
+        self.present[index] = Worker(index, pid, self._attempts[index], child)
         return self.present[index]
+
+    def _forked(self, environ: Mapping[str, str], log: int) -> int | None:
+        """The process id of a new worker that another one has forked, if one can."""
+        if self._job.spec.environment.requirements or self._job.spec.environment.conda:  # in which agents do not run
+            return None
+        parents = [worker.index for worker in self.staying() if self.trained(worker.index)]
+        asked = (
+            sibling.ask(str(self._state_dir.worker(index) / shim.SOCKET), environ, str(self._code), log) for index in parents[:2]
+        )
+        return next((pid for pid in asked if pid is not None), None)
 
     def joined(self, index: int) -> None:
         """Note that this worker is in a world: when it dies it is restarted at once."""

@@ -1,0 +1,129 @@
+"""A worker that another worker's warm process forks: when it may, and that it depends on nobody but its own agent."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from outlast import contract
+from outlast.launch import shim, sibling
+from outlast.local.state_dir import StateDir
+
+OURS = {"PATH": "/bin", "OMP_NUM_THREADS": "1", "OUTLAST_WORKER": "0", "OUTLAST_STATE": "/s/0", "CUDA_VISIBLE_DEVICES": "0"}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "differing"),
+    [
+        ({}, {}),
+        (
+            {"OUTLAST_WORKER": "1", "OUTLAST_STATE": "/s/1", "CUDA_VISIBLE_DEVICES": "1"},
+            {"OUTLAST_WORKER": "1", "OUTLAST_STATE": "/s/1", "CUDA_VISIBLE_DEVICES": "1"},
+        ),
+        ({"OUTLAST_WORKER": "10"}, None),
+        ({"OMP_NUM_THREADS": "2"}, None),
+        ({"LD_PRELOAD": "/lib/new.so"}, None),
+    ],
+)
+def test_a_worker_is_forked_if_its_environment_fits_into_that_of_another(theirs: dict[str, str], differing: object) -> None:
+    assert sibling.differing(OURS, {**OURS, **theirs}) == differing
+
+
+def test_an_environment_that_lacks_a_variable_is_another_one() -> None:
+    assert sibling.differing(OURS, {name: value for name, value in OURS.items() if name != "PATH"}) is None
+
+
+WARM = """
+import json, os, sys, time
+from pathlib import Path
+from outlast.launch import sibling, warm
+from outlast.rendezvous.transports import sockets
+
+request = warm.Server(sockets.listening(Path(sys.argv[1])), dict(os.environ)).run(())
+child = os.fork()
+if child == 0:
+    warm.die_with(os.getppid())
+    time.sleep(60)
+print(json.dumps({"pid": os.getpid(), "group": os.getpgrp(), "child": child, "here": os.getcwd(), **os.environ}), flush=True)
+time.sleep(60)
+"""
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def environ(state_dir: StateDir, worker: int) -> dict[str, str]:
+    return {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8", contract.Env.STATE: str(state_dir.worker(worker))}
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A warm process of worker 0, without torch."""
+    command = [sys.executable, "-c", WARM, str(tmp_path / "warm.sock")]
+    with subprocess.Popen(command, env=environ(StateDir(tmp_path), 0)) as process:
+        until(lambda: listens(str(tmp_path / "warm.sock")))
+        yield process
+        process.kill()
+
+
+def listens(path: str) -> bool:
+    with contextlib.suppress(OSError):
+        shim.connect(path).close()
+        return True
+    return False
+
+
+def test_a_forked_worker_outlives_its_parent_but_its_warm_process_does_not_outlive_it(
+    tmp_path: Path, parent: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sibling, "ANSWER_S", 30.0)
+    state_dir = StateDir(tmp_path)
+    theirs = environ(state_dir, 1)
+    with (tmp_path / "log").open("wb") as log:
+        pid = sibling.ask(str(tmp_path / "warm.sock"), theirs, str(tmp_path), log.fileno())
+    assert pid is not None
+    until(lambda: (tmp_path / "log").read_bytes().endswith(b"\n"))
+    said = json.loads((tmp_path / "log").read_bytes())
+    assert (said["pid"], said["group"], said["here"]) == (pid, pid, str(tmp_path))
+    assert said[contract.Env.STATE] == theirs[contract.Env.STATE]
+    assert [state_dir.owns(0, parent.pid), state_dir.owns(1, parent.pid)] == [True, False]
+    for each in (pid, said["child"]):
+        assert [state_dir.owns(0, each), state_dir.owns(1, each)] == [False, True], "as /proc shows it"
+    parent.kill()
+    parent.wait()
+    assert state_dir.owns(1, pid)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not state_dir.owns(1, said["child"]))
+
+
+def test_nobody_is_forked_for_a_launcher_that_has_stopped_waiting(
+    tmp_path: Path, parent: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sibling, "ANSWER_S", 0.01)
+    parent.send_signal(signal.SIGSTOP)
+    until(lambda: psutil.Process(parent.pid).status() == psutil.STATUS_STOPPED)
+    theirs = environ(StateDir(tmp_path), 1)
+    with (tmp_path / "log").open("wb") as log:
+        assert sibling.ask(str(tmp_path / "warm.sock"), theirs, str(tmp_path), log.fileno()) is None
+    parent.send_signal(signal.SIGCONT)
+    monkeypatch.setattr(sibling, "ANSWER_S", 30.0)
+    with (tmp_path / "log").open("wb") as log:
+        pid = sibling.ask(str(tmp_path / "warm.sock"), theirs, str(tmp_path), log.fileno())
+    assert pid is not None
+    until(lambda: (tmp_path / "log").read_bytes().endswith(b"\n"))
+    assert json.loads((tmp_path / "log").read_bytes())["pid"] == pid
+    os.kill(pid, signal.SIGKILL)
