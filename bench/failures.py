@@ -279,7 +279,9 @@ class Torchft(Peer):
             }
             options = ["--nnodes=1", "--nproc-per-node=1", "--max-restarts=10"]
             options += [f"--master-addr={scene.address(index)}", f"--master-port={scene.port()}"]
-            command = [str(self._python), "-m", "torch.distributed.run", *options, *scene.plan.script("torchft", scene.directory)]
+            run = [str(self._python), "-m", "torch.distributed.run", *options, *scene.plan.script("torchft", scene.directory)]
+            # Its manager is reached by the name of its host, which on nodes with a network of their own must be the node's.
+            command = named(scene, index, run) if scene.hosts else run
             pids.append(scene.start(index, command, f"group-{index}", variables).pid)
         return pids
 
@@ -302,9 +304,8 @@ class Dlrover(Peer):
         ]
         scene.start(None, [str(self._python), *master], "master")
         for index in range(WORKERS):
-            own = scene.directory / f"node-{index}"
-            (own / "sockets").mkdir(parents=True)
-            (own / "hosts").write_text(f"127.0.0.1 localhost\n{scene.address(index)} node-{index}\n")
+            sockets = scene.directory / f"node-{index}" / "sockets"
+            sockets.mkdir(parents=True)
             variables = {
                 "DLROVER_MASTER_ADDR": f"{scene.outside}:{port}",
                 "NODE_TYPE": "worker",
@@ -316,17 +317,17 @@ class Dlrover(Peer):
             }
             options = [f"--nnodes={MIN}:{WORKERS}", "--nproc_per_node=1", "--max_restarts=10"]
             run = [str(self._python.with_name("dlrover-run")), *options, *scene.plan.script("dlrover", scene.directory)]
-            steps = [
-                "mkdir -p /tmp/ckpt_sock",
-                "mount -t tmpfs own /dev/shm",
-                f"mount --bind {own}/sockets /tmp/ckpt_sock",
-                f"mount --bind {own}/hosts /etc/hosts",
-                f"hostname node-{index}",
-                'exec "$@"',
-            ]
-            command = ["unshare", "-m", "-u", "sh", "-c", " && ".join(steps), "sh", *run]
-            pids.append(scene.start(index, command, f"node-{index}", variables).pid)
+            own = ("mkdir -p /tmp/ckpt_sock", "mount -t tmpfs own /dev/shm", f"mount --bind {sockets} /tmp/ckpt_sock")
+            pids.append(scene.start(index, named(scene, index, run, own), f"node-{index}", variables).pid)
         return pids
+
+
+def named(scene: Scene, worker: int, run: list[str], own: Iterable[str] = ()) -> list[str]:
+    """The command that runs another one where the host's name leads to the worker's address, after `own` steps of a shell."""
+    hosts = scene.directory / f"hosts-{worker}"
+    hosts.write_text(f"127.0.0.1 localhost\n{scene.address(worker)} node-{worker}\n")
+    steps = [*own, f"mount --bind {hosts} /etc/hosts", f"hostname node-{worker}", 'exec "$@"']
+    return ["unshare", "-m", "-u", "sh", "-c", " && ".join(steps), "sh", *run]
 
 
 def systems(peers: Path | None) -> dict[str, System]:
