@@ -17,6 +17,7 @@ from outlast import __version__
 from outlast.cli import (
     chaos,
     checkpoints,
+    cluster,
     data,
     doctor,
     forget,
@@ -122,6 +123,7 @@ data.app.command()(prepare_data.verify)
 app.add_typer(data.app, name="data")
 app.add_typer(image.app, name="image")
 app.command()(sync.sync)
+app.add_typer(cluster.app, name="cluster")
 app.add_typer(rdzv.app, name="rdzv")
 app.command()(install.install)
 app.command()(install.uninstall)

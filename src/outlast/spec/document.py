@@ -42,8 +42,18 @@ class Document:
         return None
 
 
-def read(text: str, *, source: str, verbatim: Callable[[Place], bool] = lambda _: False) -> Document:
-    """The only document in `text`; raises InvalidJob when there is none, are several, or it is not YAML."""
+def read(
+    text: str,
+    *,
+    source: str,
+    verbatim: Callable[[Place], bool] = lambda _: False,
+    kind: str = "job",
+    start: str = "apiVersion: outlast.dev/v1alpha1",
+) -> Document:
+    """The only document in `text`; raises InvalidJob when there is none, are several, or it is not YAML.
+
+    `kind` is what such a file holds one of, and `start` how it begins, for the sentences of errors.
+    """
 
     def wrong(line: int | None, sentence: str) -> InvalidJob:
         return InvalidJob([(line, sentence)], source=source)
@@ -51,9 +61,9 @@ def read(text: str, *, source: str, verbatim: Callable[[Place], bool] = lambda _
     try:
         nodes = list(yaml.compose_all(text, yaml.SafeLoader))
         if len(nodes) > 1:
-            raise wrong(nodes[1].start_mark.line + 1, "a second document starts here; write one job a file")
+            raise wrong(nodes[1].start_mark.line + 1, f"a second document starts here; write one {kind} a file")
         if not nodes or nodes[0].tag == _NULL:
-            raise wrong(None, "the file is empty; a job file starts with `apiVersion: outlast.dev/v1alpha1`")
+            raise wrong(None, f"the file is empty; a {kind} file starts with `{start}`")
         document = Document(data=None, lines={})
         walk = _Walk(yaml.SafeLoader(""), document, verbatim)
         try:
