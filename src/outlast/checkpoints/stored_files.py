@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from outlast import contract
+from outlast import contract, crc32
 from outlast.checkpoints import disk
 from outlast.checkpoints.rules import Place
 from outlast.errors import Changed, Exists, Missing, OutlastError, Stopped
@@ -109,7 +108,7 @@ class Parts:
             if stop.is_set():
                 raise Stopped(f"the check of {self.url} was stopped")
             block = self.store.range(self.key(name), start, min(size, start + _BLOCK))
-            crc = zlib.crc32(block, crc)
+            crc = crc32.update(block, crc)
             progress(len(block))
         return crc
 

@@ -23,13 +23,12 @@ import os
 import queue
 import threading
 import weakref
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from outlast import contract
+from outlast import contract, crc32
 from outlast.contract import Env
 from outlast.errors import NotRestored, OutlastError, StoreError
 from outlast.rendezvous.transports import sockets
@@ -285,7 +284,7 @@ class _Block(NamedTuple):
 
     def check(self, crc: int | None = None) -> None:
         """Raises Damaged if what was read has another checksum; `crc` is that, if it is known already."""
-        if (zlib.crc32(self.into) if crc is None else crc) != self.crc:
+        if (crc32.update(self.into) if crc is None else crc) != self.crc:
             raise Damaged(f"{self.key:.80} has a wrong checksum in a snapshot")
 
 

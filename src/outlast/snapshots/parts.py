@@ -13,11 +13,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Self, TypeGuard
 
-from outlast import contract
+from outlast import contract, crc32
 from outlast.errors import OutlastError
 
 PAGE = 4096
@@ -153,7 +152,7 @@ def laid_out(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 def checksums(index: Sequence[Item], data: memoryview) -> list[int]:
     """The crc32 of each block, in the order of the index."""
-    return [zlib.crc32(data[place : place + nbytes]) for item in index for place, nbytes in item.blocks()]
+    return [crc32.update(data[place : place + nbytes]) for item in index for place, nbytes in item.blocks()]
 
 
 def filled(into: memoryview, fill: Callable[[int, memoryview], object]) -> int:
@@ -165,7 +164,7 @@ def filled(into: memoryview, fill: Callable[[int, memoryview], object]) -> int:
     for start in range(0, len(into), _PIECE):
         piece = into[start : start + _PIECE]
         fill(start, piece)
-        crc = zlib.crc32(piece, crc)
+        crc = crc32.update(piece, crc)
     return crc
 
 
@@ -186,13 +185,13 @@ def tail(index: Sequence[Item], crcs: Sequence[int]) -> bytes:
 
 def finished(part: Part, index: Sequence[Item], tail: bytes) -> Part:
     """The part with its number of items and its digest."""
-    return dataclasses.replace(part, items=len(index), digest=f"{zlib.crc32(tail):08x}")
+    return dataclasses.replace(part, items=len(index), digest=f"{crc32.update(tail):08x}")
 
 
 def read_tail(part: Part, tail: bytes) -> tuple[list[Item], list[list[int]]]:
     """The index of a part, and of each item the crc32 of its blocks. Raises Damaged."""
-    if f"{zlib.crc32(tail):08x}" != part.digest:
-        raise Damaged(f"the index of {part} has digest {zlib.crc32(tail):08x} instead of {part.digest}")
+    if f"{crc32.update(tail):08x}" != part.digest:
+        raise Damaged(f"the index of {part} has digest {crc32.update(tail):08x} instead of {part.digest}")
     try:
         (count,) = struct.unpack_from("<I", tail)
         crcs = iter(struct.unpack_from(f"<{count}I", tail, 4))
@@ -209,7 +208,7 @@ def header(part: Part, tail: int) -> bytes:
     said = json.dumps({"part": part.json(), "tail": tail}).encode()
     if len(said) > PAGE - _HEAD.size:
         raise Damaged(f"the header of {part} has {len(said)} bytes; {PAGE - _HEAD.size} are possible")
-    return (_HEAD.pack(_MAGIC, len(said), zlib.crc32(said)) + said).ljust(PAGE, b"\0")
+    return (_HEAD.pack(_MAGIC, len(said), crc32.update(said)) + said).ljust(PAGE, b"\0")
 
 
 def read_header(page: bytes) -> tuple[Part, int]:
@@ -218,7 +217,7 @@ def read_header(page: bytes) -> tuple[Part, int]:
         raise Damaged("a part of a snapshot has no header")
     magic, length, crc = _HEAD.unpack_from(page)
     said = page[_HEAD.size : _HEAD.size + length]
-    if magic != _MAGIC or len(said) != length or zlib.crc32(said) != crc:
+    if magic != _MAGIC or len(said) != length or crc32.update(said) != crc:
         raise Damaged("a part of a snapshot has no header: whoever wrote it has not finished")
     return described(json.loads(said))
 

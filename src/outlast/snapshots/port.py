@@ -15,10 +15,10 @@ from __future__ import annotations
 import dataclasses
 import socket
 import threading
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
+from outlast import crc32
 from outlast.errors import OutlastError
 from outlast.snapshots import interfaces, parts, wire
 from outlast.snapshots.parts import Damaged, Part
@@ -140,7 +140,7 @@ class Port:
                 for (place, nbytes), crc in zip(item.blocks(), expected, strict=True):
                     block = room.file.data[place : place + nbytes]
                     connection.read_into(block)
-                    if zlib.crc32(block) != crc:
+                    if crc32.update(block) != crc:
                         wrong = f"{item.key:.80} of {part} has arrived with a wrong checksum"
             if wrong:
                 raise Damaged(wrong)

@@ -13,12 +13,12 @@ import socket
 import struct
 import threading
 import urllib.request
-import zlib
 from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, urlsplit
 
+from outlast import crc32
 from outlast.sync import tree
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class _Connection:
             except OSError:
                 return None
             piece = self._view[begin : begin + wanted]
-            crc = zlib.crc32(piece, crc)
+            crc = crc32.update(piece, crc)
             tree.write(file, piece, start)
             start, begin, filled = start + wanted, 0, 0
         return crc

@@ -19,13 +19,12 @@ import itertools
 import os
 import re
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from outlast import contract
+from outlast import contract, crc32
 from outlast.errors import Denied, NoBucket, Stopped, StoreError, Unreachable
 from outlast.store import Store
 from outlast.sync import tree
@@ -190,11 +189,11 @@ class Sender:
         number = max((part.number for part in self._known[path]), default=-1) + 1
         if tried := self._tried.get(path):
             data = os.pread(file, tried.size, tried.start)
-            if tried.number == number and tried.start == start and zlib.crc32(data) == tried.crc32:
+            if tried.number == number and tried.start == start and crc32.update(data) == tried.crc32:
                 return tried, data
             number = max(number, tried.number + 1)
         data = os.pread(file, size, start)
-        crc = zlib.crc32(data)
+        crc = crc32.update(data)
         key = f"{place(path)}/{number:08d}-{start}-{crc:08x}{os.path.splitext(path)[1]}"
         return Part(key, number, start, len(data), crc), data
 
@@ -212,7 +211,7 @@ class Sender:
 
     def _same(self, file: int, part: Part) -> bool:
         data = os.pread(file, part.size, part.start)
-        return len(data) == part.size and zlib.crc32(data) == part.crc32
+        return len(data) == part.size and crc32.update(data) == part.crc32
 
 
 # Receiving

@@ -16,7 +16,6 @@ import os
 import tempfile
 import threading
 import time
-import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,9 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from outlast import crc32
 from outlast.errors import Changed, Denied, Missing, Stopped, StoreError, Unreachable
 from outlast.store import Store
-from outlast.sync import crc32, tree
+from outlast.sync import tree
 from outlast.sync.direct import Direct
 from outlast.sync.index import Stat
 from outlast.sync.pool import Job, Outcome, work
@@ -154,7 +154,7 @@ def uploads(
         if data is None:
             return _upload(store, path, key, journals, snapshots, progress, enough)
         content, stat, steady = data
-        uploaded = Uploaded(Sent(len(content), zlib.crc32(content), store.put(key, content)), stat, read, steady)
+        uploaded = Uploaded(Sent(len(content), crc32.update(content), store.put(key, content)), stat, read, steady)
         progress(len(content))
         return uploaded
 
@@ -233,7 +233,7 @@ def downloads(
                     data, entry = store.read(one.key)
                     if entry.size != one.size:
                         raise _replaced(store, one, entry.size)
-                    arrived = zlib.crc32(data)
+                    arrived = crc32.update(data)
                     tree.write(partial.fd, data, 0)
                 crc = arrived
                 if one.crc32 in (-1, crc):
@@ -346,7 +346,7 @@ class _Pieces:
                 if (entry := self.store.head(self.wanted.key)).size != self.wanted.size:
                     raise _replaced(self.store, self.wanted, entry.size) from None
                 raise
-            crc = zlib.crc32(data)
+            crc = crc32.update(data)
             tree.write(file, data, start)
         self._crcs[start] = crc
         self.progress(end - start)

@@ -11,13 +11,12 @@ import os
 import stat as kinds
 import time
 import uuid
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from outlast import crc32
 from outlast.errors import NotFound, OutlastError
-from outlast.sync import crc32
 from outlast.sync.index import Seen, Stat, seen
 
 PARTIAL = ".outlast-"
@@ -185,7 +184,7 @@ def copy(path: Path, to: Path, length: int) -> tuple[int, int]:
         size, crc = 0, 0
         while size < length and (data := source.read(min(1 << 20, length - size))):
             write(target.fileno(), data, size)
-            size, crc = size + len(data), zlib.crc32(data, crc)
+            size, crc = size + len(data), crc32.update(data, crc)
     return size, crc
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import IO, Any, Self
 import torch
 import torch.distributed as dist
 
+from outlast import crc32
 from outlast.hangs import stall
 
 BLOCK = 8 << 20
@@ -165,7 +165,7 @@ class _End:
         if self._writes and self._file is not None and not self._problem:
             with self._noted():
                 memory = _bytes(block)
-                self._crc32 = zlib.crc32(memory, self._crc32)
+                self._crc32 = crc32.update(memory, self._crc32)
                 while memory:
                     memory = memory[self._file.write(memory) :]
 

@@ -12,12 +12,12 @@ import mmap
 import os
 import sys
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outlast import crc32
 from outlast.training.disks import Disks, Part
 
 
@@ -145,7 +145,7 @@ class Copy:
         with file:
             size, crc = 0, 0
             while block := file.read(_BLOCK):
-                size, crc = size + len(block), zlib.crc32(block, crc)
+                size, crc = size + len(block), crc32.update(block, crc)
             if not size:
                 return 0, 0, 0
             with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as text:

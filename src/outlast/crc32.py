@@ -1,16 +1,25 @@
-"""The crc32 of a file from those of its parts, so that what arrives in pieces, in any order, need not be read again.
+"""The crc32 of memory, of files, and of a file from those of its parts.
 
-A crc32 is a polynomial over GF(2) modulo P; appending n bytes multiplies it by x^(8n). Powers are found by squaring, so a
-combination takes 0.2 ms whatever the length. The method is that of `crc32_combine` in zlib 1.2.12 (crc32.c), which Python does
-not show.
+Whatever is saved, kept in memory or sent is checksummed, most of it beside the training. ISA-L does that five times as fast as
+zlib, with the same result; zlib does it where ISA-L is not installed. Both release the interpreter's lock meanwhile.
+
+`combine` spares reading a file again that arrives in pieces, in any order. A crc32 is a polynomial over GF(2) modulo P; appending
+n bytes multiplies it by x^(8n). Powers are found by squaring, so a combination takes 0.2 ms whatever the length. The method is
+that of `crc32_combine` in zlib 1.2.12 (crc32.c), which Python does not show.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import zlib
 from functools import cache
+
+try:
+    from isal.isal_zlib import crc32 as update
+except ImportError:
+    from zlib import crc32 as update
+
+__all__ = ["combine", "of", "update"]
 
 _P = 0xEDB88320  # x^32 + x^26 + ... + 1, the lowest power in the highest bit
 _ONE = 1 << 31
@@ -33,7 +42,7 @@ def of(file: int, length: int, start: int = 0, *, stop: threading.Event | None =
     crc = 0
     buffer = memoryview(bytearray(min(_BLOCK, max(1, length))))
     while length and not (stop and stop.is_set()) and (count := os.preadv(file, [buffer[:length]], start)):
-        crc = zlib.crc32(buffer[:count], crc)
+        crc = update(buffer[:count], crc)
         start += count
         length -= count
     return crc
