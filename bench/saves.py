@@ -5,12 +5,15 @@
 One process trains a model of so many million parameters with AdamW, on a GPU if there is one. A save is begun after a step. Its
 *stall* is how long the training stands still until the call returns. The *inflation* of a step is what it takes beyond the median
 of steps with no save under way, on average over the steps until the save is on disk. What a save *takes* in all is its stall and
-the inflation of all these steps. Prints medians and ratios, and appends them to results/<date>-saves.md.
+the inflation of all these steps. All of them run with what an agent sets for training (`launch.glibc`). To tell what is left to
+gain, as many bytes are moved by `memmove` between touched memory, by one thread and by one for each core. Prints medians and
+ratios, and appends them to results/<date>-saves.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -20,9 +23,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from outlast.launch import glibc
 
 HERE = Path(__file__).parent
 SYSTEMS = ("outlast", "dcp", "torch.save")
@@ -93,8 +99,32 @@ def train(system: str, millions: float, saves: int, directory: Path) -> None:
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
         parameters = sum(parameter.numel() for parameter in net.parameters())
         device = torch.cuda.get_device_name() if run.device.type == "cuda" else f"CPU, torch {torch.__version__}"
-        said = {"saves": counted[WARM:], "quiet": quiet, "parameters": parameters, "device": device}
+        bytes_ = 12 * parameters
+        limits = {str(threads): moving(bytes_, threads) for threads in sorted({1, min(4, os.cpu_count() or 1)})}
+        said = {"saves": counted[WARM:], "quiet": quiet, "parameters": parameters, "device": device, "limits": limits}
         (directory / "said.json").write_text(json.dumps(said))
+
+
+def moving(size: int, threads: int) -> float:
+    """Median seconds in which so many threads move `size` bytes, no better than this can a state be copied."""
+    import torch
+
+    here, there = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
+    part, taken = size // threads, []
+
+    def move(number: int) -> None:
+        ctypes.memmove(there.data_ptr() + number * part, here.data_ptr() + number * part, part)
+
+    for _ in range(9):
+        helpers = [threading.Thread(target=move, args=(number,)) for number in range(1, threads)]
+        begun = time.perf_counter()
+        for helper in helpers:
+            helper.start()
+        move(0)
+        for helper in helpers:
+            helper.join()
+        taken.append(time.perf_counter() - begun)
+    return statistics.median(taken)
 
 
 def measured(system: str, millions: float, saves: int) -> dict[str, object]:
@@ -103,7 +133,12 @@ def measured(system: str, millions: float, saves: int) -> dict[str, object]:
         free.bind(("127.0.0.1", 0))
         world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         free.close()
-        own = {"LOCAL_RANK": "0", "OUTLAST_GENERATION": "1", "OUTLAST_OUTPUT": directory, "OMP_NUM_THREADS": "1"}
+        own = {
+            "LOCAL_RANK": "0",
+            "OUTLAST_GENERATION": "1",
+            "OUTLAST_OUTPUT": directory,
+            "OMP_NUM_THREADS": "1",
+        } | glibc.streaming(os.environ)
         arguments = ["--train", system, "--millions", str(millions), "--saves", str(saves), "--directory", directory]
         subprocess.run([sys.executable, __file__, *arguments], env={**os.environ, **world, **own}, check=True)
         found: dict[str, object] = json.loads((Path(directory) / "said.json").read_text())
@@ -147,6 +182,12 @@ def main() -> None:
     any_ = found["outlast"][0]
     machine = f"{any_['device']}, {platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     what = f"{any_['parameters'] / 1e6:.1f} M parameters + AdamW, {repeats} processes of {saves} saves each"
+    limits = {
+        threads: statistics.median(run["limits"][threads] for runs in found.values() for run in runs)
+        for threads in any_["limits"]
+    }
+    said = "; ".join(f"{threads} thread{'s' * (threads != '1')} {1e3 * taken:.1f} ms" for threads, taken in limits.items())
+    lines.append(f"\nTo move as many bytes with `memmove` takes: {said}.")
     text = (
         f"\n## {time.strftime('%H:%M')}: {what}\n\n{machine}, Python {platform.python_version()}.\n\n" + "\n".join(lines) + "\n"
     )

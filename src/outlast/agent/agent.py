@@ -35,7 +35,7 @@ from outlast.agent.lifecycle import Phase
 from outlast.clock import Awake
 from outlast.errors import OutlastError, Superseded
 from outlast.hangs import rule, stacks
-from outlast.launch import bytecode, shim, sibling, titles
+from outlast.launch import bytecode, glibc, shim, sibling, titles
 from outlast.ledger import Ledger
 from outlast.rendezvous.transport import Mode
 from outlast.rendezvous.transports import orders, seal
@@ -440,7 +440,7 @@ def main() -> None:
     titles.entitle(f"agent {os.environ[contract.Env.WORKER]}")
     log = Output()
     state = os.environ[contract.Env.STATE]
-    environ = dict(os.environ)
+    environ = os.environ | glibc.streaming(os.environ)
     file = Path(environ[contract.Env.JOB_FILE])
     warm = None
     with contextlib.suppress(OSError):

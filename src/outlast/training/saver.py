@@ -147,9 +147,10 @@ class Saver:
         self._outcome = None
         self._hurry.clear()
         self._began = time.monotonic()
-        copy = self._copies.of(flat)
-        self._thread = threading.Thread(target=self._save, args=(step, copy, metric), name="outlast-save", daemon=True)
-        self._thread.start()
+        copy, told = self._copies.of(flat), threading.Event()
+        self._thread = threading.Thread(target=self._save, args=(step, copy, metric, told), name="outlast-save", daemon=True)
+        self._thread.start()  # returns when the thread runs, which would then keep the GIL for some ms
+        told.set()
 
     def wait(self, timeout_s: float | None = None) -> Outcome | None:
         """Wait for the last save and return its outcome; None if that was returned before, or after `timeout_s`."""
@@ -163,7 +164,8 @@ class Saver:
         """Release the group; no save may be in progress."""
         self._group = None
 
-    def _save(self, step: int, flat: Flat, metric: checkpoints.Metric | None) -> None:
+    def _save(self, step: int, flat: Flat, metric: checkpoints.Metric | None, told: threading.Event) -> None:
+        told.wait()
         try:
             outcome = self._together(step, flat, metric)
             if outcome.committed:
