@@ -293,6 +293,7 @@ class _Local:
 
     def __init__(self, fd: int, closed: Any) -> None:
         self._fd, self._closed = fd, closed
+        self._over = False
 
     def described(self) -> tuple[Part, bytes]:
         part, length = parts.read_header(os.pread(self._fd, parts.PAGE, 0))
@@ -315,6 +316,9 @@ class _Local:
             into, at = into[count:], at + count
 
     def close(self) -> None:
+        if self._over:  # its number may be another file's by now
+            return
+        self._over = True
         os.close(self._fd)
         with contextlib.suppress(OSError):
             self._closed()

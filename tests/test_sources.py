@@ -1,0 +1,264 @@
+"""What is wrong with a snapshot is found when training goes on from memory, it is said, and the next best is read."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outlast.contract import Env
+from outlast.snapshots import client, memory, server
+from outlast.snapshots.client import Client, NoMemory
+from outlast.snapshots.parts import Item, Part
+from outlast.training import capture, newest, recovery
+from outlast.training.disks import Disks
+from outlast.training.recovery import Restored
+
+MEMORY = 1 << 20
+
+
+class Beside(Disks):
+    """Of a rank that hears, when parts are listed, what the other worker lists."""
+
+    other: Callable[[], list[tuple[str, Part]]] | None = None
+
+    def gather(self, value: Any) -> list[Any]:
+        other, self.other = self.other, None
+        return [value, (None, other())] if other else [value]
+
+
+class World:
+    """Two workers of a rank each, with agents: they keep replicas of each other's parts. Worker 0 goes on alone."""
+
+    def __init__(self, directory: Path, budget: int) -> None:
+        self.directory = directory
+        self.agents: list[server.Server] = []
+        self.clients: list[Client] = []
+        self.store_reads = 0
+        for worker in range(2):
+            environ = {Env.RUN: "r", Env.STATE: str(directory / str(worker)), Env.RENDEZVOUS_KEY: "secret"}
+            Path(environ[Env.STATE]).mkdir()
+            self.agents.append(server.Server(environ, budget, self._asked))
+            self.agents[-1].start()
+            connected = client.connect(environ)
+            assert connected is not None
+            self.clients.append(connected)
+        self.other: Callable[[], list[tuple[str, Part]]] = lambda: self.listed(1)
+
+    def _asked(self) -> None:
+        self.store_reads += 1
+
+    def listed(self, worker: int) -> list[tuple[str, Part]]:
+        return [(self.agents[worker].address, part) for part in self.clients[worker].catalog()]
+
+    def state(self, step: int = 0) -> dict[str, Any]:
+        net = torch.nn.Linear(8, 8)
+        with torch.no_grad():
+            net.weight.fill_(step)
+            net.bias.fill_(step)
+        return {"net": net}
+
+    def take(self, step: int, kinds: tuple[str, ...] = ("shared", "unique")) -> None:
+        """Both take a snapshot; of the last rank only these kinds are complete."""
+        at, before = (1, step), (1, step - 1)
+        for rank, of in enumerate(self.clients):
+            capturing = capture.Capture(self.state(step), rank, (0, 1))
+            contents = capturing.prepare(b"{}" if rank == 0 else b"")
+            rooms = [of.room(capture.size(content, objects), at, before) for content, objects in contents]
+            capturing.copy([(content, room) for (content, _), room in zip(contents, rooms, strict=True)])()
+            for (content, objects), room in zip(contents, rooms, strict=True):
+                if rank == 0 or content.kind in kinds:
+                    self._publish(
+                        of, Part("r", *at, 2, rank, rank, 0, 1, content.kind), *capture.placed(content, objects, room), room
+                    )
+
+    def _publish(self, of: Client, part: Part, index: list[Item], size: int, room: client.Room) -> None:
+        unique, before = part.kind == "unique", (1, part.step - 1)
+        to = [self.agents[1 - part.rank].address] if unique else []
+        of.publish(room, dataclasses.replace(part, bytes=size), index, to=to, complete=before)
+        while (state := of.poll()[part.kind, part.step]) in ("", "held") and not (state == "held" and not unique):
+            pass
+        assert state in ("held", "replicated"), state
+
+    def damage(self, *workers: int, **of: object) -> None:
+        """Change a bit of these parts."""
+        for worker in workers:
+            rooms = self.agents[worker].rooms
+            for part in rooms.parts():
+                if all(getattr(part, name) == value for name, value in of.items()):
+                    with rooms.opened(part) as room:
+                        room.file.data[0] ^= 1
+
+    def restored(self) -> tuple[Restored, int]:
+        """What worker 0 goes on from in the next generation, alone: what it says that was, and what is in its weights."""
+        state, disks = self.state(), Beside([0], 0, None)
+        disks.other = self.other
+        with contextlib.ExitStack() as held:
+            search = newest.Search(self.directory, "r", disks, (0, 1), held, lambda *_, **__: None)
+            found = recovery.restore(state, search, self.clients[0], 2)
+        [value] = set(state["net"].weight.flatten().tolist())
+        return found, int(value)
+
+    def close(self) -> None:
+        for each in (*self.clients, *self.agents):
+            each.close()
+
+
+Made = Callable[[int], World]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Made]:
+    with contextlib.ExitStack() as stack:
+
+        def make(budget: int = MEMORY) -> World:
+            world = World(tmp_path, budget)
+            stack.callback(world.close)
+            return world
+
+        yield make
+
+
+def torn(world: World) -> None:
+    """Rank 1 died while it wrote its part of step 3."""
+    world.take(3, kinds=("shared",))
+
+
+def stale(world: World) -> None:
+    """Worker 0's memory is used again after it was listed."""
+    other = world.other
+
+    def listed() -> list[tuple[str, Part]]:
+        found = other()
+        world.agents[0].rooms.forget((1, 1))
+        return found
+
+    world.other = listed
+
+
+def gone(world: World) -> None:
+    """All memory of step 2 is used again after it was listed."""
+    other = world.other
+
+    def listed() -> list[tuple[str, Part]]:
+        found = other()
+        for agent in world.agents:
+            agent.rooms.forget((1, 1))
+        return found
+
+    world.other = listed
+
+
+def foreign(world: World) -> None:
+    """Worker 1 has snapshots of another run and of a generation that has not been."""
+    listed = [(where, dataclasses.replace(part, run="s", step=9)) for where, part in world.listed(1)]
+    listed += [(where, dataclasses.replace(part, generation=3)) for where, part in world.listed(1)]
+    world.other = lambda: listed
+
+
+def wrong_here(world: World) -> None:
+    world.damage(0, kind="unique", step=2)
+
+
+def wrong_everywhere(world: World) -> None:
+    world.damage(0, 1, kind="unique", step=2, rank=0)
+
+
+def lying_of_its_own(world: World) -> None:
+    """Worker 1 says that its parts of step 2 are of step 7."""
+    own = [(where, part) for where, part in world.listed(1) if part.step == 2 and not part.replica]
+    listed = [(where, dataclasses.replace(part, step=7)) for where, part in own]
+    world.other = lambda: listed
+
+
+def lying_of_all(world: World) -> None:
+    """Worker 1 says that it has everything of step 7."""
+    every = [part for worker in range(2) for _, part in world.listed(worker) if part.step == 2 and not part.replica]
+    listed = [(world.agents[1].address, dataclasses.replace(part, step=7)) for part in every]
+    world.other = lambda: [*world.listed(1), *listed]
+
+
+def handing_out_another(world: World) -> None:
+    """Worker 0's weights of step 2 are damaged, and worker 1 hands out those of step 1 for them."""
+    world.damage(0, kind="shared", step=2)
+    rooms, listed = world.agents[1].rooms, world.listed(1)
+    world.other = lambda: listed
+    new, old = (next(part for part in rooms.parts() if (part.kind, part.step) == ("shared", step)) for step in (2, 1))
+    with rooms.opened(new) as one, rooms.opened(old) as other:
+        one.part, other.part = old, new
+
+
+@pytest.mark.parametrize(
+    ("wrong", "step", "source", "said"),
+    [
+        (torn, 2, "memory", ["the snapshot of step 3 (generation 1) lacks what rank 1 of 2 alone had"]),
+        (stale, 2, "peer", ["is not in the memory of this worker any more (in the memory of worker 0", "another copy is read"]),
+        (
+            gone,
+            1,
+            "memory",
+            ["the snapshot of step 2 (generation 1) cannot be used: rank 0:", "not in the memory of this worker"],
+        ),
+        (foreign, 2, "memory", ["run s is another run than r: its snapshot of step 9 does", "generation 3 is not over"]),
+        (wrong_here, 2, "peer", ["has a wrong checksum in a snapshot (in the memory of worker 0", "another copy is read"]),
+        (
+            wrong_everywhere,
+            1,
+            "memory",
+            ["the snapshot of step 2 (generation 1) cannot be used: rank 0: rng/0 has a wrong checksum"],
+        ),
+        (lying_of_its_own, 2, "memory", ["the snapshot of step 7 (generation 1) lacks what rank 0 of 2 alone had"]),
+        (lying_of_all, 2, "memory", ["the snapshot of step 7 (generation 1) cannot be used", "not in the memory of this worker"]),
+        (
+            handing_out_another,
+            1,
+            "memory",
+            ["another copy is read", "the index of the shared part of rank 1 of step 2 (generation 1) has digest"],
+        ),
+    ],
+)
+def test_what_is_wrong_is_found_and_said_and_the_next_best_is_read(
+    made: Made, caplog: pytest.LogCaptureFixture, wrong: Callable[[World], None], step: int, source: str, said: list[str]
+) -> None:
+    world = made(MEMORY)
+    world.take(1)
+    world.take(2)
+    wrong(world)
+    with caplog.at_level(logging.WARNING, "outlast"):
+        found, value = world.restored()
+    assert (found.at, value, found.source, world.store_reads) == ((1, step), step, source, 0)
+    for each in said:
+        assert each in caplog.text
+
+
+def test_a_snapshot_that_finds_no_memory_is_refused_and_the_one_before_is_read(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory is that of the budget, or of the kernel; `/dev/shm` has nothing to do with it."""
+    world = made(MEMORY)
+    world.take(1)
+    [part, *_] = world.agents[0].rooms.parts()
+    with world.agents[0].rooms.opened(part) as held:
+        assert os.readlink(f"/proc/self/fd/{held.file.fd}").startswith("/memfd:"), "no file of a file system"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(memory.os, "posix_fallocate", full)
+    room = functools.partial(world.clients[0].room, 1000, (1, 2), (1, 1))
+    with pytest.raises(NoMemory, match=r"MB for snapshots cannot be had: No space left on device"):
+        room()
+    world.agents[0].rooms.budget = 0
+    with pytest.raises(NoMemory, match=r"raise checkpoint\.memory"):
+        room()
+    found, value = world.restored()
+    assert (found.at, value) == ((1, 1), 1)
