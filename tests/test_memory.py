@@ -31,10 +31,11 @@ class Agents:
         self.servers: dict[int, server.Server] = {}
         self.store_reads: list[int] = []
 
-    def start(self, worker: int, budget: int = 64 << 20) -> None:
+    def start(self, worker: int, budget: int = 64 << 20, *, node: int | None = None) -> None:
         state = self.output / "workers" / str(worker)
         state.mkdir(parents=True, exist_ok=True)
-        environ = {Env.RUN: "r", Env.STATE: str(state), Env.RENDEZVOUS_KEY: "secret", Env.NODE: f"n{worker}"}
+        place = {Env.NODE: f"n{worker if node is None else node}"}
+        environ = {Env.RUN: "r", Env.STATE: str(state), Env.RENDEZVOUS_KEY: "secret", **place}
         self.servers[worker] = server.Server(environ, budget, lambda: self.store_reads.append(worker))
         self.servers[worker].start()
 
