@@ -31,6 +31,7 @@ parser.add_argument("--fail-at", type=int, default=None, help="rank 1 raises at 
 parser.add_argument("--exit-at", type=int, default=None, help="rank 0 exits with --exit-code at this step")
 parser.add_argument("--exit-code", type=int, default=78)
 parser.add_argument("--shards", help="read the samples from this place, where `a_place` has put them, not from memory")
+parser.add_argument("--sharded", action="store_true", help="FSDP2 instead of DDP")
 parser.add_argument("--print", action="store_true", help="print every step and record no samples")
 args = parser.parse_args()
 
@@ -38,8 +39,24 @@ draw = np.random.default_rng(7)
 x = draw.standard_normal((args.samples, 16), dtype=np.float32)
 y = (x[:, 0] > 0).astype(np.int64) + 2 * (x[:, 1] > 0).astype(np.int64)
 
+
+def sharded(module: nn.Sequential) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    for part in module:
+        if list(part.parameters()):
+            fully_shard(part)
+    return fully_shard(module)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor of which each rank has a shard. A collective then."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
+
+
 with session.open(seed=3, quiet=True) as run:
-    net = run.ddp(nn.Sequential(nn.Linear(16, args.width), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(args.width, 4)))
+    module = nn.Sequential(nn.Linear(16, args.width), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(args.width, 4))
+    net = sharded(module) if args.sharded else run.ddp(module)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     shards = Shards(args.shards, window=3) if args.shards else None
@@ -89,6 +106,7 @@ with session.open(seed=3, quiet=True) as run:
             time.sleep(0.02)
             if run.interrupted():
                 run.save(step)
-    weights = hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in net.module.state_dict().values())).hexdigest()
+    parameters = [whole(each).cpu().numpy() for each in module.state_dict().values()]
+    weights = hashlib.sha256(b"".join(each.tobytes() for each in parameters)).hexdigest()
     if run.rank == 0:
         (run.output / "final.json").write_text(json.dumps({"step": step, "weights": weights}))
