@@ -204,7 +204,7 @@ def test_a_dry_run_writes_nothing_and_says_what_it_would(drill: Drill, caplog: p
     assert len(said(caplog)) == 5
 
 
-@pytest.mark.parametrize("how", ["refused", "tokens", "away"])
+@pytest.mark.parametrize("how", ["refused", "slow", "tokens", "away"])
 def test_a_metadata_service_that_fails_is_said_once_and_survived(
     drill: Drill, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -213,6 +213,9 @@ def test_a_metadata_service_that_fails_is_said_once_and_survived(
     assert isinstance(source, sources.Aws)
     if how == "refused":
         drill.service.refused = True
+    elif how == "slow":
+        drill.service.silent.set()
+        source.timeout_s = 0.01
     elif how == "tokens":
         drill.service.tokens.clear()
     else:
@@ -229,7 +232,8 @@ def test_a_metadata_service_that_fails_is_said_once_and_survived(
         assert len(drill.service.asked) - asked <= 20  # with growing pauses
         assert not drill.watcher.health().ready
         assert drill.watcher.health().metrics["metadata_failing_seconds"] >= 299
-        drill.service.refused, source.address = False, drill.service.address
+        drill.service.silent.clear()
+        drill.service.refused, source.address, source.timeout_s = False, drill.service.address, 30
         drill.service.documents[imds.SPOT] = imds.spot(notices.utc(T0 + 500))
         drill.until(T0 + 500)
     assert f"{source.name} answers again, after" in caplog.text
