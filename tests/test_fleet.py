@@ -18,6 +18,7 @@ from outlast import cli, fleet
 from outlast.errors import InvalidJob, OutlastError
 from outlast.fleet import autoscaler, capacity, devices, eksctl, karpenter, machines, prices
 from outlast.fleet.model import Cluster, NodeGroup, NodePool
+from outlast.manifests import nodewatch
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "examples" / "fleets").glob("*.yaml"))
@@ -478,6 +479,20 @@ def test_rights_on_buckets_name_the_buckets() -> None:
     assert listing["Resource"] == ["arn:aws:s3:::both", "arn:aws:s3:::data"]
     assert (reading["Resource"], "s3:PutObject" in reading["Action"]) == (["arn:aws:s3:::data/*"], False)
     assert (writing["Resource"], "s3:PutObject" in writing["Action"]) == (["arn:aws:s3:::both/*"], True)
+
+
+def test_nodes_are_watched_where_there_is_spot_capacity_and_the_queue_is_the_watchers_only_right() -> None:
+    assert [fleet.preset(name).watched for name in fleet.PRESETS] == [False, False, True, True]
+    url = "https://sqs.us-west-2.amazonaws.com/123456789012/interruptions"
+    cluster = a_cluster(f"{GROUP}\naddons: {{outlast: {{nodeWatchQueue: '{url}'}}}}")
+    assert fleet.plan(cluster).steps[-1].command[-3:] == ("--node-watch", "--node-watch-queue", url)
+    (rights,) = eksctl.config(cluster)["iam"]["podIdentityAssociations"]
+    assert (rights["namespace"], rights["serviceAccountName"]) == (nodewatch.NAME, nodewatch.NAME)
+    (statement,) = rights["permissionPolicy"]["Statement"]
+    assert (statement["Action"], statement["Resource"]) == (
+        ["sqs:SendMessage"],
+        ["arn:aws:sqs:us-west-2:123456789012:interruptions"],
+    )
 
 
 def test_queues_are_as_written() -> None:

@@ -71,7 +71,7 @@ def values(cluster: Cluster) -> Document:
         "image": {"tag": f"v{cluster.version}.0"},  # plans with the scheduler of this version
         "rbac": {"serviceAccount": {"name": ACCOUNT}},
         "extraArgs": {
-            "expander": "priority",
+            "expander": "priority,least-waste",  # the second chooses between equal priorities
             "skip-nodes-with-local-storage": False,  # workers have an emptyDir at /dev/shm
             "balance-similar-node-groups": False,  # it would undo the order
             "scale-down-unneeded-time": "5m",

@@ -5,6 +5,8 @@ Add-ons that EKS offers are in it, rights of pods too; charts and manifests are 
 
 from __future__ import annotations
 
+import re
+
 from outlast.cloud import aws
 from outlast.fleet import autoscaler, karpenter
 from outlast.fleet.model import S3, Cluster, Document, NodeGroup
@@ -17,6 +19,8 @@ _ADDONS = {
     "cloud_watch": "amazon-cloudwatch-observability",
 }
 """Names in EKS of the add-ons that it offers."""
+NODE_WATCH = "outlast-node-watch"
+"""Namespace and ServiceAccount of the watcher of nodes."""
 _WITHOUT_RIGHTS = {"metrics_server"}
 ALWAYS = ("vpc-cni", "kube-proxy", "coredns", "eks-pod-identity-agent")
 """EKS's add-ons that every cluster has."""
@@ -43,6 +47,7 @@ def config(cluster: Cluster) -> Document:
             "tags": made_by(cluster),
         },
         **({"availabilityZones": list(cluster.zones)} if cluster.zones else {}),
+        "autoModeConfig": {"enabled": False},  # node groups and NodePools are ours; eksctl warns that its default will change
         "iam": {
             "withOIDC": cluster.oidc,
             **({"serviceAccounts": irsa} if irsa else {}),
@@ -140,36 +145,24 @@ def _iam(cluster: Cluster, group: NodeGroup) -> Document:
 
 def _associations(cluster: Cluster) -> list[Document]:
     """Rights of pods by EKS Pod Identity."""
+
+    def to(namespace: str, account: str, **rights: object) -> Document:
+        return {"namespace": namespace, "serviceAccountName": account, **rights, "tags": made_by(cluster)}
+
     found: list[Document] = []
     if cluster.addons.autoscaler:
-        found.append(
-            {
-                "namespace": "kube-system",
-                "serviceAccountName": autoscaler.ACCOUNT,
-                "wellKnownPolicies": {"autoScaler": True},
-                "tags": made_by(cluster),
-            }
-        )
+        found.append(to("kube-system", autoscaler.ACCOUNT, wellKnownPolicies={"autoScaler": True}))
     if cluster.addons.karpenter:
-        found.append(
-            {
-                "namespace": karpenter.NAMESPACE,
-                "serviceAccountName": karpenter.ACCOUNT,
-                "permissionPolicy": karpenter.policy(cluster),
-                "tags": made_by(cluster),
-            }
-        )
-    for rights in cluster.s3:
-        if rights.by == "pod-identity":
-            found.append(
-                {
-                    "namespace": rights.namespace,
-                    "serviceAccountName": rights.service_account,
-                    "createServiceAccount": True,
-                    **_s3(rights, arns="permissionPolicyARNs", policy="permissionPolicy"),
-                    "tags": made_by(cluster),
-                }
-            )
+        found.append(to(karpenter.NAMESPACE, karpenter.ACCOUNT, permissionPolicy=karpenter.policy(cluster)))
+    outlast = cluster.addons.outlast
+    if outlast and outlast.node_watch_queue:
+        region, account, name = re.findall(r"https://sqs\.([a-z0-9-]+)\.[^/]+/([0-9]+)/(.+)", outlast.node_watch_queue)[0]
+        send = _policy([_allowed(("sqs:SendMessage",), [f"arn:aws:sqs:{region}:{account}:{name}"])])
+        found.append(to(NODE_WATCH, NODE_WATCH, permissionPolicy=send))
+    for each in cluster.s3:
+        if each.by == "pod-identity":
+            rights = _s3(each, arns="permissionPolicyARNs", policy="permissionPolicy")
+            found.append(to(each.namespace, each.service_account, createServiceAccount=True, **rights))
     return found
 
 
@@ -189,7 +182,11 @@ def _s3(rights: S3, *, arns: str, policy: str) -> Document:
         statements.append(_allowed(_READ, [f"arn:aws:s3:::{each}/*" for each in only]))
     if rights.write:
         statements.append(_allowed(_WRITE, [f"arn:aws:s3:::{each}/*" for each in rights.write]))
-    return {policy: {"Version": "2012-10-17", "Statement": statements}}
+    return {policy: _policy(statements)}
+
+
+def _policy(statements: list[Document]) -> Document:
+    return {"Version": "2012-10-17", "Statement": statements}
 
 
 def _allowed(actions: tuple[str, ...], resources: list[str]) -> Document:

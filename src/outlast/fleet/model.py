@@ -236,6 +236,16 @@ class Outlast(Addon):
     """StorageClass of its volumes; `none`: no volumes, for one member."""
     etcd_for: tuple[Annotated[str, fields.label(63)], ...] = ()
     """Namespaces whose jobs may use it."""
+    node_watch: fields.Flag | None = None
+    """Whether a watcher runs on each node, which drains it before it is taken away. Default: where there is spot capacity."""
+    node_watch_queue: Annotated[
+        str,
+        fields.Pattern(
+            r"(https://sqs\.[a-z0-9-]+\.amazonaws\.com/[0-9]{12}/[A-Za-z0-9_-]+(\.fifo)?)?",
+            "must be the URL of an SQS queue: https://sqs.us-west-2.amazonaws.com/123456789012/interruptions",
+        ),
+    ] = ""
+    """SQS queue that gets a message about each notice. Default: none."""
 
     def rules(self) -> Iterator[tuple[Place, str]]:
         if not self.etcd and self.model_fields_set & {"etcd_members", "etcd_storage", "etcd_for"}:
@@ -245,6 +255,8 @@ class Outlast(Addon):
                 ("etcdStorage",),
                 f"outlast.etcdStorage none goes with etcdMembers: 1 only, not {self.etcd_members}; give a StorageClass",
             )
+        if self.node_watch_queue and self.node_watch is False:
+            yield ("nodeWatchQueue",), "outlast.nodeWatchQueue is for the watcher of nodes; set nodeWatch: true, or remove it"
 
 
 On = Annotated[Addon | None, BeforeValidator(_addon)]
@@ -353,6 +365,14 @@ class Cluster(Checked):
     def nodes(self) -> tuple[NodeGroup | NodePool, ...]:
         """All node groups and NodePools, in the order of the file."""
         return (*self.node_groups, *self.node_pools)
+
+    @property
+    def watched(self) -> bool:
+        """Whether a watcher runs on each node."""
+        addon = self.addons.outlast
+        if addon is None or addon.node_watch is not None:
+            return bool(addon and addon.node_watch)
+        return bool(addon.node_watch_queue) or any(nodes.capacity == "spot" for nodes in self.nodes)
 
     def machine(self, instance_type: str) -> ec2.Machine:
         """What machines of this type have; the model is valid only if all types are known."""

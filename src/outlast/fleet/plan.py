@@ -215,8 +215,11 @@ def _outlast(cluster: Cluster) -> Iterator[Step]:
     if addon.etcd:
         command += ["--etcd", "--etcd-members", str(addon.etcd_members), "--etcd-storage", addon.etcd_storage]
         command += [word for namespace in addon.etcd_for for word in ("--etcd-for", namespace)]
-    what = "Outlast's operator and an etcd" if addon.etcd else "Outlast's operator"
-    yield Step("outlast", "outlast", f"install {what}", tuple(command))
+    if cluster.watched:
+        command += ["--node-watch", *(("--node-watch-queue", addon.node_watch_queue) if addon.node_watch_queue else ())]
+    what = ["Outlast's operator", *["an etcd"] * addon.etcd, *["a watcher on each node"] * cluster.watched]
+    said = f"{', '.join(what[:-1])} and {what[-1]}" if len(what) > 1 else what[0]
+    yield Step("outlast", "outlast", f"install {said}", tuple(command))
 
 
 def _digest(value: object) -> str:
