@@ -88,8 +88,8 @@ def test_the_largest_state_fits_and_a_larger_one_does_not(replicas: int) -> None
             "auto",
             2,
             GIB,
-            "4.0 GiB, a quarter of 16 GiB; a state of 2.0 GiB fits with DDP, 1.0 GiB a worker with FSDP and replicas: 1; "
-            "that of the newest checkpoint, 1.0 GiB, does",
+            "4.0 GiB, a quarter of 16 GiB; a state of 2.0 GiB fits with DDP, 1.0 GiB a worker with FSDP and replicas: 1 "
+            "(2 would need 3 workers); that of the newest checkpoint, 1.0 GiB, does",
         ),
         (
             "auto",

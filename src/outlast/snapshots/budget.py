@@ -102,11 +102,13 @@ def cost(asked: Asked, replicas: int, limit: int, workers: int, saved: int = 0) 
 
     `saved` is the size of the run's newest checkpoint, 0 if it has none.
     """
-    found, replicas = budget(asked, limit, 0, limit), min(replicas, workers - 1)
+    found, wanted, replicas = budget(asked, limit, 0, limit), replicas, min(replicas, workers - 1)
     if not found.bytes:
         return found.reason
     common, own = map(units.human_bytes, largest(found.bytes, replicas))
     sharded = f" with DDP, {own} a worker with FSDP and replicas: {replicas}" if workers > 1 else ""
+    if 1 < workers <= wanted:
+        sharded += f" ({wanted} would need {wanted + 1} workers)"
     return f"{found.reason}; a state of {common} fits{sharded}" + (
         _compared(found.bytes, replicas, workers, saved) if saved else ""
     )
