@@ -33,6 +33,7 @@ PAGES = [
     ROOT / "docs" / "guide" / "llm.md",
     ROOT / "docs" / "guide" / "cifar10.md",
     ROOT / "docs" / "guide" / "perceiver.md",
+    ROOT / "docs" / "guide" / "simulate.md",
     ROOT / "docs" / "guide" / "coming-from.md",
 ]
 COMING_FROM = PAGES[-1]

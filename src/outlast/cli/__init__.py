@@ -32,6 +32,7 @@ from outlast.cli import (
     results,
     run,
     script,
+    simulate,
     submit,
     sync,
     tensorboard,
@@ -114,6 +115,7 @@ app.command()(top.top)
 app.command(cls=which.takes("[NAME] ACTION"))(chaos.chaos)
 app.command()(results.report)
 app.command()(results.evaluate)
+app.command()(simulate.simulate)
 app.command()(tensorboard.tensorboard)
 app.add_typer(checkpoints.app, name="checkpoints")
 app.command()(validate.validate)

@@ -60,7 +60,7 @@ def report(
       outlast report s3://bucket/runs/cifar10
       outlast report cifar10-1 cifar10-2 cifar10-4 --plot scaling.svg
     """
-    from outlast.report import goodput, text
+    from outlast.report import comparison, goodput, text
 
     if names is not None and len(names) > 1:
         _compare(ctx, names, namespace, context, plot, output)
@@ -73,7 +73,8 @@ def report(
         said = f"the operator reads no ledger; it estimates a goodput of {units.percent(job.told)}, which status and list show"
         terminal.say(said)
     if output is not Output.TABLE:
-        show.data({"name": job.name, "run": job.run, **text.as_json(account)}, output)
+        sizes = comparison.sizes(job.events)
+        show.data({"name": job.name, "run": job.run, "workers": list(sizes), **text.as_json(account)}, output)
     elif terminal.colours(sys.stdout):
         console = terminal.console()
         console.print(text.rich(account, job.name, console.width))

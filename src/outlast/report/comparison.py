@@ -61,7 +61,7 @@ def run(name: str, account: Goodput, events: Iterable[Event], metrics: Iterable[
     return Run(
         name,
         account.state or "Running",
-        _sizes(events),
+        sizes(events),
         round(account.wall_s, 3),
         round(account.seconds[Bucket.TRAINING], 3),
         account.steps_kept,
@@ -72,8 +72,8 @@ def run(name: str, account: Goodput, events: Iterable[Event], metrics: Iterable[
     )
 
 
-def _sizes(events: Iterable[Event]) -> tuple[int, ...]:
-    """The sizes of worlds: in workers, or in ranks where no launcher has formed them."""
+def sizes(events: Iterable[Event]) -> tuple[int, ...]:
+    """The sizes of worlds, each once where several in a row had the same: in workers, or in ranks without a launcher."""
     worlds: list[int] = []
     ranks: list[int] = []
     for event in events:

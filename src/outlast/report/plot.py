@@ -1,4 +1,5 @@
-"""A comparison of runs as a picture: the time of each, and the speed-up beside the ideal one. Needs matplotlib."""
+"""A comparison of runs as a picture: the time of each, and the speed-up beside the ideal one. Needs matplotlib, which only this
+module knows."""
 
 from __future__ import annotations
 
@@ -19,22 +20,32 @@ def check(path: Path) -> None:
     _figure()
 
 
+def figure(width: float, height: float) -> Any:
+    """An empty picture, in inches. Raises OutlastError when matplotlib is missing."""
+    return _figure()(figsize=(width, height), layout="constrained")
+
+
+def save(drawn: Any, path: Path) -> None:
+    """Write a picture to a file. Raises OutlastError if that cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        drawn.savefig(path)
+    except OSError as error:
+        raise OutlastError(f"--plot {path} cannot be written: {error.strerror or error}; name another file") from error
+
+
 def write(path: Path, rows: Sequence[Row]) -> None:
     """Draw a comparison to a file: bars of minutes or seconds, and speed-ups over workers where these are known.
 
     Raises OutlastError when matplotlib is missing or the file cannot be written.
     """
-    figure = _figure()(figsize=(9, 3.6), layout="constrained")
+    drawn = figure(9, 3.6)
     known = [(row.run.workers[0], row.speedup) for row in rows if row.efficiency is not None and row.speedup is not None]
-    left, *right = figure.subplots(1, 2 if len(known) > 1 else 1, squeeze=False)[0]
+    left, *right = drawn.subplots(1, 2 if len(known) > 1 else 1, squeeze=False)[0]
     _times(left, rows)
     if right:
         _speedups(right[0], sorted(known))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-    except OSError as error:
-        raise OutlastError(f"--plot {path} cannot be written: {error.strerror or error}; name another file") from error
+    save(drawn, path)
 
 
 def _times(axes: Any, rows: Sequence[Row]) -> None:
