@@ -110,6 +110,16 @@ def test_the_node_watcher_is_no_root_and_has_no_more_rights_than_it_uses() -> No
         schemas.validate(document, "1.36", strict=True)
 
 
+def test_the_operator_and_etcd_can_be_kept_off_spot_machines() -> None:
+    wanted = installation.documents(etcd=install.Etcd(), on_demand=True, watch=True)
+    kept = {}
+    for document in wanted:
+        affinity = document.get("spec", {}).get("template", {}).get("spec", {}).get("affinity", {})
+        kept[document["kind"]] = json.dumps(affinity.get("nodeAffinity", {}))
+    assert all("karpenter.sh/capacity-type" in kept[kind] and "NotIn" in kept[kind] for kind in ("Deployment", "StatefulSet"))
+    assert "karpenter.sh/capacity-type" not in kept["DaemonSet"], "the watcher runs on each"
+
+
 def test_installing_again_changes_nothing() -> None:
     cluster = established(FakeCluster())
     bring(cluster)

@@ -74,7 +74,11 @@ def test_a_worker_is_the_users_pod_and_is_told_where_to_meet() -> None:
             "outlast.dev/job": "cifar",
             "outlast.dev/worker": "1",
         },
-        "annotations": {"outlast.dev/nnodes": "1:128"},
+        "annotations": {
+            "karpenter.sh/do-not-disrupt": "true",
+            "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+            "outlast.dev/nnodes": "1:128",
+        },
         "ownerReferences": [ownership.reference(a_job())],
     }
     assert variables(pod) == {
@@ -139,6 +143,24 @@ def test_a_rendezvous_that_cannot_be_is_said_and_workers_meet_at_worker_0(said: 
 def test_the_restart_policy_of_pods(policy: str | None) -> None:
     wanted = "Never" if policy in ("ExitCode", None) else policy
     assert pods.pod(a_job(policy=policy), 0)["spec"]["restartPolicy"] == wanted
+
+
+def test_worker_0_can_be_kept_off_spot_machines_and_the_templates_affinity_stays() -> None:
+    zone = {"key": "topology.kubernetes.io/zone", "operator": "In", "values": ["a"]}
+    own = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": [zone]}]}}
+    containers = [{"name": "main", "image": "i"}]
+    template = {"spec": {"containers": containers, "affinity": {"nodeAffinity": own, "podAffinity": {}}}}
+    job = a_job(worker={"template": template})
+    assert pods.pod(job, 0)["spec"]["affinity"] == template["spec"]["affinity"]
+    job["metadata"]["annotations"] = {"outlast.dev/worker-0": "on-demand"}
+    affinity = pods.pod(job, 0)["spec"]["affinity"]
+    (term,) = affinity["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert {"key": "lifecycle", "operator": "NotIn", "values": ["Ec2Spot"]} in term["matchExpressions"]
+    assert (term["matchExpressions"][0], affinity["podAffinity"]) == (zone, {})
+    assert pods.pod(job, 1)["spec"]["affinity"] == template["spec"]["affinity"]
+    assert not [said for said in pods.limits(job) if "worker-0" in said]
+    job["metadata"]["annotations"] = {"outlast.dev/worker-0": "spot"}
+    assert "the annotation outlast.dev/worker-0 (spot) is not used: it must be on-demand" in pods.limits(job)
 
 
 @pytest.mark.parametrize("version", MINORS)

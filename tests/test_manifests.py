@@ -21,6 +21,9 @@ from outlast.cli import render as render_command
 from outlast.errors import InvalidJob, OutlastError
 from outlast.manifests import evaluation, gang, labels, names, objects, overlay, pods, request, resources, variables
 from outlast.manifests.request import Document
+from outlast.operator import desired
+from outlast.operator import snapshot as operator_snapshot
+from outlast.operator.cache import CachedJob
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = runpy.run_path(str(ROOT / "tests" / "golden" / "render.py"))
@@ -657,6 +660,60 @@ def affinity(**fields: Any) -> Document:
 def required(found: Document) -> list[list[tuple[str, str, list[str]]]]:
     terms = found["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     return [[(each["key"], each["operator"], each["values"]) for each in term["matchExpressions"]] for term in terms]
+
+
+def operated(job: spec.Job, index: int) -> Document:
+    """The pod of a worker as the operator makes it."""
+    document = {**yaml.safe_load(spec.dump(job)), "metadata": {"name": "a", "namespace": "team", "uid": "12345678-uid"}}
+    snapshot = operator_snapshot.take(CachedJob(document, [], [], {}, 0.0), 1.0)
+    (pod,) = desired.workers(snapshot, [index], 1, ())
+    return pod
+
+
+def test_worker_0_alone_can_be_kept_off_spot_machines() -> None:
+    job = a_job(workers={"replicas": 2}, scheduling={"spot": "require", "worker0": "on-demand"})
+    first, second = (required(operated(job, index)["spec"]["affinity"]["nodeAffinity"]) for index in (0, 1))
+    assert {operator for term in first for _, operator, _ in term} == {"NotIn"}
+    assert {operator for term in second for _, operator, _ in term} == {"In"}
+    for topology in ("indexed-job", "statefulset", "volcano"):
+        with pytest.raises(
+            InvalidJob, match=r"scheduling\.worker0 \(on-demand\) cannot be had in an? .*whose pods are all alike; "
+        ):
+            manifests.render(job, topology)
+    alone = template(manifests.render(a_job(scheduling={"worker0": "on-demand"}), "job"))
+    assert len(required(alone["spec"]["affinity"]["nodeAffinity"])) == 1
+
+
+def test_an_operated_pod_keeps_its_node_from_being_saved_and_the_template_wins() -> None:
+    key, other = "karpenter.sh/do-not-disrupt", "cluster-autoscaler.kubernetes.io/safe-to-evict"
+    annotations = operated(a_job(), 0)["metadata"]["annotations"]
+    assert (annotations[key], annotations[other]) == ("true", "false")
+    own = a_job(template={"metadata": {"annotations": {key: "false"}}})
+    annotations = operated(own, 0)["metadata"]["annotations"]
+    assert (annotations[key], annotations[other]) == ("false", "false")
+
+
+def test_fabric_adapters_come_with_their_huge_pages_and_their_provider() -> None:
+    job = a_job(resources={"gpu": 8, "efa": 4, "memory": "64Gi"})
+    (container,) = template(manifests.render(job, "indexed-job"))["spec"]["containers"]
+    wanted = {"vpc.amazonaws.com/efa": 4, "hugepages-2Mi": "5120Mi"}
+    for kind in ("requests", "limits"):
+        assert wanted.items() <= container["resources"][kind].items()
+    assert {"name": "FI_PROVIDER", "value": "efa"} in container["env"]
+    assert resources.times(job.spec, 2)["vpc.amazonaws.com/efa"] == 8
+    own = a_job(resources={"efa": 1, "memory": "1Gi"}, env={"FI_PROVIDER": "tcp"})
+    (container,) = template(manifests.render(own, "job"))["spec"]["containers"]
+    assert [each["value"] for each in container["env"] if each["name"] == "FI_PROVIDER"] == ["tcp"]
+    limits = {"limits": {"hugepages-2Mi": "10Gi"}, "requests": {"hugepages-2Mi": "10Gi"}}
+    more = a_job(
+        resources={"efa": 1, "memory": "1Gi"}, template={"spec": {"containers": [{"name": "worker", "resources": limits}]}}
+    )
+    (container,) = template(manifests.render(more, "job"))["spec"]["containers"]
+    assert container["resources"]["limits"]["hugepages-2Mi"] == "10Gi"
+    (container,) = template(manifests.render(a_job(), "job"))["spec"]["containers"]
+    assert not {each["name"] for each in container["env"]} & {"FI_PROVIDER"}
+    with pytest.raises(InvalidJob, match=r"resources\.efa \(1\) takes huge pages.* set resources\.memory"):
+        manifests.render(a_job(resources={"efa": 1}), "job")
 
 
 def test_spot_machines_are_preferred_required_avoided_or_nobodys_business() -> None:

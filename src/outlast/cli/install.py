@@ -57,6 +57,9 @@ def install(
     ] = "",
     namespace: OperatorNamespace = OPERATOR_NAMESPACE,
     image: Annotated[str | None, typer.Option(metavar="IMAGE", help="Another image of the operator.")] = None,
+    on_demand: Annotated[
+        bool, typer.Option("--on-demand", help="The operator, and etcd, run on no spot machine; give it each time.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what would be changed, as the API server sees it.")
     ] = False,
@@ -81,7 +84,7 @@ def install(
     Examples:
       outlast install --dry-run
       outlast install --wait
-      outlast install --node-watch --wait
+      outlast install --node-watch --on-demand --wait
       outlast install --etcd --etcd-for team-a --etcd-for team-b
       outlast install --etcd --etcd-storage gp3 --context production
       outlast install --etcd --etcd-members 1 --etcd-storage none
@@ -120,6 +123,7 @@ def install(
             secrets=secrets,
             watch=node_watch,
             queue=node_watch_queue,
+            on_demand=on_demand,
         )
         count: dict[str, int] = {}
         for done in installation.bring(cluster, wanted, dry_run=dry_run):

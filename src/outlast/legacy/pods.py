@@ -17,7 +17,7 @@ from outlast import accelerators, contract
 from outlast.contract import Label
 from outlast.kube import ownership
 from outlast.kube.kinds import LEGACY_JOB
-from outlast.manifests import cel, crd, names, objects
+from outlast.manifests import cel, crd, disruption, names, objects, scheduling
 from outlast.manifests.crd import Schema
 from outlast.manifests.request import Document
 
@@ -27,6 +27,8 @@ NNODES = f"{contract.GROUP}/nnodes"
 """Annotation of a pod: --nnodes of its torchrun, `1:4`. Workers with different values do not find each other."""
 RENDEZVOUS = f"{contract.GROUP}/rendezvous"
 """Annotation of a job: `etcd` for a rendezvous at its rdzvEndpoint, an etcd v3, with `--rdzv-backend=outlast`."""
+WORKER0 = f"{contract.GROUP}/worker-0"
+"""Annotation of a job: `on-demand` for a worker 0, where the others meet, that runs on no spot machine."""
 MAX_RESTARTS = 100
 """--max-restarts of torchrun, and the default of backoffLimit."""
 _PORT = contract.Pod.RENDEZVOUS_PORT
@@ -124,6 +126,8 @@ def limits(job: Mapping[str, Any]) -> Iterator[str]:
     if asked_for and not etcd(job):
         need = "it must be etcd" if asked_for != "etcd" else "it needs a rdzvEndpoint, e.g. etcd:2379"
         yield f"the annotation {RENDEZVOUS} ({asked_for}) is not used: {need}; workers meet at worker 0 ({endpoint(job)})"
+    if (pin := (job["metadata"].get("annotations") or {}).get(WORKER0)) and not _pinned(job):
+        yield f"the annotation {WORKER0} ({pin}) is not used: it must be {scheduling.ON_DEMAND}"
     for kind in spec["replicaSpecs"]:
         if kind == "Master":
             yield (
@@ -188,7 +192,7 @@ def pod(job: Mapping[str, Any], index: int) -> Document:
             "name": contract.worker_name(name, index),
             "namespace": job["metadata"]["namespace"],
             "labels": labelled,
-            "annotations": {**(given.get("annotations") or {}), NNODES: nnodes(job)},
+            "annotations": {**disruption.UNDISTURBED, **(given.get("annotations") or {}), NNODES: nnodes(job)},
             "ownerReferences": [ownership.reference(job)],
         },
         "spec": {
@@ -197,8 +201,13 @@ def pod(job: Mapping[str, Any], index: int) -> Document:
             "subdomain": _service(name),
             "restartPolicy": _pod_policy(job),
             "containers": containers,
+            **({"affinity": scheduling.off_spot(template["spec"].get("affinity") or {})} if index == 0 and _pinned(job) else {}),
         },
     }
+
+
+def _pinned(job: Mapping[str, Any]) -> bool:
+    return (job["metadata"].get("annotations") or {}).get(WORKER0) == scheduling.ON_DEMAND
 
 
 def _env(job: Mapping[str, Any], index: int, own: list[Document]) -> list[Document]:

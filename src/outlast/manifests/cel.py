@@ -93,7 +93,7 @@ _MUTABLE = {
 }
 FIXED = tuple(name for name in spec.schema()["$defs"]["Spec"]["properties"] if name not in _MUTABLE)
 """Fields of the specification that cannot change."""
-FIXED_SCHEDULING = ("queue", "gang", "spot")
+FIXED_SCHEDULING = ("queue", "gang", "spot", "worker0")
 """Those of `scheduling`; its priority can change, for pods that are created later."""
 
 NAME = rule(

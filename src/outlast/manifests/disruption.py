@@ -1,10 +1,19 @@
-"""The PodDisruptionBudget of a job, for drains and other evictions."""
+"""What keeps evictions from a job: its PodDisruptionBudget, and the annotations of its pods."""
 
 from __future__ import annotations
 
 from outlast import spec
 from outlast.manifests import labels
 from outlast.manifests.request import Document
+
+UNDISTURBED = {
+    "karpenter.sh/do-not-disrupt": "true",
+    "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+}
+"""Annotations of a pod whose node is not to be taken only to save costs: neither by Karpenter's consolidation nor by a scale-down
+of the cluster autoscaler. Pods exist while the job runs, so they always have them. No interruption and no drain is kept away.
+https://karpenter.sh/docs/concepts/disruption/#pod-level-controls
+https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/FAQ.md#what-types-of-pods-can-prevent-ca-from-removing-a-node"""
 
 
 def least(workers: spec.Workers) -> int:

@@ -55,9 +55,10 @@ class Etcd:
 
 
 def files(
-    *, into: str = OPERATOR_NAMESPACE, image: str = IMAGE, wanted: Etcd = Etcd(), queue: str = ""
+    *, into: str = OPERATOR_NAMESPACE, image: str = IMAGE, wanted: Etcd = Etcd(), queue: str = "", on_demand: bool = False
 ) -> dict[str, list[Document]]:
-    """The objects by file name, as below `deploy/`; `into` is the operator's namespace, `queue` is for the node watcher."""
+    """The objects by file name, as below `deploy/`; `into` is the operator's namespace, `queue` is for the node watcher.
+    `on_demand`: the operator and etcd run on no spot machine."""
     base = {
         "namespace.yaml": [namespace(into)],
         "crd.yaml": [crd.definition(), *(each.functions.definition() for each in dropins.DROP_INS)],
@@ -68,6 +69,11 @@ def files(
         "etcd/etcd.yaml": etcd(into, wanted),
         "node-watch/node-watch.yaml": nodewatch.documents(LABELS, image, queue=queue),
     }
+    if on_demand:
+        for document in (*base["operator.yaml"], *optional["etcd/etcd.yaml"]):
+            if document["kind"] in ("Deployment", "StatefulSet"):
+                template = document["spec"]["template"]["spec"]
+                template["affinity"] = scheduling.off_spot(template.get("affinity") or {})
     kustomized = {
         "kustomization.yaml": [_kustomization(list(base), namespace=into)],
         "etcd/kustomization.yaml": [_kustomization(["etcd.yaml"], namespace=into)],

@@ -17,7 +17,7 @@ from typing import Literal
 
 from outlast import contract, spec
 from outlast.contract import Annotation, Label, Pod
-from outlast.manifests import gang, labels, overlay, resources, scheduling, variables
+from outlast.manifests import disruption, gang, labels, overlay, resources, scheduling, variables
 from outlast.manifests import volumes as places
 from outlast.manifests.request import Document, Request, wrong
 
@@ -42,6 +42,8 @@ class Worker:
     account: str = ""
     """ServiceAccount, if the worker uses the API server. Default: no token."""
     gang: gang.Gang = gang.NONE
+    on_demand: bool = False
+    """Whether it runs on no spot machine, whatever the job says."""
 
 
 def template(request: Request, worker: Worker) -> Document:
@@ -58,7 +60,7 @@ def template(request: Request, worker: Worker) -> Document:
             **({"subdomain": worker.subdomain} if worker.subdomain else {}),
             **({"schedulerName": worker.gang.scheduler} if worker.gang.scheduler else {}),
             "securityContext": places.security(),
-            **scheduling.pod(request.job, several=worker.several),
+            **scheduling.pod(request.job, several=worker.several, on_demand=worker.on_demand),
             "containers": [_container(request, worker, mounts)],
             "volumes": volumes,
         },
@@ -74,7 +76,8 @@ def pod(request: Request, worker: Worker, *, index: int, generation: int, file: 
     made = template(request, worker)
     meta = labels.metadata(request, contract.worker_name(request.job.metadata.name, index))
     meta["labels"] = {**made["metadata"].pop("labels"), Label.WORKER: str(index), Label.GENERATION: str(generation)}
-    meta["annotations"] = {**made["metadata"].pop("annotations", {}), Annotation.JOB_FILE: file}
+    own = made["metadata"].pop("annotations", {})
+    meta["annotations"] = {**disruption.UNDISTURBED, **own, Annotation.JOB_FILE: file}
     # `name` of a template has no meaning, as in Kubernetes.
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {**made["metadata"], **meta}, "spec": made["spec"]}
 

@@ -13,6 +13,10 @@ from outlast.manifests.request import wrong
 
 Quantities = dict[str, str | int]
 
+EFA = "vpc.amazonaws.com/efa"
+HUGE_PAGES = {"hugepages-2Mi": "5120Mi"}
+"""What libfabric's provider for EFA uses. https://docs.aws.amazon.com/eks/latest/userguide/node-efa.html"""
+
 
 @dataclass(frozen=True)
 class Share:
@@ -45,9 +49,14 @@ def share(job: spec.Job) -> Share:
     if wanted.cpu and wanted.cpu_limit and wanted.cpu > wanted.cpu_limit:
         cpu, limit = units.cores_text(wanted.cpu), units.cores_text(wanted.cpu_limit)
         raise wrong(job, f"resources.cpu ({cpu}) is above resources.cpuLimit ({limit}); lower it or raise cpuLimit")
+    if wanted.efa and not (wanted.memory or wanted.cpu or wanted.cpu_limit):
+        said = "takes huge pages, which Kubernetes gives only to pods that ask for memory or cores"
+        raise wrong(job, f"resources.efa ({wanted.efa}) {said}; set resources.memory")
     firm: Quantities = {}
     if wanted.memory:
         firm["memory"] = units.memory_text(wanted.memory + job.spec.checkpoint.reserved)
+    if wanted.efa:
+        firm |= {EFA: wanted.efa, **HUGE_PAGES}
     if device := accelerator(wanted):
         firm[device] = wanted.gpu
     cores = _cores(wanted.cpu or wanted.cpu_limit)  # without a request Kubernetes uses the limit
@@ -67,4 +76,6 @@ def times(fields: spec.Spec, count: int) -> Quantities:
         total["memory"] = units.memory_text((wanted.memory + fields.checkpoint.reserved) * count)
     if device := accelerator(wanted):
         total[device] = wanted.gpu * count
+    if wanted.efa:
+        total[EFA] = wanted.efa * count
     return total

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from outlast import accelerators, spec
 from outlast.manifests import labels, resources
-from outlast.manifests.request import Document
+from outlast.manifests.request import Document, Request, wrong
 
 SPOT = {
     "karpenter.sh/capacity-type": "spot",
@@ -22,6 +22,7 @@ _SPOT_TAINTS = (
     "kubernetes.azure.com/scalesetpriority",
     "spotInstance",
 )
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _OLD_NAMES = {
     "beta.kubernetes.io/instance-type": "node.kubernetes.io/instance-type",
     "beta.kubernetes.io/arch": "kubernetes.io/arch",
@@ -30,9 +31,15 @@ _OLD_NAMES = {
 """Deprecated labels of nodes, and their replacements."""
 
 
-def pod(job: spec.Job, *, several: bool) -> Document:
-    """The scheduling part of a PodSpec. `several`: the job has more than this pod."""
+ON_DEMAND = "on-demand"
+"""Value of `scheduling.worker0` by which worker 0 runs on no spot machine."""
+
+
+def pod(job: spec.Job, *, several: bool, on_demand: bool = False) -> Document:
+    """The scheduling part of a PodSpec. `several`: the job has more than this pod; `on_demand`: it runs on no spot machine."""
     fields = job.spec
+    if on_demand:
+        fields = fields.model_copy(update={"scheduling": fields.scheduling.model_copy(update={"spot": "avoid"})})
     one = {name: value for name, value in _nodes(fields).items() if "," not in value}
     found: Document = {}
     if fields.scheduling.priority_class_name:
@@ -74,17 +81,34 @@ def _affinity(fields: spec.Spec) -> Document:
         case "require":
             terms = [[_is(name, value), *several] for name, value in SPOT.items()]
         case "avoid":
-            terms = [[*(_is(name, value, "NotIn") for name, value in SPOT.items()), *several]]
+            terms = [[*_no_spot(), *several]]
     found: Document = {}
     if terms:
-        found["requiredDuringSchedulingIgnoredDuringExecution"] = {
-            "nodeSelectorTerms": [{"matchExpressions": expressions} for expressions in terms]
-        }
+        found[_REQUIRED] = {"nodeSelectorTerms": [{"matchExpressions": expressions} for expressions in terms]}
     if fields.scheduling.spot == "prefer":
         found["preferredDuringSchedulingIgnoredDuringExecution"] = [
             {"weight": 100, "preference": {"matchExpressions": [_is(name, value)]}} for name, value in SPOT.items()
         ]
     return found
+
+
+def off_spot(affinity: Document) -> Document:
+    """A pod's affinity with the requirement that its node is no spot machine. A node without any of the labels is none."""
+    nodes = affinity.get("nodeAffinity") or {}
+    terms = (nodes.get(_REQUIRED) or {}).get("nodeSelectorTerms") or [{}]
+    limited = [{**term, "matchExpressions": [*(term.get("matchExpressions") or ()), *_no_spot()]} for term in terms]
+    return {**affinity, "nodeAffinity": {**nodes, _REQUIRED: {"nodeSelectorTerms": limited}}}
+
+
+def refuse_pin(request: Request, kind: str) -> None:
+    """Raise InvalidJob if worker 0 is to be pinned although its pod is like all others."""
+    if request.spec.scheduling.worker0 == ON_DEMAND:
+        remedy = "submit it as an ElasticJob, whose pods are made one by one, or set scheduling.spot to avoid"
+        raise wrong(request.job, f"scheduling.worker0 ({ON_DEMAND}) cannot be had in {kind}, whose pods are all alike; {remedy}")
+
+
+def _no_spot() -> list[Document]:
+    return [_is(name, value, "NotIn") for name, value in SPOT.items()]
 
 
 def _is(label: str, value: str, operator: str = "In") -> Document:

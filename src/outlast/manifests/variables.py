@@ -104,4 +104,5 @@ def _process(request: Request) -> dict[str, Source]:
         "OMP_NUM_THREADS": plain(str(resources.share(request.job).threads)),
         "PYTHONHASHSEED": plain("0"),
         "PYTHONUNBUFFERED": plain("1"),
+        **({"FI_PROVIDER": plain("efa")} if request.spec.resources.efa else {}),
     }

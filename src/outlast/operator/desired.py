@@ -7,7 +7,20 @@ from typing import Any
 
 from outlast import contract, spec
 from outlast.kube.kinds import Kind
-from outlast.manifests import disruption, gang, kueue, labels, names, objects, pods, rbac, rendezvous, variables, volumes
+from outlast.manifests import (
+    disruption,
+    gang,
+    kueue,
+    labels,
+    names,
+    objects,
+    pods,
+    rbac,
+    rendezvous,
+    scheduling,
+    variables,
+    volumes,
+)
 from outlast.manifests.kueue import Priority
 from outlast.manifests.request import Request
 from outlast.manifests.topologies import elasticjob
@@ -83,6 +96,7 @@ def _worker(snapshot: JobSnapshot, request: Request, index: int = 0) -> pods.Wor
         subdomain=request.names.service,
         account=rbac.account(snapshot.name),
         gang=_gang(snapshot, request),
+        on_demand=index == 0 and request.spec.scheduling.worker0 == scheduling.ON_DEMAND,
     )
 
 

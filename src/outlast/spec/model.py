@@ -128,6 +128,8 @@ class Resources(Checked):
         default="nvidia",
         description=f"Kind of GPU: {accelerators.described()}, or the full name of a Kubernetes resource.",
     )
+    efa: fields.Whole = 0
+    """Number of Elastic Fabric Adapters (AWS), with their huge pages and `FI_PROVIDER=efa`. Kubernetes only."""
     shared_memory: fields.Memory | None = None
     """Size of `/dev/shm`, which data loaders and NCCL use: `4Gi`. It counts toward `memory`."""
 
@@ -233,6 +235,9 @@ class Scheduling(Checked):
     """PriorityClass of the pods."""
     spot: Literal["prefer", "require", "avoid", "any"] = "prefer"
     """Whether to run on spot machines."""
+    worker0: Literal["any", "on-demand"] = "any"
+    """`on-demand`: worker 0 runs on no spot machine, whatever the others do. Not for Indexed Jobs, StatefulSets and Volcano,
+    whose pods are all alike."""
 
 
 class Environment(Checked):

@@ -25,6 +25,7 @@ PODS = (
     "resources.cpu_limit",
     "resources.memory",
     "resources.accelerator",
+    "resources.efa",
     "resources.shared_memory",
     "rendezvous",
     "scheduling",

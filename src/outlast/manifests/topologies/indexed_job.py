@@ -7,7 +7,7 @@ world of all others.
 from __future__ import annotations
 
 from outlast import spec
-from outlast.manifests import gang, labels, objects, pods, rendezvous, variables
+from outlast.manifests import gang, labels, objects, pods, rendezvous, scheduling, variables
 from outlast.manifests.request import Document, Request
 
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
@@ -15,6 +15,7 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 def documents(request: Request) -> list[Document]:
     """The Job, its ConfigMap, its Service, and a PodGroup for a gang."""
+    scheduling.refuse_pin(request, "an Indexed Job")
     request = request.held()
     replicas = request.spec.workers.replicas
     request = request.at_most(replicas)

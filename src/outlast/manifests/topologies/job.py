@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outlast.manifests import labels, objects, pods, rendezvous, variables
+from outlast.manifests import labels, objects, pods, rendezvous, scheduling, variables
 from outlast.manifests.request import Document, Request, wrong
 
 
@@ -12,7 +12,12 @@ def documents(request: Request) -> list[Document]:
         least = request.spec.workers.min
         raise wrong(request.job, f"workers.min ({least}) is more than the one pod of this topology; render it as indexed-job")
     request = request.held().at_most(1)
-    worker = pods.Worker(index=variables.plain("0"), rendezvous=rendezvous.alone(request), several=False)
+    worker = pods.Worker(
+        index=variables.plain("0"),
+        rendezvous=rendezvous.alone(request),
+        several=False,
+        on_demand=request.spec.scheduling.worker0 == scheduling.ON_DEMAND,
+    )
     made = pods.template(request, worker)
     return [
         *objects.claims(request, mode="ReadWriteOnce"),

@@ -10,7 +10,7 @@ needs a world with the others.
 
 from __future__ import annotations
 
-from outlast.manifests import gang, labels, objects, pods, rendezvous, variables
+from outlast.manifests import gang, labels, objects, pods, rendezvous, scheduling, variables
 from outlast.manifests.request import Document, Request
 
 _INDEX = "metadata.labels['apps.kubernetes.io/pod-index']"
@@ -18,6 +18,7 @@ _INDEX = "metadata.labels['apps.kubernetes.io/pod-index']"
 
 def documents(request: Request) -> list[Document]:
     """The StatefulSet, its ConfigMap, its Service and claims, and a PodGroup for a gang."""
+    scheduling.refuse_pin(request, "a StatefulSet")
     request = request.held()
     name = request.job.metadata.name  # at most 51 characters, and no digest: a StatefulSet is mutable
     together = gang.of(request, name)

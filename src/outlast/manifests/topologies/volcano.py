@@ -7,7 +7,7 @@ of a pod counts towards `maxRetry`, also after an interruption: Volcano has no a
 from __future__ import annotations
 
 from outlast import contract
-from outlast.manifests import gang, labels, objects, pods, rendezvous, variables
+from outlast.manifests import gang, labels, objects, pods, rendezvous, scheduling, variables
 from outlast.manifests.request import Document, Request, wrong
 
 _INDEX = "metadata.annotations['volcano.sh/task-index']"
@@ -20,8 +20,9 @@ def documents(request: Request) -> list[Document]:
         raise wrong(request.job, "suspend is true, and no Job of Volcano begins so; remove it, and use vcctl job suspend")
     if not request.spec.workers.replicas:
         raise wrong(request.job, "workers.replicas (0) suspends the job, and no Job of Volcano begins so; say how many")
-    scheduling = request.spec.scheduling.model_copy(update={"gang": "volcano"})
-    request = request.at_most(request.spec.workers.replicas).but(scheduling=scheduling)
+    scheduling.refuse_pin(request, "a Job of Volcano")
+    ganged = request.spec.scheduling.model_copy(update={"gang": "volcano"})
+    request = request.at_most(request.spec.workers.replicas).but(scheduling=ganged)
     workers = request.spec.workers
     name = request.names.workload(f"-{_TASK}-{workers.replicas}")
     worker = pods.Worker(
