@@ -75,9 +75,9 @@ def only_echoes(pending: Collection[Pending]) -> bool:
 
 
 def is_part_of_call(echo: bool, called: Call | None, judged: tuple[int, int], generation: int) -> bool:
-    """Whether a failure that comes while members are called is one more sign of the failure that led to the call, although it is
-    of a later start than the last that was judged: some had begun another attempt, which only the echoes of the call end.
-    Everything else counts, also a crash during a call to grow, after a failure that the members had repaired."""
+    """Whether a failure belongs to the one that caused the pending call, although its start is later than that of the last judged
+    failure: some members had begun another attempt, which breaks without the others, and this is such an echo. All else counts
+    by itself, as does a crash during a call to grow after a failure that the members had repaired."""
     return echo and called is not None and called.cause is Cause.FAILED and judged[0] == generation
 
 
