@@ -561,14 +561,17 @@ def test_metrics_are_what_prometheus_scrapes() -> None:
     counted = Metrics()
     counted.count_write("Pod", "create")
     counted.time_reconcile(0.003)
-    counted.set_job("j", "team", 'a"b', {"state": "Running", "goodput": 0.75})
+    progress = {"step": 40, "restarts": 2, "progressTime": "2026-01-01T00:00:00Z", "checkpoint": {"time": NOW - 90}}
+    counted.set_job("j", "team", 'a"b', {"state": "Running", "goodput": 0.75, **progress})
     counted.set_job("j", "team", "c", {})
+    counted.set_job("j", "team", "d", {**progress, "state": "Succeeded"})
     failed = {"restarts": 1, "lastFailure": {"code": 137, "generation": 1, "time": NOW}}
     failing = {"state": "Restarting", "generation": 1, "rendezvous": {"called": {"at": NOW + 1}}, **failed}
     counted.count_changes({"state": "Running", "generation": 1}, failing, [], NOW)
     told = [Event("Normal", "WorkerInterrupted", ""), Event("Warning", "NodeLost", ""), Event("Normal", "Training", "")]
     counted.count_changes(failing, {"state": "Running", "generation": 2, **failed}, told, NOW + 4)
-    families = list(text_string_to_metric_families(counted.text(leads=True)))
+    assert "_age_seconds{" not in counted.text(leads=True)
+    families = list(text_string_to_metric_families(counted.text(leads=True, now=NOW + 10)))
     assert {family.name: family.type for family in families} == {
         "outlast_jobs": "gauge",
         "outlast_reconcile_seconds": "histogram",
@@ -576,6 +579,10 @@ def test_metrics_are_what_prometheus_scrapes() -> None:
         "outlast_interruptions": "counter",
         "outlast_recovery_seconds": "histogram",
         "outlast_goodput_ratio": "gauge",
+        "outlast_job_step": "gauge",
+        "outlast_job_restarts": "gauge",
+        "outlast_progress_age_seconds": "gauge",
+        "outlast_commit_age_seconds": "gauge",
         "outlast_operator_writes": "counter",
         "outlast_operator_errors": "counter",
         "outlast_operator_leader": "gauge",
@@ -585,6 +592,7 @@ def test_metrics_are_what_prometheus_scrapes() -> None:
     assert {key: value for key, value in samples.items() if key not in buckets} == {
         ("outlast_jobs", ("state", "Pending")): 1,
         ("outlast_jobs", ("state", "Running")): 1,
+        ("outlast_jobs", ("state", "Succeeded")): 1,
         ("outlast_reconcile_seconds_sum",): 0.003,
         ("outlast_reconcile_seconds_count",): 1,
         ("outlast_restarts_total", ("cause", "killed")): 1,
@@ -593,6 +601,13 @@ def test_metrics_are_what_prometheus_scrapes() -> None:
         ("outlast_recovery_seconds_sum",): 4,
         ("outlast_recovery_seconds_count",): 1,
         ("outlast_goodput_ratio", ("job", 'a"b'), ("namespace", "team")): 0.75,
+        ("outlast_job_step", ("job", 'a"b'), ("namespace", "team")): 40,
+        ("outlast_job_step", ("job", "d"), ("namespace", "team")): 40,
+        ("outlast_job_restarts", ("job", 'a"b'), ("namespace", "team")): 2,
+        ("outlast_job_restarts", ("job", "c"), ("namespace", "team")): 0,
+        ("outlast_job_restarts", ("job", "d"), ("namespace", "team")): 2,
+        ("outlast_progress_age_seconds", ("job", 'a"b'), ("namespace", "team")): 10,
+        ("outlast_commit_age_seconds", ("job", 'a"b'), ("namespace", "team")): 100,
         ("outlast_operator_writes_total", ("kind", "Pod"), ("verb", "create")): 1,
         ("outlast_operator_errors_total",): 0,
         ("outlast_operator_leader",): 1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from outlast import contract
 from outlast.contract import FailureCause
+from outlast.kube import pods
 from outlast.operator.plan import Event
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for every counter, which no one reads
@@ -27,10 +28,19 @@ _RECONCILE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1
 _RECOVERY_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
 
+_TRAINING = ("Running", "Restarting")
+"""States in which a job should make progress."""
+
+
 @dataclass(frozen=True)
 class _Job:
     state: str
     goodput: float | None
+    step: int | None = None
+    restarts: int = 0
+    progressed: float | None = None
+    """When its progress was written last, and below when its newest checkpoint was committed."""
+    committed: float | None = None
 
 
 class Metrics:
@@ -77,8 +87,15 @@ class Metrics:
 
     def set_job(self, kind: str, namespace: str, name: str, status: Mapping[str, Any]) -> None:
         """Record the current status of a job."""
-        goodput = status.get("goodput")
-        job = _Job(str(status.get("state") or "Pending"), float(goodput) if isinstance(goodput, (int, float)) else None)
+        goodput, at = status.get("goodput"), status.get("progressTime")
+        job = _Job(
+            str(status.get("state") or "Pending"),
+            float(goodput) if isinstance(goodput, (int, float)) else None,
+            int(status.get("step") or 0) if at else None,
+            int(status.get("restarts") or 0),
+            pods.seconds(at) if at else None,
+            (status.get("checkpoint") or {}).get("time"),
+        )
         self._jobs.set((kind, namespace, name), job)
 
     def remove_job(self, kind: str, namespace: str, name: str) -> None:
@@ -104,9 +121,10 @@ class Metrics:
         """The number of reconcile passes so far."""
         return int(self._registry.get_sample_value("outlast_reconcile_seconds_count") or 0)
 
-    def text(self, *, leads: bool) -> str:
-        """All metrics in Prometheus' text format."""
+    def text(self, *, leads: bool, now: float | None = None) -> str:
+        """All metrics in Prometheus' text format; ages only with the time, in seconds since the epoch."""
         self._leader.set(leads)
+        self._jobs.now = now
         return generate_latest(self._registry).decode()
 
 
@@ -115,6 +133,7 @@ class _Jobs:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self.now: float | None = None
         self._jobs: dict[tuple[str, str, str], _Job] = {}
 
     def set(self, key: tuple[str, str, str], job: _Job | None) -> None:
@@ -141,6 +160,33 @@ class _Jobs:
             if job.goodput is not None:
                 goodput.add_metric((namespace, name), job.goodput)
         yield goodput
+        for metric, help, read in _PER_JOB:
+            family = GaugeMetricFamily(metric, help, labels=("namespace", "job"))
+            for (_, namespace, name), job in sorted(jobs.items()):
+                if (value := read(job, self.now)) is not None:
+                    family.add_metric((namespace, name), value)
+            yield family
+
+
+def _age(job: _Job, since: float | None, now: float | None) -> float | None:
+    """Seconds since a time, of a job that should make progress."""
+    return max(0.0, now - since) if job.state in _TRAINING and since and now is not None else None
+
+
+_PER_JOB: tuple[tuple[str, str, Callable[[_Job, float | None], float | None]], ...] = (
+    ("outlast_job_step", "Steps done, of a job that reports them.", lambda job, _: job.step),
+    ("outlast_job_restarts", "Restarts after failures so far.", lambda job, _: job.restarts),
+    (
+        "outlast_progress_age_seconds",
+        "Time since a training job's last progress.",
+        lambda job, now: _age(job, job.progressed, now),
+    ),
+    (
+        "outlast_commit_age_seconds",
+        "Time since a training job's newest checkpoint was committed.",
+        lambda job, now: _age(job, job.committed, now),
+    ),
+)
 
 
 def cause(status: Mapping[str, Any]) -> str:

@@ -296,7 +296,7 @@ class Operator:
             reason = f"waiting until all is known of {', '.join(kind.resource for kind in missing)}"
         else:
             reason = "acting" if self.leadership.holds() else "standing by"
-        text = self.metrics.text(leads=self.leadership.holds())
+        text = self.metrics.text(leads=self.leadership.holds(), now=self._clock())
         return probes.Health(not dead and not stuck, not missing and not dead, reason, text=text)
 
 
