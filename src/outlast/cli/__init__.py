@@ -18,6 +18,7 @@ from outlast.cli import (
     chaos,
     checkpoints,
     cluster,
+    dashboard,
     data,
     doctor,
     forget,
@@ -39,6 +40,7 @@ from outlast.cli import (
     terminal,
     top,
     validate,
+    volume,
     which,
     why,
 )
@@ -124,6 +126,8 @@ data.app.add_typer(prepare_data.app, name="prepare")
 data.app.command()(prepare_data.verify)
 app.add_typer(data.app, name="data")
 app.add_typer(image.app, name="image")
+app.add_typer(volume.app, name="volume")
+app.add_typer(dashboard.app, name="dashboard")
 app.command()(sync.sync)
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(rdzv.app, name="rdzv")
