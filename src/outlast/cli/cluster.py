@@ -25,7 +25,7 @@ def group() -> None:
     """Plan clusters on EKS."""
 
 
-ClusterFile = Annotated[Path | None, typer.Argument(metavar="[FILE]", help="A cluster.yaml.", show_default=False)]
+ClusterFile = Annotated[Path | None, typer.Argument(metavar="FILE", help="A cluster.yaml.", show_default=False)]
 PresetOption = Annotated[str | None, typer.Option(metavar="NAME", help="A preset instead of a file; `list` shows them.")]
 PricesOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Prices of machines, to say what the cluster costs.", show_default=False)
