@@ -3,10 +3,11 @@ those of a clock that the test moves."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ import imds
 import rights
 from apiserver import ApiServer
 from imds import Imds
-from outlast import contract, kube
+from outlast import contract, kube, probes
 from outlast.cloud import aws, sqs
-from outlast.contract import Annotation
+from outlast.contract import Annotation, Env
 from outlast.errors import OutlastError
 from outlast.nodewatch import notices, process, sources
 from outlast.nodewatch.watch import Settings, Watcher
+from outlast.rendezvous.transports import orders
 from servers import Place
 from test_nodewatch import T0, a_node, a_pod
 
@@ -47,7 +49,7 @@ class Drill:
         """Start the watcher, or start it again."""
         source = sources.of("aws", address=self.service.address, timeout_s=30)
         found = self.cluster.get(kube.NODE, "n1")
-        given = Settings(**settings)
+        given = Settings(**settings, order_s=60, evict_s=60)  # of this machine's clock, which no test may depend on
         self.watcher = Watcher(found, source, self.cluster, given, clock=lambda: self.now, send=self.sent.append)
 
     @property
@@ -316,3 +318,39 @@ def test_a_message_that_cannot_be_sent_is_tried_again_and_logged_whole(caplog: p
     outbox.close(60)
     assert len(tries) == 3
     assert 'queue q: AWS cannot be reached (attempt 2 of 4); the message was {"node": "n1"}' in caplog.text
+
+
+# ----------------------------------------------------------------------------------------------------------------- orders
+
+
+def test_a_worker_without_an_operator_is_told_its_deadline_where_its_key_may_be_read(
+    drill: Drill, caplog: pytest.LogCaptureFixture
+) -> None:
+    taken: list[Document] = []
+    judges = orders.Orders(b"secret", worker=3, since=T0 - 60)
+
+    def take(headers: Mapping[str, str], body: bytes) -> tuple[int, str]:
+        answer = judges.judge(headers, body, T0)
+        if answer.status == 202:
+            taken.append({"deadline": answer.deadline, "reason": answer.reason})
+        return answer.status, answer.text
+
+    address = probes.serve(probes.Health, {}, orders={orders.PATH: take})
+    key = {"secretKeyRef": {"name": "train", "key": "key"}}
+    env = [{"name": Env.RENDEZVOUS_KEY, "valueFrom": key}, {"name": Env.PROBE_PORT, "value": address.rpartition(":")[2]}]
+    pod = a_pod("train-3", "Job", grace=150, labels={"outlast.dev/job": "train", "outlast.dev/worker": "3"})
+    pod["spec"]["containers"] = [{"name": "worker", "env": env}]
+    pod["status"] |= {"podIP": "127.0.0.1", "containerStatuses": [{"name": "worker", "state": {"running": {}}}]}
+    drill.api.put(pod)
+    meta = {"name": "train", "namespace": "team"}
+    drill.api.put({"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": {"key": base64.b64encode(b"secret").decode()}})
+    drill.service.documents[imds.SPOT] = imds.spot(notices.utc(T0 + 120))
+    drill.until(T0 + 1)
+    assert taken == []  # it may not read the Secret: the eviction tells the worker
+    assert drill.left["train-3"][1] == 118
+    drill.api.may = lambda asked: "/secrets/train" in asked or rights.node_watch(asked)
+    drill.api.put({**pod, "metadata": {**pod["metadata"]}})
+    drill.make()
+    drill.until(T0 + 2)
+    assert taken == [{"deadline": T0 + 120, "reason": "AWS terminates this spot machine"}]
+    assert "team/train-3 is told by when it must have left" in said(caplog)

@@ -11,8 +11,6 @@ from outlast.errors import Absent, ClusterError, Conflict
 from outlast.kube import POD, Cluster
 from outlast.nodewatch.drain import Step
 
-_TIMEOUT_S = 5.0
-"""Of one request: one answer that does not come must not cost the other pods their time."""
 _AT_ONCE = 8
 """Requests in flight."""
 
@@ -26,17 +24,17 @@ class Outcome:
     """Why the pod stays; None when it goes, or is gone."""
 
 
-def carry_out(cluster: Cluster, steps: Sequence[Step]) -> list[Outcome]:
+def carry_out(cluster: Cluster, steps: Sequence[Step], timeout_s: float) -> list[Outcome]:
     """Evict and delete; errors are returned."""
     if not steps:
         return []
     with concurrent.futures.ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="evict") as pool:
-        return list(pool.map(lambda step: _act(cluster, step), steps))
+        return list(pool.map(lambda step: _act(cluster, step, timeout_s), steps))
 
 
-def _act(cluster: Cluster, step: Step) -> Outcome:
+def _act(cluster: Cluster, step: Step, timeout_s: float) -> Outcome:
     meta = step.pod["metadata"]
-    where: dict[str, Any] = {"namespace": meta["namespace"], "uid": meta["uid"], "grace_s": step.grace_s, "timeout_s": _TIMEOUT_S}
+    where: dict[str, Any] = {"namespace": meta["namespace"], "uid": meta["uid"], "grace_s": step.grace_s, "timeout_s": timeout_s}
     try:
         if step.verb == "evict":
             cluster.evict(meta["name"], **where)

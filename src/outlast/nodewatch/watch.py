@@ -4,8 +4,9 @@
     while not stop.wait(watcher.tick()): ...
 
 A notice is acted on in this order: taint, cordon and annotations in one write, on which the operator has the workers leave; the
-message to a queue; evictions, as `drain` decides. Whatever fails is said once and tried again: the metadata service with growing
-pauses, the API server at the next round. All state is in the node and its pods, so it may be killed between any two lines.
+message to a queue; orders to workers without an operator; evictions, as `drain` decides. Whatever fails is said once and tried
+again: the metadata service with growing pauses, the API server at the next round. All state is in the node and its pods, so
+it may be killed between any two lines.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from outlast import backoff, probes
 from outlast.errors import ClusterError, Conflict
 from outlast.kube import NODE, POD, Cluster
-from outlast.nodewatch import drain, evictions, node, notices
+from outlast.nodewatch import drain, evictions, node, notices, orders
 from outlast.nodewatch.drain import Plan, Window
 from outlast.nodewatch.evictions import Outcome
 from outlast.nodewatch.notices import Notice
@@ -48,6 +49,10 @@ class Settings:
     """How long before its deadline a notice is acted on: maintenance is announced days before. Azure announces 15 minutes."""
     dry_run: bool = False
     """Only log what would be done."""
+    order_s: float = 1.0
+    """Timeout of an order to a worker: an agent answers in milliseconds, and evictions wait for this."""
+    evict_s: float = 5.0
+    """Timeout of an eviction: one answer that does not come must not cost the other pods their time."""
 
 
 class Watcher:
@@ -71,6 +76,7 @@ class Watcher:
         self._since: tuple[str, float] | None = None
         """Id of the notice that is acted on, and when it came."""
         self._sent: set[tuple[object, ...]] = set()
+        """Notices about which the message and the orders have been sent."""
         self._failures, self._failing_since = 0, 0.0
         """Questions in a row that were not answered, and when the first of them was asked."""
         self._next = self._next_pass = 0.0
@@ -187,16 +193,27 @@ class Watcher:
         pods = self._pods()
         if pods is None:
             return
+        self._order(pods, notice, notice.deadline, now)
         plan = drain.plan(pods, Window(self._since[1] if self._since else now, notice.deadline), now, self._refused)
         if plan.drained:
             self._all_gone(notice, now)
         elif self.settings.dry_run:
             self._only_say(plan)
         else:
-            for outcome in evictions.carry_out(self.cluster, plan.steps):
+            for outcome in evictions.carry_out(self.cluster, plan.steps, self.settings.evict_s):
                 self._note(outcome)
             if plan.waiting:
                 self._once(f"waiting for pods to leave by themselves: {', '.join(plan.waiting)}")
+
+    def _order(self, pods: list[dict[str, Any]], notice: Notice, deadline: float, now: float) -> None:
+        """Tell workers that no operator runs by when they must have left: each once, before it is evicted."""
+        key = (notice.kind, deadline, "order")
+        if key in self._sent or self.settings.dry_run:
+            return
+        self._sent.add(key)
+        order = orders.Order(deadline, notice.reason, self.settings.order_s)
+        for name, said in orders.send(self.cluster, pods, order, now).items():
+            log.warning("%s %s", name, said)
 
     def _only_say(self, plan: Plan) -> None:
         for step in plan.steps:
