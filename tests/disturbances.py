@@ -32,7 +32,7 @@ from typing import Any, Literal
 import pytest
 
 import worlds
-from outlast import contract
+from outlast import contract, ledger
 from outlast.training import Stream
 
 Main = Callable[[list[str]], Any]
@@ -49,13 +49,39 @@ def killed_20_times(
     logs: Sequence[str] = ("loss",),
     clocked: Sequence[str] = (),
     preload: Sequence[str] = (),
+    memory: bool = False,
 ) -> None:
     """Kill all ranks 20 times, while they start, compute and save; the weights are those of the undisturbed run, bit for bit.
 
     `logs`: names of metrics that must be equal in every step, too. `clocked`: entries of final.json that are times or speeds; all
-    others must be equal. `preload`: modules that the recipe imports late.
+    others must be equal. `preload`: modules that the recipe imports late. `memory`: agents keep snapshots of as many steps as can
+    be, and training goes on from these.
     """
-    _in_nursery(preload, _killed_20_times, main, list(argv), tmp_path, ranks, random.Random(seed), tuple(logs), set(clocked))
+    rest = list(argv), tmp_path, ranks, random.Random(seed), tuple(logs), set(clocked)
+    if not memory:
+        return _in_nursery(preload, _killed_20_times, main, *rest)
+    from test_memory import Agents
+
+    agents = Agents(tmp_path / "killed")
+    with contextlib.ExitStack() as stack:
+        for worker in range(ranks):
+            agents.start(worker)
+            stack.callback(agents.servers[worker].close)
+        _in_nursery(preload, _killed_20_times, functools.partial(_with_snapshots, main), *rest)
+    events = ledger.read(agents.output / contract.LEDGER)
+    from_memory = [event["t"] for event in events if event["kind"] == "restored" and event["source"] in ("memory", "peer")]
+    before = [event for event in events if event["kind"] == "restoring" and event["t"] < from_memory[0]]
+    print(f"{len(from_memory)} starts from memory, {len(agents.store_reads)} reads of the store")
+    assert len(from_memory) >= 15, "nearly all"
+    assert len(agents.store_reads) <= len(before), "none since there was a snapshot"
+
+
+def _with_snapshots(main: Main, argv: list[str]) -> None:
+    """Train with a snapshot at each step at which the last one is complete."""
+    from outlast.training import snapshots
+
+    snapshots.SHARE = float("inf")
+    main(argv)
 
 
 def resized(

@@ -327,11 +327,18 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("setting", ["modern", "workshop"])
-def test_killed_20_times_it_ends_with_the_same_bits(setting: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("setting", "memory"), [("modern", False), ("workshop", False), ("workshop", True)])
+def test_killed_20_times_it_ends_with_the_same_bits(setting: str, memory: bool, tmp_path: Path) -> None:
     data = made(tmp_path, each=48, test=4)
-    argv = [f"--data={data}", f"--setting={setting}", "--epochs=6", "--batch=24", "--microbatch=4", "--log-every=1"]
-    disturbances.killed_20_times(cifar10.main, argv, tmp_path)
+    argv = [
+        f"--data={data}",
+        f"--setting={setting}",
+        f"--epochs={12 if memory else 6}",
+        "--batch=24",
+        "--microbatch=4",
+        "--log-every=1",
+    ]
+    disturbances.killed_20_times(cifar10.main, argv, tmp_path, memory=memory)
 
 
 @pytest.mark.slow
