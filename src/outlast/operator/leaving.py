@@ -60,6 +60,10 @@ class Leave:
     reason: str = ""
     """The sentence of who wrote the deadline, if any."""
 
+    def sentence(self, node: str) -> str:
+        """What the worker's log says: where it has to leave, and why."""
+        return f"node {node} ({self.cause}{f', {self.reason}' if self.reason else ''})"
+
     def grace_s(self, pod: Document, now: float) -> int | None:
         """The grace period to delete a pod with; None: its own, which ends sooner. At least 1: 0 would not wait for its node."""
         if self.deadline is None:

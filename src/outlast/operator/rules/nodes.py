@@ -89,7 +89,7 @@ def leaving_nodes(rec: Reconcile) -> None:
             rec.requeue_at(rest)  # scheduled there despite the taint; the next one would be, too
             continue
         if leave.deadline is not None and not (pod.uid in told and told[pod.uid].deadline <= leave.deadline):
-            told[pod.uid] = Leaving(pod.index, pod.uid, leave.deadline, leave.reason or f"node {pod.node} ({leave.cause})")
+            told[pod.uid] = Leaving(pod.index, pod.uid, leave.deadline, leave.sentence(pod.node))
         if pod.alive:
             by = f", by {job_status.text(leave.deadline)}" if leave.deadline is not None else ""
             sentence = f"worker {pod.index} leaves: its node {pod.node} is about to be terminated ({leave.cause}{by})"
