@@ -152,6 +152,8 @@ def test_a_node_is_marked_and_cleared_and_everything_of_others_stays(spec: Docum
     assert Annotation.LEAVING_AT not in twice["metadata"]["annotations"]
     assert patched(twice, node.cleared(twice)) == before
     assert node.read(before) is None
+    by_hand = {"key": contract.LEAVING, "value": "maintenance", "effect": "NoSchedule"}
+    assert node.read(a_node(taints=[by_hand])) is None
 
 
 def test_the_cloud_is_that_of_the_providerid() -> None:

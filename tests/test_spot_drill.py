@@ -7,6 +7,12 @@ import base64
 import contextlib
 import json
 import logging
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -273,7 +279,7 @@ def test_a_watcher_that_is_killed_goes_on_where_it_was(drill: Drill) -> None:
     def again() -> None:
         drill.make()
 
-    drill.until(T0 + 120, again)
+    drill.until(T0 + 30, again)
     assert pods(drill) == ["kube-proxy"]
     assert len([each for each in drill.api.asked if each.startswith("PATCH")]) == 1
 
@@ -354,3 +360,33 @@ def test_a_worker_without_an_operator_is_told_its_deadline_where_its_key_may_be_
     drill.until(T0 + 2)
     assert taken == [{"deadline": T0 + 120, "reason": "AWS terminates this spot machine"}]
     assert "team/train-3 is told by when it must have left" in said(caplog)
+
+
+# ---------------------------------------------------------------------------------------------------------------- command
+
+
+@pytest.mark.slow
+def test_the_command_watches_until_it_is_told_to_stop(drill: Drill, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = [Path(sys.executable).with_name("outlast"), "node-watch", "--metadata", drill.service.address, "--log", "text"]
+    env = {**os.environ, Env.NODE: "n1", "POLL_INTERVAL": "0.2"}
+    with log.open("w") as out, subprocess.Popen(command, env=env, stdout=out, stderr=out) as process:
+        try:
+            drill.api.until(lambda: "is watched" in log.read_text() or process.poll() is not None)
+            assert "node n1 is watched: AWS's metadata service is asked every 0.2 s; probes on :" in log.read_text()
+            drill.api.until(lambda: f"GET {imds.SCHEDULED}" in drill.service.asked)
+            drill.service.documents[imds.SPOT] = imds.spot(notices.utc(time.time() + 800), "stop")
+            drill.api.until(lambda: drill.leaves)
+            port = re.findall(r"probes on :(\d+)", log.read_text())[0]
+            drill.api.until(lambda: 'outlast_node_leaving{node="n1"} 1' in read(f"http://127.0.0.1:{port}/metrics"))
+            process.terminate()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+    assert re.search(r"warning: node n1 leaves \(spot, \d+ s left\): AWS stops this spot machine", log.read_text())
+    assert log.read_text().endswith("stopped\n")
+
+
+def read(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        return str(answer.read().decode())

@@ -89,13 +89,13 @@ def cleared(node: Document) -> dict[str, Any]:
 
 
 def read(node: Document) -> Notice | None:
-    """What a node says; None when it does not leave."""
+    """What a watcher has written on a node, if it has. A taint without a reason is somebody else's, and stays."""
     taint = next((each for each in node["spec"].get("taints") or () if each["key"] == contract.LEAVING), None)
-    if taint is None:
-        return None
     said = node["metadata"].get("annotations") or {}
+    reason = said.get(Annotation.LEAVING_REASON)
+    if taint is None or reason is None:
+        return None
     at = said.get(Annotation.LEAVING_AT)
-    reason = said.get(Annotation.LEAVING_REASON, "")
     return Notice(LeavingKind(taint.get("value", "")), pods.seconds(at) if at else None, reason, KEPT)
 
 
