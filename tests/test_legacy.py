@@ -652,12 +652,23 @@ def test_a_worker_leaves_a_node_that_will_soon_be_gone_and_that_does_not_count()
     assert (plan.deletes, plan.requeue_at) == ((), cluster.now + 10)
 
 
-def test_the_decider_is_told_which_nodes_will_soon_be_gone() -> None:
+@pytest.mark.parametrize(
+    ("taint", "grace_s"),
+    [
+        ("karpenter.sh/disrupted", None),
+        ("aws-node-termination-handler/rebalance-recommendation", None),
+        ("aws-node-termination-handler/spot-itn", None),  # 120 s are more than the 30 s of its pods
+        ("outlast.dev/leaving", 13),
+    ],
+)
+def test_the_decider_is_told_which_nodes_will_soon_be_gone_and_when(taint: str, grace_s: int | None) -> None:
     cluster = running()
-    node = {"metadata": {"name": "node-1"}, "spec": {"taints": [{"key": "karpenter.sh/disrupted"}]}}
+    annotations = {"outlast.dev/leaving-at": job_status.text(cluster.now + 15)} if taint == "outlast.dev/leaving" else {}
+    node = {"metadata": {"name": "node-1", "annotations": annotations}, "spec": {"taints": [{"key": taint}]}}
+    node["tainted"] = cluster.now
     looked = CachedJob(cluster.job, list(cluster.pods.values()), [], {"node-0": {}, "node-1": node}, START)
     plan = reconcilers.of(Limits())[kinds.LEGACY_JOB](looked, cluster.now, ClusterFeatures())
-    assert [each.name for each in plan.deletes] == ["cifar-worker-1"]
+    assert [(each.name, each.grace_s) for each in plan.deletes] == [("cifar-worker-1", grace_s)]
 
 
 def test_a_master_is_not_dropped_without_a_word() -> None:

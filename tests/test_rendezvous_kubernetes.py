@@ -576,3 +576,21 @@ def test_members_of_a_large_world_renew_less_often_and_say_how_long_that_lasts(
     member = kubernetes.Client("train", transport.Member("r", 0, tmp_path, 0, environ))
     member._hear({"metadata": {"name": "train", "uid": "u"}, "spec": {"workers": {"replicas": workers}}})
     assert (member._every_s(), member._lease()["spec"]["leaseDurationSeconds"]) == (every_s, lasts_s)
+
+
+def test_the_deadline_that_the_operator_publishes_for_a_pod_is_noted_for_its_agent(tmp_path: Path) -> None:
+    environ = {contract.Env.MEMBER: "uid", contract.Env.NAMESPACE: "team"}
+    member = kubernetes.Client("train", transport.Member("r", 0, tmp_path, 0, environ))
+    file = tmp_path / contract.LEAVE
+
+    def hear(leaving: object) -> None:
+        status = {"rendezvous": {"run": "r", "leaving": leaving}}
+        member._hear({"metadata": {"name": "train", "uid": "u"}, "spec": {}, "status": status})
+
+    for others in (None, "soon", [7], [{"uid": "another", "deadline": 9.0}], [{"uid": "uid", "deadline": "soon"}]):
+        hear(others)
+        assert not file.exists()
+    hear([{"uid": "another", "deadline": 9.0}, {"uid": "uid", "worker": 0, "deadline": 1_700_000_015.0, "reason": "spot"}])
+    assert json.loads(file.read_text()) == {"deadline": 1_700_000_015.0, "reason": "spot"}
+    hear([{"uid": "uid", "deadline": 1_700_000_005.0}])
+    assert json.loads(file.read_text()) == {"deadline": 1_700_000_005.0, "reason": ""}
