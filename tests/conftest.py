@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from etcds import own_etcd, shared_etcd  # noqa: F401 (fixtures)
-from faults import moto_proxy, rclone_proxy  # noqa: F401 (fixtures)
+from faults import aws_proxy, moto_proxy, rclone_proxy  # noqa: F401 (fixtures)
 from namespaces import Namespace, made
 from operated import undisturbed_pods  # noqa: F401 (fixture)
 from outlast import cli, spec, store

@@ -26,6 +26,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+import servers
 from servers import Place
 
 
@@ -331,6 +332,15 @@ def before(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 @pytest.fixture
 def moto_proxy(moto: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     yield from before(moto, monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def aws_proxy(moto_server: servers.Server) -> Iterator[Proxy]:
+    """One before moto for all tests, so that clients of AWS, which take long to make, are made once. Its user sets `fault`."""
+    proxy = Proxy(moto_server.endpoint)
+    proxy.up()
+    yield proxy
+    proxy.down()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from outlast.cloud.cloudwatch import ADDON
 from outlast.cloud.dashboard import Wanted
 from outlast.manifests import cloudwatch
 from outlast.operator.metrics import Metrics
-from servers import REGION, Place, Server
+from servers import REGION, Place
 
 GROUPS = {"eks-p3od-1": "p3od", "eks-p3spot-2": "p3spot"}
 
@@ -153,21 +153,13 @@ class Eks:
         return lambda exchange: exchange.reply(status, headers, json.dumps({"addon": found}).encode())
 
 
-@pytest.fixture(scope="module")
-def proxy(moto_server: Server) -> Iterator[Proxy]:
-    there = Proxy(moto_server.endpoint)
-    there.up()
-    yield there
-    there.down()
-
-
 @pytest.fixture
-def eks(proxy: Proxy, moto: Place, monkeypatch: pytest.MonkeyPatch) -> Eks:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+def eks(aws_proxy: Proxy, moto: Place, monkeypatch: pytest.MonkeyPatch) -> Eks:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", aws_proxy.endpoint)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    proxy.fault = lambda _: None
-    there = Eks(proxy)
-    proxy.fault = there.answer
+    aws_proxy.fault = lambda _: None
+    there = Eks(aws_proxy)
+    aws_proxy.fault = there.answer
     return there
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import uuid
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from outlast.cloud.volumes import Patience
 from outlast.errors import OutlastError
 from outlast.kube import kinds
 from outlast.manifests import storage
-from servers import REGION, Place, Server
+from servers import REGION, Place
 
 AT_ONCE = Patience(timeout_s=60, poll_s=0)
 
@@ -136,21 +137,12 @@ class Eks:
         return found + [f"{each.type} {each.state} {' '.join(part.place for part in each.parts)}" for each in there]
 
 
-@pytest.fixture(scope="module")
-def proxy(moto_server: Server) -> Iterator[Proxy]:
-    """One for all tests, so that clients are made once."""
-    there = Proxy(moto_server.endpoint)
-    there.up()
-    yield there
-    there.down()
-
-
 @pytest.fixture
-def eks(proxy: Proxy, moto: Place, monkeypatch: pytest.MonkeyPatch) -> Eks:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+def eks(aws_proxy: Proxy, moto: Place, monkeypatch: pytest.MonkeyPatch) -> Eks:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", aws_proxy.endpoint)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    proxy.fault = lambda _: None
-    proxy.forget()
+    aws_proxy.fault = lambda _: None
+    aws_proxy.forget()
     ec2 = aws.client("ec2", REGION)
     vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
     subnets = [
@@ -162,8 +154,8 @@ def eks(proxy: Proxy, moto: Place, monkeypatch: pytest.MonkeyPatch) -> Eks:
     aws.client("eks", REGION).create_cluster(
         name=name, roleArn="arn:aws:iam::123456789012:role/eks", resourcesVpcConfig={"subnetIds": subnets}
     )
-    there = Eks(proxy, name, vpc, subnets)
-    proxy.fault = lambda request: repositories(there, request)
+    there = Eks(aws_proxy, name, vpc, subnets)
+    aws_proxy.fault = lambda request: repositories(there, request)
     return there
 
 
@@ -195,6 +187,7 @@ def changes(request: Request) -> bool:
 
 
 EFS = ["efs 2049-2049", f"efs available {REGION}a {REGION}b"]
+LUSTRE = ["efs 1018-1023 988-988", "fsx available s3://data"]
 
 
 def test_twice_is_once(eks: Eks) -> None:
@@ -213,55 +206,63 @@ def test_twice_is_once(eks: Eks) -> None:
         eks.create(type="fsx")
 
 
-def test_a_run_that_is_killed_at_any_call_is_completed_by_the_next(eks: Eks) -> None:
+@pytest.mark.parametrize(
+    ("how", "calls", "ways", "left"),
+    [
+        ({}, 5, [lost], EFS),
+        pytest.param({}, 5, [reset], EFS, marks=pytest.mark.slow),
+        pytest.param({"type": "fsx", "s3": "s3://data"}, 7, [reset, lost], LUSTRE, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_is_killed_at_any_call_is_completed_by_the_next(
+    eks: Eks, how: dict[str, Any], calls: int, ways: list[Fault], left: list[str]
+) -> None:
     """The connection breaks at each call that changes something, before AWS hears it or before its answer comes; nothing after it
-    is done. The first of each name is the run that is killed."""
-    base = eks.proxy.fault
-    for at, last in [(at, last) for at in range(5) for last in (reset, lost)]:
-        left = [at]
-
-        def fault(request: Request, left: list[int] = left, last: Fault = last) -> Fault | None:
-            if left[0] < 0:
-                return reset
-            if changes(request):
-                left[0] -= 1
-            return last if left[0] < 0 else base(request)
-
-        eks.proxy.fault = fault
-        with pytest.raises(OutlastError, match="AWS cannot be reached"):
-            eks.create()
-        eks.proxy.fault = base
-        eks.create()
-        assert eks.left() == EFS, (at, last)
+    is done."""
+    for at, last in [(at, last) for at in range(calls) for last in ways]:
+        with cut_off(eks, at, last):
+            eks.create(**how)
+        eks.create(**how)
+        assert eks.left() == left, (at, last)
         eks.delete()
+
+
+@contextlib.contextmanager
+def cut_off(eks: Eks, at: int, last: Fault = reset) -> Iterator[None]:
+    """The connection breaks at the call number `at` that changes something, and at each call after it."""
+    base, left = eks.proxy.fault, [at]
+
+    def fault(request: Request) -> Fault | None:
+        if left[0] < 0:
+            return reset
+        left[0] -= changes(request)
+        return last if left[0] < 0 else base(request)
+
+    eks.proxy.fault = fault
+    with pytest.raises(OutlastError, match="AWS cannot be reached"):
+        yield
+    eks.proxy.fault = base
+
+
+@pytest.mark.parametrize(("how", "calls"), [({}, (0, 1, 1, 1)), ({"type": "fsx", "s3": "s3://data"}, (0, 1, 1))])
+def test_a_deletion_that_was_cut_off_is_completed(eks: Eks, how: dict[str, Any], calls: tuple[int, ...]) -> None:
+    """At the mount targets or the association, at the file system, at the security group."""
+    eks.create(**how)
+    for at in calls:
+        with cut_off(eks, at):
+            eks.delete()
+    eks.delete()
     assert eks.left() == []
 
 
-def test_lustre_shows_a_bucket_and_its_deletion_is_completed_when_it_was_cut_off(eks: Eks) -> None:
-    how: dict[str, Any] = {"type": "fsx", "name": "fast", "s3": "s3://data/train"}
+def test_lustre_shows_a_bucket(eks: Eks) -> None:
+    how: dict[str, Any] = {"type": "fsx", "s3": "s3://data"}
     told, made = eks.create(**how)
     assert made
     assert set(made.attributes) == {"dnsname", "mountname"}
-    there = ["fast 1018-1023 988-988", "fsx available s3://data/train"]
-    assert eks.left() == there
+    assert eks.left() == LUSTRE
     assert "FSx for Lustre, PERSISTENT_2, 1200 GiB, 125 MB/s for each TiB; billed by its capacity, used or not" in told[1]
     assert {each.split()[0] for each in eks.create(**how)[0]} == {"unchanged"}
-    base = eks.proxy.fault
-    for at in (0, 1, 1):  # the association; the file system; the security group, when the former are gone
-        left = [at]
-
-        def fault(request: Request, left: list[int] = left) -> Fault | None:
-            if left[0] < 0 or (changes(request) and not left[0]):
-                return reset
-            left[0] -= changes(request)
-            return base(request)
-
-        eks.proxy.fault = fault
-        with pytest.raises(OutlastError, match="AWS cannot be reached"):
-            eks.delete("fast")
-        eks.proxy.fault = base
-    eks.delete("fast")
-    assert eks.left() == []
 
 
 def test_a_dry_run_makes_nothing(eks: Eks) -> None:
