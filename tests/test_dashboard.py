@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import yaml
 from kubernetes_validate import utils as schemas
+from typer.main import get_command
 
 from fake_cluster import FakeCluster
 from faults import Fault, Proxy, Request, reset
-from outlast import cli, kube
+from outlast import kube
+from outlast.cli import dashboard as commands
 from outlast.cloud import aws, dashboard, network
 from outlast.cloud.cloudwatch import ADDON
 from outlast.cloud.dashboard import Wanted
+from outlast.errors import OutlastError
 from outlast.manifests import cloudwatch
 from outlast.operator.metrics import Metrics
 from servers import REGION, Place
@@ -166,13 +169,20 @@ def eks(aws_proxy: Proxy, moto: Place, monkeypatch: pytest.MonkeyPatch) -> Eks:
 Outlast = Callable[..., tuple[int, str, str]]
 
 
+COMMAND = get_command(commands.app)
+"""Made once: `cli.main` makes all commands of Outlast, each time."""
+
+
 @pytest.fixture
 def outlast(capsys: pytest.CaptureFixture[str]) -> Outlast:
     def call(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["dashboard", "cloudwatch", *words])
+        code, said = 0, ""
+        try:
+            COMMAND(["cloudwatch", *words], standalone_mode=False)
+        except OutlastError as error:
+            code, said = error.exit_code, f"Error: {error}\n"
         out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
+        return code, out, err + said
 
     return call
 

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import yaml
 from kubernetes_validate import utils as schemas
+from typer.main import get_command
 
 from fake_cluster import Document, FakeCluster
 from faults import Exchange, Fault, Proxy, Request, lost, reset
-from outlast import cli, kube
+from outlast import kube
+from outlast.cli import volume
 from outlast.cloud import aws, efs, fsx, network, volumes
 from outlast.cloud.filesystem import FileSystem, Step, Wanted
 from outlast.cloud.network import Network, Rule, Subnet
@@ -380,13 +382,20 @@ def cluster(eks: Eks, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return there
 
 
+COMMAND = get_command(volume.app)
+"""Made once: `cli.main` makes all commands of Outlast, each time."""
+
+
 @pytest.fixture
 def outlast(capsys: pytest.CaptureFixture[str]) -> Outlast:
     def call(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["volume", *words])
+        code, said = 0, ""
+        try:
+            COMMAND(list(words), standalone_mode=False)
+        except OutlastError as error:
+            code, said = error.exit_code, f"Error: {error}\n"
         out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
+        return code, out, err + said
 
     return call
 
