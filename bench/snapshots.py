@@ -4,7 +4,7 @@
 
 Each job trains a model of so many million parameters with AdamW and DDP, without a pause, and saves nothing to disk. The first
 fifth of the steps does not count: the interval between snapshots is chosen during it. Prints the mean and median step of both,
-their ratio, what the ledger says that snapshots took, and how far apart they were; appends it to
+their ratio, the share of copying in these steps by the ledger, and how far apart they were; appends it to
 results/<date>-snapshots.md. How fast 500 MB are back from memory is what memory.py measures.
 """
 
@@ -62,7 +62,6 @@ def measured(memory: str, options: argparse.Namespace) -> dict[str, Any]:
     """One job: its counted steps, and what its ledger says of snapshots."""
     from outlast import contract, ledger
     from outlast.report import goodput
-    from outlast.report.steps import Bucket
 
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -86,10 +85,12 @@ def measured(memory: str, options: argparse.Namespace) -> dict[str, Any]:
         if done.returncode:
             raise SystemExit(f"outlast run exited with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
         taken = json.loads((directory / "taken.json").read_text())
-        account = goodput.buckets(ledger.read(directory / "out" / "bench" / contract.LEDGER), None)
-    trained = account.seconds[Bucket.TRAINING] + account.seconds[Bucket.SNAPSHOT]
+        events = list(ledger.read(directory / "out" / "bench" / contract.LEDGER))
+        account = goodput.buckets(events, None)
     every = account.snapshots.every if account.snapshots else 0
-    return {"taken": taken[len(taken) // 5 :], "share": account.seconds[Bucket.SNAPSHOT] / trained, "every": every}
+    counted = taken[len(taken) // 5 :]
+    copied = sum(event["copied_s"] for event in events if event["kind"] == "step" and event["step"] > len(taken) // 5)
+    return {"taken": counted, "share": copied / sum(counted), "every": every}
 
 
 def main() -> None:
@@ -119,7 +120,7 @@ def main() -> None:
     means = {memory: statistics.median(statistics.mean(each["taken"]) for each in jobs) for memory, jobs in found.items()}
     medians = {memory: statistics.median(statistics.median(each["taken"]) for each in jobs) for memory, jobs in found.items()}
     lines = [
-        "| memory | a step, mean | a step, median | mean / mean without | said by the ledger | snapshot every |",
+        "| memory | a step, mean | a step, median | mean / mean without | copying, by the ledger | snapshot every |",
         "|---|---|---|---|---|---|",
     ]
     for memory, jobs in found.items():

@@ -17,7 +17,7 @@ from outlast.snapshots.election import Held
 from outlast.snapshots.parts import Part
 from outlast.training import capture, checkpoint
 from outlast.training.memory_reader import Reader
-from outlast.training.snapshots import Place, Snapshots
+from outlast.training.snapshots import Place, Snapshots, steady
 
 
 class Rank:
@@ -244,6 +244,11 @@ def test_the_interval_follows_steps_that_become_fast_while_each_has_a_snapshot(t
         ours._measure(0.01)
     ours._choose(0.005)
     assert ours._every == 50
+
+
+@pytest.mark.parametrize(("wanted", "now", "used"), [(12, 10, 12), (10, 10, 10), (8, 10, 10), (7, 10, 7), (1, 2, 1)])
+def test_the_interval_grows_at_once_and_shrinks_for_more_than_noise(wanted: int, now: int, used: int) -> None:
+    assert steady(wanted, now) == used
 
 
 class Grown:

@@ -36,8 +36,10 @@ log = logging.getLogger("outlast")
 
 SHARE = 0.01
 """Most of the time of the steps that snapshots may take."""
-_STEPS, _SNAPSHOTS = 15, 5
+_STEPS, _SNAPSHOTS = 15, 9
 """How many of the last ones count, by their median."""
+_LESS = 0.75
+"""The interval becomes shorter only to this part of it or less: a measurement that is a little lower is noise."""
 _LEARN = 3
 """Least steps without a snapshot that are measured before k is chosen."""
 _EVENT_S = 10.0
@@ -48,6 +50,11 @@ VOTES = 4
 def interval(cost_s: float, step_s: float) -> int:
     """Every how many steps to take a snapshot, if it takes so long, and a step without it."""
     return max(1, math.ceil(cost_s / (SHARE * step_s) - 1e-9)) if step_s > 0 else 1
+
+
+def steady(wanted: int, now: int) -> int:
+    """The interval to use if `wanted` was measured and `now` is in use: longer at once, shorter if that is worth it."""
+    return now if _LESS * now < wanted <= now else wanted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +115,7 @@ class Snapshots:
         self._since = 0
         """Boundaries since the last snapshot."""
         self._every, self._said, self._said_at = 1 + _LEARN, 0, float("-inf")
-        self._agreed = self._working = False
+        self._agreed = self._working = self._chosen = False
         self._copied_s = 0.0
         self._copying: threading.Thread | None = None
         self._bytes = 0
@@ -253,7 +260,9 @@ class Snapshots:
         if self._place.rank > 0 or len(self._steps_s) < _LEARN:
             return
         step_s = self._usual_s()
-        self._every = interval(cost_s, step_s)
+        wanted = interval(cost_s, step_s)
+        self._every = steady(wanted, self._every) if self._chosen else wanted
+        self._chosen = True
         now = time.monotonic()
         if self._every != self._said and now - self._said_at >= _EVENT_S:
             self._said, self._said_at = self._every, now
