@@ -1,4 +1,4 @@
-"""What the operator asks of an API server, as another project, kmock, understands it: resources, names, subresources and actions.
+"""What operator and node watcher ask of an API server, as another project, kmock, understands it: resources, names, actions.
 
 Only the shape of requests is looked at; how an API server behaves is the matter of `apiserver` and of tests marked `cluster`.
 """
@@ -18,11 +18,15 @@ import kmock
 import pytest
 
 import apiserver
+import imds
+from imds import Imds
 from outlast import contract, kube
+from outlast.nodewatch import sources, watch
 from outlast.operator import reconcilers
 from outlast.operator.leader import Leadership
 from outlast.operator.operator import Operator, Settings
 from outlast.operator.snapshot import Limits
+from test_nodewatch import T0, a_node, a_pod
 
 JOB = {
     "apiVersion": contract.API_VERSION,
@@ -36,7 +40,7 @@ KINDS = [
     *("policy/v1/poddisruptionbudgets", "rbac.authorization.k8s.io/v1/roles", "rbac.authorization.k8s.io/v1/rolebindings"),
     *(JOBS, "elastic.pytorch.org/v1alpha1/elasticjobs"),
 ]
-PODS, EVENTS, LEASES = map(kmock.resource, ("v1/pods", "v1/events", "coordination.k8s.io/v1/leases"))
+NODES, PODS, EVENTS, LEASES = map(kmock.resource, ("v1/nodes", "v1/pods", "v1/events", "coordination.k8s.io/v1/leases"))
 
 
 class Mock:
@@ -65,6 +69,8 @@ class Mock:
         action = kmock.action
         self.handler[action.LIST] << self._listed
         self.handler[action.WATCH] << (b"", ...)
+        for node in self.items.get("v1/nodes", ()):
+            self.handler[action.FETCH, NODES] << node
         self.handler[action.FETCH] << 404 << self._absent
         for method in ("post", "put", "patch"):
             self.handler[method] << self._written
@@ -191,3 +197,23 @@ def test_a_failed_pod_is_asked_to_go_by_its_uid(kubeconfig: Path) -> None:
     gone = mock.requests(method="DELETE")[0]
     assert (gone.resource, gone.namespace, gone.name, gone.subresource) == (PODS, "ml", "train-worker-1", None)
     assert gone.data["preconditions"] == {"uid": "uid-1"}
+
+
+def test_what_the_node_watcher_asks_for(kubeconfig: Path) -> None:
+    node = a_node()
+    pods = [a_pod("web"), a_pod("kube-proxy", "DaemonSet")]
+    with Mock({"v1/nodes": [node], "v1/pods": pods}) as mock:
+        apiserver.kubeconfig(kubeconfig, mock.url)
+        with imds.serving(Imds()) as service, contextlib.closing(kube.connect()) as cluster:
+            service.documents[imds.SPOT] = imds.spot("2026-01-01T00:02:00Z")
+            source = sources.of("aws", address=service.address, timeout_s=60)
+            given = watch.Settings(order_s=60, evict_s=60)
+            watch.Watcher(node, source, cluster, given, clock=lambda: T0).tick()
+    (change,) = mock.requests(action="UPDATE", resource=NODES) or mock.requests(method="PATCH", resource=NODES)
+    assert (change.name, change.data["metadata"]["resourceVersion"], change.data["spec"]["unschedulable"]) == ("n1", "7", True)
+    (evicted,) = mock.requests(method="POST", resource=PODS)
+    assert (evicted.namespace, evicted.name, evicted.subresource) == ("team", "web", "eviction")
+    assert evicted.data["deleteOptions"] == {"preconditions": {"uid": "uid-web"}, "gracePeriodSeconds": 30}
+    (listed,) = mock.requests(action="LIST")
+    assert (listed.namespace, dict(listed.params)["fieldSelector"]) == (None, "spec.nodeName=n1")
+    assert mock.requests(method="DELETE") == []
