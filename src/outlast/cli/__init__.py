@@ -28,6 +28,7 @@ from outlast.cli import (
     nodewatch,
     operator,
     prepare_data,
+    provision,
     rdzv,
     render,
     results,
@@ -129,6 +130,9 @@ app.add_typer(image.app, name="image")
 app.add_typer(volume.app, name="volume")
 app.add_typer(dashboard.app, name="dashboard")
 app.command()(sync.sync)
+cluster.app.command()(provision.create)
+cluster.app.command()(provision.status)
+cluster.app.command()(provision.delete)
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(rdzv.app, name="rdzv")
 app.command()(install.install)

@@ -17,12 +17,12 @@ from outlast.errors import OutlastError
 if TYPE_CHECKING:
     from outlast import fleet
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Plan clusters on EKS.")
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Plan, make, look at and remove clusters on EKS.")
 
 
 @app.callback()
 def group() -> None:
-    """Plan clusters on EKS."""
+    """Plan, make, look at and remove clusters on EKS."""
 
 
 ClusterFile = Annotated[Path | None, typer.Argument(metavar="FILE", help="A cluster.yaml.", show_default=False)]

@@ -1,0 +1,109 @@
+"""Removes a cluster that Outlast has made, and says what is left of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from outlast.cloud.clusters import Found
+from outlast.errors import OutlastError
+from outlast.provision.create import Runs
+from outlast.provision.tools import Tell
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is known before anything is removed."""
+
+    exists: bool
+    """Whether there is a cluster, or the remains of one."""
+    jobs: tuple[str, ...] = ()
+    """Jobs that have not ended: `namespace/name`."""
+    pools: tuple[str, ...] = ()
+    """NodePools of ours; their machines are not eksctl's."""
+    others: tuple[str, ...] = ()
+    """NodePools of others, whose machines would be left without anybody who stops them."""
+    reached: bool = True
+    """Whether the cluster answered."""
+
+
+def judged(found: Found, name: str, region: str) -> bool:
+    """Whether there is something to remove. Raises OutlastError if it is not ours. Pure."""
+    if not (found.status or found.stack):
+        return False
+    if not found.ours:
+        raise OutlastError(
+            f"cluster {name} in {region} does not carry the tags outlast:made-by and outlast:cluster: Outlast has not made it, "
+            "and does not delete it"
+        )
+    return True
+
+
+def look(runs: Runs, exists: bool) -> Asked:
+    """What is in the cluster, if it answers."""
+    if not exists:
+        return Asked(False)
+    pools = runs.ask(("kubectl", "get", "nodepools.karpenter.sh", "-o", "json"))
+    jobs = runs.ask(("kubectl", "get", "elasticjobs.outlast.dev", "--all-namespaces", "-o", "json"))
+    reached = runs.ask(("kubectl", "get", "--raw", "/readyz")).code == 0
+    found = _items(pools.output) if pools.code == 0 else []
+    ours = {name for name, labels, _ in found if labels.get("app.kubernetes.io/managed-by") == "outlast"}
+    running = [] if jobs.code else [name for name, _, phase in _items(jobs.output) if phase not in ("Succeeded", "Failed")]
+    others = [name for name, _, _ in found if name not in ours]
+    return Asked(True, tuple(running), tuple(sorted(ours)), tuple(others), reached)
+
+
+def _items(text: str) -> list[tuple[str, dict[str, str], str]]:
+    """Name, labels and state of each object in what kubectl printed."""
+    try:
+        items = json.loads(text)["items"]
+    except (ValueError, KeyError, TypeError):
+        return []
+    found = []
+    for item in items:
+        head, status = item.get("metadata", {}), item.get("status") or {}
+        name = "/".join(filter(None, (head.get("namespace"), head.get("name", ""))))
+        found.append((name, head.get("labels") or {}, str(status.get("state", ""))))
+    return found
+
+
+def listed(asked: Asked, name: str, region: str, tagged: Iterable[str]) -> list[str]:
+    """What will be removed and what will not, as lines for people."""
+    lines = [f"cluster {name} in {region}: control plane, node groups, network, IAM roles of its pods"]
+    lines += [f"NodePool {each} and its machines" for each in asked.pools]
+    lines += [f"job {each} has not ended, and ends without a save" for each in asked.jobs]
+    lines += [f"NodePool {each} is not ours: delete it first, or its machines go on and cost money" for each in asked.others]
+    if not asked.reached:
+        lines.append("the cluster does not answer: machines of NodePools, disks of claims and load balancers may be left behind")
+    kept = [each for each in tagged if ":elasticfilesystem:" in each or ":fsx:" in each]
+    lines += [f"kept: {each} (outlast volume delete)" for each in kept]
+    return lines
+
+
+def delete(asked: Asked, name: str, region: str, runs: Runs, tell: Tell) -> None:
+    """Remove the machines of NodePools, then the cluster. Again after anything; raises OutlastError when a program fails."""
+    commands: list[tuple[str, ...]] = []
+    if asked.pools:
+        commands.append(("kubectl", "delete", "nodepools.karpenter.sh", *asked.pools, "--ignore-not-found", "--timeout=15m"))
+    where = ("--name", name, "--region", region)
+    commands.append(("eksctl", "delete", "cluster", *where, "--wait", "--disable-nodegroup-eviction"))
+    for command in commands:
+        tell(" ".join(command))
+        ended = runs.run(command)
+        if ended.code != 0:
+            last = ended.output.splitlines()
+            why = f": {last[-1]}" if last else ""
+            raise OutlastError(
+                f"{command[0]} exited with {ended.code}{why}; run the same command again, which goes on from there"
+            )
+
+
+def left(tagged: Iterable[str], disks: Iterable[str]) -> list[str]:
+    """What is still there, each with how to remove it: ARNs with our tags, and disks of claims."""
+    volumes = {arn: ":elasticfilesystem:" in arn or ":fsx:" in arn for arn in tagged}
+    return [
+        *(f"{arn}: outlast volume delete" for arn, volume in volumes.items() if volume),
+        *(f"{arn}: carries our tags; look at it in the console" for arn, volume in volumes.items() if not volume),
+        *(f"disk {each} of a claim: aws ec2 delete-volume --volume-id {each}" for each in disks),
+    ]
