@@ -445,6 +445,9 @@ def test_objects_that_lead_elsewhere_stop_it_before_anything_is_made(outlast: Ou
     assert (code, eks.left()) == (2, [])
     assert "PersistentVolume efs-pv exists: its file system is fs-theirs, not (the id of efs); choose another --pv, or" in err
     cluster.server = "https://other.example.com"
+    eks.client("efs").create_file_system(CreationToken=f"{eks.name}-b", Tags=aws.listed(eks.wanted(name="b").tags))
+    code, out, err = outlast("status", eks.name)
+    assert (code, "claims are not shown: the kubeconfig leads to https://other" in err, "b     efs" in out) == (0, True, True)
     assert "the kubeconfig leads to https://other.example.com, and cluster" in outlast("create", eks.name)[2]
     code, _, err = outlast("create", "do-eks", "--region", REGION)
     assert (code, err.partition(": it does")[0]) == (2, f"Error: cluster do-eks in {REGION}")

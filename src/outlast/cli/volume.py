@@ -162,7 +162,11 @@ def status(
     region = aws.region(region)
     with aws.in_our_words(f"volumes of {cluster} in {region}"):
         found = volumes.listed(region, cluster, name or "")
-    there = eks.known(cluster, region, context) if found else None
+    there = None
+    try:
+        there = eks.known(cluster, region, context) if found else None
+    except OutlastError as error:  # what AWS says is of use without
+        terminal.say(f"claims are not shown: {error}")
     try:
         known = [(each, shared_volumes.claims(there, each.id) if there else []) for each in found]
     finally:
