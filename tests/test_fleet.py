@@ -486,6 +486,7 @@ def test_nodes_are_watched_where_there_is_spot_capacity_and_the_queue_is_the_wat
     url = "https://sqs.us-west-2.amazonaws.com/123456789012/interruptions"
     cluster = a_cluster(f"{GROUP}\naddons: {{outlast: {{nodeWatchQueue: '{url}'}}}}")
     assert fleet.plan(cluster).steps[-1].command[-3:] == ("--node-watch", "--node-watch-queue", url)
+
     (rights,) = eksctl.config(cluster)["iam"]["podIdentityAssociations"]
     assert (rights["namespace"], rights["serviceAccountName"]) == (nodewatch.NAME, nodewatch.NAME)
     (statement,) = rights["permissionPolicy"]["Statement"]
@@ -493,6 +494,15 @@ def test_nodes_are_watched_where_there_is_spot_capacity_and_the_queue_is_the_wat
         ["sqs:SendMessage"],
         ["arn:aws:sqs:us-west-2:123456789012:interruptions"],
     )
+
+
+def test_the_operator_is_pinned_to_on_demand_machines_where_there_are_both_kinds() -> None:
+    pinned = {name for name in fleet.PRESETS if "--on-demand" in fleet.plan(fleet.preset(name)).steps[-1].command}
+    assert pinned == {
+        name for name in fleet.PRESETS if {each.capacity for each in fleet.preset(name).nodes} == {"spot", "on-demand"}
+    }
+    assert "spot" in pinned
+    assert "workshop" not in pinned
 
 
 def test_queues_are_as_written() -> None:

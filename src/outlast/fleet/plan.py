@@ -215,6 +215,8 @@ def _outlast(cluster: Cluster) -> Iterator[Step]:
     if addon.etcd:
         command += ["--etcd", "--etcd-members", str(addon.etcd_members), "--etcd-storage", addon.etcd_storage]
         command += [word for namespace in addon.etcd_for for word in ("--etcd-for", namespace)]
+    if {each.capacity for each in cluster.nodes} == {"spot", "on-demand"}:  # what must outlive spot machines, if it can
+        command.append("--on-demand")
     if cluster.watched:
         command += ["--node-watch", *(("--node-watch-queue", addon.node_watch_queue) if addon.node_watch_queue else ())]
     what = ["Outlast's operator", *["an etcd"] * addon.etcd, *["a watcher on each node"] * cluster.watched]
