@@ -89,7 +89,7 @@ def measured(memory: str, options: argparse.Namespace) -> dict[str, Any]:
         account = goodput.buckets(events, None)
     every = account.snapshots.every if account.snapshots else 0
     counted = taken[len(taken) // 5 :]
-    copied = sum(event["copied_s"] for event in events if event["kind"] == "step" and event["step"] > len(taken) // 5)
+    copied = sum(event.get("copied_s", 0.0) for event in events if event["kind"] == "step" and event["step"] > len(taken) // 5)
     return {"taken": counted, "share": copied / sum(counted), "every": every}
 
 
