@@ -9,14 +9,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
 
 from outlast import contract
-from outlast.launch import shim, sibling
+from outlast.agent import agent
+from outlast.launch import glibc, shim, sibling
 from outlast.local.state_dir import StateDir
 
 OURS = {"PATH": "/bin", "OMP_NUM_THREADS": "1", "OUTLAST_WORKER": "0", "OUTLAST_STATE": "/s/0", "CUDA_VISIBLE_DEVICES": "0"}
@@ -41,6 +44,36 @@ def test_a_worker_is_forked_if_its_environment_fits_into_that_of_another(theirs:
 
 def test_an_environment_that_lacks_a_variable_is_another_one() -> None:
     assert sibling.differing(OURS, {name: value for name, value in OURS.items() if name != "PATH"}) is None
+
+
+class Stopped(Exception):
+    """Ends an agent."""
+
+
+def test_what_an_agent_adds_for_its_warm_process_does_not_keep_that_from_forking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both environments come from one launcher; `ours` is that of a real agent's warm process."""
+    started = {**OURS, contract.Env.WORKER: "0", contract.Env.STATE: "/s/0", contract.Env.JOB_FILE: str(tmp_path / "job.yaml")}
+    (tmp_path / "job.yaml").touch()
+    monkeypatch.setattr(os, "environ", started)
+    seen: list[Mapping[str, str]] = []
+
+    def taken(*args: Any) -> None:
+        seen.extend(each for each in args if isinstance(each, Mapping))
+        raise Stopped
+
+    for name in ("pid1", "titles", "Output"):
+        monkeypatch.setattr(agent, name, mock.Mock())
+    monkeypatch.setattr(agent, "start_warm", taken)
+    with pytest.raises(Stopped):
+        agent.main()
+    monkeypatch.setattr(shim, "connect", mock.MagicMock())
+    monkeypatch.setattr(shim, "request", taken)
+    with pytest.raises(Stopped):
+        sibling.ask("warm.sock", {**started, contract.Env.WORKER: "1"}, "/", 1)
+    ours, theirs = seen
+    assert sibling.differing(ours, theirs) == {contract.Env.WORKER: "1"}
 
 
 WARM = """
@@ -74,7 +107,8 @@ def environ(state_dir: StateDir, worker: int) -> dict[str, str]:
 def parent(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A warm process of worker 0, without torch."""
     command = [sys.executable, "-c", WARM, str(tmp_path / "warm.sock")]
-    with subprocess.Popen(command, env=environ(StateDir(tmp_path), 0)) as process:
+    ours = environ(StateDir(tmp_path), 0)
+    with subprocess.Popen(command, env=ours | glibc.streaming(ours)) as process:
         until(lambda: listens(str(tmp_path / "warm.sock")))
         yield process
         process.kill()

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from outlast import accelerators
-from outlast.launch import shim
+from outlast.launch import glibc, shim
 
 KIND = "agent"
 """Of the request."""
@@ -68,9 +68,10 @@ def ask(path: str, environ: Mapping[str, str], cwd: str, log: int) -> int | None
     id; None if there is none, and will be none."""
     if sys.platform != "linux":
         return None
+    environ = {**environ, **glibc.streaming(environ)}  # as an agent does for its warm process
     with contextlib.suppress(OSError), shim.connect(path) as sock, open(os.devnull, "rb") as null:
         sock.settimeout(ANSWER_S)
-        shim.request(sock, KIND, [], dict(environ), cwd, (null.fileno(), log, log))
+        shim.request(sock, KIND, [], environ, cwd, (null.fileno(), log, log))
         answer = sock.recv(64).strip()
         if answer.isdigit():  # a warm process of an earlier version says how a child has ended
             sock.sendall(_GO)
