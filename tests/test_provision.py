@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from outlast import fleet
+from outlast.cli import provision
 from outlast.cloud import aws, clusters
 from outlast.cloud.clusters import Found
 from outlast.errors import OutlastError
@@ -20,8 +21,8 @@ from outlast.provision import create, delete, nodes, tools
 from outlast.provision.create import World
 from outlast.provision.tools import Ran
 
-Outlast = Callable[..., tuple[int, str, str]]
-NAME, REGION = "do-eks", "us-east-1"
+NAME, REGION = "do-eks", "eu-north-1"
+"""A region of its own: other tests leave things in theirs."""
 
 
 class Cut(Exception):
@@ -151,11 +152,11 @@ def a_cluster(account: Callable[[str], Any], tags: dict[str, str]) -> None:
 
 def test_a_cluster_of_ours_is_removed_and_what_it_leaves_is_named(account: Callable[[str], Any]) -> None:
     efs, ec2 = account("efs"), account("ec2")
-    disk: Any = functools.partial(ec2.create_volume, AvailabilityZone="us-east-1a", Size=1)
+    disk: Any = functools.partial(ec2.create_volume, AvailabilityZone=f"{REGION}a", Size=1)
     owned = [{"ResourceType": "volume", "Tags": [{"Key": f"kubernetes.io/cluster/{NAME}", "Value": "owned"}]}]
     theirs, left = disk()["VolumeId"], disk(TagSpecifications=owned)["VolumeId"]
     ours = efs.create_file_system(CreationToken="ours", Tags=aws.listed(aws.tags(NAME)))["FileSystemId"]
-    efs.create_file_system(CreationToken="theirs", Tags=aws.listed(aws.tags("another")))
+    another = efs.create_file_system(CreationToken="theirs", Tags=aws.listed(aws.tags("another")))["FileSystemId"]
     a_cluster(account, aws.tags(NAME))
     try:
         found = clusters.find(NAME, REGION)
@@ -174,23 +175,27 @@ def test_a_cluster_of_ours_is_removed_and_what_it_leaves_is_named(account: Calla
         }
         asked = delete.look(fake, True)
         assert asked == delete.Asked(True, ("a/j",), ("gpu",), ("x",))
-        said = delete.listed(asked, NAME, REGION, [f"arn:aws:elasticfilesystem:us-east-1:1:file-system/{ours}"])
+        said = delete.listed(asked, NAME, REGION, [f"arn:aws:elasticfilesystem:{REGION}:1:file-system/{ours}"])
         assert said[1:] == [
             "NodePool gpu and its machines",
-            "job a/j has not ended, and ends without a save",
+            "job a/j has not ended, and is deleted",
             "NodePool x is not ours: delete it first, or its machines go on and cost money",
-            f"kept: arn:aws:elasticfilesystem:us-east-1:1:file-system/{ours} (outlast volume delete)",
+            f"kept: arn:aws:elasticfilesystem:{REGION}:1:file-system/{ours} (outlast volume delete)",
         ]
         ran: list[tuple[str, ...]] = []
         fake.run = lambda command: ran.append(command) or Ran(0, "")  # type: ignore[method-assign,func-returns-value]
         delete.delete(asked, NAME, REGION, fake, lambda _: None)
         assert [command[:3] for command in ran] == [
+            ("kubectl", "delete", "elasticjobs.outlast.dev"),
             ("kubectl", "delete", "nodepools.karpenter.sh"),
             ("eksctl", "delete", "cluster"),
         ]
-        assert "x" not in ran[0]
+        assert ran[0][3:6] == ("j", "--namespace", "a"), "Karpenter drains no node that has a pod of a running job"
+        assert ran[1][3:5] == ("gpu", "--cascade=foreground"), "Karpenter must live until its last machine is gone"
         assert clusters.disks(NAME, REGION) == [left]
-        remains = delete.left(clusters.tagged(NAME, REGION), clusters.disks(NAME, REGION))
+        assert clusters.machines(NAME, REGION) == []
+        remains = delete.left(clusters.tagged(NAME, REGION), clusters.disks(NAME, REGION), ["i-1"])
+        assert remains[0] == "machine i-1 costs money: aws ec2 terminate-instances --instance-ids i-1"
         assert remains[-1] == f"disk {left} of a claim: aws ec2 delete-volume --volume-id {left}"
         assert theirs not in " ".join(remains)
         assert all(arn.split(":")[2] in ("elasticfilesystem", "eks") for arn in clusters.tagged(NAME, REGION))
@@ -198,24 +203,64 @@ def test_a_cluster_of_ours_is_removed_and_what_it_leaves_is_named(account: Calla
         account("eks").delete_cluster(name=NAME)
         for each in (theirs, left):
             ec2.delete_volume(VolumeId=each)
-        for system in efs.describe_file_systems()["FileSystems"]:
-            efs.delete_file_system(FileSystemId=system["FileSystemId"])
+        for each in (ours, another):
+            efs.delete_file_system(FileSystemId=each)
 
 
-def test_a_cluster_of_others_is_neither_made_nor_removed(account: Callable[[str], Any], outlast: Outlast, tmp_path: Path) -> None:
+def test_nothing_is_asked_of_a_cluster_that_cannot_be_found_out_about() -> None:
+    fake = Fake(a_plan())
+    fake.answers = {("kubectl", "get", "--raw", "/readyz"): Ran(0, "ok")}
+    assert delete.look(fake, True, reached=False) == delete.Asked(True, reached=False), "kubectl might ask another cluster"
+    denied = {("kubectl", "get", "nodepools.karpenter.sh", "-o", "json"): Ran(1, "Error from server (Forbidden)")}
+    fake.answers |= denied
+    assert not delete.look(fake, True).reached, "nobody knows of its machines"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (made := tmp_path / "cluster.yaml").write_text(fleet.preset_text("workshop").replace("us-west-2", REGION))
+    return made
+
+
+def test_of_a_cluster_without_control_plane_the_stacks_of_ours_are_deleted(
+    account: Callable[[str], Any], file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """eksctl does not, whatever it is told: such a creation could neither go on nor be taken back."""
+    client = account("cloudformation")
+    template = json.dumps({"Resources": {"topic": {"Type": "AWS::SNS::Topic"}}})
+    mine, theirs = aws.listed(aws.tags(NAME)), aws.listed(aws.tags(f"{NAME}-2"))
+    for name, tags in (("cluster", mine), ("nodegroup-wks", mine), ("2-cluster", theirs), ("addon-x", [])):
+        client.create_stack(StackName=f"eksctl-{NAME}-{name}", TemplateBody=template, Tags=tags)
+    provision.delete(file, None, dry_run=True)
+    assert clusters.stacks(NAME, REGION) == [f"eksctl-{NAME}-nodegroup-wks", f"eksctl-{NAME}-cluster"], (
+        "the last is needed longest"
+    )
     a_cluster(account, {"team": "them"})
-    file = tmp_path / "cluster.yaml"
-    file.write_text(fleet.preset_text("workshop").replace("us-west-2", REGION))
+    with pytest.raises(OutlastError, match="Outlast has not made it, and does not delete it"):
+        provision.delete(file, None, yes=True)  # made by others, after ours was gone
+    account("eks").delete_cluster(name=NAME)
+    capsys.readouterr()
+    provision.delete(file, None, yes=True)
+    assert f"outlast | cluster {NAME} is gone\noutlast | nothing is left" in capsys.readouterr().err
+    there = {each["StackName"] for each in client.describe_stacks()["Stacks"]}
+    assert there == {f"eksctl-{NAME}-2-cluster", f"eksctl-{NAME}-addon-x"}
+    for each in there:
+        client.delete_stack(StackName=each)
+
+
+def test_a_cluster_of_others_is_neither_made_nor_removed(
+    account: Callable[[str], Any], file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_cluster(account, {"team": "them"})
     try:
-        code, _, err = outlast("cluster", "delete", file, "--yes")
-        assert code == 2
-        assert "Outlast has not made it, and does not delete it" in err
+        with pytest.raises(OutlastError, match="Outlast has not made it, and does not delete it"):
+            provision.delete(file, None, yes=True)
         with pytest.raises(OutlastError, match="give yours another name"):
             create.stage(clusters.find(NAME, REGION), NAME)
     finally:
         account("eks").delete_cluster(name=NAME)
-    code, _, err = outlast("cluster", "delete", file, "--yes")
-    assert (code, err.splitlines()[-1]) == (0, "outlast | nothing is left")
+    provision.delete(file, None, yes=True)
+    assert capsys.readouterr().err.splitlines()[-1] == "outlast | nothing is left"
 
 
 def script(path: Path, name: str, text: str) -> None:
@@ -245,6 +290,14 @@ def test_a_program_runs_in_the_directory_of_the_plan_with_its_kubeconfig(tmp_pat
     assert ended.output.splitlines()[-1] == "oops"
     assert runs.ask(("sh", "-c", "echo '{}'")) == Ran(0, "{}\n")
     assert runs.run(("outlast", "version")).code == 0, "this installation's"
+
+
+def test_programs_do_not_take_the_cluster_that_they_run_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
+    environ = tools.environment(tmp_path / "kubeconfig")
+    assert environ["KUBECONFIG"] == str(tmp_path / "kubeconfig")
+    assert not [name for name in environ if name.startswith("KUBERNETES_SERVICE_")]
 
 
 def test_nodes_are_counted_by_their_group() -> None:

@@ -106,7 +106,7 @@ def status(
     groups: dict[str, int] = {}
     if there:
         tools.check(step.kind for step in made.steps)
-        with _looking(made, text, there=True) as runs:
+        with _looking(made, text, there=True) as (runs, _):
             steps = list(creation.states(made, runs))
             groups = nodes.counted(runs.ask(nodes.ASK).output)
     if output is not Output.TABLE:
@@ -149,20 +149,26 @@ def delete(
     name, region = made.cluster, made.region
     found = clusters.find(name, region)
     if deletion.judged(found, name, region):
-        tools.check(("eksctl", "kubectl"))
-        with _looking(made, text, there=bool(found.status)) as runs:
-            asked = deletion.look(runs, bool(found.status))
+        if found.status:
+            tools.check(("eksctl", "kubectl"))
+        with _looking(made, text, there=bool(found.status)) as (runs, reached):
+            asked = deletion.look(runs, bool(found.status), reached)
             for line in deletion.listed(asked, name, region, clusters.tagged(name, region)):
                 print(line)
             if dry_run:
                 return
             if not yes:
                 terminal.confirm(f"this removes cluster {name} in {region}, account {clusters.account(region)}")
-            deletion.delete(asked, name, region, runs, terminal.say)
+            if asked.exists:
+                deletion.delete(asked, name, region, runs, terminal.say)
+            for stack in clusters.stacks(name, region):  # eksctl deletes nothing of a cluster whose control plane is not there
+                terminal.say(f"deletes the stack {stack}")
+                clusters.delete_stack(stack, region)
         terminal.say(f"cluster {name} is gone")
     else:
         terminal.say(f"there is no cluster {name} in {region}")
-    for line in (remains := deletion.left(clusters.tagged(name, region), clusters.disks(name, region))):
+    found_left = clusters.tagged(name, region), clusters.disks(name, region), clusters.machines(name, region)
+    for line in (remains := deletion.left(*found_left)):
         print(f"left: {line}")
     if not remains:
         terminal.say("nothing is left")
@@ -191,12 +197,13 @@ def _tools(directory: Path) -> Tools:
 
 
 @contextlib.contextmanager
-def _looking(made: fleet.Plan, text: str, *, there: bool) -> Iterator[Tools]:
-    """What asks a cluster, from a directory that is gone afterwards."""
+def _looking(made: fleet.Plan, text: str, *, there: bool) -> Iterator[tuple[Tools, bool]]:
+    """What asks a cluster, from a directory that is gone afterwards; and whether its kubeconfig leads there."""
     with tempfile.TemporaryDirectory(prefix="outlast-cluster-") as directory:
         planned.write(made, Path(directory), text)
         runs = _tools(Path(directory))
+        reached = False
         if there:
             where = ("--cluster", made.cluster, "--region", made.region)
-            runs.ask(("eksctl", "utils", "write-kubeconfig", *where, "--kubeconfig", _kubeconfig()))
-        yield runs
+            reached = runs.ask(("eksctl", "utils", "write-kubeconfig", *where, "--kubeconfig", _kubeconfig())).code == 0
+        yield runs, reached

@@ -1,8 +1,12 @@
-"""EKS clusters: whether there is one, whose it is, how far its creation is, what carries its tags. Changes nothing."""
+"""EKS clusters: whether there is one, whose it is, how far its creation is, what carries its tags.
+
+Changes nothing, but for `delete_stack`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from outlast.cloud import aws
 
@@ -40,7 +44,7 @@ def find(name: str, region: str) -> Found:
             if not aws.absent(error):
                 raise
         stack, why, marked = _stack(f"eksctl-{name}-cluster", region)
-    ours = aws.ours(tags or marked, name)
+    ours = aws.ours(tags if status else marked, name)
     return Found(status, version, ours, stack, why)
 
 
@@ -55,6 +59,28 @@ def _stack(name: str, region: str) -> tuple[str, str, dict[str, str]]:
     return found["StackStatus"], found.get("StackStatusReason", ""), aws.mapped(found.get("Tags"))
 
 
+def stacks(name: str, region: str) -> list[str]:
+    """CloudFormation stacks of eksctl for a cluster that carry our tags; that of the cluster itself, which the others need, is
+    the last. Raises OutlastError."""
+    with aws.in_our_words(f"stacks of cluster {name} in {region}"):
+        pages = aws.client("cloudformation", region).get_paginator("describe_stacks").paginate()
+        found = [
+            each["StackName"]
+            for page in pages
+            for each in page["Stacks"]
+            if each["StackName"].startswith(f"eksctl-{name}-") and aws.ours(aws.mapped(each.get("Tags")), name)
+        ]
+    return sorted(found, key=lambda each: (each == f"eksctl-{name}-cluster", each))
+
+
+def delete_stack(stack: str, region: str) -> None:
+    """Delete a CloudFormation stack with all that it has made, and wait until it is gone. Raises OutlastError."""
+    client = aws.client("cloudformation", region)
+    with aws.in_our_words(f"stack {stack} in {region}"):
+        client.delete_stack(StackName=stack)
+        client.get_waiter("stack_delete_complete").wait(StackName=stack)
+
+
 def tagged(name: str, region: str) -> list[str]:
     """ARNs of all that carries our tags for a cluster, sorted. Raises OutlastError."""
     wanted = [{"Key": key, "Values": [value]} for key, value in aws.tags(name).items()]
@@ -63,9 +89,22 @@ def tagged(name: str, region: str) -> list[str]:
         return sorted(each["ResourceARN"] for page in pages for each in page["ResourceTagMappingList"])
 
 
+def machines(name: str, region: str) -> list[str]:
+    """Machines of a cluster that have not ended: those of Karpenter outlive it, unless their NodePools go first. Raises
+    OutlastError."""
+    alive = {"Name": "instance-state-name", "Values": ["pending", "running", "stopping", "stopped"]}
+    with aws.in_our_words(f"machines of cluster {name} in {region}"):
+        pages = aws.client("ec2", region).get_paginator("describe_instances").paginate(Filters=[_owned(name), alive])
+        return sorted(each["InstanceId"] for page in pages for group in page["Reservations"] for each in group["Instances"])
+
+
 def disks(name: str, region: str) -> list[str]:
     """Disks that claims in a cluster have made, which outlive it. Raises OutlastError."""
-    owned = {"Name": f"tag:kubernetes.io/cluster/{name}", "Values": ["owned"]}
     with aws.in_our_words(f"disks of cluster {name} in {region}"):
-        pages = aws.client("ec2", region).get_paginator("describe_volumes").paginate(Filters=[owned])
+        pages = aws.client("ec2", region).get_paginator("describe_volumes").paginate(Filters=[_owned(name)])
         return sorted(each["VolumeId"] for page in pages for each in page["Volumes"])
+
+
+def _owned(name: str) -> dict[str, Any]:
+    """What Kubernetes' own programs have made for a cluster."""
+    return {"Name": f"tag:kubernetes.io/cluster/{name}", "Values": ["owned"]}

@@ -40,13 +40,14 @@ def judged(found: Found, name: str, region: str) -> bool:
     return True
 
 
-def look(runs: Runs, exists: bool) -> Asked:
-    """What is in the cluster, if it answers."""
-    if not exists:
-        return Asked(False)
+def look(runs: Runs, exists: bool, reached: bool = True) -> Asked:
+    """What is in the cluster, if it answers. `reached`: whether the kubeconfig leads to it; without, nothing is asked of it."""
+    if not exists or not reached:
+        return Asked(exists, reached=reached)
     pools = runs.ask(("kubectl", "get", "nodepools.karpenter.sh", "-o", "json"))
     jobs = runs.ask(("kubectl", "get", "elasticjobs.outlast.dev", "--all-namespaces", "-o", "json"))
-    reached = runs.ask(("kubectl", "get", "--raw", "/readyz")).code == 0
+    known = pools.code == 0 or "doesn't have a resource type" in pools.output  # Karpenter is not installed
+    reached = known and runs.ask(("kubectl", "get", "--raw", "/readyz")).code == 0
     found = _items(pools.output) if pools.code == 0 else []
     ours = {name for name, labels, _ in found if labels.get("app.kubernetes.io/managed-by") == "outlast"}
     running = [] if jobs.code else [name for name, _, phase in _items(jobs.output) if phase not in ("Succeeded", "Failed")]
@@ -72,7 +73,7 @@ def listed(asked: Asked, name: str, region: str, tagged: Iterable[str]) -> list[
     """What will be removed and what will not, as lines for people."""
     lines = [f"cluster {name} in {region}: control plane, node groups, network, IAM roles of its pods"]
     lines += [f"NodePool {each} and its machines" for each in asked.pools]
-    lines += [f"job {each} has not ended, and ends without a save" for each in asked.jobs]
+    lines += [f"job {each} has not ended, and is deleted" for each in asked.jobs]
     lines += [f"NodePool {each} is not ours: delete it first, or its machines go on and cost money" for each in asked.others]
     if not asked.reached:
         lines.append("the cluster does not answer: machines of NodePools, disks of claims and load balancers may be left behind")
@@ -82,10 +83,19 @@ def listed(asked: Asked, name: str, region: str, tagged: Iterable[str]) -> list[
 
 
 def delete(asked: Asked, name: str, region: str, runs: Runs, tell: Tell) -> None:
-    """Remove the machines of NodePools, then the cluster. Again after anything; raises OutlastError when a program fails."""
+    """Remove jobs, the machines of NodePools, then the cluster. Again after anything; raises OutlastError when a program fails.
+
+    Karpenter does not drain a node while it has a pod that must not be disrupted, as those of running jobs. It must live until
+    its last machine is gone, so the deletion of NodePools is one in the foreground, which waits for that.
+    """
     commands: list[tuple[str, ...]] = []
+    for job in asked.jobs:
+        namespace, _, each = job.partition("/")
+        kind = ("kubectl", "delete", "elasticjobs.outlast.dev")
+        commands.append((*kind, each, "--namespace", namespace, "--ignore-not-found", "--wait=false"))
     if asked.pools:
-        commands.append(("kubectl", "delete", "nodepools.karpenter.sh", *asked.pools, "--ignore-not-found", "--timeout=15m"))
+        how = ("--cascade=foreground", "--ignore-not-found", "--timeout=15m")
+        commands.append(("kubectl", "delete", "nodepools.karpenter.sh", *asked.pools, *how))
     where = ("--name", name, "--region", region)
     commands.append(("eksctl", "delete", "cluster", *where, "--wait", "--disable-nodegroup-eviction"))
     for command in commands:
@@ -99,10 +109,11 @@ def delete(asked: Asked, name: str, region: str, runs: Runs, tell: Tell) -> None
             )
 
 
-def left(tagged: Iterable[str], disks: Iterable[str]) -> list[str]:
-    """What is still there, each with how to remove it: ARNs with our tags, and disks of claims."""
+def left(tagged: Iterable[str], disks: Iterable[str], machines: Iterable[str] = ()) -> list[str]:
+    """What is still there, each with how to remove it: ARNs with our tags, machines that nobody stops, and disks of claims."""
     volumes = {arn: ":elasticfilesystem:" in arn or ":fsx:" in arn for arn in tagged}
     return [
+        *(f"machine {each} costs money: aws ec2 terminate-instances --instance-ids {each}" for each in machines),
         *(f"{arn}: outlast volume delete" for arn, volume in volumes.items() if volume),
         *(f"{arn}: carries our tags; look at it in the console" for arn, volume in volumes.items() if not volume),
         *(f"disk {each} of a claim: aws ec2 delete-volume --volume-id {each}" for each in disks),

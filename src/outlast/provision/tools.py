@@ -135,5 +135,7 @@ def _ours(command: Sequence[str]) -> Sequence[str]:
 
 
 def environment(kubeconfig: Path) -> dict[str, str]:
-    """That of this process, with the kubeconfig of the cluster."""
-    return {**os.environ, "KUBECONFIG": str(kubeconfig)}
+    """That of this process, with the kubeconfig of the cluster. In a pod, programs that find no kubeconfig would take the cluster
+    that the pod is in."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("KUBERNETES_SERVICE_")}
+    return {**ours, "KUBECONFIG": str(kubeconfig)}
