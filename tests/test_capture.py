@@ -15,7 +15,7 @@ from outlast.ledger import Ledger
 from outlast.snapshots import client, election, server
 from outlast.snapshots.election import Held
 from outlast.snapshots.parts import Part
-from outlast.training import capture, checkpoint
+from outlast.training import capture, checkpoint, device
 from outlast.training.memory_reader import Reader
 from outlast.training.snapshots import Place, Snapshots, steady
 
@@ -31,17 +31,19 @@ class Rank:
         assert connected is not None
         self.client, self.step = connected, 0
 
-    def begin(self, state: dict[str, Any], rank: int = 0) -> None:
+    def begin(self, state: dict[str, Any], rank: int = 0, accelerator: device.Device | None = None) -> None:
         self.state, self.rank = state, rank
-        self.capture = capture.Capture(state, rank, (0, 1))
+        self.capture = capture.Capture(state, rank, (0, 1), accelerator)
 
-    def take(self) -> None:
-        """Take a snapshot, and wait until it is held."""
+    def take(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Take a snapshot, and wait until it is held; `meanwhile` is what training does while it is copied."""
         self.step += 1
         at, before = (1, self.step), (1, self.step - 1)
         contents = self.capture.prepare(b"{}")
         rooms = [self.client.room(capture.size(content, objects), at, before) for content, objects in contents]
-        self.capture.copy([(content, room) for (content, _), room in zip(contents, rooms, strict=True)])()
+        copied = self.capture.copy([(content, room) for (content, _), room in zip(contents, rooms, strict=True)])
+        meanwhile()
+        copied()
         for (content, objects), room in zip(contents, rooms, strict=True):
             index, size = capture.placed(content, objects, room)
             part = Part("r", 1, self.step, 1, 0, 0, 0, 1, content.kind, bytes=size)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from outlast.launch import warm
 from outlast.status import State
 from outlast.training import Stream
 from outlast.training.saver import Copies
+from test_capture import Rank
+from test_memory import Agents, killed, restored, resumed
 from worlds import Training, world
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -66,6 +70,54 @@ def test_a_killed_and_resumed_run_ends_with_the_same_bits(tmp_path, optimizer: s
     again = world(Training("mlp", optimizer), tmp_path / "killed", 1, generation=2, **DETERMINISTIC)
     assert (undisturbed.codes, again.codes) == ([0], [0]), (undisturbed.errors, again.errors)
     assert 0 < again.results[0]["resumed"] <= 12
+    assert again.results[0]["hash"] == undisturbed.results[0]["hash"]
+
+
+def test_a_snapshot_copied_beside_the_next_steps_is_of_its_own_and_its_memory_is_pinned(tmp_path) -> None:
+    def fresh(fill: float) -> dict[str, Any]:
+        net = torch.nn.Linear(2000, 2000, device="cuda")
+        net.register_buffer("mean", torch.full((1_000_000,), fill, device="cuda"))
+        with torch.no_grad():
+            net.weight.fill_(fill)
+            net.bias.fill_(fill)
+        return {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=1.0)}
+
+    def step() -> None:
+        net.mean.add_(1)
+        for parameter in net.parameters():
+            parameter.grad = torch.full_like(parameter, -1)
+        state["optimizer"].step()
+
+    with contextlib.ExitStack() as stack:
+        rank = Rank(tmp_path)
+        stack.callback(rank.server.close)
+        stack.callback(rank.client.close)
+        state = fresh(0.0)
+        net: Any = state["model"]
+        rank.begin(state)
+        stack.callback(rank.capture.close)
+        for number in range(1, 6):
+            step()
+            rank.take(meanwhile=lambda: [step() for _ in range(3)])
+            assert all(memory.is_pinned() and pinned for memory, pinned in rank.capture._rooms.values())
+            found = rank.loaded(fresh(-1.0))["model"].state_dict()
+            assert torch.cat([each.flatten() for each in found.values()]).unique().tolist() == [4 * number - 3]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_killed_it_goes_on_from_memory_and_ends_with_the_same_bits(tmp_path, optimizer: str) -> None:
+    plan = Training("mlp", optimizer)
+    with contextlib.ExitStack() as stack:
+        ends = []
+        for name, plans in (("undisturbed", [plan]), ("killed", [killed(plan, 13), plan])):
+            agents = Agents(tmp_path / name)
+            ends += [agents.train(each, 1, generation, **DETERMINISTIC) for generation, each in enumerate(plans, start=1)]
+            for agent in agents.servers.values():
+                stack.callback(agent.close)
+    undisturbed, first, again = ends
+    assert (undisturbed.codes, first.codes) == ([0], [-9]), (undisturbed.errors, first.errors)
+    assert 0 < resumed(again) <= 13
+    assert restored(again)["source"] == "memory"
     assert again.results[0]["hash"] == undisturbed.results[0]["hash"]
 
 

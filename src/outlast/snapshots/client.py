@@ -61,6 +61,8 @@ class Room:
     id: int
     view: memoryview
     """Of the requested size."""
+    whole: memoryview
+    """All that is mapped, from the beginning of a page: the same memory each time the room is used."""
 
 
 _open: weakref.WeakSet[Client] = weakref.WeakSet()
@@ -114,7 +116,8 @@ class Client:
             raise NoMemory(f"{nbytes} bytes of snapshots cannot be mapped: {error.strerror}") from error
         finally:
             os.close(fd)
-        return Room(said["room"], memoryview(mapped)[parts.PAGE : parts.PAGE + nbytes])
+        whole = memoryview(mapped)
+        return Room(said["room"], whole[parts.PAGE : parts.PAGE + nbytes], whole)
 
     def publish(
         self, room: Room, part: Part, index: Sequence[Item], *, to: Sequence[str] = (), complete: tuple[int, int] = (0, 0)

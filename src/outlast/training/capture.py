@@ -30,8 +30,8 @@ EXTRA = ".session"
 """Key of what rank 0's session adds; no name in a state begins with a dot."""
 _ROOM = 1 << 16
 """Rooms are multiples of this: pickled objects vary in size, and a room is to be used again."""
-_VIEWS = 3
-"""Rooms of each kind whose tensors are kept; two are used in turn."""
+_ROOMS = 6
+"""Rooms that stay mapped and pinned, of both kinds together; two of each are used in turn."""
 
 Signature = tuple[object, ...]
 
@@ -155,12 +155,16 @@ def _rest(optimizer: torch.optim.Optimizer, names: list[list[str]]) -> dict[str,
 class Capture:
     """Captures one state on one rank, again and again."""
 
-    def __init__(self, state: State, rank: int, local: tuple[int, int]) -> None:
+    def __init__(self, state: State, rank: int, local: tuple[int, int], accelerator: device.Device | None = None) -> None:
+        """`accelerator`: this machine's, unless it is given."""
         self._state, self._rank, self._local = state, rank, local
+        self._accelerator = accelerator or device.find()
         self._layout: Layout | None = None
         self._views: dict[tuple[Kind, int], list[torch.Tensor]] = {}
         """By kind and room: a tensor in it for each chunk."""
-        self._beside = device.find().beside()
+        self._rooms: dict[int, tuple[torch.Tensor, bool]] = {}
+        """By room, the one used last at the end: all its memory, and whether it is pinned."""
+        self._beside = self._accelerator.beside()
         if (beside := self._beside) is not None:
             for _, optimizer in _optimizers(state):
                 optimizer.register_step_pre_hook(lambda *_: beside.before_changes())
@@ -207,46 +211,68 @@ class Capture:
         """Copy tensors into their rooms. Returns what waits for the copies; on the CPU they are there.
 
         On an accelerator what optimizers change is copied beside the next step, up to its optimizer; all else may be changed by
-        the next forward pass, so it is copied in the order of the computation.
+        the next forward pass, so it is copied in the order of the computation. What lies elsewhere has been copied on return.
         """
+        self._make_room([room for _, room in rooms])
         pairs = [
             pair
             for content, room in rooms
             for pair in zip(self._into(content, room), (tensor for _, tensor, _, _ in content.chunks), strict=True)
         ]
-        beside, accelerator = self._beside, device.find()
+        beside, accelerator = self._beside, self._accelerator
         accelerator.mark_step()
         if beside is None:
             copying.copy(pairs)
             accelerator.synchronize()
             return lambda: None
         changed = _changed(self._state)
-        _copied([pair for pair in pairs if pair[1].data_ptr() not in changed])
+        copying.copy([pair for pair in pairs if not beside.covers(pair[1])], background=False)
+        covered = [pair for pair in pairs if beside.covers(pair[1])]
+        beside.queue([pair for pair in covered if pair[1].data_ptr() not in changed])
         with beside.copying():
-            _copied([pair for pair in pairs if pair[1].data_ptr() in changed])
-        return beside.wait
+            beside.queue([pair for pair in covered if pair[1].data_ptr() in changed])
+
+        def wait() -> None:
+            beside.wait()
+            pairs.clear()  # until now nobody else could be given the memory of these tensors
+
+        return wait
+
+    def _make_room(self, rooms: Sequence[Room]) -> None:
+        """Pin the memory of rooms, and let go of those that were not used for longest."""
+        for room in rooms:
+            known = self._rooms.pop(room.id, None)
+            if known is None:
+                memory = torch.frombuffer(room.whole, dtype=torch.uint8)
+                known = memory, self._accelerator.register(memory)
+            self._rooms[room.id] = known
+        self._let_go(list(self._rooms)[:-_ROOMS])  # else a room that the agent has given up stays mapped
+
+    def _let_go(self, rooms: Sequence[int]) -> None:
+        for key in [key for key in self._views if key[1] in rooms]:
+            del self._views[key]
+        for id in rooms:
+            memory, pinned = self._rooms.pop(id)
+            if pinned:
+                self._accelerator.unregister(memory)
+
+    def close(self) -> None:
+        """End copies, and let go of all memory."""
+        if self._beside is not None:
+            self._beside.wait()
+        self._let_go(list(self._rooms))
 
     def _into(self, content: Content, room: Room) -> list[torch.Tensor]:
         """A tensor in the room for each chunk."""
         known = self._views.pop((content.kind, room.id), None)
         if known is None:
-            memory = torch.frombuffer(room.view, dtype=torch.uint8)
-            device.find().register(memory)
-            views = [
+            memory = self._rooms[room.id][0][parts.PAGE :]
+            known = [
                 memory[item.place : item.place + item.nbytes].view(tensor.dtype).view(tensor.shape)
                 for item, (_, tensor, _, _) in zip(content.index, content.chunks, strict=True)
             ]
-            known = views
         self._views[content.kind, room.id] = known
-        for old in [key for key in self._views if key[0] == content.kind][:-_VIEWS]:
-            del self._views[old]  # else a room that the agent has given up stays mapped
         return known
-
-
-def _copied(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    if pairs:
-        with torch.no_grad():
-            torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs], non_blocking=True)
 
 
 def _changed(state: State) -> set[int]:

@@ -28,13 +28,16 @@ _MOST = 4
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def copy(pairs: Iterable[Pair]) -> None:
-    """Copy the second tensor of each pair into the first, of the same shape. Those on an accelerator go on in the background."""
+def copy(pairs: Iterable[Pair], *, background: bool = True) -> None:
+    """Copy the second tensor of each pair into the first, of the same shape.
+
+    Those on an accelerator go on in the `background`, if the memory is pinned: its `synchronize` waits for them.
+    """
     moves: list[tuple[int, int, int]] = []
     small: list[Pair] = []
     for to, of in pairs:
         if to.device.type != "cpu" or of.device.type != "cpu":
-            to.copy_(of, non_blocking=True)
+            to.copy_(of, non_blocking=background)
         elif of.nbytes >= _LARGE and _plain(to) and _plain(of) and to.dtype == of.dtype and to.shape == of.shape:
             moves.append((to.data_ptr(), of.data_ptr(), of.nbytes))
         else:

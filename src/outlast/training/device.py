@@ -16,7 +16,7 @@ import functools
 import importlib
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +108,11 @@ class Device:
         return Beside(module) if all(hasattr(module, name) for name in ("Stream", "Event", "stream", "current_stream")) else None
 
     def register(self, memory: torch.Tensor) -> bool:
-        """Pin memory of the CPU that somebody else has allocated, for faster copies. Returns whether that was possible."""
+        """Pin memory of the CPU that somebody else has allocated, for faster copies. Returns whether it is."""
         return False
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        """Undo `register`, before the memory is unmapped: copies to what is mapped at its address later would go astray."""
 
     def mark_step(self) -> None:
         """End the step for devices that record operations and run them as one program (XLA). Others compute at once."""
@@ -119,8 +122,19 @@ class Beside:
     """A stream on which one batch of copies at a time runs beside the computation of the current device."""
 
     def __init__(self, module: Any) -> None:
-        self._module, self._stream = module, module.Stream()
+        self._module, self._stream, self._index = module, module.Stream(), module.current_device()
         self._copied: Any = None
+        """The event at the end of the copies, until somebody has waited for it."""
+
+    def covers(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies on the device of this stream. Copies of others run on streams of theirs, so `wait` would miss them."""
+        return tensor.device.type != "cpu" and tensor.device.index == self._index
+
+    def queue(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Queue copies of the second tensor of each pair into the first on the current stream."""
+        if pairs:
+            with torch.no_grad():
+                torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs], non_blocking=True)
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
@@ -133,12 +147,15 @@ class Beside:
 
     def before_changes(self) -> None:
         """Make the computation that is queued from now on wait for the copies, which it would change."""
-        if self._copied is not None:
-            self._module.current_stream().wait_event(self._copied)
+        if (copied := self._copied) is not None:
+            self._module.current_stream().wait_event(copied)
 
     def wait(self) -> None:
-        """Wait for the copies."""
-        self._copied.synchronize()
+        """Wait for the copies, in any thread."""
+        if (copied := self._copied) is not None:
+            self._module.set_device(self._index)  # a new thread has device 0, on which CUDA would take memory
+            copied.synchronize()
+            self._copied = None  # a graph that is captured from now on must not wait for an event from outside of it
 
 
 class _Cpu(Device):
@@ -189,7 +206,16 @@ class _Cuda(Device):
         if memory.is_pinned():  # registering it again is an error, which the next kernel would raise
             return True
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+        if int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
+            return True
+        with contextlib.suppress(RuntimeError):  # the error is kept for the next kernel, which is not to be one of the training
+            torch.ones(1, device="cuda")
+        return False
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if code := int(runtime.cudaHostUnregister(memory.data_ptr())):
+            raise RuntimeError(f"cudaHostUnregister ended with {code} for {memory.nbytes} bytes at {memory.data_ptr():#x}")
 
     def bfloat16(self) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
