@@ -23,7 +23,7 @@ from outlast import checkpoints, contract, ledger
 from outlast.errors import OutlastError
 from outlast.local import state_dir
 from outlast.report import goodput
-from outlast.training import Batch, Stream, checkpoint, metrics, session
+from outlast.training import Batch, Stream, checkpoint, metrics, part_file, session
 from outlast.workerfiles import notice, progress
 from worlds import LAST, Calm, Training, damage, hashes, world
 
@@ -426,6 +426,21 @@ def test_saving_the_same_step_twice_saves_it_once(plain: Path):
         for _ in range(3):
             run.save(1)
     assert [c.step for c in checkpoints.list_(plain / "out" / "checkpoints")] == [1]
+
+
+def test_a_save_rests_only_until_the_next_one_is_due(plain: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(contract.Env.CHECKPOINT_EVERY, "2 steps")
+    monkeypatch.setattr(part_file, "_PAUSE", 1e6)  # some minutes
+    with session.open() as run:
+        run.resume({"net": nn.Linear(1200, 1200)})
+        run.save(1)
+        assert not run.due(1)
+        assert run._saver.busy
+        assert not run.due(2)
+        assert run._saver._thread is not None
+        run._saver._thread.join(60)
+        assert not run._saver.busy
+        assert run.due(3)
 
 
 @pytest.mark.parametrize(("save_s", "saved"), [(None, [1, 2]), (2.0, [1, 2]), (5e6, [1])])

@@ -152,10 +152,14 @@ class Saver:
         self._thread.start()  # returns when the thread runs, which would then keep the GIL for some ms
         told.set()
 
+    def hurry(self) -> None:
+        """Write the rest of the save in progress without a pause."""
+        self._hurry.set()
+
     def wait(self, timeout_s: float | None = None) -> Outcome | None:
         """Wait for the last save and return its outcome; None if that was returned before, or after `timeout_s`."""
         if self._thread is not None:
-            self._hurry.set()
+            self.hurry()
             self._thread.join(timeout_s)
         outcome, self._outcome = self._outcome, None
         return outcome

@@ -459,6 +459,8 @@ class Session:
             self._snapshots.boundary(step)
         if self._every.steps is not None:
             late = step // self._every.steps > self._saves.last_step // self._every.steps
+        if late and busy:  # what rests is written for longer, but not instead of the next checkpoint
+            self._saver.hurry()
         return late and not busy
 
     @public("run.save(step, metric=loss); it saves what resume() was given")
