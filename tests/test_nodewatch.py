@@ -154,6 +154,10 @@ def test_a_node_is_marked_and_cleared_and_everything_of_others_stays(spec: Docum
     assert node.read(before) is None
     by_hand = {"key": contract.LEAVING, "value": "maintenance", "effect": "NoSchedule"}
     assert node.read(a_node(taints=[by_hand])) is None
+    marked["metadata"]["annotations"][Annotation.LEAVING_AT] = "soon"
+    assert node.read(marked) == Notice(LeavingKind.SPOT, None, "taken back", node.KEPT), (
+        "whoever wrote that does not end the watcher"
+    )
 
 
 def test_the_cloud_is_that_of_the_providerid() -> None:

@@ -95,8 +95,7 @@ def read(node: Document) -> Notice | None:
     reason = said.get(Annotation.LEAVING_REASON)
     if taint is None or reason is None:
         return None
-    at = said.get(Annotation.LEAVING_AT)
-    return Notice(LeavingKind(taint.get("value", "")), pods.seconds(at) if at else None, reason, KEPT)
+    return Notice(LeavingKind(taint.get("value", "")), notices.time(said.get(Annotation.LEAVING_AT)), reason, KEPT)
 
 
 def same(one: Notice | None, other: Notice | None) -> bool:

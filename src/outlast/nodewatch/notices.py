@@ -72,7 +72,7 @@ def aws_spot(text: str, now: float) -> Notice:
     """
     found = _document(text)
     fields = found if isinstance(found, dict) else {}
-    action, at = str(fields.get("action", "")), _time(fields.get("time"))
+    action, at = str(fields.get("action", "")), time(fields.get("time"))
     does = _ACTIONS.get(action, "takes back")
     deadline = now + AWS_SPOT_S if at is None else at
     return Notice(LeavingKind.SPOT, deadline, f"AWS {does} this spot machine", f"spot {action} {fields.get('time', '')}")
@@ -90,7 +90,7 @@ def aws_scheduled(text: str, now: float) -> list[Notice]:
         raise ValueError("it is no list of events")
     read = []
     for event in found:
-        at = _time(event.get("NotBefore"))
+        at = time(event.get("NotBefore"))
         if event.get("State", "active") == "active" and not str(event.get("Description", "")).startswith("["):  # [Canceled]
             code = event.get("Code", "maintenance")
             reason = f"AWS has scheduled {code} for this machine: {event.get('Description') or 'it does not say why'}"
@@ -132,7 +132,7 @@ def azure_events(text: str, now: float, machine: str) -> list[Notice]:
         if machine not in machines or event.get("EventType") not in _AZURE:
             continue
         kind, does = _AZURE[event["EventType"]]
-        at = _time(event.get("NotBefore"))  # empty as soon as it has begun
+        at = time(event.get("NotBefore"))  # empty as soon as it has begun
         least = AZURE_SPOT_S if kind is LeavingKind.SPOT else 0.0
         said = f": {event['Description']}" if event.get("Description") else ""
         read.append(
@@ -148,10 +148,10 @@ def azure_events(text: str, now: float, machine: str) -> list[Notice]:
 
 def from_address(text: str, now: float) -> Notice:
     """An answer of an address of one's own: a time, `{"time": ...}`, or anything else for a notice without a deadline."""
-    at = _time(text)
+    at = time(text)
     if at is None:
         found = _document(text)
-        at = _time(found.get("time")) if isinstance(found, dict) else None
+        at = time(found.get("time")) if isinstance(found, dict) else None
     return Notice(LeavingKind.SPOT, at, "a notice says that this machine is taken back", "address")
 
 
@@ -181,9 +181,9 @@ def due(known: Iterable[Notice], now: float, *, ahead_s: float) -> Notice | None
     return min(near, key=lambda each: (math.inf if each.deadline is None else each.deadline, each.kind, each.id), default=None)
 
 
-def utc(time: float) -> str:
+def utc(at: float) -> str:
     """A time as RFC 3339 in UTC, whole seconds: `2026-01-01T00:02:00Z`; a deadline is not moved to later."""
-    return datetime.fromtimestamp(math.floor(time), UTC).isoformat().replace("+00:00", "Z")
+    return datetime.fromtimestamp(math.floor(at), UTC).isoformat().replace("+00:00", "Z")
 
 
 def _document(text: str) -> Any:
@@ -193,7 +193,7 @@ def _document(text: str) -> Any:
         return None
 
 
-def _time(text: object) -> float | None:
+def time(text: object) -> float | None:
     """Seconds since the epoch of `2026-01-01T00:02:00Z` or `Mon, 19 Sep 2016 18:29:47 GMT`; None for anything else."""
     said = str(text or "").strip()
     for parse in (datetime.fromisoformat, parsedate_to_datetime):
