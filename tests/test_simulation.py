@@ -69,12 +69,12 @@ def test_a_job_that_never_gets_enough_machines_does_not_end():
 @given(st.randoms(use_true_random=False), st.integers(0, 4), st.integers(0, 2), st.sampled_from([0.0, 120.0]), st.integers(0, 2))
 def test_time_and_machines_add_up_whatever_happens(rng: random.Random, spot: int, on_demand: int, notice_s: float, replicas: int):
     trace = traces.made(spot, 6.0, 300.0, length_s=20_000.0, rng=rng)
-    job = a_job(3000, (1, 2, 4), 150.0, replicas=replicas)
+    job = a_job(1000, (1, 2, 4), 150.0, replicas=replicas)
     outcome = simulate(job, SECOND, a_fleet(spot, on_demand, notice_s=notice_s), trace)
     assert outcome.ended == (spot + on_demand > 0)
     assert math.isclose(sum(seconds(outcome)), outcome.wall_s, rel_tol=1e-9)
     assert min(seconds(outcome)) >= -1e-6
-    assert outcome.ended <= (outcome.training_s >= 3000 * SECOND.step_s(4) - 1e-6)
+    assert outcome.ended <= (outcome.training_s >= 1000 * SECOND.step_s(4) - 1e-6)
     assert all(ready <= spot and more <= on_demand for _, ready, more in outcome.timeline)
     assert outcome.losses <= outcome.reclaims
     assert notice_s == 0 or outcome.again_s == 0
