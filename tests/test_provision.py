@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from outlast import fleet
+from outlast.cli import cluster as planned
 from outlast.cli import provision
 from outlast.cloud import aws, clusters
 from outlast.cloud.clusters import Found
@@ -96,6 +97,28 @@ def test_a_step_that_fails_is_named_with_the_last_word_of_its_program() -> None:
         f"eksctl exited with 3 at step 2 of {len(plan.steps)}, kubeconfig: Error: no capacity in us-west-2a; "
         "mend it and run the same command again, which goes on from there"
     )
+
+
+def test_a_chart_that_a_killed_helm_has_locked_is_told_from_others() -> None:
+    plan = fleet.plan(fleet.load(Path(__file__).parents[1] / "examples/fleets/gpu-karpenter.yaml"))
+    steps = [each for each in plan.steps if each.key == "chart/karpenter"]
+
+    class Locked(Fake):
+        def run(self, command: tuple[str, ...]) -> Ran:
+            return Ran(1, "Error: UPGRADE FAILED: another operation (install/upgrade/rollback) is in progress")
+
+    with pytest.raises(OutlastError, match="`helm rollback karpenter --namespace kube-system`, or `helm uninstall karpenter --n"):
+        create.create(dataclasses.replace(plan, steps=tuple(steps)), World(Locked(plan), Locked(plan).find, lambda _: None))
+
+
+def test_the_files_of_another_cluster_are_not_replaced(file: Path) -> None:
+    plan, text = fleet.plan(fleet.load(file)), file.read_text()
+    planned.write(plan, file.parent, text)
+    twin = dataclasses.replace(plan, region="us-west-2")
+    with pytest.raises(
+        OutlastError, match=f"has the files of cluster do-eks in {REGION}, and not of do-eks in us-west-2; give an"
+    ):
+        planned.write(twin, file.parent, text)
 
 
 @pytest.mark.parametrize(

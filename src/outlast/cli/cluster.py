@@ -97,6 +97,11 @@ def write(made: fleet.Plan, to: Path, text: str) -> list[str]:
     from outlast import files
     from outlast.cli import render
 
+    if (there := _already(to)) and there != (made.cluster, made.region):
+        raise OutlastError(
+            f"{to} has the files of cluster {there[0]} in {there[1]}, and not of {made.cluster} in {made.region}; "
+            "give another directory with --to"
+        )
     texts = {"cluster.yaml": text} | {name: render.text(documents) for name, documents in made.files.items()}
     for name, content in texts.items():
         path = to / name
@@ -106,6 +111,17 @@ def write(made: fleet.Plan, to: Path, text: str) -> list[str]:
         except OSError as error:
             raise OutlastError(f"{path} cannot be written: {error.strerror}; give another directory with --to") from error
     return list(texts)
+
+
+def _already(to: Path) -> tuple[str, str] | None:
+    """Name and region of the cluster whose files are in a directory; None if there is no valid cluster.yaml."""
+    from outlast import fleet
+
+    try:
+        found = fleet.load(to / "cluster.yaml")
+    except OutlastError:
+        return None
+    return found.name, found.region
 
 
 def plain(made: fleet.Plan) -> dict[str, Any]:

@@ -78,12 +78,21 @@ def create(plan: Plan, world: World) -> int:
             why = f": {last[-1]}" if last else ""
             raise OutlastError(
                 f"{step.command[0]} exited with {ended.code} at step {number} of {len(plan.steps)}, {step.key}{why}; "
-                "mend it and run the same command again, which goes on from there"
+                f"{_remedy(step, ended.output)} and run the same command again, which goes on from there"
             )
         _wait(step, world)
         made += 1
         world.tell(f"[{number}/{len(plan.steps)}] done in {units.human_seconds(world.clock() - begun)}")
     return made
+
+
+def _remedy(step: Step, output: str) -> str:
+    """What to do about a step that has failed. A helm that was killed leaves its release locked, and no other one unlocks it."""
+    if step.kind != "helm" or "another operation" not in output:
+        return "mend it"
+    at = step.command.index("--namespace")
+    release = " ".join((step.key.partition("/")[2], *step.command[at : at + 2]))
+    return f"if no other helm is at it, `helm rollback {release}`, or `helm uninstall {release}` if it has never been there,"
 
 
 def _wait(step: Step, world: World) -> None:
