@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import uuid
 from collections.abc import Callable, Iterator
@@ -67,6 +68,8 @@ def test_what_kubernetes_gets_is_what_it_takes(share: storage.Shared) -> None:
     assert claim["spec"]["accessModes"] == volume["spec"]["accessModes"] == ["ReadWriteMany"]
     assert claim["spec"]["resources"]["requests"] == volume["spec"]["capacity"] == {"storage": "5Gi"}
     assert volume["spec"]["csi"]["driver"] == f"{share.type}.csi.aws.com"
+    through = storage.volume(dataclasses.replace(share, id=f"{share.id}::fsap-1"))
+    assert storage.differs(through, volume) == "", "a volume of before there was an access point stays in use"
 
 
 @pytest.mark.parametrize(
@@ -188,15 +191,18 @@ def changes(request: Request) -> bool:
     return request.method != "GET" and not reads
 
 
-EFS = ["efs 2049-2049", f"efs available {REGION}a {REGION}b"]
+EFS = ["efs 2049-2049", f"efs available {REGION}a {REGION}b /shared"]
 LUSTRE = ["efs 1018-1023 988-988", "fsx available s3://data"]
 
 
 def test_twice_is_once(eks: Eks) -> None:
     told, made = eks.create()
-    assert [each.partition(" ")[0] for each in told] == ["created"] * 4
+    assert [each.partition(" ")[0] for each in told] == ["created"] * 5
     assert made
-    assert [part.place for part in made.parts] == [f"{REGION}a", f"{REGION}b"]
+    assert [part.place for part in made.parts] == [f"{REGION}a", f"{REGION}b", "/shared"]
+    (point,) = eks.client("efs").describe_access_points(FileSystemId=made.id)["AccessPoints"]
+    assert made.handle == f"{made.id}::{point['AccessPointId']}"
+    assert (point["PosixUser"]["Uid"], point["RootDirectory"]["CreationInfo"]["OwnerUid"]) == (1000, 1000), "workers can write"
     before = eks.left()
     assert before == EFS
     eks.proxy.forget()
@@ -211,8 +217,8 @@ def test_twice_is_once(eks: Eks) -> None:
 @pytest.mark.parametrize(
     ("how", "calls", "ways", "left"),
     [
-        ({}, 5, [lost], EFS),
-        pytest.param({}, 5, [reset], EFS, marks=pytest.mark.slow),
+        ({}, 6, [lost], EFS),
+        pytest.param({}, 6, [reset], EFS, marks=pytest.mark.slow),
         pytest.param({"type": "fsx", "s3": "s3://data"}, 7, [reset, lost], LUSTRE, marks=pytest.mark.slow),
     ],
 )
@@ -275,6 +281,7 @@ def test_a_dry_run_makes_nothing(eks: Eks) -> None:
         ["created", "file", "system"],
         ["created", "mount", "target"],
         ["created", "mount", "target"],
+        ["created", "access", "point"],
     ]
     assert made is None
     assert not [each for each in eks.proxy.requests if changes(each)]
@@ -409,13 +416,13 @@ def test_the_workshops_volume_is_created_seen_and_deleted(outlast: Outlast, eks:
     assert (code, eks.left()) == (0, EFS)
     volume = cluster.get(kinds.VOLUME, "efs-pv")
     ((found,),) = [volumes.listed(REGION, eks.name)]
-    assert volume["spec"]["csi"]["volumeHandle"] == found.id
+    assert volume["spec"]["csi"]["volumeHandle"] == found.handle
     again = outlast("create", eks.name)[1].splitlines()
     assert {line.split()[0] for line in again} == {"unchanged"}
     pod = {"metadata": {"name": "train-0"}, "spec": {"volumes": [{"persistentVolumeClaim": {"claimName": "efs-pvc"}}]}}
     cluster.put({"apiVersion": "v1", "kind": "Pod", **pod, "metadata": {"name": "train-0", "namespace": "default"}})
     ((shown,),) = [json.loads(outlast("status", eks.name, "-o", "json")[1])]
-    assert (shown["state"], len(shown["parts"])) == ("available", 2)
+    assert (shown["state"], len(shown["parts"])) == ("available", 3)
     assert shown["claims"] == [
         {"volume": "efs-pv", "namespace": "default", "name": "efs-pvc", "phase": "Bound", "pods": ["train-0"]}
     ]
@@ -432,7 +439,7 @@ def test_the_workshops_volume_is_created_seen_and_deleted(outlast: Outlast, eks:
     code, out, _ = outlast("delete", eks.name, "--yes")
     assert (code, eks.left(), len(cluster.documents)) == (0, [], 2)
     assert [line.split()[1] for line in out.splitlines()] == [
-        "PersistentVolumeClaim", "PersistentVolume", "StorageClass", "mount", "mount", "file", "security",
+        "PersistentVolumeClaim", "PersistentVolume", "StorageClass", "mount", "mount", "access", "file", "security",
     ]  # fmt: skip
     assert outlast("delete", eks.name)[2] == f"Error: {eks.name} has no volume in {REGION}\n"
     assert "has no volume" in outlast("status", eks.name)[1]
@@ -485,7 +492,7 @@ def test_objects_can_be_printed_for_others_to_apply_and_a_cluster_may_be_gone(
     code, out, err = outlast("create", eks.name, "-o", "yaml", "--class", "slow", "--size", "20Gi")
     (found,) = volumes.listed(REGION, eks.name)
     kind, volume, claim = yaml.safe_load_all(out)
-    assert (code, volume["spec"]["csi"]["volumeHandle"]) == (0, found.id)
+    assert (code, volume["spec"]["csi"]["volumeHandle"]) == (0, found.handle)
     assert (kind["metadata"]["name"], claim["spec"]["resources"]["requests"]["storage"]) == ("slow", "20Gi")
     assert "outlast | created    file system" in err
     eks.client("eks").delete_cluster(name=eks.name)

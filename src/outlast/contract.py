@@ -183,6 +183,8 @@ class Pod:
 
     CONTAINER = "worker"
     """The container that runs the agent."""
+    USER = 1000
+    """User and group of its processes."""
     CODE = "/workspace"
     DATA = "/data"
     MODELS = "/models"

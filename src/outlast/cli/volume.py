@@ -69,7 +69,8 @@ def create(
 ) -> None:
     """Create a file system that all nodes of a cluster mount, and a claim for jobs.
 
-    In AWS: a security group, the file system, for EFS a mount target in each zone. In the cluster: a StorageClass, a
+    In AWS: a security group, the file system, for EFS a mount target in each zone and an access point, through which pods of any
+    user can write. In the cluster: a StorageClass, a
     PersistentVolume (ReadWriteMany, Retain) and a PersistentVolumeClaim. Everything carries our tags. What exists is kept as
     it is: running this again changes nothing, and completes what was cut off.
 
@@ -250,7 +251,7 @@ def _of(shared: Shared, found: FileSystem | None) -> Shared:
     """The same, of a file system that exists, or of one that does not yet."""
     if found is None:
         return dataclasses.replace(shared, id=f"(the id of {shared.name})")
-    return dataclasses.replace(shared, id=found.id, attributes=found.attributes)
+    return dataclasses.replace(shared, id=found.handle, attributes=found.attributes)
 
 
 def _row(found: FileSystem, claims: list[Claim]) -> list[str]:

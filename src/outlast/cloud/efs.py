@@ -1,6 +1,10 @@
 """EFS: one file system that all zones of a region mount by NFS, through a mount target in each.
 
 It grows with what is written; no size is chosen. https://docs.aws.amazon.com/efs/latest/ug/API_Operations.html
+
+Only root may write into the root directory of a new file system, and workers are not root. So pods mount it through an access
+point: a directory that belongs to their user, as whom every pod reads and writes.
+https://docs.aws.amazon.com/efs/latest/ug/efs-access-points.html
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from outlast import contract
 from outlast.cloud import aws, network
 from outlast.cloud.filesystem import VOLUME, FileSystem, Part, Wanted
 from outlast.cloud.network import Network
@@ -16,6 +21,8 @@ from outlast.errors import OutlastError
 
 _TOKEN = 64
 """The most characters of a creation token."""
+_SHARED, _POINT, _TARGET = "/shared", "access point", "mount target"
+"""The directory of the access point; kinds of parts."""
 
 
 class Efs:
@@ -55,17 +62,31 @@ class Efs:
         return str(made["FileSystemId"])
 
     def places(self, wanted: Wanted, net: Network) -> list[tuple[str, str]]:
-        """A mount target in each zone of the cluster."""
-        return [("mount target", each.zone) for each in network.one_per_zone(net.subnets)]
+        """A mount target in each zone of the cluster, and the access point."""
+        return [*((_TARGET, each.zone) for each in network.one_per_zone(net.subnets)), (_POINT, _SHARED)]
 
     def add(self, id: str, place: str, wanted: Wanted, net: Network, group: str) -> None:
-        """Begin to make the mount target of a zone."""
+        """Begin to make the mount target of a zone, or the access point."""
+        if place == _SHARED:
+            user = {"Uid": contract.Pod.USER, "Gid": contract.Pod.USER}
+            owner = {"OwnerUid": contract.Pod.USER, "OwnerGid": contract.Pod.USER, "Permissions": "0775"}
+            self._client.create_access_point(
+                FileSystemId=id,
+                ClientToken=token(f"{id}{_SHARED}"),
+                PosixUser=user,
+                RootDirectory={"Path": _SHARED, "CreationInfo": owner},
+                Tags=aws.listed(wanted.tags),
+            )
+            return
         (subnet,) = [each for each in network.one_per_zone(net.subnets) if each.zone == place]
         self._client.create_mount_target(FileSystemId=id, SubnetId=subnet.id, SecurityGroups=[group])
 
     def remove(self, part: Part) -> None:
-        """Begin to delete a mount target."""
-        self._client.delete_mount_target(MountTargetId=part.id)
+        """Begin to delete a mount target, or the access point."""
+        if part.kind == _POINT:
+            self._client.delete_access_point(AccessPointId=part.id)
+        else:
+            self._client.delete_mount_target(MountTargetId=part.id)
 
     def delete(self, id: str) -> None:
         """Begin to delete a file system without mount targets."""
@@ -79,7 +100,7 @@ class Efs:
         pages = self._client.get_paginator("describe_mount_targets").paginate(FileSystemId=found["FileSystemId"])
         mounts = [
             Part(
-                "mount target",
+                _TARGET,
                 each["MountTargetId"],
                 each.get("AvailabilityZoneName", each["SubnetId"]),
                 each["LifeCycleState"],
@@ -89,14 +110,26 @@ class Efs:
             for each in page["MountTargets"]
             if each["LifeCycleState"] != "deleted"
         ]
+        points = self._points(found["FileSystemId"])
         return FileSystem(
             "efs",
             found["FileSystemId"],
             aws.mapped(found["Tags"])[VOLUME],
             found["LifeCycleState"],
             int(found["SizeInBytes"]["Value"]),
-            tuple(sorted(mounts, key=lambda each: each.place)),
+            (*sorted(mounts, key=lambda each: each.place), *points),
+            mounted=points[0].id if points else "",
         )
+
+    def _points(self, id: str) -> list[Part]:
+        """The access point of ours: one, or none."""
+        pages = self._client.get_paginator("describe_access_points").paginate(FileSystemId=id)
+        return [
+            Part(_POINT, each["AccessPointId"], _SHARED, each["LifeCycleState"])
+            for page in pages
+            for each in page["AccessPoints"]
+            if aws.ours(aws.mapped(each.get("Tags")), self._cluster) and each["LifeCycleState"] != "deleted"
+        ]
 
 
 def token(name: str) -> str:

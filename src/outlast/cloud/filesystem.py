@@ -53,12 +53,12 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Part:
-    """What belongs to a file system: a mount target of EFS, a data repository association of FSx."""
+    """What belongs to a file system: a mount target or the access point of EFS, a data repository association of FSx."""
 
     kind: str
     id: str
     place: str
-    """The zone, or the URL of the repository."""
+    """The zone, the directory, or the URL of the repository."""
     state: str
     address: str = ""
 
@@ -77,6 +77,13 @@ class FileSystem:
     parts: tuple[Part, ...] = ()
     attributes: Mapping[str, str] = field(default_factory=dict)
     """What the CSI driver has to know beside the id."""
+    mounted: str = ""
+    """EFS: the id of the access point that pods mount it through."""
+
+    @property
+    def handle(self) -> str:
+        """By what the CSI driver knows it. https://github.com/kubernetes-sigs/aws-efs-csi-driver"""
+        return f"{self.id}::{self.mounted}" if self.mounted else self.id
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,7 @@ class Step:
     what: str
     """created | changed | unchanged | deleted | kept"""
     kind: str
-    """`security group`, `file system`, `mount target`"""
+    """`security group`, `file system`, `mount target`, `access point`"""
     name: str
     why: str = ""
 

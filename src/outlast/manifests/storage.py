@@ -26,6 +26,7 @@ class Shared:
     type: str
     """efs or fsx."""
     id: str
+    """`fs-...`; with an access point of EFS `fs-...::fsap-...`."""
     name: str
     """As `outlast volume` knows it."""
     namespace: str
@@ -60,7 +61,7 @@ def differs(wanted: Document, there: Document) -> str:
             return "provisioner", document["provisioner"]
         spec = document["spec"]
         if document["kind"] == "PersistentVolume":
-            return "file system", (spec.get("csi") or {}).get("volumeHandle") or "another kind"
+            return "file system", (spec.get("csi") or {}).get("volumeHandle", "").partition(":")[0] or "another kind"
         return "volume", spec.get("volumeName") or "none"
 
     what, has = meant(there)

@@ -17,7 +17,6 @@ from outlast.manifests.request import Document, Request, wrong
 
 _STATE_SIZE = "256Mi"
 """Size limit of the state directory, which is in memory; it holds some kilobytes."""
-_UID = 1000
 """User and group of the pod: any but root, see `pods`."""
 
 
@@ -122,9 +121,9 @@ def security() -> dict[str, Any]:
     """A pod's security context of the restricted standard; volumes belong to its group."""
     return {
         "runAsNonRoot": True,
-        "runAsUser": _UID,
-        "runAsGroup": _UID,
-        "fsGroup": _UID,
+        "runAsUser": Pod.USER,
+        "runAsGroup": Pod.USER,
+        "fsGroup": Pod.USER,
         "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }
