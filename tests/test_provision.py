@@ -203,7 +203,7 @@ def test_a_cluster_of_ours_is_removed_and_what_it_leaves_is_named(account: Calla
             "NodePool gpu and its machines",
             "job a/j has not ended, and is deleted",
             "NodePool x is not ours: delete it first, or its machines go on and cost money",
-            f"kept: arn:aws:elasticfilesystem:{REGION}:1:file-system/{ours} (outlast volume delete)",
+            f"kept: arn:aws:elasticfilesystem:{REGION}:1:file-system/{ours} (outlast volume delete {NAME} --region {REGION})",
         ]
         ran: list[tuple[str, ...]] = []
         fake.run = lambda command: ran.append(command) or Ran(0, "")  # type: ignore[method-assign,func-returns-value]
@@ -217,9 +217,9 @@ def test_a_cluster_of_ours_is_removed_and_what_it_leaves_is_named(account: Calla
         assert ran[1][3:5] == ("gpu", "--cascade=foreground"), "Karpenter must live until its last machine is gone"
         assert clusters.disks(NAME, REGION) == [left]
         assert clusters.machines(NAME, REGION) == []
-        remains = delete.left(clusters.tagged(NAME, REGION), clusters.disks(NAME, REGION), ["i-1"])
-        assert remains[0] == "machine i-1 costs money: aws ec2 terminate-instances --instance-ids i-1"
-        assert remains[-1] == f"disk {left} of a claim: aws ec2 delete-volume --volume-id {left}"
+        remains = delete.left(NAME, REGION, clusters.tagged(NAME, REGION), clusters.disks(NAME, REGION), ["i-1"])
+        assert remains[0] == f"machine i-1 costs money: aws ec2 terminate-instances --region {REGION} --instance-ids i-1"
+        assert remains[-1] == f"disk {left} of a claim: aws ec2 delete-volume --region {REGION} --volume-id {left}"
         assert theirs not in " ".join(remains)
         assert all(arn.split(":")[2] in ("elasticfilesystem", "eks") for arn in clusters.tagged(NAME, REGION))
     finally:

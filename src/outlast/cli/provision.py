@@ -168,7 +168,7 @@ def delete(
     else:
         terminal.say(f"there is no cluster {name} in {region}")
     found_left = clusters.tagged(name, region), clusters.disks(name, region), clusters.machines(name, region)
-    for line in (remains := deletion.left(*found_left)):
+    for line in (remains := deletion.left(name, region, *found_left)):
         print(f"left: {line}")
     if not remains:
         terminal.say("nothing is left")

@@ -228,6 +228,8 @@ class Volcano(Addon):
 class Outlast(Addon):
     """Outlast itself: its operator and, if wanted, an etcd."""
 
+    image: str = ""
+    """Image of the operator: one of your own. Default: the published one, of `version`."""
     etcd: fields.Flag = False
     """Whether to install an etcd."""
     etcd_members: Literal[1, 3] = 3
@@ -250,6 +252,8 @@ class Outlast(Addon):
     def rules(self) -> Iterator[tuple[Place, str]]:
         if not self.etcd and self.model_fields_set & {"etcd_members", "etcd_storage", "etcd_for"}:
             yield (), "outlast.etcdMembers, etcdStorage and etcdFor configure an etcd; add etcd: true, or remove them"
+        if self.image and self.version:
+            yield ("image",), f"outlast.image names its version; remove version: {self.version}"
         if self.etcd_storage == "none" and self.etcd_members > 1:
             yield (
                 ("etcdStorage",),

@@ -210,8 +210,8 @@ def _outlast(cluster: Cluster) -> Iterator[Step]:
     if not addon:
         return
     command = ["outlast", "install", "--wait"]
-    if addon.version:
-        command += ["--image", f"ghcr.io/outlast/operator:{addon.version}"]
+    if image := addon.image or (addon.version and f"ghcr.io/outlast/operator:{addon.version}"):
+        command += ["--image", image]
     if addon.etcd:
         command += ["--etcd", "--etcd-members", str(addon.etcd_members), "--etcd-storage", addon.etcd_storage]
         command += [word for namespace in addon.etcd_for for word in ("--etcd-for", namespace)]

@@ -78,7 +78,7 @@ def listed(asked: Asked, name: str, region: str, tagged: Iterable[str]) -> list[
     if not asked.reached:
         lines.append("the cluster does not answer: machines of NodePools, disks of claims and load balancers may be left behind")
     kept = [each for each in tagged if ":elasticfilesystem:" in each or ":fsx:" in each]
-    lines += [f"kept: {each} (outlast volume delete)" for each in kept]
+    lines += [f"kept: {each} ({_remove(name, region)})" for each in kept]
     return lines
 
 
@@ -109,12 +109,20 @@ def delete(asked: Asked, name: str, region: str, runs: Runs, tell: Tell) -> None
             )
 
 
-def left(tagged: Iterable[str], disks: Iterable[str], machines: Iterable[str] = ()) -> list[str]:
+def _remove(name: str, region: str) -> str:
+    """The command that removes a file system."""
+    return f"outlast volume delete {name} --region {region}"
+
+
+def left(name: str, region: str, tagged: Iterable[str], disks: Iterable[str], machines: Iterable[str] = ()) -> list[str]:
     """What is still there, each with how to remove it: ARNs with our tags, machines that nobody stops, and disks of claims."""
     volumes = {arn: ":elasticfilesystem:" in arn or ":fsx:" in arn for arn in tagged}
     return [
-        *(f"machine {each} costs money: aws ec2 terminate-instances --instance-ids {each}" for each in machines),
-        *(f"{arn}: outlast volume delete" for arn, volume in volumes.items() if volume),
+        *(
+            f"machine {each} costs money: aws ec2 terminate-instances --region {region} --instance-ids {each}"
+            for each in machines
+        ),
+        *(f"{arn}: {_remove(name, region)}" for arn, volume in volumes.items() if volume),
         *(f"{arn}: carries our tags; look at it in the console" for arn, volume in volumes.items() if not volume),
-        *(f"disk {each} of a claim: aws ec2 delete-volume --volume-id {each}" for each in disks),
+        *(f"disk {each} of a claim: aws ec2 delete-volume --region {region} --volume-id {each}" for each in disks),
     ]
