@@ -34,6 +34,7 @@ PAGES = [
     ROOT / "docs" / "guide" / "cifar10.md",
     ROOT / "docs" / "guide" / "perceiver.md",
     ROOT / "docs" / "guide" / "simulate.md",
+    ROOT / "docs" / "guide" / "eks-workshop.md",
     ROOT / "docs" / "guide" / "coming-from.md",
 ]
 COMING_FROM = PAGES[-1]
