@@ -144,6 +144,18 @@ def test_a_forked_worker_outlives_its_parent_but_its_warm_process_does_not_outli
     until(lambda: not state_dir.owns(1, said["child"]))
 
 
+def test_a_forked_worker_shows_whose_it_is_before_it_says_that_it_is_there(
+    tmp_path: Path, parent: subprocess.Popen[bytes]
+) -> None:
+    """The launcher looks at once, and starts another if it finds a process of another worker."""
+    theirs = environ(StateDir(tmp_path), 1)
+    with shim.connect(str(tmp_path / "warm.sock")) as sock, open(os.devnull, "r+b") as null:
+        shim.request(sock, sibling.KIND, [], theirs | glibc.streaming(theirs), str(tmp_path), (null.fileno(),) * 3)
+        pid = int(sock.recv(64))
+        assert StateDir(tmp_path).owns(1, pid)
+        assert not StateDir(tmp_path).owns(0, pid)
+
+
 def test_nobody_is_forked_for_a_launcher_that_has_stopped_waiting(
     tmp_path: Path, parent: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

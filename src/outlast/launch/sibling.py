@@ -90,12 +90,13 @@ def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> dict[str, s
     return changed if same_length else None
 
 
-def orphan(connection: socket.socket) -> bool:
+def orphan(connection: socket.socket, changed: Mapping[str, str]) -> bool:
     """Fork a process of its own, which is not our child, and return in it whether it is still wanted. In this process, which is a
     fork made for that, it does not return."""
     if os.fork():
         os._exit(0)
     os.setsid()
+    show(changed)  # before we say who we are: the launcher takes a process for lost that shows another worker's environment
     connection.settimeout(10.0)  # long enough for any launcher to give up
     with connection, contextlib.suppress(OSError):
         connection.sendall(b"%d\n" % os.getpid())
@@ -104,7 +105,7 @@ def orphan(connection: socket.socket) -> bool:
 
 
 def show(changed: Mapping[str, str]) -> None:
-    """Have /proc/<pid>/environ of this process show these values. Nothing may use the environment that it was started with."""
+    """Have /proc/<pid>/environ of this process show these values. What C code reads of that environment changes with it."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])  # env_start and env_end, proc(5)
     block = b"\0" + ctypes.string_at(start, end - start)

@@ -188,10 +188,9 @@ class Server:
                 pid = os.fork()
         if changed is not None and pid == 0:
             self._close()
-            if not sibling.orphan(connection):
+            if not sibling.orphan(connection, changed):
                 os._exit(0)
             enter(request)
-            sibling.show(changed)
             return request
         for fd in request.fds:
             os.close(fd)
