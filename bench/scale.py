@@ -6,8 +6,8 @@
 The operator is the real one (watches, cache, turns, deciders, writes) in this process; the API server is simulated in it. Each
 event of a watch is a line of JSON that is made by a template and decoded as the client decodes it, each write is encoded and its
 answer decoded. HTTP and TLS are not part of this: see `operating.py` for what a write costs with them. Every worker renews its
-Lease every 10 s, evenly spread, and tells of another step each time. Jobs, pods and Leases are those of a job of the tests'
-simulated cluster, with other names.
+Lease as often as one does whose peers watch it (30 s), with `--unwatched` as one without peers (10 s), evenly spread, and tells
+of another step each time. Jobs, pods and Leases are those of a job of the tests' simulated cluster, with other names.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from outlast.operator.operator import Operator, Settings
 from outlast.operator.process import OBJECTS
 from outlast.operator.queues import ClusterFeatures
 from outlast.operator.snapshot import HEARD, Limits
+from outlast.rendezvous.transports import kubernetes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import simulated
@@ -56,6 +57,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=10_000)
     parser.add_argument("--workers", type=int, default=4, help="of each job")
     parser.add_argument("--seconds", type=float, default=60.0, help="of which the CPU is measured")
+    parser.add_argument(
+        "--unwatched", action="store_true", help="workers do not watch one another, and renew their Leases more often"
+    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
@@ -70,7 +74,7 @@ def main() -> None:
         "|---|---|---|",
         *(f"| {workers:,} | {1000 * took:.0f} ms | {1e6 * took / workers:.0f} µs |" for workers, took in looks()),
         "",
-        *trains(args.jobs, args.workers, args.seconds),
+        *trains(args.jobs, args.workers, args.seconds, watched=not args.unwatched),
     ]
     text = "\n".join(lines)
     print(text)
@@ -140,7 +144,9 @@ class Simulated:
 
     namespace = "default"
 
-    def __init__(self, jobs: int, workers: int) -> None:
+    def __init__(self, jobs: int, workers: int, every_s: float) -> None:
+        """Each Lease is renewed every `every_s`."""
+        self.every_s = every_s
         self.versions = itertools.count(1000)
         self.changes: dict[Kind, queue.SimpleQueue[bytes]] = {kind: queue.SimpleQueue() for kind in WATCHED}
         self.first: dict[Kind, list[bytes]] = {kind: [] for kind in WATCHED}
@@ -178,9 +184,9 @@ class Simulated:
         return text.replace('"metadata": {', version, 1).encode()
 
     def renewed(self) -> Iterator[bytes]:
-        """Leases, each every RENEW_S, when it is time."""
+        """Leases, when it is time."""
         begun, count = time.monotonic(), len(self.renewals)
-        due = [(begun + contract.RENEW_S * n / count, n, template) for _, n, template in self.renewals]
+        due = [(begun + self.every_s * n / count, n, template) for _, n, template in self.renewals]
         heapq.heapify(due)
         step = 1000
         while not self.stop.is_set():
@@ -192,7 +198,7 @@ class Simulated:
             yield template % (
                 (next(self.versions), step) if template.index(b"resourceVersion") < template.index(b"step") else (step, 0)
             )
-            heapq.heapreplace(due, (when + contract.RENEW_S, number, template))
+            heapq.heapreplace(due, (when + self.every_s, number, template))
 
     def queued(self, kind: Kind) -> Iterator[bytes]:
         while not self.stop.is_set():
@@ -245,10 +251,11 @@ class Simulated:
         return False
 
 
-def trains(jobs: int, workers: int, seconds: float) -> list[str]:
-    """What jobs that train cost."""
+def trains(jobs: int, workers: int, seconds: float, *, watched: bool) -> list[str]:
+    """What jobs that train cost; `watched`: their workers watch one another."""
     process = psutil.Process()
-    cluster = Simulated(jobs, workers)
+    every_s, other_s = (kubernetes.every_s(workers, rarely=each) for each in (watched, not watched))
+    cluster = Simulated(jobs, workers, every_s)
     gc.collect()
     before = process.memory_info().rss
     operator = Operator(
@@ -281,7 +288,8 @@ def trains(jobs: int, workers: int, seconds: float) -> list[str]:
         "|---|---|---|",
         f"| CPU, the simulation with it | {used:.2f} cores | ≤ 0.5 |",
         f"| memory, the same | {memory / 2**20:.0f} MiB ({before / 2**20:.0f} before the operator began) | ≤ 1,024 |",
-        f"| Leases renewed | {jobs * workers / contract.RENEW_S:.0f} a second | |",
+        f"| Leases renewed, each every {every_s:g} s | {jobs * workers / every_s:.0f} a second | |",
+        f"| Leases {'without' if watched else 'with'} peers that watch, not measured | {jobs * workers / other_s:.0f} a second | |",
         f"| looks | {looked / took:.0f} a second | |",
         f"| statuses written | {written / took:.0f} a second | |",
     ]

@@ -58,6 +58,11 @@ def preload() -> None:
         kube.load()
 
 
+def every_s(workers: int, *, rarely: bool) -> float:
+    """Interval of renewals of a Lease, of so many workers; `rarely` where peers watch one another."""
+    return max(contract.MESH_RENEW_S if rarely else RENEW_S, workers / contract.RENEWALS_PER_S)
+
+
 class Client:
     """A member's side: keeps its Lease, and holds what the operator published last.
 
@@ -307,7 +312,7 @@ class Client:
         """How often the Lease is renewed: rarely where peers watch this member, but soon after a change, so that the first
         steps of a world are seen."""
         rarely = self._report.mesh and time.monotonic() - self._changed_at > contract.MESH_RENEW_S / 2
-        return max(contract.MESH_RENEW_S if rarely else RENEW_S, self._workers / contract.RENEWALS_PER_S)
+        return every_s(self._workers, rarely=rarely)
 
     def _lease(self) -> dict[str, Any]:
         report = self._report if self._report.generation else dataclasses.replace(self._report, generation=self._floor)
