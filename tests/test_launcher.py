@@ -288,6 +288,10 @@ def test_what_members_repaired_is_counted_once_whatever_becomes_of_the_launcher(
     revived._worker_died(Ended(Worker(1, 1, 1), 137, ""))  # of the third start of its processes
     revived.judge_when_settled()
     assert [each.failure.start for each in revived.pending] == [(1, 2)]
+    unheard = Launcher(launcher.state_dir, Machine().awake())
+    unheard._recover()
+    unheard._worker_died(Ended(Worker(1, 1, 1), 137, ""))  # before anybody has reported
+    assert [each.failure.start for each in unheard.pending] == [(1, 2)]
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,8 @@ class Launcher(Coordinator):
             max=self.sizes[-1],
         )
         self.live = LiveStatus(state_dir, record, self.pool, self.status, self.clock)
+        self._started = 0, 0
+        """`newest_start` of the launcher before this one."""
         self.output_lock: int | None = None
         """Descriptor that holds the lock of the output."""
         self.heartbeat: alive.Heart | None = None
@@ -163,6 +165,7 @@ class Launcher(Coordinator):
         if generation:
             self.known = after(generation, self.clock())
         self.judged = memory["judged"], memory.get("attempt", 0)
+        self._started = memory["generation"], memory.get("start", 0)
         gpus = memory["gpus"]  # a worker that revives us shows us only its own
         self.pool.gpus = gpus if isinstance(gpus, dict) else {"CUDA_VISIBLE_DEVICES": gpus}  # a list in version 0.1.0
         self.pool.adopt(memory["workers"])
@@ -189,6 +192,7 @@ class Launcher(Coordinator):
             "interruptions": self.status.interruptions,
             "judged": self.judged[0],
             "attempt": self.judged[1],
+            "start": self.newest_start()[1],
             "lost": partition.written(self.known.lost, self.clock()),
             "gpus": self.pool.gpus,
             "closing": self.closing,
@@ -245,6 +249,10 @@ class Launcher(Coordinator):
         died = Failure(worker=index, code=end.code, reason=reason, step=step, time=time.time())
         died.generation, died.attempt = generation, attempt
         self.add_failure(died, echo=False)
+
+    def newest_start(self) -> tuple[int, int]:
+        """Also one of which only the launcher before this one has heard: whoever reported it may have died since."""
+        return max(super().newest_start(), self._started)
 
     # Decisions
 
