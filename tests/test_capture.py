@@ -209,6 +209,13 @@ def test_rooms_that_are_used_no_more_are_not_kept_mapped(rank: Rank) -> None:
     assert maps <= 2 * len(rank.server.rooms.ids()) + 2, "the agent, in this process, maps them, too"
 
 
+def test_objects_that_grow_steadily_seldom_need_another_room() -> None:
+    sizes = range(1 << 20, 2 << 20, 1 << 10)
+    rooms = [capture.size(capture.Content("unique", []), {"lines": bytes(size)}) for size in sizes]
+    assert len(set(rooms)) <= 17
+    assert all(size < room <= size * 9 / 8 + 1 for size, room in zip(sizes, rooms, strict=True))
+
+
 class Broken:
     """A thing that has no state yet."""
 

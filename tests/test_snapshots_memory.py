@@ -35,7 +35,7 @@ V2 = {
     "pods/memory.stat": f"anon 5\ninactive_file {10 * GI}\nactive_file 7\n",
     "pods/a/memory.max": f"{20 * GI}\n",
     "pods/a/memory.current": f"{15 * GI}\n",
-    "pods/a/memory.stat": f"inactive_file {3 * GI}\n",
+    "pods/a/memory.stat": f"inactive_file {2 * GI}\nactive_file {GI}\n",
 }
 
 

@@ -49,20 +49,21 @@ class Machine:
             return {}
 
     def _groups(self) -> list[tuple[int, int]]:
-        """(limit, used) in bytes of our cgroup and of those above it, where there is a limit. Cached files count as free."""
+        """(limit, used) in bytes of our cgroup and of those above it, where there is a limit. Cached files count as free,
+        those in active use, too: the kernel reclaims them before it kills anybody (MemAvailable counts them as well)."""
         found = []
-        for directory, limit, used, cached in self._places():
+        for directory, limit, used, *cached in self._places():
             try:
                 most = (directory / limit).read_text().strip()
                 if most == "max" or int(most) >= _UNLIMITED:
                     continue
                 stat = dict(line.split()[:2] for line in (directory / "memory.stat").read_text().splitlines())
-                found.append((int(most), int((directory / used).read_text()) - int(stat.get(cached, 0))))
+                found.append((int(most), int((directory / used).read_text()) - sum(int(stat.get(each, 0)) for each in cached)))
             except (OSError, ValueError):
                 continue
         return found
 
-    def _places(self) -> list[tuple[Path, str, str, str]]:
+    def _places(self) -> list[tuple[Path, str, str, str, str]]:
         """Directories and file names of cgroup v2 and v1. In a container the path is often `/`, or one that is not there."""
         try:
             lines = (self._proc / "self/cgroup").read_text().splitlines()
@@ -71,10 +72,11 @@ class Machine:
         found = []
         for _number, kinds, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
             if kinds == "":
-                root, names = self._cgroups, ("memory.max", "memory.current", "inactive_file")
+                root, names = self._cgroups, ("memory.max", "memory.current", "inactive_file", "active_file")
             elif "memory" in kinds.split(","):
                 root = self._cgroups / "memory"
-                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+                cached = "total_inactive_file", "total_active_file"
+                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", *cached)
             else:
                 continue
             own = root / path.lstrip("/")

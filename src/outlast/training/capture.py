@@ -29,7 +29,7 @@ from outlast.training.stateful import Stateful
 EXTRA = ".session"
 """Key of what rank 0's session adds; no name in a state begins with a dot."""
 _ROOM = 1 << 16
-"""Rooms are multiples of this: pickled objects vary in size, and a room is to be used again."""
+"""Rooms are multiples of this at least: pickled objects vary in size, and a room is to be used again."""
 _ROOMS = 6
 """Rooms that stay mapped and pinned, of both kinds together; two of each are used in turn."""
 
@@ -290,7 +290,8 @@ def _changed(state: State) -> set[int]:
 def size(content: Content, objects: Mapping[str, bytes]) -> int:
     """Bytes of the room for a part, with some to spare."""
     _, more = parts.laid_out(map(len, objects.values()))
-    return -(-(content.end + more + 1) // _ROOM) * _ROOM
+    unit = max(_ROOM, 1 << more.bit_length() >> 4)  # objects that grow steadily need another room after an eighth at the most
+    return -(-(content.end + more + 1) // unit) * unit
 
 
 def placed(content: Content, objects: Mapping[str, bytes], room: Room) -> tuple[list[Item], int]:

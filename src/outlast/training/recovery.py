@@ -61,7 +61,14 @@ class Restored:
 
 def restore(state: Mapping[str, Any], search: newest.Search, client: Client | None, generation: int) -> Restored:
     """Load the newest state that can be reached into `state`. Raises OutlastError on all ranks. A collective."""
-    begun, disks = time.monotonic(), search.disks
+    begun = time.monotonic()
+    found = _restored(state, search, client, generation)
+    return dataclasses.replace(found, seconds=round(time.monotonic() - begun, 6))
+
+
+def _restored(state: Mapping[str, Any], search: newest.Search, client: Client | None, generation: int) -> Restored:
+    """`restore`, without its time."""
+    disks = search.disks
     offered = newest.Offered(search, _catalog(client, first=search.share[0] == 0))
     held = [Held(part, address) for there in offered.beside if there for address, part in there]
     everybody = all(there is not None for there in offered.beside)
@@ -82,21 +89,17 @@ def restore(state: Mapping[str, Any], search: newest.Search, client: Client | No
             break
         if found := _from_memory(candidate, state, client, disks):
             client.forget(candidate.at)
-            committed, seconds = offered.committed(found.step), round(time.monotonic() - begun, 6)
-            return dataclasses.replace(found, committed=committed, seconds=seconds)
+            return dataclasses.replace(found, committed=offered.committed(found.step))
     chosen = chosen or newest.valid(search, offered)
     if client is not None:
         client.forget()
     if chosen is None:
         if everybody and elected.candidates:
             raise NotRestored("no snapshot in memory could be read, and there is no checkpoint; the next start begins anew")
-        return Restored(seconds=round(time.monotonic() - begun, 6))
+        return Restored()
     random = checkpoint.restore(chosen.path, state, disks.rank)
     size = sum(path.stat().st_size for path in chosen.path.iterdir())
-    seconds = round(time.monotonic() - begun, 6)
-    return Restored(
-        chosen.step, committed=chosen.step, source=source, path=str(chosen.path), bytes=size, seconds=seconds, random=random
-    )
+    return Restored(chosen.step, committed=chosen.step, source=source, path=str(chosen.path), bytes=size, random=random)
 
 
 def _catalog(client: Client | None, *, first: bool) -> list[tuple[str, Part]] | None:
