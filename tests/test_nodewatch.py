@@ -329,3 +329,10 @@ def test_times_of_the_command_line_are_checked() -> None:
     with pytest.raises(OutlastError, match="--notice-url localhost is not an address"):
         process.source(process.Options("n1", notice_url="localhost"), a_node())
     assert process.source(process.Options("n1"), a_node()) == sources.Aws()
+
+
+@pytest.mark.parametrize(
+    ("deadline", "said"), [(T0 + 5, ", 5 s before its deadline"), (T0 - 1, ", 1 s after its deadline"), (None, "")]
+)
+def test_what_ends_after_the_deadline_is_not_said_to_end_before_it(deadline: float | None, said: str) -> None:
+    assert notices.against(deadline, T0) == said

@@ -203,3 +203,11 @@ def time(text: object) -> float | None:
             continue
         return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
     return None
+
+
+def against(deadline: float | None, now: float) -> str:
+    """How a time lies against a deadline, as the end of a sentence; nothing where there is none."""
+    if deadline is None:
+        return ""
+    left_s = deadline - now
+    return f", {abs(left_s):.0f} s {'before' if left_s >= 0 else 'after'} its deadline"

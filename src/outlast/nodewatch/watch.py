@@ -229,8 +229,7 @@ class Watcher:
             self._once(f"{step.name} stays for now: {outcome.error}", f"{step.name} {type(outcome.error).__name__}")
 
     def _all_gone(self, notice: Notice, now: float) -> None:
-        left_s = (notice.deadline or now) - now
-        self._once(f"node {self.machine.node} is drained, {left_s:.0f} s before its deadline")
+        self._once(f"node {self.machine.node} is drained{notices.against(notice.deadline, now)}")
         try:
             if not self.settings.dry_run:
                 self.source.acknowledge(notice)
