@@ -111,11 +111,10 @@ def simulate(
     Plays the job through traces of spot capacity: a file, or made by chance. Spot machines are taken first, up to their cap, then
     machines on demand up to theirs. Shows the given fleet, each kind of machine alone, and the cheapest and the fastest of other
     checkpoint intervals and least and most workers. What a step, a change, a failure and a checkpoint take comes from reports of
-    real runs; what they do not say is assumed, and named below the table.
+    real runs (`outlast report cifar10 -o json > cifar10.json`); what they do not say is assumed, and named below the table.
 
     \b
     Examples:
-      outlast report cifar10 -o json > cifar10.json
       outlast simulate job.yaml --report cifar10.json --steps 200000 --spot 7 --on-demand 3
       outlast simulate job.yaml --report cifar10.json --steps 200000 --cluster cluster.yaml --prices prices.yaml --within 2d
       outlast simulate job.yaml --step 0.8 --workers 4 --steps 100000 --spot 8 --interruptions 0.2 --notice 0s
