@@ -82,7 +82,7 @@ def done(mistake: str, output: Path, ranks: int) -> worlds.Ended:
     return worlds.ended(worlds.started(functools.partial(script, mistake), output, ranks), output)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     ("mistake", "one", "others"),
     [
@@ -140,7 +140,7 @@ def plain(mistake: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     ("mistake", "one", "others"),
     [
@@ -427,7 +427,9 @@ def tensor_parallel(kind: str) -> None:
             iter(stream)
 
 
-@pytest.mark.parametrize("kind", ["tensor", "both", "fsdp", "hsdp"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("tensor", marks=pytest.mark.slow), "both", pytest.param("fsdp", marks=pytest.mark.slow), "hsdp"]
+)
 def test_a_stream_is_not_dealt_over_ranks_that_share_one_copy_of_a_model(tmp_path: Path, kind: str):
     end = worlds.ended(worlds.started(functools.partial(tensor_parallel, kind), tmp_path, 2), tmp_path)
     if kind in ("fsdp", "hsdp"):
@@ -567,7 +569,11 @@ def test_a_mistake_gives_the_sentence_of_the_guide(run: Any, row: str):
 @pytest.mark.parametrize(
     ("row", "ranks"),
     [
-        pytest.param(row, ranks, marks=() if RANKS[row] in AT_ONCE or (row, ranks) == (list(RANKS)[2], 2) else pytest.mark.slow)
+        pytest.param(
+            row,
+            ranks,
+            marks=() if (RANKS[row] in AT_ONCE and ranks == 3) or (row, ranks) == (list(RANKS)[2], 2) else pytest.mark.slow,
+        )
         for row in RANKS
         for ranks in (2, 3)
     ],

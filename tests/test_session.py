@@ -99,6 +99,7 @@ def draws() -> None:
 # Worlds of other sizes
 
 
+@pytest.mark.slow
 def test_resizing_consumes_every_sample_once_and_keeps_the_loss(tmp_path: Path, calm: Calm):
     plan = functools.partial(Training, microbatch=4)
     for generation, (ranks, leave_at) in enumerate([(2, 4), (3, 9), (1, 13), (2, 0)], start=1):
