@@ -54,7 +54,7 @@ def forget(
     """
     from outlast.local import backend
 
-    age = _age(older_than)
+    age = None if older_than is None else which.duration("--older-than", older_than)
     if bool(names) == (all_finished or age is not None):
         raise typer.BadParameter("give the names of jobs, or --all-finished, or --older-than TIME")
     place = which.place(ctx, names[0] if names else None, namespace, context)
@@ -89,13 +89,6 @@ def forget(
 def ended(statuses: Sequence[JobStatus], now: float, age: timedelta) -> list[str]:
     """Names of the jobs that ended at least `age` ago."""
     return [s.name for s in statuses if s.state.final and now - (s.finished or s.submitted) >= age.total_seconds()]
-
-
-def _age(text: str | None) -> timedelta | None:
-    try:
-        return None if text is None else units.duration(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"--older-than {text}: {error}") from error
 
 
 def _kept(here: LocalBackend, name: str, output: bool) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast import backoff, units
+from outlast import backoff
 from outlast.cli import show, terminal, which
 from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
@@ -140,22 +140,12 @@ def logs(
             raise OutlastError("logs in a store have no times and cannot be followed; give the name of the job, where it runs")
         lines = output.logs(url, worker=worker, tail=tail)
     else:
-        since_s = _since(since)
+        since_s = None if since is None else which.duration("--since", since).total_seconds()
         place = which.place(ctx, name, namespace, context)
         lines = place.logs(which.job(place, name), worker=worker, follow=follow, tail=tail, since_s=since_s, say=terminal.say)
     for line in lines:
         if wanted is None or wanted.search(line.text):
             terminal.log([line], prefixed=worker is None)
-
-
-def _since(text: str | None) -> float | None:
-    """Seconds of `--since 10m`."""
-    if text is None:
-        return None
-    try:
-        return units.duration(text).total_seconds()
-    except ValueError as error:
-        raise typer.BadParameter(f"--since {text}: {error}") from error
 
 
 def scale(

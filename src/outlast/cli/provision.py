@@ -204,6 +204,6 @@ def _looking(made: fleet.Plan, text: str, *, there: bool) -> Iterator[tuple[Tool
         runs = _tools(Path(directory))
         reached = False
         if there:
-            where = ("--cluster", made.cluster, "--region", made.region)
-            reached = runs.ask(("eksctl", "utils", "write-kubeconfig", *where, "--kubeconfig", _kubeconfig())).code == 0
+            (write,) = (step.command for step in made.steps if step.key == "kubeconfig")
+            reached = runs.ask(write).code == 0
         yield runs, reached

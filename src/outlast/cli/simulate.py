@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outlast import units
-from outlast.cli import show, terminal
+from outlast.cli import show, terminal, which
 from outlast.cli.show import Output, OutputOption
 from outlast.errors import OutlastError
 
@@ -269,10 +269,7 @@ def _made(machines: int, per_hour: float, away_s: float, longest_s: float, seeds
 
 
 def _seconds(text: str, option: str) -> float:
-    try:
-        return units.duration(text).total_seconds()
-    except ValueError as error:
-        raise typer.BadParameter(f"{option} {text}: {error}") from error
+    return which.duration(option, text).total_seconds()
 
 
 def _played(settings: Sequence[Choice], profile: Profile, traces: Sequence[Trace]) -> Iterable[Result]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from outlast import units
 from outlast.cli import show, terminal
 from outlast.errors import NotFound, OutlastError
 
@@ -195,6 +197,14 @@ def recorded(url: str) -> tuple[Store, runs.Run]:
     if (record := runs.read(there)) is None:
         raise NotFound(f"there is no job in {there.url}; give the URL of a job's output, such as s3://bucket/runs/digits")
     return there, record
+
+
+def duration(option: str, text: str) -> timedelta:
+    """The value of an option that is a duration: `10m`. Raises BadParameter."""
+    try:
+        return units.duration(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{option} {text}: {error}") from error
 
 
 def takes(words: str) -> type[TyperCommand]:

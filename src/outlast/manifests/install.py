@@ -119,9 +119,7 @@ def operator(into: str = OPERATOR_NAMESPACE, image: str = IMAGE) -> Document:
                             ],
                             "ports": [{"name": "probes", "containerPort": Pod.PROBE_PORT}],
                             "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "512Mi"}},
-                            "startupProbe": pods.probe("/healthz", every=2, tries=30),
-                            "livenessProbe": pods.probe("/healthz", every=10, tries=3),
-                            "readinessProbe": pods.probe("/readyz", every=5, tries=1),
+                            **pods.probes(start=30, live=3),
                             "securityContext": volumes.confined(),
                             "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
                         }

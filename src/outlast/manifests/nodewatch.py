@@ -78,9 +78,7 @@ def _pod(image: str, queue: str) -> Document:
                 ],
                 "ports": [{"name": "probes", "containerPort": PORT, "hostPort": PORT}],
                 "resources": {"requests": {"cpu": "10m", "memory": "96Mi"}, "limits": {"memory": "256Mi"}},
-                "startupProbe": pods.probe("/healthz", every=2, tries=30),
-                "livenessProbe": pods.probe("/healthz", every=10, tries=3),
-                "readinessProbe": pods.probe("/readyz", every=5, tries=1),
+                **pods.probes(start=30, live=3),
                 "securityContext": volumes.confined(),
                 "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
             }

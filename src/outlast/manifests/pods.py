@@ -138,12 +138,19 @@ def _container(request: Request, worker: Worker, mounts: list[Document]) -> Docu
             {"name": "rendezvous", "containerPort": Pod.RENDEZVOUS_PORT},
         ],
         "resources": resources.share(request.job).container(),
-        "startupProbe": probe("/healthz", every=2, tries=START_S // 2),
-        "livenessProbe": probe("/healthz", every=10, tries=6),
-        "readinessProbe": probe("/readyz", every=5, tries=1),
+        **probes(start=START_S // 2, live=6),
         "securityContext": places.confined(),
         "terminationMessagePolicy": "FallbackToLogsOnError",  # the log's last lines are in the status of a pod that failed
         "volumeMounts": mounts,
+    }
+
+
+def probes(*, start: int, live: int) -> Document:
+    """The probes of a process of ours: so many tries to start, two seconds apart, and to be alive, ten seconds apart."""
+    return {
+        "startupProbe": probe("/healthz", every=2, tries=start),
+        "livenessProbe": probe("/healthz", every=10, tries=live),
+        "readinessProbe": probe("/readyz", every=5, tries=1),
     }
 
 

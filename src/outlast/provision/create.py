@@ -74,10 +74,8 @@ def create(plan: Plan, world: World) -> int:
         world.tell(head)
         ended = world.runs.run(step.command)
         if ended.code != 0:
-            last = ended.output.splitlines()
-            why = f": {last[-1]}" if last else ""
             raise OutlastError(
-                f"{step.command[0]} exited with {ended.code} at step {number} of {len(plan.steps)}, {step.key}{why}; "
+                f"{step.command[0]} exited with {ended.code} at step {number} of {len(plan.steps)}, {step.key}{ended.why}; "
                 f"{_remedy(step, ended.output)} and run the same command again, which goes on from there"
             )
         _wait(step, world)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from outlast.cloud.clusters import Found
 from outlast.errors import OutlastError
+from outlast.provision import tools
 from outlast.provision.create import Runs
 from outlast.provision.tools import Tell
 
@@ -57,12 +57,8 @@ def look(runs: Runs, exists: bool, reached: bool = True) -> Asked:
 
 def _items(text: str) -> list[tuple[str, dict[str, str], str]]:
     """Name, labels and state of each object in what kubectl printed."""
-    try:
-        items = json.loads(text)["items"]
-    except (ValueError, KeyError, TypeError):
-        return []
     found = []
-    for item in items:
+    for item in tools.items(text):
         head, status = item.get("metadata", {}), item.get("status") or {}
         name = "/".join(filter(None, (head.get("namespace"), head.get("name", ""))))
         found.append((name, head.get("labels") or {}, str(status.get("state", ""))))
@@ -77,8 +73,7 @@ def listed(asked: Asked, name: str, region: str, tagged: Iterable[str]) -> list[
     lines += [f"NodePool {each} is not ours: delete it first, or its machines go on and cost money" for each in asked.others]
     if not asked.reached:
         lines.append("the cluster does not answer: machines of NodePools, disks of claims and load balancers may be left behind")
-    kept = [each for each in tagged if ":elasticfilesystem:" in each or ":fsx:" in each]
-    lines += [f"kept: {each} ({_remove(name, region)})" for each in kept]
+    lines += [f"kept: {each} ({_remove(name, region)})" for each in tagged if _is_volume(each)]
     return lines
 
 
@@ -102,11 +97,14 @@ def delete(asked: Asked, name: str, region: str, runs: Runs, tell: Tell) -> None
         tell(" ".join(command))
         ended = runs.run(command)
         if ended.code != 0:
-            last = ended.output.splitlines()
-            why = f": {last[-1]}" if last else ""
             raise OutlastError(
-                f"{command[0]} exited with {ended.code}{why}; run the same command again, which goes on from there"
+                f"{command[0]} exited with {ended.code}{ended.why}; run the same command again, which goes on from there"
             )
+
+
+def _is_volume(arn: str) -> bool:
+    """Whether something of ours is that of `outlast volume`."""
+    return ":elasticfilesystem:" in arn or ":fsx:" in arn
 
 
 def _remove(name: str, region: str) -> str:
@@ -116,7 +114,7 @@ def _remove(name: str, region: str) -> str:
 
 def left(name: str, region: str, tagged: Iterable[str], disks: Iterable[str], machines: Iterable[str] = ()) -> list[str]:
     """What is still there, each with how to remove it: ARNs with our tags, machines that nobody stops, and disks of claims."""
-    volumes = {arn: ":elasticfilesystem:" in arn or ":fsx:" in arn for arn in tagged}
+    volumes = {arn: _is_volume(arn) for arn in tagged}
     return [
         *(
             f"machine {each} costs money: aws ec2 terminate-instances --region {region} --instance-ids {each}"

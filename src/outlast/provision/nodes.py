@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
+
+from outlast.provision import tools
 
 ASK = ("kubectl", "get", "nodes", "-o", "json")
 _LABELS = ("karpenter.sh/nodepool", "alpha.eksctl.io/nodegroup-name", "eks.amazonaws.com/nodegroup")
@@ -12,12 +13,8 @@ _LABELS = ("karpenter.sh/nodepool", "alpha.eksctl.io/nodegroup-name", "eks.amazo
 
 def counted(text: str) -> dict[str, int]:
     """Ready nodes of each group; of text that is no list of nodes none."""
-    try:
-        nodes = json.loads(text)["items"]
-    except (ValueError, KeyError, TypeError):
-        return {}
     groups: Counter[str] = Counter()
-    for node in nodes:
+    for node in tools.items(text):
         labels = node.get("metadata", {}).get("labels") or {}
         ready = {each["type"]: each["status"] for each in (node.get("status") or {}).get("conditions") or ()}.get("Ready")
         if ready == "True":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import json
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from outlast.errors import OutlastError
 
@@ -47,6 +49,12 @@ class Ran:
     code: int
     output: str
     """Of a question all that it printed; of a command the last lines."""
+
+    @property
+    def why(self) -> str:
+        """The last line, as the end of a sentence; empty if it said nothing."""
+        last = self.output.splitlines()
+        return f": {last[-1]}" if last else ""
 
 
 class Tools:
@@ -96,6 +104,15 @@ class Tools:
             process.stdout.close()
             code = process.wait()
         return Ran(code, "\n".join(last))
+
+
+def items(text: str) -> list[dict[str, Any]]:
+    """The objects in what `kubectl get -o json` has printed; of other text none."""
+    try:
+        found: list[dict[str, Any]] = json.loads(text)["items"]
+    except (ValueError, KeyError, TypeError):
+        return []
+    return found
 
 
 def check(kinds: Iterable[str], path: str | None = None) -> None:
