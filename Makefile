@@ -75,5 +75,5 @@ $(READY): pyproject.toml constraints.txt
 	@echo "$(VENV): installing pip and torch (once, a large download) ..."
 	@$(PIP) pip torch
 	@echo "$(VENV): installing outlast and what it is developed with ..."
-	@$(PIP) --group dev --editable ".[train,digits,data,llm,plots,tracking,store,kubernetes,install]"
+	@$(PIP) --group dev --editable ".[train,digits,data,llm,plots,tracking,spark,notebook,store,kubernetes,install]"
 	@touch $@
