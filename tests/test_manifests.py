@@ -945,3 +945,11 @@ def test_no_workers_suspend_a_job() -> None:
     assert kind(manifests.render(job, "statefulset"), "StatefulSet")["spec"]["replicas"] == 0
     assert kind(manifests.render(a_job(suspend=True), "statefulset"), "StatefulSet")["spec"]["replicas"] == 0
     assert wrong(job, "volcano") == ["workers.replicas (0) suspends the job, and no Job of Volcano begins so; say how many"]
+
+
+@every_topology_of_pods
+def test_istio_puts_no_proxy_beside_a_worker_unless_the_job_asks_for_one(topology: str) -> None:
+    label = "sidecar.istio.io/inject"
+    asked = {"metadata": {"labels": {label: "true"}}}
+    assert template(manifests.render(a_job(), topology))["metadata"]["labels"][label] == "false"
+    assert template(manifests.render(a_job(template=asked), topology))["metadata"]["labels"][label] == "true"

@@ -113,6 +113,6 @@ def document(wanted: Wanted) -> Document:
                     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                 ]
             },
-            "template": {"metadata": {"labels": meta}, "spec": pod},
+            "template": {"metadata": {"labels": {**labels.UNMESHED, **meta}}, "spec": pod},
         },
     }

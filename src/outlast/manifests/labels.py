@@ -11,6 +11,10 @@ from outlast.contract import Label
 from outlast.manifests import names
 from outlast.manifests.request import Document, Request, wrong
 
+UNMESHED = {"sidecar.istio.io/inject": "false"}
+"""Label of pods that run to an end: Istio puts no proxy beside them, in namespaces whose pods get one, such as Kubeflow's. Such a
+proxy outlives the training, so that a Job never completes, and rejects what workers send to one another's ports.
+https://istio.io/latest/docs/setup/additional-setup/sidecar-injection/"""
 _VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 _NAME = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _OPTION = re.compile(r"--?([A-Za-z][A-Za-z0-9_-]*)=(.+)")

@@ -50,7 +50,7 @@ def template(request: Request, worker: Worker) -> Document:
     """The PodTemplateSpec of a job's workers. Raises InvalidJob without an image, or if `template` cannot be merged."""
     volumes, mounts = places.volumes(request)
     made: Document = {
-        "metadata": {"labels": {**labels.worker(request), **worker.gang.labels}},
+        "metadata": {"labels": {**labels.UNMESHED, **labels.worker(request), **worker.gang.labels}},
         "spec": {
             "restartPolicy": worker.restart,
             "terminationGracePeriodSeconds": grace_s(request.spec),
