@@ -79,13 +79,13 @@ def test_what_an_agent_adds_for_its_warm_process_does_not_keep_that_from_forking
 WARM = """
 import json, os, sys, time
 from pathlib import Path
-from outlast.launch import sibling, warm
+from outlast.launch import prctl, sibling, warm
 from outlast.rendezvous.transports import sockets
 
 request = warm.Server(sockets.listening(Path(sys.argv[1])), dict(os.environ)).run(())
 child = os.fork()
 if child == 0:
-    warm.die_with(os.getppid())
+    prctl.die_with(os.getppid())
     time.sleep(60)
 print(json.dumps({"pid": os.getpid(), "group": os.getpgrp(), "child": child, "here": os.getcwd(), **os.environ}), flush=True)
 time.sleep(60)

@@ -22,7 +22,6 @@ import ports
 from outlast import cli, store
 from outlast.cli import tensorboard
 from outlast.cluster.backend import KubernetesBackend
-from outlast.errors import OutlastError
 from outlast.kube.streams import Ended
 from outlast.sync import growing
 from outlast.tracking import mirror
@@ -129,19 +128,6 @@ def test_metrics_in_a_pod_are_read_through_the_api_server(tmp_path: Path, capsys
         show.refresh()
     if os.geteuid():
         assert capsys.readouterr().err.count("metrics.jsonl cannot be read in pod job-worker-2: ") == 1
-
-
-def test_a_port_that_is_taken_is_said_unless_it_is_the_default(monkeypatch: pytest.MonkeyPatch):
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(
-            OutlastError, match=rf"port {port} at 127.0.0.1 cannot be used: Address already in use; choose another"
-        ):
-            tensorboard._port(port, "127.0.0.1")
-        monkeypatch.setattr(tensorboard, "PORT", port)
-        assert tensorboard._port(None, "127.0.0.1") not in (0, port)
 
 
 def test_without_tensorboard_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -26,6 +26,7 @@ from outlast.cli import (
     install,
     jobs,
     nodewatch,
+    notebook,
     operator,
     prepare_data,
     provision,
@@ -120,6 +121,7 @@ app.command()(results.report)
 app.command()(results.evaluate)
 app.command()(simulate.simulate)
 app.command()(tensorboard.tensorboard)
+app.command()(notebook.notebook)
 app.add_typer(checkpoints.app, name="checkpoints")
 app.command()(validate.validate)
 app.command()(render.render)

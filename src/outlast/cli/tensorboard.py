@@ -7,25 +7,22 @@ of an output in a store, or of a job in a cluster, through the API server. They 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
-import os
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outlast import contract
-from outlast.cli import terminal, which
+from outlast.cli import serving, terminal, which
 from outlast.cli.which import ContextOption, NamespaceOption
-from outlast.errors import NotFound, OutlastError
+from outlast.errors import OutlastError
 
 if TYPE_CHECKING:
     from outlast.cluster.backend import KubernetesBackend
@@ -36,8 +33,6 @@ PORT = 6006
 """TensorBoard's own default; another one if it is taken."""
 REFRESH_S = 5.0
 """Interval of looking for new metrics."""
-_START_S = 60.0
-"""How long TensorBoard may take to answer; arbitrary."""
 
 
 def tensorboard(
@@ -76,28 +71,18 @@ def tensorboard(
         shows = [Show(directory, label, source) for label, source in _labelled(_sources(ctx, names, namespace, context))]
         for show in shows:
             show.refresh()
-        with _server(directory / "logs", bind, _port(port, bind)) as process:
+        with serving.until_stopped(), _server(directory / "logs", bind, serving.port(port, bind, PORT)) as process:
             _follow(shows, process)
 
 
 def _follow(shows: Sequence[Show], process: subprocess.Popen[bytes]) -> None:
-    """Refresh until TensorBoard ends, or the user stops us."""
-
-    def stopped(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stopped)
-    try:
-        while process.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(REFRESH_S)
-            for show in shows:
-                show.refresh()
-        raise OutlastError(f"TensorBoard has ended with exit code {process.returncode}")
-    except KeyboardInterrupt:
-        return
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    """Refresh until TensorBoard ends."""
+    while process.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(REFRESH_S)
+        for show in shows:
+            show.refresh()
+    raise OutlastError(f"TensorBoard has ended with exit code {process.returncode}")
 
 
 # What is shown
@@ -252,50 +237,11 @@ def _labelled(found: Iterator[tuple[str, Source]]) -> list[tuple[str, Source]]:
 # The server
 
 
-def _port(wanted: int | None, bind: str) -> int:
-    """The port, or a free one. Raises OutlastError when it is taken."""
-    for port in (wanted,) if wanted else (PORT, 0):
-        try:
-            with socket.create_server((bind, port)) as server:
-                return int(server.getsockname()[1])
-        except OSError as error:
-            if port != PORT or wanted:
-                reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error
-                raise OutlastError(f"port {port} at {bind} cannot be used: {reason}; choose another --port") from error
-    raise AssertionError
-
-
 @contextlib.contextmanager
 def _server(logs: Path, bind: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
     """TensorBoard on `logs`, once it answers."""
-    log = logs.parent / "log"
     command = [sys.executable, "-P", "-m", "tensorboard.main", "--logdir", str(logs), "--host", bind, "--port", str(port)]
-    with log.open("wb") as output:
-        process = subprocess.Popen([*command, "--reload_interval", "5"], stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-    try:
-        _wait(lambda: _answers(bind, port), process, log)
-        shown = "localhost" if bind in ("127.0.0.1", "0.0.0.0", "::1", "::") else bind
-        print(f"TensorBoard: http://{shown}:{port}/ (Ctrl-C ends it)", flush=True)
+    ready = functools.partial(serving.answers, bind, port)
+    with serving.child("TensorBoard", [*command, "--reload_interval", "5"], logs.parent / "log", ready) as process:
+        print(f"TensorBoard: http://{serving.shown(bind)}:{port}/ (Ctrl-C ends it)", flush=True)
         yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _answers(bind: str, port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((bind, port), 1):
-        return True
-    return False
-
-
-def _wait(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
-    until = time.monotonic() + _START_S
-    while not ready():
-        if process.poll() is not None or time.monotonic() > until:
-            said = log.read_text(errors="replace").strip().splitlines()
-            raise NotFound(f"TensorBoard does not start: {said[-1] if said else 'it says nothing'}")
-        time.sleep(0.1)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import dataclasses
 import gc
 import importlib
@@ -37,25 +36,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from outlast import contract
-from outlast.launch import imports, shim, sibling, titles
+from outlast.launch import imports, prctl, shim, sibling, titles
 from outlast.rendezvous import transport
 from outlast.rendezvous.transports import sockets
-
-_PR_SET_PDEATHSIG = 1
-_PR_SET_PTRACER = 0x59616D61
-
-
-def prctl(option: int, value: int) -> None:
-    """prctl(2), where there is one."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its `parent` dies."""
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
-        os._exit(contract.exit_code(-signal.SIGKILL))
 
 
 @dataclasses.dataclass
@@ -200,7 +183,7 @@ class Server:
     def _fresh(self, parent: int) -> None:
         """Make this fork a process of its own, which dies with its `parent`."""
         self._close()
-        die_with(parent)
+        prctl.die_with(parent)
 
     def _close(self) -> None:
         """Close everything, in a fork."""
@@ -259,7 +242,7 @@ def become(request: Request) -> None:
     """Run a request in this fresh fork. Returns at its end, or raises SystemExit."""
     os.setsid()
     enter(request)
-    prctl(_PR_SET_PTRACER, 0xFFFFFFFFFFFFFFFF)  # py-spy, a sibling, may read the stacks of a hung process
+    prctl.be_traced()  # py-spy, a sibling, may read the stacks of a hung process
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()  # forks of one process would draw the same numbers
@@ -346,7 +329,7 @@ def main() -> None:
         if pid:
             gc.enable()
             begin(sibling.Forked(pid))
-        die_with(agent)
+        prctl.die_with(agent)
         titles.entitle("warm process")
         listener = sockets.listening(Path(request.env[contract.Env.STATE]) / shim.SOCKET)
         request = Server(listener, request.env).run(())
@@ -360,5 +343,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    die_with(int(sys.argv[2]))
+    prctl.die_with(int(sys.argv[2]))
     main()

@@ -1,0 +1,71 @@
+"""`outlast notebook`: JupyterLab with Outlast in it, on this machine."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outlast.cli import serving, terminal
+from outlast.errors import OutlastError
+
+_GRACE_S = 20.0
+"""How long kernels have to end before the server is killed; they end themselves then."""
+
+
+def notebook(
+    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where the work is kept.")] = Path("notebooks"),
+    port: Annotated[
+        int | None, typer.Option(metavar="N", min=0, max=65535, help="Port. Default: 8888, or a free one if that is taken.")
+    ] = None,
+    bind: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen at; 0.0.0.0 for all.")] = "127.0.0.1",
+    token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Take the token from this file. Default: a new random one.")
+    ] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Open a browser.")] = False,
+) -> None:
+    """Start JupyterLab in a directory, with a first notebook, until Ctrl-C.
+
+    The first notebook prepares text, trains a small GPT on it with two workers, kills one of them, and shows
+    where the time went. Its kernel is the Python of this Outlast. A notebook that is there already is not changed, and
+    jobs that were started go on when the server ends.
+
+    Whoever has the token can run programs here: it is made anew at each start and printed as part of the URL. The
+    variable OUTLAST_NOTEBOOK_TOKEN, or --token-file, gives another one, which is not printed.
+
+    \b
+    Examples:
+      outlast notebook
+      outlast notebook ~/experiments --port 9000 --open
+      outlast notebook work --bind 0.0.0.0 --token-file token.txt
+    """
+    from outlast.notebooks import jupyter
+
+    jupyter.check()
+    token, made = jupyter.token(token_file, os.environ)
+    directory = Path(os.path.abspath(directory))
+    if jupyter.place(directory):
+        terminal.say(f"put {jupyter.FIRST} into {directory}")
+    with tempfile.TemporaryDirectory(prefix="outlast-notebook-") as made_here, serving.until_stopped():
+        private = Path(made_here)
+        home = jupyter.writable(os.environ.get("HOME"))
+        environ = jupyter.environment(os.environ, directory, private, home=home)
+        if there := jupyter.running(directory, environ):
+            print(f"JupyterLab runs already in {directory}: {there if made else there.partition('?')[0]}")
+            return
+        server = jupyter.Server(directory, serving.port(port, bind, jupyter.PORT), bind, open_)
+        jupyter.prepare(private, token)
+        with serving.child(
+            "JupyterLab",
+            jupyter.command(server, root=os.geteuid() == 0),
+            private / "log",
+            lambda: jupyter.ready(server, token),
+            environ=environ,
+            grace_s=_GRACE_S,
+        ) as process:
+            url = jupyter.url(server, serving.shown(bind), token if made else "")
+            print(f"JupyterLab: {url} (Ctrl-C ends it)", flush=True)
+            raise OutlastError(f"JupyterLab has ended with exit code {process.wait()}")

@@ -1,0 +1,106 @@
+"""A web server as the child of a command, until Ctrl-C: TensorBoard, JupyterLab."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from outlast.errors import NotFound, OutlastError
+
+_START_S = 60.0
+"""How long a server may take to answer; arbitrary."""
+
+
+def port(wanted: int | None, bind: str, default: int) -> int:
+    """The port, `default`, or a free one if that is taken. Raises OutlastError when the `wanted` one is taken."""
+    for number in (wanted,) if wanted else (default, 0):
+        try:
+            with socket.create_server((bind, number)) as server:
+                return int(server.getsockname()[1])
+        except OSError as error:
+            if number != default or wanted:
+                reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error
+                raise OutlastError(f"port {number} at {bind} cannot be used: {reason}; choose another --port") from error
+    raise AssertionError
+
+
+def shown(bind: str) -> str:
+    """The host of a URL at which a browser of this machine reaches a server that listens at `bind`."""
+    return "localhost" if bind in ("127.0.0.1", "0.0.0.0", "::1", "::") else f"[{bind}]" if ":" in bind else bind
+
+
+@contextlib.contextmanager
+def until_stopped() -> Iterator[None]:
+    """SIGTERM is as Ctrl-C, and both end the block without an error."""
+
+    def stopped(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stopped)
+    try:
+        yield
+    except KeyboardInterrupt:
+        return
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def child(
+    name: str,
+    command: Sequence[str],
+    log: Path,
+    ready: Callable[[], bool],
+    *,
+    environ: Mapping[str, str] | None = None,
+    grace_s: float = 5.0,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A server once it is `ready`. It is ended with the block, and by the system when this process is killed.
+
+    Ctrl-C does not reach it: we end it. Raises NotFound, with the end of its log, when it does not start.
+    """
+    from outlast.launch import prctl
+
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=functools.partial(prctl.die_with, os.getpid(), signal.SIGTERM),
+        )
+    try:
+        _wait(name, ready, process, log)
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def answers(bind: str, number: int) -> bool:
+    """Whether somebody listens at a port."""
+    with contextlib.suppress(OSError), socket.create_connection((bind, number), 1):
+        return True
+    return False
+
+
+def _wait(name: str, ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+    until = time.monotonic() + _START_S
+    while not ready():
+        if process.poll() is not None or time.monotonic() > until:
+            said = log.read_text(errors="replace").strip().splitlines()
+            raise NotFound(f"{name} does not start: {said[-1] if said else 'it says nothing'}")
+        time.sleep(0.1)

@@ -1,0 +1,1 @@
+"""Notebooks: the first one, and JupyterLab to run it in."""

@@ -1,0 +1,165 @@
+"""`outlast notebook`: who may use the server, where the work is, and that the first notebook is right."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+
+import test_readme
+from outlast import cli
+from outlast.cli import serving
+from outlast.errors import OutlastError
+from outlast.notebooks import jupyter
+
+FIRST = Path(jupyter.__file__).with_name(jupyter.FIRST)
+GIVEN = "0123456789abcdef0123456789abcdef"
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What `outlast notebook` says when it does not start."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["notebook", *words])
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_the_first_notebook_is_valid_and_has_no_outputs() -> None:
+    notebook = nbformat.read(FIRST, as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell for cell in code if cell.outputs or cell.execution_count] == []
+    assert notebook.metadata.kernelspec.name == "python3"
+
+
+def commands() -> list[list[str]]:
+    """The words after `!outlast` in the cells of the first notebook."""
+    cells = json.loads(FIRST.read_text())["cells"]
+    sources = ["".join(cell["source"]).replace("\\\n", "") for cell in cells if cell["cell_type"] == "code"]
+    lines = [line for source in sources for line in source.splitlines()]
+    return [test_readme.shell(line.strip())[1:] for line in lines if line.startswith("!outlast ")]
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_a_command_of_the_first_notebook_exists_and_takes_its_options(words: list[str]) -> None:
+    test_readme.test_a_command_exists_and_takes_its_options_and_arguments(words)
+
+
+def test_a_token_is_random_unless_a_file_or_a_variable_gives_it(tmp_path: Path) -> None:
+    made = [jupyter.token(None, {}) for _ in range(2)]
+    assert all(new and len(token) == 64 for token, new in made)
+    assert made[0] != made[1]
+    (tmp_path / "token").write_text(f"{GIVEN}\n")
+    assert jupyter.token(tmp_path / "token", {jupyter.TOKEN: "another, which the file precedes"}) == (GIVEN, False)
+    assert jupyter.token(None, {jupyter.TOKEN: GIVEN}) == (GIVEN, False)
+
+
+def test_a_token_that_protects_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OutlastError, match=r"^--token-file .*nowhere cannot be read: No such file or directory; name a file"):
+        jupyter.token(tmp_path / "nowhere", {})
+    for weak in ("", "secret", "with some spaces within"):
+        said = rf"^the token in the variable {jupyter.TOKEN} has {len(weak)} characters; it must have at least 16, without spaces"
+        with pytest.raises(OutlastError, match=said):
+            jupyter.token(None, {jupyter.TOKEN: weak})
+
+
+def test_the_token_is_on_no_command_line_and_in_no_variable_of_a_kernel(tmp_path: Path) -> None:
+    server = jupyter.Server(tmp_path)
+    jupyter.prepare(tmp_path, GIVEN)
+    environ = jupyter.environment({"HOME": "/home/me", jupyter.TOKEN: GIVEN, "JUPYTER_TOKEN": "x"}, tmp_path, tmp_path, home=True)
+    assert GIVEN not in "".join([*jupyter.command(server, root=False), *environ.values()])
+    assert "JUPYTER_TOKEN" not in environ
+    file = Path(environ["JUPYTER_TOKEN_FILE"])
+    assert (file.read_text(), stat.S_IMODE(file.stat().st_mode)) == (GIVEN, 0o600)
+    assert jupyter.url(server, "localhost", "") == "http://localhost:8888/lab/tree/first.ipynb"
+    assert jupyter.url(server, "localhost", GIVEN) == f"http://localhost:8888/lab/tree/first.ipynb?token={GIVEN}"
+
+
+def test_the_kernel_is_the_python_of_outlast_and_so_are_its_programs(tmp_path: Path) -> None:
+    jupyter.prepare(tmp_path, GIVEN)
+    environ = jupyter.environment({"HOME": "/root", "PATH": "/bin", "JUPYTER_PATH": "/mine"}, tmp_path, tmp_path, home=True)
+    assert environ["PATH"].split(os.pathsep) == [str(Path(sys.executable).parent), "/bin"]
+    assert environ["JUPYTER_PATH"].split(os.pathsep) == [str(tmp_path), "/mine"]
+    assert json.loads((tmp_path / "kernels/python3/kernel.json").read_text())["argv"][0] == sys.executable
+
+
+def test_settings_are_kept_with_the_work_where_the_home_directory_is_read_only(tmp_path: Path) -> None:
+    environ = jupyter.environment({"HOME": "/"}, tmp_path, tmp_path / "private", home=False)
+    assert environ["HOME"] == str(tmp_path / ".home")
+    assert environ["JUPYTER_RUNTIME_DIR"] == str(tmp_path / ".home/.local/share/jupyter/runtime")
+
+
+def test_the_first_notebook_is_put_into_the_directory_once(tmp_path: Path) -> None:
+    assert jupyter.place(tmp_path / "a/work")
+    assert (tmp_path / "a/work" / jupyter.FIRST).read_bytes() == FIRST.read_bytes()
+    (tmp_path / "a/work" / jupyter.FIRST).write_text("mine")
+    assert not jupyter.place(tmp_path / "a/work")
+    assert (tmp_path / "a/work" / jupyter.FIRST).read_text() == "mine"
+
+
+def test_what_is_missing_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    said = f"Error: {tmp_path}/file cannot be written: File exists; name another directory for the notebooks\n"
+    assert refused(capsys, str(tmp_path / "file")) == said
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = f"Error: port {port} at 127.0.0.1 cannot be used: Address already in use; choose another --port\n"
+        assert refused(capsys, str(tmp_path / "work"), "--port", str(port)).endswith(said)
+        assert serving.port(None, "127.0.0.1", port) not in (0, port)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert refused(capsys) == "Error: JupyterLab is not installed; pip install 'outlast[notebook]'\n"
+
+
+class Api(http.server.BaseHTTPRequestHandler):
+    """What JupyterLab answers with a token, and without."""
+
+    without = 403
+
+    def do_GET(self) -> None:
+        right = self.headers["Authorization"] == f"token {GIVEN}"
+        self.send_response(404 if self.path != "/base/api/status" else 200 if right else self.without)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[jupyter.Server]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Api) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        yield jupyter.Server(tmp_path, server.server_port, "0.0.0.0", base="/base/")
+        server.shutdown()
+
+
+def test_a_server_is_ready_when_it_answers_with_the_token_and_not_without(
+    served: jupyter.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert jupyter.ready(served, GIVEN)
+    assert not jupyter.ready(served, "another")
+    monkeypatch.setattr(Api, "without", 200)
+    with pytest.raises(OutlastError, match="answers without a token: your Jupyter settings switch authentication off"):
+        jupyter.ready(served, GIVEN)
+
+
+def test_a_server_that_runs_in_the_directory_is_found_and_one_of_an_earlier_machine_is_not(
+    served: jupyter.Server, tmp_path: Path
+) -> None:
+    environ = {"JUPYTER_RUNTIME_DIR": str(tmp_path)}
+    info = {"pid": os.getpid(), "url": f"http://127.0.0.1:{served.port}/base/", "base_url": "/base/", "token": GIVEN}
+    (tmp_path / "jpserver-1.json").write_text(json.dumps({**info, "root_dir": "/work"}))
+    assert jupyter.running(Path("/work"), environ) == f"http://127.0.0.1:{served.port}/base/lab?token={GIVEN}"
+    assert jupyter.running(Path("/another"), environ) is None
+    (tmp_path / "jpserver-1.json").write_text(json.dumps({**info, "root_dir": "/work", "token": "another"}))
+    assert jupyter.running(Path("/work"), environ) is None, "its process id belongs to another program by now"
