@@ -141,7 +141,8 @@ def test_every_variant_is_a_stage_and_runs_as_nobody_with_rights() -> None:
         lines = known[variant]
         assert [line for line in lines if line.startswith("USER")][-1] == "USER 1000:1000"
         assert any(line.startswith("ENV PATH=/opt/outlast/bin:") for line in lines)
-        assert not any(word in line for line in lines for word in ("apt-get", "build-essential", "gcc"))
+        installs = [word for line in lines for word in re.findall(r"apt-get install (.*?)\s+&&", line)]
+        assert installs in ([], ["--yes --no-install-recommends openjdk-17-jre-headless"]), "no compiler"
     assert list(known)[-1] == "cpu", "who names no stage gets the last"
 
 
@@ -173,6 +174,15 @@ def test_the_operators_image_has_no_torch() -> None:
     lines = stages()["build-operator"]
     assert not any("torch" in line or "[train" in line for line in lines)
     assert any('".[kubernetes,store]"' in line for line in lines)
+
+
+def test_the_image_for_spark_has_a_java_and_answers_sparks_words() -> None:
+    known = stages()
+    assert any('".[data,store,kubernetes,spark]"' in line for line in known["build-spark"])
+    assert not any("torch" in line or "[train" in line for line in known["build-spark"])
+    assert 'ENTRYPOINT ["python", "-P", "-m", "outlast.spark_entrypoint"]' in known["spark"]
+    assert known["spark"][-1] == "COPY --from=build-spark /opt/outlast /opt/outlast"
+    assert [line for line in known["spark"] if line.startswith("CMD")][-1] == 'CMD ["outlast", "--help"]'
 
 
 def test_versions_are_those_of_the_constraints() -> None:
@@ -298,7 +308,7 @@ def test_without_an_engine_or_a_dockerfile_one_sentence_is_said(outlast: Outlast
     assert code == 2
     assert err.endswith("give the directory of Outlast's sources or of your own image, or --file\n")
     code, _, err = outlast("build", sources, "--variant", "cudda")
-    assert (code, err) == (2, "Error: no variant cudda; did you mean cuda? there are cpu, cuda, neuron, operator\n")
+    assert (code, err) == (2, "Error: no variant cudda; did you mean cuda? there are cpu, cuda, neuron, spark, operator\n")
     assert outlast("build", sources, "--push")[2] == (
         "Error: outlast:cpu names no registry to push to; write registry/outlast:cpu, e.g. ghcr.io/me/outlast:cpu\n"
     )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Build and push images.")
 
-_VARIANTS = f"{', '.join(('cpu', *accelerators.IMAGES))} or operator"
+_VARIANTS = f"{', '.join(('cpu', *accelerators.IMAGES, 'spark'))} or operator"
 With = Annotated[str | None, typer.Option("--with", metavar="ENGINE", help="docker, podman or buildah; the first that works.")]
 Dry = Annotated[bool, typer.Option("--dry-run", help="Only print the commands.")]
 
