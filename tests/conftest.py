@@ -25,6 +25,7 @@ from outlast.status import JobStatus
 from outlast.store import Store
 from servers import Place as Bucket
 from servers import moto, moto_server, rclone, rclone_server, s3, small_parts  # noqa: F401 (fixtures)
+from sparks import _session, spark_engine  # noqa: F401 (fixtures)
 from web import web  # noqa: F401 (a fixture)
 from worlds import calm  # noqa: F401 (fixture)
 

@@ -170,6 +170,8 @@ class Env:
     """Fencing token of this machine in the store of the run; a process that finds another one there is a zombie."""
     REVIVE = "OUTLAST_REVIVE"
     """JSON list: the command that restarts the launcher when it cannot be reached."""
+    SPARK_DRIVER = "OUTLAST_SPARK_DRIVER"
+    """`1`: this process is in the pod of a driver of Spark, so `data prepare --master k8s://...` runs Spark in client mode."""
 
 
 RESERVED_ENV = re.compile(

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
-import threading
 from pathlib import Path
+
+
+def beside(path: Path) -> Path:
+    """A name for a file that is renamed to `path` when it is whole: no other process has it, on no machine."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}.partial")
 
 
 def replace(path: Path, text: str | bytes, *, durable: bool = False) -> None:
     """Write a file beside `path` and rename it over; if `durable`, it is whole after a power loss, too. Raises OSError."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}")
+    partial = beside(path)
     with open(partial, "wb") as file:
         file.write(text.encode() if isinstance(text, str) else text)
         if durable:

@@ -7,6 +7,7 @@ last.
 from __future__ import annotations
 
 import contextlib
+import enum
 import hashlib
 import json
 import os
@@ -14,17 +15,18 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast import units
+from outlast import contract, units
 from outlast.cli import show, transfers
 from outlast.errors import Missing, OutlastError
 
 if TYPE_CHECKING:
-    from outlast.data.prepare.work import Request
+    from outlast.data.prepare.work import Engine, Request
     from outlast.data.shards import Files, Manifest
     from outlast.store import Store
 
@@ -65,6 +67,71 @@ GlobOption = Annotated[
 ]
 
 
+class EngineName(enum.StrEnum):
+    """Who does the work."""
+
+    LOCAL = "local"
+    SPARK = "spark"
+
+
+EngineOption = Annotated[EngineName, typer.Option("--engine", help="Who does the work: processes of this machine, or Spark.")]
+MasterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--master",
+        metavar="URL",
+        help="Spark's master: local[8], spark://HOST:7077. Default: local[*], all cores of this machine.",
+        show_default=False,
+    ),
+]
+PartitionsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--partitions", metavar="N", min=1, help="Spark's tasks per stage. Default: one per unit of work.", show_default=False
+    ),
+]
+ConfOption = Annotated[
+    list[str] | None,
+    typer.Option("--conf", metavar="KEY=VALUE", help="Spark's configuration: spark.executor.memory=4g. May be repeated."),
+]
+
+
+@dataclass(frozen=True)
+class How:
+    """The options that all kinds have."""
+
+    to: str
+    processes: int | None
+    verify: bool
+    work: Path | None
+    engine: EngineName
+    master: str | None
+    partitions: int | None
+    conf: tuple[str, ...]
+
+    @property
+    def submits(self) -> bool:
+        """Whether the driver of Spark is to run in a cluster: with its master, and not from the driver's own pod."""
+        in_driver = os.environ.get(contract.Env.SPARK_DRIVER) == "1"
+        return self.engine is EngineName.SPARK and (self.master or "").startswith("k8s://") and not in_driver
+
+    @contextlib.contextmanager
+    def engine_opened(self) -> Iterator[Engine | None]:
+        """Who does the units of work; None: processes of this machine. Raises OutlastError for options that do not fit."""
+        if self.engine is EngineName.LOCAL:
+            given = {"--master": self.master, "--partitions": self.partitions, "--conf": self.conf}
+            if wrong := [name for name, value in given.items() if value]:
+                raise OutlastError(f"{wrong[0]} is for Spark; add --engine spark, or leave it out")
+            yield None
+            return
+        from outlast.data.prepare import spark
+
+        if self.processes is not None:
+            raise OutlastError("--processes is for --engine local; leave it out, and say how many cores with --master local[8]")
+        with spark.opened(spark.settings(self.master, self.partitions, self.conf)) as engine:
+            yield engine
+
+
 def _size(text: str | None) -> int | None:
     if text is None:
         return None
@@ -94,6 +161,10 @@ def text(
     verify: VerifyOption = False,
     skip_damaged: SkipOption = False,
     work: WorkOption = None,
+    engine: EngineOption = EngineName.LOCAL,
+    master: MasterOption = None,
+    partitions: PartitionsOption = None,
+    conf: ConfOption = None,
 ) -> None:
     """Tokenize text: train.bin, val.bin and meta.pkl as nanoGPT reads them, tokenizer.json, and a manifest.
 
@@ -113,7 +184,8 @@ def text(
     settings = texts.Settings(
         tokenizer, vocab_size, val, separator, tuple(glob or ()), field, _size(shard_size), skip_damaged=skip_damaged
     )
-    _made(lambda request: texts.prepare(request, settings), source, to, processes, work, verify=verify)
+    how = How(to, processes, verify, work, engine, master, partitions, tuple(conf or ()))
+    _made(lambda request: texts.prepare(request, settings), source, how)
 
 
 @app.command()
@@ -138,6 +210,10 @@ def jsonl(
     verify: VerifyOption = False,
     skip_damaged: SkipOption = False,
     work: WorkOption = None,
+    engine: EngineOption = EngineName.LOCAL,
+    master: MasterOption = None,
+    partitions: PartitionsOption = None,
+    conf: ConfOption = None,
 ) -> None:
     """Tokenize records for fine-tuning: input_ids and labels, where -100 takes no part in the loss.
 
@@ -155,7 +231,8 @@ def jsonl(
     settings = records.Settings(
         tokenizer, vocab_size, val, separator, max_length, tuple(glob or ("*.jsonl",)), _size(shard_size) or 1, skip_damaged
     )
-    _made(lambda request: records.prepare(request, settings), source, to, processes, work, verify=verify)
+    how = How(to, processes, verify, work, engine, master, partitions, tuple(conf or ()))
+    _made(lambda request: records.prepare(request, settings), source, how)
 
 
 @app.command()
@@ -176,6 +253,10 @@ def images(
     verify: VerifyOption = False,
     skip_damaged: SkipOption = False,
     work: WorkOption = None,
+    engine: EngineOption = EngineName.LOCAL,
+    master: MasterOption = None,
+    partitions: PartitionsOption = None,
+    conf: ConfOption = None,
 ) -> None:
     """Decode images: columns image, uint8 of (height, width, 3), and label.
 
@@ -193,7 +274,8 @@ def images(
     from outlast.data.prepare import images as pictures
 
     settings = pictures.Settings(size, encoded, val, _size(shard_size) or 1, skip_damaged, stretch)
-    _made(lambda request: pictures.prepare(request, settings), source, to, processes, work, verify=verify)
+    how = How(to, processes, verify, work, engine, master, partitions, tuple(conf or ()))
+    _made(lambda request: pictures.prepare(request, settings), source, how)
 
 
 @app.command()
@@ -213,6 +295,10 @@ def video(
     verify: VerifyOption = False,
     skip_damaged: SkipOption = False,
     work: WorkOption = None,
+    engine: EngineOption = EngineName.LOCAL,
+    master: MasterOption = None,
+    partitions: PartitionsOption = None,
+    conf: ConfOption = None,
 ) -> None:
     """Cut clips out of videos: columns video, uint8 of (16, 224, 224, 3), audio, int16 of (30720,), and label.
 
@@ -228,7 +314,8 @@ def video(
 
     listed = str(labels) if labels else ""
     settings = videos.Settings(frames, size, clips, listed, val, _size(shard_size) or 1, skip_damaged)
-    _made(lambda request: videos.prepare(request, settings), source, to, processes, work, verify=verify)
+    how = How(to, processes, verify, work, engine, master, partitions, tuple(conf or ()))
+    _made(lambda request: videos.prepare(request, settings), source, how)
 
 
 def verify(
@@ -254,35 +341,39 @@ def verify(
     _verified(stored.manifest(), stored, place)
 
 
-def _made(
-    prepare: Callable[[Request], Manifest], source: Path, to: str, processes: int | None, work: Path | None, *, verify: bool
-) -> None:
+def _made(prepare: Callable[[Request], Manifest], source: Path, how: How) -> None:
     """Prepare, upload, verify, and say so."""
+    if how.submits:
+        raise OutlastError(f"--master {how.master} is for a driver's pod; use local[*] or spark://HOST:7077 here")
     from outlast.data import shards
     from outlast.data.prepare import work as working
 
+    to = how.to
     if "://" in to:
         from outlast import store
 
         stored = _Stored(store.open_(to))
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outlast" / "prepare"
-        directory = work or home / hashlib.sha256(stored.store.url.encode()).hexdigest()[:32]
+        directory = how.work or home / hashlib.sha256(stored.store.url.encode()).hexdigest()[:32]
         there = None
         with contextlib.suppress(Missing):
             there = stored.manifest()
     else:
         stored, directory, there = None, Path(to), shards.read(Path(to)) if (Path(to) / shards.MANIFEST).exists() else None
     began = time.monotonic()
-    with transfers.interruptible() as stop, _Stages().shown() as progress:
-        request = working.Request(source, directory, processes or working.cores(), progress, there if stored else None, stop)
-        made = prepare(request)
+    processes = how.processes or working.cores()
+    with transfers.interruptible() as stop, _Stages().shown() as progress, how.engine_opened() as engine:
+        if engine:  # whose processes have other working directories
+            source, directory = source.absolute(), directory.absolute()
+        known = there if stored else None
+        made = prepare(working.Request(source, directory, processes, progress, known, stop, engine=engine))
     verb = "already there:" if there else "wrote"
     if stored and not there:
         stored.upload(directory, made)
     damaged = made.source.get("damaged")
     left_out = f", {damaged:,} damaged left out" if damaged else ""
     print(f"{verb} {summary(made)} in {to}{left_out} ({units.human_seconds(time.monotonic() - began)})")
-    if verify:
+    if how.verify:
         _verified(made, stored or shards.Local(directory), to)
 
 

@@ -481,7 +481,7 @@ def write_columns(path: Path, table: Mapping[str, NDArray[Any]]) -> Shard:
     header = json.dumps(about, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     digest, size = hashlib.sha256(), 0
-    temporary = path.with_name(f".{path.name}.partial")
+    temporary = files.beside(path)
     with temporary.open("wb") as file:
         pieces: list[bytes | memoryview[int]] = [
             len(header).to_bytes(8, "little"),

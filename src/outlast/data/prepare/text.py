@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from outlast import files
 from outlast.data import shards
 from outlast.data.prepare import plan, records, tokenizer, work
 from outlast.data.prepare.plan import TRAIN, VAL, BadSource, Document, File, Piece, Unit
@@ -285,11 +286,13 @@ def _encode(unit: Unit, *, reader: Reader, path: Path, digest: str, end: bytes, 
     note: work.Note = {"damaged": len(damaged)}
     for part, encoded in tokens.items():
         name = f"encode-{unit.number:06d}.{part}"
-        with (into / name).open("wb") as file:
+        temporary = files.beside(into / name)
+        with temporary.open("wb") as file:
             file.writelines(encoded)
             file.flush()
             os.fsync(file.fileno())
             note[part] = {"file": name, "documents": documents[part], "bytes": file.tell()}
+        temporary.replace(into / name)
     return note
 
 

@@ -1,4 +1,6 @@
-"""Units of work done by processes: each result is a note written last, so a killed run continues with what is missing.
+"""Units of work done by an engine: each result is a note written last, so a killed run continues with what is missing.
+
+Engines are processes of this machine, here, or Spark (`spark`).
 
 Below the target is `.prepare/`, with the lock, the plan's digest, a note per finished unit, and what units hand to a later stage.
 When the manifest is written it goes. Processes are not forked from ours: tokenizers and PyAV have threads. They end when we do,
@@ -20,7 +22,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from outlast import file_locks, files
 from outlast.data import place, shards
@@ -28,13 +30,14 @@ from outlast.data.prepare import plan
 from outlast.errors import AlreadyRunning, OutlastError, Stopped
 
 PRIVATE = ".prepare"
-_OURS = re.compile(r"\.?(train|val)(-\d+)?\.(bin|safetensors)(\.partial)?|tokenizer\.json|meta\.pkl")
+_OURS = r"(train|val)(-\d+)?\.(bin|safetensors)|tokenizer\.json|meta\.pkl"
 """Names of files that an unfinished run leaves beside PRIVATE."""
+_PARTIAL = re.compile(rf"\.({_OURS}|{re.escape(shards.MANIFEST)}|encode-\d+\.\w+|\w+-\d+\.json|plan)(\.\w+)?\.partial")
+"""Names of files, there and in PRIVATE, that were never renamed: see `files.beside`."""
 _PRELOADED = [f"outlast.data.prepare.{module}" for module in ("images", "jsonl", "text", "video")] + ["tokenizers"]
 _NOT_OURS = ("lost+found",)
 """What a new, empty volume contains."""
 Note = dict[str, Any]
-_U = TypeVar("_U", bound="Work")
 
 
 class Work(Protocol):
@@ -45,6 +48,60 @@ class Work(Protocol):
 
     @property
     def bytes(self) -> int: ...
+
+
+_U = TypeVar("_U", bound=Work)
+
+
+@dataclass(frozen=True)
+class Task(Generic[_U]):
+    """What to do with each unit of a stage: `do`, then its note, last. It is pickled to whoever does the unit.
+
+    Two may do a unit at once; what they write is the same, and renamed when it is whole.
+    """
+
+    do: Callable[[_U], Note]
+    stage: str
+    private: Path
+    plan: str
+    """The digest of the plan; a task of another plan adds nothing."""
+
+    def __call__(self, unit: _U) -> Note:
+        """The note of a unit, which is done if nobody has done it. Raises what `do` raises."""
+        if (there := self.note(unit)) is not None:
+            return there
+        self._check()
+        made = self.do(unit)
+        self._check()
+        files.replace(self._path(unit), json.dumps(made), durable=False)
+        return made
+
+    def note(self, unit: _U) -> Note | None:
+        """The note of a unit, if it is done."""
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return dict(json.loads(self._path(unit).read_bytes()))
+        return None
+
+    def _path(self, unit: _U) -> Path:
+        return self.private / f"{self.stage}-{unit.number:06d}.json"
+
+    def _check(self) -> None:
+        noted = self.private / "plan"
+        if not noted.exists() or noted.read_text() != self.plan:
+            raise OutlastError(f"another `outlast data prepare` has begun to write to {self.private.parent}; this one ends")
+
+
+class Engine(Protocol):
+    """Does the units of a stage."""
+
+    def done(
+        self, task: Task[_U], units: Sequence[_U], check: Callable[[], None], finished: Callable[[int], None]
+    ) -> Mapping[int, Note]:
+        """The note of each unit by its number.
+
+        Calls `check` a few times per second, which raises Stopped, and `finished` with the bytes of units done since the last
+        call. Raises what the task raises, and OutlastError when who does it is killed.
+        """
 
 
 def _quiet(stage: str, done: int, total: int) -> None:
@@ -66,6 +123,8 @@ class Request:
     """Ends the run soon after it is set; another one continues."""
     unit: int = plan.UNIT
     """Bytes of text in a unit; tests make it small."""
+    engine: Engine | None = None
+    """Who does the units; None: that many processes of this machine."""
 
 
 def cores() -> int:
@@ -99,54 +158,34 @@ def before(request: Request, kind: str, settings: Mapping[str, Any], source: Map
 class Place:
     """The target while it is made. Use `opened`."""
 
-    def __init__(self, request: Request, private: Path) -> None:
+    def __init__(self, request: Request, private: Path, digest: str) -> None:
         self.request = request
         self.private = private
+        self._digest = digest
 
     def results(self, stage: str, do: Callable[[_U], Note], units: Sequence[_U]) -> list[Note]:
         """What `do` returns for each unit, in their order; units that an earlier run has done are not done again.
 
         `do` is pickled, so it is a function of a module or a `functools.partial` of one. What it writes must be whole when it
-        returns, and may be written twice. Raises what it raises, Stopped, and OutlastError when a process is killed.
+        returns, and may be written twice, even at once. Raises what it raises, Stopped, and OutlastError when a process is
+        killed.
         """
-        notes: dict[int, Note] = {}
-        for unit in units:
-            with contextlib.suppress(FileNotFoundError, ValueError):
-                notes[unit.number] = json.loads(self._note(stage, unit.number).read_bytes())
+        task = Task(do, stage, self.private, self._digest)
+        notes = {unit.number: note for unit in units if (note := task.note(unit)) is not None}
         missing = [unit for unit in units if unit.number not in notes]
         total = sum(unit.bytes for unit in units)
         done = total - sum(unit.bytes for unit in missing)
-        self.request.progress(stage, done, total)
-        for unit, note in self._done(do, missing):
-            files.replace(self._note(stage, unit.number), json.dumps(note), durable=False)
-            notes[unit.number] = note
-            done += unit.bytes
+
+        def finished(count: int) -> None:
+            nonlocal done
+            done += count
             self.request.progress(stage, done, total)
+
+        finished(0)
+        if missing:
+            engine = self.request.engine or Processes(self.request.processes)
+            notes |= engine.done(task, missing, self._check, finished)
         return [notes[unit.number] for unit in units]
-
-    def _note(self, stage: str, number: int) -> Path:
-        return self.private / f"{stage}-{number:06d}.json"
-
-    def _done(self, do: Callable[[_U], Note], units: Sequence[_U]) -> Iterator[tuple[_U, Note]]:
-        """Results in the order in which they come; at most two units per process are in flight."""
-        if self.request.processes <= 1 or len(units) <= 1:
-            for unit in units:
-                self._check()
-                yield unit, do(unit)
-            return
-        with pool(min(self.request.processes, len(units))) as executor:
-            flying: dict[Future[Note], _U] = {}
-            rest = iter(units)
-            while True:
-                self._check()
-                for unit in itertools.islice(rest, 2 * self.request.processes - len(flying)):
-                    flying[executor.submit(do, unit)] = unit
-                if not flying:
-                    return
-                finished, _ = wait(flying, timeout=0.2, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    unit = flying.pop(future)
-                    yield unit, _result(future)
 
     def _check(self) -> None:
         if self.request.stop.is_set():
@@ -169,11 +208,49 @@ class Place:
                     f"{name} would be empty: {_EMPTY.get(name, '')}nothing of {self.request.source} falls into it"
                 )
         shards.write(self.request.to, manifest)
-        shutil.rmtree(self.private)
+        _remove_partial(self.request.to)
+        shutil.rmtree(self.private, ignore_errors=True)  # a lost executor may just write there; the next run removes the rest
         return shards.read(self.request.to)
 
 
 _EMPTY = {plan.VAL: "give more data or a larger --val, or --val 0 for none; ", plan.TRAIN: "give more data or a smaller --val; "}
+
+
+class Processes:
+    """The engine of this machine; at most two units per process are in flight."""
+
+    def __init__(self, processes: int) -> None:
+        self._processes = processes
+
+    def done(
+        self, task: Task[_U], units: Sequence[_U], check: Callable[[], None], finished: Callable[[int], None]
+    ) -> Mapping[int, Note]:
+        notes: dict[int, Note] = {}
+        for unit, note in self._each(task, units, check):
+            notes[unit.number] = note
+            finished(unit.bytes)
+        return notes
+
+    def _each(self, task: Task[_U], units: Sequence[_U], check: Callable[[], None]) -> Iterator[tuple[_U, Note]]:
+        """Results in the order in which they come."""
+        if self._processes <= 1 or len(units) <= 1:
+            for unit in units:
+                check()
+                yield unit, task(unit)
+            return
+        with pool(min(self._processes, len(units))) as executor:
+            flying: dict[Future[Note], _U] = {}
+            rest = iter(units)
+            while True:
+                check()
+                for unit in itertools.islice(rest, 2 * self._processes - len(flying)):
+                    flying[executor.submit(task, unit)] = unit
+                if not flying:
+                    return
+                ended, _ = wait(flying, timeout=0.2, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    unit = flying.pop(future)
+                    yield unit, _result(future)
 
 
 def _result(future: Future[Any]) -> Any:
@@ -238,21 +315,30 @@ def opened(request: Request, settings: Mapping[str, Any], found: Iterable[plan.F
                 )
             if (request.to / shards.MANIFEST).exists():
                 raise AlreadyRunning(f"another `outlast data prepare` has just written {request.to}; run the same command again")
-            _cleaned(request, settings, found)
-            yield Place(request, private)
+            yield Place(request, private, _cleaned(request, settings, found))
     except OSError as problem:
         raise place.unwritable(problem, request.to, "the dataset") from problem
 
 
-def _cleaned(request: Request, settings: Mapping[str, Any], found: Iterable[plan.File]) -> None:
-    """Remove what an earlier run has left, unless it had the same settings and source."""
+def _cleaned(request: Request, settings: Mapping[str, Any], found: Iterable[plan.File]) -> str:
+    """Remove what an earlier run has left, unless it had the same settings and source; the digest of these."""
     private = request.to / PRIVATE
     names = [[file.name, file.size, file.changed] for file in found]
     about = json.dumps([dict(settings), str(request.source.absolute()), names], sort_keys=True)
     digest = hashlib.sha256(about.encode(errors="surrogateescape")).hexdigest()
     noted = private / "plan"
+    for directory in (request.to, private):
+        _remove_partial(directory)
     if not noted.exists() or noted.read_text() != digest:
-        stale = [path for path in request.to.iterdir() if _OURS.fullmatch(path.name)]
+        noted.unlink(missing_ok=True)  # first: an executor of an earlier run that still writes adds nothing from here on
+        stale = [path for path in request.to.iterdir() if re.fullmatch(_OURS, path.name)]
         for path in [*stale, *(path for path in private.iterdir() if path.name != "lock")]:
-            path.unlink()
+            path.unlink(missing_ok=True)
         files.replace(noted, digest, durable=True)
+    return digest
+
+
+def _remove_partial(directory: Path) -> None:
+    for path in directory.iterdir():
+        if _PARTIAL.fullmatch(path.name):
+            path.unlink(missing_ok=True)

