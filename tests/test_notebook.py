@@ -5,21 +5,25 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import re
 import socket
 import stat
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
 
+import test_goodput
 import test_readme
 from outlast import cli
 from outlast.cli import serving
 from outlast.errors import OutlastError
-from outlast.notebooks import jupyter
+from outlast.notebooks import charts, jupyter, panel
+from outlast.status import Failure, JobStatus, RankStatus, State, WorkerStatus
 
 FIRST = Path(jupyter.__file__).with_name(jupyter.FIRST)
 GIVEN = "0123456789abcdef0123456789abcdef"
@@ -163,3 +167,55 @@ def test_a_server_that_runs_in_the_directory_is_found_and_one_of_an_earlier_mach
     assert jupyter.running(Path("/another"), environ) is None
     (tmp_path / "jpserver-1.json").write_text(json.dumps({**info, "root_dir": "/work", "token": "another"}))
     assert jupyter.running(Path("/work"), environ) is None, "its process id belongs to another program by now"
+
+
+def a_status(**fields: Any) -> JobStatus:
+    """A job of two workers that trains."""
+    workers = [WorkerStatus(index=0, state="training", ranks=[RankStatus(rank=0, local_rank=0)]), WorkerStatus(index=1)]
+    known = {"name": "gpt", "run": "1", "state": State.RUNNING, "reason": "world of 2", "step": 30, "steps": 60, "rate": 2.0}
+    return JobStatus(**{**known, "replicas": 2, "world": [0, 1], "workers": workers, "submitted": 100.0, **fields})
+
+
+METRICS = [b'{"step": %d, "generation": %d, "loss": %d.5}' % (step, 1 + (step > 2), 9 - step) for step in range(5)]
+
+
+def test_points_are_the_lines_that_have_the_metric() -> None:
+    lines = [*METRICS[:2], b'{"step": 2, "val_loss": 1}', b"", b"7", b'{"step": 4, "lo']
+    assert panel.points(lines, "loss") == [panel.Point(0, 1, 9.5), panel.Point(1, 1, 8.5)]
+
+
+def test_the_panel_shows_progress_workers_what_was_lost_and_the_curve() -> None:
+    failure = Failure(worker=1, code=137, reason="worker 1 was killed by SIGKILL")
+    status = a_status(restarts=1, failure=failure, metrics={"loss": 5.5})
+    page = panel.page(status, panel.points(METRICS, "loss"), "loss", 112.0)
+    text = " ".join(re.sub(r"<[^>]*>", " ", page).split())
+    said = (
+        "gpt · Running world of 2",
+        "step 30 of 60 · 2 steps/s · 15s left",
+        "● worker 0: training, rank 0 ● worker 1: starting",
+    )
+    for part in (*said, "last failure: worker 1 was killed by SIGKILL", "1 restart · 12s since the start", "loss, now 5.5"):
+        assert part in text
+    assert "width:50.0%" in page
+    assert page.count("<polyline") == 1
+    assert page.count("world 2<") == 1, "where the new world began"
+    assert panel.text(status) == "gpt: Running, step 30/60, 2 workers, 1 restart, loss 5.5"
+
+
+def test_a_panel_of_a_job_that_has_just_begun_is_without_a_curve() -> None:
+    assert "<svg" not in panel.page(a_status(step=0, steps=None, rate=None), [], "loss", 100.0)
+
+
+def test_nothing_that_a_job_says_becomes_part_of_the_page() -> None:
+    evil = "<script>alert(1)</script>"
+    status = a_status(reason=evil, failure=Failure(worker=1, code=1, reason=evil), workers=[WorkerStatus(index=0, state=evil)])
+    assert "<script" not in panel.page(status, panel.points(METRICS, "loss"), evil, 100.0)
+
+
+def test_the_story_of_a_run_is_drawn_with_its_loss_and_where_its_time_went() -> None:
+    points = panel.points(METRICS, "loss")
+    account = test_goodput.training().steps(4).failure().world(1).session(1).restored(2).steps(3).finished().account()
+    loss, time = charts.story(account, points, points[:2]).axes
+    assert [line.get_label() for line in loss.lines] == ["training loss", "validation loss", "worker lost, training goes on"]
+    assert {text.get_text() for text in time.get_legend().get_texts()} >= {"training 5.0s", "replayed 2.0s", "queue 1.0s"}
+    assert [text.get_text() for text in time.texts] == [test_goodput.KILLED]

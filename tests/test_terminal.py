@@ -19,6 +19,7 @@ import fake
 from outlast import cli
 from outlast.backends import LogLine
 from outlast.cli import live, show, terminal
+from outlast.errors import OutlastError
 from outlast.status import CheckpointStatus, Failure, JobStatus, State, WorkerStatus
 
 TITLE = "\x1b]0;owned\x07"
@@ -223,3 +224,14 @@ def test_ctrl_c_moves_nothing_that_is_drawn() -> None:
     os.close(slave)
     with terminal.without_carets(slave):
         pass  # no terminal
+
+
+def test_nothing_is_redrawn_and_nobody_asked_in_a_cell_of_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+        monkeypatch.delenv("JPY_PARENT_PID", raising=False)
+        assert terminal.interactive(stream)
+        monkeypatch.setenv("JPY_PARENT_PID", "1")
+        assert not terminal.interactive(stream)
+    with pytest.raises(OutlastError, match=r"^the job is deleted; add --yes to confirm$"):
+        terminal.confirm("the job is deleted")

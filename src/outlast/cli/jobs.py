@@ -75,7 +75,7 @@ def status(
 
 def _watch(place: Backend, name: str, output: Output) -> None:
     """On a terminal a page that is refreshed; otherwise a line, or a document, for every change."""
-    if output is Output.TABLE and sys.stdout.isatty():
+    if output is Output.TABLE and terminal.interactive(sys.stdout):
         from outlast.cli import live
 
         live.page(lambda: place.status(name), every_s=place.poll_s)

@@ -29,8 +29,8 @@ def notebook(
 ) -> None:
     """Start JupyterLab in a directory, with a first notebook, until Ctrl-C.
 
-    The first notebook prepares text, trains a small GPT on it with two workers, kills one of them, and shows
-    where the time went. Its kernel is the Python of this Outlast. A notebook that is there already is not changed, and
+    The first notebook prepares text, trains a small GPT on it with two workers, kills one of them, and draws where
+    the time went. Its kernel is the Python of this Outlast. A notebook that is there already is not changed, and
     jobs that were started go on when the server ends.
 
     Whoever has the token can run programs here: it is made anew at each start and printed as part of the URL. The

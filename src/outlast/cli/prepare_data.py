@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outlast import contract, units
-from outlast.cli import show, transfers
+from outlast.cli import show, terminal, transfers
 from outlast.errors import Missing, OutlastError
 
 if TYPE_CHECKING:
@@ -397,7 +397,7 @@ class _Stages:
             if not total:
                 print(f"outlast | {stage}", file=sys.stderr, flush=True)
         if self._tell and total:
-            self._tell(done, total, stage if sys.stderr.isatty() else "")
+            self._tell(done, total, stage if terminal.interactive(sys.stderr) else "")
 
 
 def summary(made: Manifest) -> str:

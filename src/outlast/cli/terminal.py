@@ -114,6 +114,14 @@ def colours(stream: TextIO | None) -> bool:
     return bool(os.environ.get("FORCE_COLOR")) or (os.environ.get("TERM") != "dumb" and stream.isatty())
 
 
+def interactive(stream: TextIO | None) -> bool:
+    """Whether it is a terminal that can redraw what it shows, and that somebody can answer at.
+
+    A command in a cell of a notebook has a pseudo-terminal, of which the page shows every line and to which nobody can type.
+    """
+    return stream is not None and stream.isatty() and "JPY_PARENT_PID" not in os.environ
+
+
 def console(*, stderr: bool = False) -> Console:
     """A console of rich on standard output, or on standard error. It reads NO_COLOR and FORCE_COLOR itself."""
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -151,7 +159,7 @@ def log(lines: Iterable[LogLine], *, prefixed: bool = True) -> None:
     text = "".join(
         f"{prefix(line.worker, colour=coloured) if prefixed else ''}{logged(part, colour=kept)}\n"
         for line in lines
-        for part in drawn(line.text, terminal=out.isatty())
+        for part in drawn(line.text, terminal=interactive(out))
     )
     _raw(out).write(text)
     out.flush()
@@ -187,7 +195,7 @@ def prefix(worker: int, *, colour: bool) -> str:
 
 def confirm(what: str) -> None:
     """Ask the user to confirm. Raises OutlastError if the answer is not yes, or there is no terminal to ask on."""
-    if sys.stdin is None or not sys.stdin.isatty():
+    if not interactive(sys.stdin):
         raise OutlastError(f"{what}; add --yes to confirm")
     if input(f"{safe(what)}. Type yes to go on: ").strip() != "yes":
         raise OutlastError("nothing was changed")

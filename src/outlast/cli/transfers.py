@@ -13,6 +13,7 @@ from typing import Protocol
 import typer
 
 from outlast import backoff, units
+from outlast.cli import terminal
 from outlast.errors import Stopped
 
 _LINE_INTERVAL_S = 5.0
@@ -83,12 +84,10 @@ def shown(verb: str, *, quiet: bool = False) -> Iterator[Tell]:
     if quiet:
         yield lambda done, total, files="": None
         return
-    if not sys.stderr.isatty():
+    if not terminal.interactive(sys.stderr):
         yield say
         return
     from rich import progress as rich
-
-    from outlast.cli import terminal
 
     columns = (
         rich.TextColumn("{task.fields[files]}"),

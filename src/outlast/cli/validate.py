@@ -62,14 +62,13 @@ def validate(
 def _snapshots(job: spec.Job) -> Iterator[str]:
     """What snapshots take of the memory of a worker, in pods and on this machine, and what fits."""
     from outlast import checkpoints, contract
-    from outlast.cli import which
-    from outlast.local import output_dir
+    from outlast.local import output_dir, state_dir
     from outlast.snapshots import budget
 
     fields, workers = job.spec.checkpoint, max(1, job.spec.workers.replicas)
     saved = 0
     if not output_dir.store_url(job):
-        output = output_dir.directory(job, which.state_dir())
+        output = output_dir.directory(job, state_dir.root())
         with contextlib.suppress(OSError):  # an output that we may not read
             saved = max((found.bytes for found in checkpoints.list_(output / contract.CHECKPOINTS)[-1:]), default=0)
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

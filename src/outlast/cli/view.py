@@ -72,13 +72,13 @@ class Plain:
 @contextlib.contextmanager
 def screen() -> Iterator[Screen]:
     """A live one on a terminal, a plain one elsewhere."""
-    if not sys.stdout.isatty():
+    if not terminal.interactive(sys.stdout):
         yield Plain()
         return
     from outlast.cli import live
 
-    with live.Terminal() as terminal:
-        yield terminal
+    with live.Terminal() as panel:
+        yield panel
 
 
 class Signals:

@@ -49,20 +49,12 @@ ContextOption = Annotated[
 ]
 
 
-STATE_DIR = "OUTLAST_STATE_DIR"
-"""Environment variable: the state directory of this machine's jobs. Default: `.outlast` in the working directory."""
-
-
 def this_machine() -> Backend:
     """The backend that runs jobs on this machine."""
+    from outlast.local import state_dir
     from outlast.local.backend import LocalBackend
 
-    return LocalBackend(state_dir())
-
-
-def state_dir() -> Path:
-    """The state directory of this machine's jobs."""
-    return Path(os.environ.get(STATE_DIR) or ".outlast").absolute()
+    return LocalBackend(state_dir.root())
 
 
 def backend(ctx: typer.Context) -> Backend:

@@ -23,6 +23,13 @@ from outlast.errors import OutlastError
 from outlast.status import State
 
 _Kind = TypeVar("_Kind")
+VARIABLE = "OUTLAST_STATE_DIR"
+"""Environment variable: where the state directories of this machine's jobs are. Default: `.outlast` in the working directory."""
+
+
+def root() -> Path:
+    """Where the state directories of this machine's jobs are."""
+    return Path(os.environ.get(VARIABLE) or ".outlast").absolute()
 
 
 class StateDir:
