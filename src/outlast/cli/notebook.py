@@ -29,7 +29,7 @@ def notebook(
 ) -> None:
     """Start JupyterLab in a directory, with a first notebook, until Ctrl-C.
 
-    The first notebook prepares text, trains a small GPT on it with two workers, kills one of them, and draws where
+    The first notebook prepares text on Spark, trains a small GPT on it with two workers, kills one of them, and draws where
     the time went. Its kernel is the Python of this Outlast. A notebook that is there already is not changed, and
     jobs that were started go on when the server ends.
 
