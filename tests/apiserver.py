@@ -68,6 +68,8 @@ class ApiServer:
         """Whether pods that are deleted stay, going, until the test removes them; unless they are to go at once."""
         self.may: Callable[[str], bool] = lambda asked: True
         """Whether a request is authorized."""
+        self.forbids = "the operator may not {asked}"
+        """The message where it is not."""
         self.well = True
         """Whether it answers with anything but 503."""
         self.lock = threading.RLock()
@@ -147,7 +149,7 @@ class ApiServer:
             return
         if not self.may(asked):
             handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
-            return send(handler, *status(403, "Forbidden", f"the operator may not {asked}"))
+            return send(handler, *status(403, "Forbidden", self.forbids.format(asked=asked)))
         length = int(handler.headers.get("Content-Length") or 0)
         body = json.loads(handler.rfile.read(length)) if length else None
         url = urlsplit(handler.path)

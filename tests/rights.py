@@ -35,7 +35,7 @@ def needed(asked: str) -> tuple[Right, str, str] | None:
     whole = urlsplit(url)
     found = re.fullmatch(
         r"/(?:api/v1|apis/(?P<group>[^/]+)/[^/]+)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[^/]+)"
-        r"(?:/(?P<name>[^/]+))?(?P<sub>/status|/eviction)?",
+        r"(?:/(?P<name>[^/]+))?(?:(?P<sub>/[a-z]+)(?:/.*)?)?",
         whole.path,
     )
     if found is None or whole.path.count("/") < 3:

@@ -17,6 +17,7 @@ from outlast import __version__, cli
 from outlast.cloud import ecr, images
 from outlast.cloud.images import Build, Repository
 from outlast.errors import OutlastError
+from outlast.manifests import notebook
 from servers import KEY, REGION, SECRET, Place
 
 ROOT = Path(__file__).parents[1]
@@ -185,6 +186,21 @@ def test_the_image_for_spark_has_a_java_and_answers_sparks_words() -> None:
     assert [line for line in known["spark"] if line.startswith("CMD")][-1] == 'CMD ["outlast", "--help"]'
 
 
+def test_the_image_for_notebooks_adds_to_that_for_training_and_starts_as_kubeflow_starts_it() -> None:
+    known = stages()
+    assert "ARG NOTEBOOK=cpu" in known[""]
+    first, install = known["build-notebook"]
+    assert first == "FROM build-${NOTEBOOK} AS build-notebook", "cpu, or cuda"
+    assert '".[spark,notebook,plots]"' in install
+    lines = known["notebook"]
+    assert any("openjdk" in line for line in lines), "a Java for Spark"
+    assert [line for line in lines if line.startswith("CMD")][-1] == (
+        f'CMD ["outlast", "notebook", "{notebook.HOME}", "--kubeflow", "--bind", "0.0.0.0", "--port", "{notebook.PORT}"]'
+    )
+    assert f"ENV HOME={notebook.HOME} JUPYTER_RUNTIME_DIR=/tmp/jupyter" in lines
+    assert known["notebook"][-1].startswith("CMD"), "and nothing of the training image's"
+
+
 def test_versions_are_those_of_the_constraints() -> None:
     installs = [line for name, lines in stages().items() for line in lines if "pip install" in line and name.startswith("build")]
     assert installs
@@ -308,7 +324,10 @@ def test_without_an_engine_or_a_dockerfile_one_sentence_is_said(outlast: Outlast
     assert code == 2
     assert err.endswith("give the directory of Outlast's sources or of your own image, or --file\n")
     code, _, err = outlast("build", sources, "--variant", "cudda")
-    assert (code, err) == (2, "Error: no variant cudda; did you mean cuda? there are cpu, cuda, neuron, spark, operator\n")
+    assert (code, err) == (
+        2,
+        "Error: no variant cudda; did you mean cuda? there are cpu, cuda, neuron, spark, notebook, operator\n",
+    )
     assert outlast("build", sources, "--push")[2] == (
         "Error: outlast:cpu names no registry to push to; write registry/outlast:cpu, e.g. ghcr.io/me/outlast:cpu\n"
     )

@@ -219,3 +219,8 @@ def test_the_story_of_a_run_is_drawn_with_its_loss_and_where_its_time_went() -> 
     assert [line.get_label() for line in loss.lines] == ["training loss", "validation loss", "worker lost, training goes on"]
     assert {text.get_text() for text in time.get_legend().get_texts()} >= {"training 5.0s", "replayed 2.0s", "queue 1.0s"}
     assert [text.get_text() for text in time.texts] == [test_goodput.KILLED]
+
+
+def test_behind_kubeflows_gateway_it_serves_below_its_prefix() -> None:
+    assert jupyter.base({"NB_PREFIX": "/notebook/team/mine"}) == "/notebook/team/mine/"
+    assert jupyter.base({}) == jupyter.base({"NB_PREFIX": "/"}) == "/", "with docker run; a token is made then"

@@ -18,7 +18,7 @@ from outlast.errors import NotFound, OutlastError
 
 ENGINES = ("docker", "podman", "buildah")
 """In order of preference."""
-VARIANTS = ("cpu", *accelerators.IMAGES, "spark", "operator")
+VARIANTS = ("cpu", *accelerators.IMAGES, "spark", "notebook", "operator")
 """Stages of images/Dockerfile."""
 _ECR = re.compile(r"([0-9]{12})\.dkr\.ecr(?:-fips)?\.([a-z0-9-]+)\.amazonaws\.com(?:\.cn)?")
 _REFERENCE = re.compile(r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?::[0-9]+)?(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*(?::[\w][\w.-]{0,127})?")

@@ -13,7 +13,7 @@ from outlast.backoff import RANDOM
 from outlast.cluster import job_status
 from outlast.cluster.workloads import BESIDE, KINDS, NAMED, Workloads, has_claim, job_name, workload_in
 from outlast.contract import Label
-from outlast.errors import Absent, AlreadyRunning, Conflict, Forbidden, NotServed, OutlastError
+from outlast.errors import Absent, AlreadyRunning, Conflict, Forbidden, NotServed, OutlastError, Taken
 from outlast.kube import ownership
 from outlast.manifests import objects
 from outlast.status import State
@@ -114,11 +114,19 @@ class Submission:
     def _key(self, secret: Document, alive: AbstractSet[str]) -> tuple[list[Document], str]:
         """Create the Secret by which workers know each other, unless a workload uses it already."""
         title = f"Secret {secret['metadata']['name']}"
+        readable = True
         try:
-            if (old := self._there(kube.SECRET, secret["metadata"], alive)) is not None:
+            try:
+                old = self._there(kube.SECRET, secret["metadata"], alive)
+            except Forbidden:  # as in a notebook: it may create Secrets, and read none
+                old, readable = None, False
+            if old is not None:
                 ours = (old["metadata"].get("labels") or {}).get(Label.JOB) == secret["metadata"]["labels"][Label.JOB]
                 return [old] if ours else [], f"{title} unchanged"
-            return [self.cluster.create(secret)], f"{title} created"
+            made = self.cluster.create(secret)
+            return [made] if readable else [], f"{title} created"
+        except Taken:
+            return [], f"{title} unchanged"
         except Forbidden:
             remedy = "have it created before the job, with any text under the key `key`"
             return [], f"you may not create {title}: anyone who knows the job file can connect to its workers; {remedy}"

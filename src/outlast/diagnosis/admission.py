@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from outlast.contract import Label
 from outlast.diagnosis.cause import Cause
 from outlast.diagnosis.snapshot import Snapshot, event_text, event_time
 from outlast.kube import pods as kube_pods
@@ -121,7 +122,8 @@ def creations(snapshot: Snapshot, _: float) -> Iterator[Cause]:
         told.setdefault(cause.what, Cause(cause.rule, cause.what, (event_text(event),), cause.remedy))
     missing = snapshot.wanted() - len(alive)
     for cause in told.values():
-        some = f"{missing} of {snapshot.wanted()} workers" if missing > 1 or snapshot.wanted() > 1 else "the worker"
+        one = "the worker" if Label.JOB in (snapshot.workload["metadata"].get("labels") or {}) else "it"
+        some = f"{missing} of {snapshot.wanted()} workers" if snapshot.wanted() > 1 else one
         have = "have" if missing > 1 else "has"
         yield Cause(cause.rule, f"{some} {have} no pod: {cause.what}", cause.evidence, cause.remedy)
 

@@ -88,6 +88,7 @@ WORKLOAD_PRIORITY = Kind("kueue.x-k8s.io/v1beta1", "WorkloadPriorityClass", "wor
 WORKLOAD_PRIORITY_V1BETA2 = Kind("kueue.x-k8s.io/v1beta2", "WorkloadPriorityClass", "workloadpriorityclasses", namespaced=False)
 LOCAL_QUEUE = Kind("kueue.x-k8s.io/v1beta1", "LocalQueue", "localqueues")
 CLUSTER_QUEUE = Kind("kueue.x-k8s.io/v1beta1", "ClusterQueue", "clusterqueues", namespaced=False)
+NOTEBOOK = Kind("kubeflow.org/v1", "Notebook", "notebooks")
 POD_METRICS = Kind("metrics.k8s.io/v1beta1", "PodMetrics", "pods")
 NODE_METRICS = Kind("metrics.k8s.io/v1beta1", "NodeMetrics", "nodes", namespaced=False)
 
@@ -101,6 +102,7 @@ INSTALLED_BY = {
     "scheduling.volcano.sh": "ask the cluster's administrator for Volcano (https://volcano.sh)",
     "scheduling.x-k8s.io": "ask the cluster's administrator for the coscheduling plugin, or set scheduling.gang to none",
     "kueue.x-k8s.io": "ask the cluster's administrator for Kueue (https://kueue.sigs.k8s.io)",
+    "kubeflow.org": "ask the cluster's administrator for Kubeflow Notebooks (https://www.kubeflow.org)",
     "metrics.k8s.io": "ask the cluster's administrator for metrics-server",
 }
 """How the kinds of a group are installed in a cluster."""

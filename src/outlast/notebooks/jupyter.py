@@ -26,6 +26,8 @@ FIRST = "first.ipynb"
 """The first notebook, in this package and in the user's directory."""
 TOKEN = "OUTLAST_NOTEBOOK_TOKEN"
 """Environment variable: a token given by the user."""
+PREFIX = "NB_PREFIX"
+"""Environment variable of Kubeflow: the path below which its gateway leads to a notebook."""
 _BITS = 256
 _SHORTEST = 16
 """Characters of a token that is given; arbitrary."""
@@ -36,7 +38,7 @@ _ANSWER_S = 5.0
 class Server:
     """What a server is told on its command line, which everybody on the machine can read: no secrets."""
 
-    directory: Path
+    directory: Path = Path()
     port: int = PORT
     bind: str = "127.0.0.1"
     open: bool = False
@@ -77,6 +79,11 @@ def token(file: Path | None, environ: Mapping[str, str]) -> tuple[str, bool]:
             "make one with: python3 -c 'import secrets; print(secrets.token_hex(32))'"
         )
     return given, False
+
+
+def base(environ: Mapping[str, str]) -> str:
+    """The path of all URLs in a pod of Kubeflow, whose controller says it."""
+    return f"/{found}/" if (found := environ.get(PREFIX, "").strip("/")) else "/"
 
 
 def command(server: Server, *, root: bool) -> list[str]:
@@ -153,10 +160,10 @@ def url(server: Server, host: str, token: str) -> str:
 
 
 def ready(server: Server, token: str) -> bool:
-    """Whether the server answers with the token. Raises OutlastError when it also answers without."""
+    """Whether the server answers with the token, which may be empty. Raises OutlastError when it also answers without."""
     if _status(server.host, server.port, server.base, token) != http.client.OK:
         return False
-    if _status(server.host, server.port, server.base, "") == http.client.OK:
+    if token and _status(server.host, server.port, server.base, "") == http.client.OK:
         raise OutlastError(
             "JupyterLab answers without a token: your Jupyter settings switch authentication off; "
             "`jupyter --paths` says where they are, remove allow_unauthenticated_access and an empty token there"
