@@ -41,7 +41,7 @@ def group() -> None:
 SourceArgument = Annotated[Path, typer.Argument(metavar="SOURCE", help="A directory, or one file.")]
 ToOption = Annotated[str, typer.Option("--to", metavar="PLACE", help="Directory, or URL of a place in a store, to write to.")]
 ProcessesOption = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Processes. Default: one per core.", show_default=False)
+    int | None, typer.Option(metavar="N", min=1, help="Processes. Default: one per core that has memory.", show_default=False)
 ]
 VerifyOption = Annotated[bool, typer.Option("--verify", help="Read everything again at the end and compare checksums.")]
 SkipOption = Annotated[bool, typer.Option("--skip-damaged", help="Leave out what cannot be read, and count it.")]
@@ -361,12 +361,11 @@ def _made(prepare: Callable[[Request], Manifest], source: Path, how: How) -> Non
     else:
         stored, directory, there = None, Path(to), shards.read(Path(to)) if (Path(to) / shards.MANIFEST).exists() else None
     began = time.monotonic()
-    processes = how.processes or working.cores()
     with transfers.interruptible() as stop, _Stages().shown() as progress, how.engine_opened() as engine:
         if engine:  # whose processes have other working directories
             source, directory = source.absolute(), directory.absolute()
         known = there if stored else None
-        made = prepare(working.Request(source, directory, processes, progress, known, stop, engine=engine))
+        made = prepare(working.Request(source, directory, how.processes or 0, progress, known, stop, engine=engine))
     verb = "already there:" if there else "wrote"
     if stored and not there:
         stored.upload(directory, made)

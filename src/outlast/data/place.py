@@ -129,9 +129,12 @@ class Place:
         tree = self.coming / "tree"
         for name in (MARKER, COMING):  # of an archive of such a directory; those here are ours
             _removed(tree / name)
-        sizes = [os.lstat(os.path.join(parent, name)).st_size for parent, _, names in os.walk(tree) for name in names]
+        count = size = 0
+        for parent, _, names in os.walk(tree):
+            count += len(names)
+            size += sum(os.lstat(os.path.join(parent, name)).st_size for name in names)
         entries = tuple(sorted(entry.name for entry in tree.iterdir()))
-        found = dataclasses.replace(found, files=len(sizes), size=sum(sizes), entries=entries[:_NOTED])
+        found = dataclasses.replace(found, files=count, size=size, entries=entries[:_NOTED])
         files.flush(tree)
         (self.directory / MARKER).unlink(missing_ok=True)  # of an earlier attempt, of which something has been deleted
         files.sync(self.directory)

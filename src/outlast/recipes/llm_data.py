@@ -91,7 +91,7 @@ def cached(source: Source, tokenizer: Path, *, skip_bad: bool, ours: bool, say: 
         raise OutlastError(f"{source.path} is empty; give it records, one a line")
     waiting = lambda: say(f"another process of this machine tokenizes {source.path}; waiting for it")  # noqa: E731
     with file_locks.exclusive(directory.with_suffix(".lock"), waiting=waiting, stop=threading.Event()):
-        made = jsonl.prepare(work.Request(source.path, directory, work.cores()), settings)
+        made = jsonl.prepare(work.Request(source.path, directory, 0), settings)
     if left_out := made.source.get("damaged"):
         first = "; ".join(made.source.get("left_out", ()))
         say(f"{left_out} of the lines of {source.path} are no records and are left out (--skip-bad): {first}")

@@ -41,7 +41,8 @@ def pack(
     What `outlast data prepare images SOURCE --to TO --size SIZE --stretch` does, for the layouts of `folder`. `to` is a directory
     that may be shared by machines; by default one in this machine's cache ($OUTLAST_CACHE). Call it on every rank: one process
     does the work and writes lines about it, others wait. Killed at any moment, the next call goes on where it was. When the
-    images are there, returns at once. `processes` decode, one per core by default. Takes minutes: call it in `with run.alive():`.
+    images are there, returns at once. `processes` decode, by default one per core that has
+    memory. Takes minutes: call it in `with run.alive():`.
 
     Raises OutlastError for what `folder` does, and for an image that cannot be decoded; with `skip_bad` such images are left out,
     counted, and the first few named.
@@ -67,7 +68,7 @@ def pack(
         if to is None:
             place = place.with_name(f"{place.name}-{plan.described(found)['listing'][:8]}")
         few = sum(file.size for file in found) < _FEW
-        request = work.Request(root, place, processes or (1 if few else work.cores()), said.progress)
+        request = work.Request(root, place, processes or (1 if few else 0), said.progress)
         try:
             said.done(images.prepare(request, settings), place)
         except plan.BadSource as error:

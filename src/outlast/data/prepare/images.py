@@ -5,7 +5,7 @@ had in the file, as long as whoever cuts it out reckons with the aspect (`outlas
 
 Layouts: `CLASS/...`, `train/CLASS/...` with `val/CLASS/...` (ImageNet), tiny-imagenet-200 (whose val has a list of labels), and
 CIFAR-10's batches. Classes are numbered by name. Samples are in the order of a hash of their names, so that every shard has
-some of every class. Without `size` all images must have one shape. Memory: some two shards per process.
+some of every class. Without `size` all images must have one shape. Memory: one shard per process, and some 600 bytes per image.
 
 https://www.image-net.org, http://cs231n.stanford.edu/tiny-imagenet-200.zip.
 """
@@ -59,7 +59,7 @@ class Settings:
         return said if self.stretch else {name: value for name, value in said.items() if name != "stretch"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Item:
     """An image."""
 
@@ -82,7 +82,7 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
     source = plan.described(found)
     if there := work.before(request, "images", about, source):
         return there
-    with work.opened(request, about, found) as place:
+    with work.opened(work.fitting(request, settings.shard_size), about, found) as place:
         if batch_files:
             names, notes = _write_cifar(place, batch_files, settings)
             used = {TRAIN, VAL}
@@ -231,7 +231,8 @@ def resized(image: Any, size: int | None, *, stretch: bool = False) -> Any:
 
 
 def _write(batch: tables.Batch[Item], *, root: Path, to: Path, settings: Settings, shape: tuple[int, ...] | None) -> work.Note:
-    rows: list[NDArray[np.uint8]] = []
+    rows = np.empty((len(batch.items), *shape), np.uint8) if shape else None
+    encoded, offsets = bytearray(), [0]
     labels: list[int] = []
     aspects: list[float] = []
     damaged: list[str] = []
@@ -245,16 +246,20 @@ def _write(batch: tables.Batch[Item], *, root: Path, to: Path, settings: Setting
             continue
         if shape and decoded.shape != shape:
             raise unequal(item.file, decoded.shape, shape)
-        rows.append(np.frombuffer((root / item.file).read_bytes(), np.uint8) if settings.encoded else decoded)
+        if rows is None:
+            encoded += (root / item.file).read_bytes()
+            offsets.append(len(encoded))
+        else:
+            rows[len(labels)] = decoded
         labels.append(item.label)
         aspects.append(aspect)
     columns: dict[str, NDArray[Any]] = {"label": np.array(labels, np.int64)}
     if settings.stretch:
         columns["aspect"] = np.array(aspects, np.float32)
-    if settings.encoded:
-        columns["image"], columns[f"image{shards.OFFSETS}"] = shards.ragged(rows, "uint8")
-    elif rows:
-        columns["image"] = np.stack(rows)  # (n, H, W, 3)
+    if rows is None:
+        columns |= {"image": np.frombuffer(encoded, np.uint8), f"image{shards.OFFSETS}": np.array(offsets, np.int64)}
+    elif labels:
+        columns["image"] = rows[: len(labels)]  # (n, H, W, 3)
     return {
         batch.part: tables.write(to, batch.part, batch.shard, columns),
         "damaged": len(damaged),

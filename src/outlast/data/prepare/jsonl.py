@@ -4,7 +4,7 @@ A line of a .jsonl file is a record: `{"prompt": ..., "completion": ...}`, `{"te
 "content": ...}, ...]}`. Learned are completions, texts, and what the assistant says, each with the separator after it. In
 messages a role is a token, `<|assistant|>`, if the tokenizer has it (one trained here does), else that text; a newline follows.
 What looks like such a role in the text of a record stays text. A directory of Hugging Face as the tokenizer brings its chat
-template and its own end token, see `chat`. Memory: a shard per process.
+template and its own end token, see `chat`. Memory: some four shards per process.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
     part = plan.parts(found, 0) if named else {}
     documents = [Document(file.name, file.size, 0, file.size, part.get(file.name, "")) for file in found]
     reader = text.Reader(plan.root(request.source), "", settings.val, settings.skip_damaged)
-    with work.opened(request, about, found) as place:
+    with work.opened(work.fitting(request, 4 * settings.shard_size), about, found) as place:
         units = plan.units(documents, settings.shard_size)
         coder, size = _coder(place, settings, reader, units)
         notes = place.results("shard", functools.partial(_write, reader=reader, coder=coder, to=request.to), units)

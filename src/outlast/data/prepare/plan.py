@@ -29,7 +29,7 @@ class BadSource(OutlastError):
     """The source has something that cannot be prepared. The sentence names the file."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class File:
     """A file of the source."""
 

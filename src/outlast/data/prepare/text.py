@@ -82,7 +82,7 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
     if there := work.before(request, "text", about, source):
         return there
     reader = Reader(plan.root(request.source), settings.field, settings.val, settings.skip_damaged)
-    with work.opened(request, about, found) as place:
+    with work.opened(work.fitting(request, 20 * request.unit), about, found) as place:
         units, characters = _documents(place, reader, settings, found)
         path = request.to / shards.TOKENIZER
         if not path.exists() and settings.tokenizer == "char":

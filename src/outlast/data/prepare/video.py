@@ -3,7 +3,7 @@
 A clip is 16 frames at 25 per second and the sound of these 0.64 s at 48 kHz in one channel: 1,920 samples per frame, what
 Perceiver IO takes. Frames of other rates are those shown at these moments; the shorter side becomes `size` pixels, and the
 centre is cut out. A video without sound, or shorter than a clip, is filled with silence and its last frame. Labels are from a CSV
-(the lists of Kinetics, or `file,label`), else the name of the directory. Memory: two shards per process.
+(the lists of Kinetics, or `file,label`), else the name of the directory. Memory: a shard per process.
 
 Clips: https://arxiv.org/abs/2107.14795, section 4.3. Lists: https://github.com/cvdfoundation/kinetics-dataset.
 """
@@ -81,7 +81,7 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
     source = plan.described(found)
     if there := work.before(request, "video", about, source):
         return there
-    with work.opened(request, about, found) as place:
+    with work.opened(work.fitting(request, settings.shard_size), about, found) as place:
         root = plan.root(request.source)
         videos = [file for file in found if file.name.lower().endswith(SUFFIXES)]
         if not videos:
@@ -175,8 +175,9 @@ def _listed(content: bytes, path: str) -> dict[str, str]:
 
 
 def _write(batch: tables.Batch[Clip], *, root: Path, to: Path, settings: Settings) -> work.Note:
-    videos: list[NDArray[np.uint8]] = []
-    sounds: list[NDArray[np.int16]] = []
+    count = len(batch.items)
+    videos = np.empty((count, settings.frames, settings.size, settings.size, 3), np.uint8)
+    sounds = np.zeros((count, settings.frames * PER_FRAME), np.int16)  # silent where there is none
     labels: list[int] = []
     damaged = silent = 0
     for clip in batch.items:
@@ -188,12 +189,13 @@ def _write(batch: tables.Batch[Clip], *, root: Path, to: Path, settings: Setting
             damaged += 1
             continue
         silent += sound is None
-        videos.append(video)
-        sounds.append(np.zeros(settings.frames * PER_FRAME, np.int16) if sound is None else sound)
+        videos[len(labels)] = video
+        if sound is not None:
+            sounds[len(labels)] = sound
         labels.append(clip.label)
     columns: dict[str, NDArray[Any]] = {"label": np.array(labels, np.int64)}
-    if videos:
-        columns |= {"video": np.stack(videos), "audio": np.stack(sounds)}
+    if labels:
+        columns |= {"video": videos[: len(labels)], "audio": sounds[: len(labels)]}
     return {batch.part: tables.write(to, batch.part, batch.shard, columns), "damaged": damaged, "silent": silent}
 
 

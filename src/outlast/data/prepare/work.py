@@ -10,6 +10,7 @@ even by SIGKILL.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from outlast import file_locks, files
+from outlast import file_locks, files, memory
 from outlast.data import place, shards
 from outlast.data.prepare import plan
 from outlast.errors import AlreadyRunning, OutlastError, Stopped
@@ -37,6 +38,8 @@ _PARTIAL = re.compile(rf"\.({_OURS}|{re.escape(shards.MANIFEST)}|encode-\d+\.\w+
 _PRELOADED = [f"outlast.data.prepare.{module}" for module in ("images", "jsonl", "text", "video")] + ["tokenizers"]
 _NOT_OURS = ("lost+found",)
 """What a new, empty volume contains."""
+_PROCESS = 64 << 20
+"""Bytes that a process needs beside its samples: measured, with a tokenizer or decoders imported; some for what it reads."""
 Note = dict[str, Any]
 
 
@@ -115,6 +118,7 @@ class Request:
     source: Path
     to: Path
     processes: int = 1
+    """How many on this machine; 0: as many as cores and memory allow (`fitting`)."""
     progress: Callable[[str, int, int], None] = _quiet
     """Called with the stage, bytes done and bytes in all."""
     there: shards.Manifest | None = None
@@ -134,6 +138,16 @@ def cores() -> int:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         count = min(count, max(1, round(int(quota) / int(period))))
     return count
+
+
+def fitting(request: Request, each: int) -> Request:
+    """The request with a number of processes, where it says none: one per core, or fewer where less memory is free than they need
+    with `each` bytes of samples in each. Their number changes no byte of the result."""
+    if request.processes:
+        return request
+    machine = memory.Machine()
+    room = machine.headroom // (_PROCESS + each) if machine.machine() else cores()
+    return dataclasses.replace(request, processes=max(1, min(cores(), room)))
 
 
 def before(request: Request, kind: str, settings: Mapping[str, Any], source: Mapping[str, Any]) -> shards.Manifest | None:
