@@ -25,6 +25,7 @@ from outlast.cli import (
     image,
     install,
     jobs,
+    kubeflow,
     nodewatch,
     notebook,
     operator,
@@ -136,6 +137,7 @@ cluster.app.command()(provision.create)
 cluster.app.command()(provision.status)
 cluster.app.command()(provision.delete)
 app.add_typer(cluster.app, name="cluster")
+app.add_typer(kubeflow.app, name="kubeflow")
 app.add_typer(rdzv.app, name="rdzv")
 app.command()(install.install)
 app.command()(install.uninstall)

@@ -70,6 +70,12 @@ def region(given: str | None = None) -> str:
     return str(found)
 
 
+def has_credentials() -> bool:
+    """Whether there are credentials where the AWS command line finds them; they may be expired or wrong."""
+    with in_our_words("AWS"):
+        return _session().get_credentials() is not None
+
+
 def client(service: str, region: str) -> Any:
     """A client of a service: `eks`, `efs`, `fsx`, `ec2`, `sqs`. Call it, and use it, within `in_our_words`.
 
