@@ -86,8 +86,7 @@ class FakeCluster:
         self._may(kind)
         where = self._key(kind, "", namespace)[1]
         found = [each for key, each in self.documents.items() if key[0] == kind.resource and (everywhere or key[1] == where)]
-        wanted = dict(part.split("=") for part in labels.split(",") if part)
-        return [each for each in found if wanted.items() <= each["metadata"].get("labels", {}).items()]
+        return [each for each in found if _selected(each["metadata"].get("labels", {}), labels)]
 
     def apply(self, document: Document, *, dry_run: bool = False) -> Document:
         kind, meta = kind_of(document), document["metadata"]
@@ -142,3 +141,14 @@ class FakeCluster:
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def _selected(labels: dict[str, str], selector: str) -> bool:
+    for part in filter(None, selector.split(",")):
+        name, equals, value = part.partition("=")
+        if name.endswith("!"):
+            if labels.get(name[:-1]) == value:
+                return False
+        elif name not in labels or (equals and labels[name] != value):
+            return False
+    return True

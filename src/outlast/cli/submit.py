@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outlast import backoff
-from outlast.cli import render, script, terminal, which
+from outlast.cli import render, script, terminal, waited, which
 from outlast.cli.script import ModuleOption, WorkersOption
+from outlast.cli.waited import KeyOption, OutputsOption, TerminateOption, WaitOption
 from outlast.cli.which import ContextOption, FileOrScript, NamespaceOption, SetOption, TitleOption, TopologyOption
 from outlast.errors import Absent, NotFound, NotServed, OutlastError, StoreError
 
@@ -31,6 +33,10 @@ def submit(
         bool, typer.Option("--dry-run", help="Have the cluster check it and show what would change, without changing anything.")
     ] = False,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Show the logs until the job ends.")] = False,
+    wait: WaitOption = False,
+    outputs: OutputsOption = None,
+    on_terminate: TerminateOption = "cancel",
+    key: KeyOption = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="End the present run of this job, and start from the beginning.")
     ] = False,
@@ -50,12 +56,15 @@ def submit(
     nothing while the job runs, and continues a job that is suspended, has failed or was cancelled. A job that has succeeded is
     not run again.
 
+    --wait is for steps of pipelines: nothing but the end of the job ends it, and the same command waits for the same job again.
+
     \b
     Examples:
       outlast submit job.yaml
       outlast submit job.yaml --as indexed-job -n team-a --follow
       outlast submit --set image=train:1 --workers 4 train.py --steps 100
       outlast submit job.yaml --dry-run --set workers.replicas=8
+      outlast submit job.yaml --wait --outputs out --idempotency-key "$RUN"
     """
     from outlast import manifests
     from outlast.cli import overrides
@@ -64,8 +73,14 @@ def submit(
     job = overrides.load(file, ctx.args, module=module, workers=workers, name=name, set_=set_ or ())
     if script.named(file, module=module) and not job.spec.image:
         raise OutlastError(f"{file} needs an image in a cluster, with torch and Outlast: add --set image=NAME before it")
+    _check(wait, follow=follow, dry_run=dry_run, fresh=fresh, others=outputs is not None or on_terminate != "cancel")
     source = Path(file)
-    place = _place(ctx, job, topology, namespace, context)
+    if key:
+        content = source.read_bytes() if not module else file
+        job = waited.named(job, key, content, *ctx.args, workers, *(set_ or ()))
+    place = backend(ctx, job, topology, namespace, context)
+    if not wait:  # whose requests are repeated while the API server is away
+        _check_namespace(place.cluster)
     title = job.metadata.name
     for sentence in (*script.misplaced(ctx, file), *unused.anywhere(job), *manifests.warnings(job, topology)):
         terminal.say(f"{title}: {sentence}")
@@ -79,6 +94,10 @@ def submit(
             print(_change(place.cluster, document), flush=True)
         _warn(place.cluster)
         return
+    if wait:
+        wish = waited.Wish(outputs, on_terminate=on_terminate, keyed=bool(key))
+        apply = functools.partial(place.apply, job, source=source, take_over=take_over)
+        raise typer.Exit(waited.until_end(place, title, apply, wish))
     for sentence in place.apply(job, source=source, fresh=fresh, take_over=take_over):
         print(sentence, flush=True)
     _warn(place.cluster)
@@ -88,11 +107,21 @@ def submit(
     print(f"look at {title} in namespace {place.cluster.namespace} with: outlast logs -f {title}{options}")
 
 
-def _place(ctx: typer.Context, job: Job, topology: str, namespace: str | None, context: str | None) -> KubernetesBackend:
-    """The cluster, and how jobs are made there."""
-    from outlast.cluster import backend
+def _check(wait: bool, *, follow: bool, dry_run: bool, fresh: bool, others: bool) -> None:
+    """Raise OutlastError for options that exclude each other."""
+    if wait and (follow or dry_run or fresh):
+        excluded = "--follow" if follow else "--dry-run" if dry_run else "--fresh"
+        why = "a step that is run again would start again; use --idempotency-key" if fresh else "leave one of them out"
+        raise OutlastError(f"--wait and {excluded} exclude each other: {why}")
+    if others and not wait:
+        raise OutlastError("--outputs and --on-terminate are for --wait; add it")
 
-    if isinstance(ctx.obj, backend.KubernetesBackend):
+
+def backend(ctx: typer.Context, job: Job, topology: str, namespace: str | None, context: str | None) -> KubernetesBackend:
+    """The cluster, and how jobs are made there."""
+    from outlast.cluster.backend import KubernetesBackend
+
+    if isinstance(ctx.obj, KubernetesBackend):
         cluster = ctx.obj.cluster
     else:
         cluster = which.cluster(ctx, namespace or job.metadata.namespace, context).cluster
@@ -108,13 +137,15 @@ def _place(ctx: typer.Context, job: Job, topology: str, namespace: str | None, c
                 parcel.put()
             return found
 
-    place = backend.KubernetesBackend(cluster, documents=made)
+    return KubernetesBackend(cluster, documents=made)
+
+
+def _check_namespace(cluster: Cluster) -> None:
     if not cluster.has_namespace():
         raise Absent(
             f"there is no namespace {cluster.namespace} in {cluster.context}; "
             f"create it (kubectl create namespace {cluster.namespace}), or choose another with -n"
         )
-    return place
 
 
 def _change(cluster: Cluster, document: Document) -> str:

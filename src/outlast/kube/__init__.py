@@ -27,6 +27,7 @@ from outlast.kube.kinds import (
     STATEFUL_SET,
     VOLCANO_GROUP,
     VOLCANO_JOB,
+    WORKFLOW,
     Kind,
     kind_of,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "STATEFUL_SET",
     "VOLCANO_GROUP",
     "VOLCANO_JOB",
+    "WORKFLOW",
     "Change",
     "Cluster",
     "Document",

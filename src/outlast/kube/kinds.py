@@ -99,6 +99,7 @@ AUTHORIZATION_POLICY = Kind("security.istio.io/v1beta1", "AuthorizationPolicy", 
 REQUEST_AUTHENTICATION = Kind("security.istio.io/v1beta1", "RequestAuthentication", "requestauthentications")
 POD_METRICS = Kind("metrics.k8s.io/v1beta1", "PodMetrics", "pods")
 NODE_METRICS = Kind("metrics.k8s.io/v1beta1", "NodeMetrics", "nodes", namespaced=False)
+WORKFLOW = Kind("argoproj.io/v1alpha1", "Workflow", "workflows")
 
 KINDS = tuple(value for value in list(globals().values()) if isinstance(value, Kind))
 """All of them."""
@@ -112,6 +113,7 @@ INSTALLED_BY = {
     "kueue.x-k8s.io": "ask the cluster's administrator for Kueue (https://kueue.sigs.k8s.io)",
     "kubeflow.org": "ask the cluster's administrator for Kubeflow Notebooks (https://www.kubeflow.org)",
     "metrics.k8s.io": "ask the cluster's administrator for metrics-server",
+    "argoproj.io": "ask the cluster's administrator for Argo Workflows (https://argoproj.github.io/workflows)",
 }
 """How the kinds of a group are installed in a cluster."""
 

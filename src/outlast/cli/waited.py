@@ -1,0 +1,135 @@
+"""Submitting a job and waiting for its end: `outlast submit --wait` and `outlast pipeline step`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from outlast.cli import terminal
+from outlast.errors import OutlastError
+
+if TYPE_CHECKING:
+    from outlast.cluster.backend import KubernetesBackend
+    from outlast.cluster.outcome import Outcome
+    from outlast.spec import Job
+
+WaitOption = Annotated[
+    bool,
+    typer.Option("--wait", help="Wait until the job ends. Exit code 0: it has succeeded, 3: failed, 4: cancelled by others."),
+]
+OutputsOption = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="With --wait: write outputs there, a file each and outputs.json.", show_default=False),
+]
+TerminateOption = Annotated[
+    Literal["cancel", "leave"],
+    typer.Option(
+        "--on-terminate",
+        help="With --wait: what becomes of the job at SIGTERM. cancel: it is cancelled, unless this pod is evicted.",
+    ),
+]
+KeyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--idempotency-key",
+        metavar="KEY",
+        help="One job for each KEY, such as the id of a pipeline's run: its name ends with a digest of KEY and the job.",
+        show_default=False,
+    ),
+]
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wish:
+    """How to wait, and what to leave behind."""
+
+    directory: Path | None = None
+    """For the outputs."""
+    paths: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+    """Further files for outputs, by name."""
+    on_terminate: str = "cancel"
+    keyed: bool = False
+    """Whether the name of the job is that of this step alone."""
+
+    def write(self, found: Outcome) -> None:
+        """Write the outputs. Raises OutlastError."""
+        from outlast import files
+
+        try:
+            if self.directory:
+                found.write(self.directory)
+            texts = found.texts()
+            for name, path in self.paths.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                files.replace(path, texts[name])
+        except OSError as error:
+            raise OutlastError(f"the outputs cannot be written: {error}; give another directory") from error
+
+
+class _Terminated(BaseException):
+    """SIGTERM has come."""
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Raises _Terminated in this block at the first SIGTERM."""
+
+    def raise_(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, raise_)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is raise_:
+            signal.signal(signal.SIGTERM, before)
+
+
+def named(job: Job, key: str | None, *content: object) -> Job:
+    """The job under the name that it has for this key; `content` is what it was made of. Without a key, the job."""
+    if not key:
+        return job
+    from outlast import contract
+    from outlast.manifests import names
+
+    digest = names.digest([key, *map(str, content)])
+    name = f"{job.metadata.name[: contract.LONGEST_NAME - len(digest) - 1].rstrip('-.')}-{digest}"
+    return job.model_copy(update={"metadata": job.metadata.model_copy(update={"name": name})})
+
+
+def until_end(place: KubernetesBackend, name: str, apply: Callable[[], Iterator[str]], wish: Wish) -> int:
+    """Submit, wait for the end, write the outputs; the exit code."""
+    from outlast.cluster import outcome, waiting
+
+    waiter = waiting.Waiter(place.workloads, name, say=terminal.say, ours=wish.keyed)
+    try:
+        with _terminable():
+            waiter.submitted(apply)
+            terminal.say(f"waiting for {name} in namespace {place.cluster.namespace}")
+            ended = waiter.until_end()
+    except _Terminated:
+        ended = waiter.terminated(wish.on_terminate, *waiting.own_pod(place.cluster))
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        terminal.say(ended.sentence)
+        return ended.code
+    except KeyboardInterrupt:
+        terminal.say(f"{name} goes on; wait again with the same command, or end it with: outlast cancel {name}")
+        return INTERRUPTED
+    if wish.directory or wish.paths:
+        found = outcome.outcome(ended.status, place.cluster.namespace, outcome.read(ended.status), time.time())
+        wish.write(found)
+        for output, reason in found.missing.items():
+            terminal.say(f"output {output} is empty: {reason}")
+    terminal.say(ended.sentence)
+    return ended.code

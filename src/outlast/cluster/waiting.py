@@ -1,0 +1,254 @@
+"""Waiting for the end of a job in a cluster, as a step of a pipeline does. Decision: docs/decisions/0054-a-step-of-a-pipeline.md.
+
+    waiter = Waiter(workloads, "digits", say=print)
+    waiter.submitted(lambda: backend.apply(job, source=file))
+    ended = waiter.until_end()
+
+Nothing but the end of the job ends the wait: not an API server that is away, not a job that is suspended or queued. Time and
+sleep are given, so that tests need none.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from outlast import kube
+from outlast.cluster import job_status
+from outlast.cluster.workloads import Workloads
+from outlast.contract import Env
+from outlast.errors import Absent, ClusterError, Forbidden, NotFound, NotServed, OutlastError, StoreError, Unanswered
+from outlast.kube import kubeconfig, pods
+from outlast.status import JobStatus, State
+
+T = TypeVar("T")
+
+EVERY_S = 5.0
+"""Interval of asking for the job."""
+PROGRESS_S = 60.0
+"""Interval of telling how far it is; a change of its state is told at once."""
+_SUBMIT_S = 600.0
+"""Longest time to try to submit while the API server is away."""
+_UNSERVED_S = 300.0
+"""Longest time without the kind of the job: an API server that has just started may not know it yet."""
+_CANCEL_S = 15.0
+"""Longest time to try to cancel: a pod has 30 s after SIGTERM."""
+
+
+class Code(enum.IntEnum):
+    """Exit codes of a wait, besides those of a refused request (1) and of a mistake (2)."""
+
+    SUCCEEDED = 0
+    FAILED = 3
+    GONE = 4
+    """Somebody else has cancelled or replaced the job."""
+    TERMINATED = 143
+    """We got SIGTERM."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a wait has ended."""
+
+    code: Code
+    sentence: str
+    status: JobStatus
+
+
+@dataclass(frozen=True)
+class Time:
+    """Time and sleep."""
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+@dataclass
+class Waiter:
+    """Submits one job, and waits for its end."""
+
+    workloads: Workloads
+    name: str
+    say: Callable[[str], None]
+    time: Time = field(default_factory=Time)
+    ours: bool = False
+    """Whether the job of this name is ours to cancel: we have submitted it, or its name is ours alone."""
+    _kind: kube.Kind = kube.ELASTIC_JOB
+    _title: str = ""
+    _uid: str = ""
+
+    def submitted(self, apply: Callable[[], Iterator[str]]) -> None:
+        """Submit, or attach to what has been submitted, and say what was done. Raises OutlastError."""
+
+        def attempt() -> kube.Document:
+            for sentence in apply():
+                self.say(sentence)
+            return self.workloads.of(self.name)[0]
+
+        found = self._answered(attempt, _SUBMIT_S)
+        meta = found["metadata"]
+        self._kind, self._title, self._uid, self.ours = kube.kind_of(found), meta["name"], meta["uid"], True
+
+    def until_end(self) -> Ended:
+        """Wait for the end of the job."""
+        last: JobStatus | None = None
+        told_s = self.time.now()
+        while True:
+            due = last is None or self.time.now() - told_s >= PROGRESS_S
+            status = self._answered(lambda due=due: self._look(ask=due))  # type: ignore[misc]
+            if status is None:
+                return self._gone(last)
+            if status.state.final:
+                return self._ended(status)
+            if due or last is None or status.state is not last.state:
+                self.say(progress(status))
+                told_s = self.time.now()
+            last = status
+            self.time.sleep(EVERY_S)
+
+    def terminated(self, mode: str, pod: kube.Document | None, owner: kube.Document | None) -> Ended:
+        """After SIGTERM: cancel the job, or leave it. `mode` is `cancel` or `leave`; `pod` and `owner` as for `spared`."""
+        status = JobStatus(name=self.name, run="")
+        why = "--on-terminate is leave" if mode == "leave" else spared(pod, owner)
+        if not why and not self.ours:
+            why = "it was not submitted yet"
+        if why:
+            return Ended(Code.TERMINATED, f"SIGTERM: {self.name} is not cancelled: {why}", status)
+        try:
+            self._answered(lambda: self.workloads.remove(self.name, grace_s=None), _CANCEL_S)
+        except NotFound:
+            return Ended(Code.TERMINATED, f"SIGTERM: {self.name} is gone already", status)
+        except ClusterError as error:
+            remedy = f"outlast cancel {self.name}"
+            return Ended(Code.TERMINATED, f"SIGTERM: {self.name} could not be cancelled: {error}; do it with: {remedy}", status)
+        return Ended(Code.TERMINATED, f"SIGTERM: {self.name} is cancelled; what it has saved stays", status)
+
+    def _look(self, *, ask: bool) -> JobStatus | None:
+        """The status of the job that was submitted; None when it is gone. `ask`: the agents, too, for their step."""
+        try:
+            workload = self.workloads.cluster.get(self._kind, self._title)
+        except Absent:
+            return None
+        if workload["metadata"]["uid"] != self._uid:
+            return None
+        over = job_status.over(workload) is not None
+        ask = ask or over or self._kind is kube.STATEFUL_SET  # whose end only its agents know
+        found = self.workloads.snapshot(self.name, [workload], self.workloads.pods(self.name), ask=ask)
+        return job_status.status(found)
+
+    def _answered(self, request: Callable[[], T], timeout_s: float = float("inf")) -> T:
+        """The answer to a request, repeated while the API server is away."""
+        since, unserved, away = self.time.now(), 0.0, False
+        while True:
+            begun = self.time.now()
+            try:
+                answer = request()
+            except (Unanswered, NotServed) as error:
+                unserved = (unserved or begun) if isinstance(error, NotServed) else 0.0
+                lost = not self._uid and isinstance(error, NotServed)  # it was never there
+                if lost or begun - since > timeout_s or (unserved and begun - unserved > _UNSERVED_S):
+                    raise
+                if not away:
+                    self.say(f"{error}; trying again")
+                away = True
+                self.time.sleep(EVERY_S)
+                continue
+            if away:
+                self.say("the cluster answers again")
+            return answer
+
+    def _ended(self, status: JobStatus) -> Ended:
+        if status.state is State.SUCCEEDED:
+            return Ended(Code.SUCCEEDED, f"{self.name} has succeeded", status)
+        if status.state is State.FAILED:
+            return Ended(Code.FAILED, f"{self.name} has failed: {self._why(status)}", status)
+        return self._gone(status)
+
+    def _why(self, status: JobStatus) -> str:
+        """The sentence of `outlast why`, if it has one, else that of the status."""
+        from outlast import diagnosis
+        from outlast.diagnosis import gather
+
+        try:
+            found = diagnosis.causes(gather.job(self.workloads.cluster, self.name), time.time())
+        except OutlastError:  # the status knows as well
+            found = []
+        return next((cause.what for cause in found if cause.wrong), status.reason)
+
+    def _gone(self, last: JobStatus | None) -> Ended:
+        """The job is not there any more: it was cancelled or replaced, unless its store knows that it had ended before."""
+        status = last or JobStatus(name=self.name, run="")
+        if (recorded := _recorded(status)) is not None:
+            return self._ended(recorded)
+        status = status.model_copy(update={"state": State.CANCELLED})
+        there = self._answered(lambda: self.workloads.of(self.name))
+        if there and there[0]["metadata"]["uid"] != self._uid:
+            return Ended(Code.GONE, f"{self.name} was submitted again by somebody else, and this run of it is over", status)
+        return Ended(Code.GONE, f"{self.name} was cancelled or deleted by somebody else; submitted again, it goes on", status)
+
+
+def _recorded(status: JobStatus) -> JobStatus | None:
+    """The status as the store has it, if the run has ended there as Succeeded or Failed."""
+    if status.store is None or not status.run:
+        return None
+    from outlast import runs, store
+
+    try:
+        record = runs.read(store.open_(status.store.url))
+    except StoreError:
+        return None
+    if record is None or status.run not in (record.run, record.owner) or record.state not in (State.SUCCEEDED, State.FAILED):
+        return None
+    return status.model_copy(update={"state": State(record.state), "reason": record.reason, "exit_code": record.exit_code})
+
+
+def progress(status: JobStatus) -> str:
+    """`digits: Running: all 2 workers train; step 120 of 400, checkpoint of step 100`."""
+    facts = []
+    if status.step or status.steps:
+        facts.append(f"step {status.step}" + (f" of {status.steps}" if status.steps else ""))
+    if status.checkpoint:
+        facts.append(f"checkpoint of step {status.checkpoint.step}")
+    said = f"{status.state}: {status.reason}" if status.reason else str(status.state)
+    return f"{status.name}: {said}{'; ' if facts else ''}{', '.join(facts)}"
+
+
+def spared(pod: kube.Document | None, owner: kube.Document | None) -> str:
+    """Why a job is to go on although its step got SIGTERM; empty when the pipeline is being terminated. Pure.
+
+    `pod` is that of the step, None when it cannot be read; `owner` is the Workflow that owns it, None when that is gone.
+    """
+    if pod is None:
+        return ""
+    if found := pods.disruption(pod):
+        return f"the step's pod is evicted ({found.get('reason')}), and the step is to be run again"
+    if "deletionTimestamp" not in pod["metadata"] or owner is None or "deletionTimestamp" in owner["metadata"]:
+        return ""
+    spec = owner.get("spec") or {}
+    if spec.get("shutdown") or spec.get("activeDeadlineSeconds") == 0:  # the latter is how Kubeflow Pipelines terminates
+        return ""
+    return f"the step's pod is deleted, and Workflow {owner['metadata']['name']} goes on"
+
+
+def own_pod(cluster: kube.Cluster, environ: Mapping[str, str] = os.environ) -> tuple[kube.Document | None, kube.Document | None]:
+    """The pod that this process runs in, and the Workflow that owns it, as far as they exist and may be read."""
+    name = next((environ[key] for key in (Env.POD, "KFP_POD_NAME", "HOSTNAME") if environ.get(key)), "")
+    if not name or not kubeconfig.inside(environ):
+        return None, None
+    unknown = (OSError, Absent, Forbidden, NotServed, Unanswered)
+    try:
+        namespace = Path(kubeconfig.ACCOUNT, "namespace").read_text().strip()
+        pod = cluster.get(kube.POD, name, namespace=namespace)
+    except unknown:
+        return None, None
+    owners = pod["metadata"].get("ownerReferences") or ()
+    try:
+        workflow = next(each["name"] for each in owners if each["kind"] == kube.WORKFLOW.kind)
+        return pod, cluster.get(kube.WORKFLOW, workflow, namespace=namespace)
+    except (StopIteration, *unknown):
+        return pod, None

@@ -1,0 +1,460 @@
+"""Waiting for the end of a job: `outlast submit --wait`, and the outputs that it leaves."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import signal
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import apiserver
+from fake_cluster import FakeCluster
+from outlast import contract, kube, runs, store
+from outlast.cluster import outcome, waiting
+from outlast.cluster.waiting import Code, Waiter
+from outlast.cluster.workloads import Workloads
+from outlast.errors import Forbidden, NotServed, Unanswered
+from outlast.manifests.pipelines import OUTPUTS
+from outlast.status import CheckpointStatus, JobStatus, State, StoreStatus
+
+Document = dict[str, Any]
+Outlast = Callable[..., tuple[int, str, str]]
+CRD = {
+    "apiVersion": "apiextensions.k8s.io/v1",
+    "kind": "CustomResourceDefinition",
+    "metadata": {"name": "elasticjobs.outlast.dev"},
+}
+
+
+class Cluster(FakeCluster):
+    """A cluster that can be away, and forget its kinds."""
+
+    away = unserved = forbidden_now = False
+
+    def _may(self, kind: kube.Kind) -> None:
+        if self.away:
+            raise Unanswered("https://fake does not answer")
+        if self.forbidden_now:
+            raise Forbidden("you may not get elasticjobs")
+        if self.unserved and kind is kube.ELASTIC_JOB:
+            raise NotServed("elasticjobs are not known here")
+        super()._may(kind)
+
+
+class Scene:
+    """A job, and what happens while somebody waits for it: each sleep is one step of the script."""
+
+    def __init__(self, *script: Callable[[Scene], object]) -> None:
+        self.cluster = Cluster(CRD, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team"}})
+        self.script, self.said, self.clock = list(script), [], 0.0
+        self.waiter = Waiter(Workloads(self.cluster), "digits", self.said.append, waiting.Time(lambda: self.clock, self.sleep))  # type: ignore[arg-type]
+
+    said: list[str]
+
+    def sleep(self, seconds: float) -> None:
+        self.clock += seconds
+        assert self.script, f"it waits for ever: {self.said}"
+        self.script.pop(0)(self)
+
+    def job(self, state: str = "", reason: str = "", **fields: Any) -> Document:
+        written = {"state": state, "reason": reason, "run": "digits-1", "submitted": 10.0, **fields} if state else {}
+        meta = {"name": "digits", "namespace": "team", "uid": "uid-digits"}
+        spec = {"image": "i", "module": "m", "workers": {"replicas": 2}, **self.spec}
+        return {"apiVersion": contract.API_VERSION, "kind": "ElasticJob", "metadata": meta, "spec": spec, "status": written}
+
+    spec: Document = {}  # noqa: RUF012
+
+    def submit(self) -> Iterator[str]:
+        kind, meta = kube.ELASTIC_JOB, self.job()["metadata"]
+        if self.cluster.find(kind, meta["name"]) is None:
+            self.cluster.put(self.job())
+            yield "ElasticJob digits created"
+        else:
+            yield "ElasticJob digits unchanged"
+
+    def wait(self) -> waiting.Ended:
+        self.waiter.submitted(self.submit)
+        return self.waiter.until_end()
+
+
+def to(state: str, reason: str = "", **fields: Any) -> Callable[[Scene], object]:
+    """The operator writes this."""
+    return lambda scene: scene.cluster.put(scene.job(state, reason, **fields))
+
+
+def nothing(scene: Scene) -> None:
+    """Nothing happens."""
+
+
+def away(scene: Scene) -> None:
+    scene.cluster.away = True
+
+
+def back(scene: Scene) -> None:
+    scene.cluster.away = False
+
+
+def gone(scene: Scene) -> None:
+    scene.cluster.delete(kube.ELASTIC_JOB, "digits")
+
+
+def test_a_wait_ends_with_the_job_and_tells_how_far_it_is_at_a_calm_pace() -> None:
+    training = [to("Running", "all 2 workers train", step=step, steps=400) for step in range(10, 310, 10)]
+    scene = Scene(*training, to("Succeeded", "all workers are done", step=400))
+    ended = scene.wait()
+    assert (ended.code, ended.sentence, ended.status.step) == (Code.SUCCEEDED, "digits has succeeded", 400)
+    assert scene.said == [
+        "ElasticJob digits created",
+        "digits: Pending: no operator has taken it up yet; is one installed? (outlast install)",
+        "digits: Running: all 2 workers train; step 10 of 400",
+        "digits: Running: all 2 workers train; step 130 of 400",
+        "digits: Running: all 2 workers train; step 250 of 400",
+    ]
+
+
+def test_a_job_that_fails_ends_the_wait_with_the_sentence_of_why() -> None:
+    failed = to("Failed", "restarts are used up", end="BackoffLimitExceeded", step=7)
+    ended = Scene(to("Running", "2 train"), failed).wait()
+    assert (ended.code, ended.status.state) == (Code.FAILED, State.FAILED)
+    assert re.fullmatch(r"digits has failed: .+", ended.sentence)
+
+
+def test_neither_a_suspended_job_nor_one_that_is_queued_or_replaced_by_its_operator_ends_the_wait() -> None:
+    states = [to(state) for state in ("Queued", "Running", "Suspended", "Interrupted", "Resizing", "Restarting")]
+    assert Scene(*states, to("Succeeded")).wait().code is Code.SUCCEEDED
+
+
+def test_an_api_server_that_is_away_does_not_end_the_wait() -> None:
+    scene = Scene(to("Running"), away, *[nothing] * 1000, back, nothing, to("Succeeded"))
+    assert scene.wait().code is Code.SUCCEEDED
+    assert [each for each in scene.said if "fake" in each or "again" in each] == [
+        "https://fake does not answer; trying again",
+        "the cluster answers again",
+    ]
+
+
+def test_an_api_server_that_is_away_at_first_is_waited_for_but_not_for_ever() -> None:
+    scene = Scene(nothing, back, to("Succeeded"))
+    scene.cluster.away = True
+    assert scene.wait().code is Code.SUCCEEDED
+    scene = Scene(*[nothing] * 1000)
+    scene.cluster.away = True
+    with pytest.raises(Unanswered):
+        scene.wait()
+    assert 600 <= scene.clock < 620
+
+
+def test_an_api_server_that_has_just_started_may_not_know_the_kind_yet() -> None:
+    def forget(scene: Scene) -> None:
+        scene.cluster.unserved = True
+
+    def know(scene: Scene) -> None:
+        scene.cluster.unserved = False
+
+    assert Scene(forget, *[nothing] * 20, know, to("Succeeded")).wait().code is Code.SUCCEEDED
+    scene = Scene(forget, *[nothing] * 1000)
+    with pytest.raises(NotServed):
+        scene.wait()
+    assert 300 <= scene.clock < 320
+    scene = Scene(nothing)
+    scene.cluster.unserved = True
+    with pytest.raises(NotServed):
+        scene.wait()
+    assert scene.clock == 0, "where it was never known there is nothing to wait for"
+
+
+def test_what_is_refused_is_raised() -> None:
+    def refuse(scene: Scene) -> None:
+        scene.cluster.forbidden_now = True
+
+    with pytest.raises(Forbidden):
+        Scene(to("Running"), refuse).wait()
+
+
+def test_a_job_that_somebody_else_cancels_or_replaces_ends_the_wait() -> None:
+    ended = Scene(to("Running", step=5), gone).wait()
+    assert (ended.code, ended.status.state, ended.status.step) == (Code.GONE, State.CANCELLED, 5)
+    assert ended.sentence == "digits was cancelled or deleted by somebody else; submitted again, it goes on"
+    ended = Scene(to("Cancelled")).wait()
+    assert ended.code is Code.GONE
+
+    def replaced(scene: Scene) -> None:
+        gone(scene)
+        new = scene.job("Running")
+        new["metadata"]["uid"] = "another"
+        scene.cluster.put(new)
+
+    ended = Scene(to("Running"), replaced).wait()
+    assert (ended.code, ended.sentence) == (
+        Code.GONE,
+        "digits was submitted again by somebody else, and this run of it is over",
+    )
+
+
+def test_of_a_job_that_was_removed_while_the_api_server_was_away_the_store_knows_how_it_ended() -> None:
+    url = f"memory://{uuid.uuid4().hex}/digits"
+    place = store.open_(url)
+    runs.claim(place, runs.Run("digits-1", "digits", 10.0))
+
+    class WithStore(Scene):
+        spec = {"output": url.rpartition("/")[0]}  # noqa: RUF012
+
+    def ends(scene: Scene) -> None:
+        runs.end(place, "digits-1", "Succeeded", "all workers are done", 0)
+        gone(scene)
+        back(scene)
+
+    running = to("Running", store={"url": url, "step": 3})
+    assert WithStore(running, away, ends).wait().code is Code.SUCCEEDED
+    runs.update(place, "digits-1", state="Running")
+    assert WithStore(running, gone).wait().code is Code.GONE
+
+
+def test_a_second_wait_attaches_to_the_same_job() -> None:
+    scene = Scene(to("Running"), to("Succeeded"))
+    scene.waiter.submitted(scene.submit)  # its pod is killed here
+    again = Waiter(scene.waiter.workloads, "digits", scene.said.append, scene.waiter.time)
+    again.submitted(scene.submit)
+    assert again.until_end().code is Code.SUCCEEDED
+    assert scene.said[:2] == ["ElasticJob digits created", "ElasticJob digits unchanged"]
+
+
+def a_pod(*, reason: str = "", deleted: bool = False) -> Document:
+    conditions = [{"type": "DisruptionTarget", "status": "True", "reason": reason}] if reason else []
+    meta = {"name": "p", **({"deletionTimestamp": apiserver.NOW} if deleted else {})}
+    return {"metadata": meta, "status": {"conditions": conditions}}
+
+
+def a_workflow(*, deleted: bool = False, **spec: Any) -> Document:
+    return {"metadata": {"name": "w", **({"deletionTimestamp": apiserver.NOW} if deleted else {})}, "spec": spec}
+
+
+@pytest.mark.parametrize(
+    ("pod", "owner", "sentence"),
+    [
+        (None, None, ""),
+        (a_pod(), a_workflow(), ""),  # Argo signals the container, and deletes nothing
+        (a_pod(), a_workflow(shutdown="Terminate"), ""),
+        (a_pod(deleted=True), a_workflow(shutdown="Stop"), ""),
+        (a_pod(deleted=True), a_workflow(activeDeadlineSeconds=0), ""),
+        (a_pod(deleted=True), a_workflow(deleted=True), ""),
+        (a_pod(deleted=True), None, ""),  # the Workflow was deleted, or the pod has none
+        (a_pod(deleted=True), a_workflow(), "the step's pod is deleted, and Workflow w goes on"),
+        (
+            a_pod(reason="EvictionByEvictionAPI", deleted=True),
+            a_workflow(),
+            "the step's pod is evicted (EvictionByEvictionAPI), and the step is to be run again",
+        ),
+        (
+            a_pod(reason="PreemptionByScheduler"),
+            None,
+            "the step's pod is evicted (PreemptionByScheduler), and the step is to be run again",
+        ),
+    ],
+)
+def test_sigterm_cancels_the_job_unless_the_step_is_to_be_run_again(
+    pod: Document | None, owner: Document | None, sentence: str
+) -> None:
+    assert waiting.spared(pod, owner) == sentence
+    scene = Scene()
+    scene.waiter.submitted(scene.submit)
+    ended = scene.waiter.terminated("cancel", pod, owner)
+    assert (ended.code, scene.cluster.find(kube.ELASTIC_JOB, "digits") is None) == (Code.TERMINATED, not sentence)
+    assert ended.sentence == (
+        f"SIGTERM: digits is not cancelled: {sentence}" if sentence else "SIGTERM: digits is cancelled; what it has saved stays"
+    )
+
+
+def test_sigterm_leaves_what_is_not_ours_and_what_is_to_be_left() -> None:
+    scene = Scene()
+    scene.cluster.put(scene.job("Running"))
+    assert scene.waiter.terminated("cancel", None, None).sentence.endswith("is not cancelled: it was not submitted yet")
+    scene.waiter.submitted(scene.submit)
+    assert scene.waiter.terminated("leave", None, None).sentence.endswith("is not cancelled: --on-terminate is leave")
+    assert scene.cluster.find(kube.ELASTIC_JOB, "digits") is not None
+    gone(scene)
+    assert scene.waiter.terminated("cancel", None, None).sentence == "SIGTERM: digits is gone already"
+    scene = Scene(*[nothing] * 10)
+    scene.waiter.submitted(scene.submit)
+    away(scene)
+    said = scene.waiter.terminated("cancel", None, None).sentence
+    assert said.startswith("SIGTERM: digits could not be cancelled: https://fake does not answer; do it with: outlast cancel")
+
+
+# Outputs
+
+
+def a_status(**fields: Any) -> JobStatus:
+    return JobStatus(**{"name": "digits", "run": "digits-1", "state": State.SUCCEEDED, "step": 400, "submitted": 100.0, **fields})
+
+
+def test_the_outputs_are_what_the_status_and_the_store_say(tmp_path: Path) -> None:
+    there = outcome.Stored(
+        "s3://b/digits",
+        "digits-1",
+        ("s3://b/digits/checkpoints/step-400/x", 400),
+        ("s3://b/digits/checkpoints/step-300/y", 300, 0.25, "val_loss"),
+        [{"accuracy": 97.5}],
+        [{"step": 390, "loss": 0.5}, {"step": 400, "loss": 0.4, "lr": 0.1}, {"step": 400, "val_loss": 0.3}],
+        0.9,
+    )
+    found = outcome.outcome(a_status(steps=400, finished=160.5, restarts=1, goodput=0.8), "team", there, now=1000.0)
+    assert found.missing == {}
+    assert {name: text for name, text in found.texts().items() if name not in ("reason", "interruptions")} == {
+        "job": "digits",
+        "namespace": "team",
+        "run": "digits-1",
+        "state": "Succeeded",
+        "step": "400",
+        "steps": "400",
+        "restarts": "1",
+        "seconds": "60.5",
+        "goodput": "0.9",
+        "output": "s3://b/digits",
+        "checkpoint": "s3://b/digits/checkpoints/step-400/x",
+        "checkpoint_step": "400",
+        "best_checkpoint": "s3://b/digits/checkpoints/step-300/y",
+        "best_step": "300",
+        "best_metric": "0.25",
+        "best_by": "val_loss",
+        "loss": "0.3",
+        "accuracy": "97.5",
+        "metrics": '{"step": 400, "val_loss": 0.3}',
+    }
+    found.write(tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*OUTPUTS, outcome.FILE}
+    assert json.loads((tmp_path / "out" / outcome.FILE).read_text())["best_metric"] == 0.25
+
+
+def test_what_is_not_known_is_empty_and_has_its_reason() -> None:
+    status = a_status(output="/out/digits in its pods", checkpoint=CheckpointStatus(step=380, path="", time=1.0))
+    found = outcome.outcome(status, "team", outcome.read(status), now=130.0)
+    assert (found.values["checkpoint_step"], found.values["seconds"], found.texts()["checkpoint"]) == (380, 30.0, "")
+    assert found.missing["checkpoint"] == "the output is in no store (/out/digits in its pods), and this step does not see it"
+    assert found.missing["steps"] == "the training does not tell how many"
+    assert json.loads(found.json())["loss"] is None
+    assert set(found.values) | set(found.missing) == set(OUTPUTS)
+    lost = outcome.outcome(JobStatus(name="digits", run="", state=State.CANCELLED), "team", "unread", now=1.0)
+    assert lost.missing["run"] == "the job was gone before its status could be read"
+
+
+def test_a_store_with_nothing_or_none_at_all_is_no_error(tmp_path: Path) -> None:
+    url = f"memory://{uuid.uuid4().hex}/digits"
+    empty = outcome.read(a_status(store=StoreStatus(url=url)))
+    assert empty == outcome.Stored(url, "digits-1")
+    found = outcome.outcome(a_status(), "team", empty, now=1.0)
+    assert found.missing["best_step"] == "no checkpoint has a metric"
+    assert found.missing["goodput"] == "the store has no ledger of the run"
+    wrong = outcome.read(a_status(store=StoreStatus(url="nowhere://x/y")))
+    assert isinstance(wrong, str)
+    assert "nowhere://x/y cannot be read" in wrong
+
+
+# The command
+
+JOB = """\
+apiVersion: outlast.dev/v1alpha1
+kind: ElasticJob
+metadata: {name: digits}
+spec: {image: example.org/outlast:1, module: outlast.recipes.smoke, workers: {replicas: 2}}
+"""
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[apiserver.ApiServer]:
+    api = apiserver.ApiServer(unserved=("batch.volcano.sh", "scheduling.x-k8s.io"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text(JOB)
+    with apiserver.serving(api) as url:
+        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
+        yield api
+
+
+def jobs(api: apiserver.ApiServer) -> dict[str, Document]:
+    return {key[2]: each for key, each in api.documents.items() if key[0] == kube.ELASTIC_JOB.resource}
+
+
+def ends(api: apiserver.ApiServer, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    """Have an operator end every job at once when it has been submitted."""
+    original = Waiter.submitted
+
+    def submitted(waiter: Waiter, apply: Callable[[], Iterator[str]]) -> None:
+        original(waiter, apply)
+        job = jobs(api)[waiter.name]
+        api.put({**copy.deepcopy(job), "status": {"state": state, "run": "digits-1", "step": 8}})
+
+    monkeypatch.setattr(Waiter, "submitted", submitted)
+
+
+def test_submit_waits_and_writes_the_outputs(
+    api: apiserver.ApiServer, outlast: Outlast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends(api, monkeypatch, "Succeeded")
+    code, out, err = outlast("submit", "job.yaml", "--wait", "--outputs", "out")
+    assert (code, out) == (0, "")
+    assert err.endswith("outlast | digits has succeeded\n")
+    assert "output loss is empty: the output is in no store" in err
+    assert (tmp_path / "out" / "state").read_text() == "Succeeded"
+    assert json.loads((tmp_path / "out" / "outputs.json").read_text())["step"] == 8
+    code, _, err = outlast("submit", "job.yaml", "--wait")
+    assert (code, "has ended (Succeeded) and is not run again" in err) == (0, True)
+
+
+@pytest.mark.parametrize(("state", "code"), [("Failed", 3), ("Cancelled", 4)])
+def test_the_exit_code_says_how_the_job_ended(
+    api: apiserver.ApiServer, outlast: Outlast, monkeypatch: pytest.MonkeyPatch, state: str, code: int
+) -> None:
+    ends(api, monkeypatch, state)
+    assert outlast("submit", "job.yaml", "--wait", "--outputs", "out")[0] == code
+    assert Path("out/state").read_text() == state
+
+
+def test_each_key_has_a_job_of_its_own_and_finds_it_again(
+    api: apiserver.ApiServer, outlast: Outlast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends(api, monkeypatch, "Succeeded")
+    made = []
+    for key, *more in (["run-1"], ["run-1"], ["run-2"], ["run-1", "--workers", "3"]):
+        before = set(jobs(api))
+        assert outlast("submit", "job.yaml", "--wait", "--idempotency-key", key, *more)[0] == 0
+        made.append(len(set(jobs(api)) - before))
+    assert made == [1, 0, 1, 1]
+    assert all(re.fullmatch(r"digits-[0-9a-f]{8}", name) for name in jobs(api))
+
+
+@pytest.mark.parametrize(("mode", "left"), [("cancel", 0), ("leave", 1)])
+def test_sigterm_ends_the_wait_and_the_job_if_that_is_wanted(
+    api: apiserver.ApiServer, outlast: Outlast, monkeypatch: pytest.MonkeyPatch, mode: str, left: int
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(Waiter, "until_end", lambda waiter: os.kill(os.getpid(), signal.SIGTERM))
+    try:
+        code, _, err = outlast("submit", "job.yaml", "--wait", "--on-terminate", mode)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (code, len(jobs(api))) == (143, left)
+    assert f"SIGTERM: digits is {'not ' * left}cancelled" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--wait", "--follow"), "--wait and --follow exclude each other: leave one of them out"),
+        (("--wait", "--fresh"), "--wait and --fresh exclude each other: a step that is run again would start again"),
+        (("--outputs", "out"), "--outputs and --on-terminate are for --wait; add it"),
+    ],
+)
+def test_options_that_exclude_each_other_are_one_sentence(
+    api: apiserver.ApiServer, outlast: Outlast, words: tuple[str, ...], sentence: str
+) -> None:
+    code, out, err = outlast("submit", "job.yaml", *words)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"Error: {sentence}")
+    assert jobs(api) == {}
