@@ -1,5 +1,5 @@
-"""prepare -> train -> evaluate with Kubeflow Pipelines: texts are tokenized on Spark, a GPT is trained on them by Outlast, and its
-best checkpoint is evaluated.
+"""prepare -> train -> evaluate with Kubeflow Pipelines: texts are tokenized on Spark, a GPT is trained on them by Outlast, and
+its best checkpoint is evaluated.
 
     pip install kfp kfp-kubernetes
     outlast pipeline kfp examples/pipelines/job.yaml --rights -n PROFILE | kubectl apply -f -     # once for each profile

@@ -10,7 +10,7 @@ import hashlib
 
 from outlast.contract import Env
 from outlast.kube.kinds import WORKFLOW
-from outlast.manifests import rbac, volumes
+from outlast.manifests import labels, rbac, volumes
 from outlast.manifests.pipelines.outputs import OUTPUTS
 from outlast.manifests.pipelines.step import CODE, COMMAND, INPUTS, Step, confined
 from outlast.manifests.pipelines.step import namespace as step_namespace
@@ -70,8 +70,7 @@ def _template(step: Step, code: str, account: str) -> Document:
     return {
         "name": TEMPLATE,
         "metadata": {
-            "labels": {**_LABELS, "app.kubernetes.io/component": "pipeline-step"},
-            "annotations": {"sidecar.istio.io/inject": "false"},
+            "labels": {**_LABELS, "app.kubernetes.io/component": "pipeline-step", **labels.UNMESHED},
         },
         "inputs": {"parameters": inputs},
         "outputs": {
