@@ -24,9 +24,7 @@ train = components.load_component_from_text(Path(__file__).with_name("kfp-compon
 @dsl.container_component
 def prepare(texts: str, to: str) -> dsl.ContainerSpec:
     """Tokenize texts on Spark, in one pod."""
-    return dsl.ContainerSpec(
-        image="ghcr.io/outlast/outlast:0.1-spark", command=["sh", "-ec", GET_AND_PREPARE], args=[texts, to]
-    )
+    return dsl.ContainerSpec(image="ghcr.io/outlast/outlast:0.1-spark", command=["sh", "-ec", GET_AND_PREPARE], args=[texts, to])
 
 
 @dsl.container_component
