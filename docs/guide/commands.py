@@ -30,7 +30,7 @@ or the newest when all have finished, and says which; in a cluster, which others
 | 0 | done; of `outlast run`: the job has succeeded |
 | 1 | what was asked for failed, or a cluster refuses it; of `outlast run`: the job has failed, or the code that it failed with |
 | 2 | what was asked is wrong: the job file, an option, a name |
-| 3, 4, 143 | of `outlast submit --wait`: the job has failed, was cancelled by somebody else, was cancelled or left at SIGTERM; see [pipelines](pipelines.md) |
+| 3, 4, 143 | of `outlast submit --wait`: the job failed, was cancelled, the step got SIGTERM; see [pipelines](pipelines.md) |
 | 75 | of `outlast run`: interrupted or suspended, and saved; the same command goes on |
 | 130 | killed by Ctrl-C |
 """
