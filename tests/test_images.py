@@ -182,6 +182,7 @@ def test_the_image_for_spark_has_a_java_and_answers_sparks_words() -> None:
     assert any('".[data,store,kubernetes,spark]"' in line for line in known["build-spark"])
     assert not any("torch" in line or "[train" in line for line in known["build-spark"])
     assert 'ENTRYPOINT ["python", "-P", "-m", "outlast.spark_entrypoint"]' in known["spark"]
+    assert all(any(" /opt/outlast/spark" in line for line in known[stage]) for stage in ("build-spark", "build-notebook"))
     assert known["spark"][-1] == "COPY --from=build-spark /opt/outlast /opt/outlast"
     assert [line for line in known["spark"] if line.startswith("CMD")][-1] == 'CMD ["outlast", "--help"]'
 
