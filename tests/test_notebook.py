@@ -224,3 +224,8 @@ def test_the_story_of_a_run_is_drawn_with_its_loss_and_where_its_time_went() -> 
 def test_behind_kubeflows_gateway_it_serves_below_its_prefix() -> None:
     assert jupyter.base({"NB_PREFIX": "/notebook/team/mine"}) == "/notebook/team/mine/"
     assert jupyter.base({}) == jupyter.base({"NB_PREFIX": "/"}) == "/", "with docker run; a token is made then"
+
+
+def test_pages_of_other_origins_are_given_no_way_in(tmp_path: Path) -> None:
+    words = jupyter.command(jupyter.Server(tmp_path, base="/notebook/team/mine/"), root=False)
+    assert not [word for word in words if re.search("allow_origin|allow_credentials|disable_check_xsrf", word)]

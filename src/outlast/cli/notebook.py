@@ -14,6 +14,8 @@ from outlast.cli.which import ContextOption, NamespaceOption
 from outlast.errors import OutlastError
 
 _HERE = "127.0.0.1"
+_START_S = 180.0
+"""How long the server may take to answer: in a pod on a busy node, with cold disks, it takes a minute."""
 _GRACE_S = 20.0
 """How long kernels have to end before the server is killed; they end themselves then."""
 
@@ -131,6 +133,7 @@ def _here(directory: Path, port: int | None, bind: str, token_file: Path | None,
             private / "log",
             lambda: jupyter.ready(server, token),
             environ=environ,
+            start_s=_START_S,
             grace_s=_GRACE_S,
         ) as process:
             url = jupyter.url(server, serving.shown(bind), token if made else "")

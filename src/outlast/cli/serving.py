@@ -60,6 +60,7 @@ def child(
     ready: Callable[[], bool],
     *,
     environ: Mapping[str, str] | None = None,
+    start_s: float = _START_S,
     grace_s: float = 5.0,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A server once it is `ready`. It is ended with the block, and by the system when this process is killed.
@@ -79,7 +80,7 @@ def child(
             preexec_fn=functools.partial(prctl.die_with, os.getpid(), signal.SIGTERM),
         )
     try:
-        _wait(name, ready, process, log)
+        _wait(name, ready, process, log, start_s)
         yield process
     finally:
         process.terminate()
@@ -97,8 +98,8 @@ def answers(bind: str, number: int) -> bool:
     return False
 
 
-def _wait(name: str, ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
-    until = time.monotonic() + _START_S
+def _wait(name: str, ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, start_s: float) -> None:
+    until = time.monotonic() + start_s
     while not ready():
         if process.poll() is not None or time.monotonic() > until:
             said = log.read_text(errors="replace").strip().splitlines()
