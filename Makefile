@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TRAINS := $(VENV)/.trains
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install --constraint constraints.txt
 OUTLAST := $(BIN)/outlast
 
@@ -15,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE # tests start hundreds of processes: each would
 help:  ## Say what can be made
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-demo: $(READY)  ## Train on real images, kill a worker on the way, evaluate, report (under three minutes)
+demo: $(TRAINS)  ## Train on real images, kill a worker on the way, evaluate, report (under three minutes)
 	$(OUTLAST) data get digits
 	$(OUTLAST) run examples/digits.yaml --fresh --chaos examples/chaos/demo.yaml
 	$(OUTLAST) evaluate digits
@@ -67,13 +68,17 @@ bench: $(READY)  ## Measure recovery, ours and torchrun's (minutes)
 clean:  ## Remove the virtual environment
 	rm -rf $(VENV)
 
-$(READY): pyproject.toml constraints.txt
+$(TRAINS): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "$(PYTHON) is too old or missing; outlast needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "the venv module is missing; on Debian: apt-get install python3-venv" >&2; exit 1; }
 	@echo "$(VENV): installing pip and torch (once, a large download) ..."
 	@$(PIP) pip torch
-	@echo "$(VENV): installing outlast and what it is developed with ..."
+	@$(PIP) --editable ".[train,digits,plots]"
+	@touch $@
+
+$(READY): $(TRAINS)
+	@echo "$(VENV): installing what outlast is developed with (once, a large download) ..."
 	@$(PIP) --group dev --editable ".[train,digits,data,llm,plots,tracking,spark,notebook,store,kubernetes,install]"
 	@touch $@

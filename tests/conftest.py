@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,12 +38,27 @@ hypothesis.settings.load_profile("fixed")
 
 PROGRAMS = Path(__file__).parent / "programs"
 
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
+"""jsonschema imports it where it is installed, which takes seconds; no schema here has a format that it knows."""
+
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """Also where a shell has started us in the background, with Ctrl-C ignored: what tests start would inherit that."""
 
 JOBS = ("test_examples_pods", "test_push_killed", "test_run_", "test_torchrun")
 """Modules whose tests run whole jobs."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no module of which `make test` runs nothing in this half."""
+    wanted, name = str(config.getoption("markexpr")), collection_path.name
+    if not name.startswith("test_") or collection_path.suffix != ".py":
+        return None
+    if wanted.startswith("not jobs "):
+        return name.startswith(JOBS) or None
+    if wanted.startswith("jobs ") and not name.startswith(JOBS):
+        return b"mark.jobs" not in collection_path.read_bytes() or None
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
