@@ -94,6 +94,8 @@ def test_the_kernel_is_the_python_of_outlast_and_so_are_its_programs(tmp_path: P
     assert environ["PATH"].split(os.pathsep) == [str(Path(sys.executable).parent), "/bin"]
     assert environ["JUPYTER_PATH"].split(os.pathsep) == [str(tmp_path), "/mine"]
     assert json.loads((tmp_path / "kernels/python3/kernel.json").read_text())["argv"][0] == sys.executable
+    assert environ["JUPYTER_CONFIG_PATH"] == str(tmp_path)
+    assert "news" in (tmp_path / "labconfig/default_setting_overrides.json").read_text().lower()
 
 
 def test_settings_are_kept_with_the_work_where_the_home_directory_is_read_only(tmp_path: Path) -> None:

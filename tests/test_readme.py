@@ -29,6 +29,7 @@ PAGES = [
     ROOT / "docs" / "guide" / "kubernetes.md",
     ROOT / "docs" / "guide" / "hugging-face.md",
     ROOT / "docs" / "guide" / "tracking.md",
+    ROOT / "docs" / "guide" / "notebooks.md",
     ROOT / "docs" / "guide" / "gpt.md",
     ROOT / "docs" / "guide" / "llm.md",
     ROOT / "docs" / "guide" / "cifar10.md",

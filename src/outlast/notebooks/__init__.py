@@ -66,7 +66,7 @@ def draw(name: str) -> None:
     figure = charts.story(_account(place, name), _points(place, name, "loss"), _points(place, name, "val_loss"))
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=160)
-    display.display(display.Image(picture.getvalue(), width=820, alt=f"loss and time of {name}"))
+    display.display(display.Image(picture.getvalue(), width=820))
 
 
 class _Panel:

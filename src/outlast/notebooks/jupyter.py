@@ -28,6 +28,8 @@ TOKEN = "OUTLAST_NOTEBOOK_TOKEN"
 """Environment variable: a token given by the user."""
 PREFIX = "NB_PREFIX"
 """Environment variable of Kubeflow: the path below which its gateway leads to a notebook."""
+_DEFAULTS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
+"""Settings of the page; the user's own count more."""
 _BITS = 256
 _SHORTEST = 16
 """Characters of a token that is given; arbitrary."""
@@ -97,8 +99,6 @@ def command(server: Server, *, root: bool) -> list[str]:
         "ServerApp.open_browser": server.open,
         "ServerApp.allow_root": root,
         "LabApp.default_url": f"/lab/tree/{FIRST}",
-        "LabApp.news_url": None,
-        "LabApp.check_for_updates_class": "jupyterlab.NeverCheckForUpdate",
     }
     return [sys.executable, "-P", "-m", "jupyterlab", *(f"--{name}={value}" for name, value in options.items())]
 
@@ -115,13 +115,15 @@ def environment(environ: Mapping[str, str], directory: Path, private: Path, *, h
         "HOME": str(where),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)]),
         "JUPYTER_PATH": os.pathsep.join([str(private), *filter(None, [environ.get("JUPYTER_PATH")])]),
+        "JUPYTER_CONFIG_PATH": os.pathsep.join([str(private), *filter(None, [environ.get("JUPYTER_CONFIG_PATH")])]),
         "JUPYTER_RUNTIME_DIR": environ.get("JUPYTER_RUNTIME_DIR") or str(where / ".local" / "share" / "jupyter" / "runtime"),
         "JUPYTER_TOKEN_FILE": str(private / "token"),
     }
 
 
 def prepare(private: Path, token: str) -> None:
-    """Write what a server needs to a directory that only its user can read: the token, and the kernel of this Python."""
+    """Write what a server needs to a directory that only its user can read: the token, the kernel of this Python, and defaults of
+    the page, which does not ask for news on the network then."""
     file = os.open(private / "token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(file, "w") as opened:
         opened.write(token)
@@ -134,6 +136,8 @@ def prepare(private: Path, token: str) -> None:
         "metadata": {"debugger": True},
     }
     (kernel / "kernel.json").write_text(json.dumps(spec))
+    (private / "labconfig").mkdir()
+    (private / "labconfig" / "default_setting_overrides.json").write_text(json.dumps(_DEFAULTS))
 
 
 def place(directory: Path) -> bool:
