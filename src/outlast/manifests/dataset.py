@@ -50,15 +50,46 @@ class Wanted:
                     "in a cluster the data need a place that stays: --claim NAME:/PATH for a volume, or --to s3://BUCKET/PREFIX"
                 )
             return self.to, "", ""
-        claim, colon, path = self.claim.partition(":")
-        if not colon or not re.fullmatch(r"(/[^/:.][^/:]*)+", path) or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", claim):
-            raise OutlastError(f"--claim {self.claim} is no claim with a path; write --claim NAME:/PATH, e.g. efs-pvc:/data")
+        claim, path = claimed(self.claim)
         to = self.to or f"{path}/{self.directory}"
         if "://" not in to and PurePosixPath(path) not in (PurePosixPath(to), *PurePosixPath(to).parents):
             raise OutlastError(
                 f"--to {to} is not on the claim, which is at {path}; give a directory there, e.g. {path}/{self.directory}"
             )
         return to, claim, path
+
+
+def claimed(option: str) -> tuple[str, str]:
+    """The claim's name and the mount path of `--claim NAME:/PATH`. Raises OutlastError."""
+    claim, colon, path = option.partition(":")
+    if not colon or not re.fullmatch(r"(/[^/:.][^/:]*)+", path) or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", claim):
+        raise OutlastError(f"--claim {option} is no claim with a path; write --claim NAME:/PATH, e.g. efs-pvc:/data")
+    return claim, path
+
+
+def job(name: str, metadata: Document, pod: Document, *, tries: int = _TRIES, mistakes: Sequence[int] = (2,)) -> Document:
+    """A Job of one pod, kept for a day after its end. `metadata` is the pod's; its labels are the Job's, too. `mistakes` are the
+    exit codes after which no other pod is tried."""
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name, "labels": metadata["labels"]},
+        "spec": {
+            "backoffLimit": tries,
+            "ttlSecondsAfterFinished": _KEEP_S,
+            "podReplacementPolicy": "Failed",  # one writer at a time
+            "podFailurePolicy": {
+                "rules": [
+                    {
+                        "action": "FailJob",  # a mistake: the sentence is the log's last line
+                        "onExitCodes": {"containerName": Pod.CONTAINER, "operator": "In", "values": list(mistakes)},
+                    },
+                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                ]
+            },
+            "template": {"metadata": {**metadata, "labels": {**labels.UNMESHED, **metadata["labels"]}}, "spec": pod},
+        },
+    }
 
 
 def document(wanted: Wanted) -> Document:
@@ -96,23 +127,4 @@ def document(wanted: Wanted) -> Document:
         "containers": [container],
         "volumes": [volume for volume, _ in found],
     }
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": wanted.name, "labels": meta},
-        "spec": {
-            "backoffLimit": _TRIES,
-            "ttlSecondsAfterFinished": _KEEP_S,
-            "podReplacementPolicy": "Failed",  # one writer at a time
-            "podFailurePolicy": {
-                "rules": [
-                    {
-                        "action": "FailJob",  # a mistake: the sentence is the log's last line
-                        "onExitCodes": {"containerName": Pod.CONTAINER, "operator": "In", "values": [2]},
-                    },
-                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                ]
-            },
-            "template": {"metadata": {"labels": {**labels.UNMESHED, **meta}}, "spec": pod},
-        },
-    }
+    return job(wanted.name, {"labels": meta}, pod)

@@ -67,7 +67,7 @@ def template(request: Request, worker: Worker) -> Document:
     }
     if worker.gang.annotations:
         made["metadata"]["annotations"] = dict(worker.gang.annotations)
-    return _overlaid(request, made)
+    return overlaid(request.job, made, labels.selector(request.job.metadata.name))
 
 
 def pod(request: Request, worker: Worker, *, index: int, generation: int, file: str) -> Document:
@@ -164,18 +164,17 @@ def probe(path: str, *, every: int, tries: int, port: str = "probes") -> Documen
     }
 
 
-def _overlaid(request: Request, made: Document) -> Document:
-    """The template with the user's merged over it; the selector's labels stay."""
+def overlaid(job: spec.Job, made: Document, kept: dict[str, str]) -> Document:
+    """The template with the user's merged over it; the labels `kept` stay. Raises InvalidJob if it cannot be merged."""
     try:
-        result = overlay.merge(made, request.spec.template)
+        result = overlay.merge(made, job.spec.template)
     except ValueError as error:
-        raise wrong(request.job, str(error)) from error
+        raise wrong(job, str(error)) from error
     meta = result.get("metadata")
     if not isinstance(meta, dict) or not isinstance(meta.get("labels"), dict):
-        raise wrong(request.job, "template.metadata.labels must be a mapping of names to values; correct or remove it")
+        raise wrong(job, "template.metadata.labels must be a mapping of names to values; correct or remove it")
     if not isinstance(meta.get("annotations", {}), dict):
-        raise wrong(request.job, "template.metadata.annotations must be a mapping of names to values; correct or remove it")
+        raise wrong(job, "template.metadata.annotations must be a mapping of names to values; correct or remove it")
     if not isinstance(result.get("spec"), dict):
-        raise wrong(request.job, "template.spec must be a mapping, what a PodSpec has; correct or remove it")
-    kept = {**meta["labels"], **labels.selector(request.job.metadata.name)}
-    return {**result, "metadata": {**meta, "labels": kept}}
+        raise wrong(job, "template.spec must be a mapping, what a PodSpec has; correct or remove it")
+    return {**result, "metadata": {**meta, "labels": {**meta["labels"], **kept}}}

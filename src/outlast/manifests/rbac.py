@@ -79,6 +79,19 @@ def node_watch(meta: Document, namespace: str) -> list[Document]:
     ]
 
 
+def spark(meta: Document, account: str) -> list[Document]:
+    """The account of Spark's drivers, with exactly the rights that they use: to pods of their namespace, for executors.
+
+    RBAC cannot limit them to executors, since their names are not known before.
+    """
+    rules = [_rule("", ["pods"], [*_READ, "create", "delete", "deletecollection", "patch"])]
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta, "automountServiceAccountToken": False},
+        _role("Role", meta, rules),
+        _binding("RoleBinding", meta, "Role", account, str(meta["namespace"])),
+    ]
+
+
 def users() -> list[Document]:
     """ElasticJobs for all who may view, edit or administer a namespace; these roles add themselves to the cluster's own.
 

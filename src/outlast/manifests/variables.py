@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from outlast import contract, spec
 from outlast.contract import Env, Pod
 from outlast.manifests import resources, volumes
@@ -37,9 +39,13 @@ def container(request: Request, *, index: Source, rendezvous: str, stay: bool) -
     environment."""
     ours = {**_contract(request, index=index, rendezvous=rendezvous, stay=stay), **_process(request)}
     known = {name: str(source["value"]) for name, source in ours.items() if "value" in source}
-    own = substitution.values(request.spec.env, known)
-    found = {**ours, **{name: plain(literal(value)) for name, value in own.items()}}
+    found = {**ours, **own(request.spec, known)}
     return [{"name": name, **source} for name, source in found.items()]
+
+
+def own(fields: spec.Spec, known: Mapping[str, str]) -> dict[str, Source]:
+    """The job's own variables, which may refer to those that are `known`."""
+    return {name: plain(literal(value)) for name, value in substitution.values(fields.env, known).items()}
 
 
 def from_secrets(fields: spec.Spec) -> list[Document]:

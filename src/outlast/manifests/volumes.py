@@ -111,7 +111,7 @@ def volumes(request: Request) -> tuple[list[Document], list[Document]]:
     """By mount path."""
     for place, name, source in _own(request):
         found[place] = {"name": name, **source}, {"name": name, "mountPath": place}
-    for place, volume, mount in _users(request.spec):
+    for place, volume, mount in users(request.spec):
         found[place] = volume, {**mount, "mountPath": place}
     sources = {volume["name"]: volume for volume, _ in found.values()}
     return list(sources.values()), [mount for _, mount in found.values()]
@@ -182,7 +182,7 @@ def _own(request: Request) -> Iterator[tuple[str, str, Document]]:
         yield place, name, {"emptyDir": {}}
 
 
-def _users(fields: spec.Spec) -> Iterator[tuple[str, Document, Document]]:
+def users(fields: spec.Spec) -> Iterator[tuple[str, Document, Document]]:
     """Mount path, volume and mount of the user's claims and Secrets; one volume per claim."""
     order = list(dict.fromkeys(volume.claim for volume in fields.volumes))
     for volume in fields.volumes:
