@@ -246,7 +246,7 @@ class ApiServer:
             send(handler, 200, {"metadata": {"resourceVersion": str(self.version), **more}, "items": part})
 
     def watch(self, handler: BaseHTTPRequestHandler, resource: str, namespace: str, query: dict[str, str]) -> None:
-        since = int(query["resourceVersion"])
+        since = int(query.get("resourceVersion") or 0)
         watcher = Watcher(resource, namespace, query)
         with self.lock:
             if since < self.oldest:

@@ -241,6 +241,8 @@ class Annotation:
     """Of a member's Lease where agents coordinate through an etcd: `{revision, said}` as JSON, the last message read."""
     JOB_FILE = f"{GROUP}/job-file"
     """Of a pod that the operator creates: the job file as pods read it."""
+    SPARK_TARGET = f"{GROUP}/spark-target"
+    """Of a Job that prepares data with Spark: the place that it makes."""
     SPARK_DEFAULTS = f"{GROUP}/spark-defaults"
     """Of a driver's pod: Spark's configuration, as in `spark-defaults.conf`."""
     SPARK_EXECUTOR = f"{GROUP}/spark-executor"

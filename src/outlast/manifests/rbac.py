@@ -84,7 +84,7 @@ def spark(meta: Document, account: str) -> list[Document]:
 
     RBAC cannot limit them to executors, since their names are not known before.
     """
-    rules = [_rule("", ["pods"], [*_READ, "create", "delete", "deletecollection", "patch"])]
+    rules = [_rule("", ["pods"], [*_READ, "create", "delete", "deletecollection"])]
     return [
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta, "automountServiceAccountToken": False},
         _role("Role", meta, rules),

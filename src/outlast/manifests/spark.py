@@ -119,7 +119,7 @@ def job(wanted: Wanted) -> Document:
     """The Job of the driver. Raises OutlastError for configuration that cannot be, and for places that are on no claim."""
     check_places(wanted)
     fields = wanted.job.spec
-    ours = spark_conf.defaults(fields, wanted.conf, name=wanted.name, namespace=wanted.namespace)
+    ours = spark_conf.defaults(fields, wanted.conf, wanted.namespace)
     spark_conf.checked(wanted.conf, ours)
     conf = {**ours, **wanted.conf}
     executors = executor(wanted, conf)
@@ -147,7 +147,6 @@ def job(wanted: Wanted) -> Document:
         *_variables({Env.POD: variables.of_field("metadata.name"), Env.ADDRESS: variables.of_field("status.podIP")}),
     ]
     container["resources"] = spark_conf.driver(conf)
-    container["ports"] = [{"name": "spark-ui", "containerPort": 4040}]
     carried = {
         "spark-defaults.conf": Annotation.SPARK_DEFAULTS,
         PurePosixPath(spark_conf.TEMPLATE).name: Annotation.SPARK_EXECUTOR,
@@ -158,7 +157,7 @@ def job(wanted: Wanted) -> Document:
     pod |= {"restartPolicy": "Never", "serviceAccountName": spark_conf.ACCOUNT, "automountServiceAccountToken": True}
     made = pods.overlaid(wanted.job, {"metadata": meta, "spec": pod}, {**labels.selector(wanted.name), ROLE: "driver"})
     found = dataset.job(wanted.name, made["metadata"], made["spec"], tries=_TRIES, mistakes=(2, Exit.MISCONFIGURED.value))
-    found["metadata"]["namespace"] = wanted.namespace
+    found["metadata"] |= {"namespace": wanted.namespace, "annotations": {Annotation.SPARK_TARGET: wanted.to}}
     return found
 
 
@@ -184,6 +183,12 @@ def executor(wanted: Wanted, conf: Mapping[str, str]) -> Document:
     meta = {"labels": {**_common(), **_UNMESHED, **own}, "annotations": dict(_UNMESHED)}
     made = pods.overlaid(wanted.job, {"metadata": meta, "spec": pod}, own)
     return {"apiVersion": "v1", "kind": "Pod", **made}
+
+
+def executor_of(job: Document) -> Document:
+    """The executors' template that a driver's Job carries."""
+    annotations = job["spec"]["template"]["metadata"]["annotations"]
+    return dict(json.loads(annotations[Annotation.SPARK_EXECUTOR]))
 
 
 def _common() -> dict[str, str]:

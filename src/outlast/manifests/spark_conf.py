@@ -37,6 +37,7 @@ _CORES, _REQUEST, _LIMIT = (
 _DRIVER_MEMORY, _DRIVER_OVERHEAD = "spark.driver.memory", "spark.driver.memoryOverhead"
 _DRIVER_REQUEST, _DRIVER_LIMIT = "spark.kubernetes.driver.request.cores", "spark.kubernetes.driver.limit.cores"
 
+_PODS = f"the account {ACCOUNT} may create and delete pods, nothing else"
 _REFUSED = {
     r"spark\.master": "give --master",
     r"spark\.submit\..*": "the driver's pod runs in client mode",
@@ -47,15 +48,13 @@ _REFUSED = {
     r"spark\.kubernetes\.executor\.podNamePrefix": "a driver that is made again would find these names taken",
     r"spark\.kubernetes\.(driver|executor)\.podTemplate\w+": "give `template` in a job file, by --job",
     r"spark\.kubernetes\.authenticate\..*": f"driver and executors use the account {ACCOUNT}, whose rights Outlast sets",
-    r"spark\.kubernetes\.allocation\.pods\.allocator": f"the account {ACCOUNT} may make pods only",
-    r"spark\.kubernetes\.(executor\.disableConfigMap|driver\.(service\.deleteOnTermination|\w*PersistentVolumeClaim))": (
-        f"the account {ACCOUNT} has rights to pods only"
-    ),
+    r"spark\.kubernetes\.allocation\.pods\.allocator": _PODS,
+    r"spark\.kubernetes\.executor\.(disableConfigMap|deleteOnTermination|decommissionLabel\w*)": _PODS,
+    r"spark\.kubernetes\.driver\.(service\.deleteOnTermination|\w*PersistentVolumeClaim)": _PODS,
     r"spark\.kubernetes\.(driver|executor)\.(secrets|secretKeyRef|volumes)\..*": "give --secret, --claim, or --job FILE",
 }
 """Keys that the user may not change, and what to do instead."""
 _ACCEPTED = {
-    "spark.submit.deployMode": ("client", "cluster"),
     "spark.kubernetes.authenticate.driver.serviceAccountName": (ACCOUNT,),
 }
 """Values that say what is so anyway."""
@@ -69,10 +68,9 @@ class Executor:
     limits: resources.Quantities
 
 
-def defaults(fields: spec.Spec, conf: Mapping[str, str], *, name: str, namespace: str) -> dict[str, str]:
+def defaults(fields: spec.Spec, conf: Mapping[str, str], namespace: str) -> dict[str, str]:
     """What Outlast sets, for the job file `fields` and the user's `conf`."""
     return {
-        "spark.app.name": name,
         "spark.kubernetes.namespace": namespace,
         "spark.kubernetes.container.image": fields.image or "",
         "spark.kubernetes.driver.pod.name": f"${{env:{Env.POD}}}",
@@ -82,7 +80,6 @@ def defaults(fields: spec.Spec, conf: Mapping[str, str], *, name: str, namespace
         "spark.blockManager.port": str(_BLOCK_PORT),
         "spark.driver.memory": f"{_HEAP >> 20}m",
         "spark.authenticate": "true",
-        "spark.ui.killEnabled": "false",
         "spark.kubernetes.executor.podTemplateFile": f"{Pod.CONFIG}/{TEMPLATE}",
         "spark.kubernetes.executor.podTemplateContainerName": Pod.CONTAINER,
         "spark.kubernetes.executor.disableConfigMap": "true",
