@@ -168,8 +168,6 @@ class Env:
     """Uid of the pod: tells reports on its Lease from those of an earlier pod of the same name. Set by the operator only."""
     OWNER = "OUTLAST_OWNER"
     """Fencing token of this machine in the store of the run; a process that finds another one there is a zombie."""
-    SPARK_DRIVER = "OUTLAST_SPARK_DRIVER"
-    """`1`: this pod is Spark's driver, so that a master `k8s://` is used from here instead of submitted to."""
     REVIVE = "OUTLAST_REVIVE"
     """JSON list: the command that restarts the launcher when it cannot be reached."""
     SPARK_DRIVER = "OUTLAST_SPARK_DRIVER"

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outlast import contract, units
-from outlast.cli import show, terminal, transfers
+from outlast.cli import prepare_in_cluster as in_cluster
+from outlast.cli import show, terminal, transfers, which
 from outlast.errors import Missing, OutlastError
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ MasterOption = Annotated[
     typer.Option(
         "--master",
         metavar="URL",
-        help="Spark's master: local[8], spark://HOST:7077. Default: local[*], all cores of this machine.",
+        help="Spark's master: local[8], spark://HOST:7077, k8s://https://HOST:443. Default: local[*], all cores of this machine.",
         show_default=False,
     ),
 ]
@@ -108,6 +109,8 @@ class How:
     master: str | None
     partitions: int | None
     conf: tuple[str, ...]
+    where: in_cluster.Where
+    ctx: typer.Context
 
     @property
     def submits(self) -> bool:
@@ -128,8 +131,13 @@ class How:
 
         if self.processes is not None:
             raise OutlastError("--processes is for --engine local; leave it out, and say how many cores with --master local[8]")
-        with spark.opened(spark.settings(self.master, self.partitions, self.conf)) as engine:
-            yield engine
+        settings = spark.settings(self.master, self.partitions, self.conf)
+        with contextlib.ExitStack() as stack:
+            if settings.master.startswith("k8s://"):  # in the driver's pod
+                from outlast.cluster import preparation
+
+                stack.enter_context(preparation.watched(terminal.say))
+            yield stack.enter_context(spark.opened(settings))
 
 
 def _size(text: str | None) -> int | None:
@@ -143,6 +151,7 @@ def _size(text: str | None) -> int | None:
 
 @app.command()
 def text(
+    ctx: typer.Context,
     source: SourceArgument,
     to: ToOption,
     tokenizer: Annotated[
@@ -165,6 +174,14 @@ def text(
     master: MasterOption = None,
     partitions: PartitionsOption = None,
     conf: ConfOption = None,
+    job: in_cluster.JobOption = None,
+    claim: in_cluster.ClaimOption = None,
+    image: in_cluster.ImageOption = None,
+    secret: in_cluster.SecretOption = None,
+    follow: in_cluster.FollowOption = False,
+    print_: in_cluster.PrintOption = False,
+    namespace: which.NamespaceOption = None,
+    context: which.ContextOption = None,
 ) -> None:
     """Tokenize text: train.bin, val.bin and meta.pkl as nanoGPT reads them, tokenizer.json, and a manifest.
 
@@ -184,12 +201,14 @@ def text(
     settings = texts.Settings(
         tokenizer, vocab_size, val, separator, tuple(glob or ()), field, _size(shard_size), skip_damaged=skip_damaged
     )
-    how = How(to, processes, verify, work, engine, master, partitions, tuple(conf or ()))
+    where = in_cluster.Where(job, claim, image, tuple(secret or ()), follow, print_, namespace, context)
+    how = How(to, processes, verify, work, engine, master, partitions, tuple(conf or ()), where, ctx)
     _made(lambda request: texts.prepare(request, settings), source, how)
 
 
 @app.command()
 def jsonl(
+    ctx: typer.Context,
     source: SourceArgument,
     to: ToOption,
     tokenizer: Annotated[
@@ -214,6 +233,14 @@ def jsonl(
     master: MasterOption = None,
     partitions: PartitionsOption = None,
     conf: ConfOption = None,
+    job: in_cluster.JobOption = None,
+    claim: in_cluster.ClaimOption = None,
+    image: in_cluster.ImageOption = None,
+    secret: in_cluster.SecretOption = None,
+    follow: in_cluster.FollowOption = False,
+    print_: in_cluster.PrintOption = False,
+    namespace: which.NamespaceOption = None,
+    context: which.ContextOption = None,
 ) -> None:
     """Tokenize records for fine-tuning: input_ids and labels, where -100 takes no part in the loss.
 
@@ -231,12 +258,14 @@ def jsonl(
     settings = records.Settings(
         tokenizer, vocab_size, val, separator, max_length, tuple(glob or ("*.jsonl",)), _size(shard_size) or 1, skip_damaged
     )
-    how = How(to, processes, verify, work, engine, master, partitions, tuple(conf or ()))
+    where = in_cluster.Where(job, claim, image, tuple(secret or ()), follow, print_, namespace, context)
+    how = How(to, processes, verify, work, engine, master, partitions, tuple(conf or ()), where, ctx)
     _made(lambda request: records.prepare(request, settings), source, how)
 
 
 @app.command()
 def images(
+    ctx: typer.Context,
     source: SourceArgument,
     to: ToOption,
     size: Annotated[
@@ -257,6 +286,14 @@ def images(
     master: MasterOption = None,
     partitions: PartitionsOption = None,
     conf: ConfOption = None,
+    job: in_cluster.JobOption = None,
+    claim: in_cluster.ClaimOption = None,
+    image: in_cluster.ImageOption = None,
+    secret: in_cluster.SecretOption = None,
+    follow: in_cluster.FollowOption = False,
+    print_: in_cluster.PrintOption = False,
+    namespace: which.NamespaceOption = None,
+    context: which.ContextOption = None,
 ) -> None:
     """Decode images: columns image, uint8 of (height, width, 3), and label.
 
@@ -274,12 +311,14 @@ def images(
     from outlast.data.prepare import images as pictures
 
     settings = pictures.Settings(size, encoded, val, _size(shard_size) or 1, skip_damaged, stretch)
-    how = How(to, processes, verify, work, engine, master, partitions, tuple(conf or ()))
+    where = in_cluster.Where(job, claim, image, tuple(secret or ()), follow, print_, namespace, context)
+    how = How(to, processes, verify, work, engine, master, partitions, tuple(conf or ()), where, ctx)
     _made(lambda request: pictures.prepare(request, settings), source, how)
 
 
 @app.command()
 def video(
+    ctx: typer.Context,
     source: SourceArgument,
     to: ToOption,
     frames: Annotated[int, typer.Option(metavar="N", min=1, help="Frames of a clip, at 25 per second.")] = 16,
@@ -299,6 +338,14 @@ def video(
     master: MasterOption = None,
     partitions: PartitionsOption = None,
     conf: ConfOption = None,
+    job: in_cluster.JobOption = None,
+    claim: in_cluster.ClaimOption = None,
+    image: in_cluster.ImageOption = None,
+    secret: in_cluster.SecretOption = None,
+    follow: in_cluster.FollowOption = False,
+    print_: in_cluster.PrintOption = False,
+    namespace: which.NamespaceOption = None,
+    context: which.ContextOption = None,
 ) -> None:
     """Cut clips out of videos: columns video, uint8 of (16, 224, 224, 3), audio, int16 of (30720,), and label.
 
@@ -314,7 +361,8 @@ def video(
 
     listed = str(labels) if labels else ""
     settings = videos.Settings(frames, size, clips, listed, val, _size(shard_size) or 1, skip_damaged)
-    how = How(to, processes, verify, work, engine, master, partitions, tuple(conf or ()))
+    where = in_cluster.Where(job, claim, image, tuple(secret or ()), follow, print_, namespace, context)
+    how = How(to, processes, verify, work, engine, master, partitions, tuple(conf or ()), where, ctx)
     _made(lambda request: videos.prepare(request, settings), source, how)
 
 
@@ -344,7 +392,9 @@ def verify(
 def _made(prepare: Callable[[Request], Manifest], source: Path, how: How) -> None:
     """Prepare, upload, verify, and say so."""
     if how.submits:
-        raise OutlastError(f"--master {how.master} is for a driver's pod; use local[*] or spark://HOST:7077 here")
+        in_cluster.submit(how.ctx, source, how.where)
+        return
+    how.where.refuse()
     from outlast.data import shards
     from outlast.data.prepare import work as working
 

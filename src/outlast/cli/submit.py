@@ -103,7 +103,7 @@ def submit(
     _warn(place.cluster)
     options = which.suffix(namespace, context)
     if follow:
-        raise typer.Exit(_follow(place, title, options))
+        raise typer.Exit(follow_(place, title, options))
     print(f"look at {title} in namespace {place.cluster.namespace} with: outlast logs -f {title}{options}")
 
 
@@ -178,7 +178,7 @@ def _diff(old: Document, new: Document) -> Iterator[str]:
             yield f"  {'...' if line.startswith('@@') else line}"
 
 
-def _follow(place: KubernetesBackend, name: str, options: str) -> int:
+def follow_(place: KubernetesBackend, name: str, options: str) -> int:
     """Show the logs until the job ends; the exit code that it means."""
     from outlast.cli import show, view
 
