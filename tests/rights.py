@@ -41,6 +41,8 @@ def needed(asked: str) -> tuple[Right, str, str] | None:
     if found is None or whole.path.count("/") < 3:
         return None
     verb = VERBS.get(method) or ("get" if found["name"] else "watch" if "watch" in parse_qs(whole.query) else "list")
+    if verb == "delete" and not found["name"]:
+        verb = "deletecollection"
     right = verb, found["group"] or "", found["plural"] + (found["sub"] or "")
     return right, found["namespace"] or "", found["name"] or ""
 
