@@ -172,7 +172,7 @@ def executor(wanted: Wanted, conf: Mapping[str, str]) -> Document:
     pod = _pod(wanted, on_demand=False)
     asks = spark_conf.executor(conf)
     container = pod["containers"][0]
-    container["command"] = ["python", "-m", "outlast.spark_entrypoint"]
+    container["command"] = ["python", "-P", "-m", "outlast.spark_entrypoint"]
     container["resources"] = {"requests": asks.requests, "limits": asks.limits}
     pod |= {
         "restartPolicy": "Never",

@@ -93,7 +93,7 @@ def defaults(fields: spec.Spec, conf: Mapping[str, str], namespace: str) -> dict
         "spark.storage.decommission.rddBlocks.enabled": "true",
         "spark.storage.decommission.shuffleBlocks.enabled": "true",
         **_number(conf),
-        **_sizes(fields.resources),
+        **_sizes(fields.resources, conf),
     }
 
 
@@ -147,13 +147,18 @@ def _number(conf: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _sizes(wanted: spec.Resources) -> dict[str, str]:
-    """What the job file's `resources` are as Spark's configuration: at most a gibibyte of the memory is the JVM's."""
+def _sizes(wanted: spec.Resources, conf: Mapping[str, str]) -> dict[str, str]:
+    """What the job file's `resources` are as Spark's configuration: at most a gibibyte of the memory is the JVM's, and as many
+    tasks run at once as cores are reserved. Raises OutlastError."""
     memory = wanted.memory or 2 * _HEAP
     heap = min(_HEAP, memory // 2)
     cores = wanted.cpu or wanted.cpu_limit or 1.0
+    try:
+        reserved = units.cores(conf.get(_REQUEST, cores))
+    except ValueError as error:
+        raise OutlastError(f"--conf {_REQUEST}={conf[_REQUEST]} {error}") from error
     return {
-        _CORES: str(max(1, math.floor(cores))),
+        _CORES: str(max(1, math.floor(reserved))),
         _REQUEST: units.cores_text(cores),
         **({_LIMIT: units.cores_text(wanted.cpu_limit)} if wanted.cpu_limit else {}),
         _MEMORY: f"{heap >> 20}m",
