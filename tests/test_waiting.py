@@ -21,6 +21,7 @@ from outlast.cluster import outcome, waiting
 from outlast.cluster.waiting import Code, Waiter
 from outlast.cluster.workloads import Workloads
 from outlast.errors import Forbidden, NotServed, Unanswered
+from outlast.kube import kubeconfig
 from outlast.manifests.pipelines import OUTPUTS
 from outlast.status import CheckpointStatus, JobStatus, State, StoreStatus
 
@@ -270,6 +271,26 @@ def test_sigterm_cancels_the_job_unless_the_step_is_to_be_run_again(
     assert ended.sentence == (
         f"SIGTERM: digits is not cancelled: {sentence}" if sentence else "SIGTERM: digits is cancelled; what it has saved stays"
     )
+
+
+def test_a_step_knows_its_pod_and_the_workflow_that_owns_it_also_when_the_pod_was_deleted_by_force(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubeconfig, "ACCOUNT", tmp_path)
+    (tmp_path / "token").touch()
+    (tmp_path / "namespace").write_text("team\n")
+    environ = {"KUBERNETES_SERVICE_HOST": "h", contract.Env.POD: "step"}
+    owner = {"kind": "Workflow", "name": "w", "uid": "u"}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "step", "namespace": "team", "ownerReferences": [owner]}}
+    workflow = {"apiVersion": kube.WORKFLOW.api_version, "kind": "Workflow", "metadata": {"name": "w", "namespace": "team"}}
+    cluster = FakeCluster(pod, workflow, served=(kube.WORKFLOW,))
+    before, found = waiting.own_pod(cluster, environ)  # type: ignore[arg-type]
+    assert (before and before["metadata"]["name"], found and found["metadata"]["name"]) == ("step", "w")
+    cluster.delete(kube.POD, "step")
+    assert waiting.spared(*waiting.own_pod(cluster, environ, before=before)).endswith("Workflow w goes on")  # type: ignore[arg-type]
+    cluster.delete(kube.WORKFLOW, "w")
+    assert waiting.spared(*waiting.own_pod(cluster, environ, before=before)) == ""  # type: ignore[arg-type]
+    assert waiting.own_pod(cluster, environ) == waiting.own_pod(cluster, {}) == (None, None)  # type: ignore[arg-type]
 
 
 def test_sigterm_leaves_what_is_not_ours_and_what_is_to_be_left() -> None:

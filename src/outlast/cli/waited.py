@@ -113,13 +113,14 @@ def until_end(place: KubernetesBackend, name: str, apply: Callable[[], Iterator[
     from outlast.cluster import outcome, waiting
 
     waiter = waiting.Waiter(place.workloads, name, say=terminal.say, ours=wish.keyed)
+    before, _ = waiting.own_pod(place.cluster)
     try:
         with _terminable():
             waiter.submitted(apply)
             terminal.say(f"waiting for {name} in namespace {place.cluster.namespace}")
             ended = waiter.until_end()
     except _Terminated:
-        ended = waiter.terminated(wish.on_terminate, *waiting.own_pod(place.cluster))
+        ended = waiter.terminated(wish.on_terminate, *waiting.own_pod(place.cluster, before=before))
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         terminal.say(ended.sentence)
         return ended.code

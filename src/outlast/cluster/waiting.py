@@ -235,17 +235,26 @@ def spared(pod: kube.Document | None, owner: kube.Document | None) -> str:
     return f"the step's pod is deleted, and Workflow {owner['metadata']['name']} goes on"
 
 
-def own_pod(cluster: kube.Cluster, environ: Mapping[str, str] = os.environ) -> tuple[kube.Document | None, kube.Document | None]:
-    """The pod that this process runs in, and the Workflow that owns it, as far as they exist and may be read."""
+def own_pod(
+    cluster: kube.Cluster, environ: Mapping[str, str] = os.environ, *, before: kube.Document | None = None
+) -> tuple[kube.Document | None, kube.Document | None]:
+    """The pod that this process runs in, and the Workflow that owns it, as far as they exist and may be read.
+
+    A pod that was deleted by force is gone while its processes still end: then it is as it was `before`, and being deleted.
+    """
     name = next((environ[key] for key in (Env.POD, "KFP_POD_NAME", "HOSTNAME") if environ.get(key)), "")
     if not name or not kubeconfig.inside(environ):
         return None, None
     unknown = (OSError, Absent, Forbidden, NotServed, Unanswered)
     try:
         namespace = Path(kubeconfig.ACCOUNT, "namespace").read_text().strip()
-        pod = cluster.get(kube.POD, name, namespace=namespace)
+        pod = cluster.find(kube.POD, name, namespace=namespace)
     except unknown:
         return None, None
+    if pod is None:
+        if before is None:
+            return None, None
+        pod = {**before, "metadata": {"deletionTimestamp": "", **before["metadata"]}}
     owners = pod["metadata"].get("ownerReferences") or ()
     try:
         workflow = next(each["name"] for each in owners if each["kind"] == kube.WORKFLOW.kind)
