@@ -98,6 +98,30 @@ def test_the_configuration_is_the_users_where_it_is_not_ours() -> None:
             "Spark gave up: Executor memory 1048576 must be at least 471859200; correct that and run the same command again; "
             "see LOG",
         ),
+        (
+            "An error occurred while calling z:...collectAndServe.\n: org.apache.spark.SparkException: Job aborted due to stage "
+            "failure: Task 0 in stage 0.0 failed 4 times, most recent failure: Lost task 0.3 in stage 0.0 (TID 3) (192.0.2.2 "
+            'executor driver): java.io.IOException: Cannot run program "/nowhere/python": error=2, No such file or directory\n',
+            'Spark gave up: Cannot run program "/nowhere/python": error=2, No such file or directory; correct that and run the '
+            "same command again; see LOG",
+        ),
+        (
+            'Exception in thread "main" org.apache.spark.SparkException: Executor memory must be a positive number',
+            "Spark gave up: Executor memory must be a positive number; correct that and run the same command again; see LOG",
+        ),
+        (
+            "Invalid maximum heap size: -Xmxlots",
+            "Spark gave up: Invalid maximum heap size: -Xmxlots; correct that and run the same command again; see LOG",
+        ),
+        (
+            "An error occurred while calling o31.collect",
+            "Spark gave up: An error occurred while calling o31.collect; correct that and run the same command again; see LOG",
+        ),
+        (
+            "[Errno 111] Connection refused",
+            "Spark's Java ended here, perhaps killed for lack of memory; run the same command, which goes on; Spark's own words "
+            "are in LOG",
+        ),
     ],
 )
 def test_what_spark_says_becomes_one_sentence(message: str, said: str) -> None:

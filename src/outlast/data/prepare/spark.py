@@ -123,8 +123,6 @@ def _check_answers(master: str) -> None:
 
 def explained(message: str, log: str) -> OutlastError:
     """The sentence for an error of Spark itself; `log` is where its own output is."""
-    first = re.search(r"^: *(?:[\w.$]+(?:Exception|Error): )?(.+)$", message, re.MULTILINE)
-    line = (first[1] if first else message.strip().splitlines()[0] if message.strip() else "no reason").strip()
     if module := re.search(r"No module named '(\w+)", message):
         return OutlastError(
             f"Spark's executors lack the Python package {module[1]}; install Outlast there as it is here, or name "
@@ -135,7 +133,20 @@ def explained(message: str, log: str) -> OutlastError:
             "Spark's executors were killed again and again, probably for lack of memory; run the same command, which goes on, "
             f"with fewer cores or more memory for each (--conf spark.executor.memoryOverhead=2g); Spark's own words are in {log}"
         )
-    return OutlastError(f"Spark gave up: {line.rstrip('.')}; correct that and run the same command again; see {log}")
+    if re.search(r"Answer from Java side is empty|Error while (sending|receiving)|Connection (refused|reset)", message):
+        return OutlastError(
+            "Spark's Java ended here, perhaps killed for lack of memory; run the same command, which goes on; "
+            f"Spark's own words are in {log}"
+        )
+    return OutlastError(f"Spark gave up: {_reason(message)}; correct that and run the same command again; see {log}")
+
+
+def _reason(message: str) -> str:
+    """What went wrong, without the names of classes around it."""
+    first = re.search(r"^: *(.+)$", message, re.MULTILINE)
+    line = first[1] if first else message.strip().partition("\n")[0] or "it does not say why"
+    line = re.sub(r"^.*most recent failure: Lost task.*? executor \S+\): ", "", line)
+    return re.sub(r'^(Exception in thread "\w+" )?([\w.$]+(Exception|Error): )?(Error: )?', "", line).strip().rstrip(".")
 
 
 # ---- in the driver
@@ -263,7 +274,7 @@ class _Session:
         log, self._log = self._log, None
         said = str(error)
         if log and self._context is None and "JAVA_GATEWAY_EXITED" in said:
-            lines = [line for line in log.read_text(errors="replace").splitlines() if re.search(r"rror|xception", line)]
+            lines = [line for line in log.read_text(errors="replace").splitlines() if re.search(r"rror|xception|Invalid", line)]
             said = lines[0] if lines else "Java did not start"
         return explained(said, str(log) if log else "this log")
 
