@@ -81,6 +81,7 @@ def test_its_objects_are_valid_and_its_pod_is_restricted(wanted: Wanted) -> None
     assert pod == pod_there, "one pod, whoever makes it"
     assert pod["securityContext"]["runAsNonRoot"] is container["securityContext"]["readOnlyRootFilesystem"] is True
     assert container["name"] == wanted.name, "Kubeflow shows the state of that container"
+    assert container["image"] == (wanted.image or notebook.IMAGE)
     assert [each["secretRef"]["name"] for each in container.get("envFrom", ())] == list(wanted.secrets)
     assert container["resources"]["limits"].get("nvidia.com/gpu", 0) == wanted.gpus
     assert made[0]["spec"].get("storageClassName", "") == wanted.storage_class
@@ -88,6 +89,11 @@ def test_its_objects_are_valid_and_its_pod_is_restricted(wanted: Wanted) -> None
     assert tolerated["key"] == "nvidia.com/gpu", "and no taint of spot nodes"
     (term,) = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     assert {"key": "karpenter.sh/capacity-type", "operator": "NotIn", "values": ["spot"]} in term["matchExpressions"]
+
+
+def test_a_notebook_with_gpus_has_the_image_with_cuda_unless_another_is_named() -> None:
+    (container,) = pod_of(notebook.documents(a_notebook(gpus=1), kubeflow=False)[-1])["containers"]
+    assert container["image"] == notebook.IMAGE_CUDA
 
 
 def test_kubeflow_knows_it_as_one_of_its_own() -> None:

@@ -23,6 +23,8 @@ from outlast.manifests import disruption, pods, rbac, scheduling, volumes
 from outlast.manifests.request import Document
 
 IMAGE = "ghcr.io/outlast/outlast:0.1-notebook"
+IMAGE_CUDA = f"{IMAGE}-cuda"
+"""For notebooks with GPUs."""
 COMPONENT = "notebook"
 """Value of the label `app.kubernetes.io/component` of a notebook's objects."""
 PORT = 8888
@@ -45,7 +47,8 @@ class Wanted:
 
     name: str
     namespace: str
-    image: str = IMAGE
+    image: str = ""
+    """Default: IMAGE, or IMAGE_CUDA."""
     size: str = "10Gi"
     """Of the claim."""
     storage_class: str = ""
@@ -219,7 +222,7 @@ def _container(wanted: Wanted, device: str, served_below: str, mounts: list[Docu
     }
     return {
         "name": wanted.name,  # Kubeflow shows the state of the container with the name of the Notebook
-        "image": wanted.image,
+        "image": wanted.image or (IMAGE_CUDA if wanted.gpus else IMAGE),
         "command": ["outlast", "notebook", HOME],
         "args": [*arguments, "--bind", "0.0.0.0", "--port", str(PORT), "--token-file", f"{TOKEN_DIRECTORY}/{TOKEN}"],
         "workingDir": HOME,
