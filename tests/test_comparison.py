@@ -89,5 +89,5 @@ def test_a_plot_that_cannot_be_is_refused_in_a_sentence(tmp_path: Path, monkeypa
     with pytest.raises(OutlastError, match=r"plot.svg cannot be written: "):
         plot.write(tmp_path / "file" / "plot.svg", comparison.compared([a_run("one", 1)]))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(OutlastError, match=r"^--plot needs the library matplotlib; run: pip install 'outlast\[plots\]'$"):
+    with pytest.raises(OutlastError, match=r"^drawing needs the library matplotlib; run: pip install 'outlast\[plots\]'$"):
         plot.check(Path("plot.svg"))

@@ -19,7 +19,7 @@ import pytest
 
 import test_goodput
 import test_readme
-from outlast import cli
+from outlast import cli, notebooks
 from outlast.cli import serving
 from outlast.errors import OutlastError
 from outlast.notebooks import charts, jupyter, panel
@@ -231,3 +231,31 @@ def test_behind_kubeflows_gateway_it_serves_below_its_prefix() -> None:
 def test_pages_of_other_origins_are_given_no_way_in(tmp_path: Path) -> None:
     words = jupyter.command(jupyter.Server(tmp_path, base="/notebook/team/mine/"), root=False)
     assert not [word for word in words if re.search("allow_origin|allow_credentials|disable_check_xsrf", word)]
+
+
+class Place:
+    """Where a job is, that gets on whenever somebody looks."""
+
+    poll_s = 0.0
+
+    def __init__(self, output: Path, *statuses: JobStatus) -> None:
+        self._output, self.left = output, list(statuses)
+
+    def status(self, name: str) -> JobStatus:
+        return self.left.pop(0)
+
+    def output(self, name: str) -> Path:
+        return self._output
+
+
+def test_following_ends_at_a_step_or_with_the_job_and_one_that_has_failed_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = a_status(state=State.FAILED, reason="rank 0 is out of memory")
+    place = Place(tmp_path, a_status(step=10), a_status(step=29), a_status(step=31), a_status(step=40), failed)
+    monkeypatch.setattr(notebooks, "_here", lambda: place)
+    notebooks.follow("gpt", until=30)
+    assert [status.step for status in place.left] == [40, 30]
+    assert capsys.readouterr().out == "gpt: Running, step 10/60, 2 workers, 0 restarts\n"
+    with pytest.raises(OutlastError, match=r"^gpt has ended: Failed: rank 0 is out of memory; its log: outlast logs gpt$"):
+        notebooks.follow("gpt")

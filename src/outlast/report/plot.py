@@ -78,5 +78,5 @@ def _figure() -> Any:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise OutlastError("--plot needs the library matplotlib; run: pip install 'outlast[plots]'") from error
+        raise OutlastError("drawing needs the library matplotlib; run: pip install 'outlast[plots]'") from error
     return Figure
