@@ -14,11 +14,12 @@ import pytest
 import yaml
 
 import apiserver
+from outlast.cli.kubeflow import _of_aws as of_aws
 from outlast.cloud import aws
 from outlast.cluster import kubeflow as there
 from outlast.kubeflow import documents, spawner
 from servers import Place
-from test_kubeflow import NEW, PROFILE, a_file
+from test_kubeflow import NEW, PROFILE, a_file, a_kubeflow
 from test_kubeflow_entrances import GATEWAY, REQUIRE_TOKEN, a_service, a_workload, an_ingress
 
 Outlast = Callable[..., tuple[int, str, str]]
@@ -98,6 +99,9 @@ def test_it_is_brought_once_and_doing_it_again_changes_nothing(
         "created    ClusterRole outlast-kubeflow-edit",
         "created    Profile zip",
         "created    Namespace zip",
+        "created    ServiceAccount spark in zip",
+        "created    Role spark in zip",
+        "created    RoleBinding spark in zip",
         "created    PodDefault hf in zip",
         "created    ServiceAccount s3 in zip",
         "created    RoleBinding s3 in zip",
@@ -142,14 +146,16 @@ def test_a_form_that_somebody_writes_meanwhile_is_read_again(api: apiserver.ApiS
     assert api.documents[FORM]["data"][spawner.KEY] == spawner.added(NEW + "# theirs\n", {"image": [IMAGE]})
 
 
-def test_an_ingress_of_another_that_leads_there_stays_alone(api: apiserver.ApiServer, outlast: Outlast, tmp_path: Path) -> None:
+def test_an_ingress_and_an_account_of_others_stay_alone(api: apiserver.ApiServer, outlast: Outlast, tmp_path: Path) -> None:
     api.put({"apiVersion": "networking.k8s.io/v1", **an_ingress({})})
+    api.put({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "spark", "namespace": "zip"}})
     code, out, _ = outlast("kubeflow", "apply", a_path(tmp_path))
     assert code == 0
     assert out.startswith(
         "kept       Ingress outlast-kubeflow in istio-system: Ingress web in istio-system leads to the dashboard already"
     )
     assert ("ingresses.networking.k8s.io", "istio-system", documents.INGRESS) not in api.documents
+    assert "kept       ServiceAccount spark in zip: somebody else made it\n" in out
 
 
 @pytest.mark.parametrize(
@@ -252,15 +258,9 @@ def test_acm_and_cognito_are_asked_about_the_values_of_the_file(
         return str(made["UserPoolClient"]["ClientId"])
 
     def check(client_id: str, **changed: Any) -> list[str]:
-        values = {
-            "certificateArn": certificate,
-            "cognitoUserPoolArn": pool["Arn"],
-            "cognitoAppClientId": client_id,
-            "profiles": [],
-        }
-        file = a_path(tmp_path, **{**values, "podDefaults": [], **changed})
-        found = outlast("kubeflow", "check", file)[1].splitlines()
-        return [each for each in found if not each.startswith("nothing leads")]
+        values = {"certificateArn": certificate, "cognitoUserPoolArn": pool["Arn"], "cognitoAppClientId": client_id}
+        found = of_aws(a_kubeflow(**{**values, **changed}))
+        return [each for each in found if "is not validated yet" not in each]  # moto validates a certificate after a while
 
     good = client(
         GenerateSecret=True,
@@ -269,9 +269,8 @@ def test_acm_and_cognito_are_asked_about_the_values_of_the_file(
         AllowedOAuthScopes=["openid", "email"],
         AllowedOAuthFlowsUserPoolClient=True,
     )
-    pending = [each for each in check(good) if "is not validated yet" not in each]  # moto issues a certificate after a while
-    assert pending == []
-    first, *rest = [each for each in check(client(), domain="kubeflow.example.org") if "is not validated yet" not in each]
+    assert check(good) == []
+    first, *rest = check(client(), domain="kubeflow.example.org")
     assert "is for *.example.com, and not for kubeflow.example.org; request one for it, or correct domain" in first
     assert "has no secret, which a load balancer needs" in rest[0]
     assert len(rest) == 4

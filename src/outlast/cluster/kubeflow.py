@@ -147,6 +147,9 @@ def bring(cluster: Cluster, wanted: Kubeflow, *, dry_run: bool = False) -> Itera
         if document["kind"] == kinds.INGRESS.kind and old is None and (others := _ways_in(cluster)):
             yield Done("kept", document, f"{', '.join(others)} leads to the dashboard already; outlast kubeflow check judges it")
             continue
+        if old is not None and _of_spark(document) and not _ours(old):
+            yield Done("kept", document, "somebody else made it")
+            continue
         if dry_run and meta.get("namespace") in coming:
             yield Done("created", document)
             continue
@@ -190,9 +193,18 @@ def _check_owner(document: Document, old: Document) -> None:
                 f"the namespace {name} is there and belongs to {has or 'no profile'}, so Kubeflow would refuse the profile; "
                 f"choose another name, or: kubectl annotate namespace {name} owner={owner}"
             )
-    elif (old["metadata"].get("labels") or {}).get("app.kubernetes.io/part-of") != "outlast":
+    elif not _ours(old) and not _of_spark(document):
         where = f" in {document['metadata']['namespace']}" if "namespace" in document["metadata"] else ""
         raise OutlastError(f"{document['kind']} {name}{where} is there and not Outlast's; choose another name, or delete it")
+
+
+def _ours(document: Document) -> bool:
+    return bool((document["metadata"].get("labels") or {}).get("app.kubernetes.io/part-of") == "outlast")
+
+
+def _of_spark(document: Document) -> bool:
+    """Whether this is of the account of Spark's drivers, which has had this name for long: one that is there is used as it is."""
+    return bool(document["metadata"].get("labels", {}).get("app.kubernetes.io/component") == "spark")
 
 
 def _ways_in(cluster: Cluster) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 
 from outlast.kubeflow.model import POD_SECURITY, Kubeflow, PodDefault, Profile
-from outlast.manifests import rbac
+from outlast.manifests import rbac, spark
 from outlast.manifests.request import Document
 
 NAMESPACE, GATEWAY_NAMESPACE, GATEWAY, DASHBOARD = "kubeflow", "istio-system", "istio-ingressgateway", "centraldashboard"
@@ -26,7 +26,7 @@ def render(wanted: Kubeflow) -> list[Document]:
     """All documents, in the order in which they are applied."""
     documents = [ingress(wanted), *rbac.kubeflow_users()]
     for each in wanted.profiles:
-        documents += [profile(each), namespace(each)]
+        documents += [profile(each), namespace(each), *spark.account(each.name)]
         for default in wanted.pod_defaults:
             documents += [*_account(default, each.name), pod_default(default, each.name)]
     return documents

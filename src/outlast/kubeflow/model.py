@@ -246,8 +246,8 @@ class PodDefault(Checked):
     def rules(self) -> Iterator[tuple[Place, str]]:
         if not (self.secret or self.role_arn or self.env):
             yield (), f"podDefaults: {self.name} gives nothing; add secret, roleArn or env"
-        if self.role_arn and self.name in ("default", "default-editor", "default-viewer"):
-            yield ("name",), f"podDefaults: the ServiceAccount {self.name} is Kubeflow's own; choose another name"
+        if self.role_arn and self.name in ("default", "default-editor", "default-viewer", "spark"):
+            yield ("name",), f"podDefaults: the ServiceAccount {self.name} is there for something else; choose another name"
 
 
 class Profile(Checked):
