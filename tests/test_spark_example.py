@@ -16,7 +16,7 @@ from kubernetes_validate import utils as schemas
 from outlast import spec
 from outlast.cloud import images
 from outlast.contract import API_VERSION, KIND
-from outlast.manifests import scheduling, volumes
+from outlast.manifests import rbac, scheduling, volumes
 
 SPARK = Path(__file__).parents[1] / "examples" / "spark"
 NEWEST = max(schemas.all_versions(), key=lambda version: [int(part) for part in version.split(".")])
@@ -39,6 +39,8 @@ def test_accounts_are_of_a_restricted_namespace_and_may_touch_no_secret() -> Non
     rights = {each["metadata"]["name"]: each["rules"] for each in others if each["kind"] == "Role"}
     made = {name: {word for rule in rules for word in rule["resources"]} for name, rules in rights.items()}
     assert made == {"spark": {"pods"}, "spark-submit": {"pods", "configmaps", "services", "networkpolicies"}}
+    ours = next(each for each in rbac.spark({"name": "spark", "namespace": "zip"}, "spark") if each["kind"] == "Role")
+    assert rights["spark"] == ours["rules"], "as in `outlast data prepare --engine spark`"
 
 
 @pytest.mark.parametrize(("role", "spot"), [("driver", "avoid"), ("executor", "prefer")])
