@@ -35,7 +35,8 @@ ASKED = (
     "DELETE /api/v1/namespaces/n/pods/outlast-data-prepare-1-exec-1",  # one that has failed or ended
     "DELETE /api/v1/namespaces/n/pods?labelSelector=spark-role%3Dexecutor",  # at the end, and when there are too many
 )
-"""Requests of Spark's driver in client mode, recorded from 3.5.9 with this configuration; 4.0 makes the same ones."""
+"""Requests of Spark's driver in client mode: recorded from 3.5.9, but for the deletion of one pod, which is in its source
+(ExecutorPodsLifecycleManager)."""
 
 
 def a_job(**fields: Any) -> spec.Job:
