@@ -222,14 +222,14 @@ each_register = pytest.mark.parametrize(
 
 @each_register
 def test_racing_generations_mix_nothing_and_never_go_back(saved: Saved, tmp_path: Path, conditional: bool):
-    races(range(100), conditional, saved, tmp_path)
+    races(range(40), conditional, saved, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @each_register
 def test_a_thousand_racing_generations_mix_nothing_and_never_go_back(saved: Saved, tmp_path: Path, conditional: bool):
-    races(range(100, 1100), conditional, saved, tmp_path)
+    races(range(40, 1100), conditional, saved, tmp_path)
 
 
 # The same against real servers, as fast as they answer
