@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from outlast import backoff, diagnosis, kube
+from outlast.cluster import preparation
 from outlast.diagnosis import gather
 from outlast.diagnosis.cause import Cause
 from outlast.errors import Absent, ClusterError, Forbidden, NotFound, NotServed, OutlastError
@@ -171,6 +172,10 @@ def _account(cluster: kube.Cluster, wanted: Wanted) -> Iterator[str]:
         return
     if there is None:
         yield f"ServiceAccount {wanted.account} created, with a Role of its own"
+    try:  # which it may use, and not make
+        preparation.ensure_account(cluster, wanted.namespace)
+    except Forbidden as error:
+        yield f"data cannot be prepared on Spark from it: {error}"
 
 
 def _token(cluster: kube.Cluster, name: str) -> str:

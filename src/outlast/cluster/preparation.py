@@ -57,7 +57,7 @@ def submit(workloads: Workloads, wanted: spark.Wanted, say: Say) -> str:
             raise OutlastError(
                 f"Job {wanted.name} runs with other words or another image; wait for its end, or: outlast cancel {wanted.name}"
             )
-    _ensure_account(cluster, wanted.namespace)
+    ensure_account(cluster, wanted.namespace)
     _try(cluster, document, say)
     if there is not None:
         workloads.delete(kube.JOB, there, grace_s=None)
@@ -95,7 +95,7 @@ def _same(there: Document, document: Document) -> bool:
     return all(one.get(key) == other.get(key) for key in ("command", "image"))
 
 
-def _ensure_account(cluster: kube.Cluster, namespace: str) -> None:
+def ensure_account(cluster: kube.Cluster, namespace: str) -> None:
     """Create what there is not of the account of drivers, and its rights. Raises Forbidden when somebody else has to."""
     missing: list[str] = []
     known = False
