@@ -19,7 +19,8 @@ import pytest
 import yaml
 
 from outlast import kube
-from outlast.kube import kinds
+from outlast.cluster import installation
+from outlast.kube import kinds, pods
 from outlast.kubeflow import spawner
 from test_kubeflow import NEW, PROFILE, ROOT, a_file
 from test_kubeflow_applied import APP, DEFAULTS, FORM, IMAGE
@@ -54,6 +55,10 @@ def pods_that_wait(document: Document) -> Document:
     return made
 
 
+def is_established(definition: Document) -> bool:
+    return pods.condition(definition, "Established") is not None
+
+
 @pytest.fixture
 def cluster() -> Iterator[kube.Cluster]:
     """A cluster with Kubeflow's definitions, its gateway's Service and its web app; all of it goes afterwards."""
@@ -71,7 +76,8 @@ def cluster() -> Iterator[kube.Cluster]:
             made.append(document)
         cluster.apply(document)
         if document["kind"] == kinds.CRD.kind:
-            subprocess.run(["kubectl", "wait", "--for=condition=Established", f"crd/{meta['name']}", "--timeout=60s"], check=True)
+            served = installation.await_(cluster, kinds.CRD, meta["name"], is_established, timeout_s=60)
+            assert served is not None
     yield cluster
     for name in ("outlast-kubeflow-view", "outlast-kubeflow-edit"):
         cluster.delete(kinds.CLUSTER_ROLE, name)
