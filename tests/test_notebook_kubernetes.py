@@ -177,6 +177,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[apiserver.A
         yield api
 
 
+@pytest.mark.slow
 def test_the_rights_of_a_notebook_are_those_that_its_commands_use(
     api: apiserver.ApiServer, outlast: Outlast, tmp_path: Path
 ) -> None:
