@@ -129,6 +129,20 @@ def test_their_number_is_the_users_or_follows_the_work() -> None:
     assert "spark.dynamicAllocation.enabled false" in defaults({"spark.executor.instances": "50"})
 
 
+@pytest.mark.parametrize(("executors", "failures"), [({"spark.executor.instances": "2"}, 20), ({}, 100)])
+def test_machines_that_are_taken_away_for_days_do_not_end_the_work(executors: dict[str, str], failures: int) -> None:
+    made = spark_conf.defaults(a_job().spec, executors, "n")
+    assert made["spark.executor.maxNumFailures"] == str(failures)
+    assert made["spark.executor.failuresValidityInterval"] == "10m"
+
+
+def test_what_the_user_gives_executors_is_tried_with_them() -> None:
+    conf = {"spark.kubernetes.executor.label.team": "vision", "spark.kubernetes.executor.annotation.note": "x"}
+    meta = spark.executor_of(spark.job(wanted(conf=conf)))["metadata"]
+    assert (meta["labels"]["team"], meta["annotations"]["note"]) == ("vision", "x")
+    assert meta["labels"][Label.SPARK_ROLE] == "executor"
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -169,6 +183,10 @@ def test_the_documents_own_configuration_is_taken() -> None:
         ({"to": "s3://b/x", "work": "/w"}, "--work /w is not on a claim"),
         ({"claim": "efs:/etc"}, "volumes[0].to (/etc) is reserved"),
         ({"claim": "efs"}, "--claim efs is no claim with a path"),
+        (
+            {"conf": {"spark.executor.instances": "0"}},
+            "--conf spark.executor.instances=0 is no number of executors; give 1 or more",
+        ),
         ({"conf": {"spark.executor.memory": "much"}}, "--conf spark.executor.memory=much is no size as Spark reads it"),
     ],
 )
@@ -197,7 +215,7 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[apiserver.
         monkeypatch.setenv("URL", url)
         monkeypatch.chdir(tmp_path)
         api.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "n"}})
-        api.put({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "efs", "namespace": "n"}})
+        api.put(claim("efs"))
         api.prescribe("POST .*/pods.*dryRun", *((201, {"metadata": {}}) for _ in range(20)))
         yield api
 
@@ -205,6 +223,10 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[apiserver.
 WORDS = ("data", "prepare", "images", "/data/in", "--to", "/data/out", "--size", "64", "--engine", "spark", "-n", "n")
 IN_PODS = ("--master", "k8s://https://kubernetes.default.svc")
 CLAIM = ("--claim", "efs:/data")
+
+
+def claim(name: str) -> Document:
+    return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": name, "namespace": "n"}}
 
 
 def ended(api: apiserver.ApiServer, condition: str) -> None:
@@ -229,15 +251,40 @@ def test_the_driver_is_submitted_once_and_again_after_a_failure(team: apiserver.
     }
     again = (*WORDS, *IN_PODS, *CLAIM, "--conf", "spark.executor.instances=2")
     assert outlast(*again)[1].startswith("Job prepare-out prepares it already\n")
-    assert (
-        "runs with other words or another image; wait for its end, or: outlast cancel prepare-out"
-        in outlast(*WORDS, *IN_PODS, *CLAIM)[2]
-    )
+    sentence = "other settings, and makes /data/out; wait for its end, or: outlast cancel prepare-out"
+    for other in ((*WORDS, *IN_PODS, *CLAIM), (*again, "--secret", "aws")):
+        assert sentence in outlast(*other)[2]
     ended(team, "Complete")
     assert outlast(*again)[1].startswith("already there: Job prepare-out has made /data/out")
+    team.put(claim("other"))
+    assert outlast(*again, "--claim", "other:/data")[1].startswith("Job prepare-out prepares /data/out with Spark\n")
     ended(team, "Failed")
     assert outlast(*again)[1].startswith("Job prepare-out prepares /data/out with Spark\n")
     assert team.documents[JOB]["metadata"]["uid"] != first["metadata"]["uid"]
+
+
+def test_the_same_command_twice_at_once_is_submitted_once(team: apiserver.ApiServer, outlast: Outlast) -> None:
+    outlast(*WORDS, *IN_PODS, *CLAIM)
+    team.prescribe("GET .*/jobs/prepare-out", apiserver.status(404, "NotFound", "not yet", name="prepare-out", kind="jobs"))
+    code, out, err = outlast(*WORDS, *IN_PODS, *CLAIM)
+    assert (code, out.partition("\n")[0]) == (0, "Job prepare-out prepares it already"), err
+
+
+def test_what_somebody_else_has_made_stays(team: apiserver.ApiServer, outlast: Outlast) -> None:
+    outlast(*WORDS, *IN_PODS, *CLAIM)
+    job, role = team.documents[JOB], ("roles.rbac.authorization.k8s.io", "n", "spark")
+    team.put({**job, "metadata": {**job["metadata"], "labels": {}}})
+    ended(team, "Complete")
+    assert "Job prepare-out is in namespace n already and is no driver of Spark" in outlast(*WORDS, *IN_PODS, *CLAIM)[2]
+    assert JOB in team.documents
+    del team.documents[JOB]
+    foreign = {**team.documents[role], "rules": [{"apiGroups": [""], "resources": ["services"], "verbs": ["*"]}]}
+    team.put({**foreign, "metadata": {"name": "spark", "namespace": "n"}})
+    code, _, err = outlast(*WORDS, *IN_PODS, *CLAIM)
+    assert (code, "Role spark in namespace n is somebody else's and does not allow" in err) == (2, True), err
+    assert team.documents[role]["rules"] == foreign["rules"]
+    team.put({**team.documents[role], "rules": [{"apiGroups": [""], "resources": ["pods", "services"], "verbs": ["*"]}]})
+    assert outlast(*WORDS, *IN_PODS, *CLAIM)[0] == 0
 
 
 def test_status_counts_executors_and_does_not_take_them_for_workers(team: apiserver.ApiServer, outlast: Outlast) -> None:

@@ -10,17 +10,17 @@ import copy
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from outlast import kube
 from outlast.cluster import job_status
 from outlast.cluster.workloads import Workloads
-from outlast.contract import Label, Pod
+from outlast.contract import Annotation, Label, Pod
 from outlast.diagnosis import admission
 from outlast.diagnosis.snapshot import Snapshot
-from outlast.errors import Absent, ClusterError, Forbidden, OutlastError, Refused
+from outlast.errors import Absent, ClusterError, Forbidden, OutlastError, Refused, Taken
 from outlast.kube import kinds, pods
 from outlast.manifests import spark, spark_conf
 from outlast.status import State
@@ -48,6 +48,11 @@ def submit(workloads: Workloads, wanted: spark.Wanted, say: Say) -> str:
             )
     there = cluster.find(kube.JOB, wanted.name)
     if there is not None:
+        if not job_status.spark_driver(there):
+            raise OutlastError(
+                f"Job {wanted.name} is in namespace {cluster.namespace} already and is no driver of Spark; "
+                "prepare into a directory of another name, or in another namespace (-n)"
+            )
         state = job_status.over(there)
         if _same(there, document) and state is None:
             return f"Job {wanted.name} prepares it already"
@@ -55,14 +60,20 @@ def submit(workloads: Workloads, wanted: spark.Wanted, say: Say) -> str:
             return f"already there: Job {wanted.name} has made {wanted.to}; outlast cancel {wanted.name} forgets it"
         if state is None:
             raise OutlastError(
-                f"Job {wanted.name} runs with other words or another image; wait for its end, or: outlast cancel {wanted.name}"
+                f"Job {wanted.name} runs with other words, another image or other settings, and makes {_target(there)}; "
+                f"wait for its end, or: outlast cancel {wanted.name}"
             )
     ensure_account(cluster, wanted.namespace)
     _try(cluster, document, say)
     if there is not None:
         workloads.delete(kube.JOB, there, grace_s=None)
         workloads.wait_until_gone(kube.JOB, there)
-    cluster.create(document)
+    try:
+        cluster.create(document)
+    except Taken:  # by the same command, at the same time
+        if not _same(cluster.get(kube.JOB, wanted.name), document):
+            raise
+        return f"Job {wanted.name} prepares it already"
     return f"Job {wanted.name} prepares {wanted.to} with Spark"
 
 
@@ -89,10 +100,20 @@ def _address(url: str) -> tuple[str, str, int] | None:
     return (parts.scheme, parts.hostname, port) if parts.hostname and parts.scheme in ("http", "https") else None
 
 
+def _target(job: Document) -> str:
+    """What a driver's Job makes."""
+    return str((job["metadata"].get("annotations") or {}).get(Annotation.SPARK_TARGET, "another dataset"))
+
+
 def _same(there: Document, document: Document) -> bool:
-    """Whether two Jobs run the same command in the same image."""
-    one, other = (each["spec"]["template"]["spec"]["containers"][0] for each in (there, document))
-    return all(one.get(key) == other.get(key) for key in ("command", "image"))
+    """Whether two Jobs run the same command in the same image, with the same configuration, claims, Secrets and variables: the
+    template of the executors has these as we wrote them, without what the API server adds."""
+    one, other = (each["spec"]["template"] for each in (there, document))
+    containers = (each["spec"]["containers"][0] for each in (one, other))
+    annotations = (each["metadata"].get("annotations") or {} for each in (one, other))
+    keys = ("command", "image", Annotation.SPARK_DEFAULTS, Annotation.SPARK_EXECUTOR)
+    mine, theirs = ([(c | a).get(key) for key in keys] for c, a in zip(containers, annotations, strict=True))
+    return mine == theirs
 
 
 def ensure_account(cluster: kube.Cluster, namespace: str) -> None:
@@ -104,6 +125,7 @@ def ensure_account(cluster: kube.Cluster, namespace: str) -> None:
         try:
             old = cluster.find(kind, name)
             if old is None or not _allows(old, document):
+                _check_ours(old, kind, name, namespace)
                 cluster.apply(document)
             known = known or old is not None
         except Forbidden:
@@ -116,10 +138,20 @@ def ensure_account(cluster: kube.Cluster, namespace: str) -> None:
         )
 
 
+def _check_ours(old: Document | None, kind: kube.Kind, name: str, namespace: str) -> None:
+    """Raise OutlastError for a document that somebody else has made: others may need what it allows now."""
+    if old is not None and (old["metadata"].get("labels") or {}).get("app.kubernetes.io/managed-by") != "outlast":
+        raise OutlastError(
+            f"{kind} {name} in namespace {namespace} is somebody else's and does not allow what Spark's driver needs; have it "
+            "changed to what the same command with --print writes, or prepare in another namespace (-n)"
+        )
+
+
 def _allows(old: Document, wanted: Document) -> bool:
     """Whether a document of the account that exists does what ours would."""
     if old["kind"] == "Role":
-        return _rights(wanted) <= _rights(old)
+        given = _rights(old)
+        return all(any(_covers(each, needed) for each in given) for needed in _rights(wanted))
     if old["kind"] == "RoleBinding":
         subjects = [(each.get("kind"), each.get("name")) for each in old.get("subjects") or ()]
         return ("ServiceAccount", spark_conf.ACCOUNT) in subjects
@@ -136,6 +168,10 @@ def _rights(role: Document) -> set[tuple[str, str, str]]:
         for resource in rule.get("resources") or ()
         for verb in rule["verbs"]
     }
+
+
+def _covers(given: tuple[str, str, str], needed: tuple[str, str, str]) -> bool:
+    return all(one in ("*", other) for one, other in zip(given, needed, strict=True))
 
 
 def _try(cluster: kube.Cluster, document: Document, say: Say) -> None:
@@ -195,6 +231,10 @@ def watched(say: Say) -> Iterator[None]:
         thread.start()
         try:
             yield
+        except OutlastError as error:
+            if said := watch.last_failure():
+                raise OutlastError(f"{error}; {said}") from error
+            raise
         finally:
             watch.stop.set()
             thread.join()
@@ -221,9 +261,22 @@ class _Watch:
 
     def look(self, *, first: bool = False) -> None:
         """Say why there is none, unless that was said last. Raises OutlastError, Forbidden."""
-        job = self.template["metadata"]["labels"][Label.JOB]
-        found = [] if first else self.cluster.list_(kube.POD, labels=f"{Label.JOB}={job},{Label.SPARK_ROLE}={spark.EXECUTOR}")
+        found = [] if first else self._executors()
         self.tell(why_none(found) or (refused(self.cluster, self.template, "executors") if not _alive(found) else ""))
+
+    def _executors(self) -> list[Document]:
+        job = self.template["metadata"]["labels"][Label.JOB]
+        return self.cluster.list_(kube.POD, labels=f"{Label.JOB}={job},{Label.SPARK_ROLE}={spark.EXECUTOR}")
+
+    def last_failure(self) -> str:
+        """How the executor that failed last ended; empty if none is there, or nobody says. Spark removes those that it knows of,
+        so it is one of those for which it has given up."""
+        with suppress(OutlastError):
+            ends = [(end, pod) for pod in self._executors() if (end := pods.end(pod)) and end.counted]
+            if ends:
+                end, pod = max(ends, key=lambda each: each[0].time)
+                return f"its executor {pods.name(pod)} {end.sentence} (kubectl logs -n {self.cluster.namespace} {pods.name(pod)})"
+        return ""
 
     def tell(self, sentence: str) -> None:
         if sentence and sentence != self.said:

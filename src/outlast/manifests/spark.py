@@ -180,7 +180,11 @@ def executor(wanted: Wanted, conf: Mapping[str, str]) -> Document:
         "terminationGracePeriodSeconds": pods.grace_s(wanted.job.spec),  # the time for decommissioning
         "topologySpreadConstraints": [scheduling.spread({Label.JOB: wanted.name, ROLE: EXECUTOR})],
     }
-    meta = {"labels": {**_common(), **_UNMESHED, **own}, "annotations": dict(_UNMESHED)}
+    of_user = {what: spark_conf.of_pods(wanted.conf, EXECUTOR, what) for what in ("label", "annotation")}
+    meta = {
+        "labels": {**_common(), **_UNMESHED, **of_user["label"], **own},
+        "annotations": {**_UNMESHED, **of_user["annotation"]},
+    }
     made = pods.overlaid(wanted.job, {"metadata": meta, "spec": pod}, own)
     return {"apiVersion": "v1", "kind": "Pod", **made}
 

@@ -24,6 +24,9 @@ TEMPLATE = "executor.json"
 INSTANCES, MOST = "spark.executor.instances", "spark.dynamicAllocation.maxExecutors"
 _MOST = 50
 """Most executors, where the user gives no number."""
+_FAILURES = 20
+"""Executors that may fail within ten minutes, or two per executor where that is more. Spark's own limit is two per executor (3 at
+least) of all its life, and those of machines that are taken away count."""
 _DRIVER_PORT, _BLOCK_PORT = 7078, 7079
 """Spark's own in a cluster; fixed, for NetworkPolicies."""
 _HEAP = 1 << 30
@@ -92,6 +95,8 @@ def defaults(fields: spec.Spec, conf: Mapping[str, str], namespace: str) -> dict
         "spark.storage.decommission.enabled": "true",
         "spark.storage.decommission.rddBlocks.enabled": "true",
         "spark.storage.decommission.shuffleBlocks.enabled": "true",
+        "spark.executor.maxNumFailures": str(_failures(conf)),
+        "spark.executor.failuresValidityInterval": "10m",
         **_number(conf),
         **_sizes(fields.resources, conf),
     }
@@ -145,6 +150,16 @@ def _number(conf: Mapping[str, str]) -> dict[str, str]:
         "spark.dynamicAllocation.shuffleTracking.enabled": "true",
         MOST: str(_MOST),
     }
+
+
+def _failures(conf: Mapping[str, str]) -> int:
+    """How many executors may fail within the interval. Raises OutlastError for a number of executors that is none."""
+    given = {key: conf[key] for key in (INSTANCES, MOST) if key in conf}
+    for key, value in given.items():
+        if not value.isdecimal() or int(value) < 1:
+            raise OutlastError(f"--conf {key}={value} is no number of executors; give 1 or more")
+    most = max(map(int, given.values())) if given else _MOST
+    return max(_FAILURES, 2 * most)
 
 
 def _sizes(wanted: spec.Resources, conf: Mapping[str, str]) -> dict[str, str]:

@@ -138,6 +138,13 @@ def explained(message: str, log: str) -> OutlastError:
             "Spark's Java ended here, perhaps killed for lack of memory; run the same command, which goes on; "
             f"Spark's own words are in {log}"
         )
+    if "stopped while waiting for backend" in message:
+        return OutlastError(
+            "Spark's executors ended again and again as soon as they had started, as with too little memory (--conf "
+            f"spark.executor.memory=1g) or wrong options of Java; correct that and run the same command again; see {log}"
+        )
+    if "JAVA_GATEWAY_EXITED" in message:
+        return OutlastError(f"Spark's Java did not start; correct what it says and run the same command again; see {log}")
     return OutlastError(f"Spark gave up: {_reason(message)}; correct that and run the same command again; see {log}")
 
 
