@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import base64
 import copy
+import functools
 import gzip
 import json
 import os
@@ -226,9 +227,7 @@ def test_the_container_submits_the_job_with_its_code_and_the_values_of_the_pipel
     args = [each.replace("/tmp/outputs", str(here / "out")) for each in args]
     assert outlast(*template["container"]["command"][1:], *args)[0] == 0
     ((name, job),) = [(key[2], each) for key, each in api.documents.items() if key[0] == kube.ELASTIC_JOB.resource]
-    made = spec.parse(
-        json.dumps({**job, "metadata": {"name": name}, "status": None} | {"status": None}) if False else text_of(job)
-    )
+    made = spec.parse(text_of(job))
     assert name.startswith("digits-")
     assert (made.spec.workers.replicas, made.spec.args) == (3, ("--lr", "1e-3", "two words"))
     assert (made.spec.env, made.spec.checkpoint.every) == ({"A": "b"}, Every(duration=timedelta(minutes=5)))
@@ -310,7 +309,9 @@ def test_the_role_allows_what_a_step_does_and_nothing_else(
     (job,) = [each for key, each in api.documents.items() if key[0] == kube.ELASTIC_JOB.resource]
     api.put({**copy.deepcopy(job), "status": {"state": "Failed", "reason": "a bug"}})
     assert waiter.until_end().sentence.startswith("digits has failed")
-    assert waiter.terminated("cancel", None, None).sentence == "SIGTERM: digits is cancelled; what it has saved stays"
+    api.put({**copy.deepcopy(job), "status": {"state": "Running"}})
+    look = functools.partial(waiting.own_pod, cluster, {})
+    assert waiter.terminated("cancel", look).sentence == "SIGTERM: digits is cancelled; what it has saved stays"
     cluster.close()
     assert {right for right in refused if right[0] not in ("list", "get")} == set()
     assert {right for right in refused if right[0] == "get"} <= {("get", "", "namespaces")}

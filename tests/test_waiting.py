@@ -247,6 +247,7 @@ def a_workflow(*, deleted: bool = False, **spec: Any) -> Document:
         (a_pod(deleted=True), a_workflow(activeDeadlineSeconds=0), ""),
         (a_pod(deleted=True), a_workflow(deleted=True), ""),
         (a_pod(deleted=True), None, ""),  # the Workflow was deleted, or the pod has none
+        (a_pod(reason="EvictionByEvictionAPI", deleted=True), a_workflow(shutdown="Terminate"), ""),  # nobody runs it again
         (a_pod(deleted=True), a_workflow(), "the step's pod is deleted, and Workflow w goes on"),
         (
             a_pod(reason="EvictionByEvictionAPI", deleted=True),
@@ -266,7 +267,7 @@ def test_sigterm_cancels_the_job_unless_the_step_is_to_be_run_again(
     assert waiting.spared(pod, owner) == sentence
     scene = Scene()
     scene.waiter.submitted(scene.submit)
-    ended = scene.waiter.terminated("cancel", pod, owner)
+    ended = scene.waiter.terminated("cancel", lambda: (pod, owner))
     assert (ended.code, scene.cluster.find(kube.ELASTIC_JOB, "digits") is None) == (Code.TERMINATED, not sentence)
     assert ended.sentence == (
         f"SIGTERM: digits is not cancelled: {sentence}" if sentence else "SIGTERM: digits is cancelled; what it has saved stays"
@@ -296,17 +297,48 @@ def test_a_step_knows_its_pod_and_the_workflow_that_owns_it_also_when_the_pod_wa
 def test_sigterm_leaves_what_is_not_ours_and_what_is_to_be_left() -> None:
     scene = Scene()
     scene.cluster.put(scene.job("Running"))
-    assert scene.waiter.terminated("cancel", None, None).sentence.endswith("is not cancelled: it was not submitted yet")
+    assert terminated(scene).endswith("is not cancelled: it was not submitted yet")
     scene.waiter.submitted(scene.submit)
-    assert scene.waiter.terminated("leave", None, None).sentence.endswith("is not cancelled: --on-terminate is leave")
+    assert terminated(scene, "leave").endswith("is not cancelled: --on-terminate is leave")
+    to("Succeeded")(scene)
+    assert terminated(scene) == "SIGTERM: digits has ended already (Succeeded)"
+    scene.cluster.put({**scene.job("Running"), "metadata": {**scene.job()["metadata"], "uid": "another"}})
+    assert terminated(scene).endswith("is not cancelled: somebody else has submitted it again")
     assert scene.cluster.find(kube.ELASTIC_JOB, "digits") is not None
     gone(scene)
-    assert scene.waiter.terminated("cancel", None, None).sentence == "SIGTERM: digits is gone already"
+    assert terminated(scene) == "SIGTERM: digits is gone already"
     scene = Scene(*[nothing] * 10)
     scene.waiter.submitted(scene.submit)
     away(scene)
-    said = scene.waiter.terminated("cancel", None, None).sentence
+    said = terminated(scene)
     assert said.startswith("SIGTERM: digits could not be cancelled: https://fake does not answer; do it with: outlast cancel")
+
+
+def terminated(scene: Scene, mode: str = "cancel", pod: Document | None = None) -> str:
+    def look() -> tuple[Document | None, Document | None]:
+        scene.cluster._may(kube.POD)
+        return pod, None
+
+    return scene.waiter.terminated(mode, look).sentence
+
+
+def test_at_sigterm_during_an_outage_the_pod_is_read_before_anything_is_cancelled() -> None:
+    for pod, left in ((a_pod(reason="EvictionByEvictionAPI"), True), (None, False)):
+        scene = Scene(nothing, back)
+        scene.waiter.submitted(scene.submit)
+        away(scene)
+        assert ("is evicted" in terminated(scene, pod=pod)) is left
+        assert (scene.cluster.find(kube.ELASTIC_JOB, "digits") is not None) is left
+    scene = Scene(lambda scene: setattr(scene.cluster, "unserved", False))
+    scene.waiter.submitted(scene.submit)
+    scene.cluster.unserved = True  # an API server that has just started
+    assert terminated(scene).endswith("is cancelled; what it has saved stays")
+
+
+def test_a_job_that_is_removed_as_soon_as_it_is_submitted_is_gone() -> None:
+    scene = Scene()
+    scene.waiter.submitted(lambda: iter(()))
+    assert scene.waiter.until_end().code is Code.GONE
 
 
 # Outputs
@@ -447,7 +479,7 @@ def test_each_key_has_a_job_of_its_own_and_finds_it_again(
         assert outlast("submit", "job.yaml", "--wait", "--idempotency-key", key, *more)[0] == 0
         made.append(len(set(jobs(api)) - before))
     assert made == [1, 0, 1, 1]
-    assert all(re.fullmatch(r"digits-[0-9a-f]{8}", name) for name in jobs(api))
+    assert all(re.fullmatch(r"digits-[0-9a-f]{12}", name) for name in jobs(api))
 
 
 @pytest.mark.parametrize(("mode", "left"), [("cancel", 0), ("leave", 1)])
@@ -462,6 +494,35 @@ def test_sigterm_ends_the_wait_and_the_job_if_that_is_wanted(
         signal.signal(signal.SIGTERM, before)
     assert (code, len(jobs(api))) == (143, left)
     assert f"SIGTERM: digits is {'not ' * left}cancelled" in err
+
+
+def test_sigterm_while_the_job_is_submitted_comes_when_it_is_known_whether_it_is_ours(
+    api: apiserver.ApiServer, outlast: Outlast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = kube.Cluster.apply
+
+    def apply(cluster: kube.Cluster, document: Document, **more: Any) -> Document:
+        made = original(cluster, document, **more)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return made
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(kube.Cluster, "apply", apply)
+    try:
+        code, _, err = outlast("submit", "job.yaml", "--wait")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (code, jobs(api)) == (143, {})
+    assert "SIGTERM: digits is cancelled" in err
+
+
+def test_outputs_that_cannot_be_written_are_a_mistake_before_anything_is_submitted(
+    api: apiserver.ApiServer, outlast: Outlast, tmp_path: Path
+) -> None:
+    (tmp_path / "out").touch()
+    code, _, err = outlast("submit", "job.yaml", "--wait", "--outputs", "out")
+    assert (code, jobs(api)) == (2, {})
+    assert err.splitlines()[-1].startswith("Error: the outputs cannot be written: ")
 
 
 @pytest.mark.parametrize(

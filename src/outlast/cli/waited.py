@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from outlast.cli import terminal
-from outlast.errors import OutlastError
+from outlast.errors import OutlastError, Unanswered
 
 if TYPE_CHECKING:
     from outlast.cluster.backend import KubernetesBackend
@@ -75,25 +76,52 @@ class Wish:
         except OSError as error:
             raise OutlastError(f"the outputs cannot be written: {error}; give another directory") from error
 
+    def prepare(self) -> None:
+        """Make the directories of the outputs. Raises OutlastError, before the training rather than after it."""
+        for directory in [*([self.directory] if self.directory else []), *(path.parent for path in self.paths.values())]:
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                if not os.access(directory, os.W_OK):
+                    raise PermissionError(f"{directory} is not writable")
+            except OSError as error:
+                raise OutlastError(f"the outputs cannot be written: {error}; give another directory") from error
+
 
 class _Terminated(BaseException):
     """SIGTERM has come."""
 
 
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Raises _Terminated in this block at the first SIGTERM."""
+class _Terminable:
+    """Raises _Terminated in its block at the first SIGTERM: at once, or at the end of what is `held`."""
 
-    def raise_(number: int, frame: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise _Terminated
+    def __init__(self) -> None:
+        self._held = self._came = False
 
-    before = signal.signal(signal.SIGTERM, raise_)
-    try:
-        yield
-    finally:
-        if signal.getsignal(signal.SIGTERM) is raise_:
-            signal.signal(signal.SIGTERM, before)
+    def __enter__(self) -> _Terminable:
+        self._before = signal.signal(signal.SIGTERM, self._raise)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self._came:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _raise(self, number: int, frame: Any) -> None:
+        if not self._came:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self._came = True
+        if not self._held:
+            raise _Terminated
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """A block which is not left half done."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+            if self._came:
+                raise _Terminated
 
 
 def named(job: Job, key: str | None, *content: object) -> Job:
@@ -103,7 +131,7 @@ def named(job: Job, key: str | None, *content: object) -> Job:
     from outlast import contract
     from outlast.manifests import names
 
-    digest = names.digest([key, *map(str, content)])
+    digest = names.digest([key, *map(str, content)], digits=12)  # a second run with the same one would find the job of the first
     name = f"{job.metadata.name[: contract.LONGEST_NAME - len(digest) - 1].rstrip('-.')}-{digest}"
     return job.model_copy(update={"metadata": job.metadata.model_copy(update={"name": name})})
 
@@ -112,15 +140,19 @@ def until_end(place: KubernetesBackend, name: str, apply: Callable[[], Iterator[
     """Submit, wait for the end, write the outputs; the exit code."""
     from outlast.cluster import outcome, waiting
 
-    waiter = waiting.Waiter(place.workloads, name, say=terminal.say, ours=wish.keyed)
-    before, _ = waiting.own_pod(place.cluster)
+    wish.prepare()
+    terminable = _Terminable()
+    waiter = waiting.Waiter(place.workloads, name, say=terminal.say, ours=wish.keyed, held=terminable.held)
+    before = None
     try:
-        with _terminable():
+        with terminable:
+            with contextlib.suppress(Unanswered):
+                before, _ = waiting.own_pod(place.cluster)
             waiter.submitted(apply)
             terminal.say(f"waiting for {name} in namespace {place.cluster.namespace}")
             ended = waiter.until_end()
     except _Terminated:
-        ended = waiter.terminated(wish.on_terminate, *waiting.own_pod(place.cluster, before=before))
+        ended = waiter.terminated(wish.on_terminate, lambda: waiting.own_pod(place.cluster, before=before))
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         terminal.say(ended.sentence)
         return ended.code

@@ -10,6 +10,7 @@ sleep are given, so that tests need none.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import time
@@ -38,6 +39,9 @@ _UNSERVED_S = 300.0
 """Longest time without the kind of the job: an API server that has just started may not know it yet."""
 _CANCEL_S = 15.0
 """Longest time to try to cancel: a pod has 30 s after SIGTERM."""
+
+Look = Callable[[], tuple[kube.Document | None, kube.Document | None]]
+"""Reads the step's pod and the Workflow that owns it, as for `spared`."""
 
 
 class Code(enum.IntEnum):
@@ -78,6 +82,8 @@ class Waiter:
     time: Time = field(default_factory=Time)
     ours: bool = False
     """Whether the job of this name is ours to cancel: we have submitted it, or its name is ours alone."""
+    held: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    """Defers SIGTERM in a block: whether the job is ours must be known together with its being there."""
     _kind: kube.Kind = kube.ELASTIC_JOB
     _title: str = ""
     _uid: str = ""
@@ -85,20 +91,22 @@ class Waiter:
     def submitted(self, apply: Callable[[], Iterator[str]]) -> None:
         """Submit, or attach to what has been submitted, and say what was done. Raises OutlastError."""
 
-        def attempt() -> kube.Document:
-            for sentence in apply():
-                self.say(sentence)
-            return self.workloads.of(self.name)[0]
+        def attempt() -> None:
+            with self.held():
+                for sentence in apply():
+                    self.say(sentence)
+                for found in self.workloads.of(self.name)[:1]:  # none: somebody has removed it at once
+                    meta = found["metadata"]
+                    self._kind, self._title, self._uid = kube.kind_of(found), meta["name"], meta["uid"]
+                self.ours = True
 
-        found = self._answered(attempt, _SUBMIT_S)
-        meta = found["metadata"]
-        self._kind, self._title, self._uid, self.ours = kube.kind_of(found), meta["name"], meta["uid"], True
+        self._answered(attempt, _SUBMIT_S)
 
     def until_end(self) -> Ended:
         """Wait for the end of the job."""
         last: JobStatus | None = None
         told_s = self.time.now()
-        while True:
+        while self._uid:
             due = last is None or self.time.now() - told_s >= PROGRESS_S
             status = self._answered(lambda due=due: self._look(ask=due))  # type: ignore[misc]
             if status is None:
@@ -110,23 +118,31 @@ class Waiter:
                 told_s = self.time.now()
             last = status
             self.time.sleep(EVERY_S)
+        return self._gone(None)
 
-    def terminated(self, mode: str, pod: kube.Document | None, owner: kube.Document | None) -> Ended:
-        """After SIGTERM: cancel the job, or leave it. `mode` is `cancel` or `leave`; `pod` and `owner` as for `spared`."""
-        status = JobStatus(name=self.name, run="")
-        why = "--on-terminate is leave" if mode == "leave" else spared(pod, owner)
-        if not why and not self.ours:
-            why = "it was not submitted yet"
-        if why:
-            return Ended(Code.TERMINATED, f"SIGTERM: {self.name} is not cancelled: {why}", status)
+    def terminated(self, mode: str, look: Look) -> Ended:
+        """After SIGTERM: cancel the job, or leave it. `mode` is `cancel` or `leave`."""
+        why = "--on-terminate is leave" if mode == "leave" else "" if self.ours else "it was not submitted yet"
         try:
-            self._answered(lambda: self.workloads.remove(self.name, grace_s=None), _CANCEL_S)
+            done = f"is not cancelled: {why}" if why else self._answered(lambda: self._cancel(look), _CANCEL_S)
         except NotFound:
-            return Ended(Code.TERMINATED, f"SIGTERM: {self.name} is gone already", status)
+            done = "is gone already" if self._uid else "is not cancelled: it was not submitted yet"
         except ClusterError as error:
-            remedy = f"outlast cancel {self.name}"
-            return Ended(Code.TERMINATED, f"SIGTERM: {self.name} could not be cancelled: {error}; do it with: {remedy}", status)
-        return Ended(Code.TERMINATED, f"SIGTERM: {self.name} is cancelled; what it has saved stays", status)
+            done = f"could not be cancelled: {error}; do it with: outlast cancel {self.name}"
+        return Ended(Code.TERMINATED, f"SIGTERM: {self.name} {done}", JobStatus(name=self.name, run=""))
+
+    def _cancel(self, look: Look) -> str:
+        """Cancel the job, unless it is to go on or has ended; what was done. Raises ClusterError."""
+        if why := spared(*look()):
+            return f"is not cancelled: {why}"
+        if self._uid:
+            workload = self.workloads.cluster.get(self._kind, self._title)
+            if workload["metadata"]["uid"] != self._uid:
+                return "is not cancelled: somebody else has submitted it again"
+            if (state := job_status.over(workload)) is not None:
+                return f"has ended already ({state})"
+        self.workloads.remove(self.name, grace_s=None)
+        return "is cancelled; what it has saved stays"
 
     def _look(self, *, ask: bool) -> JobStatus | None:
         """The status of the job that was submitted; None when it is gone. `ask`: the agents, too, for their step."""
@@ -223,14 +239,13 @@ def spared(pod: kube.Document | None, owner: kube.Document | None) -> str:
 
     `pod` is that of the step, None when it cannot be read; `owner` is the Workflow that owns it, None when that is gone.
     """
-    if pod is None:
+    spec = (owner or {}).get("spec") or {}
+    over = owner is not None and "deletionTimestamp" in owner["metadata"]
+    if pod is None or over or spec.get("shutdown") or spec.get("activeDeadlineSeconds") == 0:  # 0: Kubeflow Pipelines terminates
         return ""
     if found := pods.disruption(pod):
         return f"the step's pod is evicted ({found.get('reason')}), and the step is to be run again"
-    if "deletionTimestamp" not in pod["metadata"] or owner is None or "deletionTimestamp" in owner["metadata"]:
-        return ""
-    spec = owner.get("spec") or {}
-    if spec.get("shutdown") or spec.get("activeDeadlineSeconds") == 0:  # the latter is how Kubeflow Pipelines terminates
+    if "deletionTimestamp" not in pod["metadata"] or owner is None:
         return ""
     return f"the step's pod is deleted, and Workflow {owner['metadata']['name']} goes on"
 
@@ -241,11 +256,12 @@ def own_pod(
     """The pod that this process runs in, and the Workflow that owns it, as far as they exist and may be read.
 
     A pod that was deleted by force is gone while its processes still end: then it is as it was `before`, and being deleted.
+    Raises Unanswered.
     """
     name = next((environ[key] for key in (Env.POD, "KFP_POD_NAME", "HOSTNAME") if environ.get(key)), "")
     if not name or not kubeconfig.inside(environ):
         return None, None
-    unknown = (OSError, Absent, Forbidden, NotServed, Unanswered)
+    unknown = (OSError, Absent, Forbidden, NotServed)
     try:
         namespace = Path(kubeconfig.ACCOUNT, "namespace").read_text().strip()
         pod = cluster.find(kube.POD, name, namespace=namespace)

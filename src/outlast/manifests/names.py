@@ -17,10 +17,10 @@ LONGEST = contract.LONGEST_HOST
 _DIGITS = 8
 
 
-def digest(value: Any) -> str:
-    """A digest of a JSON value in eight characters; the order of keys does not matter."""
+def digest(value: Any, digits: int = _DIGITS) -> str:
+    """A digest of a JSON value; the order of keys does not matter."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+    return hashlib.sha256(text.encode()).hexdigest()[:digits]
 
 
 def fit(name: str, longest: int = LONGEST) -> str:
