@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,9 +57,9 @@ class Outcome:
         return {name: str(self.values.get(name, "")) for name in OUTPUTS}
 
     def json(self) -> str:
-        """All of it; what is not known is null."""
+        """All of it; what is not known or no finite number is null."""
         document = {**{name: self.values.get(name) for name in OUTPUTS}, "missing": dict(self.missing)}
-        return json.dumps(document, indent=2) + "\n"
+        return json.dumps(_finite(document), indent=2) + "\n"
 
     def write(self, directory: Path) -> None:
         """A file for each output, and all in one. Raises OSError."""
@@ -109,8 +110,13 @@ def _of_store(there: Stored) -> dict[str, Any]:
     found["loss"] = _first(newest, ("loss", "val_loss"))
     found["accuracy"] = _first(newest, _ACCURACY)
     if there.logged:
-        found["metrics"] = json.dumps(there.logged[-1])
+        found["metrics"] = json.dumps(_finite(there.logged[-1]))
     return found
+
+
+def _finite(document: Mapping[str, Any]) -> dict[str, Any]:
+    """With null in place of infinite numbers and NaN, which JSON has not."""
+    return {name: None if isinstance(each, float) and not math.isfinite(each) else each for name, each in document.items()}
 
 
 def _first(documents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> float | None:
