@@ -126,6 +126,26 @@ def test_the_schema_of_argo_finds_what_it_does_not_know(template_schema: jsonsch
         assert list(template_schema.iter_errors(wrong)), change
 
 
+def test_templates_and_components_share_their_accounts_and_not_their_roles(here: Path, outlast: Outlast) -> None:
+    """Applying one must not take away rights that another needs."""
+    roles, bindings, accounts = [], [], set()
+    for words in (("argo", "--as", "elasticjob"), ("argo", "--as", "indexed-job", "--name", "other"), ("kfp", "--rights")):
+        found = documents(outlast("pipeline", words[0], "job.yaml", "-n", "team-a", *words[1:])[1])
+        roles.append(of_kind(found, "Role")["metadata"]["name"])
+        bindings.append(of_kind(found, "RoleBinding"))
+        accounts.add(bindings[-1]["subjects"][0]["name"])
+    assert roles == ["outlast-pipeline-train-digits", "outlast-pipeline-other", "outlast-kfp-train-digits"]
+    assert [each["roleRef"]["name"] for each in bindings] == [each["metadata"]["name"] for each in bindings] == roles
+    assert accounts == {"outlast-pipeline", "default-editor"}
+
+
+@pytest.mark.parametrize(("option", "value"), [("name", "a" * 64), ("name", "a\nb: c"), ("account", "A b")])
+def test_a_name_that_the_cluster_refuses_is_not_printed(here: Path, outlast: Outlast, option: str, value: str) -> None:
+    code, out, err = outlast("pipeline", "argo", "job.yaml", "-n", "team-a", f"--{option}", value)
+    assert (code, out) == (2, "")
+    assert err.endswith(f"Error: --{option} {value}: must be at most 63 lower-case letters, digits and dashes\n")
+
+
 def test_what_is_missing_is_one_sentence(here: Path, outlast: Outlast) -> None:
     sentence = "the rights of a step name the namespace of its account; say which: -n NAMESPACE"
     for words in (("argo", "job.yaml"), ("kfp", "job.yaml", "--rights")):
@@ -225,6 +245,8 @@ def test_the_container_submits_the_job_with_its_code_and_the_values_of_the_pipel
     ends(api, monkeypatch)
     args = words(template, key="run-1", workers="3", set="checkpoint.every=5m\nenv={A: b}", args="--lr 1e-3 'two words'")
     args = [each.replace("/tmp/outputs", str(here / "out")) for each in args]
+    assert args[args.index("--on-terminate") + 1] == "cancel"
+    args[args.index("--on-terminate") + 1] = ""  # an empty value is as none
     assert outlast(*template["container"]["command"][1:], *args)[0] == 0
     ((name, job),) = [(key[2], each) for key, each in api.documents.items() if key[0] == kube.ELASTIC_JOB.resource]
     made = spec.parse(text_of(job))
@@ -270,6 +292,7 @@ def test_the_container_of_a_component_brings_its_code_along_and_writes_each_outp
     [
         ((), "--job is empty; give the text of a job file"),
         (("--job", JOB, "--workers", "two"), "--workers two is no number of workers; 0 leaves it to the job file"),
+        (("--job", JOB, "--on-terminate", "stay"), "--on-terminate stay is neither cancel nor leave; choose one of them"),
         (("--job", JOB, "--args", "'"), "--args ': No closing quotation; quote it as in a shell"),
         (("--job", JOB, "--code", "eA=="), "--code is for a job with code in /tmp/outlast-step; print the component again"),
         (("--job", JOB, "state"), "1 words are no pairs of OUTPUT PATH; the last is state"),
@@ -335,6 +358,8 @@ def test_the_workflow_uses_the_template_with_names_that_it_has(template_schema: 
     assert task["templateRef"] == {"name": template["metadata"]["name"], "template": template["spec"]["templates"][0]["name"]}
     given = {each["name"] for each in task["arguments"]["parameters"]}
     assert given <= {each["name"] for each in template["spec"]["templates"][0]["inputs"]["parameters"]}
+    scripts = [each["container"]["command"] for each in workflow["spec"]["templates"] if "container" in each]
+    assert not any("{{" in word for words in scripts if words[0] == "sh" for word in words), "a shell would parse the values"
     used = [
         part.split("}}")[0] for part in (EXAMPLES / "workflow.yaml").read_text().split("{{tasks.train.outputs.parameters.")[1:]
     ]

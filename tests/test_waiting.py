@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import re
@@ -381,6 +382,10 @@ def test_the_outputs_are_what_the_status_and_the_store_say(tmp_path: Path) -> No
         "accuracy": "97.5",
         "metrics": '{"step": 400, "val_loss": 0.3}',
     }
+    diverged = dataclasses.replace(there, evaluations=(), logged=[{"loss": float("nan")}])
+    found_nan = outcome.outcome(a_status(), "team", diverged, now=1.0)
+    assert (found_nan.texts()["loss"], found_nan.texts()["metrics"]) == ("nan", '{"loss": null}')
+    assert json.loads(found_nan.json(), parse_constant=pytest.fail)["loss"] is None
     found.write(tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {*OUTPUTS, outcome.FILE}
     assert json.loads((tmp_path / "out" / outcome.FILE).read_text())["best_metric"] == 0.25
@@ -530,6 +535,7 @@ def test_outputs_that_cannot_be_written_are_a_mistake_before_anything_is_submitt
     [
         (("--wait", "--follow"), "--wait and --follow exclude each other: leave one of them out"),
         (("--wait", "--fresh"), "--wait and --fresh exclude each other: a step that is run again would start again"),
+        (("--wait", "--idempotency-key", ""), "--idempotency-key is empty; give the id of the pipeline's run"),
         (("--outputs", "out"), "--outputs and --on-terminate are for --wait; add it"),
     ],
 )

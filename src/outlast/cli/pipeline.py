@@ -7,6 +7,7 @@ import binascii
 import contextlib
 import functools
 import json
+import re
 import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outlast.cli import render, submit, terminal, waited, which
-from outlast.cli.waited import TerminateOption
 from outlast.cli.which import FileArgument, NamespaceOption, SetOption, TopologyOption
 from outlast.errors import OutlastError
 
@@ -74,8 +74,8 @@ def argo(
     from outlast.manifests.pipelines import argo as engine
 
     with _step(file, topology, which.checked(namespace), image, set_ or (), _LARGEST_CONFIG_MAP, upload) as step:
-        title = name or f"train-{step.job.metadata.name}"
-        print(render.text(engine.documents(step, title, namespace or "", account or engine.ACCOUNT)), end="")
+        title = _title(name, step.job)
+        print(render.text(engine.documents(step, title, namespace or "", _checked("account", account or engine.ACCOUNT))), end="")
 
 
 @app.command()
@@ -105,8 +105,8 @@ def kfp(
     from outlast.manifests.pipelines import kfp as engine
 
     with _step(file, topology, which.checked(namespace), image, set_ or (), engine.LARGEST, upload) as step:
-        title = name or f"train-{step.job.metadata.name}"
-        print(render.text(engine.rights(step, namespace or "") if rights else [engine.component(step, title)]), end="")
+        title = _title(name, step.job)
+        print(render.text(engine.rights(step, title, namespace or "") if rights else [engine.component(step, title)]), end="")
 
 
 @app.command()
@@ -123,7 +123,9 @@ def step(
     args: Annotated[str, typer.Option(metavar="WORDS", help="Arguments in place of the job's.", show_default=False)] = "",
     code: Annotated[str, typer.Option(metavar="BASE64", help="The archive of the job's code.", show_default=False)] = "",
     outputs: Annotated[Path | None, typer.Option(metavar="DIR", help="Write all outputs there.", show_default=False)] = None,
-    on_terminate: TerminateOption = "cancel",
+    on_terminate: Annotated[
+        str, typer.Option("--on-terminate", metavar="WORD", help="cancel or leave, as for submit.")
+    ] = "cancel",
     namespace: NamespaceOption = None,
 ) -> None:
     """Submit a job and wait: what the containers of `outlast pipeline argo` and `kfp` run.
@@ -142,8 +144,11 @@ def step(
     changes = [line.strip() for line in set_.splitlines() if line.strip()]
     if args.strip():
         changes.append(f"args={json.dumps(_words(args))}")
-    if not workers.strip().isdecimal():
+    workers, on_terminate = workers.strip() or "0", on_terminate.strip() or "cancel"
+    if not workers.isdecimal():
         raise OutlastError(f"--workers {workers} is no number of workers; 0 leaves it to the job file")
+    if on_terminate not in ("cancel", "leave"):
+        raise OutlastError(f"--on-terminate {on_terminate} is neither cancel nor leave; choose one of them")
     with tempfile.TemporaryDirectory(prefix="outlast-job-") as directory:
         file = Path(directory, "job.yaml")
         file.write_text(job)
@@ -155,6 +160,17 @@ def step(
         wish = waited.Wish(outputs, paths, on_terminate, keyed=bool(key))
         apply = functools.partial(place.apply, wanted, source=file)
         raise typer.Exit(waited.until_end(place, wanted.metadata.name, apply, wish))
+
+
+def _title(name: str | None, job: Job) -> str:
+    return _checked("name", name or f"train-{job.metadata.name}")
+
+
+def _checked(option: str, name: str) -> str:
+    """The name of something in the cluster, which Argo also writes into labels. Raises OutlastError."""
+    if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", name):
+        raise OutlastError(f"--{option} {name}: must be at most 63 lower-case letters, digits and dashes")
+    return name
 
 
 def _paths(pairs: Sequence[str]) -> dict[str, Path]:

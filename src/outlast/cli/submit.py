@@ -75,6 +75,8 @@ def submit(
         raise OutlastError(f"{file} needs an image in a cluster, with torch and Outlast: add --set image=NAME before it")
     _check(wait, follow=follow, dry_run=dry_run, fresh=fresh, others=outputs is not None or on_terminate != "cancel")
     source = Path(file)
+    if key is not None and not key.strip():
+        raise OutlastError("--idempotency-key is empty; give the id of the pipeline's run")
     if key:
         content = source.read_bytes() if not module else file
         job = waited.named(job, key, content, *ctx.args, workers, *(set_ or ()))

@@ -34,7 +34,7 @@ def documents(step: Step, name: str, namespace: str = "", account: str = ACCOUNT
     """The account, its rights, the code, and the WorkflowTemplate `name`. Raises OutlastError without a namespace."""
     meta: Document = {"namespace": step_namespace(namespace, step.job), "labels": dict(_LABELS)}
     found: list[Document] = [{"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": account, **meta}}]
-    found += rbac.step(account, meta["namespace"], step.kinds, [account])
+    found += rbac.step(f"{account}-{name}", meta["namespace"], step.kinds, [account])  # other templates need other rights
     code = f"{name}-step-{hashlib.sha256(step.code).hexdigest()[:8]}" if step.code else ""
     if code:
         data = {volumes.archive(step.job.spec.code): base64.b64encode(step.code).decode()}

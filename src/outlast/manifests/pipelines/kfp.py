@@ -16,7 +16,8 @@ from outlast.manifests.request import Document
 
 ACCOUNTS = ("default-editor", "pipeline-runner")
 """ServiceAccounts of steps: in a profile's namespace, and in an installation for one user."""
-ROLE = "outlast-pipeline"
+ROLE = "outlast-kfp"
+"""Beginning of the name of a Role."""
 LARGEST = 64 << 10
 """The largest archive of code that is an argument: Linux allows 128 KiB for one, and a third is added by base64."""
 _TYPES = {"workers": "Integer"}
@@ -49,6 +50,6 @@ def component(step: Step, name: str) -> Document:
     }
 
 
-def rights(step: Step, namespace: str, accounts: tuple[str, ...] = ACCOUNTS) -> list[Document]:
-    """What is to be added to the rights of the accounts of a profile's steps. Raises OutlastError without a namespace."""
-    return rbac.step(ROLE, step_namespace(namespace, step.job), step.kinds, accounts)
+def rights(step: Step, name: str, namespace: str, accounts: tuple[str, ...] = ACCOUNTS) -> list[Document]:
+    """What is to be added for a component to the rights of a profile's accounts. Raises OutlastError without a namespace."""
+    return rbac.step(f"{ROLE}-{name}", step_namespace(namespace, step.job), step.kinds, accounts)
