@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
+import math
 import os
 import re
+import signal
 import socket
 import stat
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +24,8 @@ import pytest
 import test_goodput
 import test_readme
 from outlast import cli, notebooks
-from outlast.cli import serving
-from outlast.errors import OutlastError
+from outlast.cli import notebook, serving
+from outlast.errors import NotFound, OutlastError
 from outlast.notebooks import charts, jupyter, panel
 from outlast.status import Failure, JobStatus, RankStatus, State, WorkerStatus
 
@@ -127,6 +131,62 @@ def test_what_is_missing_is_one_sentence(
     assert refused(capsys) == "Error: JupyterLab is not installed; pip install 'outlast[notebook]'\n"
 
 
+def test_an_address_may_be_of_ipv6() -> None:
+    try:
+        taken = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    with taken:
+        port = taken.getsockname()[1]
+        assert serving.port(None, "::1", port) not in (0, port)
+        with pytest.raises(OutlastError, match=rf"^port {port} at ::1 cannot be used: Address already in use; .* --port$"):
+            serving.port(port, "::1", 1)
+
+
+def test_an_address_that_cannot_be_used_is_named_and_not_a_port() -> None:
+    for number in (None, 9000):
+        with pytest.raises(OutlastError, match=r"^192\.0\.2\.1 cannot be used: Cannot assign requested address; .* --bind$"):
+            serving.port(number, "192.0.2.1", 8888)
+    with pytest.raises(OutlastError, match=r"^--bind is empty"):
+        serving.port(None, "", 8888)
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_server_as_ctrl_c_does_unless_it_is_ignored(number: signal.Signals, handler: signal.Handlers) -> None:
+    before, after = signal.signal(number, handler), []
+    try:
+        with serving.until_stopped():
+            signal.raise_signal(number)
+            after.append("the server goes on")
+        assert (bool(after), signal.getsignal(number)) == (handler == signal.SIG_IGN, handler)
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_port_that_is_taken_meanwhile_is_given_up_and_the_token_is_deleted_once_the_server_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.ExitStack() as others:
+        ports: list[int] = []
+
+        @contextlib.contextmanager
+        def child(name: str, command: list[str], log: Path, *_: object, **__: object) -> Iterator[Any]:
+            assert (log.parent / "token").is_file()
+            ports.append(int(re.search(r"ServerApp\.port=(\d+)", " ".join(command))[1]))  # type: ignore[index]
+            if len(ports) == 1:
+                others.enter_context(socket.create_server(("127.0.0.1", ports[0])))
+                raise NotFound("JupyterLab does not start: the port is in use")
+            yield types.SimpleNamespace(wait=lambda: int((log.parent / "token").exists()))
+
+        monkeypatch.setattr(serving, "child", child)
+        monkeypatch.setattr(jupyter, "running", lambda *_: None)
+        monkeypatch.setattr(jupyter, "PORT", serving.port(None, "127.0.0.1", 0))
+        notebook._here(tmp_path, None, "127.0.0.1", None, open_=False, kubeflow=False)
+    assert ports[0] == jupyter.PORT != ports[1]
+    assert f"http://localhost:{ports[1]}/lab/tree/first.ipynb?token=" in capsys.readouterr().out
+
+
 class Api(http.server.BaseHTTPRequestHandler):
     """What JupyterLab answers with a token, and without."""
 
@@ -167,6 +227,8 @@ def test_a_server_that_runs_in_the_directory_is_found_and_one_of_an_earlier_mach
     (tmp_path / "jpserver-1.json").write_text(json.dumps({**info, "root_dir": "/work"}))
     assert jupyter.running(Path("/work"), environ) == f"http://127.0.0.1:{served.port}/base/lab?token={GIVEN}"
     assert jupyter.running(Path("/another"), environ) is None
+    (tmp_path / "link").symlink_to("/work")
+    assert jupyter.running(tmp_path / "link", environ), "the same directory by another name"
     (tmp_path / "jpserver-1.json").write_text(json.dumps({**info, "root_dir": "/work", "token": "another"}))
     assert jupyter.running(Path("/work"), environ) is None, "its process id belongs to another program by now"
 
@@ -188,7 +250,7 @@ def test_points_are_the_lines_that_have_the_metric() -> None:
 
 def test_the_panel_shows_progress_workers_what_was_lost_and_the_curve() -> None:
     failure = Failure(worker=1, code=137, reason="worker 1 was killed by SIGKILL")
-    status = a_status(restarts=1, failure=failure, metrics={"loss": 5.5})
+    status = a_status(restarts=1, failure=failure, metrics={"loss": 5.5, "accuracy": 0.25})
     page = panel.page(status, panel.points(METRICS, "loss"), "loss", 112.0)
     text = " ".join(re.sub(r"<[^>]*>", " ", page).split())
     said = (
@@ -202,10 +264,25 @@ def test_the_panel_shows_progress_workers_what_was_lost_and_the_curve() -> None:
     assert page.count("<polyline") == 1
     assert page.count("world 2<") == 1, "where the new world began"
     assert panel.text(status) == "gpt: Running, step 30/60, 2 workers, 1 restart, loss 5.5"
+    assert panel.text(status, "accuracy").endswith("1 restart, accuracy 0.25")
 
 
 def test_a_panel_of_a_job_that_has_just_begun_is_without_a_curve() -> None:
     assert "<svg" not in panel.page(a_status(step=0, steps=None, rate=None), [], "loss", 100.0)
+
+
+def drawn(*values: float, step: int = 1) -> str:
+    """The points of the curve of these values, one every `step` steps."""
+    points = [panel.Point(number * step, 1, value) for number, value in enumerate(values)]
+    return re.search('points="([^"]*)"', panel.page(a_status(steps=None), points, "loss", 100.0))[1]  # type: ignore[index]
+
+
+def test_the_curve_leaves_out_what_is_not_finite_begins_at_step_0_and_is_short() -> None:
+    assert drawn(2, math.nan, 1, math.inf) == "44.0,10.0 448.0,128.0"
+    assert drawn(2, 1, step=0) == "44.0,10.0 44.0,128.0"
+    assert len(long := drawn(*range(5000)).split()) < 1000
+    assert (long[0], long[-1]) == ("44.0,128.0", "650.0,10.0")
+    assert "<svg" not in panel.page(a_status(), [panel.Point(1, 1, math.nan)] * 2, "loss", 100.0)
 
 
 def test_nothing_that_a_job_says_becomes_part_of_the_page() -> None:

@@ -40,9 +40,11 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         if name.startswith(("JUPYTER", "JPY_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     (tmp_path / "home").mkdir()
+    (tmp_path / "tmp").mkdir()
     return dict(os.environ)
 
 
@@ -155,6 +157,8 @@ def test_a_server_ends_with_its_kernels_and_the_work_stays(
         started.process.send_signal(number)
         assert started.process.wait(60) == (0 if number != signal.SIGKILL else -number)
         assert started.gone()
+    left = [path for path in tmp_path.rglob("*") if path.is_file() and started.token.encode() in path.read_bytes()]
+    assert left == [], "the token is kept nowhere"
     assert (tmp_path / "work" / jupyter.FIRST).read_bytes() == FIRST.read_bytes()
 
 

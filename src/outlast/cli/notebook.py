@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outlast.cli import notebook_pod, serving, terminal
 from outlast.cli.which import ContextOption, NamespaceOption
-from outlast.errors import OutlastError
+from outlast.errors import NotFound, OutlastError
+
+if TYPE_CHECKING:
+    from outlast.notebooks import jupyter
 
 _HERE = "127.0.0.1"
 _START_S = 180.0
@@ -125,17 +129,33 @@ def _here(directory: Path, port: int | None, bind: str, token_file: Path | None,
         if there := jupyter.running(directory, environ):
             print(f"JupyterLab runs already in {directory}: {there if made else there.partition('?')[0]}")
             return
-        server = jupyter.Server(directory, serving.port(port, bind, jupyter.PORT), bind, open_, base)
         jupyter.prepare(private, token)
-        with serving.child(
-            "JupyterLab",
-            jupyter.command(server, root=os.geteuid() == 0),
-            private / "log",
-            lambda: jupyter.ready(server, token),
-            environ=environ,
-            start_s=_START_S,
-            grace_s=_GRACE_S,
-        ) as process:
-            url = jupyter.url(server, serving.shown(bind), token if made else "")
-            print(f"JupyterLab: {url} (Ctrl-C ends it)", flush=True)
-            raise OutlastError(f"JupyterLab has ended with exit code {process.wait()}")
+        while True:
+            server = jupyter.Server(directory, serving.port(port, bind, jupyter.PORT), bind, open_, base)
+            try:
+                _serve(server, private, environ, token, made=made)
+            except NotFound:
+                if port or not serving.answers(server.host, server.port):
+                    raise
+                continue  # another server took the port while ours started
+            return
+
+
+def _serve(server: jupyter.Server, private: Path, environ: Mapping[str, str], token: str, *, made: bool) -> None:
+    """Serve until somebody shuts it down in the page. Raises NotFound when it does not start, OutlastError when it fails."""
+    from outlast.notebooks import jupyter
+
+    with serving.child(
+        "JupyterLab",
+        jupyter.command(server, root=os.geteuid() == 0),
+        private / "log",
+        lambda: jupyter.ready(server, token),
+        environ=environ,
+        start_s=_START_S,
+        grace_s=_GRACE_S,
+    ) as process:
+        jupyter.forget(private)
+        url = jupyter.url(server, serving.shown(server.bind), token if made else "")
+        print(f"JupyterLab: {url} (Ctrl-C ends it)", flush=True)
+        if code := process.wait():
+            raise OutlastError(f"JupyterLab has ended with exit code {code}")

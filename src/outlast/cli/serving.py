@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import signal
@@ -19,15 +20,22 @@ _START_S = 60.0
 
 
 def port(wanted: int | None, bind: str, default: int) -> int:
-    """The port, `default`, or a free one if that is taken. Raises OutlastError when the `wanted` one is taken."""
+    """The port, `default`, or a free one if that is taken. Raises OutlastError when the `wanted` one is taken, or the address is
+    not one of this machine."""
+    if not bind:
+        raise OutlastError("--bind is empty; name an address, or 0.0.0.0 for all")
+    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
     for number in (wanted,) if wanted else (default, 0):
         try:
-            with socket.create_server((bind, number)) as server:
+            with socket.create_server((bind, number), family=family) as server:
                 return int(server.getsockname()[1])
         except OSError as error:
-            if number != default or wanted:
-                reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error
-                raise OutlastError(f"port {number} at {bind} cannot be used: {reason}; choose another --port") from error
+            if number == default and not wanted:
+                continue
+            option = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--bind"
+            place = f"port {number} at {bind}" if option == "--port" else bind
+            reason = str(error.strerror).partition(" (while ")[0]
+            raise OutlastError(f"{place} cannot be used: {reason}; choose another {option}") from error
     raise AssertionError
 
 
@@ -38,18 +46,20 @@ def shown(bind: str) -> str:
 
 @contextlib.contextmanager
 def until_stopped() -> Iterator[None]:
-    """SIGTERM is as Ctrl-C, and both end the block without an error."""
+    """SIGTERM, and SIGHUP of a terminal that is closed, are as Ctrl-C, and end the block without an error."""
 
     def stopped(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stopped)
+    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN]  # not with nohup
+    before = {number: signal.signal(number, stopped) for number in numbers}
     try:
         yield
     except KeyboardInterrupt:
         return
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -84,7 +84,7 @@ class _Panel:
     def __repr__(self) -> str:
         from outlast.notebooks import panel
 
-        return panel.text(self.status)
+        return panel.text(self.status, self._metric)
 
     def _repr_html_(self) -> str:
         from outlast.notebooks import panel

@@ -67,4 +67,5 @@ def _time(axes: Any, account: Goodput) -> None:
     axes.set_xlim(0, max(account.wall_s, 1e-9))
     axes.set_xlabel(f"seconds since the start; goodput {units.percent(account.goodput)}")
     axes.spines[["left", "right", "top"]].set_visible(False)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.55), ncols=4, frameon=False, fontsize="small")
+    if account.segments:
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.55), ncols=4, frameon=False, fontsize="small")

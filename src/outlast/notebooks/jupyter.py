@@ -140,6 +140,11 @@ def prepare(private: Path, token: str) -> None:
     (private / "labconfig" / "default_setting_overrides.json").write_text(json.dumps(_DEFAULTS))
 
 
+def forget(private: Path) -> None:
+    """Delete the token once the server has read it: SIGKILL, or a machine that stops, leaves the directory behind."""
+    (private / "token").unlink()
+
+
 def place(directory: Path) -> bool:
     """Make the directory of the work, and put the first notebook there unless a file of that name is there; returns whether it
     was put there. Raises OutlastError when it cannot be written."""
@@ -180,7 +185,8 @@ def running(directory: Path, environ: Mapping[str, str]) -> str | None:
     from jupyter_server import serverapp
 
     for each in serverapp.list_running_servers(environ["JUPYTER_RUNTIME_DIR"]):
-        if each.get("root_dir") == str(directory) and (address := urlsplit(each["url"])).hostname:
+        same = os.path.realpath(each.get("root_dir") or "/") == os.path.realpath(directory)
+        if same and (address := urlsplit(each["url"])).hostname:
             base, token = each.get("base_url") or "/", each.get("token") or ""
             if _status(address.hostname, address.port or 80, base, token) == http.client.OK:
                 return f"{each['url']}lab{f'?token={token}' if token else ''}"

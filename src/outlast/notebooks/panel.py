@@ -9,6 +9,7 @@ import dataclasses
 import html
 import itertools
 import json
+import math
 from collections.abc import Iterable, Sequence
 
 from outlast import units
@@ -50,7 +51,7 @@ def points(lines: Iterable[str | bytes], metric: str) -> list[Point]:
     return found
 
 
-def text(status: JobStatus) -> str:
+def text(status: JobStatus, metric: str = "loss") -> str:
     """`gpt: Running, step 120/300, 2 workers, 1 restart, loss 4.23`: the same for a terminal."""
     steps = f"step {status.step}" + (f"/{status.steps}" if status.steps else "")
     said = [
@@ -59,8 +60,8 @@ def text(status: JobStatus) -> str:
         _count(len(status.world) if status.state.active else status.replicas, "worker"),
         _count(status.restarts, "restart"),
     ]
-    if "loss" in status.metrics:
-        said.append(f"loss {status.metrics['loss']:.3g}")
+    if metric in status.metrics:
+        said.append(f"{metric} {status.metrics[metric]:.3g}")
     return f"{status.name}: {', '.join(said)}"
 
 
@@ -117,11 +118,12 @@ def _facts(status: JobStatus, now: float) -> str:
 
 
 def _curve(points: Sequence[Point], metric: str, steps: int | None) -> str:
-    """The metric over the steps, with a line where a new world began."""
-    if len(points) < 2:
+    """The metric over the steps, with a line where a new world began. What is not finite has no place, and is a gap."""
+    finite = [point for point in points if math.isfinite(point.value)]
+    if len(finite) < 2:
         return _div(f"the {html.escape(metric)} is drawn as soon as it is logged twice", f"color:{_DIM}")
-    low, high = min(point.value for point in points), max(point.value for point in points)
-    last = max(steps or 0, points[-1].step)
+    low, high = min(point.value for point in finite), max(point.value for point in finite)
+    last = max(steps or 1, *(point.step for point in points))
     wide, tall = _WIDTH - _LEFT - 10, _HEIGHT - _TOP - _BOTTOM
 
     def x(step: float) -> float:
@@ -137,7 +139,8 @@ def _curve(points: Sequence[Point], metric: str, steps: int | None) -> str:
             at = x((before.step + after.step) / 2)
             shapes.append(f'<path d="M{at} {_TOP}V{base}" stroke="{_RED}" stroke-dasharray="4 3"/>')
             shapes.append(_label(at + 4, _TOP + 10, f"world {after.generation}", _RED))
-    line = " ".join(f"{x(point.step)},{y(point.value)}" for point in points)
+    thin = [*finite[: -1 : math.ceil(len(finite) / _WIDTH)], finite[-1]]  # a long run has more points than there are pixels
+    line = " ".join(f"{x(point.step)},{y(point.value)}" for point in thin)
     shapes.append(f'<polyline points="{line}" fill="none" stroke="{_BLUE}" stroke-width="2"/>')
     shapes += [_label(_LEFT - 6, y(value) + 4, f"{value:.3g}", _DIM, "end") for value in (low, high)]
     shapes += [_label(_LEFT, base + 16, "0", _DIM), _label(_LEFT + wide, base + 16, f"step {last:,}", _DIM, "end")]
