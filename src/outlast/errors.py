@@ -15,6 +15,10 @@ class OutlastError(Exception):
 
     exit_code = 2
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython prints in place of a traceback, as in a notebook."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class InvalidJob(OutlastError):
     """The job file is wrong.
