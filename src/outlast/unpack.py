@@ -40,6 +40,8 @@ _HEADER_BYTES = 1 << 20
 """No header of a tar archive is longer. tarfile reads one into memory as a whole, however long it says it is."""
 _CHUNK = 1 << 20
 _LINK_BYTES = 4096
+_HELD = 1_000_000
+"""Most directories and symbolic links: their names are in memory until the end, some hundred bytes each."""
 _DAMAGED = (
     tarfile.TarError,
     zipfile.BadZipFile,
@@ -146,7 +148,7 @@ class _Budget:
     def __init__(self, name: str, limits: Limits, most: int, stop: threading.Event | None) -> None:
         self.name, self.limits, self.most = name, limits, most
         self._stop = stop or threading.Event()
-        self._bytes = self._entries = 0
+        self._bytes = self._entries = self._held = 0
 
     def bytes(self, count: int) -> None:
         """Count bytes; raises OutlastError when there are too many."""
@@ -158,6 +160,12 @@ class _Budget:
             raise OutlastError(
                 f"{self.name} unpacks to more than {limit}, the limit for {self.limits.what}; {self.limits.instead}"
             )
+
+    def held(self) -> None:
+        """Count a directory or symbolic link, in memory; raises OutlastError when there are too many."""
+        self._held += 1
+        if self._held > _HELD:
+            raise OutlastError(f"{self.name} holds more than {_HELD:,} directories and links; {self.limits.instead}")
 
     def entry(self) -> None:
         """Count a file, directory or link; raises OutlastError when there are too many."""
@@ -208,6 +216,7 @@ class _Tree:
         lexical = os.path.normpath(os.path.join(path.parent.relative_to(self._root), target))
         if os.path.isabs(target) or lexical.split("/")[0] == "..":
             self.refuse(member, f"a link to {target}, outside of it")
+        self.budget.held()
         self._links[path] = target
 
     def finish(self) -> None:
@@ -255,6 +264,7 @@ class _Tree:
             directory = directory.parent
         for each in reversed(missing):
             self.budget.entry()
+            self.budget.held()
             each.mkdir()
             self._directories.add(each)
 
