@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -470,8 +471,8 @@ def ragged(rows: Sequence[NDArray[Any]], dtype: str) -> tuple[NDArray[Any], NDAr
     return np.concatenate([np.empty(0, dtype), *rows]).astype(dtype), offsets
 
 
-def write_columns(path: Path, table: Mapping[str, NDArray[Any]]) -> Shard:
-    """Write columns as a safetensors file, beside `path` and renamed: the same bytes for the same columns."""
+def write_columns(path: Path, table: Mapping[str, NDArray[Any]], check: Callable[[], None] = lambda: None) -> Shard:
+    """Write columns as a safetensors file, beside `path` and renamed if `check` lets it: the same bytes for the same."""
     names = {np.dtype(kind): name for name, kind in _DTYPES.items()}
     ordered = sorted(table.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))  # so that each begins aligned
     about, end = {}, 0
@@ -483,12 +484,9 @@ def write_columns(path: Path, table: Mapping[str, NDArray[Any]]) -> Shard:
     digest, size = hashlib.sha256(), 0
     temporary = files.beside(path)
     with temporary.open("wb") as file:
-        pieces: list[bytes | memoryview[int]] = [
-            len(header).to_bytes(8, "little"),
-            header,
-            *(_bytes(column) for _, column in ordered),
-        ]
-        for piece in pieces:
+        check()
+        head: list[bytes | memoryview[int]] = [len(header).to_bytes(8, "little"), header]
+        for piece in itertools.chain(head, (_bytes(column) for _, column in ordered)):
             size += file.write(piece)
             digest.update(piece)
         file.flush()

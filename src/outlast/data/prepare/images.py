@@ -207,7 +207,7 @@ def pixels(root: Path, file: str, settings: Settings) -> tuple[NDArray[np.uint8]
                 return np.asarray(resized(_rgb(image), settings.size, stretch=settings.stretch)), aspect
     except Exception as error:  # whatever damaged bytes make a decoder raise
         if isinstance(error, OSError) and error.errno:
-            raise OutlastError(f"cannot read {root / file}: {error.strerror}; correct that, and run the same again") from error
+            raise plan.unreadable(root / file, error) from error
         raise BadSource(f"{file} is damaged or no image ({error}); replace it, or leave it out with --skip-damaged") from error
 
 

@@ -105,6 +105,11 @@ def listed(source: Path, to: Path, patterns: Sequence[str] = ()) -> list[File]:
     return found
 
 
+def unreadable(path: Path, error: OSError) -> OutlastError:
+    """For bytes that cannot be had here: not damage, which --skip-damaged leaves out, since another machine may have them."""
+    return OutlastError(f"cannot read {path}: {error.strerror or error}; correct that, and run the same again")
+
+
 def root(source: Path) -> Path:
     """The directory that names of files are relative to."""
     return source.parent if source.is_file() else source

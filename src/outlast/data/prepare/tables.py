@@ -51,7 +51,7 @@ def write(to: Path, part: str, shard: int, columns: Mapping[str, NDArray[Any]]) 
     """Write a shard; its note. A shard without samples is not written."""
     if not shards.samples(columns):
         return {}
-    return dataclasses.asdict(shards.write_columns(to / name(part, shard), columns))
+    return dataclasses.asdict(shards.write_columns(to / name(part, shard), columns, work.check_attempt))
 
 
 def parts(notes: Sequence[Mapping[str, work.Note]], names: Sequence[str]) -> dict[str, shards.Part]:

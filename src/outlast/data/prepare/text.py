@@ -202,7 +202,7 @@ def opened(reader: Reader, document: Document) -> BinaryIO:
     try:
         file = path.open("rb")
     except OSError as error:
-        raise BadSource(f"cannot read {path}: {error.strerror or error}") from error
+        raise plan.unreadable(path, error) from error
     if os.fstat(file.fileno()).st_size != document.size:
         file.close()
         raise OutlastError(f"{path} changed while it was read; run the same command again when nobody writes to it")
@@ -288,6 +288,7 @@ def _encode(unit: Unit, *, reader: Reader, path: Path, digest: str, end: bytes, 
         name = f"encode-{unit.number:06d}.{part}"
         temporary = files.beside(into / name)
         with temporary.open("wb") as file:
+            work.check_attempt()
             file.writelines(encoded)
             file.flush()
             os.fsync(file.fileno())
@@ -304,6 +305,7 @@ def _assembled(place: work.Place, settings: Settings, notes: Sequence[work.Note]
     for part in (TRAIN, VAL) if settings.val or any(note[VAL]["documents"] for note in notes) else (TRAIN,):
         with shards.Writer(place.request.to, part, 2 if dtype == "uint16" else 4, settings.shard_size) as writer:
             for note in notes:
+                place.check()
                 path = place.private / note[part]["file"]
                 data = path.read_bytes()
                 if len(data) != note[part]["bytes"]:

@@ -209,6 +209,10 @@ def shown(path: Path, clip: Clip, settings: Settings) -> tuple[list[NDArray[np.u
     """`decoded` before the last frame of a short video is repeated: 1 to 16 frames of (224, 224, 3)."""
     av = pyav()
     try:
+        path.open("rb").close()
+    except OSError as error:
+        raise plan.unreadable(path, error) from error
+    try:
         with av.open(str(path)) as container:
             if not container.streams.video:
                 raise BadSource(f"{clip.file} has no video stream; remove it, or leave it out with --skip-damaged")

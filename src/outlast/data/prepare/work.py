@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -73,11 +74,21 @@ class Task(Generic[_U]):
         """The note of a unit, which is done if nobody has done it. Raises what `do` raises."""
         if (there := self.note(unit)) is not None:
             return there
-        self._check()
-        made = self.do(unit)
-        self._check()
+        self.check()
+        token = _attempt.set(self)
+        try:
+            made = self.do(unit)
+        finally:
+            _attempt.reset(token)
+        self.check()
         files.replace(self._path(unit), json.dumps(made), durable=False)
         return made
+
+    def notes(self, units: Sequence[_U]) -> dict[int, Note]:
+        """The notes of the units that are done, by number; on a network, files that are not there are not asked for."""
+        there = set(os.listdir(self.private))
+        found = ((unit.number, self.note(unit)) for unit in units if self._path(unit).name in there)
+        return {number: note for number, note in found if note is not None}
 
     def note(self, unit: _U) -> Note | None:
         """The note of a unit, if it is done."""
@@ -88,10 +99,24 @@ class Task(Generic[_U]):
     def _path(self, unit: _U) -> Path:
         return self.private / f"{self.stage}-{unit.number:06d}.json"
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises OutlastError when a run with another plan has begun."""
         noted = self.private / "plan"
         if not noted.exists() or noted.read_text() != self.plan:
             raise OutlastError(f"another `outlast data prepare` has begun to write to {self.private.parent}; this one ends")
+
+
+_attempt: ContextVar[Task[Any] | None] = ContextVar("attempt", default=None)
+
+
+def check_attempt() -> None:
+    """To be called between opening a file of a unit, under a name from `files.beside`, and renaming it.
+
+    Raises OutlastError for one left behind by a run with another plan. A new run first removes the old plan, then such files: so
+    either we see that here, or the file is gone when we rename it, and nothing old replaces anything new.
+    """
+    if attempt := _attempt.get():
+        attempt.check()
 
 
 class Engine(Protocol):
@@ -185,7 +210,7 @@ class Place:
         killed.
         """
         task = Task(do, stage, self.private, self._digest)
-        notes = {unit.number: note for unit in units if (note := task.note(unit)) is not None}
+        notes = task.notes(units)
         missing = [unit for unit in units if unit.number not in notes]
         total = sum(unit.bytes for unit in units)
         done = total - sum(unit.bytes for unit in missing)
@@ -198,10 +223,11 @@ class Place:
         finished(0)
         if missing:
             engine = self.request.engine or Processes(self.request.processes)
-            notes |= engine.done(task, missing, self._check, finished)
+            notes |= engine.done(task, missing, self.check, finished)
         return [notes[unit.number] for unit in units]
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises Stopped when the run is to end."""
         if self.request.stop.is_set():
             raise Stopped("preparing was stopped; the same command goes on from here")
 
@@ -210,7 +236,7 @@ class Place:
         with pool(1, threads=self.request.processes) as executor:
             future = executor.submit(do, *args)
             while not future.done():
-                self._check()
+                self.check()
                 wait([future], timeout=0.2)
             return _result(future)
 
@@ -341,10 +367,12 @@ def _cleaned(request: Request, settings: Mapping[str, Any], found: Iterable[plan
     about = json.dumps([dict(settings), str(request.source.absolute()), names], sort_keys=True)
     digest = hashlib.sha256(about.encode(errors="surrogateescape")).hexdigest()
     noted = private / "plan"
+    another = not noted.exists() or noted.read_text() != digest
+    if another:
+        noted.unlink(missing_ok=True)  # first: see `check_attempt`
     for directory in (request.to, private):
         _remove_partial(directory)
-    if not noted.exists() or noted.read_text() != digest:
-        noted.unlink(missing_ok=True)  # first: an executor of an earlier run that still writes adds nothing from here on
+    if another:
         stale = [path for path in request.to.iterdir() if re.fullmatch(_OURS, path.name)]
         for path in [*stale, *(path for path in private.iterdir() if path.name != "lock")]:
             path.unlink(missing_ok=True)
