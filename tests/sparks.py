@@ -101,14 +101,14 @@ def _videos(source: Path) -> None:
             container.mux(stream.encode())
 
 
-def _prepare(kind: str, **settings: Any) -> Callable[[work.Request], Any]:
-    def prepare(request: work.Request) -> Any:
+def prepare(kind: str, **settings: Any) -> Callable[[work.Request], Any]:
+    def prepared(request: work.Request) -> Any:
         import importlib
 
         module = importlib.import_module(f"outlast.data.prepare.{kind}")
         return module.prepare(request, module.Settings(**settings))
 
-    return prepare
+    return prepared
 
 
 @dataclass(frozen=True)
@@ -120,16 +120,16 @@ class Case:
 
 
 CASES: Mapping[str, Case] = {
-    "characters": Case(_texts, _prepare("text", tokenizer="char", shard_size=4000)),
-    "bpe": Case(_texts, _prepare("text", tokenizer="bpe", vocab_size=300)),
+    "characters": Case(_texts, prepare("text", tokenizer="char", shard_size=4000)),
+    "bpe": Case(_texts, prepare("text", tokenizer="bpe", vocab_size=300)),
     "one file": Case(
         lambda source: (source / "input.txt").write_text("to be or not to be\n" * 200) and None,
-        _prepare("text", tokenizer="char"),
+        prepare("text", tokenizer="char"),
     ),
-    "records": Case(_records, _prepare("jsonl", vocab_size=300, shard_size=800)),
-    "images": Case(_pngs, _prepare("images", shard_size=600)),
-    "cifar": Case(_batches, _prepare("images")),
-    "video": Case(_videos, _prepare("video", frames=4, size=16, val=0.3, shard_size=30_000)),
+    "records": Case(_records, prepare("jsonl", vocab_size=300, shard_size=800)),
+    "images": Case(_pngs, prepare("images", shard_size=600)),
+    "cifar": Case(_batches, prepare("images")),
+    "video": Case(_videos, prepare("video", frames=4, size=16, val=0.3, shard_size=30_000)),
 }
 
 

@@ -137,7 +137,7 @@ class How:
                 from outlast.cluster import preparation
 
                 stack.enter_context(preparation.watched(terminal.say))
-            yield stack.enter_context(spark.opened(settings))
+            yield stack.enter_context(spark.opened(settings, terminal.say))
 
 
 def _size(text: str | None) -> int | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import pickle
 import re
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from outlast import contract, java
-from outlast.data.prepare import work
+from outlast.data.prepare import plan, work
 from outlast.errors import OutlastError
 
 PARTITIONS = 4096
@@ -42,6 +44,9 @@ _END_S = 10.0
 """How long we wait for the end of what was cancelled: Spark kills the Python process of a task after two seconds."""
 _ANSWER_S = 5.0
 """How long a master may take to accept a connection."""
+_ALONE_S = 60.0
+"""How long executors may take to come before we say that there are none. Arbitrary: one starts within seconds."""
+Say = Callable[[str], None]
 _U = TypeVar("_U", bound=work.Work)
 
 
@@ -104,6 +109,15 @@ def pyspark() -> Any:
     return pyspark
 
 
+def check_home(version: str, home: str | None) -> None:
+    """Raises OutlastError if SPARK_HOME, which pyspark takes its Java classes from, has another Spark than pyspark."""
+    jars = [path.name for path in Path(home, "jars").glob("spark-core_*.jar")] if home else []
+    there = re.match(r"spark-core_[\d.]+-((\d+\.\d+).*)\.jar", jars[0]) if jars else None
+    if home and (not there or there[2] != ".".join(version.split(".")[:2])):
+        found = f"which has Spark {there[1]}" if there else "where there is no Spark"
+        raise OutlastError(f"SPARK_HOME is {home}, {found}, and pyspark is {version}; unset SPARK_HOME, or install that pyspark")
+
+
 def _check_answers(master: str) -> None:
     """Raises OutlastError if no master of a standalone cluster accepts connections: Spark would wait for a minute."""
     problem: OSError | None = None
@@ -127,6 +141,11 @@ def explained(message: str, log: str) -> OutlastError:
         return OutlastError(
             f"Spark's executors lack the Python package {module[1]}; install Outlast there as it is here, or name "
             "its Python with --conf spark.pyspark.python=PATH"
+        )
+    if versions := re.search(r"PYTHON_VERSION_MISMATCH.*?(\d+)(?:, |\.)(\d+).*?driver:? (\d+\.\d+)", message):
+        return OutlastError(
+            f"Spark's executors have Python {versions[1]}.{versions[2]}, and this is {versions[3]}; name one of that version, "
+            "with Outlast, with --conf spark.pyspark.python=PATH"
         )
     if re.search(r"ExecutorLostFailure|exited unexpectedly|MemoryError|Master removed our application", message):
         return OutlastError(
@@ -153,6 +172,9 @@ def _reason(message: str) -> str:
     first = re.search(r"^: *(.+)$", message, re.MULTILINE)
     line = first[1] if first else message.strip().partition("\n")[0] or "it does not say why"
     line = re.sub(r"^.*most recent failure: Lost task.*? executor \S+\): ", "", line)
+    if "Traceback (most recent call last)" in line:  # of Python in an executor, whose last line says what
+        said = re.search(r"^\S.*", message.partition(line)[2], re.MULTILINE)
+        line = said[0] if said else line
     return re.sub(r'^(Exception in thread "\w+" )?([\w.$]+(Exception|Error): )?(Error: )?', "", line).strip().rstrip(".")
 
 
@@ -162,8 +184,9 @@ def _reason(message: str) -> str:
 class Engine:
     """Does units on Spark, which starts when the first are given. Use `opened`."""
 
-    def __init__(self, settings: Settings, context: Any = None) -> None:
+    def __init__(self, settings: Settings, context: Any = None, say: Say = lambda line: None) -> None:
         self._settings = settings
+        self._say = say
         self.context = context
         self._session: _Session | None = None
 
@@ -188,10 +211,11 @@ class Engine:
             context.setJobGroup(group, f"{task.stage} of {task.private.parent}", interruptOnCancel=True)
             return context.parallelize(groups, parts).mapPartitions(run).collect()
 
-        job, said = _Call(collected), 0
+        job, said, alone = _Call(collected), 0, _Alone(context, self._settings.master, self._say)
         try:
             while not job.ended():
                 check()
+                alone.look()
                 count, errors = heard.value
                 if errors:
                     raise errors[0]
@@ -226,12 +250,34 @@ class Engine:
             self._session.close()
 
 
+class _Alone:
+    """Says that a stage has no executors, which Spark itself only writes to its log. Of those on Kubernetes others know more."""
+
+    def __init__(self, context: Any, master: str, say: Say) -> None:
+        self._context, self._master, self._say = context, master, say
+        self._at = math.inf if re.match(r"local(\[|$)|k8s://", master) else time.monotonic() + _ALONE_S
+
+    def look(self) -> None:
+        if time.monotonic() < self._at:
+            return
+        self._at += _ALONE_S
+        with contextlib.suppress(Exception):  # of a Java that is gone, which the call that waits for it tells
+            if self._context._jsc.sc().getExecutorMemoryStatus().size() < 2:  # the driver is one
+                self._say(
+                    f"no executor has come for {_ALONE_S:.0f} s: {self._master} has no free cores or memory for one, or its "
+                    "machines do not reach this one; waiting for them"
+                )
+
+
 @contextlib.contextmanager
-def opened(settings: Settings) -> Iterator[Engine]:
-    """Spark as an engine. Raises OutlastError if pyspark, its Java or the master cannot be used."""
-    java.home(pyspark().__version__)
+def opened(settings: Settings, say: Say = lambda line: None) -> Iterator[Engine]:
+    """Spark as an engine, which tells `say` what it waits for. Raises OutlastError if pyspark, its Java or the master cannot be
+    used."""
+    version = pyspark().__version__
+    check_home(version, os.environ.get("SPARK_HOME"))
+    java.home(version)
     _check_answers(settings.master)
-    engine = Engine(settings)
+    engine = Engine(settings, say=say)
     try:
         yield engine
     finally:
@@ -353,7 +399,7 @@ def _run(
 ) -> Iterator[tuple[dict[int, work.Note], Exception | None]]:
     """The notes of the units of a task, and the error that ended it, if any.
 
-    An exception that is not of the user's making is raised, so that Spark tries again, but for the last time.
+    An exception that may be the machine's is raised, so that Spark tries again, but for the last time.
     """
     from pyspark import TaskContext
 
@@ -362,7 +408,7 @@ def _run(
         try:
             notes[unit.number] = task(unit)
         except Exception as error:
-            if not isinstance(error, OutlastError) and TaskContext.get().attemptNumber() + 1 < attempts:
+            if _of_machine(error) and TaskContext.get().attemptNumber() + 1 < attempts:
                 raise
             told = _told(error)
             heard.add((0, (told,)))
@@ -370,6 +416,13 @@ def _run(
             return
         heard.add((unit.bytes, ()))
     yield notes, None
+
+
+def _of_machine(error: Exception) -> bool:
+    """Whether another machine may do better: bytes that cannot be read here, too little memory; not what the user has to mend."""
+    if isinstance(error, OutlastError):
+        return isinstance(error.__cause__, OSError) and not isinstance(error, plan.BadSource)
+    return True
 
 
 def _told(error: Exception) -> Exception:
