@@ -12,7 +12,7 @@ import contextlib
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,24 @@ def template(namespace: Namespace, directory: Path, epochs: int) -> Document:
     return dict(whole["spec"]["templates"][0])
 
 
-def pod(name: str, made: Document, key: str, after: str) -> Document:
+@pytest.fixture
+def workflow(namespace: Namespace) -> Iterator[Document]:
+    """A Workflow that nobody carries out, of a kind without a schema where Argo is not installed."""
+    meta, names = {"name": "workflows.argoproj.io"}, {"plural": "workflows", "singular": "workflow", "kind": "Workflow"}
+    schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
+    version = {"name": "v1alpha1", "served": True, "storage": True, "schema": schema}
+    crd = {"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition", "metadata": meta}
+    absent = not namespace.kubectl("get", "crd", meta["name"], "--ignore-not-found")
+    if absent:
+        namespace.apply([{**crd, "spec": {"group": "argoproj.io", "scope": "Namespaced", "names": names, "versions": [version]}}])
+    made = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "metadata": {"name": "w"}, "spec": {}}
+    namespace.wait(lambda: namespace.kubectl("create", "-f", "-", given=made, fails=True), lambda: "no Workflow")
+    yield json.loads(namespace.kubectl("get", "workflow", "w", "-o", "json"))
+    if absent:
+        namespace.kubectl("delete", "crd", meta["name"], "--timeout=60s")
+
+
+def pod(name: str, made: Document, key: str, after: str, owner: Document | None = None) -> Document:
     """A pod of the template, its parameters with their defaults. `after`: a shell command when the step has ended."""
     known = {each["name"]: each["value"] for each in made["inputs"]["parameters"]} | {"key": key}
     container = dict(made["container"])
@@ -75,7 +92,11 @@ def pod(name: str, made: Document, key: str, after: str) -> Document:
         "containers": [container],
         "volumes": made["volumes"],
     }
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, **made["metadata"]}, "spec": spec}
+    meta = {"name": name, **made["metadata"]}
+    if owner is not None:
+        named = {key: owner[key] for key in ("apiVersion", "kind")}
+        meta["ownerReferences"] = [{**named, "name": owner["metadata"]["name"], "uid": owner["metadata"]["uid"]}]
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
 
 
 def jobs(namespace: Namespace) -> list[Document]:
@@ -130,7 +151,9 @@ def test_a_step_trains_and_leaves_its_outputs(namespace: Namespace, tmp_path: Pa
     namespace.kubectl("delete", ELASTIC, "--all")
 
 
-def test_a_step_that_is_lost_attaches_again_and_one_that_is_terminated_cancels(namespace: Namespace, tmp_path: Path) -> None:
+def test_a_step_that_is_lost_attaches_again_and_one_that_is_terminated_cancels(
+    namespace: Namespace, tmp_path: Path, workflow: Document
+) -> None:
     made = template(namespace, tmp_path, epochs=100_000)
     namespace.apply([pod("first", made, "run-2", "true")])
     uid = trains(namespace, "first")
@@ -142,7 +165,11 @@ def test_a_step_that_is_lost_attaches_again_and_one_that_is_terminated_cancels(n
     eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": "second", "namespace": namespace.name}}
     namespace.kubectl("create", "--raw", f"/api/v1/namespaces/{namespace.name}/pods/second/eviction", "-f", "-", given=eviction)
     namespace.wait(lambda: not namespace.kubectl("get", "pod", "second", "--ignore-not-found"), lambda: log(namespace, "second"))
-    namespace.apply([pod("third", made, "run-2", "")])
+    namespace.apply([pod("third", made, "run-2", "", owner=workflow)])
     assert trains(namespace, "third") == uid, "who is evicted leaves the job"
     namespace.kubectl("delete", "pod", "third")
+    namespace.apply([pod("fourth", made, "run-2", "", owner=workflow)])
+    assert trains(namespace, "fourth") == uid, "so does who is deleted while the Workflow goes on"
+    namespace.kubectl("patch", "workflow", "w", "--type=merge", "-p", '{"spec": {"shutdown": "Terminate"}}')
+    namespace.kubectl("delete", "pod", "fourth")
     assert jobs(namespace) == [], "who is terminated cancels it"
