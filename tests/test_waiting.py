@@ -17,7 +17,8 @@ import pytest
 
 import apiserver
 from fake_cluster import FakeCluster
-from outlast import contract, kube, runs, store
+from outlast import contract, kube, runs, spec, store
+from outlast.cli import waited
 from outlast.cluster import outcome, waiting
 from outlast.cluster.waiting import Code, Waiter
 from outlast.cluster.workloads import Workloads
@@ -479,11 +480,15 @@ def test_each_key_has_a_job_of_its_own_and_finds_it_again(
 ) -> None:
     ends(api, monkeypatch, "Succeeded")
     made = []
-    for key, *more in (["run-1"], ["run-1"], ["run-2"], ["run-1", "--workers", "3"]):
+    for more in ([], [], ["--workers", "3"]):
         before = set(jobs(api))
-        assert outlast("submit", "job.yaml", "--wait", "--idempotency-key", key, *more)[0] == 0
+        assert outlast("submit", "job.yaml", "--wait", "--idempotency-key", "run-1", *more)[0] == 0
         made.append(len(set(jobs(api)) - before))
-    assert made == [1, 0, 1, 1]
+    assert made == [1, 0, 1]
+    names = {waited.named(spec.parse(JOB), key, *content).metadata.name for key in ("run-1", "run-2") for content in ((), ("x",))}
+    assert len(names) == 4
+    longest = JOB.replace("name: digits", f"name: d{'i' * (contract.LONGEST_NAME - 1)}")
+    assert len(waited.named(spec.parse(longest), "run-1").metadata.name) == contract.LONGEST_NAME
     assert all(re.fullmatch(r"digits-[0-9a-f]{12}", name) for name in jobs(api))
 
 
