@@ -43,74 +43,92 @@ def a_kubeflow(**changed: Any) -> Kubeflow:
 PROFILE = {"name": "zip", "owner": "zip@example.com", "quota": {"cpu": 8}}
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"certificateArn": "CHANGEME"}, "certificateArn (CHANGEME) is not filled in (CHANGEME); write the value itself"),
-        ({"certificateArn": CERTIFICATE.replace("acm", "iam")}, "must be the ARN of a certificate of ACM"),
-        ({"certificateArn": "arn:aws:acm:us-west-2:1:certificate/7d6a1b52"}, "must be an ARN: arn:aws:SERVICE:REGION:ACCOUNT:"),
-        (
-            {"certificateArn": CERTIFICATE.replace("us-west-2", "us-east-1")},
-            "certificateArn is of us-east-1, and the load balancer is in us-west-2; request the certificate in us-west-2",
-        ),
-        (
-            {"cognitoUserPoolArn": POOL.replace(ACCOUNT, "210987654321")},
-            "is of account 210987654321, and the certificate of 1234",
-        ),
-        (
-            {"cognitoUserPoolArn": POOL.replace("pool/us-west", "pool/eu-west")},
-            "names region us-west-2 and a user pool of eu-west-2",
-        ),
-        ({"cognitoUserPoolArn": "us-west-2_Ab1Cd2Ef3"}, "must be an ARN"),
-        ({"cognitoAppClientId": "<client id>"}, "is not filled in (<client id>)"),
-        ({"cognitoAppClientId": "not an id"}, "must be the id of an app client"),
-        (
-            {"cognitoUserPoolDomain": "https://zip-login.auth.us-west-2.amazoncognito.com"},
-            "must be the prefix alone for a domain of Cognito's own; write zip-login",
-        ),
-        ({"cognitoUserPoolDomain": "my-cognito-login"}, "contains cognito, which Cognito allows in no prefix"),
-        (
-            {"cognitoUserPoolDomain": "Zip_login"},
-            "must be a prefix (lower-case letters, digits and dashes, at most 63) or a host",
-        ),
-        ({"domain": "https://kubeflow.example.com/"}, "must be a host name alone, without https:// and path"),
-        ({"domain": "login.example.com", "cognitoUserPoolDomain": "login.example.com"}, "is that of the login page"),
-        ({"cognito": None}, "cognito is missing; add it"),
-        ({"authentication": "none"}, "authentication is unknown; write cognito; there is no dashboard without"),
-        (
-            {"spawner": {"images": ["ghcr.io/outlast/outlast"]}},
-            "has no tag; give one, so that a notebook started again is the same",
-        ),
-        ({"podDefaults": [{"name": "a", "desc": "A"}]}, "podDefaults: a gives nothing; add secret, roleArn or env"),
-        (
-            {"podDefaults": [{"name": "a", "desc": "A", "env": {"HF_TOKEN": "hf_123"}}]},
-            "env.HF_TOKEN looks like a secret, which everybody in the namespace could read; use secret",
-        ),
-        ({"podDefaults": [{"name": "a", "desc": "A", "roleArn": "zip-notebooks"}]}, "must be an ARN"),
-        (
-            {"profiles": [{**PROFILE, "name": "kubeflow"}]},
-            "profiles: kubeflow is a namespace of the cluster or of Kubeflow itself",
-        ),
-        ({"profiles": [{**PROFILE, "quota": {}}]}, "quota"),
-        ({"profiles": [{**PROFILE, "quota": {"memory": "much"}}]}, "quota.memory (much) is not a quantity; write 64 or 512Gi"),
-        ({"profiles": [PROFILE, PROFILE]}, "profiles: zip is given twice; keep one"),
-        (
-            {"profiles": [{**PROFILE, "labels": {"pod-security.kubernetes.io/enforce": "baseline"}}]},
-            "has a field of its own; write podSecurity: baseline",
-        ),
-    ],
-)
-def test_a_value_that_cannot_work_is_refused(changed: dict[str, Any], said: str) -> None:
-    with pytest.raises(InvalidJob) as caught:
-        a_kubeflow(**changed)
-    (problem,) = caught.value.problems
-    assert said in problem[1]
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"certificateArn": "CHANGEME"}, "certificateArn (CHANGEME) is not filled in (CHANGEME); write the value itself"),
+    ({"certificateArn": CERTIFICATE.replace("acm", "iam")}, "must be the ARN of a certificate of ACM"),
+    ({"certificateArn": "arn:aws:acm:us-west-2:1:certificate/7d6a1b52"}, "must be an ARN: arn:aws:SERVICE:REGION:ACCOUNT:"),
+    (
+        {"certificateArn": CERTIFICATE.replace("us-west-2", "us-east-1")},
+        "certificateArn is of us-east-1, and the load balancer is in us-west-2; request the certificate in us-west-2",
+    ),
+    (
+        {"cognitoUserPoolArn": POOL.replace(ACCOUNT, "210987654321")},
+        "is of account 210987654321, and the certificate of 1234",
+    ),
+    (
+        {"cognitoUserPoolArn": POOL.replace("pool/us-west", "pool/eu-west")},
+        "names region us-west-2 and a user pool of eu-west-2",
+    ),
+    ({"cognitoUserPoolArn": "us-west-2_Ab1Cd2Ef3"}, "must be an ARN"),
+    ({"cognitoAppClientId": "<client id>"}, "is not filled in (<client id>)"),
+    ({"cognitoAppClientId": "not an id"}, "must be the id of an app client"),
+    (
+        {"cognitoUserPoolDomain": "https://zip-login.auth.us-west-2.amazoncognito.com"},
+        "must be the prefix alone for a domain of Cognito's own; write zip-login",
+    ),
+    ({"cognitoUserPoolDomain": "my-cognito-login"}, "contains cognito, which Cognito allows in no prefix"),
+    (
+        {"cognitoUserPoolDomain": "Zip_login"},
+        "must be a prefix (lower-case letters, digits and dashes, at most 63) or a host",
+    ),
+    ({"domain": "https://kubeflow.example.com/"}, "must be a host name alone, without https:// and path"),
+    ({"domain": "login.example.com", "cognitoUserPoolDomain": "login.example.com"}, "is that of the login page"),
+    ({"cognito": None}, "cognito is missing; add it"),
+    ({"authentication": "none"}, "authentication is unknown; write cognito; there is no dashboard without"),
+    (
+        {"spawner": {"images": ["ghcr.io/outlast/outlast"]}},
+        "has no tag; give one, so that a notebook started again is the same",
+    ),
+    ({"podDefaults": [{"name": "a", "desc": "A"}]}, "podDefaults: a gives nothing; add secret, roleArn or env"),
+    (
+        {"podDefaults": [{"name": "a", "desc": "A", "env": {"HF_TOKEN": "hf_123"}}]},
+        "env.HF_TOKEN looks like a secret, which everybody in the namespace could read; use secret",
+    ),
+    ({"podDefaults": [{"name": "a", "desc": "A", "roleArn": "zip-notebooks"}]}, "must be an ARN"),
+    (
+        {"profiles": [{**PROFILE, "name": "kubeflow"}]},
+        "profiles: kubeflow is a namespace of the cluster or of Kubeflow itself",
+    ),
+    ({"profiles": [{**PROFILE, "quota": {}}]}, "quota"),
+    ({"profiles": [{**PROFILE, "quota": {"memory": "much"}}]}, "quota.memory (much) is not a quantity; write 64 or 512Gi"),
+    ({"profiles": [{**PROFILE, "quota": {"nvidia.com/gpu": 8}}]}, "limits nothing; write requests.nvidia.com/gpu"),
+    ({"profiles": [{**PROFILE, "quota": {"gpus": 8}}]}, "limits nothing; write e.g. cpu, memory or requests.nvidia.com/gpu"),
+    ({"profiles": [{**PROFILE, "quota": {"cpu": "-4"}}]}, "quota.cpu (-4) is not a quantity"),
+    ({"podDefaults": [{"name": "a", "desc": "A", "env": {"WANDB_API_KEY": "1"}}]}, "looks like a secret"),
+    ({"cognitoUserPoolArn": POOL.replace("Ab1Cd2Ef3", "xxx")}, "is not filled in (xxx)"),
+    ({"profiles": [PROFILE, PROFILE]}, "profiles: zip is given twice; keep one"),
+    (
+        {"profiles": [{**PROFILE, "labels": {"pod-security.kubernetes.io/enforce": "baseline"}}]},
+        "has a field of its own; write podSecurity: baseline",
+    ),
+]
+
+
+def test_a_value_that_cannot_work_is_refused() -> None:
+    for changed, said in REFUSED:
+        with pytest.raises(InvalidJob) as caught:
+            a_kubeflow(**changed)
+        (problem,) = caught.value.problems
+        assert said in problem[1]
 
 
 def test_a_domain_of_ones_own_and_other_partitions_are_right() -> None:
     assert a_kubeflow(cognitoUserPoolDomain="login.example.com").cognito.host == "login.example.com"
     there = {name: value.replace("arn:aws:", "arn:aws-us-gov:") for name, value in (("c", CERTIFICATE), ("p", POOL))}
     assert a_kubeflow(certificateArn=there["c"], cognitoUserPoolArn=there["p"]).cognito.pool_id == "us-west-2_Ab1Cd2Ef3"
+    pool = there["p"].replace("us-west-2", "us-gov-west-1")
+    certificate = there["c"].replace("us-west-2", "us-gov-west-1")
+    wanted = a_kubeflow(region="us-gov-west-1", certificateArn=certificate, cognitoUserPoolArn=pool)
+    assert wanted.cognito.host == "zip-login.auth-fips.us-gov-west-1.amazoncognito.com"
+
+
+def test_what_only_looks_like_a_placeholder_or_a_secret_is_right() -> None:
+    env = {"TOKENIZERS_PARALLELISM": "false"}
+    a_kubeflow(
+        domain="replacements.example.com",
+        cognitoAppClientId="4uq8xxxn3v7k2j9m5p0c6t1x8b",
+        podDefaults=[{"name": "a", "desc": "A", "env": env}],
+    )
 
 
 # What is rendered

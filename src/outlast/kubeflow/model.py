@@ -18,9 +18,20 @@ from outlast.spec.document import Place
 from outlast.spec.validation import Checked
 
 PLACEHOLDER = re.compile(
-    r"change.?me|\btodo\b|\btbd\b|placeholder|replace|your[-_.]|<[^>]*>|\$[({]|x{3,}|\.\.\.|\*{2,}", re.IGNORECASE
+    r"change.?me|fix.?me|\btodo\b|\btbd\b|placeholder|replace[-_. ]?(me|this|with)(?![a-z])|\byour[-_.]"
+    r"|<[^>]*>|\$[({]|x{4,}|(?<![a-z0-9])xxx(?![a-z0-9])|\.\.\.|\*{2,}",
+    re.IGNORECASE,
 )
 """A value that somebody meant to fill in."""
+_SECRET = re.compile(r"SECRET|PASSW|TOKEN(?!IZ)|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
+"""A variable that holds a credential; TOKENIZERS_PARALLELISM holds none."""
+_COUNTED = re.compile(
+    r"cpu|memory|storage|ephemeral-storage|(requests|limits)\.(cpu|memory|ephemeral-storage)|requests\.storage|pods|services"
+    r"|services\.(loadbalancers|nodeports)|secrets|configmaps|persistentvolumeclaims|replicationcontrollers|resourcequotas"
+    r"|hugepages-\w+|requests\.hugepages-\w+|count/[a-z0-9.-]+|requests\.[a-z0-9.-]+/[A-Za-z0-9._-]+"
+    r"|[a-z0-9.-]+\.storageclass\.storage\.k8s\.io/(requests\.storage|persistentvolumeclaims)"
+)
+"""What a quota of Kubernetes counts: of devices their requests alone. https://kubernetes.io/docs/concepts/policy/resource-quotas/"""
 _ARN = re.compile(r"arn:(aws|aws-cn|aws-us-gov):([a-z-]+):([a-z0-9-]*):([0-9]{12}):(.+)")
 _DNS = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _HOST = re.compile(rf"({_DNS}\.)+[a-z][a-z0-9-]{{0,61}}[a-z0-9]")
@@ -125,7 +136,7 @@ def _variables(value: dict[str, str]) -> dict[str, str]:
     for name, text in value.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             broken.append(((name,), f"env.{name} is not a name for an environment variable; use letters, digits and _"))
-        elif re.search(r"SECRET|PASSW|TOKEN|CREDENTIAL", name, re.IGNORECASE) and not text.startswith("/"):
+        elif _SECRET.search(name) and not text.startswith("/"):
             broken.append(((name,), f"env.{name} looks like a secret, which everybody in the namespace could read; use secret"))
     if broken:
         raise validation.Broken(broken)
@@ -135,8 +146,12 @@ def _variables(value: dict[str, str]) -> dict[str, str]:
 def _quantities(value: dict[str, str | int | float]) -> dict[str, str | int | float]:
     broken: list[tuple[Place, str]] = []
     for name, each in value.items():
+        if not _COUNTED.fullmatch(name):
+            right = f"write requests.{name}" if "/" in name else "write e.g. cpu, memory or requests.nvidia.com/gpu"
+            broken.append(((name,), f"quota.{name} limits nothing; {right}"))
         try:
-            units.quantity(each)
+            if units.quantity(each) < 0 or str(each) != str(each).strip():
+                raise ValueError
         except ValueError:
             broken.append(((name,), f"quota.{name} ({each}) is not a quantity; write 64 or 512Gi"))
     if broken:
@@ -205,7 +220,8 @@ class Cognito(Checked):
     def host(self) -> str:
         """Host name of the login page."""
         domain = self.cognito_user_pool_domain
-        return domain if "." in domain else f"{domain}.auth.{self.pool.region}.amazoncognito.com"
+        auth = "auth-fips" if self.pool.partition == "aws-us-gov" else "auth"
+        return domain if "." in domain else f"{domain}.{auth}.{self.pool.region}.amazoncognito.com"
 
 
 class Spawner(Checked):
