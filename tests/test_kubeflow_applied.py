@@ -14,9 +14,11 @@ import pytest
 import yaml
 
 import apiserver
+from outlast import kube
 from outlast.cli.kubeflow import _of_aws as of_aws
-from outlast.cloud import aws
+from outlast.cloud import aws, clusters
 from outlast.cluster import kubeflow as there
+from outlast.errors import OutlastError
 from outlast.kubeflow import documents, spawner
 from servers import Place
 from test_kubeflow import NEW, PROFILE, a_file, a_kubeflow
@@ -158,45 +160,48 @@ def test_an_ingress_and_an_account_of_others_stay_alone(api: apiserver.ApiServer
     assert "kept       ServiceAccount spark in zip: somebody else made it\n" in out
 
 
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [
-        (
-            {
-                "apiVersion": "kubeflow.org/v1",
-                "kind": "Profile",
-                "metadata": {"name": "zip"},
-                "spec": {"owner": {"name": "ann@a.org"}},
-            },
-            "Profile zip belongs to ann@a.org, and not to zip@example.com; correct owner, or choose another name",
-        ),
-        (
-            {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "zip"}},
-            "the namespace zip is there and belongs to no profile, so Kubeflow would refuse the profile",
-        ),
-        (
-            {
-                "apiVersion": "kubeflow.org/v1alpha1",
-                "kind": "PodDefault",
-                "metadata": {"name": "hf", "namespace": "zip"},
-                "spec": {},
-            },
-            "PodDefault hf in zip is there and not Outlast's; choose another name, or delete it",
-        ),
-        (
-            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": FORM[2], "namespace": "kubeflow"}, "data": {}},
-            "there is no jupyter-",
-        ),
-    ],
-)
+ANOTHERS: list[tuple[Document, str]] = [
+    (
+        {
+            "apiVersion": "kubeflow.org/v1",
+            "kind": "Profile",
+            "metadata": {"name": "zip"},
+            "spec": {"owner": {"name": "ann@a.org"}},
+        },
+        "Profile zip belongs to ann@a.org, and not to zip@example.com; correct owner, or choose another name",
+    ),
+    (
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "zip"}},
+        "the namespace zip is there and belongs to no profile, so Kubeflow would refuse the profile",
+    ),
+    (
+        {
+            "apiVersion": "kubeflow.org/v1alpha1",
+            "kind": "PodDefault",
+            "metadata": {"name": "hf", "namespace": "zip"},
+            "spec": {},
+        },
+        "PodDefault hf in zip is there and not Outlast's; choose another name, or delete it",
+    ),
+    (
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": FORM[2], "namespace": "kubeflow"}, "data": {}},
+        "there is no jupyter-",
+    ),
+]
+
+
 def test_what_is_anothers_is_an_error_before_anything_is_changed(
-    api: apiserver.ApiServer, outlast: Outlast, tmp_path: Path, other: Document, said: str
+    api: apiserver.ApiServer, outlast: Outlast, tmp_path: Path
 ) -> None:
-    api.put(copy.deepcopy(other))
-    before = versions(api)
-    code, out, err = outlast("kubeflow", "apply", a_path(tmp_path))
-    assert (code, out, versions(api)) == (2, "", before)
-    assert err.startswith(f"Error: {said}")
+    file = a_path(tmp_path)
+    for other, said in ANOTHERS:
+        before = dict(api.documents)
+        api.put(copy.deepcopy(other))
+        there = versions(api)
+        code, out, err = outlast("kubeflow", "apply", file)
+        assert (code, out, versions(api)) == (2, "", there)
+        assert err.startswith(f"Error: {said}")
+        api.documents = before
 
 
 def test_a_cluster_without_kubeflow_is_refused(api: apiserver.ApiServer, outlast: Outlast, tmp_path: Path) -> None:
@@ -220,7 +225,7 @@ def test_the_check_ends_with_1_until_everything_is_right(api: apiserver.ApiServe
     assert outlast("kubeflow", "check", file, "--no-aws") == (
         0,
         "",
-        "outlast | the dashboard cannot be reached without a login\n",
+        "outlast | no way to the dashboard without a login was found\n",
     )
     opened = {"apiVersion": "v1", **a_service(type="NodePort")}
     api.put(copy.deepcopy(opened))
@@ -234,18 +239,34 @@ def test_the_check_ends_with_1_until_everything_is_right(api: apiserver.ApiServe
 
 
 def test_what_may_not_be_read_proves_nothing(api: apiserver.ApiServer, outlast: Outlast) -> None:
-    api.may = lambda asked: "/ingresses" not in asked
+    api.may = lambda asked: "/ingresses" not in asked and "/configmaps" not in asked
+    api.forbids = 'User "ann" cannot list resource "ingresses" in API group "networking.k8s.io" at the cluster scope'
     code, out, err = outlast("kubeflow", "check")
-    assert code != 0
-    assert out == ""
-    assert "ingresses" in err
+    assert (code, err) == (1, "outlast | 1 finding\n")
+    assert out.startswith("ann may not list ingresses.networking.k8s.io in the whole cluster; ")
+    api.may = lambda _: True
+    api.unserved += ("networking.k8s.io",)  # Ingresses of before Kubernetes 1.19, which nobody looks at
+    assert outlast("kubeflow", "check")[0] == 1
+
+
+def test_istios_configuration_is_read_for_providers_that_may_be_away(api: apiserver.ApiServer) -> None:
+    provider = {"name": "oauth2-proxy", "envoyExtAuthzHttp": {"service": "o", "failOpen": True}}
+    config = {"mesh": yaml.safe_dump({"extensionProviders": [provider, {"name": "jaeger", "opencensus": {}}]})}
+    meta = {"name": "istio", "namespace": "istio-system"}
+    api.put({"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": config})
+    cluster = kube.connect(None)
+    try:
+        assert there.look(cluster).mesh.lenient == {"oauth2-proxy"}
+    finally:
+        cluster.close()
 
 
 # AWS
 
 
+@pytest.mark.slow
 def test_acm_and_cognito_are_asked_about_the_values_of_the_file(
-    moto: Place, api: apiserver.ApiServer, outlast: Outlast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moto: Place,
 ) -> None:
     region = "us-west-2"
     acm, cognito = aws.client("acm", region), aws.client("cognito-idp", region)
@@ -282,10 +303,22 @@ def test_acm_and_cognito_are_asked_about_the_values_of_the_file(
     assert check(good, **other)[0].startswith(
         "the credentials are of account 123456789012, and certificate and user pool of 2109"
     )
-    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(variable)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+def test_aws_without_credentials_is_said_and_a_refusal_is_a_finding(
+    api: apiserver.ApiServer, outlast: Outlast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aws, "has_credentials", lambda: False)
     assert "outlast | AWS is not asked about certificate and user pool" in outlast("kubeflow", "check", a_path(tmp_path))[2]
+
+    def refused(region: str) -> str:
+        raise OutlastError("AWS does not allow it; ask for the right")
+
+    monkeypatch.setattr(aws, "has_credentials", lambda: True)
+    monkeypatch.setattr(clusters, "account", refused)
+    code, out, _ = outlast("kubeflow", "check", a_path(tmp_path))
+    assert (code, len(out.splitlines())) == (1, 2)  # what the cluster has is said, too
+    assert out.splitlines()[1] == "certificate and user pool could not be looked at: AWS does not allow it; ask for the right"
 
 
 # The dashboard's own answer
@@ -334,6 +367,23 @@ def test_a_request_without_a_login_must_not_be_answered(status: int, location: s
     assert said in found
     assert bool(said) == bool(found)
     assert there.request(url) == ""  # HTTP that nobody serves is right
+
+
+@pytest.mark.parametrize(
+    ("url", "code", "location", "right"),
+    [
+        ("https", 302, "https://login.example.com/oauth2/authorize", True),
+        ("https", 302, "https://kubeflow.example.com/oauth2/start", True),
+        ("https", 302, "/dex/auth", True),
+        ("https", 302, "https://kubeflow.example.com/home", False),
+        ("https", 302, "/loginless", False),
+        ("https", 302, "http://login.example.com/", False),
+        ("https", 404, "", False),
+        ("http", 404, "", True),
+    ],
+)
+def test_a_page_of_the_dashboards_own_host_is_no_login(url: str, code: int, location: str, right: bool) -> None:
+    assert there._is_login(f"{url}://kubeflow.example.com/", code, location) == right
 
 
 def test_a_dashboard_that_cannot_be_reached_by_https_is_said() -> None:

@@ -62,12 +62,12 @@ def a_cluster(**more: Any) -> Seen:
     return Seen(**{**usual, **more})
 
 
-def said(seen: Seen, *parts: str, wanted: Any = None) -> None:
+def said(seen: Seen, *parts: str, wanted: Any = None, case: str = "") -> None:
     """That exactly so much is found, and each finding says what is expected."""
     found = entrances.findings(seen, wanted)
-    assert len(found) == len(parts), found
+    assert len(found) == len(parts), (case, found)
     for sentence, part in zip(found, parts, strict=True):
-        assert part in sentence
+        assert part in sentence, case
 
 
 # A load balancer of AWS
@@ -112,19 +112,72 @@ BALANCERS: dict[str, tuple[dict[str, str], list[str]]] = {
         with_(auth_idp_cognito='{"UserPoolArn":"","userPoolDomain":"d"}'),
         ["lacks userPoolARN, userPoolC"],
     ),
+    "with a login that the controller does not know": (with_(auth_type="Cognito"), [WITHOUT]),
     "with ports that are none": (with_(listen_ports="443"), ["listen-ports is not understood"]),
 }
 
 
-@pytest.mark.parametrize(("annotations", "parts"), BALANCERS.values(), ids=BALANCERS)
-def test_a_load_balancer(annotations: dict[str, str], parts: list[str]) -> None:
-    said(a_cluster(ingresses=[an_ingress(annotations)]), *parts)
+def test_a_load_balancer() -> None:
+    for name, (given, parts) in BALANCERS.items():
+        said(a_cluster(ingresses=[an_ingress(given)]), *parts, case=name)
 
 
 def test_the_service_overrides_the_login_of_its_ingress() -> None:
     service = a_service()
     service["metadata"]["annotations"] = {f"{ALB}/auth-type": "none"}
     said(a_cluster(services=[service], ingresses=[an_ingress(COGNITO)]), WITHOUT)
+    service["metadata"]["annotations"] = {f"{ALB}/listen-ports": '[{"HTTPS":443}]'}  # of an Ingress alone
+    said(a_cluster(services=[service], ingresses=[an_ingress(with_(listen_ports='[{"HTTP":80}]'))]), "port 80 is HTTP")
+
+
+def test_annotations_of_a_controller_that_does_not_act_on_an_ingress_are_no_login() -> None:
+    def a_class(name: str, controller: str, **annotations: str) -> Document:
+        return {
+            "kind": "IngressClass",
+            "metadata": {"name": name, "annotations": annotations},
+            "spec": {"controller": controller},
+        }
+
+    def check(annotations: dict[str, str], name: str, *parts: str, classes: tuple[Document, ...] = ()) -> None:
+        ingress = an_object(
+            "Ingress", "web", {**an_ingress({})["spec"], "tls": [{}], **({"ingressClassName": name} if name else {})}
+        )
+        ingress["metadata"]["annotations"] = annotations
+        said(a_cluster(ingresses=[ingress], classes=classes), *parts)
+
+    nginx = {f"{NGINX}/auth-url": "https://o/oauth2/auth"}
+    check(COGNITO, "nginx", WITHOUT)
+    check(nginx, "nginx")
+    check(nginx, "traefik", WITHOUT)
+    check(COGNITO, "public", classes=(a_class("public", "eks.amazonaws.com/alb"),))
+    check(nginx, "public", classes=(a_class("public", "k8s.io/ingress-nginx"),))
+    check(nginx, "public", WITHOUT, classes=(a_class("public", "haproxy.org/ingress-controller"),))
+    default = a_class("public", "k8s.io/ingress-nginx", **{"ingressclass.kubernetes.io/is-default-class": "true"})
+    check(COGNITO, "", classes=())
+    check(COGNITO, "", WITHOUT, classes=(default,))
+
+
+def test_an_alias_in_another_namespace_and_ways_that_are_not_judged_count() -> None:
+    alias = a_service("way", {}, namespace="shop", type="ExternalName", externalName="istio-ingressgateway.istio-system.svc")
+    ingress = an_ingress({}, to="way", ingressClassName="nginx", tls=[{}])
+    ingress["metadata"]["namespace"] = "shop"
+    said(a_cluster(services=[a_service(), alias], ingresses=[ingress]), f"Ingress shop/web {WITHOUT}")
+
+    refs = [{"backendRefs": [{"name": "istio-ingressgateway", "namespace": "istio-system"}]}]
+    route = an_object("HTTPRoute", "r", {"rules": refs}, namespace="shop")
+    binding = an_object("TargetGroupBinding", "t", {"serviceRef": {"name": "istio-ingressgateway", "port": 80}})
+    said(
+        a_cluster(routes=[route, binding]),
+        "HTTPRoute shop/r leads to the dashboard, and Outlast cannot say",
+        "TargetGroupBinding",
+    )
+    said(a_cluster(routes=[route, binding], mesh=Mesh(policies=[REQUIRE_TOKEN])))
+    binding["metadata"]["labels"] = {"ingress.k8s.aws/stack-name": "web"}  # of an Ingress, which is judged itself
+    said(a_cluster(routes=[binding]))
+
+
+def test_what_was_not_shown_is_a_finding_although_all_else_is_well() -> None:
+    said(a_cluster(unread=["ann may not list ingresses"]), "ann may not list ingresses; without it nobody can say")
 
 
 def test_an_ingress_of_the_group_redirects_for_all() -> None:
@@ -223,6 +276,25 @@ def test_the_dashboard_itself_knows_no_login() -> None:
     )
 
 
+def test_web_apps_and_notebooks_know_no_login_either() -> None:
+    web = a_workload("jupyter", {"app": "jupyter-web-app"}, namespace="kubeflow")
+    notebook = a_workload("nb", {"notebook-name": "nb", "statefulset": "nb"}, namespace="zip")
+    opened = [
+        a_service("jupyter", {"app": "jupyter-web-app"}, namespace="kubeflow", type="NodePort"),
+        a_service("mine", {"statefulset": "nb"}, namespace="zip", type="LoadBalancer"),
+    ]
+    there = [*a_cluster().workloads, web, notebook]
+    said(
+        a_cluster(workloads=there, services=[a_service(), *opened], mesh=Mesh(policies=[REQUIRE_TOKEN])),
+        "Service kubeflow/jupyter opens jupyter-web-app on a port of every node",
+        "Service zip/mine opens the notebook nb by a load balancer",
+    )
+    route = {"gateways": ["open"], "http": [{"route": [{"destination": {"host": "nb.zip.svc.cluster.local"}}]}]}
+    mesh = Mesh([an_object("Gateway", "open", {"selector": {"gw": "x"}})], [an_object("VirtualService", "v", route)])
+    edge = [a_service("nb", {"statefulset": "nb"}, namespace="zip"), a_service("x", {"gw": "x"}, type="NodePort")]
+    said(a_cluster(workloads=[*there, a_workload("x", {"gw": "x"})], services=edge, mesh=mesh), "Service istio-system/x opens")
+
+
 def test_a_gateway_of_another_name_is_found_by_its_routes() -> None:
     route = {"gateways": ["kubeflow-gateway"], "http": [{"route": [{"destination": {"host": "centraldashboard"}}]}]}
     mesh = Mesh(
@@ -247,8 +319,9 @@ TOKENLESS = [{"key": "request.headers[authorization]", "notValues": ["*"]}]
 
 
 def a_policy(action: str, *rules: Document, name: str = "p", namespace: str = "istio-system", **spec: Any) -> Document:
-    named = {"action": action} if action != "ALLOW" else {}
-    return an_object("AuthorizationPolicy", name, {**SELECTED, **named, "rules": list(rules), **spec}, namespace=namespace)
+    named, notes = {"action": action} if action != "ALLOW" else {}, spec.pop("annotations", {})
+    fields = {**SELECTED, **named, "rules": list(rules), **spec}
+    return an_object("AuthorizationPolicy", name, fields, namespace=namespace, **notes)
 
 
 NO_TOKEN = [{"source": {"notRequestPrincipals": ["*"]}}]
@@ -268,6 +341,7 @@ AUTHSERVICE = {
     "name": "envoy.filters.http.ext_authz",
     "typed_config": {"http_service": {"server_uri": {"uri": "http://authservice"}}},
 }
+SWITCHED_OFF = {"value": {"typed_per_filter_config": {"envoy.filters.http.ext_authz": {"disabled": True}}}}
 LUA = {"typed_config": {"inline_code": 'if request_handle:headers():get("kubeflow-userid") ~= nil then\n  return\nend\n'}}
 OPEN = "opens the dashboard by a load balancer of its own, past every login"
 
@@ -302,7 +376,25 @@ MESHES: dict[str, tuple[Mesh, str]] = {
     "for all pods of the namespace": (Mesh(policies=[a_policy("DENY", {"from": NO_TOKEN}, selector=None)]), ""),
     "for other pods": (Mesh(policies=[a_policy("DENY", {"from": NO_TOKEN}, selector={"matchLabels": {"app": "shop"}})]), OPEN),
     "in another namespace": (Mesh(policies=[a_policy("DENY", {"from": NO_TOKEN}, namespace="shop")]), OPEN),
+    "a dry run": (
+        Mesh(policies=[a_policy("DENY", {"from": NO_TOKEN}, annotations={"istio.io/dry-run": "true"})]),
+        f"{OPEN}, since AuthorizationPolicy istio-system/p is a dry run of Istio and rejects nothing",
+    ),
+    "a provider that may be away": (
+        Mesh(policies=[a_policy("CUSTOM", {}, provider={"name": "o"})], lenient=frozenset({"o"})),
+        f"{OPEN}, since AuthorizationPolicy istio-system/p asks o, which lets all through when it is away (failOpen)",
+    ),
     "authservice": (Mesh(filters=[a_filter(AUTHSERVICE)]), ""),
+    "authservice of sidecars": (Mesh(filters=[a_filter(AUTHSERVICE, match={"context": "SIDECAR_INBOUND"})]), OPEN),
+    "authservice on one port": (
+        Mesh(filters=[a_filter(AUTHSERVICE, match={"context": "GATEWAY", "listener": {"portNumber": 8443}})]),
+        OPEN,
+    ),
+    "authservice switched off for a route": (
+        Mesh(filters=[a_filter(AUTHSERVICE), a_filter({}, applyTo="HTTP_ROUTE", patch=SWITCHED_OFF)]),
+        f"{OPEN}, since EnvoyFilter istio-system/f lets some requests through without asking",
+    ),
+    "Lua that speaks of authservice": (Mesh(filters=[a_filter({"typed_config": {"inline_code": "-- before ext_authz"}})]), OPEN),
     "authservice that may be away": (
         Mesh(filters=[a_filter({**AUTHSERVICE, "typed_config": {"failure_mode_allow": True}})]),
         f"{OPEN}, since EnvoyFilter istio-system/f lets everything through when its server does not answer",
@@ -315,9 +407,9 @@ MESHES: dict[str, tuple[Mesh, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("mesh", "part"), MESHES.values(), ids=MESHES)
-def test_a_gateway_is_open_unless_the_mesh_demands_a_login(mesh: Mesh, part: str) -> None:
-    said(a_cluster(services=[a_service(type="LoadBalancer")], mesh=mesh), *filter(None, [part]))
+def test_a_gateway_is_open_unless_the_mesh_demands_a_login() -> None:
+    for name, (mesh, part) in MESHES.items():
+        said(a_cluster(services=[a_service(type="LoadBalancer")], mesh=mesh), *filter(None, [part]), case=name)
 
 
 def test_a_gateway_that_is_closed_must_not_serve_http_to_the_world() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import http.client
+import re
 import ssl
 import urllib.error
 import urllib.request
@@ -18,9 +19,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import yaml
+
 from outlast import contract
 from outlast.cluster.installation import Done
-from outlast.errors import Conflict, NotServed, OutlastError
+from outlast.errors import Conflict, Forbidden, NotServed, OutlastError
 from outlast.kube import kinds, without_server_fields
 from outlast.kube.kinds import Kind, kind_of
 from outlast.kubeflow import documents, entrances, spawner
@@ -33,6 +36,11 @@ if TYPE_CHECKING:
 WEB_APP = "jupyter-web-app"
 MARK = f"{contract.GROUP}/spawner"
 """Annotation of the form and of the web app's pods: the form as we left it."""
+_WORKLOADS = (kinds.DEPLOYMENT, kinds.STATEFUL_SET, kinds.DAEMON_SET)
+_OWN = (*_WORKLOADS, kinds.SERVICE, kinds.INGRESS, kinds.INGRESS_CLASS, kinds.QUOTA)
+"""Kinds that every Kubernetes has."""
+_MESHES = ("networking.istio.io", "security.istio.io", "gateway.networking.k8s.io")
+_VERSIONS = ("v1", "v1beta1")
 _TRIES = 5
 _ANSWER_S = 20.0
 
@@ -41,43 +49,79 @@ _ANSWER_S = 20.0
 
 
 def look(cluster: Cluster) -> entrances.Seen:
-    """What the cluster has that matters for its dashboard. Raises ClusterError, also when a kind may not be read: half a look
-    proves nothing."""
+    """What the cluster has that matters for its dashboard, and what of it may not be read. Raises ClusterError."""
+    unread: list[str] = []
 
-    def all_(kind: Kind) -> list[Document]:
-        return _everywhere(cluster, kind)
+    def all_(*several: Kind) -> list[Document]:
+        found = []
+        for kind in several:
+            try:
+                found += _everywhere(cluster, kind)
+            except Forbidden as error:
+                unread.append(str(error))
+        return found
+
+    def there(kind: Kind, named: set[tuple[str, str]]) -> frozenset[tuple[str, str]]:
+        try:
+            return _there(cluster, kind, named)
+        except Forbidden as error:
+            unread.append(str(error))
+            return frozenset(named)
 
     pod_defaults = all_(kinds.POD_DEFAULT)
     secrets = {(each["metadata"]["namespace"], name) for each in pod_defaults for name in entrances.secrets(each)}
     accounts = {(each["metadata"]["namespace"], each["spec"].get("serviceAccountName", "")) for each in pod_defaults}
     return entrances.Seen(
-        workloads=[*all_(kinds.DEPLOYMENT), *all_(kinds.DAEMON_SET)],
+        workloads=all_(*_WORKLOADS),
         services=all_(kinds.SERVICE),
         ingresses=all_(kinds.INGRESS),
+        classes=all_(kinds.INGRESS_CLASS),
+        routes=all_(kinds.HTTP_ROUTE, kinds.TLS_ROUTE, kinds.TCP_ROUTE, kinds.TARGET_GROUP_BINDING),
         mesh=Mesh(
             gateways=all_(kinds.GATEWAY),
             virtual_services=all_(kinds.VIRTUAL_SERVICE),
             policies=all_(kinds.AUTHORIZATION_POLICY),
             authentications=all_(kinds.REQUEST_AUTHENTICATION),
             filters=all_(kinds.ENVOY_FILTER),
+            lenient=_lenient(cluster, unread),
         ),
         profiles=all_(kinds.PROFILE),
         quotas=all_(kinds.QUOTA),
         pod_defaults=pod_defaults,
-        secrets=_there(cluster, kinds.SECRET, secrets),
-        accounts=_there(cluster, kinds.SERVICE_ACCOUNT, accounts),
+        secrets=there(kinds.SECRET, secrets),
+        accounts=there(kinds.SERVICE_ACCOUNT, accounts),
+        unread=unread,
     )
+
+
+def _lenient(cluster: Cluster, unread: list[str]) -> frozenset[str]:
+    """The providers with `failOpen` in the configuration of Istio's control plane."""
+    try:
+        found = cluster.find(kinds.CONFIG_MAP, "istio", namespace=documents.GATEWAY_NAMESPACE) or {}
+        mesh = yaml.safe_load((found.get("data") or {}).get("mesh", "")) or {}
+    except Forbidden as error:
+        unread.append(str(error))
+        return frozenset()
+    except yaml.YAMLError:
+        unread.append(f"ConfigMap istio in {documents.GATEWAY_NAMESPACE} has a mesh that is not YAML; correct it")
+        return frozenset()
+    providers = [each for each in mesh.get("extensionProviders") or () if isinstance(each, dict)]
+    configs = [(each.get("name"), config) for each in providers for config in each.values() if isinstance(config, dict)]
+    return frozenset(str(name) for name, config in configs if config.get("failOpen"))
 
 
 def _everywhere(cluster: Cluster, kind: Kind) -> list[Document]:
     """All documents of a kind, in v1 where its beta is no longer served; none if the cluster does not know it.
 
-    Items of a list have no kind; they get theirs.
+    Items of a list have no kind; they get theirs. Raises NotServed if Kubernetes itself does not serve one of its own kinds.
     """
-    for version in (kind, replace(kind, api_version=f"{kind.group}/v1")) if kind.group.endswith("istio.io") else (kind,):
+    versions = dict.fromkeys((kind.api_version, *(f"{kind.group}/{each}" for each in _VERSIONS if kind.group in _MESHES)))
+    for version in (replace(kind, api_version=each) for each in versions):
         try:
             found = cluster.list_(version, everywhere=True)
         except NotServed:
+            if kind in _OWN:
+                raise
             continue
         return [{**each, "kind": kind.kind, "apiVersion": version.api_version} for each in found]
     return []
@@ -104,16 +148,8 @@ def request(url: str) -> str:
         with opener.open(url, timeout=_ANSWER_S) as answer:
             return f"{url} answers {answer.status} without a login; close it: the findings about its cluster say where"
     except urllib.error.HTTPError as error:
-        with error:
-            to = urlsplit(error.headers.get("Location") or "")
-        if error.code in (401, 403, 404, 426) or (300 <= error.code < 400 and to.scheme == "https"):
-            return ""
-        if (
-            300 <= error.code < 400
-            and secure
-            and not to.scheme
-            and to.path.startswith(("/oauth2", "/dex", "/authservice", "/login"))
-        ):
+        error.close()
+        if _is_login(url, error.code, error.headers.get("Location") or ""):
             return ""
         if 300 <= error.code < 400:
             return f"{url} sends to {error.headers.get('Location')}, which is no login by HTTPS; correct the redirect"
@@ -125,6 +161,19 @@ def request(url: str) -> str:
         if isinstance(why, ssl.SSLCertVerificationError):
             return f"{url} has a certificate that browsers reject ({why.verify_message}); correct certificateArn or domain"
         return f"{url} cannot be reached ({why}); point its name in DNS to the load balancer, or ask from inside its network"
+
+
+def _is_login(url: str, code: int, location: str) -> bool:
+    """Whether an answer refuses people who have not logged in, or sends them to a login (from HTTP: to HTTPS).
+
+    On the dashboard's own host only paths of a login are one: its pages send people on as well.
+    """
+    asked, to = urlsplit(url), urlsplit(location)
+    if not 300 <= code < 400:
+        return code in (401, 403, 426) or (code == 404 and asked.scheme == "http")
+    if asked.scheme == "http" or (to.netloc and to.hostname != asked.hostname):
+        return to.scheme == "https"
+    return to.scheme in ("", "https") and bool(re.match(r"/(oauth2|dex|authservice|login)(/|$)", to.path))
 
 
 # Completing
@@ -210,7 +259,7 @@ def _of_spark(document: Document) -> bool:
 def _ways_in(cluster: Cluster) -> list[str]:
     """The Ingresses of others that lead to the dashboard."""
     seen = entrances.Seen(
-        workloads=[*_everywhere(cluster, kinds.DEPLOYMENT), *_everywhere(cluster, kinds.DAEMON_SET)],
+        workloads=[each for kind in _WORKLOADS for each in _everywhere(cluster, kind)],
         services=_everywhere(cluster, kinds.SERVICE),
         ingresses=_everywhere(cluster, kinds.INGRESS),
     )

@@ -15,11 +15,29 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outlast.kubeflow import gateways
-from outlast.kubeflow.documents import ALB, DASHBOARD
+from outlast.kubeflow.documents import ALB, DASHBOARD, NAMESPACE
 from outlast.kubeflow.gateways import Document, Mesh, identity, labels_of
 from outlast.kubeflow.model import Kubeflow
 
 _NGINX = "nginx.ingress.kubernetes.io"
+_ALB_CONTROLLERS = ("ingress.k8s.aws/alb", "eks.amazonaws.com/alb")
+_NGINX_CONTROLLER = "k8s.io/ingress-nginx"
+_BINDING = "TargetGroupBinding"
+_OF_CONTROLLER = ("ingress.k8s.aws/", "service.k8s.aws/", "gateway.k8s.aws.")
+"""Labels of the TargetGroupBindings that the AWS Load Balancer Controller itself makes, of what is judged anyway."""
+WEB_APPS = (
+    DASHBOARD,
+    "jupyter-web-app",
+    "volumes-web-app",
+    "tensorboards-web-app",
+    "kserve-models-web-app",
+    "ml-pipeline-ui",
+    "ml-pipeline",
+    "katib-ui",
+)
+"""`app` of what believes the header kubeflow-userid, whoever sends it, or asks nobody."""
+NOTEBOOK = "notebook-name"
+"""Label of notebooks, which ask for no password of their own."""
 _TLS_AT_BALANCER = "service.beta.kubernetes.io/aws-load-balancer-ssl-cert"
 
 
@@ -28,9 +46,13 @@ class Seen:
     """What a cluster has that matters here, as the API server gives it."""
 
     workloads: Sequence[Document] = ()
-    """Deployments and DaemonSets."""
+    """Deployments, StatefulSets and DaemonSets."""
     services: Sequence[Document] = ()
     ingresses: Sequence[Document] = ()
+    classes: Sequence[Document] = ()
+    """IngressClasses."""
+    routes: Sequence[Document] = ()
+    """Ways to a Service that are not judged: routes of the Gateway API, TargetGroupBindings."""
     mesh: Mesh = field(default_factory=Mesh)
     profiles: Sequence[Document] = ()
     quotas: Sequence[Document] = ()
@@ -39,6 +61,8 @@ class Seen:
     """Namespace and name of the Secrets that are there, among those that PodDefaults name."""
     accounts: frozenset[tuple[str, str]] = frozenset()
     """The same of ServiceAccounts."""
+    unread: Sequence[str] = ()
+    """What the API server refused to show, a sentence each: all else proves nothing."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +71,8 @@ class Target:
 
     workload: Document
     guard: gateways.Guard
+    what: str = "the dashboard"
+    """What is behind, in a sentence."""
 
     def selects(self, service: Document) -> bool:
         """Whether a Service leads to these pods."""
@@ -57,14 +83,26 @@ class Target:
 
 def findings(seen: Seen, wanted: Kubeflow | None = None) -> list[str]:
     """Sentences about what must be corrected, the dashboard's first; none if all is well. `wanted`: what the file says."""
-    return [*_entrances(seen, wanted), *_profiles(seen), *_pod_defaults(seen)]
+    unread = [f"{each}; without it nobody can say that there is no way past the login" for each in seen.unread]
+    return [*unread, *_entrances(seen, wanted), *_profiles(seen), *_pod_defaults(seen)]
 
 
 def targets(seen: Seen) -> list[Target]:
-    """The gateways that lead to Kubeflow, and the dashboard itself, which knows no login."""
-    found = [Target(each, gateways.guard(seen.mesh, each)) for each in gateways.leading(seen.mesh, seen.workloads)]
-    dashboards = [each for each in seen.workloads if labels_of(each).get("app") == DASHBOARD]
-    return found + [Target(each, gateways.Guard(closed=False)) for each in dashboards]
+    """The gateways that lead to Kubeflow, and the dashboard, its web apps and notebooks, which know no login."""
+    bare = [target for each in seen.workloads if (target := _bare(each))]
+    behind = {_key(each) for each in seen.services if any(one.selects(each) for one in bare)}
+    leading = gateways.leading(seen.mesh, seen.workloads, behind)
+    return [Target(each, gateways.guard(seen.mesh, each)) for each in leading] + bare
+
+
+def _bare(workload: Document) -> Target | None:
+    """A web app of Kubeflow or a notebook; None for anything else."""
+    labels = labels_of(workload)
+    open_ = gateways.Guard(closed=False)
+    for name in (labels.get("app"), labels.get("app.kubernetes.io/name")):
+        if name in WEB_APPS and (name == DASHBOARD or workload["metadata"].get("namespace") == NAMESPACE):
+            return Target(workload, open_, "the dashboard" if name == DASHBOARD else name)
+    return Target(workload, open_, f"the notebook {labels[NOTEBOOK]}") if labels.get(NOTEBOOK) else None
 
 
 def to_gateway(seen: Seen) -> list[Document]:
@@ -75,7 +113,7 @@ def to_gateway(seen: Seen) -> list[Document]:
 
 def _entrances(seen: Seen, wanted: Kubeflow | None) -> Iterator[str]:
     all_ = targets(seen)
-    if not all_:
+    if not any(each.what == Target.what for each in all_):
         yield (
             f"neither {DASHBOARD} nor Istio's ingress gateway is here; install Kubeflow first, or name its cluster with --context"
         )
@@ -84,14 +122,15 @@ def _entrances(seen: Seen, wanted: Kubeflow | None) -> Iterator[str]:
     for ingress in seen.ingresses:
         for service, target in _targeted(ingress, seen, all_):
             reached += 1
-            yield from _ingress(ingress, service, target, seen.ingresses)
-            if wanted and _is_alb(ingress):
+            yield from _ingress(ingress, service, target, seen)
+            if wanted and _is_alb(ingress, seen.classes):
                 yield from _as_wanted(ingress, wanted)
     for target in all_:
         for service in (each for each in seen.services if target.selects(each)):
             reached += (service["spec"].get("type") or "ClusterIP") != "ClusterIP"
             yield from _service(service, target, seen.mesh)
         yield from _host_ports(target)
+        yield from _routes(target, seen)
         yield from target.guard.warnings
     if wanted and not reached:
         yield f"nothing leads to https://{wanted.domain}; make an Ingress with a login: outlast kubeflow apply"
@@ -99,10 +138,19 @@ def _entrances(seen: Seen, wanted: Kubeflow | None) -> Iterator[str]:
 
 def _targeted(ingress: Document, seen: Seen, all_: Sequence[Target]) -> Iterator[tuple[Document, Target]]:
     """The Services to which an Ingress leads, and the pods behind them."""
-    namespace, names = ingress["metadata"].get("namespace"), set(_backends(ingress))
+    namespace = ingress["metadata"].get("namespace")
+    names = {(namespace, name) for name in _backends(ingress)}
+    aliases = [each["spec"].get("externalName") or "" for each in seen.services if _key(each) in names]
+    for name, _, rest in (alias.partition(".") for alias in aliases):
+        names.add((rest.partition(".")[0], name))
     for service in seen.services:
-        if service["metadata"].get("namespace") == namespace and service["metadata"]["name"] in names:
+        if _key(service) in names:
             yield from ((service, target) for target in all_ if target.selects(service))
+
+
+def _key(document: Document) -> tuple[str, str]:
+    """Namespace and name."""
+    return document["metadata"].get("namespace", ""), document["metadata"]["name"]
 
 
 def _backends(ingress: Document) -> Iterator[str]:
@@ -131,23 +179,37 @@ def _of_action(text: str) -> Iterator[str]:
 # An Ingress
 
 
-def _ingress(ingress: Document, service: Document, target: Target, all_: Sequence[Document]) -> Iterator[str]:
-    if _is_alb(ingress):
-        yield from _alb(ingress, {**_annotations(ingress), **_annotations(service)}, target, all_)
+def _ingress(ingress: Document, service: Document, target: Target, seen: Seen) -> Iterator[str]:
+    if _is_alb(ingress, seen.classes):
+        yield from _alb(ingress, service, target, seen.ingresses)
     else:
-        yield from _other(ingress, target)
+        yield from _other(ingress, target, nginx=_is_nginx(ingress, seen.classes))
 
 
-def _is_alb(ingress: Document) -> bool:
-    return _class(ingress) == "alb" or any(name.startswith(f"{ALB}/") for name in _annotations(ingress))
+def _is_alb(ingress: Document, classes: Sequence[Document]) -> bool:
+    """Whether the AWS Load Balancer Controller acts on an Ingress. Its annotations say so only where there is no class."""
+    if name := _class(ingress, classes):
+        return _controller(name, classes) in _ALB_CONTROLLERS or name == "alb"
+    return any(name.startswith(f"{ALB}/") for name in _annotations(ingress))
 
 
-def _alb(ingress: Document, annotations: Mapping[str, str], target: Target, all_: Sequence[Document]) -> Iterator[str]:
-    """A load balancer of AWS. Annotations of the Service count before those of the Ingress; logins are for HTTPS alone.
+def _is_nginx(ingress: Document, classes: Sequence[Document]) -> bool:
+    name = _class(ingress, classes)
+    controller = _controller(name, classes)
+    return controller == _NGINX_CONTROLLER or (not controller and (not name or "nginx" in name))
+
+
+def _controller(name: str, classes: Sequence[Document]) -> str:
+    """The controller of a class; empty if there is no such class."""
+    return next((str((each.get("spec") or {}).get("controller", "")) for each in classes if each["metadata"]["name"] == name), "")
+
+
+def _alb(ingress: Document, service: Document, target: Target, all_: Sequence[Document]) -> Iterator[str]:
+    """A load balancer of AWS. Of the login, what the Service says counts before the Ingress; logins are for HTTPS alone.
 
     https://kubernetes-sigs.github.io/aws-load-balancer-controller/latest/guide/ingress/annotations/#authentication
     """
-    name = identity(ingress)
+    name, annotations = identity(ingress), _annotations(ingress)
     ports = _ports(annotations)
     if ports is None:
         yield f'{name}: {ALB}/listen-ports is not understood; write [{{"HTTP": 80}}, {{"HTTPS": 443}}]'
@@ -164,10 +226,11 @@ def _alb(ingress: Document, annotations: Mapping[str, str], target: Target, all_
         yield f"{name}: port {open_} is HTTP, {problem}; {remedy}"
     if secure and not annotations.get(f"{ALB}/certificate-arn") and not _hosts(ingress):
         yield f"{name}: HTTPS has no certificate; add {ALB}/certificate-arn"
+    annotations = {**annotations, **_annotations(service)}
     login = annotations.get(f"{ALB}/auth-type", "none")
-    if login == "none" and not target.guard.closed:
+    if login not in ("cognito", "oidc") and not target.guard.closed:
         remedy = f"add {ALB}/auth-type: cognito and auth-idp-cognito, as outlast kubeflow render prints them"
-        yield f"{name} leads to the dashboard without a login{target.guard.reason}; {remedy}"
+        yield f"{name} leads to {target.what} without a login{target.guard.reason}; {remedy}"
     if login in ("cognito", "oidc") and (secure or not plain):
         yield from _login(name, login, annotations)
 
@@ -205,13 +268,13 @@ def _as_wanted(ingress: Document, wanted: Kubeflow) -> Iterator[str]:
             yield f"{name} logs in with {there}, and {option} is {here}; correct one of them"
 
 
-def _other(ingress: Document, target: Target) -> Iterator[str]:
+def _other(ingress: Document, target: Target, *, nginx: bool) -> Iterator[str]:
     """An Ingress of nginx or of another controller."""
     name, annotations = identity(ingress), _annotations(ingress)
-    login = annotations.get(f"{_NGINX}/auth-url") or annotations.get(f"{_NGINX}/auth-type") == "basic"
-    if not login and not target.guard.closed:
+    login = annotations.get(f"{_NGINX}/auth-url") or annotations.get(f"{_NGINX}/auth-type") in ("basic", "digest")
+    if not (nginx and login) and not target.guard.closed:
         remedy = "give the gateway one (oauth2-proxy), or use a load balancer of AWS with Cognito"
-        yield f"{name} leads to the dashboard without a login{target.guard.reason}; {remedy}"
+        yield f"{name} leads to {target.what} without a login{target.guard.reason}; {remedy}"
     if not (ingress.get("spec") or {}).get("tls"):
         yield f"{name} has no TLS, so that sessions can be read on the way; add spec.tls"
     elif annotations.get(f"{_NGINX}/ssl-redirect") == "false":
@@ -252,7 +315,7 @@ def _service(service: Document, target: Target, mesh: Mesh) -> Iterator[str]:
     if not where and fields.get("externalIPs"):
         where, to_cluster_ip = f"at {', '.join(fields['externalIPs'])}", "remove spec.externalIPs"
     if where and not target.guard.closed:
-        yield f"{identity(service)} opens the dashboard {where}, past every login{target.guard.reason}; close it: {to_cluster_ip}"
+        yield f"{identity(service)} opens {target.what} {where}, past every login{target.guard.reason}; close it: {to_cluster_ip}"
     if type_ == "LoadBalancer" and target.guard.closed and not _annotations(service).get(_TLS_AT_BALANCER):
         for gateway in gateways.plain(mesh, target.workload):
             remedy = "add tls: {httpsRedirect: true} to that server"
@@ -265,9 +328,32 @@ def _host_ports(target: Target) -> Iterator[str]:
     ports = [port for each in spec.get("containers") or () for port in each.get("ports") or () if port.get("hostPort")]
     if (spec.get("hostNetwork") or ports) and not target.guard.closed:
         yield (
-            f"{identity(target.workload)} opens the dashboard on its nodes' own network, past every login{target.guard.reason}; "
+            f"{identity(target.workload)} opens {target.what} on its nodes' own network, past every login{target.guard.reason}; "
             "remove hostNetwork and hostPort"
         )
+
+
+def _routes(target: Target, seen: Seen) -> Iterator[str]:
+    """Ways past the Ingresses that are not understood, and so count as open."""
+    names = {_key(each) for each in seen.services if target.selects(each)}
+    for each in seen.routes if not target.guard.closed else ():
+        if not names.isdisjoint(_led_to(each)):
+            yield (
+                f"{identity(each)} leads to {target.what}, and Outlast cannot say whether with a login{target.guard.reason}; "
+                "give the gateway one (oauth2-proxy), or remove this way"
+            )
+
+
+def _led_to(route: Document) -> Iterator[tuple[str, str]]:
+    """Namespace and name of the Services of a route of the Gateway API, or of a TargetGroupBinding that is not of an Ingress."""
+    namespace, fields = route["metadata"].get("namespace", ""), route.get("spec") or {}
+    if route["kind"] == _BINDING:
+        if not any(name.startswith(_OF_CONTROLLER) for name in route["metadata"].get("labels") or {}):
+            yield namespace, str((fields.get("serviceRef") or {}).get("name", ""))
+        return
+    for rule in fields.get("rules") or ():
+        for backend in rule.get("backendRefs") or ():
+            yield backend.get("namespace") or namespace, str(backend.get("name", ""))
 
 
 # Profiles and PodDefaults
@@ -309,10 +395,11 @@ def _annotations(document: Document) -> Mapping[str, str]:
     return document["metadata"].get("annotations") or {}
 
 
-def _class(ingress: Document) -> str:
-    return str(
-        (ingress.get("spec") or {}).get("ingressClassName") or _annotations(ingress).get("kubernetes.io/ingress.class") or ""
-    )
+def _class(ingress: Document, classes: Sequence[Document]) -> str:
+    """The class of an Ingress: the one it names, or the cluster's default."""
+    named = (ingress.get("spec") or {}).get("ingressClassName") or _annotations(ingress).get("kubernetes.io/ingress.class")
+    default = "ingressclass.kubernetes.io/is-default-class"
+    return str(named or next((each["metadata"]["name"] for each in classes if _annotations(each).get(default) == "true"), ""))
 
 
 def _hosts(ingress: Document) -> set[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,10 @@ from outlast.kubeflow.documents import GATEWAY, GATEWAY_NAMESPACE, NAMESPACE
 Document = dict[str, Any]
 _LOGIN_PATHS = re.compile(r"/(dex|oauth2|authservice|login|logout|healthz|\.well-known)(/.*|\*+)?")
 """Paths that nobody can log in without."""
-_ASKS = re.compile(r"ext_authz|envoy\.filters\.http\.oauth2")
+_ASKS = re.compile(r"ext_authz|envoy\.(extensions\.)?filters\.http\.oauth2")
+"""Name or type of a filter that asks another server."""
+_SKIPS = re.compile(r'"disabled": true|"filter_?[eE]nabled|"pass_?[tT]hrough_?[mM]atcher"|"filterEnabledMetadata"')
+"""What exempts some requests from such a filter."""
 _TRUSTS = re.compile(r'get\("kubeflow-userid"\)\s*~=\s*nil\s*then\s*return')
 """What the filter of AWS's distribution does with the header that names the user to Kubeflow."""
 _TOKENLESS = {"key": "request.headers[authorization]", "notValues": ["*"]}
@@ -38,6 +41,8 @@ class Mesh:
     """RequestAuthentications."""
     filters: Sequence[Document] = ()
     """EnvoyFilters."""
+    lenient: frozenset[str] = frozenset()
+    """Providers of CUSTOM policies that let everything through when they do not answer: `failOpen` in Istio's configuration."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +76,12 @@ def within(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
     return all(labels.get(name) == value for name, value in selector.items())
 
 
-def leading(mesh: Mesh, workloads: Sequence[Document]) -> list[Document]:
-    """The workloads of the gateways that lead to Kubeflow: Istio's usual one, and those of VirtualServices with routes there."""
-    used = {name for each in mesh.virtual_services if _to_kubeflow(each) for name in _gateways(each)}
+def leading(mesh: Mesh, workloads: Sequence[Document], notebooks: Collection[tuple[str, str]] = ()) -> list[Document]:
+    """The workloads of the gateways that lead to Kubeflow: Istio's usual one, and those of VirtualServices with routes there.
+
+    `notebooks`: namespace and name of the Services of notebooks, which count as well.
+    """
+    used = {name for each in mesh.virtual_services if _to_kubeflow(each, notebooks) for name in _gateways(each)}
     selectors = [
         _selector(each) for each in mesh.gateways if (each["metadata"].get("namespace"), each["metadata"]["name"]) in used
     ]
@@ -92,7 +100,7 @@ def plain(mesh: Mesh, workload: Document) -> Iterator[Document]:
 
 def guard(mesh: Mesh, workload: Document) -> Guard:
     """Whether a gateway lets nothing through without a login, and why not."""
-    policies = [each for each in mesh.policies if _selects(each, workload, "selector", "matchLabels")]
+    policies = [each for each in mesh.policies if _selects(each, workload, "selector", "matchLabels") and not _is_trial(each)]
     filters = [each for each in mesh.filters if _selects(each, workload, "workloadSelector", "labels")]
     by_action: dict[str, list[Document]] = {}
     for each in policies:
@@ -103,21 +111,28 @@ def guard(mesh: Mesh, workload: Document) -> Guard:
         for each in filters
         if any(_TRUSTS.search(text) for text in _inserted(each))
     ]
-    asking = [(each, text) for each in filters for text in _inserted(each) if _ASKS.search(text)]
+    asking = [(each, text) for each in filters for text in _asking(each)]
     lenient = [each for each, text in asking if re.search(r'"failure_?[mM]ode_?[aA]llow": true', text)]
+    partial = [each for each, text in asking if _SKIPS.search(text)] + [each for each in filters if any(_exempting(each))]
     denied = any(_denies(rule) for each in by_action.get("DENY", ()) for rule in _rules(each))
     allowed = [rule for each in by_action.get("ALLOW", ()) for rule in _rules(each)]
     verified = "ALLOW" in by_action and all(_demands(rule) for rule in allowed)
-    custom = [_asked(rule) for each in by_action.get("CUSTOM", ()) for rule in _rules(each)]
-    if denied or verified or "all" in custom or (asking and not lenient):
+    custom = [
+        _asked(rule) for each in by_action.get("CUSTOM", ()) if _provider(each) not in mesh.lenient for rule in _rules(each)
+    ]
+    if denied or verified or "all" in custom or (asking and not lenient and not partial):
         return Guard(closed=True, warnings=warnings)
-    return Guard(closed=False, reason=_reason(by_action, custom, lenient, mesh, workload), warnings=warnings)
+    reason = _reason(by_action, custom, mesh, workload)
+    if lenient:
+        reason = f", since {identity(lenient[0])} lets everything through when its server does not answer"
+    elif asking and partial:
+        reason = f", since {identity(partial[0])} lets some requests through without asking"
+    return Guard(closed=False, reason=reason, warnings=warnings)
 
 
 def _reason(
     by_action: Mapping[str, Sequence[Document]],
     custom: Sequence[str],
-    lenient: Sequence[Document],
     mesh: Mesh,
     workload: Document,
 ) -> str:
@@ -127,8 +142,11 @@ def _reason(
         return f", since {asked} does not ask about requests that carry any token, and no policy denies those with a wrong one"
     if custom:
         return f", since {identity(by_action['CUSTOM'][0])} asks about some paths only"
-    if lenient:
-        return f", since {identity(lenient[0])} lets everything through when its server does not answer"
+    if open_ := [each for each in by_action.get("CUSTOM", ()) if _provider(each) in mesh.lenient]:
+        return f", since {identity(open_[0])} asks {_provider(open_[0])}, which lets all through when it is away (failOpen)"
+    trials = [each for each in mesh.policies if _is_trial(each) and _selects(each, workload, "selector", "matchLabels")]
+    if trials:
+        return f", since {identity(trials[0])} is a dry run of Istio and rejects nothing"
     if found := [each for each in mesh.authentications if _selects(each, workload, "selector", "matchLabels")]:
         return f", since {identity(found[0])} rejects wrong tokens but not missing ones"
     return ""
@@ -143,6 +161,15 @@ def _selects(document: Document, workload: Document, selector: str, labels: str)
     if namespace not in (workload["metadata"].get("namespace"), GATEWAY_NAMESPACE):
         return False
     return within((fields.get(selector) or {}).get(labels) or {}, labels_of(workload))
+
+
+def _provider(policy: Document) -> str:
+    return str(((policy.get("spec") or {}).get("provider") or {}).get("name", ""))
+
+
+def _is_trial(policy: Document) -> bool:
+    """Whether Istio only writes down what a policy would do."""
+    return str((policy["metadata"].get("annotations") or {}).get("istio.io/dry-run", "")).lower() == "true"
 
 
 def _rules(policy: Document) -> list[Document]:
@@ -185,14 +212,18 @@ def _demands(rule: Document) -> bool:
     return bool(paths) and all(_LOGIN_PATHS.fullmatch(path) for each in paths for path in each)
 
 
-def _to_kubeflow(virtual_service: Document) -> bool:
-    """Whether a VirtualService has a route to a Service of Kubeflow."""
+def _to_kubeflow(virtual_service: Document, notebooks: Collection[tuple[str, str]]) -> bool:
+    """Whether a VirtualService has a route to a Service of Kubeflow, or to a notebook."""
     namespace = virtual_service["metadata"].get("namespace")
     fields = virtual_service.get("spec") or {}
     routes = [route for kind in ("http", "tls", "tcp") for each in fields.get(kind) or () for route in each.get("route") or ()]
+    delegates = [each["delegate"] for each in fields.get("http") or () if each.get("delegate")]
+    if any((each.get("namespace") or namespace) == NAMESPACE for each in delegates):
+        return True
     for route in routes:
         name, _, rest = str((route.get("destination") or {}).get("host", "")).partition(".")
-        if name and (rest.partition(".")[0] or namespace) == NAMESPACE:
+        to = rest.partition(".")[0] or str(namespace)
+        if name and (to == NAMESPACE or (to, name) in notebooks):
             return True
     return False
 
@@ -209,9 +240,39 @@ def _selector(gateway: Document) -> Mapping[str, str]:
     return (gateway.get("spec") or {}).get("selector") or {}
 
 
+def _brought(filter_: Document) -> Iterator[tuple[Document, Document]]:
+    """Where an EnvoyFilter puts which HTTP filter of a gateway."""
+    for each in (filter_.get("spec") or {}).get("configPatches") or ():
+        patch, match = each.get("patch") or {}, each.get("match") or {}
+        here = match.get("context", "ANY") in ("ANY", "GATEWAY")
+        if each.get("applyTo") == "HTTP_FILTER" and patch.get("operation") != "REMOVE" and here:
+            yield match, patch.get("value") or {}
+
+
 def _inserted(filter_: Document) -> Iterator[str]:
     """The HTTP filters that an EnvoyFilter brings, each as text in which quotes are as written."""
+    for _, value in _brought(filter_):
+        yield json.dumps(value).replace('\\"', '"').replace("\\n", "\n")
+
+
+def _asking(filter_: Document) -> Iterator[str]:
+    """Those of all listeners that ask another server: by name or type, whatever their text says."""
+    for match, value in _brought(filter_):
+        listener = match.get("listener") or {}
+        chain = listener.get("filterChain") or {}
+        some = listener.get("portNumber") or listener.get("name") or {*chain} - {"filter"} or match.get("proxy")
+        config = value.get("typed_config") or value.get("typedConfig") or {}
+        named = (value.get("name"), config.get("@type"), config.get("type_url"), config.get("typeUrl"))
+        if not some and any(_ASKS.search(str(each)) for each in named):
+            yield json.dumps(value)
+
+
+def _exempting(filter_: Document) -> Iterator[str]:
+    """The changes of an EnvoyFilter that switch such a filter off, or take it away."""
     for each in (filter_.get("spec") or {}).get("configPatches") or ():
-        patch = each.get("patch") or {}
-        if each.get("applyTo") == "HTTP_FILTER" and patch.get("operation") != "REMOVE":
-            yield json.dumps(patch.get("value") or {}).replace('\\"', '"').replace("\\n", "\n")
+        patch, at = each.get("patch") or {}, each.get("applyTo")
+        text = json.dumps(patch.get("value") or {})
+        off = at in ("ROUTE_CONFIGURATION", "VIRTUAL_HOST", "HTTP_ROUTE") and _ASKS.search(text) and '"disabled": true' in text
+        away = at == "HTTP_FILTER" and patch.get("operation") == "REMOVE" and _ASKS.search(json.dumps(each.get("match") or {}))
+        if off or away:
+            yield text
