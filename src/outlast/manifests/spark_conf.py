@@ -25,8 +25,8 @@ INSTANCES, MOST = "spark.executor.instances", "spark.dynamicAllocation.maxExecut
 _MOST = 50
 """Most executors, where the user gives no number."""
 _FAILURES = 20
-"""Executors that may fail within ten minutes, or two per executor where that is more. Spark's own limit is two per executor (3 at
-least) of all its life, and those of machines that are taken away count."""
+"""Executors that may fail within an hour, or four per executor where that is more. Spark's own limit is two per executor (3 at
+least) in all its life, and those of machines that are taken away count. Those that end as they start reach ours in minutes."""
 _DRIVER_PORT, _BLOCK_PORT = 7078, 7079
 """Spark's own in a cluster; fixed, for NetworkPolicies."""
 _HEAP = 1 << 30
@@ -96,7 +96,7 @@ def defaults(fields: spec.Spec, conf: Mapping[str, str], namespace: str) -> dict
         "spark.storage.decommission.rddBlocks.enabled": "true",
         "spark.storage.decommission.shuffleBlocks.enabled": "true",
         "spark.executor.maxNumFailures": str(_failures(conf)),
-        "spark.executor.failuresValidityInterval": "10m",
+        "spark.executor.failuresValidityInterval": "1h",
         **_number(conf),
         **_sizes(fields.resources, conf),
     }
@@ -159,7 +159,7 @@ def _failures(conf: Mapping[str, str]) -> int:
         if not value.isdecimal() or int(value) < 1:
             raise OutlastError(f"--conf {key}={value} is no number of executors; give 1 or more")
     most = max(map(int, given.values())) if given else _MOST
-    return max(_FAILURES, 2 * most)
+    return max(_FAILURES, 4 * most)
 
 
 def _sizes(wanted: spec.Resources, conf: Mapping[str, str]) -> dict[str, str]:
