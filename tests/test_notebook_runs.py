@@ -28,7 +28,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 STEPS = 200
 """That the first notebook trains."""
 RUN_S = 500
-"""How long the notebook may take on a busy machine; alone it takes a minute."""
+"""How long the notebook may take on a busy machine; it takes one to two minutes."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.jobs, pytest.mark.timeout(2 * RUN_S)]
 
