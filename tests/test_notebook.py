@@ -282,6 +282,9 @@ def test_the_curve_leaves_out_what_is_not_finite_begins_at_step_0_and_is_short()
     assert drawn(2, 1, step=0) == "44.0,10.0 44.0,128.0"
     assert len(long := drawn(*range(5000)).split()) < 1000
     assert (long[0], long[-1]) == ("44.0,128.0", "650.0,10.0")
+    worlds = [panel.Point(step, 1 + (step > 50) + (step > 51) + (step > 80), 1.0) for step in range(100)]
+    labels = re.findall(r"world \d", panel.page(a_status(steps=None), worlds, "loss", 100.0))
+    assert labels == ["world 2", "world 4"], "two labels at one place could not be read"
     assert "<svg" not in panel.page(a_status(), [panel.Point(1, 1, math.nan)] * 2, "loss", 100.0)
 
 
@@ -295,7 +298,7 @@ def test_the_story_of_a_run_is_drawn_with_its_loss_and_where_its_time_went() -> 
     points = panel.points(METRICS, "loss")
     account = test_goodput.training().steps(4).failure().world(1).session(1).restored(2).steps(3).finished().account()
     loss, time = charts.story(account, points, points[:2]).axes
-    assert [line.get_label() for line in loss.lines] == ["training loss", "validation loss", "worker lost, training goes on"]
+    assert [line.get_label() for line in loss.lines] == ["training loss", "validation loss", "a new world of workers"]
     assert {text.get_text() for text in time.get_legend().get_texts()} >= {"training 5.0s", "replayed 2.0s", "queue 1.0s"}
     assert [text.get_text() for text in time.texts] == [test_goodput.KILLED]
 

@@ -44,7 +44,7 @@ def _loss(axes: Any, train: Sequence[Point], validation: Sequence[Point]) -> Non
         axes.plot(steps, values, "o--", color="#dd8452", label="validation loss")
     begun = [(a.step + b.step) / 2 for a, b in itertools.pairwise(train) if b.generation > a.generation]
     for number, step in enumerate(begun):
-        axes.axvline(step, color="#d64545", linestyle=":", label=None if number else "worker lost, training goes on")
+        axes.axvline(step, color="#d64545", linestyle=":", label=None if number else "a new world of workers")
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.grid(alpha=0.25)

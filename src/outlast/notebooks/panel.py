@@ -28,6 +28,8 @@ _WORKERS = {"training": _GREEN, "done": _GREEN, "gone": _RED}
 _TEXT, _DIM, _LINE = "var(--jp-ui-font-color1, #222)", "var(--jp-ui-font-color2, #666)", "var(--jp-border-color2, #ccc)"
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 660, 150, 44, 22, 10
 """Of the curve, in pixels, and its margins."""
+_LABEL = 60
+"""Width of the label of a world, in pixels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,11 +136,14 @@ def _curve(points: Sequence[Point], metric: str, steps: int | None) -> str:
 
     base = _TOP + tall
     shapes = [f'<path d="M{_LEFT} {_TOP}V{base}H{_LEFT + wide}" fill="none" stroke="{_LINE}"/>']
+    free = 0.0  # where a label has room
     for before, after in itertools.pairwise(points):
         if after.generation > before.generation:
             at = x((before.step + after.step) / 2)
             shapes.append(f'<path d="M{at} {_TOP}V{base}" stroke="{_RED}" stroke-dasharray="4 3"/>')
-            shapes.append(_label(at + 4, _TOP + 10, f"world {after.generation}", _RED))
+            if at >= free:
+                shapes.append(_label(at + 4, _TOP + 10, f"world {after.generation}", _RED))
+                free = at + _LABEL
     thin = [*finite[: -1 : math.ceil(len(finite) / _WIDTH)], finite[-1]]  # a long run has more points than there are pixels
     line = " ".join(f"{x(point.step)},{y(point.value)}" for point in thin)
     shapes.append(f'<polyline points="{line}" fill="none" stroke="{_BLUE}" stroke-width="2"/>')
