@@ -111,7 +111,16 @@ def test_each_process_has_a_ledger_of_its_own_wherever_its_rank_is(tmp_path: Pat
 # Resuming
 
 
-@pytest.mark.parametrize(("names", "lost"), [("ab", "a"), ("ab", "b"), ("abc", "ab"), ("abb", "a"), ("abb", "b")])
+@pytest.mark.parametrize(
+    ("names", "lost"),
+    [
+        pytest.param("ab", "a", marks=pytest.mark.slow),
+        pytest.param("ab", "b", marks=pytest.mark.slow),
+        ("abc", "ab"),
+        pytest.param("abb", "a", marks=pytest.mark.slow),
+        ("abb", "b"),
+    ],
+)
 def test_nothing_is_lost_with_the_disks_of_lost_workers(tmp_path: Path, calm: Calm, names: str, lost: str):
     killed = world(Training(kill_at=13), tmp_path, len(names), disks=names)
     assert killed.codes == [-9] * len(names)

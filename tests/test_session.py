@@ -42,7 +42,7 @@ def records(output: Path) -> list[dict[str, Any]]:
         (1, "conv", "sgd", None),
         pytest.param(1, "mlp", "adamw", None, marks=pytest.mark.slow),
         (2, "conv", "adamw", None),
-        (2, "mlp", "sgd", 5),
+        pytest.param(2, "mlp", "sgd", 5, marks=pytest.mark.slow),
         pytest.param(3, "conv", "sgd", None, marks=pytest.mark.slow),
         pytest.param(3, "conv", "adamw", None, marks=pytest.mark.slow),
         pytest.param(3, "mlp", "sgd", None, marks=pytest.mark.slow),
