@@ -256,6 +256,8 @@ SAYS = {
     "3 node(s) didn't match pod affinity rules": "it may only be where certain pods are, and there are none with room",
     "3 node(s) didn't have free ports for the requested pod ports": "the port of the machine that it asks for is taken",
     "3 node(s) had volume node affinity conflict": "its volume is in another zone or on another machine than the free nodes",
+    "3 node(s) didn't match PersistentVolume's node affinity": "its volume is in another zone or on another machine than the "
+    "free nodes",
     "3 node(s) exceed max volume count": "nodes have as many volumes as they can",
     "3 node(s) are on fire": "3 node(s) are on fire",
 }

@@ -89,7 +89,9 @@ def _is_default(storage_class: Document) -> bool:
 def _elsewhere(pod: Document, text: str) -> Cause | None:
     """The volume exists where the pod cannot run."""
     whom = f"{workers_text([pod])} {verb([pod], 'finds', 'find')} no node"
-    if "volume node affinity conflict" in text:
+    if (
+        "volume node affinity conflict" in text or "match PersistentVolume's node affinity" in text
+    ):  # newer schedulers say the latter
         remedy = "use a class with volumeBindingMode WaitForFirstConsumer, or a nodeSelector for the volume's zone"
         what = f"{whom}: its volume is in another zone or on another machine than the free nodes"
         return Cause("volume-elsewhere", what, (text,), remedy)
