@@ -43,6 +43,8 @@ def a_notebook(**fields: Any) -> Wanted:
 
 
 FOR_SPARK = {("get", "", "serviceaccounts"), *(("get", "rbac.authorization.k8s.io", each) for each in ("roles", "rolebindings"))}
+TO_FOLLOW = {("get", "", "pods"), ("watch", "", "pods")}
+"""For `outlast logs -f` and `--follow`."""
 WANTED = [a_notebook(), a_notebook(name="n" * 52, gpus=2, storage_class="fast", secrets=("aws", "hf"), cpu=0.5, image="mine:1")]
 
 
@@ -143,6 +145,7 @@ def test_its_account_reads_no_secret_and_gives_no_rights() -> None:
     account, role, binding = rbac.notebook("team", {})
     allowed = rights(role["rules"])
     assert not {(verb, group) for verb, group, what in allowed if what == "secrets"} - {("create", "")}
+    assert allowed >= TO_FOLLOW
     given = {(verb, what) for verb, _, what in allowed if what in ("roles", "rolebindings", "serviceaccounts")}
     assert {verb for verb, _ in given} == {"get"}
     assert not {verb for verb, _, _ in allowed} & {"*", "escalate", "bind", "impersonate"}
@@ -230,7 +233,7 @@ def test_the_rights_of_a_notebook_are_those_that_its_commands_use(
     do("cancel", "plain")
     do("data", "get", "cifar10", "--on", "kubernetes", "--claim", "disk:/data")
     do("cancel", "data-cifar10")
-    assert allowed - used == FOR_SPARK | {("watch", "", "pods")}, "the latter for `outlast logs -f`"
+    assert allowed - used == FOR_SPARK | TO_FOLLOW
 
 
 # Why it does not start

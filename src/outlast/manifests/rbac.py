@@ -140,7 +140,7 @@ def notebook(namespace: str, labels: dict[str, str]) -> list[Document]:
         _rule(contract.GROUP, [jobs], made),
         _rule(contract.GROUP, [f"{jobs}/scale"], ["patch"]),
         _rule("batch", ["jobs"], made),
-        _rule("", ["pods"], ["list", "watch", "delete"]),
+        _rule("", ["pods"], ["get", "list", "watch", "delete"]),  # get: whether the pod of a log that ended runs on
         _rule("", ["pods/log", "pods/proxy"], ["get"]),  # the log; an agent's step
         _rule("", ["configmaps", "services"], made),
         _rule("", ["persistentvolumeclaims"], ["get", "list", "create", "patch"]),
