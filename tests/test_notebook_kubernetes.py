@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import functools
 import http.client
 import json
@@ -24,7 +25,7 @@ import apiserver
 import ports
 from fake_cluster import FakeCluster
 from outlast.cluster import notebook as cluster_notebook
-from outlast.errors import OutlastError
+from outlast.errors import Forbidden, OutlastError
 from outlast.kube import kinds
 from outlast.manifests import notebook, rbac
 from outlast.manifests.notebook import Wanted
@@ -261,6 +262,18 @@ def waiting(reason: str, message: str) -> Document:
     return pod
 
 
+ELSEWHERE = "2 node(s) didn't match PersistentVolume's node affinity"
+SPOT = "2 node(s) didn't match Pod's node affinity/selector"
+
+
+def ended(said: str) -> Document:
+    """A pod whose container ends again and again."""
+    pod = waiting("CrashLoopBackOff", "back-off 40s restarting failed container")
+    last = {"exitCode": 2, "reason": "Error", "message": f"{said}\n", "finishedAt": "2026-01-01T00:00:00Z"}
+    pod["status"]["containerStatuses"][0] |= {"restartCount": 3, "lastState": {"terminated": last}}
+    return pod
+
+
 BOUND = {**notebook.documents(a_notebook(), kubeflow=False)[0], "status": {"phase": "Bound"}}
 SCHEDULED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
 NODE: Document = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "a"}, "spec": {}}
@@ -315,9 +328,28 @@ NODE |= {"status": {"allocatable": {"cpu": "0.5"}, "conditions": [{"type": "Read
             ],
             "pod notebook-0 finds no node that is large enough: each asks for 1 cores; ask for less with --cpu, or add nodes",
         ),
+        (
+            [
+                NODE,
+                BOUND,
+                a_pod(phase="Pending", conditions=[{**SCHEDULED, "message": f"0/2 nodes are available: {ELSEWHERE}."}]),
+            ],
+            "pod notebook-0 finds no node: its volume is in another zone or on another machine than the free nodes; add a node "
+            "where the volume is; or --delete it, and name a --storage-class with WaitForFirstConsumer",
+        ),
+        (
+            [NODE, BOUND, a_pod(phase="Pending", conditions=[{**SCHEDULED, "message": f"0/2 nodes are available: {SPOT}."}])],
+            "pod notebook-0 finds no node: none has the labels that it needs; add nodes that are not spot machines, where no "
+            "notebook runs",
+        ),
+        (
+            [NODE, BOUND, ended("Error: JupyterLab is not installed; pip install 'outlast[notebook]'")],
+            "pod notebook-0 ended with exit code 2: Error: JupyterLab is not installed; pip install 'outlast[notebook]'; "
+            "correct what it says; an image of yours needs Outlast and JupyterLab (--image)",
+        ),
         ([a_pod(phase="Running")], ""),
     ],
-    ids=["quota", "pod-security", "image", "claim", "cpu", "nothing"],
+    ids=["quota", "pod-security", "image", "claim", "cpu", "elsewhere", "spot", "no-jupyterlab", "nothing"],
 )
 def test_why_it_does_not_start_is_one_sentence(documents: list[Document], sentence: str) -> None:
     there = notebook.documents(a_notebook(), kubeflow=False)[-1]
@@ -388,6 +420,42 @@ def answer(port: int, path: str) -> int:
         connection.request("GET", path)
         return connection.getresponse().status
     return 0
+
+
+class Full:
+    """A listener for which there are too many open files, once."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.listener, self.refusals = listener, [OSError(errno.EMFILE, "Too many open files")]
+
+    def __enter__(self) -> Full:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.listener.close()
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self.refusals:
+            raise self.refusals.pop()
+        return self.listener.accept()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.listener, name)
+
+
+def test_a_port_goes_on_when_files_were_short_and_a_missing_right_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        def forward(self, pod: str, port: int, connection: socket.socket) -> None:
+            raise Forbidden("eve may not forward to pods")
+
+    made = socket.create_server
+    monkeypatch.setattr(socket, "create_server", lambda address: Full(made(address)))
+    monkeypatch.setattr(cluster_notebook, "_PAUSE_S", 0.0)
+    said: list[str] = []
+    cluster: Any = Refusing()
+    with cluster_notebook.forwarded(cluster, "notebook-0", 0, said.append) as port:
+        assert [answer(port, "/") for _ in range(2)] == [0, 0], "closed, and not left waiting"
+    assert said == ["the notebook cannot be reached from here: eve may not forward to pods"]
 
 
 START = ("notebook", "--on", "kubernetes", "-n", "team")

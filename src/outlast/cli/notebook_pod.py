@@ -81,7 +81,7 @@ def _open(cluster: kube.Cluster, there: Found, again: str, port: int | None) -> 
     with serving.until_stopped():
         notebook.await_ready(cluster, there, terminal.say)
         number = serving.port(port, "127.0.0.1", manifests.PORT)
-        with notebook.forwarded(cluster, there.pod, number):
+        with notebook.forwarded(cluster, there.pod, number, terminal.say):
             ready = True
             url = jupyter.url(jupyter.Server(port=number, base=there.base), "localhost", there.token)
             print(f"JupyterLab: {url} (Ctrl-C ends the connection, the notebook goes on)", flush=True)

@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from outlast import backoff, diagnosis, kube
@@ -33,6 +33,8 @@ POLL_S = 2.0
 """Interval of looking at the pod."""
 _WHY_S = 10.0
 """Interval of asking why it is not ready, which reads many kinds of documents. First after this time."""
+_PAUSE_S = 0.1
+"""Pause when no connection can be taken."""
 _BITS = 256
 _INDEX = "apps.kubernetes.io/pod-index"
 """Label of a StatefulSet's pods: this one is no worker 0."""
@@ -48,7 +50,11 @@ _REMEDIES = {
     "unschedulable-cpu": "ask for less with --cpu, or add nodes",
     "unschedulable-memory": "ask for less with --memory, or add nodes",
     "unschedulable-gpu": "ask for fewer with --gpu, or add nodes with them",
-    "secret-missing": "make it, or leave out --secret",
+    "secret-missing": "make it, or leave out --secret; --stop and a new start make the one with the token",
+    "account-missing": "--stop and a new start make the notebook's own; any other has to be there (--account)",
+    "volume-elsewhere": "add a node where the volume is; or --delete it, and name a --storage-class with WaitForFirstConsumer",
+    "unschedulable-selector": "add nodes that are not spot machines, where no notebook runs",
+    "failing-script": "correct what it says; an image of yours needs Outlast and JupyterLab (--image)",
 }
 """Remedies by rule of the diagnosis; others are as for a job."""
 
@@ -223,7 +229,7 @@ def why(cluster: kube.Cluster, there: Found) -> str:
     if there.kubeflow and not seen.workload:
         return "Kubeflow has made no StatefulSet of it yet; if it stays so, its notebook controller does not run"
     found = diagnosis.causes(dataclasses.replace(seen, pods=tuple(map(_unnumbered, seen.pods))), time.time())
-    return next((_sentence(cause) for cause in found if cause.wrong and cause.rule != "absent"), "")
+    return next((_sentence(cause, seen.pods) for cause in found if cause.wrong and cause.rule != "absent"), "")
 
 
 def _unnumbered(pod: Document) -> Document:
@@ -231,37 +237,57 @@ def _unnumbered(pod: Document) -> Document:
     return {**pod, "metadata": {**meta, "labels": {k: v for k, v in (meta.get("labels") or {}).items() if k != _INDEX}}}
 
 
-def _sentence(cause: Cause) -> str:
+def _sentence(cause: Cause, of: Sequence[Document]) -> str:
     remedy = _REMEDIES.get(cause.rule, cause.remedy)
-    return f"{cause.what}; {remedy}" if remedy else cause.what
+    what = cause.what
+    if cause.rule == "failing-script":
+        messages = [str((pods.termination(pod) or {}).get("message", "")) for pod in of]
+        what = ": ".join((what, *(message.strip().splitlines()[-1] for message in messages if message.strip())))
+    return f"{what}; {remedy}" if remedy else what
 
 
 # Reaching
 
 
 @contextlib.contextmanager
-def forwarded(cluster: kube.Cluster, pod: str, port: int) -> Iterator[int]:
+def forwarded(cluster: kube.Cluster, pod: str, port: int, say: Say) -> Iterator[int]:
     """A port of this machine, `port` or a free one for 0, that leads to the notebook in a pod; also in the next pod of that name.
 
-    Raises OSError when the port is taken.
+    Says once that the right to it is missing. Raises OSError when the port is taken.
     """
+    said: set[str] = set()
+    ended = threading.Event()
     with socket.create_server(("127.0.0.1", port)) as listener:
 
         def carry(connection: socket.socket) -> None:
             with connection, contextlib.suppress(OSError):
-                with contextlib.suppress(ClusterError):  # the browser says that it has no answer, and tries again
+                try:
                     cluster.forward(pod, manifests.PORT, connection)
+                except Forbidden as error:
+                    if str(error) not in said:
+                        said.add(str(error))
+                        say(f"the notebook cannot be reached from here: {error}")
+                except ClusterError:
+                    pass  # the browser says that it has no answer, and tries again
                 connection.shutdown(socket.SHUT_RDWR)  # to close it is not enough while a thread reads from it
 
         def accept() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    threading.Thread(target=carry, args=(listener.accept()[0],), daemon=True).start()
+            while not ended.is_set():
+                try:
+                    connection = listener.accept()[0]
+                except OSError:  # the end; or too many open files, which is over when others end
+                    ended.wait(_PAUSE_S)
+                    continue
+                try:
+                    threading.Thread(target=carry, args=(connection,), daemon=True).start()
+                except RuntimeError:  # too many threads
+                    connection.close()
 
         threading.Thread(target=accept, daemon=True).start()
         try:
             yield listener.getsockname()[1]
         finally:
+            ended.set()
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
 
