@@ -128,6 +128,13 @@ def test_a_notebook_is_reached_with_its_token_keeps_its_work_and_has_its_rights(
         assert "no job" in inside("cd /tmp && outlast list 2>&1")
         made = inside("cd job && outlast submit job.yaml --as indexed-job --dry-run 2>&1")
         assert re.search(r"^Job train\S* would be created$", made, re.MULTILINE), made
+        prepared = inside(
+            "mkdir src && cp job/job.yaml src/a.py && outlast data prepare text $PWD/src --to $PWD/tokens --engine spark "
+            f"--master k8s://https://kubernetes.default.svc --claim notebook-work:{notebook.HOME} --image {options[1]} "
+            "--conf spark.executor.instances=1 --conf spark.kubernetes.executor.request.cores=100m --follow 2>&1; echo ended $?"
+        )
+        assert "wrote train" in prepared, prepared
+        assert prepared.endswith("ended 0\n"), prepared
         account = f"system:serviceaccount:{namespace.name}:notebook"
         for verb, resource in (("get", "secrets"), ("list", "secrets"), ("create", "rolebindings"), ("create", "pods/exec")):
             said = namespace.kubectl("auth", "can-i", verb, resource, f"--as={account}", fails=True)
