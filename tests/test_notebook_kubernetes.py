@@ -46,7 +46,10 @@ def a_notebook(**fields: Any) -> Wanted:
 FOR_SPARK = {("get", "", "serviceaccounts"), *(("get", "rbac.authorization.k8s.io", each) for each in ("roles", "rolebindings"))}
 TO_FOLLOW = {("get", "", "pods"), ("watch", "", "pods")}
 """For `outlast logs -f` and `--follow`."""
-WANTED = [a_notebook(), a_notebook(name="n" * 52, gpus=2, storage_class="fast", secrets=("aws", "hf"), cpu=0.5, image="mine:1")]
+WANTED = [
+    a_notebook(),
+    a_notebook(name="n" * 52, gpus=2, storage_class="fast", shared=True, secrets=("aws", "hf"), cpu=0.5, image="mine:1"),
+]
 
 
 @functools.cache
@@ -88,6 +91,7 @@ def test_its_objects_are_valid_and_its_pod_is_restricted(wanted: Wanted) -> None
     assert [each["secretRef"]["name"] for each in container.get("envFrom", ())] == list(wanted.secrets)
     assert container["resources"]["limits"].get("nvidia.com/gpu", 0) == wanted.gpus
     assert made[0]["spec"].get("storageClassName", "") == wanted.storage_class
+    assert made[0]["spec"]["accessModes"] == ["ReadWriteMany" if wanted.shared else "ReadWriteOnce"]
     (tolerated,) = pod.get("tolerations") or [{"key": "nvidia.com/gpu"}]
     assert tolerated["key"] == "nvidia.com/gpu", "and no taint of spot nodes"
     (term,) = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]

@@ -307,6 +307,21 @@ def test_status_counts_executors_and_does_not_take_them_for_workers(team: apiser
     assert "/data/out" in page
     assert json.loads(outlast("status", "prepare-out", "-n", "n", "-o", "json")[1])["executors"]["pending"] == 1
 
+    said = "outlast | 3 of 9\nError: a.txt is not UTF-8: byte 7 is 0xff; convert it\n"
+    ended = {"exitCode": 2, "reason": "Error", "message": said, "finishedAt": apiserver.NOW}
+    status = {"phase": "Failed", "containerStatuses": [{"name": "worker", "ready": False, "state": {"terminated": ended}}]}
+    meta = {"name": "prepare-out-x", "namespace": "n", "labels": job["spec"]["template"]["metadata"]["labels"]}
+    team.put({"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": driver(job), "status": status})
+    failed = {
+        "type": "Failed",
+        "status": "True",
+        "message": "Container worker failed with exit code 2 matching FailJob rule at index 0",
+    }
+    team.put({**job, "status": {"conditions": [failed]}})
+    assert outlast("status", "prepare-out", "-n", "n")[1].startswith(
+        "prepare-out: Failed: a.txt is not UTF-8: byte 7 is 0xff; convert it\n"
+    )
+
 
 @pytest.mark.parametrize(
     ("answer", "code", "sentence"),
@@ -370,6 +385,7 @@ def test_who_may_not_make_roles_is_told_what_an_administrator_applies(team: apis
             "--master k8s://https://other:443 is not the cluster of here, which is http://127",
         ),
         ((*IN_PODS, "--claim", "other:/data"), "there is no claim other in namespace n; create it, or choose another"),
+        ((*IN_PODS, *CLAIM, "--secret", "other"), "there is no Secret other in namespace n; create it, or choose another"),
         (IN_PODS, "on Kubernetes the source and the work have to be on a volume"),
         (
             (*IN_PODS, *CLAIM, "--work", "here"),

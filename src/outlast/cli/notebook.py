@@ -56,6 +56,9 @@ def notebook(
     storage_class: Annotated[
         str | None, typer.Option(metavar="NAME", help="In a cluster: StorageClass of its claim. Default: the cluster's.")
     ] = None,
+    shared: Annotated[
+        bool, typer.Option("--shared", help="In a cluster: pods on other nodes, as Spark's, may mount its claim (ReadWriteMany).")
+    ] = False,
     cpu: Annotated[str | None, typer.Option(metavar="N", help="In a cluster: cores. Default: 1, or more if idle.")] = None,
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help="In a cluster: memory. Default: 4Gi.")] = None,
     gpu: Annotated[int | None, typer.Option(metavar="N", min=0, help="In a cluster: GPUs. Default: 0.")] = None,
@@ -90,10 +93,11 @@ def notebook(
       outlast notebook ~/experiments --port 9000 --open
       outlast notebook work --bind 0.0.0.0 --token-file token.txt
       outlast notebook --on kubernetes -n team-a --gpu 1 --secret aws
+      outlast notebook --on kubernetes -n team-a --shared --storage-class efs
       outlast notebook --on kubernetes -n team-a --stop
     """
     choices = notebook_pod.Choices(
-        image, size, storage_class, cpu, memory, gpu, secret, account, detach, stop, delete, yes, namespace, context
+        image, size, storage_class, shared, cpu, memory, gpu, secret, account, detach, stop, delete, yes, namespace, context
     )
     if on is None:
         if choices.given:

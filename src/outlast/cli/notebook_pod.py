@@ -27,6 +27,7 @@ class Choices:
     image: str | None
     size: str | None
     storage_class: str | None
+    shared: bool
     cpu: str | None
     memory: str | None
     gpu: int | None
@@ -111,6 +112,7 @@ def _wanted(name: str, namespace: str, choices: Choices) -> Wanted:
         "image": choices.image,
         "size": choices.size,
         "storage_class": choices.storage_class,
+        "shared": choices.shared,
         "memory": choices.memory,
         "gpus": choices.gpu,
         "account": choices.account,

@@ -245,6 +245,10 @@ def _ended(snapshot: Snapshot, state: State) -> str:
     """Why it has ended."""
     if state is State.SUCCEEDED:
         return "the data are complete" if _brings_data(snapshot.workload) else "all workers are done"
+    if _brings_data(snapshot.workload):
+        for pod in sorted(snapshot.pods, key=pods.born, reverse=True):
+            if error := pods.last_error(pod):
+                return error
     failure = _failure(snapshot.pods)
     condition = pods.condition(snapshot.workload, "Failed") or {}
     said = f"{condition.get('message') or condition.get('reason') or ''}".rstrip(".")

@@ -46,6 +46,12 @@ def submit(workloads: Workloads, wanted: spark.Wanted, say: Say) -> str:
             raise Absent(
                 f"there is no claim {claim} in namespace {cluster.namespace}; create it, or choose another (--claim NAME:/PATH)"
             )
+    for secret in wanted.secrets:
+        with suppress(Forbidden):  # who may not read it finds out when the driver starts
+            if cluster.find(kube.SECRET, secret) is None:
+                raise Absent(
+                    f"there is no Secret {secret} in namespace {cluster.namespace}; create it, or choose another (--secret NAME)"
+                )
     there = cluster.find(kube.JOB, wanted.name)
     if there is not None:
         if not job_status.spark_driver(there):

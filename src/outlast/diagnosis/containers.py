@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from outlast import contract
+from outlast.contract import Label
 from outlast.diagnosis.cause import Cause, grouped, verb, workers_text
 from outlast.diagnosis.snapshot import Snapshot, event_text
 from outlast.kube import pods as kube_pods
@@ -231,6 +232,8 @@ def _failed(snapshot: Snapshot, pods: Sequence[Document], code: int) -> Cause:
         remedy = "see whether the node ran out of memory or somebody deleted the pod; if it recurs, set resources.memory"
     elif code in (132, 134, 135, 136, 139):
         remedy = "a native library crashed: see the log; /dev/shm that is too small shows as SIGBUS (resources.sharedMemory)"
+    elif Label.DATASET in (snapshot.workload.get("metadata", {}).get("labels") or {}):
+        remedy = f"correct what it says, and give the command that made it again; `outlast logs {snapshot.name}` shows all"
     else:
         remedy = f"correct the script: `outlast logs {snapshot.name}` shows all; `outlast run` tries it on this machine"
     return Cause("failing-script", what, _said(snapshot, pods), remedy)

@@ -315,6 +315,12 @@ def end(pod: Document) -> End | None:
     return End(code, f"failed with exit code {code}", True, when)
 
 
+def last_error(pod: Document) -> str:
+    """The sentence with which a command of Outlast ended in it, as its termination message has it; empty if none."""
+    lines = str(terminated(container_status(pod)).get("message") or "").splitlines()
+    return next((line.removeprefix("Error: ") for line in reversed(lines) if line.startswith("Error: ")), "")
+
+
 def refused(reason: str) -> bool:
     """Whether this is why a kubelet takes no pod, or has none any more: no fault of the pod's."""
     return reason in _REFUSALS or reason.startswith("OutOf")

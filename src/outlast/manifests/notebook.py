@@ -53,6 +53,8 @@ class Wanted:
     """Of the claim."""
     storage_class: str = ""
     """Default: the cluster's."""
+    shared: bool = False
+    """Whether pods on other nodes may mount the claim, too."""
     cpu: float = 1.0
     """Cores that are requested; it may use more."""
     memory: str = "4Gi"
@@ -157,7 +159,7 @@ def _claim(wanted: Wanted) -> Document:
         "kind": "PersistentVolumeClaim",
         "metadata": _meta(wanted, wanted.claim),
         "spec": {
-            "accessModes": ["ReadWriteOnce"],
+            "accessModes": ["ReadWriteMany" if wanted.shared else "ReadWriteOnce"],
             **({"storageClassName": wanted.storage_class} if wanted.storage_class else {}),
             "resources": {"requests": {"storage": _memory("--size", wanted.size)}},
         },

@@ -56,6 +56,11 @@ class Wanted:
         """The claims that driver and executors mount."""
         return list(dict.fromkeys(volume.claim for volume in self.job.spec.volumes))
 
+    @property
+    def secrets(self) -> list[str]:
+        """The Secrets that driver and executors need."""
+        return list(dict.fromkeys(secret.name for secret in self.job.spec.secrets))
+
 
 def name(to: str) -> str:
     """The name of the job that prepares data in this place."""
