@@ -207,7 +207,7 @@ def test_a_quota_that_is_used_up_may_have_room_later_and_one_that_is_too_small_n
 
 @pytest.fixture
 def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[apiserver.ApiServer]:
-    """A namespace `n` with a claim, and no job on this machine."""
+    """A namespace `n` with a claim and a Secret, and no job on this machine."""
     api = apiserver.ApiServer()
     with apiserver.serving(api) as url:
         monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
@@ -216,6 +216,7 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[apiserver.
         monkeypatch.chdir(tmp_path)
         api.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "n"}})
         api.put(claim("efs"))
+        api.put({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "aws", "namespace": "n"}})
         api.prescribe("POST .*/pods.*dryRun", *((201, {"metadata": {}}) for _ in range(20)))
         yield api
 
