@@ -6,11 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from outlast.hangs import motion
+from outlast.hangs import motion, stall
 from outlast.hangs.motion import Motion, Sight, Work
 
 
@@ -68,3 +72,24 @@ def test_the_cpu_time_of_grandchildren_is_counted():
     finally:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_nothing_is_collected_while_frames_are_read(monkeypatch: pytest.MonkeyPatch, collects: bool) -> None:
+    """In older Pythons a finalizer that runs then may wait for a lock that the call holds."""
+    calls: list[str] = []
+
+    def noted(name: str, answer: object = None) -> Callable[[], Any]:
+        def call() -> Any:
+            if threading.current_thread() is threading.main_thread():  # not of a watch that another test has left
+                calls.append(name)
+            return answer
+
+        return call
+
+    frames = {1: sys._getframe()}
+    monkeypatch.setattr(sys, "_current_frames", noted("frames", frames))
+    fake = SimpleNamespace(isenabled=lambda: collects, disable=noted("disable"), enable=noted("enable"))
+    monkeypatch.setattr(stall, "gc", fake)
+    assert stall._frame(1) is frames[1]
+    assert calls == ["disable", "frames", "enable"][: 2 + collects]

@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import dataclasses
 import datetime
+import gc
 import itertools
 import json
 import linecache
@@ -118,6 +119,18 @@ def _named(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} are"
 
 
+def _frame(thread: int) -> FrameType | None:
+    """Where a thread is. Nothing is collected meanwhile: in older Pythons a finalizer that runs then may wait for ever for the
+    lock that this call holds, and the process with it (https://github.com/python/cpython/issues/106883)."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread)
+    finally:
+        if collects:
+            gc.enable()
+
+
 class Watch:
     """Watches the main thread of this process. There is one, see `watch`."""
 
@@ -183,7 +196,7 @@ class Watch:
         pause, at = LOOK_S, ""
         while True:
             with self._lock:
-                frame = sys._current_frames().get(main)
+                frame = _frame(main)
                 if frame is None:
                     return
                 now = time.monotonic()
@@ -230,7 +243,7 @@ class Watch:
 
     def _still(self, main: int, sight: motion.Sight) -> bool:
         """Whether the main thread has not moved since the sample, so that all that was read of it is consistent."""
-        return motion.place(sys._current_frames().get(main)) == sight.place and self._counts() == sight.counts
+        return motion.place(_frame(main)) == sight.place and self._counts() == sight.counts
 
     def _connect(self) -> None:
         """Open an own connection to the store of the process group as soon as there is one; later it may be gone."""
