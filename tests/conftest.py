@@ -28,7 +28,7 @@ from servers import Place as Bucket
 from servers import moto, moto_server, rclone, rclone_server, s3, small_parts  # noqa: F401 (fixtures)
 from sparks import _session, spark_engine  # noqa: F401 (fixtures)
 from web import web  # noqa: F401 (a fixture)
-from worlds import calm  # noqa: F401 (fixture)
+from worlds import calm, fork_server  # noqa: F401 (fixtures)
 
 # No deadline: an example that is slow, on a busy machine, is not wrong.
 hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=50)

@@ -80,7 +80,7 @@ READ = {
     "environment.conda": ("prepare/prepare.py: .conda", "prepare/prepare.py: .conda"),
     "compile.cache": ("prepare/prepare.py: compile.cache", "prepare/prepare.py: compile.cache"),
     "compile.warm_up": ("prepare/prepare.py: compile.warm_up", "prepare/prepare.py: compile.warm_up"),
-    "env": ("local/workers.py: fields.env", "manifests/variables.py: spec.env"),
+    "env": ("local/workers.py: fields.env", "manifests/variables.py: fields.env"),
     "suspend": ("local/backend.py: spec.suspend", "manifests/pods.py: .suspend"),
     "active_deadline_seconds": ("local/launcher.py: .active_deadline_seconds", "operator/rules/end.py: .active_deadline_seconds"),
     "startup_deadline_seconds": (

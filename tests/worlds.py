@@ -15,6 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,10 @@ import pytest
 
 import ports
 from outlast import checkpoints, contract
+from outlast.data.prepare import work
 from outlast.ledger import Event, read
 
 fork = multiprocessing.get_context("forkserver")
-fork.set_forkserver_preload(["outlast.training.session", "torch._dynamo"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,6 +288,13 @@ def world(plan: Training, output: Path, ranks: int, **how: Any) -> Ended:
 
 
 Calm = Callable[[Training, int], Ended]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server() -> None:
+    """The one server of this process, started before `data.prepare` starts it without torch: then each rank would import that."""
+    fork.set_forkserver_preload(["outlast.training.session", "torch._dynamo", *work._PRELOADED])
+    forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")
