@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time as wall
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 from clocks import DISTURBANCES, Machine
 from outlast import checkpoints, contract, spec
 from outlast.errors import OutlastError
+from outlast.launch import rank0_files
 from outlast.local import workers
 from outlast.local.backend import LocalBackend
 from outlast.local.launcher import Launcher
@@ -21,7 +23,7 @@ from outlast.local.state_dir import Request, StateDir
 from outlast.local.workers import Ended, Worker
 from outlast.rendezvous import failures, world
 from outlast.rendezvous.failures import Pending
-from outlast.rendezvous.handler import Handler
+from outlast.rendezvous.handler import Handler, Leaving
 from outlast.rendezvous.transports.sockets import Called, Report
 from outlast.report import goodput
 from outlast.status import Failure, State
@@ -198,6 +200,69 @@ def test_training_whose_session_is_not_open_is_not_waited_for(tmp_path: Path, mo
     writer = progress.Writer(tmp_path, 0)
     writer.write(progress.Progress(generation=1, rank=1, phase=phase))
     assert member.num_nodes_waiting() == stops
+    writer.close()
+
+
+class Offers(Asked):
+    """A coordinator that has a world for this member as soon as it waits for one."""
+
+    def __init__(self) -> None:
+        self.called, self.said = None, []  # type: ignore[assignment]
+
+    def report(self, standing: str, **fields: Any) -> None:
+        self.said.append((standing, fields.get("held")))
+        if standing == "waiting":
+            self.world = world.World(2, (1, 0), "host-1:1", "worker 0 is lost")
+
+
+@pytest.mark.parametrize(("snapshot", "committed", "phase", "stays"), [
+    (20, 10, "train", True), (20, 20, "train", False), (0, 10, "train", False), (20, 10, "started", False),
+])  # fmt: skip
+def test_a_worker_leaves_between_two_worlds_unless_only_its_memory_has_the_newest_step(
+    tmp_path: Path, monkeypatch, snapshot: int, committed: int, phase: str, stays: bool
+) -> None:
+    monkeypatch.delenv(contract.Env.NOTICE, raising=False)
+    offers = Offers()
+    member = Handler(offers, run_id="run", state=tmp_path, host="127.0.0.1", processes=1, leave_s=60.0)  # type: ignore[arg-type]
+    member.world = Asked.world
+    writer = progress.Writer(tmp_path, 0)
+    writer.write(progress.Progress(generation=1, rank=1, phase=phase, snapshot=snapshot, committed=committed))
+    notice.write(tmp_path / contract.NOTICE, "leave", "a drain", wall.time() + 60)
+    member.num_nodes_waiting()
+    member.failed({"reason": "worker 0 is lost"})
+    if stays:
+        assert member._next_world("host-1:1").generation == 2, "which saves, and then it leaves"
+        assert offers.said[-1] == ("waiting", 20)
+        writer.write(progress.Progress(generation=2, rank=0, phase="started"))
+        member.world = offers.world
+        assert member.num_nodes_waiting() == 0, "its processes are still restoring that step"
+        writer.write(progress.Progress(generation=2, rank=0, phase="train", committed=20, snapshot=20))
+    with pytest.raises(Leaving):
+        member._next_world("host-1:1")
+    assert offers.said[-1][0] == "leaving"
+    writer.close()
+
+
+def test_a_worker_that_leaves_is_a_member_until_the_store_has_what_it_saved(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    (output / ".push").mkdir(parents=True)
+    environ = {contract.Env.STATE: str(tmp_path), contract.Env.OUTPUT: str(output), contract.Env.STORE: "s3://bucket/job"}
+    pods = {**environ, contract.Env.RENDEZVOUS: "operator://job"}
+    writer = progress.Writer(tmp_path, 0)
+    writer.write(progress.Progress(generation=3, rank=0, phase="save", committed=19))
+    waits = threading.Thread(target=rank0_files.leave, args=(pods, lambda: False))
+    waits.start()
+    for problem in ("the store is out of reach", ""):
+        while not rank0_files.wanted(output):
+            assert waits.is_alive()
+            wall.sleep(0.01)
+        rank0_files.give(output, rank0_files.wanted(output), problem)
+    waits.join(10)
+    assert not waits.is_alive()
+    rank0_files.leave({**pods, contract.Env.RENDEZVOUS: "unix:///here"}, lambda: False)  # all workers see this directory
+    writer.write(progress.Progress(generation=3, rank=1, phase="save", committed=19))
+    rank0_files.leave(pods, lambda: False)  # rank 0's worker brings it to the store
+    assert not rank0_files.wanted(output)
     writer.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from outlast.rendezvous import world
 from outlast.rendezvous.world import Call, Cause, Closed, Decision, Member, MemberState, State, Timeouts, Wait, Wanted, World
@@ -283,6 +284,33 @@ def test_a_leaving_worker_is_no_part_of_the_next_world():
     assert decided(
         *members, world=a_world(0, 1), called=a_call(planned=True, leaving=(1,)), want=wanted(2, expected={0, 1})
     ) == World(5, (0,), "host-0:29500", "there was a reason; training goes on with 1 of 2", NOW)
+
+
+def test_a_newcomer_waits_for_the_save_of_a_worker_that_leaves_with_the_newest_state():
+    members, known = [a_worker(0, LEAVING, 4), a_worker(1)], {"world": a_world(0), "called": a_call(planned=True, leaving=(0,))}
+    assert decided(*members, **known, want=wanted(2, expected={1}), now=NOW + 20) == Wait(
+        "waiting for worker 0 to save and leave (100 s left)", NOW + 120
+    )
+    alone = World(5, (1,), "host-1:29500", "there was a reason; training goes on with 1 of 2", NOW + 20)
+    assert decided(members[1], **known, want=wanted(2, expected={1}), now=NOW + 20) == alone, "it has saved"
+    joined = replace(members[1], generation=4)
+    assert isinstance(decided(replace(members[0], held=19), joined, **known, want=wanted(2, expected={1}), now=NOW + 20), Wait)
+    late = replace(alone, at=NOW + 120)
+    assert decided(*members, **known, want=wanted(2, expected={1}), now=NOW + 120) == late, "its time is over"
+
+
+def test_a_worker_that_is_asked_to_leave_long_after_the_call_has_its_time_to_save():
+    members, called = [a_worker(0, LEAVING, 4, since=NOW), a_worker(1, since=NOW - 40)], a_call(planned=True, at=NOW - 1000)
+    assert decided(*members, world=a_world(0), called=called, want=wanted(2, expected={1})) == Wait(
+        "waiting for worker 0 to save and leave (120 s left)", NOW + 120
+    )
+
+
+def test_a_world_says_which_step_its_workers_have_had():
+    state = State({}, a_world(0, 1), a_call()).heard(replace(a_worker(0, WAITING, 4), held=19)).gone(0).heard(a_worker(1))
+    formed = decide(state, wanted(2), NOW + 100)
+    assert formed == World(5, (1,), "host-1:29500", "there was a reason; training goes on with 1 of 2", NOW + 100, held=19)
+    assert state.after(formed).held == 0, "who trains in it tells anew"
 
 
 # Planned changes

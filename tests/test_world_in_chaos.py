@@ -6,6 +6,7 @@ Whatever happens, what is published stays true to its promises, and once nothing
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from hypothesis import given, settings
@@ -141,6 +142,12 @@ class Job:
                 assert decision.at == self.now
                 survivors = [id for id in ranks if id in decision.members and members[id].generation == generation]
                 assert list(decision.members[: len(survivors)]) == survivors
+                newest = max((members[id].generation, members[id].held) for id in decision.members)
+                leaving = [m for m in members.values() if m.standing is MemberState.LEAVING and (m.generation, m.held) > newest]
+                begun = pending.at if pending else -math.inf
+                assert not any(world.until(max(begun, m.since), TIMEOUTS.leave, self.now) for m in leaving), (
+                    "what is saved is lost"
+                )
             case Call():
                 assert decision.generation > max(generation, *(m.generation for m in members.values()), 0)
                 if pending is not None and decision.generation == pending.generation:

@@ -91,6 +91,8 @@ class Env:
     """Index of the worker, 0 ... max-1; not its rank."""
     GENERATION = "OUTLAST_GENERATION"
     """Generation of the world that trains; for the agent the newest one of the run before this worker was started."""
+    HELD = "OUTLAST_HELD"
+    """The newest step that a worker of the world before has had, whole; 0 if none is known of."""
     ATTEMPT = "OUTLAST_ATTEMPT"
     """How often the members of that world have started its processes again by themselves."""
     DATA = "OUTLAST_DATA"

@@ -3,12 +3,15 @@
 Pods share no directory. A surviving pod has what its own ranks wrote, a replaced one what the store has: a script that saves on
 rank 0 and loads on all ranks would resume at a different step on each. So before the processes of a world start, the pod of
 rank 0 has its upload process upload the script's files, announces that in the world's TCPStore, and the others fetch them
-(`prepare.workdir`). Scripts with a session need none of this.
+(`prepare.workdir`). Scripts with a session need none of this. A worker that leaves has the same done with all that rank 0 has
+saved there, before it ceases to be a member (`leave`).
 Docs: docs/decisions/0023-the-working-directory.md.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import subprocess
 import sys
 import time
@@ -32,7 +35,7 @@ _POLL_INTERVAL_S = 0.05
 def share(tcp_store: Any, *, first: bool, called: Callable[[], bool], environ: Mapping[str, str]) -> None:
     """Give the files of rank 0 to the others (on the `first` worker), or fetch them. Ends early when the world is `called`
     together again. If that fails it is printed, and the world begins with the files that each pod has."""
-    if not environ.get(Env.STORE) or environ[Env.RENDEZVOUS].startswith("unix://"):
+    if not _stored(environ):
         return
     until = time.monotonic() + _TIMEOUT_S
 
@@ -63,16 +66,39 @@ def _send(environ: Mapping[str, str], over: Callable[[], bool]) -> bytes:
         return _NOTHING  # a session, or nothing is written yet
     if record is None or record.rank != 0:  # rank 0 ran elsewhere: its files are in the store
         return _THERE
+    problem = _uploaded(output, generation, over)
+    if problem:
+        print(f"outlast | the other workers go on with the files that they have: {problem}", flush=True)
+    return _SENT if problem == "" else _NOTHING
+
+
+def leave(environ: Mapping[str, str], over: Callable[[], bool]) -> None:
+    """Wait, as a worker that leaves, for the store to have what rank 0 has saved here, or until it is `over`: this worker stays a
+    member meanwhile, so that the others do not train from an older step."""
+    record = progress.read(Path(environ[Env.STATE]), 0)
+    if not _stored(environ) or record is None or record.rank != 0:
+        return
+    with contextlib.suppress(OSError):  # a full disk: the last upload of the agent is all that there is
+        for number in itertools.count(1):
+            if not _uploaded(Path(environ[Env.OUTPUT]), f"{record.generation}.leave.{number}", over):
+                return
+            time.sleep(1.0)  # the store failed, and may be back
+
+
+def _stored(environ: Mapping[str, str]) -> bool:
+    """Whether what workers write is kept in a store, as where they share no directory."""
+    return bool(environ.get(Env.STORE)) and not environ[Env.RENDEZVOUS].startswith("unix://")
+
+
+def _uploaded(output: Path, generation: str, over: Callable[[], bool]) -> str | None:
+    """Have everything uploaded. Returns why it failed, empty if it did not; None if it was `over` before."""
     files.replace(output / _WANTED, generation)
     while not over():
-        match _read(output / _GIVEN).split(maxsplit=1):
-            case [number] if number == generation:
-                return _SENT
-            case [number, problem] if number == generation:
-                print(f"outlast | the other workers go on with the files that they have: {problem}", flush=True)
-                return _NOTHING
+        number, _, problem = _read(output / _GIVEN).partition(" ")
+        if number == generation:
+            return problem
         time.sleep(_POLL_INTERVAL_S)
-    return _NOTHING
+    return None
 
 
 def wanted(output: Path) -> str:

@@ -303,6 +303,7 @@ def _rendezvous() -> Schema:
             address=known("string", "Address of the rendezvous: host and port of rank 0."),
             reason=known("string", "Why it was formed."),
             at=known("number", "When, seconds since the epoch."),
+            held=known("integer", "The newest step that a worker has told of before: to begin below it is a loss."),
         ),
         called=part(
             "A new rendezvous was called.",

@@ -158,6 +158,7 @@ class Coordinator:
                 report.unheard,
                 report.refused,
                 self.clock(),
+                report.held,
             )
         )
         now = self.known.world

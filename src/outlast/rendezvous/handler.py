@@ -95,6 +95,10 @@ class Handler(RendezvousHandler):
         """True while a rank is crashing by itself; we let it finish so that its error is reported."""
         self._next: dict[str, Any] = {}
         self._said_leaving = False
+        self._unsaved = False
+        """Whether the memory of this worker has a step that no checkpoint has: to leave now would lose it."""
+        self._held = 0
+        """The newest step that this worker has had, saved or in memory."""
         self.key = b""
         """That of the run; without one the members do not watch each other."""
         self.mesh: Mesh | None = None
@@ -181,7 +185,8 @@ class Handler(RendezvousHandler):
         if asked.get("kind") == "leave":
             self._refuse("this worker was told to leave")
             self._say_leaving()
-            return int(not self._listening() or self._too_late("leave", 0, asked["deadline"]))
+            going = self._listening() or self._owes()
+            return int(not going or self._too_late("leave", 0, asked["deadline"]))
         called = self._client.called
         if called is None or not self.called():
             return int(self.repairs is not None and self.repairs.asked() and not self.dies())
@@ -220,6 +225,7 @@ class Handler(RendezvousHandler):
 
     def _again(self, address: str) -> World | None:
         """The current world with a fresh store, if its members agree to start its processes again by themselves."""
+        self._owes()
         if self.repairs is None or self.world is None:
             return None
         if self._next.get("standing") is MemberState.DONE:
@@ -236,7 +242,7 @@ class Handler(RendezvousHandler):
                 print(f"outlast | the coordinator is to start the processes again: {self.repairs.reason}", flush=True)
             return None
         self._next = {}
-        return dataclasses.replace(self.world, address=go.address)
+        return dataclasses.replace(self.world, address=go.address, held=self._held)
 
     def _overruled(self) -> str:
         """Why the coordinator decides what comes next; empty if the members may."""
@@ -257,14 +263,17 @@ class Handler(RendezvousHandler):
 
     def _stopped(self) -> dict[str, Any]:
         """What to report of this member, whose processes are gone."""
-        fields: dict[str, Any] = {"standing": MemberState.WAITING, "failed": False, "failure": None, **self._next}
+        self._owes()
+        fields: dict[str, Any] = {"standing": MemberState.WAITING, "failed": False, "failure": None, "held": self._held}
+        fields |= self._next
         return {**(self.repairs.report(failed=True) if fields["failed"] and self.repairs else {}), **fields}
 
     def _next_world(self, address: str) -> World:
         generation = self.generation
         fields = self._stopped()
         self._next = {}
-        if not self._said_leaving:
+        if not self._said_leaving or self._unsaved:
+            self._said_leaving = False
             self._client.report(address=address, generation=generation, **fields)
         begun = time.monotonic()
         while True:
@@ -272,7 +281,7 @@ class Handler(RendezvousHandler):
                 raise RendezvousClosedError(self._client.closed.reason)
             if time.monotonic() - begun > self._join_s:
                 raise RendezvousTimeoutError(f"no world within join_timeout ({self._join_s:g} s){self._why()}")
-            if self.leaving():
+            if self.leaving() and not self._unsaved:  # else it leaves from the next world, which saves first
                 self._say_leaving()
                 raise Leaving("this worker was told to leave")
             world, called = self._client.world, self._client.called
@@ -295,7 +304,8 @@ class Handler(RendezvousHandler):
         self.joining()
         self._enter_mesh(world, host, int(port), again=again)
         reported = self._take_up(world, again=again)
-        os.environ |= {contract.Env.GENERATION: str(world.generation), contract.Env.ATTEMPT: str(self.attempt)}
+        number = {contract.Env.GENERATION: world.generation, contract.Env.ATTEMPT: self.attempt, contract.Env.HELD: world.held}
+        os.environ |= {name: str(value) for name, value in number.items()}
         if notice.read(self._notice).get("kind") == "call":
             self._notice.unlink(missing_ok=True)
         fields = {**dataclasses.asdict(world), "attempt": self.attempt}
@@ -364,6 +374,15 @@ class Handler(RendezvousHandler):
         records = [progress.read(self._state, local_rank) for local_rank in range(self._processes)]
         return [each for each in records if each and (each.generation, each.attempt) == (self.generation, self.attempt)]
 
+    def _owes(self) -> bool:
+        """Whether a step is in this worker's memory only, as its processes have recorded: those of the last world until the new
+        ones have restored it."""
+        records = [each for each in self._records() if each.phase not in ("started", "open", "restore")]
+        if records:
+            kept, saved = (max(getattr(each, name) for each in records) for name in ("snapshot", "committed"))
+            self._unsaved, self._held = kept > saved, max(kept, saved)
+        return self._unsaved
+
     def _too_late(self, kind: str, generation: int, deadline: float) -> bool:
         """Whether the time is over in which training could save and leave. It begins when we first hear that it should: the clock
         of the caller is not ours, and either may be set meanwhile. A deadline that was extended starts it again."""
@@ -380,7 +399,8 @@ class Handler(RendezvousHandler):
     def _say_leaving(self) -> None:
         if not self._said_leaving:
             self._said_leaving = True
-            self._client.report(standing=MemberState.LEAVING)
+            self._owes()
+            self._client.report(standing=MemberState.LEAVING, held=self._held)
 
 
 class Torchrun(Handler):

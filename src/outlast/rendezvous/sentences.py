@@ -48,3 +48,9 @@ def how_lost(all: Sequence[int], lost: Sequence[int], gone: Sequence[int], by: S
         return f": {do_not_hear(by, cut, named=named)}"
     who = workers(cut) if named else "it" if len(cut) == 1 else "they"
     return f": {who} {'does' if len(cut) == 1 else 'do'} not hear the others"
+
+
+def began_again(step: int, held: int) -> str:
+    """A run that continues below a step that it has had."""
+    what = f"training continues from step {step}" if step else "training begins again at step 0"
+    return f"{what}, below step {held}, which was saved or in memory and cannot be reached; {held - step} steps are repeated"

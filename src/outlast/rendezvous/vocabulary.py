@@ -48,6 +48,8 @@ class Member:
     """Those of them whose process is gone: their machine refuses the connection."""
     noticed: float = 0.0
     """When `unheard` grew last; repeating it does not change this."""
+    held: int = 0
+    """The newest step that its processes had saved or in memory, whole, when they ended; 0: none, or not told."""
 
 
 class Cause(enum.StrEnum):
@@ -109,6 +111,8 @@ class World:
     """Where they meet: the address of rank 0."""
     reason: str
     at: float = 0.0
+    held: int = 0
+    """The newest step that a worker of the last world has had, whole. To begin below it is a loss that people must hear of."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,8 @@ class State:
     """Lower bound: no generation up to this one is used, since it may have existed unseen."""
     lost: Mapping[int, partition.Loss] = field(default_factory=dict)
     """Workers that others did not hear: they are kept out of worlds for a while."""
+    held: int = 0
+    """The newest step that a worker of the last world has told of, whether it is still there or not."""
 
     def heard(self, member: Member) -> State:
         """A worker reported. Repeating a report changes nothing; what it says of its peers is no new standing."""
@@ -193,7 +199,7 @@ class State:
                 member = replace(member, since=before.since)
             if member == before:
                 return self
-        return replace(self, members={**self.members, member.id: member})
+        return replace(self, members={**self.members, member.id: member}, held=max(self.held, member.held))
 
     def gone(self, id: int) -> State:
         """A worker went. Who was DONE in this world may go: that it succeeded stays known."""
@@ -220,5 +226,5 @@ class State:
             # What was DONE in older worlds was not enough, and those that said so may be gone.
             members = {id: m for id, m in self.members.items() if m.standing is not MemberState.DONE}
             lost = {id: replace(loss, held=loss.held and id not in decision.members) for id, loss in self.lost.items()}
-            return replace(self, members=members, world=decision, called=None, lost=lost)
+            return replace(self, members=members, world=decision, called=None, lost=lost, held=0)
         return self

@@ -13,7 +13,8 @@ call also brings back those that are DONE. After `World(g + 1)` its members take
 hears of a newer world without it comes to WAITING. A LEAVING worker saves with the others and goes.
 
 What stays true: generations only grow and each has one world; a world has an allowed size and only workers that wait; those who
-hold the newest state come first, in their old order, so rank 0 always does. Every wait ends with an event or at `look_again`.
+hold the newest state come first, in their old order, so rank 0 always does; no world begins with an older state than a worker
+that leaves is about to save. Every wait ends with an event or at `look_again`.
 Times are seconds on one clock, a monotonic one if there is a choice; what happens when it jumps is said in `until`.
 """
 
@@ -92,7 +93,7 @@ class _Situation:
     """One look at the state: what the rules ask about."""
 
     def __init__(self, state: State, wanted: Wanted, timeouts: Timeouts, now: float) -> None:
-        self.world, self.wanted, self.timeouts, self.now = state.world, wanted, timeouts, now
+        self.world, self.wanted, self.timeouts, self.now, self.held_step = state.world, wanted, timeouts, now, state.held
         self.verdict = lost(state, now)
         """Of members that others do not hear."""
         cut = {*self.verdict.lost, *self.verdict.gone}
@@ -312,6 +313,9 @@ def forming(s: _Situation) -> Decision | None:
     unready = [m.id for m in chosen if m.standing is not MemberState.WAITING]
     lacking = size - len(chosen)
     if not unready and not lacking:
+        saving, saving_until = _saving(s, chosen)
+        if saving:
+            return s.wait(f"waiting for {sentences.workers(saving)} to save and leave", saving_until)
         return _world(s, chosen)
 
     look_again = s.look_again(coming_until if unready else None, absent_until if lacking else None)
@@ -414,6 +418,16 @@ def _coming(s: _Situation) -> tuple[Sequence[Member], float | None]:
     return (busy, end) if end is not None else ((), None)
 
 
+def _saving(s: _Situation, chosen: Sequence[Member]) -> tuple[list[int], float | None]:
+    """Workers that leave with a newer state than the `chosen` have, and until when we wait for their save: a world that began
+    before it would discard it."""
+    newest = max((m.generation, m.held) for m in chosen)
+    leaving = [m for m in s.members.values() if m.standing is MemberState.LEAVING and (m.generation, m.held) > newest]
+    called = s.called.at if s.called is not None else -math.inf
+    ends = {m.id: end for m in leaving if (end := s.until(max(called, m.since), s.timeouts.leave)) is not None}
+    return sorted(ends), max(ends.values(), default=None)
+
+
 def _absent_until(s: _Situation, here: Sequence[Member]) -> float | None:
     """Until when workers that are not connected are awaited: without end while the smallest allowed world cannot be formed."""
     least = s.wanted.sizes[0]
@@ -444,7 +458,7 @@ def _world(s: _Situation, chosen: Sequence[Member]) -> World:
     why = f"{s.called.reason}; " if s.called and s.called.cause is not Cause.RESUME else ""
     generation = s.called.generation if s.called else s.next
     reason = f"{why}training {_goes_on(s)} with {size}"
-    return World(generation, tuple(m.id for m in chosen), chosen[0].address, reason, s.now)
+    return World(generation, tuple(m.id for m in chosen), chosen[0].address, reason, s.now, s.held_step)
 
 
 # Words

@@ -42,6 +42,7 @@ from outlast.contract import Env, Exit
 from outlast.errors import OutlastError
 from outlast.hangs import stall
 from outlast.ledger import Ledger
+from outlast.rendezvous import sentences
 from outlast.snapshots import client
 from outlast.training import (
     checkpoint,
@@ -293,8 +294,12 @@ class Session:
             _seed(self.seed, self.rank, step)
         if (change := mistakes.changed(state, made)) and self.rank == 0:
             log.warning("outlast: %s", change)
+        lost: dict[str, Any] = {}
+        if self.rank == 0 and step < (newest_held := int(os.environ.get(Env.HELD, "0"))):
+            lost = {"warning": sentences.began_again(step, newest_held)}
+            log.warning("outlast: %s", lost["warning"])
         if self.rank == 0:
-            self._ledger.write("restored", generation=self.generation, step=step, **found.event())
+            self._ledger.write("restored", generation=self.generation, step=step, **found.event(), **lost)
         known = step if found.source else -1  # without a checkpoint, what an earlier start logged at step 0 comes again, too
         if not self._disks.several and self.rank == 0:
             metrics.forget_after(self._copy.path, known)
@@ -307,7 +312,7 @@ class Session:
         if found.path and self.rank == 0 and not self._run:  # otherwise the launcher or the agent prints it
             of = f" of {steps}" if (steps := self._steps()) else ""
             self._screen.say(f"goes on from step {step}{of} ({found}); without {self._directory} it begins anew")
-        self._report(phase="first step", step=step, committed=found.committed, steps=self._steps())
+        self._report(phase="first step", step=step, committed=found.committed, snapshot=found.at[1], steps=self._steps(), **lost)
         return step
 
     def _even_out(self, step: int, lines: str) -> str:

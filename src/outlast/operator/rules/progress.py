@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from outlast.operator import job_status
+from outlast.operator.plan import Event
 from outlast.operator.reconcile import Reconcile
+from outlast.rendezvous import sentences
 
 PROGRESS_BYTES_PER_S = 5e6
 """Upper bound of what the API server sends to the agents of one job for progress: each watches the whole status."""
@@ -29,6 +31,8 @@ def written(rec: Reconcile) -> None:
     if (step, steps, committed, memory) == (known.step, known.steps, known.committed, known.snapshot):
         return
     first = mark is not None and known.mark is None
+    if first and mark and rec.status.world and mark[0] < rec.status.world.held:
+        rec.events.append(Event("Warning", "StepsLost", sentences.began_again(mark[0], rec.status.world.held)))
     anew = dataclasses.replace(rec.status, progress=rec.snapshot.status.progress) != rec.snapshot.status
     if due is not None and not first and not anew:
         return

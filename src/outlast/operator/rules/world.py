@@ -141,7 +141,8 @@ def _state(rec: Reconcile) -> world.State:
     called = known.called
     if called is not None:  # a lost watch or a clock that was set must not shorten the time to save
         called = dataclasses.replace(called, at=min(max(called.at, rec.snapshot.since), rec.now))
-    return world.State(members, known.world, called, lost=nodes.kept_out(rec))
+    held = max([rec.committed, *(report.snapshot[0] for report in rec.snapshot.reports.values())])
+    return world.State(members, known.world, called, lost=nodes.kept_out(rec), held=held)
 
 
 def _called(rec: Reconcile, call: Call) -> None:

@@ -102,6 +102,8 @@ class Report:
     """How often the members have started the processes of `generation` again by themselves."""
     past: tuple[Mapping[str, Any], ...] = ()
     """The last failures that they have repaired so, of any generation: `attempts.Past`. Few members say it."""
+    held: int = 0
+    """The newest step that its processes had saved or in memory, whole, when they were stopped; said between two worlds."""
 
     def changed(self, standing: str, **fields: Any) -> Self:
         """The next report. What is said of peers holds for one world, and is forgotten with it."""
@@ -163,6 +165,7 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
     "unheard": _are_ids,
     "refused": _are_ids,
     "attempt": is_count,
+    "held": is_count,
     "past": lambda value: (
         isinstance(value, list | tuple) and len(value) <= _MOST_PAST and all(isinstance(one, Mapping) for one in value)
     ),
@@ -357,17 +360,18 @@ def world_from(said: object) -> World:
     """A world from untrusted JSON. Raises ValueError for anything else."""
     if not isinstance(said, Mapping):
         raise ValueError("it is no world")
-    members, generation, at = said.get("members"), said.get("generation"), said.get("at", 0.0)
+    members, generation, at, held = said.get("members"), said.get("generation"), said.get("at", 0.0), said.get("held", 0)
     fits = (
         is_count(generation),
         isinstance(members, list | tuple) and 0 < len(set(members)) == len(members) and all(map(_FITS["id"], members)),
         bool(said.get("address")) and _FITS["address"](said["address"]),
         isinstance(said.get("reason"), str),
         is_number(at),
+        is_count(held),
     )
     if not all(fits):
         raise ValueError(f"{said!r:.200} is no world")
-    return World(said["generation"], tuple(said["members"]), said["address"], said["reason"], at)
+    return World(said["generation"], tuple(said["members"]), said["address"], said["reason"], at, held)
 
 
 def client(endpoint: str, member: Member) -> Client:
