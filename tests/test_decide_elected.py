@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import simulated
 from outlast.contract import Annotation, Env
 from outlast.kube import kinds
 from simulated import EVERY, Cluster, Killed, trains
@@ -45,6 +46,24 @@ def test_a_worker_that_dies_is_replaced_and_its_end_is_counted_once() -> None:
     assert (cluster.status["restarts"], cluster.status.get("interruptions", 0)) == (1, 0)
     assert cluster.status["lastFailure"]["reason"] == "worker 1 was killed (exit code 137)"
     assert repeated(cluster) <= EVERY
+
+
+@pytest.mark.parametrize("fields", [{"rendezvous": ETCD}, {}], ids=["elected", "operator"])
+@pytest.mark.parametrize("after_s", [2, 5])
+def test_a_newcomer_waits_for_the_save_of_the_last_worker_that_has_the_state(monkeypatch, fields: Any, after_s: int) -> None:
+    cluster = Cluster({"replicas": 1, "min": 1, "max": 3}, **fields)
+    cluster.every = 10**6
+    cluster.until(trains(1))
+    cluster.run(10)
+    cluster.change(replicas=2)
+    cluster.run(after_s)
+    before = len(cluster.done_steps)
+    monkeypatch.setattr(simulated, "SAVE_S", 20.0)
+    cluster.delete(kinds.POD, "train-worker-0", pod(cluster, 0)["metadata"]["uid"])
+    cluster.run(60)
+    steps = [step for _, step in cluster.done_steps[before:]]
+    assert steps == list(range(cluster.done_steps[before - 1][1] + 1, steps[-1] + 1))
+    assert not any("begins again" in write for write in cluster.writes)
 
 
 def test_a_process_that_fails_is_counted_by_who_decides_and_the_status_knows() -> None:
