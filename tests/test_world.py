@@ -555,6 +555,18 @@ def test_suspending_lets_all_save():
     )
 
 
+def test_workers_that_failed_save_what_is_in_their_memory_before_the_job_is_suspended():
+    members, called = [replace(a_worker(id, WAITING, 4), held=19) for id in (0, 1)], a_call()
+    formed = decided(*members, world=a_world(0, 1), called=called, want=wanted(0, min=2))
+    assert formed == World(5, (0, 1), "host-0:29500", "there was a reason; training goes on with all 2", NOW)
+    saving = decided(*training(0, 1, generation=5), world=formed, want=wanted(0, min=2))
+    assert saving == Call(6, "suspended: no workers are wanted", True, NOW, (0, 1), cause=Cause.SUSPEND)
+    suspended = Closed("suspended: no workers are wanted", done=False)
+    failed = replace(saving, planned=False, cause=Cause.FAILED)
+    assert decided(*members, world=formed, called=failed, want=wanted(0, min=2)) == suspended, "it was tried once"
+    assert decided(members[0], world=a_world(0, 1), called=called, want=wanted(0, min=2)) == suspended, "they are too few"
+
+
 def test_suspending_waits_for_the_saving():
     members = [a_worker(0, WAITING, 4), *training(1)]
     assert decided(*members, world=a_world(0, 1), called=a_call(planned=True, leaving=(0, 1)), want=wanted(0)) == Wait(

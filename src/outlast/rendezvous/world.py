@@ -290,6 +290,10 @@ def suspended(s: _Situation) -> Decision | None:
         if end is not None:
             what, then = f"waiting for {sentences.workers(busy)} to {_verb(s)}", ", then the job is suspended"
             return s.wait(what, end, then=then, look_again=s.look_again(end))
+    if s.called is not None and not s.called.planned and not s.called.leaving:
+        here = [m for m in s.members.values() if m.standing is MemberState.WAITING]
+        if len(here) >= s.wanted.sizes[0] and any(m.held for m in here):
+            return None  # a step may be in their memory only: they form one more world, which saves it
     return Closed("suspended: no workers are wanted", done=False)
 
 
