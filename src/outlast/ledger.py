@@ -18,8 +18,9 @@ Every event has `t` (seconds since the epoch), `kind` and `source`. The kinds an
     finished     state, reason, step, code               launcher
     session      generation, rank, world_size            training: process group is up
     restoring    generation                              training, rank 0
-    restored     generation, step, path, source?, bytes?, seconds?    training, rank 0 (step 0, path null: from the beginning);
-                                                         source: memory | peer | disk | store
+    restored     generation, step, path, source?, bytes?, seconds?, warning?    training, rank 0 (step 0, path null: from the
+                                                         beginning); source: memory | peer | disk | store; warning: a later
+                                                         step that the run has had is lost
     step         generation, step, steps?, waited_s?, copied_s?    training, rank 0: this step has ended; of several, the last of
                                                          `steps`; of their time, seconds in which they waited for data, and in
                                                          which their state was copied into memory
