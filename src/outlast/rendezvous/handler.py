@@ -277,6 +277,7 @@ class Handler(RendezvousHandler):
             self._client.report(address=address, generation=generation, **fields)
         begun = time.monotonic()
         while True:
+            self._clock()
             if self._client.closed is not None:
                 raise RendezvousClosedError(self._client.closed.reason)
             if time.monotonic() - begun > self._join_s:
