@@ -137,18 +137,24 @@ def test_everything_killed_at_once_goes_on_when_it_is_run_again(machine, undistu
     assert machine.final(name) == undisturbed(ARGS, 2)
 
 
-@pytest.mark.slow
-def test_the_warm_process_and_the_elastic_agent_may_die_too(machine, undisturbed: Final):
-    name = machine.submit(machine.job(args=ARGS))
-    agent = psutil.Process(machine.at_step(name, 15).workers[0].pid)
-    (warm,) = agent.children()
-    warm.kill()
-    status = machine.wait(name, lambda s: s.restarts == 1 and s.state is State.RUNNING and s.step > 25)
-    agent = psutil.Process(status.workers[1].pid)
-    elastic = next(p for p in agent.children(recursive=True) if p.children())
-    elastic.kill() if elastic.pid != agent.children()[0].pid else elastic.children()[0].kill()
-    assert machine.end(name, hurry=True).state is State.SUCCEEDED
-    assert machine.final(name) == undisturbed(ARGS, 2)
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_elastic_agent_and_the_warm_process_may_die_and_the_snapshots_stay(machine, undisturbed: Final, workers: int):
+    """Nothing is saved: the steps are in the memory of agents alone, of a single one where there is one worker."""
+    name = machine.submit(machine.job(args=ARGS, workers={"replicas": workers}, checkpoint={"every": "1h"}))
+    status = machine.at_step(name, 15)
+    home, agents = StateDir(machine.directory / "state" / "jobs" / name), [worker.pid for worker in status.workers]
+    for deaths, (victim, index) in enumerate([("outlast: elastic agent", 0), ("outlast: warm process", workers - 1)], 1):
+        (process,) = [p for p in psutil.Process(agents[index]).children(recursive=True) if p.cmdline()[0].startswith(victim)]
+        snapshot = machine.wait(name, lambda _: progress.read(home.worker(0), 0).snapshot > 0) and progress.read(home.worker(0), 0)
+        process.kill()
+        status = trains_again(machine, name, status)
+        assert (status.restarts, [worker.pid for worker in status.workers]) == (deaths, agents)
+        restored = [event["step"] for event in machine.backend.events(name) if event["kind"] == "restored"]
+        assert restored[-1] >= snapshot.snapshot > 0, "and not from the beginning"
+        assert f"{victim.removeprefix('outlast: ').removesuffix(' 0')} of worker {index} was killed by" in status.failure.reason
+    status = machine.end(name, hurry=True)
+    assert (status.state, status.restarts) == (State.SUCCEEDED, 2)
+    assert machine.final(name) == undisturbed(ARGS, workers)
 
 
 @pytest.mark.slow

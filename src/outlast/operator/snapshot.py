@@ -334,6 +334,7 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
             report.unheard,
             report.refused,
             renewed,
+            report.again,
         )
         holder, its_run = fields.get("holderIdentity"), report.run
         step, steps, committed, generation = (_count(progress.get(each)) for each in ("step", "steps", "committed", "generation"))

@@ -48,6 +48,8 @@ class Member:
     """Those of them whose process is gone: their machine refuses the connection."""
     noticed: float = 0.0
     """When `unheard` grew last; repeating it does not change this."""
+    again: bool = False
+    """Its process is another than that which took up `generation`."""
 
 
 class Cause(enum.StrEnum):

@@ -28,7 +28,8 @@ def reported(rec: Reconcile) -> list[Pending]:
         return []
     counted, found = known.counted, []
     for report in rec.snapshot.reports.values():
-        if report.member.failed and (failure := report.failure) and report.member.generation == known.world.generation:
+        of_now = report.member.generation == known.world.generation or report.member.again  # the others may have gone on
+        if report.member.failed and (failure := report.failure) and of_now:
             if failure.start <= counted or judging.is_part_of_call(report.echo, known.called, counted, failure.generation):
                 continue
             if failure.time > rec.now:  # its node's clock is ahead of ours
