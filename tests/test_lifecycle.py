@@ -173,7 +173,9 @@ EVENTS = st.sampled_from(
 
 
 @given(st.lists(EVENTS, max_size=30))
-def test_whatever_happens_a_worker_exits_once_launches_nothing_after_it_and_pushes_whatever_it_trained(events: list[lifecycle.Event]):
+def test_whatever_happens_a_worker_exits_once_launches_nothing_after_it_and_pushes_whatever_it_trained(
+    events: list[lifecycle.Event],
+):
     worker, effects = Worker(), []
     for event in events:
         worker, done = lifecycle.step(worker, event)
