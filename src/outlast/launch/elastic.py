@@ -85,16 +85,14 @@ def main(argv: list[str], *, unready: int | None = None) -> None:
 
         def joining() -> None:
             _forget(state, processes)
-            handler.repairs = handler.repairs or Repairs(id, limit)
+            handler.repairs = handler.repairs or Repairs(id, limit)  # of no world before ours
 
         handler.joining = joining
         handler.dies = lambda: any(
             seen.age(rank, said["time"]) < EXIT_TIMEOUT_S for rank, said in _causes(state, processes).items()
         )
-        if lost:  # the processes of that start have ended with the elastic agent in whose place we are
-            handler.world = World(lost["generation"], (id,), "", "")
-            client.amend(generation=lost["generation"], attempt=lost["attempt"], again=True)
-            handler.failed(lost["failure"])
+        if lost:
+            _replace(handler, client, **lost)
         while True:
             begun, logged = time.monotonic(), log_pipe.size(log)
             try:
@@ -123,6 +121,13 @@ def main(argv: list[str], *, unready: int | None = None) -> None:
                 if {failure["early"] for failure in failures if _is_cause(failure)} != {first["early"]}:
                     first["early"] = ""
                 handler.failed({**first, "log_tail": log_pipe.tail(log, said, since=logged, prefix=prefix)})
+
+
+def _replace(handler: Handler, client: transport.Client, generation: int, attempt: int, failure: dict[str, Any]) -> None:
+    """Take the place of an elastic agent that was killed, and report that the processes of that start have ended with it."""
+    handler.world = World(generation, (client.id,), "", "")
+    client.amend(generation=generation, attempt=attempt, again=True)
+    handler.failed(failure)
 
 
 def _others_may_wait(environ: Mapping[str, str]) -> bool:

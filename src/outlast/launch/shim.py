@@ -137,7 +137,7 @@ def error_path() -> str:
     return os.path.join(os.environ.get("OUTLAST_WORKER_STATE", "/nonexistent"), f"error-{os.environ.get('LOCAL_RANK', '0')}.json")
 
 
-def record_death(number: int, when: float, why: str) -> None:
+def record_death(number: int, when: float, why: str = "") -> None:
     """Record that a signal ended the training process, or `why` there is none, unless it has recorded an error itself: threads of
     torch may end a process with SIGABRT while it exits by an exception."""
     path = error_path()
