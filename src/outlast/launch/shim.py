@@ -29,7 +29,7 @@ CONNECT_TIMEOUT_S = 5.0
 PREFIX = "[rank {}] "
 """Prefix of the lines of one of several processes."""
 AGAIN_S = 1.0
-"""Pause after a process that could not be forked."""
+"""Pause after a process that could not be forked, for want of processes or descriptors."""
 KILL_DELAY_S = 5.0
 """From SIGTERM to SIGKILL if training has not been given a grace period to save."""
 

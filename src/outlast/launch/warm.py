@@ -40,9 +40,6 @@ from outlast.launch import imports, prctl, shim, sibling, titles
 from outlast.rendezvous import transport
 from outlast.rendezvous.transports import sockets
 
-AGAIN_S = 0.1
-"""Pause after a caller that could not be accepted."""
-
 
 @dataclasses.dataclass
 class Request:
@@ -80,8 +77,6 @@ def _receive(connection: socket.socket) -> Request:
                 raise ConnectionError("the caller hung up")
             data += chunk
         fields = json.loads(data)
-        if len(fds) != 3:
-            raise ValueError("no descriptor is left for its streams")
     except (OSError, ValueError):
         _close(*fds)
         raise
@@ -150,7 +145,7 @@ class Server:
         try:
             connection, _address = self._listener.accept()
         except OSError:  # as many descriptors as are allowed: the caller waits
-            time.sleep(AGAIN_S)
+            time.sleep(shim.AGAIN_S)
             return None
         try:
             request = _receive(connection)
