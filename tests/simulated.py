@@ -60,6 +60,8 @@ class Agent:
     attempt: int = 0
     past: list[Document] = dataclasses.field(default_factory=list)
     """What the members have repaired by themselves."""
+    again: bool = False
+    """Whether its elastic agent has taken the place of one that was killed in this generation."""
     frozen: bool = False
     """Whether it answers nobody any more: it was stopped, or hangs."""
     answered: float = 0.0
@@ -374,6 +376,13 @@ class Cluster:
                 agent.past = [*agent.past, past]
         self.step = self.committed
 
+    def relaunch(self, index: int, seconds: float = 0.0) -> None:
+        """The elastic agent of a worker is killed; there is another one after so many seconds."""
+        self.fail(index, code=137)
+        agent = self.agent_of(index)
+        assert agent is not None
+        agent.again, agent.begins = True, self.now + seconds
+
     def drop(self, agent: Agent, *, echo: bool, code: int = 1) -> None:
         said = f"rank {agent.index} on worker {agent.index} failed"
         failure = {
@@ -485,7 +494,7 @@ class Cluster:
             and agent.index in world["members"]
         ):
             agent.standing, agent.generation, agent.since = "training", world["generation"], self.now
-            agent.failed, agent.failure, agent.trained = False, None, 0.0
+            agent.failed, agent.failure, agent.again, agent.trained = False, None, False, 0.0
             if not any(
                 a.standing == "training" and a.generation == agent.generation and a is not agent for a in self.agents.values()
             ):
@@ -532,13 +541,19 @@ class Cluster:
         world = (self.status.get("rendezvous") or {}).get("world")
         if self.deciders:
             world = dataclasses.asdict(self.deciders.world) if self.deciders.world else None
-        if not self.mesh or not world or agent.generation != world["generation"] or agent.index not in world["members"]:
+        if (
+            not self.mesh
+            or agent.again
+            or not world
+            or agent.generation != world["generation"]
+            or agent.index not in world["members"]
+        ):
             return [], []
         unheard, refused = [], []
         for index in world["members"]:
             peer = next((a for a in self.agents.values() if a.index == index and a.generation == agent.generation), None)
             pod = self.documents.get(("Pod", f"train-worker-{index}"))
-            if peer is None:
+            if peer is None or peer.again:
                 unheard.append(index)
                 if pod is not None and self.answers(pod):
                     refused.append(index)
@@ -559,6 +574,7 @@ class Cluster:
             "run": f"train-{self.job['metadata']['uid'][:8]}", "id": agent.index, "standing": agent.standing,
             "generation": agent.generation, "since": agent.since, "address": f"10.0.0.{agent.index}:1",
             "failed": agent.failed, "failure": agent.failure, "attempt": agent.attempt, "past": agent.past,
+            "again": agent.again,
         }  # fmt: skip
         watched = self.mesh and agent.standing in ("training", "leaving")
         if self.mesh:

@@ -115,6 +115,40 @@ def test_with_any_notice_there_is_time_to_save_and_to_upload(
     assert upload_s <= agent._flush_timeout_s() < (left_s or 1000.0) - save_s, "and the upload ends before the machine does"
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_warm_process_that_dies_is_started_again_where_there_is_something_to_lose(
+    bench: Bench, trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, started = bench.agent, list[str]()
+
+    def start(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes]:
+        started.append(python)
+        return subprocess.Popen(["sh", "-c", "kill -9 $$"])
+
+    monkeypatch.setattr("outlast.agent.agent.start_warm", start)
+    if not trained:
+        agent._ranks.forget()
+    agent._launch_at, found = agent.clock(), list[lifecycle.Event]()
+    while not found:
+        found = bench.looks()
+    assert found == [lifecycle.Trained(137, (1, 0) if trained else None)]
+    failure = {"rank": None, "code": 137, "reason": "the warm process of worker 0 was killed by SIGKILL", "committed": 0}
+    assert agent._lost.get("failure", {}).items() >= (failure if trained else {}).items()
+    agent._happened(found[0])
+    bench.looks()
+    assert (agent.worker.phase, len(started)) == ((Phase.TRAINING, 2) if trained else (Phase.FLUSHING, 1))
+    agent._kill_training()
+    if agent._warm:
+        agent._warm.wait()
+
+
+def test_an_agent_that_cannot_coordinate_any_more_ends_and_launches_nothing(bench: Bench) -> None:
+    bench.agent._coordination_broke("the rendezvous has failed")
+    (broken,) = bench.looks()
+    bench.agent._happened(broken)
+    assert (bench.agent.worker.phase, bench.agent.worker.code) == (Phase.FLUSHING, 137)
+
+
 @pytest.mark.parametrize("how", DISTURBANCES)
 def test_probes_call_no_training_stuck_for_a_pause_and_no_age_is_negative(bench: Bench, how: str) -> None:
     bench.agent._upload.received({"pushed": 999_999.0, "since": 999_999.0, "backlog": 0, "step": 3})

@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import pytest
+
 from outlast.rendezvous import restarts, world
 from outlast.rendezvous.coordinator import Coordinator, Settings
 from outlast.rendezvous.transports.sockets import Called, Closed, Report
@@ -22,6 +24,7 @@ class Coordinating(Coordinator):
         self.workers = workers
         self.told: dict[int, list[object]] = {id: [] for id in range(workers)}
         self.events: list[tuple[str, dict[str, Any]]] = []
+        self.said: list[tuple[State, str]] = []
         for id in range(workers):
             self.report(id, "waiting")
         self.look()
@@ -30,7 +33,8 @@ class Coordinating(Coordinator):
     def send(self, id: int, kind: str, content: object) -> None:
         self.told[id].append(content)
 
-    def say(self, state: State, reason: str) -> None: ...
+    def say(self, state: State, reason: str) -> None:
+        self.said.append((state, reason))
 
     def event(self, kind: str, **facts: Any) -> None:
         self.events.append((kind, facts))
@@ -117,3 +121,46 @@ def test_a_worker_that_errs_costs_a_start_of_processes_at_most() -> None:
     run.look()
     assert run.newest().members == (0, 1)
     assert run.told[2][-1] == Closed("lost worker 2: it does not hear the others", 75)
+
+
+KILLED = {"rank": None, "code": 137, "reason": "the elastic agent of worker 2 was killed by SIGKILL", "time": 0.0}
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_process_in_the_place_of_one_that_was_killed_is_no_side_of_a_partition_and_counts_once(noticed: bool) -> None:
+    run = Coordinating()
+    if noticed:
+        run.gone(2)
+        run.look()
+    run.report(2, "waiting", 1, failed=True, failure=KILLED, again=True)
+    for id in (0, 1):
+        run.report(id, "training", 1, mesh=True, unheard=(2,), refused=(2,))
+    run.look()
+    assert run.known.called is not None
+    run.now += 5.0
+    for id in (0, 1):
+        run.report(id, "waiting", 1, unheard=(2,), refused=(2,))
+    run.look()
+    assert (run.newest().generation, run.newest().members, run.fenced) == (2, (0, 1, 2), {})
+    run.train(2)
+    assert [facts["reason"] for kind, facts in run.events if kind == "failure"] == [KILLED["reason"]]
+
+
+def test_a_process_without_which_the_others_went_on_still_tells_what_happened_to_the_one_before_it() -> None:
+    run = Coordinating()
+    run.gone(2)
+    run.look()
+    for id in (0, 1):
+        run.report(id, "waiting", 1)
+    run.now += 2.0
+    run.look()
+    run.train(2, 0, 1)
+    for _ in range(2):
+        run.report(2, "waiting", 1, failed=True, failure=KILLED, again=True)
+        run.now += 2.0
+        run.look()
+        run.judge_when_settled()
+    assert (run.restarts, run.said[-1][0], run.known.called) == (1, State.RUNNING, None)
+    assert run.said[-1][1] == f"{KILLED['reason']}; restart 1 of 9"
+    first = Report("run", 2, "waiting", 1, again=True)
+    assert (first.changed("waiting").again, first.changed("training", generation=3).again) == (True, False)

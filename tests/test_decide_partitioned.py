@@ -42,6 +42,20 @@ def world(cluster: Cluster) -> tuple[int, list[int]]:
 LOST = "lost worker 2: workers 0 and 1 do not hear it"
 
 
+@pytest.mark.parametrize(("seconds", "members"), [(0, [0, 1, 2]), (6, [0, 2])])
+def test_an_elastic_agent_that_is_started_again_costs_a_restart_and_no_pod(seconds: float, members: list[int]):
+    """Its peers do not hear the one before it, whose machine answers: this one is no side of a partition."""
+    cluster = a_job()
+    made = dict(cluster.made)
+    cluster.relaunch(1, seconds)
+    cluster.until(lambda c: world(c)[0] == 2)
+    assert world(cluster) == (2, members), "the others go on without one that takes long"
+    cluster.until(trains(3))
+    cluster.run(20)
+    assert (cluster.status["restarts"], cluster.status["state"], cluster.made) == (1, "Running", made)
+    assert (cluster.status["lastFailure"]["worker"], cluster.status["lastFailure"]["code"]) == (1, 137)
+
+
 def test_a_silent_node_costs_seconds_and_is_an_interruption():
     cluster = a_job()
     where = node(cluster, 2)

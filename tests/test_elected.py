@@ -422,6 +422,21 @@ def test_what_members_have_repaired_is_counted_once_also_when_another_decides(be
     assert f"repaired by its workers, attempt 3 of generation {generation}: rank 1" in voice.said[-1]
 
 
+def test_a_process_in_the_place_of_one_that_was_killed_counts_once(bench: Bench) -> None:
+    (decides, _), a, b = bench.candidate("d", limit=9), bench.member("a", 0), bench.member("b", 1)
+    bench.turn(decides, seconds=5, keep=(a, b))
+    trains(bench, a, b)
+    generation = bench.said().world.generation  # type: ignore[union-attr]
+    anew = bench.member("c", 1)
+    anew.report = dataclasses.replace(anew.report, generation=generation, again=True)
+    fails(anew, "the elastic agent of worker 1 was killed by SIGKILL")
+    a.report = dataclasses.replace(a.report, standing=MemberState.WAITING, unheard=(1,), refused=(1,))
+    bench.turn(decides, seconds=5, keep=(a, anew))
+    said = bench.said()
+    assert (said.world.generation, said.world.members) == (generation + 1, (0, 1))  # type: ignore[union-attr]
+    assert (said.restarts, said.judged, said.ended) == (1, generation, {})
+
+
 @pytest.mark.parametrize("operated", [True, False])
 def test_what_only_echoes_the_loss_of_a_member_is_left_to_an_operator_that_sees_its_pod(bench: Bench, operated: bool) -> None:
     (decides, _), a, b = bench.candidate("d", limit=9, operated=operated, replicas=2), bench.member("a", 0), bench.member("b", 1)

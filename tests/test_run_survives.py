@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import signal
+import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -98,7 +101,7 @@ def trains_again(machine, name: str, before: JobStatus) -> JobStatus:
         ranks = [rank for worker in status.workers for rank in worker.ranks]
         return (
             len(restored) > status.restarts > before.restarts
-            and len(ranks) == len(status.world) > 0
+            and len(ranks) == status.processes * len(status.world) > 0
             and all((rank.step or 0) >= min(restored[-1]["step"] + 1, GATE) for rank in ranks)
         )
 
@@ -137,18 +140,75 @@ def test_everything_killed_at_once_goes_on_when_it_is_run_again(machine, undistu
     assert machine.final(name) == undisturbed(ARGS, 2)
 
 
-@pytest.mark.slow
-def test_the_warm_process_and_the_elastic_agent_may_die_too(machine, undisturbed: Final):
-    name = machine.submit(machine.job(args=ARGS))
-    agent = psutil.Process(machine.at_step(name, 15).workers[0].pid)
-    (warm,) = agent.children()
-    warm.kill()
-    status = machine.wait(name, lambda s: s.restarts == 1 and s.state is State.RUNNING and s.step > 25)
-    agent = psutil.Process(status.workers[1].pid)
-    elastic = next(p for p in agent.children(recursive=True) if p.children())
-    elastic.kill() if elastic.pid != agent.children()[0].pid else elastic.children()[0].kill()
-    assert machine.end(name, hurry=True).state is State.SUCCEEDED
+def process(agent: int, title: str) -> psutil.Process:
+    """One of the processes of the worker with this agent."""
+    below = psutil.Process(agent).children(recursive=True)
+    return next(each for each in below if each.cmdline()[0].startswith(f"outlast: {title}"))
+
+
+def restored(machine, name: str) -> list[int]:
+    """The steps from which the job went on, the first time from the beginning."""
+    return [event["step"] for event in machine.backend.events(name) if event["kind"] == "restored"]
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_elastic_agent_and_the_warm_process_may_die_and_the_snapshots_stay(machine, undisturbed: Final, workers: int):
+    """Nothing is saved: the steps are in the memory of agents alone, of a single one where there is one worker."""
+    ranks = {"workers": {"replicas": workers}, "processesPerWorker": 2 // workers}
+    name = machine.submit(machine.job(args=ARGS, checkpoint={"every": "1h"}, **ranks))
+    status = machine.at_step(name, 15)
+    home, agents = StateDir(machine.directory / "state" / "jobs" / name), [worker.pid for worker in status.workers]
+    for deaths, (victim, index) in enumerate([("elastic agent", 0), ("warm process", workers - 1)], 1):
+        machine.wait(name, lambda _: progress.read(home.worker(0), 0).snapshot > 0)
+        snapshot = progress.read(home.worker(0), 0).snapshot
+        process(agents[index], victim).kill()
+        status = trains_again(machine, name, status)
+        assert (status.restarts, [worker.pid for worker in status.workers]) == (deaths, agents)
+        assert f"the {victim} of worker {index} was killed by SIGKILL" in status.failure.reason
+        assert restored(machine, name)[-1] >= snapshot > 0, "and not from the beginning"
+        assert all(path.is_file() or path.is_socket() for path in home.worker(0).iterdir()), "a directory needs room"
+    status = machine.end(name, hurry=True)
+    assert (status.state, status.restarts) == (State.SUCCEEDED, 2)
     assert machine.final(name) == undisturbed(ARGS, 2)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, in memory, for few files."""
+    (path := tmp_path / "small").mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "nr_inodes=500", "small", str(path)]
+    mounted = subprocess.run(command, check=False, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", "-l", path], check=True)
+
+
+@pytest.mark.slow
+def test_a_state_directory_without_room_for_one_more_file_keeps_nobody_from_starting(small: Path, machine_in, undisturbed: Final):
+    machine, output = machine_in(small), str(small.parent / "output")
+    ranks = {"workers": {"replicas": 1}, "processesPerWorker": 2}
+    try:
+        name = machine.submit(machine.job(args=(*ARGS, "--print"), checkpoint={"every": "1h"}, output=output, **ranks))
+        agent = machine.at_step(name, 15).workers[0].pid
+        for victim in ("rank 1", "elastic agent", "warm process"):
+            with contextlib.suppress(OSError):
+                for number in itertools.count():
+                    (small / f"fill-{victim}-{number}").touch()
+            before = len(restored(machine, name))
+            process(agent, victim).kill()
+            machine.wait(name, lambda _, before=before: len(restored(machine, name)) > before)
+        assert all(restored(machine, name)[1:]), "from memory, not from the beginning"
+        for file in small.glob("fill-*"):
+            file.unlink()
+        status = machine.end(name, hurry=True)
+        assert (status.state, status.restarts) == (State.SUCCEEDED, 3)
+        assert machine.final(name) == undisturbed(ARGS, 2)
+        lines = (machine.backend.output(name) / "logs" / "worker-0.log").read_text().splitlines()
+        assert {f"[rank {rank}] rank {rank} step 60" for rank in (0, 1)} <= set(lines)
+    finally:
+        machine.kill_everything()
+        machine.kill_everything()
 
 
 @pytest.mark.slow

@@ -95,6 +95,8 @@ class Env:
     """The newest step that a worker of the world before has had, whole; 0 if none is known of."""
     ATTEMPT = "OUTLAST_ATTEMPT"
     """How often the members of that world have started its processes again by themselves."""
+    LOST = "OUTLAST_LOST"
+    """For an elastic agent that takes the place of one that was killed: generation, attempt and failure, as JSON."""
     DATA = "OUTLAST_DATA"
     """Directory of the job's dataset; with several, the directory that holds them all."""
     MODELS = "OUTLAST_MODELS"

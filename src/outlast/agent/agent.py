@@ -16,7 +16,6 @@ import json
 import os
 import queue
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
@@ -26,7 +25,7 @@ import time
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outlast import contract, probes
 from outlast.agent import coordination, lifecycle, pid1, ranks, reporter, snapshot_memory, upload_handle
@@ -90,7 +89,10 @@ class Agent:
         self._preparation = prepare.Preparation(job, environ, stop=self._stop_preparing)
         self._preparing: threading.Thread | None = None
         self._elastic: socket.socket | None = None
-        self._launched = False
+        self._launch_at = float("inf")
+        """When the elastic agent is to be started."""
+        self._lost: dict[str, Any] = {}
+        """How the last one ended, for its successor to report."""
         self._events: queue.SimpleQueue[lifecycle.Event] = queue.SimpleQueue()
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_w, False)
@@ -126,8 +128,6 @@ class Agent:
         self._ranks.forget()
         if self._warm and (warning := bytecode.warning(image=contract.Env.ADDRESS in self.environ)):
             print(f"outlast | {warning}", flush=True)
-        for left_over in self.state.glob("ranks-*"):
-            shutil.rmtree(left_over, ignore_errors=True)
         self._happened(lifecycle.Started())
         while self.exit is None:
             self._wait()
@@ -179,8 +179,8 @@ class Agent:
                 case lifecycle.Prepare(phase):
                     self._preparing = threading.Thread(target=self._prepare, args=(phase,), daemon=True)
                     self._preparing.start()
-                case lifecycle.Launch():
-                    self._launched = True
+                case lifecycle.Launch(pause_s):
+                    self._launch_at = self.clock() + pause_s
                 case lifecycle.Notify(reason, deadline):
                     self._notify(reason, deadline)
                 case lifecycle.Kill():
@@ -289,6 +289,7 @@ class Agent:
 
     def _coordination_broke(self, reason: str) -> None:
         print(f"outlast | {reason}", flush=True)
+        self._put(lifecycle.Trained(contract.exit_code(-signal.SIGKILL)))  # the whole worker is to be started again
         self._kill_training()
 
     def _superseded(self, reason: str) -> None:
@@ -297,20 +298,23 @@ class Agent:
 
     def _launch(self) -> None:
         """Have the elastic agent forked; the warm process listens a moment after its start and answers when torch is imported."""
+        if self._warm is None:
+            self._warm = start_warm(self._preparation.python, self.environ)
         try:
             sock = shim.connect(str(self.state / shim.SOCKET))
         except OSError:
-            if self._warm and (ended := self._warm.poll()) is not None:
-                self._events.put(lifecycle.Trained(contract.exit_code(ended)))
-                self._launched = False
+            if (status := self._warm.poll()) is not None:
+                self._warm = None
+                self._ended("warm process", status)
             return
         from outlast.prepare import prepare
 
         grace = f"{self.job.spec.interruption.grace.total_seconds():g}"
         argv = [str(self.processes), grace, str(self.job.spec.restarts.limit), *prepare.command(self.job, self.environ)]
+        environ = self.environ | ({contract.Env.LOST: json.dumps(self._lost)} if self._lost else {})
         with contextlib.suppress(OSError):  # it died this very moment: the connection shows it
-            shim.request(sock, "elastic", argv, self.environ, self.environ[contract.Env.CODE], (0, 1, 2))
-        self._elastic = sock
+            shim.request(sock, "elastic", argv, environ, self.environ[contract.Env.CODE], (0, 1, 2))
+        self._elastic, self._launch_at = sock, float("inf")
 
     # Events
 
@@ -371,18 +375,36 @@ class Agent:
 
     def _elastic_ended(self) -> None:
         assert self._elastic is not None
+        assert self._warm is not None
         try:
             reply = self._elastic.recv(4096)
         except OSError:
             reply = b""
-        status = json.loads(reply)["status"] if reply else -signal.SIGKILL  # the warm process died, and all with it
         self._elastic.close()
         self._elastic = None
-        self._events.put(lifecycle.Trained(contract.exit_code(status)))
+        if reply:
+            ended = json.loads(reply)
+            self._ended("elastic agent", ended["status"], ended.get("why"))
+        else:
+            self._warm.kill()
+            self._warm.wait()
+            self._warm = None
+            self._ended("warm process", -signal.SIGKILL)
+
+    def _ended(self, process: str, status: int, why: str | None = None) -> None:
+        """The elastic agent has ended, or the warm process and with it all that it forked."""
+        code, reached, start, self._launch_at = contract.exit_code(status), self._ranks.newest(), None, float("inf")
+        if status < 0 and reached:
+            start = reached.generation, reached.attempt
+            reason = f"the {process} of worker {self.index} {why or f'was killed by {contract.signal_name(-status)}'}"
+            failure = {"rank": None, "code": code, "reason": reason, "time": time.time(), "committed": reached.committed}
+            self._lost = {"generation": start[0], "attempt": start[1], "failure": failure}
+            print(f"outlast | {reason}", flush=True)
+        self._events.put(lifecycle.Trained(code, start))
 
     def _look(self) -> None:
         now = self._looked_at = self.clock()
-        if self._launched and self._elastic is None and self.worker.phase is Phase.TRAINING and self._events.empty():
+        if now >= self._launch_at and self._elastic is None and self.worker.phase is Phase.TRAINING and self._events.empty():
             self._launch()
         self._look_for_deadline()
         if self.worker.leaving and now > self._kill_at:
@@ -426,7 +448,7 @@ def print_end(worker: int | str, code: int | None, reason: str) -> None:
 
 def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes] | sibling.Forked:
     """Start the warm process in the Python that is to train, unless this agent was born with one."""
-    if sibling.warm:
+    if sibling.warm and sibling.warm.poll() is None:
         return sibling.warm
     socket_ = os.path.join(environ[contract.Env.STATE], shim.SOCKET)
     return subprocess.Popen(

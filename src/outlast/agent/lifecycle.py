@@ -1,7 +1,8 @@
 """The life of a worker, as a pure state machine: what has happened in, what to do out.
 
     starting -> run, code, environment, data, checkpoint -> training -> flushing -> ended
-                          (an interruption at any time: finish early, save if there is something to save, exit 75)
+                          (an interruption at any time: finish early, save if there is something to save, exit 75;
+                           an elastic agent that is killed: launched again, the snapshots stay)
 
 What a worker does next is decided in this file, when its processes hang in `hangs.rule`, and who coordinates the run in
 `rendezvous.transport`. `agent.agent` carries out the effects and reports the events. There is no clock, file or process here;
@@ -51,6 +52,10 @@ class Worker:
     reason: str = ""
     stay: bool = False
     """Whether its pod is to stay up after a final end, so that other pods can ask how the run ended."""
+    start: tuple[int, int] | None = None
+    """The newest start of its processes when the elastic agent was launched again."""
+    relaunches: int = 0
+    """Launches since then after which no process has started."""
 
 
 FINAL = (contract.Exit.DONE, contract.Exit.MISCONFIGURED, contract.Exit.GIVEN_UP)
@@ -61,6 +66,8 @@ LAST_FLUSH_S = 10.0
 """Least timeout of the last upload of an interrupted worker, even when its grace period is over."""
 LEAST_FLUSH_S = 1.0
 """The same where it is known when the machine is gone."""
+RELAUNCHES, PAUSE_S = 10, 1.0
+"""Most launches in a row after which no process has started, and the pause between them; arbitrary."""
 
 
 # Events
@@ -92,6 +99,8 @@ class Trained:
     """The elastic agent has ended with this exit code (128+n for signal n)."""
 
     code: int
+    start: tuple[int, int] | None = None
+    """The newest start of its processes (generation, attempt) if a signal has ended it; None if there was none, or no signal."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +157,9 @@ class Prepare:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Start the elastic agent and with it the training."""
+    """Start the elastic agent and with it the training, after a pause."""
+
+    pause_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,10 +202,14 @@ def step(worker: Worker, event: Event) -> tuple[Worker, tuple[Effect, ...]]:
             return _enter(worker, PREPARATION[following] if following < len(PREPARATION) else Phase.TRAINING)
         case PreparationFailed(phase, reason, retry) if worker.phase is phase:
             return _flush(worker, contract.Exit.FAILED if retry else contract.Exit.MISCONFIGURED, reason)
-        case Trained(code) if worker.phase is Phase.TRAINING:
+        case Trained(code, start) if worker.phase is Phase.TRAINING:
             if worker.leaving and (code == contract.Exit.INTERRUPTED or contract.killed(code)):
                 return _flush(worker, contract.Exit.INTERRUPTED, worker.leaving)
-            return _flush(worker, code, _verdict(code))
+            relaunches = worker.relaunches + 1 if start == worker.start else 0
+            if start is None or worker.leaving or relaunches > RELAUNCHES:
+                return _flush(worker, code, _verdict(code))
+            # What the agent has in memory stays. The coordinator counts how each start of processes ends, we the other launches.
+            return dataclasses.replace(worker, start=start, relaunches=relaunches), (Launch(PAUSE_S if relaunches else 0.0),)
         case Interrupted() if worker.phase not in (Phase.FLUSHING, Phase.ENDED):
             return _leave(worker, event)
         case GraceOver() if worker.leaving and worker.phase is Phase.TRAINING:

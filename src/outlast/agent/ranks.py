@@ -51,6 +51,11 @@ class Ranks:
             found.append(self._observe(local_rank, record, state in ("T", "t"), written))
         return found
 
+    def newest(self) -> progress.Progress | None:
+        """The newest record, also that of a process that has ended."""
+        records = filter(None, (progress.read(self._state, local_rank) for local_rank in range(self._count)))
+        return max(records, key=lambda record: (record.generation, record.attempt, record.step), default=None)
+
     def _observe(self, local_rank: int, record: progress.Progress, stopped: bool, written: int) -> Process:
         process = record.pid, record.started
         pulse = progress.pulse(self._state, local_rank)

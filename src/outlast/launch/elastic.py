@@ -16,7 +16,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +32,7 @@ from outlast.rendezvous.attempts import Past
 from outlast.rendezvous.handler import Handler, member
 from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.transports import seal
+from outlast.rendezvous.world import World
 from outlast.workerfiles import log_pipe, progress
 
 MONITOR_INTERVAL_S = 0.05
@@ -52,8 +52,6 @@ _MEMORY = ("OutOfMemoryError", "MemoryError")
 _STEPS = ("first step", "train")
 """Phases in which a hang is charged to the step. While it opens, restores or saves, a process waits for a store or a disk.
 A plain script without reported steps counts as at step 0 if it was silent for longer than it was active."""
-_PREFIX = "[rank ${rank}] "
-"""Prefix of the lines of one of several processes."""
 _COLLECTIVE = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "CheckpointException")
 _SECONDARY = re.compile(
     r"connection .{0,20}(closed|reset|refused)|broken pipe|by peer|pair closure|socket (closed|timeout)|timed out|gloo|"
@@ -72,6 +70,7 @@ def main(argv: list[str], *, unready: int | None = None) -> None:
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from the world alone: no round through the store
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it ourselves, in one line
     state = Path(os.environ[contract.Env.STATE])
+    lost = json.loads(os.environ.pop(contract.Env.LOST, "{}"))
     run_id, id = os.environ[contract.Env.RUN], int(os.environ[contract.Env.WORKER])
     client = transport.client(os.environ[contract.Env.RENDEZVOUS], transport.Member(run_id, id, state, processes))
     host = os.environ.get(contract.Env.ADDRESS, "127.0.0.1")
@@ -82,11 +81,18 @@ def main(argv: list[str], *, unready: int | None = None) -> None:
     seen = Seen(time.monotonic)
     with member(client, run_id=run_id, state=state, host=host, processes=processes, leave_s=float(grace_s)) as handler:
         handler.key = seal.key(os.environ)
-        handler.joining = lambda: _forget(state, processes)
-        handler.repairs, handler.repaired = Repairs(id, limit), lambda past: _repaired(past, first=handler.rank == 0)
+        handler.repaired = lambda past: _repaired(past, first=handler.rank == 0)
+
+        def joining() -> None:
+            _forget(state, processes)
+            handler.repairs = handler.repairs or Repairs(id, limit)  # of no world before ours
+
+        handler.joining = joining
         handler.dies = lambda: any(
             seen.age(rank, said["time"]) < EXIT_TIMEOUT_S for rank, said in _causes(state, processes).items()
         )
+        if lost:
+            _replace(handler, client, **lost)
         while True:
             begun, logged = time.monotonic(), log_pipe.size(log)
             try:
@@ -113,7 +119,7 @@ def main(argv: list[str], *, unready: int | None = None) -> None:
                 first = min(failures, key=lambda failure: (not _is_cause(failure), failure["time"]))
                 said = f"outlast | {first['reason']}"
                 print(said, file=sys.stderr, flush=True)
-                prefix = _PREFIX.replace("${rank}", str(first["rank"])) if processes > 1 else ""
+                prefix = shim.PREFIX.format(first["rank"]) if processes > 1 else ""
                 if {failure["early"] for failure in failures if _is_cause(failure)} != {first["early"]}:
                     first["early"] = ""
                 handler.failed({**first, "log_tail": log_pipe.tail(log, said, since=logged, prefix=prefix)})
@@ -123,6 +129,13 @@ def _leave(handler: Handler) -> NoReturn:
     """End, once the others can go on from what was saved here. The agent ends this process if that takes too long."""
     rank0_files.leave(os.environ, over=lambda: handler.closed is not None)
     sys.exit(contract.Exit.INTERRUPTED)
+
+
+def _replace(handler: Handler, client: transport.Client, generation: int, attempt: int, failure: dict[str, Any]) -> None:
+    """Take the place of an elastic agent that was killed, and report that the processes of that start have ended with it."""
+    handler.world = World(generation, (client.id,), "", "")
+    client.amend(generation=generation, attempt=attempt, again=True)
+    handler.failed(failure)
 
 
 def _others_may_wait(environ: Mapping[str, str]) -> bool:
@@ -138,7 +151,7 @@ def _train(
     """Join a world and run the training processes until they end. Returns the failures, none on success."""
     from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
     class Agent(LocalElasticAgent):
         def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -158,7 +171,15 @@ def _train(
                 self._pcontext.close(death_sig, math.ceil(grace_s) + 5)
             super()._shutdown(death_sig)
 
-    several = processes > 1
+    class NoFiles(LogsSpecs):
+        """Output goes where ours does, and errors are recorded by `launch.rank`: no disk can be too full for a start."""
+
+        root_log_dir = ""
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            console = dict.fromkeys(envs, "")
+            return LogsDest(console, console, error_files=console)
+
     spec = WorkerSpec(
         role="outlast",
         local_world_size=processes,
@@ -169,18 +190,16 @@ def _train(
         monitor_interval=MONITOR_INTERVAL_S,
         local_addr=host,
     )
-    with tempfile.TemporaryDirectory(prefix="ranks-", dir=state, ignore_cleanup_errors=True) as directory:
-        logs = DefaultLogsSpecs(log_dir=directory, tee=Std.ALL if several else Std.NONE)
-        result = Agent(spec, logs, log_line_prefix_template=_PREFIX if several else None).run()
-        # The process that failed first may end last: others have failed because of it, and torch's agent has stopped it, too.
-        ended = {process.local_rank for process in result.failures.values()}
-        causes = _causes(state, processes) if ended else {}
-        stopped = {
-            said["rank"]: SimpleNamespace(local_rank=local_rank, exitcode=said["code"])
-            for local_rank, said in causes.items()
-            if local_rank not in ended
-        }
-        return [_failure(state, handler, rank, process) for rank, process in {**result.failures, **stopped}.items()]
+    result = Agent(spec, NoFiles()).run()
+    # The process that failed first may end last: others have failed because of it, and torch's agent has stopped it, too.
+    ended = {process.local_rank for process in result.failures.values()}
+    causes = _causes(state, processes) if ended else {}
+    stopped = {
+        said["rank"]: SimpleNamespace(local_rank=local_rank, exitcode=said["code"])
+        for local_rank, said in causes.items()
+        if local_rank not in ended
+    }
+    return [_failure(state, handler, rank, process) for rank, process in {**result.failures, **stopped}.items()]
 
 
 def _forget(state: Path, processes: int) -> None:

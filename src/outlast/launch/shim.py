@@ -5,6 +5,8 @@ imported already. This little program is the child: it asks the warm process for
 stderr, passes signals on, and ends exactly as the training process ended. Without a warm process it becomes the training
 process itself.
 
+The output of one of several processes passes through it, to get the rank in front of each line; in files it would fill a disk.
+
 Run by path with `python -I -S` (starts in some 15 ms), so it imports nothing but the standard library and nothing of ours.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -23,8 +26,35 @@ SOCKET = "warm.sock"
 """In the directory of a worker: where its warm process listens."""
 CONNECT_TIMEOUT_S = 5.0
 """For a listener that is stopped, whose queue is full."""
+PREFIX = "[rank {}] "
+"""Prefix of the lines of one of several processes."""
+AGAIN_S = 1.0
+"""Pause after a process that could not be forked, for want of processes or descriptors."""
 KILL_DELAY_S = 5.0
 """From SIGTERM to SIGKILL if training has not been given a grace period to save."""
+
+
+class Lines:
+    """The output of one of several processes, which it writes to `write`: copied line by line, each with the rank in front."""
+
+    def __init__(self) -> None:
+        self.read, self.write = os.pipe()
+        os.set_blocking(self.read, False)
+        self._rest = b""
+
+    def copy(self, *, last: bool = False) -> bool:
+        """Copy the lines that have come, and the rest if they were the last. Returns whether there may be others."""
+        more, found = True, self._rest
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self.read, 65536):
+                found += data
+            more = False
+        lines = found.splitlines(keepends=True)  # also at \r, as bars of progress have it
+        whole = last or not lines or lines[-1].endswith((b"\r", b"\n"))
+        self._rest = b"" if whole else lines.pop()
+        for line in lines:
+            os.write(1, PREFIX.format(os.environ["RANK"]).encode() + line)
+        return more
 
 
 def connect(path: str) -> socket.socket:
@@ -61,7 +91,9 @@ def main() -> None:
         os.unlink(error_path())
     try:
         sock = connect(path)
-        request(sock, "rank", argv, dict(os.environ), os.getcwd(), (0, 1, 2))
+        lines = Lines() if os.environ.get("LOCAL_WORLD_SIZE", "1") != "1" else None
+        streams = (0, lines.write, lines.write) if lines else (0, 1, 2)
+        request(sock, "rank", argv, dict(os.environ), os.getcwd(), streams)
     except OSError:  # no warm process: start cold
         os.execv(sys.executable, [sys.executable, "-u", "-m", "outlast.launch.rank", *argv])
 
@@ -79,13 +111,21 @@ def main() -> None:
         signal.signal(number, pass_on)
     signal.signal(signal.SIGALRM, kill)
 
+    if lines:
+        os.close(lines.write)
+        while sock.fileno() not in select.select([sock.fileno(), lines.read], [], [])[0] and lines.copy():
+            pass
     reply = b""
     with contextlib.suppress(OSError), sock.makefile("rb") as answer:
         reply = answer.readline()
+    if lines:
+        lines.copy(last=True)
     ended = json.loads(reply) if reply.endswith(b"\n") else {"status": -signal.SIGKILL, "time": time.time()}
     status = int(ended["status"])
     if status < 0:
-        record_death(-status, ended["time"])
+        if why := str(ended.get("why", "")):
+            time.sleep(AGAIN_S)  # another attempt follows at once
+        record_death(-status, ended["time"], why)
         signal.signal(-status, signal.SIG_DFL) if -status not in (signal.SIGKILL, signal.SIGSTOP) else None
         os.kill(os.getpid(), -status)
         time.sleep(1)  # not reached, unless the signal does not end a process
@@ -97,15 +137,15 @@ def error_path() -> str:
     return os.path.join(os.environ.get("OUTLAST_WORKER_STATE", "/nonexistent"), f"error-{os.environ.get('LOCAL_RANK', '0')}.json")
 
 
-def record_death(number: int, when: float) -> None:
-    """Record that a signal ended the training process, unless it has recorded an error itself: threads of torch may end a process
-    with SIGABRT while it exits by an exception."""
+def record_death(number: int, when: float, why: str = "") -> None:
+    """Record that a signal ended the training process, or `why` there is none, unless it has recorded an error itself: threads of
+    torch may end a process with SIGABRT while it exits by an exception."""
     path = error_path()
     if os.path.exists(path):
         return
     name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
     rank = int(os.environ.get("RANK", "0"))
-    record = {"rank": rank, "type": name, "message": f"was killed by {name}", "traceback": "", "time": when}
+    record = {"rank": rank, "type": name, "message": why or f"was killed by {name}", "traceback": "", "time": when}
     with contextlib.suppress(OSError):
         with open(path + ".tmp", "w") as file:
             json.dump(record, file)

@@ -8,9 +8,9 @@ streams, environment and directory and becomes a training process (`launch.rank`
     python -m outlast.launch.warm SOCKET PARENT
 
 Protocol, per connection: a request (`shim.request`), then lines from the caller, each a signal number for the child; one JSON
-line back when the child has ended: `{"status": exit code or -signal, "time": seconds since the epoch}`. A caller that hangs up
-kills its child. Children die with the warm process, and the warm process with its agent. The agent of another worker is no child
-(`launch.sibling`).
+line back when the child has ended: `{"status": exit code or -signal, "time": seconds since the epoch}`, with `why` if there is
+none. A caller that hangs up kills its child. Ranks die with their elastic agent, children with the warm process, and the warm
+process with its agent. The agent of another worker is no child (`launch.sibling`).
 """
 
 from __future__ import annotations
@@ -60,6 +60,9 @@ class Request:
 class _Child:
     pid: int
     connection: socket.socket
+    kind: str
+    end: dict[str, float] | None = None
+    """How it has ended, until its caller is told."""
 
 
 def _receive(connection: socket.socket) -> Request:
@@ -75,8 +78,7 @@ def _receive(connection: socket.socket) -> Request:
             data += chunk
         fields = json.loads(data)
     except (OSError, ValueError):
-        for fd in fds:
-            os.close(fd)
+        _close(*fds)
         raise
     connection.settimeout(None)
     return Request(fields["kind"], fields["argv"], fields["env"], fields["cwd"], list(fds))
@@ -129,16 +131,22 @@ class Server:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_r, 4096)
                 self._reap()
-            elif key.fd in self._children:
-                _signal(self._children[key.fd])
+            elif (child := self._children.get(key.fd)) is not None:
+                if child.end is None:
+                    _signal(child)
                 self._reap()
             else:
-                self._ahead.read(key.fd)
+                with contextlib.suppress(OSError):  # as many descriptors as are allowed
+                    self._ahead.read(key.fd)
         return None
 
     def _accept(self) -> Request | None:
         """Fork for a caller. Returns its request in the child, None in this process."""
-        connection, _address = self._listener.accept()
+        try:
+            connection, _address = self._listener.accept()
+        except OSError:  # as many descriptors as are allowed: the caller waits
+            time.sleep(shim.AGAIN_S)
+            return None
         try:
             request = _receive(connection)
         except (OSError, ValueError):  # a caller that was killed half-way
@@ -146,19 +154,26 @@ class Server:
             return None
         if request.kind == sibling.KIND:
             return self._bear(request, connection)
-        if request.kind == "rank" and request.env.get("LOCAL_RANK", "0") == "0":
-            request.tell = self._ahead.pipe(request.env)
-        gc.freeze()
-        parent, pid = os.getpid(), os.fork()
+        parent = os.getpid()
+        try:
+            if request.kind == "rank" and request.env.get("LOCAL_RANK", "0") == "0":
+                request.tell = self._ahead.pipe(request.env)
+            gc.freeze()
+            pid = os.fork()
+        except OSError as problem:  # as many processes as are allowed, or no memory
+            with connection, contextlib.suppress(OSError):
+                end = {"status": -signal.SIGKILL, "time": time.time(), "why": f"could not be started: {problem.strerror}"}
+                connection.sendall(json.dumps(end).encode() + b"\n")
+            _close(*request.fds, request.tell)
+            return None
         if pid == 0:
             connection.close()
             if request.kind == "elastic" and self._unready:
                 request.unready = os.dup(self._unready[0])
             self._fresh(parent)
             return request
-        for fd in (*request.fds, *([] if request.tell is None else [request.tell])):
-            os.close(fd)
-        self._children[connection.fileno()] = _Child(pid, connection)
+        _close(*request.fds, request.tell)
+        self._children[connection.fileno()] = _Child(pid, connection, request.kind)
         self._selector.register(connection.fileno(), selectors.EVENT_READ)
         return None
 
@@ -175,8 +190,7 @@ class Server:
                 os._exit(0)
             enter(request)
             return request
-        for fd in request.fds:
-            os.close(fd)
+        _close(*request.fds)
         connection.close()
         return None
 
@@ -197,21 +211,27 @@ class Server:
             os.close(fd)
 
     def _reap(self) -> None:
-        """Tell callers how their children have ended."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            end = {"status": os.waitstatus_to_exitcode(status), "time": time.time()}
-            for fd, child in list(self._children.items()):
-                if child.pid == pid:
-                    with contextlib.suppress(OSError):
-                        child.connection.sendall(json.dumps(end).encode() + b"\n")
-                    self._selector.unregister(fd)
-                    self._children.pop(fd).connection.close()
+        """Tell callers how their children have ended; that an elastic agent has, when its ranks have, too."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                for child in self._children.values():
+                    if child.pid == ended[0]:
+                        child.end = {"status": os.waitstatus_to_exitcode(ended[1]), "time": time.time()}
+        orphaned = any(child.end and child.kind == "elastic" for child in self._children.values())
+        for fd, child in sorted(self._children.items(), key=lambda each: each[1].kind == "elastic"):
+            if child.end and (child.kind == "rank" or len(self._children) == 1):
+                with contextlib.suppress(OSError):
+                    child.connection.sendall(json.dumps(child.end).encode() + b"\n")
+                self._selector.unregister(fd)
+                self._children.pop(fd).connection.close()
+            elif orphaned and not child.end:
+                os.kill(child.pid, signal.SIGKILL)
+
+
+def _close(*fds: int | None) -> None:
+    for fd in fds:
+        if fd is not None:
+            os.close(fd)
 
 
 def _signal(child: _Child) -> None:

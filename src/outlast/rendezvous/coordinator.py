@@ -159,10 +159,12 @@ class Coordinator:
                 report.refused,
                 self.clock(),
                 report.held,
+                report.again,
             )
         )
         now = self.known.world
-        is_new = found and now and report.generation == now.generation and self.judged < found.failure.start
+        of_now = now and (report.generation == now.generation or report.again)  # the others may have gone on without it
+        is_new = found and of_now and self.judged < found.failure.start
         if found and is_new and not failures.is_part_of_call(found.echo, self.known.called, self.judged, report.generation):
             self.add_failure(found.failure, echo=found.echo)
         # It may have missed what was sent before it connected.
@@ -270,7 +272,8 @@ class Coordinator:
         budget = failures.Budget(self.history, self.policy, committed)
         judged = failures.judge(failure, raised, budget, self.clock(), pending=pending, members=members)
         if self._counted(*judged):
-            self.say(State.RESTARTING, judged[1].reason)
+            trains = self.known.world is not None and self.known.called is None
+            self.say(State.RUNNING if trains else State.RESTARTING, judged[1].reason)
             return True
         return False
 

@@ -50,6 +50,8 @@ class Member:
     """When `unheard` grew last; repeating it does not change this."""
     held: int = 0
     """The newest step that its processes had saved or in memory, whole, when they ended; 0: none, or not told."""
+    again: bool = False
+    """Its process is another than that which took up `generation`."""
 
 
 class Cause(enum.StrEnum):

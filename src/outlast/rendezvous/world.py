@@ -81,7 +81,7 @@ def lost(state: State, now: float) -> partition.Verdict:
         return partition.Verdict()
     ranks, generation = state.world.members, state.world.generation
     members = (state.members[id] for id in ranks if id in state.members)
-    inside = [m for m in members if m.generation == generation and m.standing is not MemberState.DONE]
+    inside = [m for m in members if m.generation == generation and m.standing is not MemberState.DONE and not m.again]
     if not any(m.unheard for m in inside):
         return partition.Verdict()
     views = {m.id: partition.View(m.unheard, m.refused, m.noticed, m.standing is MemberState.WAITING) for m in inside}

@@ -208,7 +208,7 @@ class Term(coordinator.Coordinator):
                 self.gone(id)
                 self._parked[id] = kv
                 return
-            if report.generation == now.generation:
+            if report.generation == now.generation and not report.again:
                 report = replace(report, generation=now.generation - 1)
         if report.failure:  # dated by when we hear of it: its clock is not ours
             report = replace(report, failure={**report.failure, "time": self.clock()})

@@ -104,12 +104,13 @@ class Report:
     """The last failures that they have repaired so, of any generation: `attempts.Past`. Few members say it."""
     held: int = 0
     """The newest step that its processes had saved or in memory, whole, when they were stopped; said between two worlds."""
+    again: bool = False
+    """Whether it is another process than the one that took up `generation`, which its peers do not hear any more."""
 
     def changed(self, standing: str, **fields: Any) -> Self:
         """The next report. What is said of peers holds for one world, and is forgotten with it."""
-        forgotten: dict[str, Any] = (
-            {} if fields.get("generation", self.generation) == self.generation else {"unheard": (), "refused": (), "attempt": 0}
-        )
+        another = fields.get("generation", self.generation) != self.generation
+        forgotten: dict[str, Any] = {"unheard": (), "refused": (), "attempt": 0, "again": False} if another else {}
         if standing not in (MemberState.TRAINING, MemberState.LEAVING):
             forgotten["mesh"] = False
         return dataclasses.replace(self, **{"standing": standing, "since": time.time(), **forgotten, **fields})
@@ -166,6 +167,7 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
     "refused": _are_ids,
     "attempt": is_count,
     "held": is_count,
+    "again": lambda value: isinstance(value, bool),
     "past": lambda value: (
         isinstance(value, list | tuple) and len(value) <= _MOST_PAST and all(isinstance(one, Mapping) for one in value)
     ),
