@@ -493,8 +493,7 @@ class Session:
 
     def _left_s(self) -> float:
         """Seconds that this rank's worker has left to save and leave; infinity if it is not asked to."""
-        asked = notice.read(self._notice) if self._notice is not None else {}
-        return max(0.0, float(asked["deadline"]) - time.time()) if "deadline" in asked else math.inf
+        return math.inf if self._notice is None else notice.left_s(self._notice)
 
     def _too_late(self, step: int) -> str:
         """Why the last step is not saved: the time that is left is too short. A collective."""
