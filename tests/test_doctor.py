@@ -70,6 +70,21 @@ def test_a_disk_that_is_nearly_full_is_told(tmp_path: Path) -> None:
     assert (check.outcome, check.remedy) == ("warn", "free some")
 
 
+@pytest.mark.parametrize(("written", "together"), [("1\n", True), ("0\n", False), (None, False)])
+def test_a_kernel_that_kills_a_container_as_a_whole_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str | None, together: bool
+) -> None:
+    if written:
+        (tmp_path / "memory.oom.group").write_text(written)
+    found = inspection.killed_together(str(tmp_path / "memory.oom.group"))
+    assert found == together
+    monkeypatch.setattr(inspection, "killed_together", lambda: found)
+    monkeypatch.setattr(machine, "torch", lambda _: doctor.passed("torch", ""))
+    told = {check.name: (check.outcome, check.said.partition(",")[0]) for check in machine.checks()}
+    said = "when this container's memory runs out"
+    assert told.get("out of memory") == (("warn", said) if together else None)
+
+
 # A cluster
 
 

@@ -444,11 +444,13 @@ def test_a_save_rests_only_until_the_next_one_is_due(plain: Path, monkeypatch: p
         assert run.due(3)
 
 
-@pytest.mark.parametrize(("save_s", "saved"), [(None, [1, 2]), (2.0, [1, 2]), (5e6, [1])])
-def test_a_save_that_does_not_fit_into_the_time_left_is_skipped(
-    plain: Path, monkeypatch: pytest.MonkeyPatch, save_s: float | None, saved: list[int]
+@pytest.mark.parametrize(
+    ("save_s", "set_s", "saved"), [(None, 0.0, [1, 2]), (100.0, 0.0, [1]), (4.0, 120.0, [1, 2]), (100.0, -120.0, [1])]
+)
+def test_a_save_that_does_not_fit_into_the_time_left_is_skipped_and_a_clock_that_is_set_changes_nothing(
+    plain: Path, monkeypatch: pytest.MonkeyPatch, save_s: float | None, set_s: float, saved: list[int]
 ):
-    path = plain / contract.NOTICE
+    path, wall = plain / contract.NOTICE, time.time
     monkeypatch.setenv(contract.Env.NOTICE, str(path))
 
     def leaves() -> None:
@@ -457,9 +459,10 @@ def test_a_save_that_does_not_fit_into_the_time_left_is_skipped(
             assert (run.interrupted(), run.seconds_left) == (False, math.inf)
             run.save(1)
             run._saves.settle(run._saver.wait())
-            notice.write(path, "leave", "spot", time.time() + 1e6)
+            notice.write(path, "leave", "spot", time.time() + 75.0)
+            monkeypatch.setattr(time, "time", lambda: wall() + set_s)
             assert run.interrupted()
-            assert 0.9e6 < run.seconds_left <= 1e6
+            assert 60.0 < run.seconds_left <= 75.0
             run._saver.least_s = save_s
             run.save(2)
 
@@ -467,7 +470,7 @@ def test_a_save_that_does_not_fit_into_the_time_left_is_skipped(
         leaves()
     assert [c.step for c in checkpoints.list_(plain / "out" / "checkpoints")] == saved
     [said] = [each["reason"] for each in ledger.read(plain / "out" / "ledger") if each["kind"] == "interrupted"]
-    late = r"step 2 is not saved: a save takes about 5000000 s, and \d+ s are left; the run goes on from step 1, 1 steps are lost"
+    late = r"step 2 is not saved: a save takes about 100 s, and \d+ s are left; the run goes on from step 1, 1 steps are lost"
     assert re.fullmatch(late if saved == [1] else "saved step 2", said)
 
 

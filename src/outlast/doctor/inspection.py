@@ -71,6 +71,21 @@ def image(asking: str, accelerators: Sequence[str] = ()) -> None:
     _bytecode()
     _command()
     _accelerators(accelerators)
+    if killed_together():
+        say("out of memory", "warn", *TOGETHER)
+
+
+TOGETHER = (
+    "when this container's memory runs out, all its processes are killed: a worker's agent and its snapshots with the training",
+    "leave memory to spare, or set singleProcessOOMKill: true in the kubelets' configuration (Kubernetes 1.32 and later)",
+)
+
+
+def killed_together(group: str = "/sys/fs/cgroup/memory.oom.group") -> bool:
+    """Whether the kernel kills all processes of our cgroup at once, as kubelets want from Kubernetes 1.28 on, with cgroup v2."""
+    with contextlib.suppress(OSError), open(group) as file:
+        return file.read().strip() == "1"
+    return False
 
 
 def _bytecode() -> None:

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from outlast import __version__, accelerators, units
-from outlast.doctor import Check, failed, passed, warned
+from outlast.doctor import Check, failed, inspection, passed, warned
 
 LEAST_PYTHON = (3, 11)
 _LEAST_FREE = 10 * 2**30
@@ -56,6 +56,8 @@ def checks() -> Iterator[Check]:
         yield from free(
             Path("/dev/shm"), "shared memory", _LEAST_SHARED, "mount /dev/shm larger, or use no workers in data loaders"
         )
+    if inspection.killed_together():
+        yield warned("out of memory", *inspection.TOGETHER)
 
 
 def python(version: Sequence[int]) -> Check:
