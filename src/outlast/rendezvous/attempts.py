@@ -31,7 +31,7 @@ from typing import Any, Self
 from outlast import contract
 from outlast.contract import Exit
 from outlast.rendezvous import failures, restarts
-from outlast.rendezvous.transports.sockets import is_count
+from outlast.rendezvous.transports.sockets import is_count, is_number
 
 REPEAT_S = 0.2
 """Interval at which messages without an answer are repeated."""
@@ -60,6 +60,12 @@ class Past:
     def start(self) -> tuple[int, int]:
         """The start of processes that failed, as `status.Failure.start`."""
         return self.generation, self.attempt - 1
+
+    @property
+    def time(self) -> float:
+        """When it failed, by the clock of its worker; 0 if it does not say."""
+        said = self.failure.get("time", 0.0)
+        return float(said) if is_number(said) else 0.0
 
     @property
     def sentence(self) -> str:
@@ -180,16 +186,23 @@ def listed(past: Iterable[Past]) -> list[dict[str, Any]]:
     ]
 
 
-def uncounted(said: Iterable[object], judged: tuple[int, int], generation: int) -> list[Past]:
-    """What a report of that `generation` lists and is not counted yet, in the order in which to count it. `judged` is the last
-    start of processes whose failure was counted. What cannot be read is left out."""
+def before(generation: int, attempt: int) -> tuple[int, int]:
+    """The last start of processes that there can have been before this one: no generation has a billion."""
+    return (generation, attempt - 1) if attempt else (generation - 1, 10**9)
+
+
+def uncounted(said: Iterable[object], judged: tuple[int, int], generation: int) -> list[tuple[Past, float]]:
+    """What a report of that `generation` lists and is not counted yet, in the order in which to count it, each with how many
+    seconds before the newest it happened: whoever counts may have been away for days. `judged` is the last start of processes
+    whose failure was counted. What cannot be read is left out."""
     found: dict[tuple[int, int], Past] = {}
     for each in said:
         with contextlib.suppress(ValueError):
             past = Past.of(each)
             if judged < past.start and past.generation <= generation:
                 found[past.start] = past
-    return [found[start] for start in sorted(found)]
+    newest = max((past.time for past in found.values()), default=0.0)
+    return [(past, newest - past.time if past.time else 0.0) for _, past in sorted(found.items())]
 
 
 class Stage(enum.Enum):
