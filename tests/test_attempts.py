@@ -193,7 +193,21 @@ def test_whoever_waits_for_long_is_late() -> None:
     assert party.stopped("host:1", 5, None, 10.0) == [(3, Ready(7, 1, "host:1", 5))]
     assert not party.late(11.0)
     assert party.late(12.0)
-    assert party.tick(12.5) == [(3, Ready(7, 1, "host:1", 5))]
+    assert party.tick(12.5) == []
+    assert party.tick(15.0) == [(3, Ready(7, 1, "host:1", 5))]
+
+
+def test_members_are_told_once_to_stop_however_often_one_looks_and_however_long_it_takes() -> None:
+    net = Net(50)
+    net.crash(3)
+    for _ in range(90):  # 4.5 s
+        while net.underway:
+            net.deliver(0)
+        net.tick(0.05)
+    assert len(net.sent) == 49
+    net.settle()
+    assert net.ranks == dict.fromkeys(net.members, 1)
+    assert len(net.sent) <= 49 * 4, "told, told again after 5 s, ready, go"
 
 
 def test_a_member_that_missed_an_attempt_takes_part_in_the_next() -> None:
@@ -416,8 +430,10 @@ class Silent:
 
     def __init__(self) -> None:
         self.handlers: dict[str, Callable[[int, Mapping[str, Any]], None]] = {}
+        self.sent: list[tuple[int, attempts.Message | None]] = []
 
     def send(self, to: int, message: Mapping[str, Any]) -> Future[None]:
+        self.sent.append((to, attempts.read(message)))
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -439,6 +455,24 @@ def test_a_failure_of_a_high_rank_does_not_hide_what_was_repaired_before_it() ->
     run.goes_on()
     run.hears(3, "waiting", attempt=1, past=the_past(1, worker=3))
     assert run.counted() == [(7, 0), (7, 1)]
+
+
+def test_what_comes_before_a_member_is_where_it_is_meant_for_is_taken_when_it_is() -> None:
+    """The mesh has acknowledged it, so nobody repeats it soon."""
+    mesh, repairs = Silent(), Repairs(4, 10)
+    first = world.World(7, (4, 5), "a:1", "training starts", 0.0)
+    repairs.enter(first, cast(Mesh, mesh))
+    mesh.handlers["attempt"](5, attempts.written(Ready(8, 1, "h-5:1", 9, a_failure(5))))  # it is in the next world already
+    assert not repairs.asked()
+    repairs.enter(dataclasses.replace(first, generation=8), cast(Mesh, mesh))
+    assert repairs.asked(), "it leads, and has a process to stop"
+    assert repairs.agree("h-4:1", 9, None, overruled=lambda: "", late=lambda: None)
+    mesh.handlers["attempt"](5, attempts.written(Ready(8, 2, "h-5:2", 9, a_failure(5))))  # it has gone, and failed again
+    repairs.taken_up()
+    assert repairs.asked()
+    assert repairs.agree("h-4:2", 9, None, overruled=lambda: "", late=lambda: None)
+    gone = [Go(8, attempt, f"h-4:{attempt}", 5, a_failure(5)) for attempt in (1, 2)]
+    assert mesh.sent == [(5, go) for go in gone]
 
 
 def test_repaired_failures_use_up_the_budget() -> None:

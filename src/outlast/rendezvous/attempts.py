@@ -11,7 +11,7 @@ of rank 0 leads: it asks the others to stop, collects what they say, and says go
 
 A `Party` is one member's part in it; it takes messages and the time, and returns messages. What stays true, whatever is lost,
 doubled, late or reordered: a member takes up an attempt only after every member had said that its processes of the one before
-are gone; an attempt has one store; a party that has refused never goes. Messages are repeated until they are answered.
+are gone; an attempt has one store; a party that has refused never goes. Messages are repeated, seldom, until they are answered.
 
 The coordinator always wins: when it calls the members, publishes a world or ends the run, `refuse` ends the party of that world.
 If some have gone by then, that call brings them back as it would from any attempt.
@@ -33,8 +33,9 @@ from outlast.contract import Exit
 from outlast.rendezvous import failures, restarts
 from outlast.rendezvous.transports.sockets import is_count, is_number
 
-REPEAT_S = 0.2
-"""Interval at which messages without an answer are repeated."""
+REPEAT_S = 5.0
+"""Interval at which messages without an answer are repeated. The mesh delivers each, or says that it has not; the answer to a
+stop is that processes are gone, which takes seconds, and a thousand members must not be asked for it all the time."""
 LATE_S = 2.0
 """Time after which a member that waits for the others also reports to the coordinator."""
 TRIES, KILLED_TRIES = restarts.SAME_STEP - 1, 10
