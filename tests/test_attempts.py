@@ -193,7 +193,21 @@ def test_whoever_waits_for_long_is_late() -> None:
     assert party.stopped("host:1", 5, None, 10.0) == [(3, Ready(7, 1, "host:1", 5))]
     assert not party.late(11.0)
     assert party.late(12.0)
-    assert party.tick(12.5) == [(3, Ready(7, 1, "host:1", 5))]
+    assert party.tick(12.5) == []
+    assert party.tick(15.0) == [(3, Ready(7, 1, "host:1", 5))]
+
+
+def test_members_are_told_once_to_stop_however_often_one_looks_and_however_long_it_takes() -> None:
+    net = Net(50)
+    net.crash(3)
+    for _ in range(90):  # 4.5 s
+        while net.underway:
+            net.deliver(0)
+        net.tick(0.05)
+    assert len(net.sent) == 49
+    net.settle()
+    assert net.ranks == dict.fromkeys(net.members, 1)
+    assert len(net.sent) <= 49 * 4, "told, told again after 5 s, ready, go"
 
 
 def test_a_member_that_missed_an_attempt_takes_part_in_the_next() -> None:
@@ -310,15 +324,17 @@ def test_whatever_is_lost_doubled_or_late_no_processes_of_two_attempts_run(data:
 
 
 class Counting(coordinator.Coordinator):
-    """A coordinator of the members 3 and 4, which train in generation 7."""
+    """A coordinator of the members 3 and 4, which train in generation 7; `new` is one that has no history."""
 
-    def __init__(self, limit: int = 10) -> None:
+    def __init__(self, limit: int = 10, *, new: bool = False) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.said: list[str] = []
         self.now = 100.0
         policy = restarts.Policy(limit, timedelta(hours=1))
         super().__init__(coordinator.Settings((1, 2), policy, world.Timeouts()), lambda: self.now)
-        self.known = world.State({}, world.World(7, (3, 4), "a:1", "training starts", 0.0))
+        if new:
+            return
+        self.known, self.followed = world.State({}, world.World(7, (3, 4), "a:1", "training starts", 0.0)), 7
         for id in (3, 4):
             self.hears(id)
 
@@ -341,10 +357,9 @@ class Counting(coordinator.Coordinator):
         return [(facts["generation"], facts["attempt"]) for kind, facts in self.events if kind == "failure"]
 
 
-def the_past(*attempts: int, generation: int = 7, worker: int = 4) -> list[dict[str, Any]]:
-    return [
-        {"generation": generation, "attempt": attempt, "worker": worker, "failure": a_failure(worker)} for attempt in attempts
-    ]
+def the_past(*attempts: int, generation: int = 7, worker: int = 4, every_s: float = 0.0) -> list[dict[str, Any]]:
+    of = {"generation": generation, "worker": worker}
+    return [{**of, "attempt": each, "failure": a_failure(worker, time=5.0 + every_s * each)} for each in attempts]
 
 
 def test_repaired_failures_are_counted_once_whoever_reports_them() -> None:
@@ -415,8 +430,10 @@ class Silent:
 
     def __init__(self) -> None:
         self.handlers: dict[str, Callable[[int, Mapping[str, Any]], None]] = {}
+        self.sent: list[tuple[int, attempts.Message | None]] = []
 
     def send(self, to: int, message: Mapping[str, Any]) -> Future[None]:
+        self.sent.append((to, attempts.read(message)))
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -440,10 +457,52 @@ def test_a_failure_of_a_high_rank_does_not_hide_what_was_repaired_before_it() ->
     assert run.counted() == [(7, 0), (7, 1)]
 
 
+def test_what_comes_before_a_member_is_where_it_is_meant_for_is_taken_when_it_is() -> None:
+    """The mesh has acknowledged it, so nobody repeats it soon."""
+    mesh, repairs = Silent(), Repairs(4, 10)
+    first = world.World(7, (4, 5), "a:1", "training starts", 0.0)
+    repairs.enter(first, cast(Mesh, mesh))
+    mesh.handlers["attempt"](5, attempts.written(Ready(8, 1, "h-5:1", 9, a_failure(5))))  # it is in the next world already
+    assert not repairs.asked()
+    repairs.enter(dataclasses.replace(first, generation=8), cast(Mesh, mesh))
+    assert repairs.asked(), "it leads, and has a process to stop"
+    assert repairs.agree("h-4:1", 9, None, overruled=lambda: "", late=lambda: None)
+    mesh.handlers["attempt"](5, attempts.written(Ready(8, 2, "h-5:2", 9, a_failure(5))))  # it has gone, and failed again
+    repairs.taken_up()
+    assert repairs.asked()
+    assert repairs.agree("h-4:2", 9, None, overruled=lambda: "", late=lambda: None)
+    gone = [Go(8, attempt, f"h-4:{attempt}", 5, a_failure(5)) for attempt in (1, 2)]
+    assert mesh.sent == [(5, go) for go in gone]
+
+
 def test_repaired_failures_use_up_the_budget() -> None:
     run = Counting(limit=2)
     run.hears(3, attempt=4, past=the_past(1, 2, 3, 4))
     assert (run.counted(), run.closed is not None) == ([(7, 0), (7, 1), (7, 2)], True)
+
+
+@pytest.mark.parametrize("hours", [0, 2])
+def test_a_coordinator_that_was_away_counts_the_past_at_the_time_at_which_it_was(hours: int) -> None:
+    run = Counting()
+    run.hears(3, attempt=12, past=the_past(*range(1, 13), every_s=3600.0 * hours))
+    assert (run.restarts, run.closed is None, run.judged) == ((12, True, (7, 11)) if hours else (10, False, (7, 10)))
+
+
+def test_a_coordinator_without_a_history_counts_what_fails_from_now_on() -> None:
+    """The one before has counted all of it, whenever it was; a failure that is reported now is of now."""
+    run = Counting(new=True)
+    past = [*the_past(*range(1, 9), generation=6), *the_past(*range(1, 13))]
+    run.hears(5, generation=6, attempt=4)  # it was left out of the last world
+    run.hears(4, "waiting", attempt=12, failed=True, failure=a_failure(4))
+    run.hears(3, attempt=12, past=past)
+    run.hears(4, attempt=12, past=past)
+    assert (run.counted(), run.closed) == ([], None)
+    for attempt in range(13, 24):
+        run.hears(3, attempt=attempt, past=[*past, *the_past(*range(13, attempt + 1))][-attempts.PAST :])
+        assert run.closed is None or attempt == 23
+    assert run.counted() == [(7, attempt) for attempt in range(12, 23)]
+    assert run.closed is not None
+    assert run.closed.reason.endswith("restarts.limit (10 within 1h without a new checkpoint) is used up")
 
 
 def test_saved_steps_refund_repaired_failures_as_they_do_others() -> None:

@@ -343,6 +343,15 @@ def test_what_members_repair_while_nobody_decides_is_counted_once_and_in_order()
     assert cluster.status["restarts"] == 5
 
 
+def test_failures_of_a_weekend_without_an_operator_do_not_count_as_if_all_were_now() -> None:
+    cluster = training(restarts={"limit": 2})
+    for _ in range(4):
+        cluster.repair(1)
+        cluster.now += 2 * 3600
+    cluster.run(30)
+    assert (cluster.status["restarts"], cluster.status["state"]) == (4, "Running")
+
+
 def test_a_failure_during_a_call_counts_although_an_earlier_one_was_repaired() -> None:
     cluster = training()
     cluster.repair(1)

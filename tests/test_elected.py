@@ -420,6 +420,17 @@ def test_what_members_have_repaired_is_counted_once_also_when_another_decides(be
     bench.turn(second, seconds=1, keep=(a, b))
     assert counted() == (3, (generation, 2), 3, None)
     assert f"repaired by its workers, attempt 3 of generation {generation}: rank 1" in voice.said[-1]
+    second.resign()
+    repaired(1, 2, 3, 4)  # while nobody decides
+    third, _ = bench.candidate("third", limit=9)
+    bench.turn(third, seconds=1, keep=(a, b))
+    assert counted() == (4, (generation, 3), 4, None)
+    bench.etcd.lose_data()
+    bench.turn(third, seconds=5, keep=(a, b))
+    assert counted() == (0, (generation, 3), 0, None)  # who has no history counts nobody else's
+    repaired(1, 2, 3, 4, 5)
+    bench.turn(third, seconds=1, keep=(a, b))
+    assert counted() == (1, (generation, 4), 1, None)
 
 
 def test_a_process_in_the_place_of_one_that_was_killed_counts_once(bench: Bench) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import threading
@@ -338,7 +339,7 @@ def test_a_worker_that_the_others_do_not_hear_is_killed_and_counted_once(tmp_pat
 
 def test_what_members_repaired_is_counted_once_whatever_becomes_of_the_launcher(tmp_path: Path) -> None:
     launcher = a_launcher(tmp_path, Machine())
-    launcher.known = world.State({}, world.World(1, (0, 1), "a:1", "training starts", 0.0))
+    launcher.known, launcher.followed = world.State({}, world.World(1, (0, 1), "a:1", "training starts", 0.0)), 1
     failure = {"code": 137, "reason": "rank 1 on worker 1 was killed by SIGKILL", "time": 1.0}
     past = [{"generation": 1, "attempt": attempt, "worker": 1, "failure": failure} for attempt in (1, 2)]
     report = Report.of({"run": "r", "id": 0, "standing": "training", "generation": 1, "attempt": 2, "past": past})
@@ -347,16 +348,23 @@ def test_what_members_repaired_is_counted_once_whatever_becomes_of_the_launcher(
     revived = Launcher(launcher.state_dir, Machine().awake())
     revived._recover()
     assert revived.known.lost == {}
-    revived.heard(report)
-    assert (revived.restarts, revived.judged, len(revived.history)) == (2, (1, 1), 2)
+    meanwhile = {"generation": 1, "attempt": 3, "worker": 1, "failure": failure}
+    for id in (0, 1):
+        revived.heard(dataclasses.replace(report, id=id, attempt=3, past=(*past, meanwhile)))
+    assert (revived.restarts, revived.judged, len(revived.history)) == (3, (1, 2), 3)
     revived.known = world.State({}, world.World(1, (0, 1), "a:1", "training starts", 0.0))
-    revived._worker_died(Ended(Worker(1, 1, 1), 137, ""))  # of the third start of its processes
+    revived._worker_died(Ended(Worker(1, 1, 1), 137, ""))  # of the fourth start of its processes
     revived.judge_when_settled()
-    assert [each.failure.start for each in revived.pending] == [(1, 2)]
+    assert [each.failure.start for each in revived.pending] == [(1, 3)]
     unheard = Launcher(launcher.state_dir, Machine().awake())
     unheard._recover()
     unheard._worker_died(Ended(Worker(1, 1, 1), 137, ""))  # before anybody has reported
-    assert [each.failure.start for each in unheard.pending] == [(1, 2)]
+    assert [each.failure.start for each in unheard.pending] == [(1, 3)]
+    launcher.state_dir.recovery.unlink()
+    unaware = Launcher(launcher.state_dir, Machine().awake())
+    unaware._recover()
+    unaware.heard(report)
+    assert (unaware.restarts, unaware.judged, unaware.history) == (0, (1, 1), ())
 
 
 @pytest.mark.parametrize(

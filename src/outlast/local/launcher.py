@@ -164,7 +164,7 @@ class Launcher(Coordinator):
         generation = max(memory["generation"], self.record.generation)
         if generation:
             self.known = after(generation, self.clock())
-        self.judged = memory["judged"], memory.get("attempt", 0)
+        self.judged, self.followed = (memory["judged"], memory.get("attempt", 0)), generation
         self._started = memory["generation"], memory.get("start", 0)
         gpus = memory["gpus"]  # a worker that revives us shows us only its own
         self.pool.gpus = gpus if isinstance(gpus, dict) else {"CUDA_VISIBLE_DEVICES": gpus}  # a list in version 0.1.0

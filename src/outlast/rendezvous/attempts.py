@@ -11,7 +11,7 @@ of rank 0 leads: it asks the others to stop, collects what they say, and says go
 
 A `Party` is one member's part in it; it takes messages and the time, and returns messages. What stays true, whatever is lost,
 doubled, late or reordered: a member takes up an attempt only after every member had said that its processes of the one before
-are gone; an attempt has one store; a party that has refused never goes. Messages are repeated until they are answered.
+are gone; an attempt has one store; a party that has refused never goes. Messages are repeated, seldom, until they are answered.
 
 The coordinator always wins: when it calls the members, publishes a world or ends the run, `refuse` ends the party of that world.
 If some have gone by then, that call brings them back as it would from any attempt.
@@ -31,10 +31,11 @@ from typing import Any, Self
 from outlast import contract
 from outlast.contract import Exit
 from outlast.rendezvous import failures, restarts
-from outlast.rendezvous.transports.sockets import is_count
+from outlast.rendezvous.transports.sockets import is_count, is_number
 
-REPEAT_S = 0.2
-"""Interval at which messages without an answer are repeated."""
+REPEAT_S = 5.0
+"""Interval at which messages without an answer are repeated. The mesh delivers each, or says that it has not; the answer to a
+stop is that processes are gone, which takes seconds, and a thousand members must not be asked for it all the time."""
 LATE_S = 2.0
 """Time after which a member that waits for the others also reports to the coordinator."""
 TRIES, KILLED_TRIES = restarts.SAME_STEP - 1, 10
@@ -60,6 +61,12 @@ class Past:
     def start(self) -> tuple[int, int]:
         """The start of processes that failed, as `status.Failure.start`."""
         return self.generation, self.attempt - 1
+
+    @property
+    def time(self) -> float:
+        """When it failed, by the clock of its worker; 0 if it does not say."""
+        said = self.failure.get("time", 0.0)
+        return float(said) if is_number(said) else 0.0
 
     @property
     def sentence(self) -> str:
@@ -180,16 +187,23 @@ def listed(past: Iterable[Past]) -> list[dict[str, Any]]:
     ]
 
 
-def uncounted(said: Iterable[object], judged: tuple[int, int], generation: int) -> list[Past]:
-    """What a report of that `generation` lists and is not counted yet, in the order in which to count it. `judged` is the last
-    start of processes whose failure was counted. What cannot be read is left out."""
+def before(generation: int, attempt: int) -> tuple[int, int]:
+    """The last start of processes that there can have been before this one: no generation has a billion."""
+    return (generation, attempt - 1) if attempt else (generation - 1, 10**9)
+
+
+def uncounted(said: Iterable[object], judged: tuple[int, int], generation: int) -> list[tuple[Past, float]]:
+    """What a report of that `generation` lists and is not counted yet, in the order in which to count it, each with how many
+    seconds before the newest it happened: whoever counts may have been away for days. `judged` is the last start of processes
+    whose failure was counted. What cannot be read is left out."""
     found: dict[tuple[int, int], Past] = {}
     for each in said:
         with contextlib.suppress(ValueError):
             past = Past.of(each)
             if judged < past.start and past.generation <= generation:
                 found[past.start] = past
-    return [found[start] for start in sorted(found)]
+    newest = max((past.time for past in found.values()), default=0.0)
+    return [(past, newest - past.time if past.time else 0.0) for _, past in sorted(found.items())]
 
 
 class Stage(enum.Enum):

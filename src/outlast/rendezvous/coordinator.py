@@ -63,6 +63,8 @@ class Coordinator:
         """When the first of them was heard of, by our clock: theirs are other processes', if not other machines'."""
         self.judged = 0, 0
         """The newest start of processes (generation, attempt) whose failure has been judged; others of it are ignored."""
+        self.followed = 0
+        """The newest generation that was published here or by the coordinator whose history we have, or that we have heard of."""
         self.committed = 0
         """The newest committed step that a failure told of."""
         self.debounce = failures.COORDINATOR
@@ -239,7 +241,7 @@ class Coordinator:
     def _publish_world(self, new: world.World) -> None:
         if not self.judge():
             return
-        self.known = self.known.after(new)
+        self.known, self.followed = self.known.after(new), new.generation
         self.remember()  # the generation must grow even if we die now
         self.event("world", generation=new.generation, workers=list(new.members), reason=new.reason)
         self.say(State.RUNNING, new.reason)
@@ -279,7 +281,10 @@ class Coordinator:
 
     def _count_repaired(self, report: sockets.Report) -> None:
         """Count what the members have repaired by themselves; the run ends by it when its budget is used up."""
-        for past in attempts.uncounted(report.past, self.judged, report.generation):
+        if report.generation > self.followed:  # another coordinator's: it has counted what was before
+            self.followed = report.generation
+            self.judged = max(self.judged, attempts.before(report.generation, report.attempt))
+        for past, ago_s in attempts.uncounted(report.past, self.judged, report.generation):
             if self.closed is not None:
                 return
             echo, failure = failures.reported(past.failure, past.worker, past.start, self.clock())
@@ -288,7 +293,7 @@ class Coordinator:
             committed = past.failure.get("committed")
             self.committed = max(self.committed, committed if sockets.is_count(committed) and isinstance(committed, int) else 0)
             budget = failures.Budget(self.history, self.policy, self.committed)
-            judged = failures.judge(failure, None if echo else failure.step, budget, self.clock())
+            judged = failures.judge(failure, None if echo else failure.step, budget, self.clock() - ago_s)
             if self._counted(*judged, repaired=past.attempt):
                 trains = self.known.called is None
                 self.say(State.RUNNING if trains else State.RESTARTING, f"{past.sentence}: {judged[1].reason}")

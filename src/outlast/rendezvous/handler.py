@@ -356,7 +356,7 @@ class Handler(RendezvousHandler):
         if not again:
             self.mesh.enter(world.generation, world.members)
         timeout = timedelta(seconds=CONNECT_S)
-        self._exchange = Exchange(self.mesh, world.members, lambda: TCPStore(host, port, is_master=False, timeout=timeout))
+        self._exchange = Exchange(self.mesh, world, lambda: TCPStore(host, port, is_master=False, timeout=timeout))
 
     def _say_peers(self) -> None:
         """Report which peers are not heard; called in the mesh's thread, too. Nothing of another world, from which the mesh may

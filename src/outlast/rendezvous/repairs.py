@@ -37,6 +37,8 @@ class Repairs:
         self._party: attempts.Party | None = None
         self._mesh: Mesh | None = None
         self._past: list[Past] = []
+        self._newest: dict[int, attempts.Message] = {}
+        """Of each member its last message: one may come before we are where it is."""
         self._lock = threading.RLock()
         self._news = threading.Event()
 
@@ -58,6 +60,7 @@ class Repairs:
             self._mesh = None if alone else mesh
             if self._mesh:
                 self._mesh.handlers[KIND] = self._take
+            self._catch_up()
 
     def asked(self) -> bool:
         """Whether our processes are to be stopped. To be called often: the leader repeats what has no answer."""
@@ -118,6 +121,7 @@ class Repairs:
                 raise RuntimeError("no attempt was agreed on")
             party.taken_up()
             self._past = [*self._past, party.go.past][-attempts.PAST :]
+            self._catch_up()
             return self._past[-1]
 
     def report(self, *, failed: bool = False) -> dict[str, Any]:
@@ -150,6 +154,14 @@ class Repairs:
     def _take(self, sender: int, said: Mapping[str, Any]) -> None:
         message = attempts.read(said)
         with self._lock:
+            if message:
+                self._newest[sender] = message
             if message and self._party:
                 self._send(self._party.take(sender, message, self._clock()))
         self._news.set()
+
+    def _catch_up(self) -> None:
+        """Take what has come too early: the mesh has acknowledged it, and its sender waits."""
+        for sender, message in self._newest.items() if self._party else ():
+            if self._party and message.attempt > self._party.attempt:
+                self._send(self._party.take(sender, message, self._clock()))

@@ -76,19 +76,12 @@ def repaired(rec: Reconcile) -> None:
         return
     said = [(past, report.member.generation) for report in rec.snapshot.reports.values() for past in report.past]
     newest = max((generation for _, generation in said), default=0)
-    for past in attempts.uncounted((past for past, _ in said), rec.status.counted, newest):
+    for past, ago_s in attempts.uncounted((past for past, _ in said), rec.status.counted, newest):
         echo, failure = judging.reported(past.failure, past.worker, past.start, rec.now)
         failure = failure.model_copy(update={"time": min(failure.time, rec.now)})
-        pod, committed = rec.pod(failure.worker), past.failure.get("committed")
+        pod = rec.pod(failure.worker)
         rec.update(counted=failure.start)
-        count(
-            rec,
-            failure,
-            raised=None if echo else failure.step,
-            node=pod.node if pod else "",
-            committed=committed if is_count(committed) else None,
-            repaired=past.sentence,
-        )
+        count(rec, failure, raised=None if echo else failure.step, node=pod.node if pod else "", past=past, ago_s=ago_s)
         if rec.done:
             return
 
@@ -113,15 +106,15 @@ def count(
     raised: int | None,
     node: str,
     pending: Sequence[Pending] = (),
-    committed: int | None = None,
-    repaired: str = "",
+    past: attempts.Past | None = None,
+    ago_s: float = 0.0,
 ) -> None:
-    """Count a failure, and end the job if the budget is exhausted. `committed` is the newest committed step at that time, where
-    that is not the present; `repaired` says what the members have done about it."""
-    known = rec.status
-    budget = judging.Budget(known.history, rec.policy, rec.committed if committed is None else committed)
+    """Count a failure, and end the job if the budget is exhausted. `past` is one that the members have repaired, which happened
+    `ago_s` before now; the newest committed step is what it was then."""
+    known, committed = rec.status, past.failure.get("committed", -1) if past else -1
+    budget = judging.Budget(known.history, rec.policy, committed if is_count(committed) else rec.committed)
     members = known.world.members if known.world else ()
-    failure, verdict = judging.judge(failure, raised, budget, rec.now, pending=pending, members=members)
+    failure, verdict = judging.judge(failure, raised, budget, rec.now - ago_s, pending=pending, members=members)
     rec.update(failure=kept(rec, failure, node))
     if isinstance(verdict, restarts.Stop):
         code = contract.Exit.MISCONFIGURED if verdict.code == contract.Exit.MISCONFIGURED else contract.Exit.GIVEN_UP
@@ -129,9 +122,9 @@ def count(
     nodes = {counted.record: counted.node for counted in known.counted_failures}
     counted_failures = tuple(CountedFailure(record, nodes.get(record, node)) for record in verdict.history)
     rec.update(counted_failures=counted_failures, restarts=known.restarts + verdict.counted)
-    if repaired:
+    if past:
         state = State.RUNNING if known.called is None else State.RESTARTING
-        return rec.set_state(state, f"{repaired}: {verdict.reason}", "WorkerFailed", event=True, warning=True)
+        return rec.set_state(state, f"{past.sentence}: {verdict.reason}", "WorkerFailed", event=True, warning=True)
     rec.prerequisites = desired.prerequisites(rec.snapshot)  # some may have been deleted, so that workers cannot report or meet
     rec.set_state(State.RESTARTING, verdict.reason, "WorkerFailed", event=True, warning=True)
 

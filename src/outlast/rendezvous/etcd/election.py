@@ -143,6 +143,7 @@ class Term(coordinator.Coordinator):
             restamped = said.world and replace(said.world, at=now), said.called and replace(said.called, at=now)
             lost = partition.read(said.lost, now)
             self.known, self._tokens = world.State({}, restamped[0], restamped[1], floor=said.floor, lost=lost), said.tokens
+            self.followed = self.generation()
             self._ended = dict(said.ended)
         for kv in members:
             self._hear(kv)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from outlast.rendezvous.mesh import neighbours
 from outlast.rendezvous.mesh.mesh import Mesh
+from outlast.rendezvous.vocabulary import World
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # its type stubs forget it
@@ -31,10 +32,10 @@ CONNECT_S, TRIES = 5.0, 3
 class Exchange:
     """The exchange of one world. Ends when all addresses are known, or by `stop`."""
 
-    def __init__(self, mesh: Mesh, members: Sequence[int], connect: Callable[[], TCPStore]) -> None:
+    def __init__(self, mesh: Mesh, world: World, connect: Callable[[], TCPStore]) -> None:
         """`connect` makes a client of the world's store."""
-        self._mesh, self._members, self._connect = mesh, members, connect
-        self._rank = members.index(mesh.id)
+        self._mesh, self._generation, self._members, self._connect = mesh, world.generation, world.members, connect
+        self._rank = world.members.index(mesh.id)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outlast-mesh-addresses", daemon=True)
         self._thread.start()
@@ -77,7 +78,8 @@ class Exchange:
             there = [rank for rank in missing if store.check([_key(rank)])]
             if there:
                 found = store.multi_get([_key(rank) for rank in there])
-                self._mesh.learn({self._members[rank]: said.decode() for rank, said in zip(there, found, strict=True)})
+                addresses = {self._members[rank]: said.decode() for rank, said in zip(there, found, strict=True)}
+                self._mesh.learn(self._generation, addresses)
                 missing[:] = [rank for rank in missing if rank not in there]
             least_s = LEAST_PAUSE_S * max(1.0, len(self._members) / SMALL)  # one process answers all
             pause_s = least_s if there else min(max(1.5 * pause_s, least_s), LONGEST_PAUSE_S)

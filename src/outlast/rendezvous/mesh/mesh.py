@@ -92,7 +92,7 @@ class Mesh:
         self.handlers: dict[str, Handler] = {}
         """What to do with a message of a kind: called with the sender and the message."""
         self._key, self._clock = seal.derived(key, "mesh"), clock or Awake()
-        self._hello = {"id": id, "run": run, "process": secrets.token_hex(8), "address": self.address}
+        self._hello: dict[str, Any] = {"id": id, "run": run, "process": secrets.token_hex(8), "address": self.address}
         self._selector = selectors.DefaultSelector()
         self._peers: dict[int, Peer] = {}
         self._callers: dict[_Caller, None] = {}
@@ -127,9 +127,9 @@ class Mesh:
         if self._thread.ident:
             done.wait(TICK_S)
 
-    def learn(self, addresses: Mapping[int, str]) -> None:
-        """Addresses of members that came later."""
-        self._do(functools.partial(self._learn, dict(addresses)))
+    def learn(self, generation: int, addresses: Mapping[int, str]) -> None:
+        """Addresses of members of that world that came later; those of any other world are of processes that may be gone."""
+        self._do(functools.partial(self._learn, generation, dict(addresses)))
 
     def send(self, id: int, message: Mapping[str, Any], *, within_s: float = ANSWER_S) -> Future[None]:
         """Send a member, watched or not, a message with a `kind`, which its handler of that name gets once.
@@ -195,7 +195,10 @@ class Mesh:
     def turn(self, longest_s: float) -> None:
         """Wait for something to do, `longest_s` at most, and do it."""
         begun, looked = self._clock(), time.monotonic()
-        due = min((each.turn(begun, self._patience(begun, each)) for each in self._peers.values()), default=begun + longest_s)
+        for peer in self._peers.values():
+            if begun >= peer.due:
+                peer.due = peer.turn(begun, self._patience(begun, peer))
+        due = min((each.due for each in self._peers.values()), default=begun + longest_s)
         self._tell()
         ready = self._selector.select(max(0.0, min(due - begun, longest_s)))
         now = self._clock()
@@ -248,7 +251,7 @@ class Mesh:
             caller.id, caller.process, address = self._introduced(said.get("hello"))
             caller.connection.send({"hello": self._hello})
             peer = self._peer(caller.id)
-            if not peer.address:
+            if address and not peer.address:
                 peer.meet(address, self._clock())
             return
         number, message = said.get("number"), said.get("message")
@@ -262,13 +265,15 @@ class Mesh:
         caller.connection.send({"got" if known else "unknown": number})
 
     def _introduced(self, hello: object) -> tuple[int, str, str]:
+        """Its index, process and address; no address if it is of an older world, as is a process that has been replaced."""
         if not isinstance(hello, Mapping) or hello.get("run") != self._hello["run"]:
             raise Forged("it does not say that it is of this run")
         id, process, address = hello.get("id"), hello.get("process"), hello.get("address")
         if not (isinstance(id, int) and isinstance(process, str) and isinstance(address, str)):
             raise Forged("it does not say who it is")
         resolved(address)
-        return id, process, address
+        world = hello.get("generation", self.generation)  # versions before this one do not say
+        return id, process, address if isinstance(world, int) and world >= self.generation else ""
 
     def _handle(self, id: int, message: Mapping[str, Any]) -> None:
         try:
@@ -295,16 +300,16 @@ class Mesh:
         for id in watched:
             self._peer(id)
         for id, peer in self._peers.items():
-            peer.watched = id in watched
+            peer.watched, peer.due = id in watched, now
             if id not in addresses:
                 peer.forget(now)
-        self._learn(addresses, now)
         self.unheard, self.refused, self.complete = (), (), False
-        self.generation = generation  # after what was said of the last world is gone: other threads read it
+        self.generation = self._hello["generation"] = generation  # other threads read it: after what was said of the last world
+        self._learn(generation, addresses, now)
         self._tell()
 
-    def _learn(self, addresses: dict[int, str], now: float) -> None:
-        for id, address in addresses.items():
+    def _learn(self, generation: int, addresses: dict[int, str], now: float) -> None:
+        for id, address in addresses.items() if generation == self.generation else ():
             try:
                 if id != self.id:
                     self._peer(id).meet(address, now)

@@ -7,6 +7,7 @@ has had, so each arrives once and in order.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import selectors
@@ -23,6 +24,8 @@ from outlast.rendezvous.transports.seal import Forged
 FIRST_S, BROKEN_S, WOKEN_S = 3.0, 1.0, 5.0
 """How long a peer may take to answer before it is unheard: at first, when its connection broke (2 s after its last sign of life),
 and when this process or machine has just stood still, so that connections broke that others did not break."""
+_NUMBERS = itertools.count(1)
+"""Of all messages of this process: they grow also when it meets a peer again that it has forgotten and that has had others."""
 
 
 class Undelivered(Exception):
@@ -50,7 +53,8 @@ class Peer:
         self._connecting = False
         self._attempt_until, self._next_attempt = 0.0, 0.0
         self._messages: dict[int, _Message] = {}
-        self._number = 0
+        self.due = 0.0
+        """When its next turn is; at once after whatever happens to it. A thousand peers of which one speaks have one turn."""
 
     def meet(self, address: str, now: float) -> None:
         """The peer is at this address; a new one is another process, of which nothing is known yet."""
@@ -60,11 +64,11 @@ class Peer:
             resolved(address)
         self._hang_up()
         self.address, self.hearing, self.met = address, hearing.Hearing(), False
-        self._next_attempt = now
+        self._next_attempt, self.due = now, now
 
     def forget(self, now: float) -> None:
-        """A new world: who was not heard in the last one is another process now, or has not come. Wait for its address."""
-        if self.hearing.unheard or self.hearing.left or self.hearing.since is not None:
+        """A new world: who is not connected now may be another process, or may not have come. Wait for its address."""
+        if not self.proven:
             self.meet("", now)
 
     def send(self, message: Mapping[str, Any], future: Future[None], now: float, within_s: float) -> None:
@@ -74,9 +78,9 @@ class Peer:
         if problem := self._problem():
             future.set_exception(Undelivered(problem))
             return
-        self._number += 1
-        line = {"number": self._number, "message": message}
-        self._messages[self._number] = _Message(line, future, now + within_s)
+        number, self.due = next(_NUMBERS), now
+        line = {"number": number, "message": message}
+        self._messages[number] = _Message(line, future, now + within_s)
         if self.proven and self._connection:
             try:
                 self._connection.send(line)
@@ -103,7 +107,7 @@ class Peer:
 
     def ready(self, events: int, now: float) -> None:
         """The socket can be read or written."""
-        connection = self._connection
+        connection, self.due = self._connection, now
         if connection is None:
             return
         try:
