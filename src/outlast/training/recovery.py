@@ -73,7 +73,7 @@ def restore(state: Mapping[str, Any], search: newest.Search, client: Client | No
 
 def _restored(state: Mapping[str, Any], search: newest.Search, client: Client | None, generation: int) -> Restored:
     """`restore`, without its time."""
-    disks, source = search.disks, "disk"
+    disks = search.disks
     offered = newest.Offered(search, _said(client, search))
     agents = client is not None and all(said is not None for said in offered.beside)
     held, stored, problem = heard(offered.beside) if agents else ([], None, "")
@@ -81,31 +81,16 @@ def _restored(state: Mapping[str, Any], search: newest.Search, client: Client | 
     warn = log.warning if disks.rank == 0 else log.debug
     for reason in elected.reasons:
         warn("outlast: %s", reason)
+    committed = _Committed(search, client, offered, stored)
     if agents and not elected.candidates:
-        offered, source, stored = *_fetched(search, client, offered), None
+        committed.fetch()
     elif problem:
         warn("outlast: the state is chosen without the store: %s", problem)
-
-    def checkpointed(after: At = (0, 0)) -> checkpoints.Checkpoint | None:
-        """The newest valid checkpoint that is later, brought here if only the store has it. A collective."""
-        nonlocal offered, source, stored
-        found = newest.valid(search, offered, after)
-        known = max(after, (found.generation, found.step) if found else after)
-        if stored is None or stored <= known:
-            return found
-        step, stored = stored[1], None
-        try:
-            offered, source = _fetched(search, client, offered)
-        except (NotRestored, StoreError) as problem:
-            warn("outlast: step %s is in the store and cannot be had, so an older state is chosen: %s", step, problem)
-            return found
-        return newest.valid(search, offered, after)
-
     failed: list[OutlastError] = []
     chosen, loaded = None, None
     for candidate in elected.candidates:
         assert client is not None
-        if chosen := checkpointed(candidate.at):
+        if chosen := committed.newest(candidate.at):
             break
         try:
             loaded = _from_memory(candidate, state, client, search)
@@ -115,7 +100,7 @@ def _restored(state: Mapping[str, Any], search: newest.Search, client: Client | 
             what = "cannot be used" if isinstance(problem, Damaged) else "is out of reach"
             warn("outlast: %s %s: %s", candidate, what, problem)
     if loaded is None:
-        chosen = chosen or checkpointed()
+        chosen = chosen or committed.newest()
         if failed and chosen is None:
             again = any(isinstance(problem, OutOfReach) for problem in failed)
             if client is not None and not again:
@@ -127,13 +112,55 @@ def _restored(state: Mapping[str, Any], search: newest.Search, client: Client | 
         else:
             random = checkpoint.restore(chosen.path, state, disks.rank)
             size = sum(path.stat().st_size for path in chosen.path.iterdir())
-            loaded = Restored(chosen.step, source=source, path=str(chosen.path), bytes=size, random=random)
+            loaded = Restored(chosen.step, source=committed.source, path=str(chosen.path), bytes=size, random=random)
         disks.gather(None)  # everybody has loaded it
     if failed:
         warn("outlast: training goes on from step %s instead of step %s", loaded.step, elected.candidates[0].at[1])
     if client is not None:
         client.forget(loaded.at)
-    return dataclasses.replace(loaded, committed=offered.committed(loaded.step))
+    return dataclasses.replace(loaded, committed=committed.offered.committed(loaded.step))
+
+
+class _Committed:
+    """The checkpoints on all disks, and the newest one of the store."""
+
+    def __init__(self, search: newest.Search, client: Client | None, offered: newest.Offered, stored: At | None) -> None:
+        self._search, self._client, self._stored = search, client, stored
+        self.offered, self.source = offered, "disk"
+
+    def newest(self, after: At = (0, 0)) -> checkpoints.Checkpoint | None:
+        """The newest valid one that is later, brought here if only the store has it. A collective."""
+        found = newest.valid(self._search, self.offered, after)
+        if self._stored is None or self._stored <= max(after, (found.generation, found.step) if found else after):
+            return found
+        step = self._stored[1]
+        try:
+            self.fetch()
+        except (NotRestored, StoreError) as problem:
+            if self._search.disks.rank == 0:
+                log.warning("outlast: step %s is in the store and cannot be had, an older state counts: %s", step, problem)
+            return found
+        return newest.valid(self._search, self.offered, after)
+
+    def fetch(self) -> None:
+        """Have rank 0's agent bring the newest one of the store to its disk. A collective.
+
+        Raises on all ranks NotRestored if a retry can help, else StoreError.
+        """
+        disks, before, self._stored = self._search.disks, self.offered.disks, None
+        problem, retry = "", False
+        if disks.rank == 0:
+            assert self._client is not None
+            try:
+                with stall.watch().alive():
+                    self._client.restore()
+            except StoreError as error:
+                problem, retry = str(error), error.retry
+        problem, retry = disks.gather((problem, retry))[0]
+        if problem:
+            raise NotRestored(problem) if retry else StoreError(problem)
+        self.offered = newest.Offered(self._search)
+        self.source = "store" if self.offered.disks != before else "disk"
 
 
 def _said(client: Client | None, search: newest.Search) -> bytes | None:
@@ -167,26 +194,6 @@ def heard(said: Sequence[bytes]) -> tuple[list[Held], At | None, str]:
     held = [Held(part, one["address"]) for one in each for part in parts.listed(one["parts"])]
     stored = each[0]["stored"]
     return held, tuple(stored) if stored else None, each[0]["problem"]
-
-
-def _fetched(search: newest.Search, client: Client | None, before: newest.Offered) -> tuple[newest.Offered, str]:
-    """Have rank 0's agent bring the newest checkpoint of the store to its disk. Returns what there is now, and from where.
-
-    Raises on all ranks NotRestored if a retry can help, else StoreError. A collective.
-    """
-    problem, retry = "", False
-    if search.disks.rank == 0:
-        assert client is not None
-        try:
-            with stall.watch().alive():
-                client.restore()
-        except StoreError as error:
-            problem, retry = str(error), error.retry
-    problem, retry = search.disks.gather((problem, retry))[0]
-    if problem:
-        raise NotRestored(problem) if retry else StoreError(problem)
-    offered = newest.Offered(search)
-    return offered, "store" if offered.disks != before.disks else "disk"
 
 
 def _agreed(work: Callable[[], T], exchange: Callable[[Any], list[Any]]) -> list[T]:
