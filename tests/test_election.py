@@ -88,14 +88,6 @@ def test_a_replica_that_differs_from_its_original_is_left_out_and_two_that_diffe
     assert election.newest([*rest, lie, other], "r", 2).reasons == (reason,)
 
 
-def test_the_later_of_a_snapshot_and_a_checkpoint_is_loaded_and_of_the_same_step_the_snapshot():
-    [candidate] = election.newest(whole(), "r", 2).candidates
-    assert election.later(candidate, None)
-    assert election.later(candidate, (2, 5))
-    assert election.later(candidate, (1, 9)), "generation 2 did not go on from that one: it was not to be had"
-    assert not election.later(candidate, (2, 6))
-
-
 _SNAPSHOTS = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6), st.sampled_from("ab")), min_size=1, max_size=3, unique=True)
 
 

@@ -180,7 +180,7 @@ def test_a_changed_byte_in_memory_is_found_when_it_is_read(workers: Workers) -> 
         with pytest.raises(Damaged, match="w2 has a wrong checksum"):
             content(reader, part, address)
     with rank.open(part) as source:
-        source.read(0, memoryview(bytearray(1000)))
+        source.fetch([(0, memoryview(bytearray(1000)))])
     rank.publish(room, a_part(2), [])  # not lent any more: the connection goes on
     assert rank.catalog() == [part]
 
@@ -249,7 +249,6 @@ def test_a_peer_whose_part_is_not_the_announced_one_is_not_believed(workers: Wor
 
 def test_strangers_at_the_port_get_nothing_and_do_not_keep_members_out(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outlast.snapshots.port._STRANGERS", 3)
-    monkeypatch.setattr("outlast.snapshots.port._PROVE_S", 1)
     agent = workers.agent(0)
     workers.agent(1)
     rank, other = workers.rank(0), workers.rank(1)
@@ -262,12 +261,35 @@ def test_strangers_at_the_port_get_nothing_and_do_not_keep_members_out(workers: 
     connection.close()
     host, _, port = agent.address.rpartition(":")
     with contextlib.ExitStack() as silent:
-        for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 100_000, b'{"nonce": "a"}\n{"list": true}\n'):
+        for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"x" * 100_000, b'{"nonce": "a"}\n{"list": true}\n', *[b""] * 40):
             stranger = silent.enter_context(socket.create_connection((host, int(port))))
             with contextlib.suppress(OSError):  # it has hung up already
                 stranger.sendall(garbage)
-        until(lambda: not _refused(lambda: content(other, part, agent.address)))
-    assert content(other, part, agent.address) == expected()
+        assert content(other, part, agent.address) == expected(), "the first strangers have to go, not the last who comes"
+
+
+def test_who_brings_and_who_reads_do_not_keep_each_other_out_and_whoever_is_too_many_waits(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outlast.snapshots.port._READERS", 1)
+    monkeypatch.setattr("outlast.snapshots.port._REPLICAS", 1)
+    agent = workers.agent(0)
+    workers.agent(1)
+    rank, other = workers.rank(0), workers.rank(1)
+    assert published(rank, a_part()) == "held"
+    (part,) = rank.catalog()
+    first = other.open(part, agent.address)
+    found: list[bytes] = []
+    second = threading.Thread(target=lambda: found.append(content(workers.rank(1), part, agent.address)))
+    second.start()
+    bringing = wire.connect(agent.address, KEY.encode())
+    bringing.send({"put": a_part(2, replica=True).json(), "tail": 10, "complete": [1, 1]})
+    assert bringing.receive() == {"go": True}
+    assert not found
+    first.close()
+    second.join()
+    assert found == [expected()]
+    bringing.close()
 
 
 def test_what_a_member_asks_for_is_checked(workers: Workers) -> None:

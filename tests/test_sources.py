@@ -8,18 +8,24 @@ import errno
 import functools
 import logging
 import os
+import shutil
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from outlast import checkpoints, contract
 from outlast.contract import Env
-from outlast.snapshots import client, memory, server
+from outlast.errors import NotRestored, StoreError
+from outlast.snapshots import client, memory, server, wire
 from outlast.snapshots.client import Client, NoMemory
 from outlast.snapshots.parts import Item, Part
-from outlast.training import capture, newest, recovery
+from outlast.training import capture, checkpoint, memory_reader, newest, recovery, saver
 from outlast.training.disks import Disks
 from outlast.training.recovery import Restored
 
@@ -33,7 +39,7 @@ class Beside(Disks):
 
     def gather(self, value: Any) -> list[Any]:
         other, self.other = self.other, None
-        return [value, (None, other())] if other else [value]
+        return [value, *(((), recovery.packed(address, [part])) for address, part in other())] if other else [value]
 
 
 class World:
@@ -44,18 +50,41 @@ class World:
         self.agents: list[server.Server] = []
         self.clients: list[Client] = []
         self.store_reads = 0
+        self.stored: Callable[[], tuple[int, int] | None] = lambda: None
+        """What the store says is its newest checkpoint."""
+        self.coming: Path | None = None
+        """What it has."""
         for worker in range(2):
             environ = {Env.RUN: "r", Env.STATE: str(directory / str(worker)), Env.RENDEZVOUS_KEY: "secret"}
             Path(environ[Env.STATE]).mkdir()
-            self.agents.append(server.Server(environ, budget, self._asked))
+            self.agents.append(server.Server(environ, budget, self._asked, lambda: self.stored()))
             self.agents[-1].start()
-            connected = client.connect(environ)
-            assert connected is not None
-            self.clients.append(connected)
+            self.clients.append(self.connected(worker))
         self.other: Callable[[], list[tuple[str, Part]]] = lambda: self.listed(1)
+
+    def connected(self, worker: int) -> Client:
+        found = client.connect({Env.STATE: str(self.directory / str(worker))})
+        assert found is not None
+        return found
 
     def _asked(self) -> None:
         self.store_reads += 1
+        if self.coming is None:
+            raise StoreError("the store is away", retry=True)
+        shutil.copytree(self.coming, self.directory / self.coming.name)
+
+    def saved(self, step: int, where: str = ".") -> Path:
+        """A checkpoint of this step, in generation 1."""
+        directory = self.directory / where
+        directory.mkdir(exist_ok=True)
+        checkpoints.acquire(directory, "r", 1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        writer = saver.Saver(directory, "r", 1, retention=checkpoints.Retention(2), report=lambda *_, **__: None)
+        writer.begin(step, checkpoint.capture(self.state(step), rank=0, ranks=1))
+        assert writer.wait() == saver.Outcome(step, committed=True)
+        writer.close()
+        dist.destroy_process_group()
+        return directory / contract.checkpoint_name(step)
 
     def listed(self, worker: int) -> list[tuple[str, Part]]:
         return [(self.agents[worker].address, part) for part in self.clients[worker].catalog()]
@@ -98,13 +127,29 @@ class World:
                     with rooms.opened(part) as room:
                         room.file.data[0] ^= 1
 
+    @contextlib.contextmanager
+    def away(self, seconds: float) -> Iterator[None]:
+        """The port of worker 1's agent refuses everybody, for so long."""
+        agent = self.agents[1]
+        number = wire.tcp.host_port(agent.address)[1]
+        agent._port.close()
+
+        def comes_back() -> None:
+            agent._port._listener = socket.create_server(("127.0.0.1", number))
+            agent._port._accept()
+
+        timer = threading.Timer(seconds, comes_back)
+        timer.start()
+        yield
+        timer.cancel()
+
     def restored(self) -> tuple[Restored, int]:
         """What worker 0 goes on from in the next generation, alone: what it says that was, and what is in its weights."""
         state, disks = self.state(), Beside([0], 0, None)
         disks.other = self.other
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as held, contextlib.closing(self.connected(0)) as rank:
             search = newest.Search(self.directory, "r", disks, (0, 1), held, lambda *_, **__: None)
-            found = recovery.restore(state, search, self.clients[0], 2)
+            found = recovery.restore(state, search, rank, 2)
         [value] = set(state["net"].weight.flatten().tolist())
         return found, int(value)
 
@@ -262,3 +307,86 @@ def test_a_snapshot_that_finds_no_memory_is_refused_and_the_one_before_is_read(
         room()
     found, value = world.restored()
     assert (found.at, value) == ((1, 1), 1)
+
+
+def test_whoever_has_the_newest_state_may_be_away_for_a_moment(made: Made, caplog: pytest.LogCaptureFixture) -> None:
+    world = made(MEMORY)
+    world.take(1)
+    world.take(2)
+    world.agents[0].rooms.forget(None)
+    with caplog.at_level(logging.WARNING, "outlast"), world.away(1.0):
+        found, value = world.restored()
+    assert (found.at, value, found.source) == ((1, 2), 2, "peer")
+    assert caplog.text.count("it is tried again") == 1
+    assert "step 1" not in caplog.text
+
+
+def test_nothing_is_given_up_while_nothing_is_loaded_and_the_next_start_tries_again(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_reader, "PATIENCE_S", 0.2)
+    world = made(MEMORY)
+    world.take(1)
+    world.take(2)
+    for room in world.agents[0].rooms._rooms.values():
+        if room.part and (room.part.kind, room.part.rank) == ("unique", 0):
+            room.clear()
+    listed = world.listed(0), world.listed(1)
+    reason = "no snapshot in memory could be read, and there is no checkpoint; the next start tries again"
+    with world.away(60), pytest.raises(NotRestored, match=reason):
+        world.restored()
+    assert (world.listed(0), world.listed(1)) == listed
+    with world.away(0):
+        found, value = world.restored()
+    assert (found.at, value) == ((1, 2), 2)
+
+
+def test_what_is_out_of_reach_for_long_gives_way_to_the_next_best_with_a_warning_that_names_both(
+    made: Made, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(memory_reader, "PATIENCE_S", 0.2)
+    world = made(MEMORY)
+    world.saved(1)
+    world.take(2)
+    world.agents[0].rooms.forget(None)
+    with caplog.at_level(logging.WARNING, "outlast"), world.away(60):
+        found, value = world.restored()
+    assert (found.step, value, found.source) == (1, 1, "disk")
+    assert "the snapshot of step 2 (generation 1) is out of reach: rank 0: the unique part of rank" in caplog.text
+    assert "training goes on from step 1 instead of step 2" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("stored", "disk", "step", "source", "reads"),
+    [(5, 3, 5, "store", 1), (5, 0, 5, "store", 1), (2, 0, 2, "memory", 0), (1, 3, 3, "disk", 0), (0, 0, 2, "memory", 0)],
+)
+def test_the_latest_of_memory_disk_and_store_counts(
+    made: Made, stored: int, disk: int, step: int, source: str, reads: int
+) -> None:
+    """Snapshots may have ended long ago, and the last ones may have been saved where nobody is left."""
+    world = made(MEMORY)
+    world.take(1)
+    world.take(2)
+    if disk:
+        world.saved(disk)
+    if stored:
+        world.coming = world.saved(stored, "store")
+        world.stored = lambda: (1, stored)
+    found, value = world.restored()
+    assert (found.step, value, found.source, world.store_reads) == (step, step, source, reads)
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_store_that_does_not_answer_does_not_keep_a_job_from_what_is_in_memory(
+    made: Made, silent: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "_LOOK_S", 0.1)
+    world = made(MEMORY)
+    world.take(1)
+    answers = threading.Event()
+    world.stored = (lambda: (answers.wait(), None)[1]) if silent else lambda: (1, 5)
+    with caplog.at_level(logging.WARNING, "outlast"):
+        found, value = world.restored()
+    answers.set()
+    assert (found.at, value, found.source) == ((1, 1), 1, "memory")
+    assert ("the store has not answered within" if silent else "step 5 is in the store and cannot be had") in caplog.text

@@ -267,8 +267,8 @@ class Agent:
             case Phase.CHECKPOINT:
                 if self._snapshots is None:  # else this is another attempt
                     workers = self.job.spec.workers.max if self.launched_here else 1
-                    self._snapshots = snapshot_memory.begin(self.environ, workers, self._restore)
-                if self._snapshots is None:  # else the training asks for it if no worker has a snapshot
+                    self._snapshots = snapshot_memory.begin(self.environ, workers, self._restore, self._newest)
+                if self._snapshots is None:  # else the training asks for it if nobody has anything later
                     self._restore()
                 if self._store and not self.launched_here:  # else the submission has brought them
                     from outlast import store
@@ -286,6 +286,16 @@ class Agent:
 
             place, run = store.open_(self._store), self.environ[contract.Env.RUN]
             restore.restore(self.output, place, run, self._preparation.say)
+
+    def _newest(self) -> tuple[int, int] | None:
+        """(generation, step) of the newest checkpoint of the store, if there is one. Called by a thread of `snapshots`."""
+        if not self._store:
+            return None
+        from outlast import store
+        from outlast.checkpoints import register
+
+        latest = register.read(store.open_(self._store), self.environ[contract.Env.RUN])
+        return (latest.places[-1].generation, latest.step) if latest and latest.places else None
 
     def _coordination_broke(self, reason: str) -> None:
         print(f"outlast | {reason}", flush=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,14 +10,14 @@ from outlast import contract
 from outlast.contract import Env
 
 if TYPE_CHECKING:
-    from outlast.snapshots.server import Server
+    from outlast.snapshots.server import Ask, Server
 
 
-def begin(environ: Mapping[str, str], workers: int, restore: Callable[[], None]) -> Server | None:
+def begin(environ: Mapping[str, str], workers: int, restore: Ask, newest: Ask) -> Server | None:
     """Serve memory to the ranks of a worker, one of so many on this machine. None where snapshots are off, or cannot be kept.
 
     Without memory the ranks still read the snapshots of other workers. So these count although this worker can keep none.
-    `restore` fetches the newest checkpoint of the job's store when ranks ask for it.
+    `restore` fetches the newest checkpoint of the job's store when ranks ask for it, `newest` says which it is.
     """
     Path(environ[Env.STATE], contract.SNAPSHOTS).unlink(missing_ok=True)  # an agent that was killed has left it
     said = environ.get(Env.MEMORY, "off")  # absent: an earlier version made this worker, and its memory limit
@@ -29,7 +29,7 @@ def begin(environ: Mapping[str, str], workers: int, restore: Callable[[], None])
     given = memory.Machine().budget(asked, workers)
     if not given.bytes or (isinstance(asked, int) and given.bytes < asked):
         print(f"outlast | snapshots in memory: {given.reason}", flush=True)
-    snapshots = server.Server(environ, given.bytes, restore)
+    snapshots = server.Server(environ, given.bytes, restore, newest)
     try:
         snapshots.start()
     except OSError as error:

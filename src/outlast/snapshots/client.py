@@ -33,7 +33,7 @@ from outlast.contract import Env
 from outlast.errors import NotRestored, OutlastError, StoreError
 from outlast.rendezvous.transports import sockets
 from outlast.snapshots import parts, wire
-from outlast.snapshots.parts import Damaged, Item, Part
+from outlast.snapshots.parts import Damaged, Item, OutOfReach, Part
 
 _REPLY_S = 60
 """Timeout of an answer of our own agent. Arbitrary: to touch 100 GB takes half of it."""
@@ -94,6 +94,8 @@ class Client:
         self.budget: int = hello["budget"]
         """Bytes for the snapshots of this worker: two of them, and the replicas of others."""
         self._key = bytes.fromhex(hello["key"])
+        self._store = bool(hello.get("store"))
+        """Whether the agent can say what is in the store; one of an earlier version cannot."""
         _open.add(self)
 
     def room(self, nbytes: int, at: tuple[int, int], complete: tuple[int, int] = (0, 0)) -> Room:
@@ -150,15 +152,16 @@ class Client:
         return dict(self._states)
 
     def catalog(self) -> list[Part]:
-        """The parts in the memory of this worker, replicas included. Raises Damaged."""
-        with self._mapped():
-            return [Part.of(each) for each in self._ask({"catalog": True})["parts"]]
+        """The parts in the memory of this worker, replicas included. Raises Damaged, OutOfReach."""
+        with _reading("the agent does not answer"):
+            return parts.listed(self._ask({"catalog": True})["parts"])
 
     def open(self, part: Part, address: str | None = None) -> Source:
-        """Read a part from our own agent, or from the one at `address`. Raises Damaged."""
+        """Read a part from our own agent, or from the one at `address`. Raises Damaged, OutOfReach."""
         if address is not None and address != self.address:
-            return Source(_Peer(address, self._key, part), part)
-        with self._mapped():
+            with _reading(f"{part} is out of reach: {address}"):
+                return Source(_Peer(address, self._key, part), part)
+        with _reading("the agent does not answer"):
             id = self._ask({"open": part.json()})["open"]
             return Source(_Local(self._connection.descriptor(), lambda: self._connection.send({"close": id})), part)
 
@@ -167,17 +170,27 @@ class Client:
         with contextlib.suppress(OSError, ValueError):
             self._ask({"forget": keep})
 
+    def newest(self) -> tuple[int, int] | None:
+        """(generation, step) of the newest checkpoint in the store, if any. Raises StoreError, also if that takes too long."""
+        at = self._stored({"newest": True})["newest"] if self._store else None
+        return at and (int(at[0]), int(at[1]))
+
     def restore(self) -> None:
         """Have the agent fetch the newest checkpoint of the store; returns when it is on the disk. Raises StoreError."""
+        self._stored({"restore": True})
+
+    def _stored(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The agent's answer about the store, however long it takes."""
         wire.patient(self._connection.sock, 0)
         try:
-            said = self._exchange({"restore": True})
+            said = self._exchange(message)
         except (OSError, ValueError) as error:
             raise StoreError(f"the newest checkpoint cannot be fetched: the agent is gone ({error})", retry=True) from error
         finally:
             wire.patient(self._connection.sock, _REPLY_S)
         if "problem" in said:
             raise StoreError(said["problem"], retry=said["retry"])
+        return said
 
     def close(self) -> None:
         """Hang up. Rooms that are not published go back to the agent."""
@@ -201,16 +214,20 @@ class Client:
         if (kind, step) in self._states:
             self._states[kind, step] = state
 
-    @contextlib.contextmanager
-    def _mapped(self) -> Iterator[None]:
-        try:
-            yield
-        except Damaged:
-            raise
-        except OutlastError as problem:
-            raise Damaged(str(problem)) from problem
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise Damaged(f"the agent does not answer: {error}") from error
+
+@contextlib.contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Decide of whatever goes wrong while a copy is read whether the copy is wrong or out of reach: here, and nowhere else."""
+    try:
+        yield
+    except (Damaged, OutOfReach):
+        raise
+    except OutlastError as problem:  # the holder itself says so
+        raise Damaged(str(problem)) from problem
+    except OSError as error:
+        raise OutOfReach(f"{what}: {error}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Damaged(f"{what}: {error!r}") from error
 
 
 def connect(environ: Mapping[str, str]) -> Client | None:
@@ -228,7 +245,10 @@ def connect(environ: Mapping[str, str]) -> Client | None:
         raise NotRestored(f"the agent of this worker does not answer at {path}: {error}") from error
     connection = wire.Connection(wire.patient(sock, _REPLY_S), longest=wire.INDEX)
     try:
-        return Client(connection)
+        client = Client(connection)
+        if client._store and environ.get("RANK", "0") == "0":  # which is to know the newest checkpoint when the script resumes
+            connection.send({"look": True})
+        return client
     except (OSError, ValueError, KeyError, TypeError) as error:
         connection.close()
         raise NotRestored(f"the agent of this worker does not answer at {path}: {error!r}") from error
@@ -238,24 +258,20 @@ class Source:
     """A part that can be read."""
 
     def __init__(self, reader: _Local | _Peer, part: Part) -> None:
-        """Raises Damaged if it is another one than `part`, or its index is wrong."""
+        """Raises Damaged if it is another one than `part`, or its index is wrong, OSError and ValueError."""
         self._reader = reader
         try:
             found, tail = reader.described()
             if found.name != part.name or found.bytes != part.bytes:
                 raise Damaged(f"{part} was announced, and {found} is there")
-            self.part = found
+            self.part, self.tail = found, tail
             self.index, self._crcs = parts.read_tail(found, tail)
         except BaseException:
             reader.close()
             raise
 
-    def read(self, i: int, into: memoryview) -> None:
-        """Read an item into writable memory of its size. Raises Damaged."""
-        self.fetch([(i, into)])
-
     def fetch(self, wanted: Iterable[tuple[int, memoryview]]) -> None:
-        """Read several items, each into memory of its size: faster than one by one. Raises Damaged."""
+        """Read several items, each into memory of its size: faster than one by one. Raises Damaged, OutOfReach."""
         blocks = []
         for i, into in wanted:
             item, memory = self.index[i], into.cast("B")
@@ -264,10 +280,8 @@ class Source:
             for (place, nbytes), crc in zip(item.blocks(), self._crcs[i], strict=True):
                 start = place - item.place
                 blocks.append(_Block(place, memory[start : start + nbytes], crc, item.key))
-        try:
+        with _reading(f"{self.part} cannot be read"):
             self._reader.fetch(blocks)
-        except (OSError, ValueError) as error:
-            raise Damaged(f"{self.part} cannot be read: {error}") from error
 
     def close(self) -> None:
         self._reader.close()
@@ -315,7 +329,7 @@ class _Local:
         while into:
             count = os.preadv(self._fd, [into], at)
             if not count:
-                raise OSError("it is shorter than it should be")
+                raise Damaged("a part of a snapshot is shorter than it should be")
             into, at = into[count:], at + count
 
     def close(self) -> None:
@@ -331,23 +345,16 @@ class _Peer:
     """Reads from the agent of another worker; a second thread verifies checksums meanwhile."""
 
     def __init__(self, address: str, key: bytes, part: Part) -> None:
-        try:
-            self._connection = wire.connect(address, key)
-        except (OSError, ValueError) as error:
-            raise Damaged(f"{part} is out of reach: {address}: {error}") from error
-        self._part = part
+        self._connection, self._part = wire.connect(address, key), part
 
     def described(self) -> tuple[Part, bytes]:
-        try:
-            self._connection.send({"open": self._part.json()})
-            said = self._connection.receive()
-            if "problem" in said:
-                raise Damaged(str(said["problem"])[:500])
-            part, length = parts.described(said)
-            tail = bytearray(length)
-            self._connection.read_into(memoryview(tail))
-        except (OSError, ValueError) as error:
-            raise Damaged(f"{self._part} is out of reach: {error}") from error
+        self._connection.send({"open": self._part.json()})
+        said = self._connection.receive()
+        if "problem" in said:
+            raise Damaged(str(said["problem"])[:500])
+        part, length = parts.described(said)
+        tail = bytearray(length)
+        self._connection.read_into(memoryview(tail))
         return part, bytes(tail)
 
     def fetch(self, blocks: Sequence[_Block]) -> None:

@@ -38,7 +38,7 @@ class Candidate:
     unique: tuple[Holders, ...]
     """By rank of the world that made it."""
     shared: tuple[tuple[Holders, ...], ...]
-    """Whole sets of shared parts, one for each worker whose set is whole; in a set by local rank. Any one will do."""
+    """Whole sets of shared parts, in a set by local rank. Any one will do; workers that have dealt alike hold the same set."""
 
     @property
     def parts(self) -> list[Part]:
@@ -82,33 +82,39 @@ def newest(held: Iterable[Held], run: str, generation: int) -> Election:
     return Election(tuple(candidates), tuple(reasons))
 
 
-def later(candidate: Candidate, checkpoint: At | None) -> bool:
-    """Whether to load a snapshot rather than that checkpoint: the later one; of the same step the snapshot, which is nearer."""
-    return checkpoint is None or candidate.at >= checkpoint
-
-
 def _candidate(at: At, world: int, held: Sequence[Held]) -> Candidate | str:
     """The snapshot that these parts make, or why they make none."""
     of = f"the snapshot of step {at[1]} (generation {at[0]})"
+    by_rank: dict[int, list[Held]] = {}
+    by_worker: dict[int, dict[int, list[Held]]] = {}
+    for each in held:
+        part = each.part
+        if part.kind == "unique":
+            by_rank.setdefault(part.rank, []).append(each)
+        else:
+            by_worker.setdefault(part.worker, {}).setdefault(part.local_rank, []).append(each)
     unique: list[Holders] = []
     for rank in range(world):
-        there = [each for each in held if each.part.kind == "unique" and each.part.rank == rank]
-        if not there:
+        if rank not in by_rank:
             return f"{of} lacks what rank {rank} of {world} alone had"
-        same = _same(there)
+        same = _same(by_rank[rank])
         if not same:
             return f"{of} is there in two versions of what rank {rank} alone had"
         unique.append(same)
-    shared = [each for each in held if each.part.kind == "shared"]
-    sets = (_set([each for each in shared if each.part.worker == worker]) for worker in sorted({e.part.worker for e in shared}))
-    whole = tuple(each for each in sets if each)
-    return Candidate(at, tuple(unique), whole) if whole else f"{of} lacks a whole set of what all ranks had"
+    whole: dict[tuple[str, ...], list[list[Held]]] = {}
+    for _, there in sorted(by_worker.items()):
+        if found := _set(there):
+            known = whole.setdefault(tuple(holders[0].part.digest for holders in found), [[] for _ in found])
+            for those, more in zip(known, found, strict=True):
+                those += more
+    shared = tuple(tuple(tuple(those) for those in known) for known in whole.values())
+    return Candidate(at, tuple(unique), shared) if shared else f"{of} lacks a whole set of what all ranks had"
 
 
-def _set(held: Sequence[Held]) -> tuple[Holders, ...]:
+def _set(there: Mapping[int, Sequence[Held]]) -> tuple[Holders, ...]:
     """A worker's shared parts by local rank; empty unless all are there."""
-    by: Mapping[int, list[Held]] = {n: [e for e in held if e.part.local_rank == n] for n in range(held[0].part.local_ranks)}
-    found = tuple(_same(there) for there in by.values())
+    ranks = next(iter(there.values()))[0].part.local_ranks
+    found = tuple(_same(there.get(local, ())) for local in range(ranks)) if len(there) >= ranks else ()
     return found if all(found) else ()
 
 

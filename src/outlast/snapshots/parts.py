@@ -10,6 +10,7 @@ one digest have the same bytes. Whatever is read comes from another process or m
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import struct
@@ -38,7 +39,11 @@ Kind = Literal["shared", "unique"]
 
 
 class Damaged(OutlastError):
-    """A part cannot be used: torn, changed, of another snapshot, or out of reach. Another source may have it."""
+    """A copy of a part is wrong: torn, changed, of another snapshot, or not there any more. Another copy may be right."""
+
+
+class OutOfReach(OutlastError):
+    """A copy of a part cannot be read now, right or wrong; a retry may succeed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +103,15 @@ class Part:
         if part.rank >= part.world or part.local_rank >= part.local_ranks:
             raise Damaged(f"a world of {part.world} has no rank {part.rank}, or {part.local_ranks} none of {part.local_rank}")
         return part
+
+
+def listed(said: Iterable[object]) -> list[Part]:
+    """The parts in a list from untrusted JSON, but for those that only a newer version understands."""
+    found = []
+    for each in said:
+        with contextlib.suppress(Damaged):
+            found.append(Part.of(each))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

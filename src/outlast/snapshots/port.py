@@ -1,9 +1,9 @@
 """The data port of an agent: other agents bring replicas here, and ranks of other workers read parts.
 
-It can be reached by strangers, so whoever connects has to prove with its first line that it knows the key of the run; the number
-of connections is limited, and whatever a peer sends costs that peer its connection at most.
+It can be reached by strangers, so whoever connects has to prove with its first line that it knows the key of the run, and
+whatever a peer sends costs that peer its connection at most. When too many have come, the first of those that have proved nothing
+goes; a member waits for its turn.
 
-    {"list": true}                                  -> {"parts": [...]}
     {"put": part, "tail": bytes, "complete": at}    -> {"go": true}; then the peer sends tail and blocks; -> {"held": true}
     {"open": part}                                  -> {"part": part, "tail": bytes} and the tail
     {"items": [[place, bytes], ...]}                -> the bytes, of the part that was opened
@@ -12,6 +12,7 @@ of connections is limited, and whatever a peer sends costs that peer its connect
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import socket
 import threading
@@ -24,11 +25,14 @@ from outlast.snapshots import interfaces, parts, wire
 from outlast.snapshots.parts import Damaged, Part
 from outlast.snapshots.rooms import Room, Rooms
 
-_STRANGERS, _MOST = 32, 512
-"""Connections that have proved nothing yet, and all; one more, and it is closed."""
+_STRANGERS = 256
+"""Connections that have proved nothing yet; one more, and the first of them is closed."""
+_READERS, _REPLICAS = 512, 128
+"""Members that are served at a time, those that read and those that bring: neither keep the others out."""
+_MOST = 768
+"""All connections; more wait in the listener's queue. A process may usually have 1,024 files open."""
+_BACKLOG = 1024
 _PROVE_S = 5.0
-_IDLE_S = 300
-"""How long a connection may be idle between two requests."""
 
 
 class Port:
@@ -36,8 +40,11 @@ class Port:
 
     def __init__(self, rooms: Rooms, key: bytes, environ: Mapping[str, str]) -> None:
         self._rooms, self._key, self._environ = rooms, key, environ
-        self._lock = threading.Lock()
-        self._strangers = self._all = 0
+        self._changed = threading.Condition()
+        self._strangers: dict[socket.socket, None] = {}
+        """In the order in which they came."""
+        self._all = 0
+        self._readers, self._replicas = threading.Semaphore(_READERS), threading.Semaphore(_REPLICAS)
         self._listener: socket.socket | None = None
         self.address = ""
         """host:port, once it listens; none without a key."""
@@ -50,7 +57,7 @@ class Port:
         six = everywhere and socket.has_dualstack_ipv6()
         where = ("" if everywhere else host, 0)
         family = socket.AF_INET6 if six or ":" in where[0] else socket.AF_INET
-        self._listener = socket.create_server(where, family=family, dualstack_ipv6=six, backlog=128)
+        self._listener = socket.create_server(where, family=family, dualstack_ipv6=six, backlog=_BACKLOG)
         self.address = f"{f'[{host}]' if ':' in host else host}:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, name="outlast-snapshots-port", daemon=True).start()
 
@@ -61,44 +68,44 @@ class Port:
     def _accept(self) -> None:
         assert self._listener is not None
         for sock in wire.accepted(self._listener):
-            with self._lock:
-                full = self._strangers >= _STRANGERS or self._all >= _MOST
-                if not full:
-                    self._strangers, self._all = self._strangers + 1, self._all + 1
-            if full:
-                sock.close()
-                continue
+            with self._changed:
+                if self._strangers and (len(self._strangers) >= _STRANGERS or self._all >= _MOST):
+                    first = next(iter(self._strangers))
+                    del self._strangers[first]
+                    with contextlib.suppress(OSError):  # it has hung up itself
+                        first.shutdown(socket.SHUT_RDWR)
+                self._changed.wait_for(lambda: self._all < _MOST)
+                self._strangers[sock] = None
+                self._all += 1
             threading.Thread(target=self._serve, args=(sock,), name="outlast-snapshots-peer", daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
-        stranger = True
         opened: list[Room] = []
         try:
             connection = wire.Connection(wire.patient(wire.between_machines(sock), _PROVE_S))
             connection.greet(self._key, "decider")
-            while True:
-                said = connection.receive()
-                if stranger:
-                    stranger = False
-                    with self._lock:
-                        self._strangers -= 1
-                wire.patient(sock)
-                self._answer(connection, said, opened)
-                wire.patient(sock, _IDLE_S)
+            said = connection.receive()
+            with self._changed:
+                self._strangers.pop(sock, None)
+            wire.patient(sock)
+            with self._replicas if "put" in said else self._readers:
+                while True:
+                    self._answer(connection, said, opened)
+                    said = connection.receive()
         except (OSError, ValueError, RecursionError):
             pass  # it has gone, or is no member
         finally:
-            with self._lock:
-                self._strangers, self._all = self._strangers - stranger, self._all - 1
             for room in opened:
                 self._rooms.release(room)
+            with self._changed:  # before it is closed: the number of its descriptor may be another's then
+                self._strangers.pop(sock, None)
+                self._all -= 1
+                self._changed.notify_all()
             sock.close()
 
     def _answer(self, connection: wire.Connection, said: dict[str, Any], opened: list[Room]) -> None:
         try:
             match said:
-                case {"list": True}:
-                    connection.send({"parts": [part.json() for part in self._rooms.parts()]})
                 case {"put": part, "tail": int(tail), "complete": [int(generation), int(step)]}:
                     self._receive(connection, Part.of(part), tail, (generation, step))
                 case {"open": part}:

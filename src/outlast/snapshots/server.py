@@ -4,13 +4,15 @@ Ranks connect to `snapshots.sock` in the worker's state directory, which only it
 into it, publishes it; the agent computes the checksums and writes the header, then sends the part to other agents. So a rank that
 dies in between leaves no part, and one that dies afterwards leaves a whole one.
 
-    agent -> rank   {"hello": {address, node, zone, budget, key}}
+    agent -> rank   {"hello": {address, node, zone, budget, key, store}}
     rank -> agent   {"room": bytes, "at", "complete"}               -> {"room": id, "size", "rooms": [id, ...]} with a descriptor
                     {"publish": id, "part", "index", "to", "complete"}   no answer, but {"event": [kind, step, state]}
                     {"catalog": true}                               -> {"parts": [...]}
                     {"open": part}                                  -> {"open": id} with a descriptor;   {"close": id}
                     {"forget": [generation, step] or null}          -> {}
-                    {"restore": true}                               -> {} when it is done, or {"problem", "retry"}
+                    {"look": true}                                  no answer: the store is asked for its newest checkpoint
+                    {"newest": true}                                -> {"newest": at or null}, or {"problem", "retry"}
+                    {"restore": true}                               -> {} when it is on the disk, or {"problem", "retry"}
     on any problem                                                  -> {"problem": sentence}
 
 The agent must not be slowed: its threads wait, or are in calls that release the interpreter's lock.
@@ -36,6 +38,10 @@ from outlast.snapshots import memory, parts, pool, port, replicas, wire
 from outlast.snapshots.parts import Item, Part
 from outlast.snapshots.rooms import Refused, Room, Rooms
 
+Ask = Callable[[], object]
+"""Something that asks the store. Raises StoreError, OSError."""
+_LOOK_S = 3.0
+"""How long a rank waits to hear what the store has: it was asked before, and memory may have a state to go on from."""
 _FINISHERS = 8
 """Threads that compute checksums, at most; one for each four cores."""
 
@@ -55,12 +61,15 @@ class Publication:
 
 
 class Server:
-    """Serves the ranks of one worker and other agents, in threads. `restore` fetches the newest checkpoint of the store."""
+    """Serves the ranks of one worker and other agents, in threads.
 
-    def __init__(self, environ: Mapping[str, str], budget: int, restore: Callable[[], None]) -> None:
+    `restore` fetches the newest checkpoint of the store, `newest` says which it is: (generation, step), or None.
+    """
+
+    def __init__(self, environ: Mapping[str, str], budget: int, restore: Ask, newest: Ask = lambda: None) -> None:
         machine = memory.Machine()
         self.rooms = Rooms(environ[Env.RUN], budget, lambda: machine.headroom)
-        self._environ, self.fetch = environ, restore
+        self._environ, self.fetch, self.newest = environ, restore, newest
         self._key = seal.key(environ)
         self._path = Path(environ[Env.STATE]) / contract.SNAPSHOTS
         self._published: queue.SimpleQueue[Publication] = queue.SimpleQueue()
@@ -99,7 +108,7 @@ class Server:
         """What a rank is told first."""
         node = self._environ.get(Env.NODE) or _boot_id()
         where = {"node": node, "zone": self._environ.get(Env.ZONE, "")}
-        return {"address": self.address, "budget": self.rooms.budget, "key": self._key.hex(), **where}
+        return {"address": self.address, "budget": self.rooms.budget, "key": self._key.hex(), "store": True, **where}
 
     def publish(self, publication: Publication) -> None:
         """Have a part finished and sent."""
@@ -107,14 +116,14 @@ class Server:
 
     def restore(self) -> dict[str, object]:
         """Fetch the newest checkpoint of the store. Returns the answer to who asked."""
-        try:
-            with self._restoring:
-                self.fetch()
-        except OSError as error:
-            return {"problem": f"the newest checkpoint cannot be fetched: {error}", "retry": True}
-        except OutlastError as problem:
-            return {"problem": str(problem), "retry": getattr(problem, "retry", False)}
-        return {}
+        with self._restoring:
+            return _answered(self.fetch)
+
+    def look(self) -> queue.SimpleQueue[dict[str, object]]:
+        """Ask the store in a thread for its newest checkpoint. Returns where the answer to who asked comes."""
+        found: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
+        _thread(lambda: found.put(_answered(self.newest)), "look")
+        return found
 
     def _finish(self) -> None:
         """Write tails and headers, one part after another: a part keeps a core busy."""
@@ -148,6 +157,7 @@ class _Rank:
         self._connection = wire.Connection(sock, longest=wire.INDEX)
         self._lent: dict[int, Room] = {}
         self._open: list[Room] = []
+        self._looked: queue.SimpleQueue[dict[str, object]] | None = None
 
     def serve(self) -> None:
         connection = self._connection
@@ -190,6 +200,14 @@ class _Rank:
             case {"forget": keep}:
                 self._rooms.forget(None if keep is None else _at(keep))
                 self._connection.send({})
+            case {"look": True}:
+                self._looked = self._server.look()
+            case {"newest": True}:
+                looked, self._looked = self._looked or self._server.look(), None
+                try:
+                    self._connection.send(looked.get(timeout=_LOOK_S))
+                except queue.Empty:
+                    self._connection.send({"problem": f"the store has not answered within {_LOOK_S:.0f} s", "retry": True})
             case {"restore": True}:
                 self._connection.send(self._server.restore())
             case _:
@@ -214,6 +232,16 @@ class _Rank:
     def _report(self, part: Part, state: str) -> None:
         with contextlib.suppress(OSError):  # the rank has ended
             self._connection.send({"event": [part.kind, part.step, state]})
+
+
+def _answered(ask: Ask) -> dict[str, object]:
+    """What the store says to a rank."""
+    try:
+        return {"newest": ask()}
+    except OSError as error:
+        return {"problem": f"the newest checkpoint cannot be fetched: {error}", "retry": True}
+    except OutlastError as problem:
+        return {"problem": str(problem), "retry": getattr(problem, "retry", False)}
 
 
 def _at(said: object) -> pool.At:

@@ -74,8 +74,8 @@ class Layout:
         ours = checkpoint.dealt(whole, *local)
         shards = {key: value for key, value in found.everybody.items() if key not in whole}
         firsts = {key: value for key, value in found.firsts.items() if isinstance(value, torch.Tensor)} if rank == 0 else {}
-        shared = Content("shared", _chunks({key: whole[key] for key in sorted(ours)}))
-        unique = Content("unique", _chunks({**shards, **firsts}))
+        shared = Content("shared", chunks({key: whole[key] for key in sorted(ours)}))
+        unique = Content("unique", chunks({**shards, **firsts}))
         self.contents = shared, unique
         for content in self.contents:
             content.lay_out()
@@ -91,7 +91,7 @@ class Layout:
         """Whether it holds as long as the signature does: every tensor is one that we can see, not made for the state dict."""
 
 
-def _chunks(flat: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor, torch.Size, torch.Size]]:
+def chunks(flat: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor, torch.Size, torch.Size]]:
     """What this rank has of these tensors, as torch.distributed.checkpoint would write it."""
     items: Sequence[WriteItem] = create_default_local_save_plan(dict(flat), True).items
     found = []

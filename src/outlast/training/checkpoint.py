@@ -335,40 +335,45 @@ def restore(path: Path, state: State, rank: int | None = None) -> bool:
     generators, too; returns False if the checkpoint has none for it (fewer ranks saved it). Raises OutlastError when the
     checkpoint does not fit.
     """
-    return load(_Reader(path), path.name, state, rank)
+    reader = _Reader(path)
+    found = wanted(reader.read_metadata(), state, rank)
+    load(reader, path.name, state, found)
+    return put(state, found, path.name, rank)
 
 
-def load(reader: StorageReader, source: str, state: State, rank: int | None = None) -> bool:
-    """`restore` from any reader; messages name the `source`."""
+# Its three steps, for any reader; messages name the `source`
+
+
+def wanted(metadata: Metadata, state: State, rank: int | None) -> Flat:
+    """What `rank` is to read of a checkpoint to restore `state`: tensors to read into, and no bytes where bytes are to come."""
     check(state)
-    metadata = reader.read_metadata()
     saved = metadata.state_dict_metadata
-    wanted: Flat = {}
+    found: Flat = {}
     for name, thing in state.items():
         if isinstance(thing, torch.nn.Module):
             tensors, _ = _sorted_out(get_model_state_dict(thing))
-            wanted.update({f"{name}/{key}": tensor for key, tensor in tensors.items()})
+            found.update({f"{name}/{key}": tensor for key, tensor in tensors.items()})
         elif isinstance(thing, torch.optim.Optimizer):
-            wanted.update(_optimizer_room(metadata, _modules(state), thing, name))
-            wanted[f"{name}/rest"] = b""
+            found.update(_optimizer_room(metadata, _modules(state), thing, name))
+            found[f"{name}/rest"] = b""
         else:
-            wanted[name] = b""
+            found[name] = b""
         for key in (f"{name}/rest", f"{name}/{rank}"):
             if key in saved:
-                wanted[key] = b""
-    own = f"rng/{rank}" if f"rng/{rank}" in saved else None
-    if own:
-        wanted[own] = b""
-    _compare(source, state, wanted, metadata)
+                found[key] = b""
+    if f"rng/{rank}" in saved:
+        found[f"rng/{rank}"] = b""
+    return found
+
+
+def load(reader: StorageReader, source: str, state: State, wanted: Flat) -> None:
+    """Read what is `wanted`. Raises OutlastError when `state` is not what was saved."""
+    _compare(source, state, wanted, reader.read_metadata())
     _load(wanted, reader)
-    _put(state, wanted, source, rank)
-    if own:
-        _set_generators(unpickled(wanted[own], "rng"))
-    return own is not None
 
 
-def _put(state: State, wanted: Flat, source: str, rank: int | None) -> None:
-    """Give the things of a state what was loaded for them."""
+def put(state: State, wanted: Flat, source: str, rank: int | None) -> bool:
+    """Give the things of a state what was read for them. Returns whether this rank's random numbers were there."""
     for name, thing in state.items():
         rest = unpickled(wanted[f"{name}/rest"], name) if f"{name}/rest" in wanted else {}
         if isinstance(thing, torch.nn.Module):
@@ -395,6 +400,9 @@ def _put(state: State, wanted: Flat, source: str, rank: int | None) -> None:
             thing.load_state_dict(unpickled(wanted[name], name), ours and unpickled(ours, name))
         else:
             thing.load_state_dict(unpickled(wanted[name], name))
+    if own := wanted.get(f"rng/{rank}"):
+        _set_generators(unpickled(own, "rng"))
+    return bool(own)
 
 
 def modules(path: Path) -> list[str]:

@@ -118,7 +118,9 @@ class Disks:
         return values
 
     def broadcast(self, value: Any, group: dist.ProcessGroup | None, *, by: int = 0) -> Any:
-        """The value of the leader of disk `by`. A collective of the leaders."""
+        """The value of the leader of disk `by`. A collective of the group."""
+        if len(self.of) == 1:
+            return value
         values = [value]
         dist.broadcast_object_list(values, src=self.leading[by], group=group)
         return values[0]

@@ -12,7 +12,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,10 @@ class Offered:
     """The checkpoints of `run` on all disks, valid or not. To make one is a collective, which carries `beside`, too."""
 
     def __init__(self, search: Search, beside: Any = None) -> None:
-        said = search.disks.gather((_offers(search.directory, search.run) if search.disks.leader else None, beside))
-        self.disks: list[_Offers] = [said[rank][0] for rank in search.disks.leading]
+        offers = _offers(search.directory, search.run).values() if search.disks.leader else ()
+        said = search.disks.gather(([astuple(offer) for offer in offers], beside))  # plain: other versions may add fields
+        leaders = ((_Offer(*row[:4]) for row in said[rank][0]) for rank in search.disks.leading)
+        self.disks: list[_Offers] = [{offer.step: offer for offer in offers} for offers in leaders]
         self.beside = [each for _, each in said]
         """Every rank's, in rank order."""
 
