@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +25,7 @@ from outlast.snapshots.election import Held
 from outlast.snapshots.parts import Part
 from outlast.training import capture, checkpoint, device
 from outlast.training.memory_reader import Reader
-from outlast.training.snapshots import Place, Snapshots, steady
+from outlast.training.snapshots import Place, Snapshots, longer, steady
 
 
 class Rank:
@@ -236,16 +243,141 @@ def the_snapshots(connected: client.Client | None, tmp_path: Path) -> Snapshots:
     return Snapshots(connected, Place("r", 1, 1, 0, 0, 0, 1), Ledger(tmp_path / "ledger", "rank-0"), lambda **changes: None)
 
 
-def test_a_state_that_cannot_be_copied_ends_the_snapshots_and_not_the_training(
-    rank: Rank, tmp_path: Path, caplog: pytest.LogCaptureFixture
+class Loop:
+    """A training loop of one rank, as far as snapshots see it. Training never waits: what asks the agent does so in a thread."""
+
+    def __init__(self, ours: Snapshots, connected: client.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ours, self.step, self.now = ours, 0, 0.0
+        ours._clock = lambda: self.now
+        exchange = connected._exchange
+
+        def asked(message: dict[str, Any]) -> dict[str, Any]:
+            assert threading.current_thread() is not threading.main_thread(), "training waits for the agent"
+            return exchange(message)
+
+        monkeypatch.setattr(connected, "_exchange", asked)
+
+    def boundary(self) -> None:
+        self.step += 1
+        self.ours.heard(self.ours.votes())
+        self.ours.boundary(self.step)
+
+    def until(self, true: Callable[[], bool]) -> None:
+        """Go on until something is so."""
+        deadline = time.monotonic() + 60
+        while not true():
+            assert time.monotonic() < deadline
+            self.boundary()
+            time.sleep(0.002)
+
+    def complete(self) -> None:
+        """Go on until another snapshot is complete."""
+        before = self.ours._complete
+        self.until(lambda: self.ours._complete > before)
+
+
+@pytest.fixture
+def loop(rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loop:
+    return Loop(the_snapshots(rank.client, tmp_path), rank.client, monkeypatch)
+
+
+def test_a_state_that_cannot_be_copied_ends_the_snapshots_for_a_while_and_not_the_training(
+    loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ours = the_snapshots(rank.client, tmp_path)
-    ours.begin({"thing": Broken()}, (0, 0), dict)
-    for step in (1, 2):
-        ours.heard(ours.votes())
-        ours.boundary(step)
-    assert "the state of step 1 cannot be copied: RuntimeError('consolidate first')" in caplog.text
-    assert ours.votes() == (0.0, 0.0, 1.0, 0.0)
+    loop.ours.begin({"thing": Broken()}, (0, 0), dict)
+    for _ in range(5):
+        loop.boundary()
+    sentence = "the state of step 1 cannot be copied: RuntimeError('consolidate first')"
+    assert [record.getMessage() for record in caplog.records] == [f"outlast: no snapshots are taken for 10 minutes: {sentence}"]
+
+
+def test_after_a_refusal_memory_is_given_back_and_it_is_tried_again_at_growing_intervals(
+    loop: Loop, rank: Rank, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is complete stays."""
+    net, ours = torch.nn.Linear(100, 100), loop.ours
+    gc.collect()
+    mapped = maps()
+    ours.begin({"model": net}, (0, 0), dict)
+    for _ in range(3):
+        loop.complete()
+    before, free = ours._complete, rank.server.rooms.headroom
+    rank.server.rooms.headroom = lambda: 0
+    net.weight = torch.nn.Parameter(torch.zeros(300, 300))  # needs other rooms
+    for minutes in (10, 20, 40):
+        loop.until(lambda: bool(caplog.records))
+        assert (
+            caplog.records[-1]
+            .getMessage()
+            .startswith(f"outlast: no snapshots are taken for {minutes} minutes: 0.4 MB are needed")
+        )
+        loop.until(lambda: [part.at for part in rank.server.rooms.parts()] == [before] * 2 and len(rank.server.rooms.ids()) == 2)
+        gc.collect()
+        assert maps() == mapped + 2, "this process, in which the agent is, too, maps nothing else"
+        for now, again in ((loop.now + 60 * minutes - 1, False), (loop.now + 60 * minutes, True)):
+            loop.now = now
+            caplog.clear()
+            loop.boundary()
+            assert ours._on is again
+    rank.server.rooms.headroom = free
+    loop.complete()
+    assert caplog.messages == []
+    assert (ours._pause_s, len(rank.server.rooms.ids())) == (600.0, 4)
+
+
+AGENT = """
+import os, sys
+from outlast.snapshots import server
+server.Server(os.environ, 1 << 28, lambda: None).start()
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_training_goes_on_while_its_agent_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {**os.environ, Env.RUN: "r", Env.STATE: str(tmp_path), Env.RENDEZVOUS_KEY: "secret"}
+    with subprocess.Popen([sys.executable, "-c", AGENT], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
+        assert agent.stdout
+        agent.stdout.readline()
+        try:
+            connected = client.connect(environ)
+            assert connected is not None
+            loop = Loop(the_snapshots(connected, tmp_path), connected, monkeypatch)
+            loop.ours.begin({"model": a_model()}, (0, 0), dict)
+            for first in (True, False):  # when memory is asked for, and later
+                agent.send_signal(signal.SIGSTOP)
+                for _ in range(100):
+                    loop.boundary()
+                assert first is (loop.ours._complete == (0, 0))
+                agent.send_signal(signal.SIGCONT)
+                loop.complete()
+                loop.complete()
+            connected.close()
+        finally:
+            agent.kill()
+
+
+def test_a_state_that_grows_misses_a_snapshot_and_not_more(loop: Loop, rank: Rank) -> None:
+    thing, ours = Grown(), loop.ours
+    ours.begin({"thing": thing, "model": a_model()}, (0, 0), dict)
+    loop.complete()
+    for _ in range(2):
+        before = ours._complete
+        thing.size *= 100
+        loop.until(lambda: ours._missed)
+        assert {part.at for part in rank.server.rooms.parts()} >= {before}
+        loop.complete()
+        assert max(part.bytes for part in rank.server.rooms.parts() if part.at == ours._complete) > thing.size
+
+
+def test_what_a_step_varies_by_is_not_taken_for_what_a_snapshot_costs() -> None:
+    """Steps of 100 ms that vary by 5 %, and snapshots that add nothing, or 30 ms."""
+    rng = random.Random(1)
+    steps = [rng.gauss(0.1, 0.005) for _ in range(31)]
+    assert [longer([rng.gauss(more, 0.005) for _ in range(15)], steps) > 0.01 for more in (0.0, 0.03)] == [False, True]
+    found = [longer([rng.gauss(0, 0.005) for _ in range(15)], [rng.gauss(0.1, 0.005) for _ in range(31)]) for _ in range(200)]
+    assert sum(each > 0 for each in found) < 20
+    assert longer([1.0, 1.0], steps) == 0.0, "too few"
 
 
 def test_the_interval_follows_steps_that_become_fast_while_each_has_a_snapshot(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -119,17 +121,37 @@ def test_whatever_is_lost_the_newest_whole_snapshot_wins_and_is_never_a_mixture(
         assert all(each in left for holders in (*candidate.unique, *candidate.shared[0]) for each in holders)
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=12), st.integers(0, 3))
-def test_replicas_lie_on_other_workers_on_other_nodes_where_there_are_any(places, count):
-    workers = [Place(f"w{n}", f"n{node}", f"z{zone}") for n, (node, zone) in enumerate(places)]
+def kept(to: list[tuple[str, ...]]) -> Counter[str]:
+    """How many replicas each worker keeps."""
+    return Counter(address for those in to for address in those)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.booleans()), min_size=1, max_size=12), st.integers(0, 3))
+def test_nobody_keeps_more_than_a_fair_share_and_nobody_lacks_a_replica_that_another_could_keep(places, count):
+    workers = [Place(f"w{n}" if has else "", f"n{node}", f"z{zone}") for n, (node, zone, has) in enumerate(places)]
     to = peers.replicas(workers, count)
-    nodes = {f"w{n}": f"n{node}" for n, (node, _) in enumerate(places)}
-    for n, those in enumerate(to):
-        assert len(set(those)) == len(those) == min(count, len(workers) - 1)
-        assert f"w{n}" not in those
-        if those and len(set(nodes.values())) > 1:
-            assert nodes[those[0]] != nodes[f"w{n}"]
+    holders = [place.address for place in workers if place.address]
+    wanted = [min(count, len(holders) - bool(place.address)) for place in workers]
+    assert [len(set(those)) for those in to] == wanted
+    assert not any(place.address in those for place, those in zip(workers, to, strict=True))
+    assert max(kept(to).values(), default=0) <= -(-sum(wanted) // max(1, len(holders)))
     assert to == peers.replicas(workers, count)
+
+
+@given(st.integers(2, 4), st.integers(1, 4), st.booleans())
+def test_replicas_lie_on_other_nodes_and_in_other_zones_where_these_are_alike(nodes, each, dealt):
+    node = [n % nodes if dealt else n // each for n in range(nodes * each)]
+    workers = [Place(f"w{n}", f"n{node[n]}", f"z{2 * node[n] // nodes}") for n in range(nodes * each)]
+    for place, (address,) in zip(workers, peers.replicas(workers, 1), strict=True):
+        other = workers[int(address[1:])]
+        assert other.node != place.node
+        assert other.zone != place.zone or nodes == 3
+
+
+def test_workers_that_are_most_of_a_node_keep_each_others_replicas_as_the_rest_has_no_room():
+    to = peers.replicas([Place(f"w{n}", f"n{n // 7}") for n in range(8)], 1)
+    assert set(kept(to).values()) == {1}
+    assert [those for those in to if those == ("w7",)] == [("w7",)]
 
 
 def test_neighbours_have_their_replicas_far_from_each_other_and_everybody_keeps_as_much():
@@ -138,11 +160,11 @@ def test_neighbours_have_their_replicas_far_from_each_other_and_everybody_keeps_
     assert to == [("w3",), ("w4",), ("w5",), ("w0",), ("w1",), ("w2",)]
     zones = [Place(f"w{n}", f"n{n // 2}", "ab"[n // 4]) for n in range(8)]
     assert all(int(those[0][1:]) // 4 != n // 4 for n, those in enumerate(peers.replicas(zones, 1)))
-    kept = [address for those in peers.replicas(zones, 2) for address in those]
-    assert {kept.count(place.address) for place in zones} == {2}
+    assert set(kept(peers.replicas(zones, 2)).values()) == {2}
     assert peers.replicas([Place("w0"), Place("")], 1) == [(), ("w0",)], "a worker without memory keeps nothing"
 
 
-def test_the_replicas_of_a_thousand_workers_are_found_at_once():
-    workers = [Place(f"w{n}", f"n{n // 8}", f"z{n // 500}") for n in range(1000)]
+@pytest.mark.parametrize("large", [8, 999])
+def test_the_replicas_of_a_thousand_workers_are_found_at_once(large):
+    workers = [Place(f"w{n}", f"n{n // large}", f"z{n // large // 500}") for n in range(1000)]
     assert {len(those) for those in peers.replicas(workers, 2)} == {2}

@@ -206,6 +206,6 @@ def test_a_worker_without_memory_ends_the_snapshots_with_a_sentence_and_not_the_
     agents.start(1, budget=1 << 16)
     end = agents.train(dataclasses.replace(Training("mlp", "sgd"), eager=True), 2)
     assert resumed(end) == 0
-    assert "no snapshots are taken any more: " in end.errors[1]
+    assert "no snapshots are taken for 10 minutes: " in end.errors[1]
     assert "raise checkpoint.memory" in end.errors[1]
     assert "snapshots" not in end.errors[0]

@@ -22,7 +22,7 @@ from outlast.errors import NotRestored, OutlastError, StoreError
 from outlast.snapshots import client, parts, server, wire
 from outlast.snapshots.client import Client
 from outlast.snapshots.parts import Damaged, Item, Part
-from outlast.snapshots.rooms import Refused, Rooms
+from outlast.snapshots.rooms import Refused, Room, Rooms
 
 KEY = "secret of the run"
 LARGE = 64 << 20
@@ -35,6 +35,7 @@ class Workers:
         self.directory = directory
         self.stack = contextlib.ExitStack()
         self.restored: list[int] = []
+        self.addresses: dict[int, str] = {}
 
     def environ(self, worker: int, **others: str) -> dict[str, str]:
         state = self.directory / f"worker-{worker}"
@@ -45,6 +46,7 @@ class Workers:
         agent = server.Server(self.environ(worker, **others), budget, lambda: self.restored.append(worker))
         agent.start()
         self.stack.callback(agent.close)
+        self.addresses[worker] = agent.address
         return agent
 
     def rank(self, worker: int) -> Client:
@@ -181,8 +183,11 @@ def test_a_changed_byte_in_memory_is_found_when_it_is_read(workers: Workers) -> 
             content(reader, part, address)
     with rank.open(part) as source:
         source.fetch([(0, memoryview(bytearray(1000)))])
-    rank.publish(room, a_part(2), [])  # not lent any more: the connection goes on
+    rank.publish(dataclasses.replace(room, id=7), a_part(2), [])  # not lent to it: the connection goes on
     assert rank.catalog() == [part]
+    room.view[:] = DATA
+    rank.rooms([TOTAL], (1, 2))
+    assert rank.catalog() == [], "something else is being written over it"
 
 
 def test_a_part_that_changes_while_it_is_sent_is_no_replica(workers: Workers) -> None:
@@ -228,6 +233,100 @@ def test_no_memory_is_taken_of_the_last_tenth(workers: Workers) -> None:
     agent.rooms.headroom = lambda: TOTAL - 1
     with pytest.raises(client.NoMemory, match=r"if a tenth of the memory is to stay free; lower checkpoint\.memory"):
         workers.rank(0).room(TOTAL, (1, 1))
+
+
+def test_memory_is_allocated_for_all_at_once_and_nobody_else_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes seconds for a large part."""
+    rooms = Rooms("run", 2 * LARGE, lambda: LARGE)
+    there = rooms.take(1000, (1, 1))
+    rooms.hold(there, a_part(1, 1000, digest="1" * 8), [], b"")
+    allocating = threading.Barrier(3)
+
+    really = os.posix_fallocate
+
+    def allocate(*what: int) -> None:
+        allocating.wait(10)
+        allocating.wait(10)
+        really(*what)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    taken: list[Room] = []
+    takers = [threading.Thread(target=lambda: taken.append(rooms.take(LARGE // 3, (1, 2)))) for _ in range(2)]
+    for taker in takers:
+        taker.start()
+    allocating.wait(10)
+    with pytest.raises(Refused, match=r"22.4 MB are needed for snapshots, and 22.4 MB can be taken"):
+        rooms.take(LARGE // 3 + 2, (1, 2))
+    (part,) = rooms.parts()
+    rooms.admit("run", (1, 2), (1, 1))
+    rooms.release(rooms.open(part))
+    allocating.wait(10)
+    for taker in takers:
+        taker.join()
+    assert len({room.id for room in taken}) == 2
+    rooms.close()
+
+
+def test_a_peer_hears_that_its_replica_is_awaited_while_memory_is_allocated(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives up after some seconds of silence."""
+    monkeypatch.setattr("outlast.snapshots.memory._PIECE", TOTAL // 2)
+    workers.agent(0)
+    there = workers.agent(1)
+    connection = wire.connect(there.address, KEY.encode())
+    connection.send({"put": a_part(nbytes=TOTAL).json(), "tail": 10, "complete": [0, 0]})
+    assert [list(connection.receive()) for _ in range(3)] == [["soon"], ["soon"], ["go"]]
+    connection.close()
+    assert published(workers.rank(0), a_part(2), there.address) == "replicated"
+
+
+def test_a_connection_to_a_peer_is_used_again_and_made_anew_when_the_peer_has_hung_up(workers: Workers) -> None:
+    agent, there = workers.agent(0), workers.agent(1)
+    rank = workers.rank(0)
+    for step in (1, 2):
+        assert published(rank, a_part(step), there.address, complete=(1, step - 1)) == "replicated"
+    (connection,) = agent.sender._idle[there.address]
+    connection.sock.shutdown(socket.SHUT_RDWR)
+    assert published(rank, a_part(3), there.address, complete=(1, 2)) == "replicated"
+
+
+def test_an_index_that_came_with_a_part_that_was_refused_is_not_taken_for_that_of_the_next(workers: Workers) -> None:
+    """It is not sent again as long as it is the same."""
+    workers.agent(0)
+    rank = workers.rank(0)
+    assert published(rank, a_part(1)) == "held"
+    other, total = an_index([TOTAL - 64, 10])
+    room = rank.room(TOTAL, (1, 2))
+    for step, run in ((2, "another"), (3, "run")):
+        rank.publish(room, a_part(step, total, run=run), other)
+        until(lambda step=step: rank.poll()["unique", step] != "")  # type: ignore[misc]
+    assert [rank.poll()["unique", step].partition(" ")[0] for step in (2, 3)] == ["this", "held"]
+    part = max(rank.catalog(), key=lambda part: part.step)
+    with rank.open(part) as source:
+        assert source.index == other
+
+
+def test_a_late_replica_of_processes_that_have_ended_neither_comes_in_nor_frees_what_training_goes_on_from(
+    workers: Workers,
+) -> None:
+    """Step 104 was complete, but more workers were lost than there are replicas: training goes on from step 100."""
+    rooms = workers.agent(0).rooms
+    rooms.admit("run", (3, 100), (0, 0), "first")
+    rooms.hold(rooms.take(1000, (3, 100)), a_part(100, 1000, generation=3), [], b"")
+    rooms.forget((3, 100))
+    late = a_part(108, 10, generation=3, session="first")
+    for said in ("", "second"):
+        if said:
+            rooms.admit("run", (3, 101), (3, 100), said)
+        connection = wire.connect(workers.addresses[0], KEY.encode())
+        connection.send({"put": late.json(), "tail": 10, "complete": [3, 104]})
+        assert connection.receive() == {"problem": "step 108 of generation 3 is of processes that have ended"}
+        connection.close()
+    with pytest.raises(Refused, match="have ended"):  # a word of a dead rank that was still on its way
+        rooms.admit("run", (3, 108), (3, 104), "first")
+    rooms.take(1000, (3, 101))
+    assert [part.step for part in rooms.parts()] == [100]
 
 
 def test_a_peer_whose_part_is_not_the_announced_one_is_not_believed(workers: Workers) -> None:
@@ -340,7 +439,7 @@ def test_an_agent_killed_in_the_middle_of_a_replica_leaves_none_and_ranks_that_m
     assert there.rooms.parts() == []
     room.view[:100] = bytes(100)
     assert "the agent is gone" in rank.poll()["unique", 1]
-    assert "the agent does not answer" in _refused(lambda: rank.room(10, (1, 2)))
+    assert "the agent gives no memory" in _refused(lambda: rank.room(10, (1, 2), (1, 1)))
     assert "the agent does not answer" in _refused(rank.catalog)
 
 
@@ -434,7 +533,7 @@ def test_a_rank_unmaps_rooms_that_its_agent_has_given_up(workers: Workers) -> No
     rank = workers.rank(0)
     for step, size in enumerate((TOTAL // 2, TOTAL // 2, TOTAL, TOTAL, TOTAL), start=1):
         assert published(rank, a_part(step), data=bytes(size), complete=(1, step - 1)) == "held"
-    assert sorted(rank._maps) == agent.rooms.ids() == [3, 4]
+    assert sorted(rank._lent) == agent.rooms.ids() == [3, 4]
 
 
 def test_after_going_back_the_snapshot_it_went_back_to_stays_and_a_late_part_of_the_lost_steps_does_not_appear() -> None:

@@ -1,7 +1,8 @@
 """What a rank uses: rooms to write its parts into, and parts to read, its own worker's and other workers'.
 
     client = connect(os.environ)                                        None: snapshots are off
-    room = client.room(nbytes, at, complete)                            memory of the agent, mapped here
+    room = client.room(nbytes, at, complete)                            memory of the agent, mapped here; or, without waiting:
+    client.spare([nbytes], complete)                                    whether it is there
     room.view[place : place + n] = ...
     client.publish(room, part, index, to=addresses, complete=at)        returns at once
     client.poll()                                                       {("unique", 120): "held"}
@@ -10,7 +11,7 @@
         with client.open(part) as source:
             source.fetch([(i, memory) for i, item in enumerate(source.index)])
 
-One thread at a time may use a client, except that `poll` may be called from another.
+One thread at a time may use a client, except that `poll` and `spare`, which never wait, may be called from another.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from outlast.snapshots import parts, wire
 from outlast.snapshots.parts import Damaged, Item, OutOfReach, Part
 
 _REPLY_S = 60
-"""Timeout of an answer of our own agent. Arbitrary: to touch 100 GB takes half of it."""
+"""Timeout of an answer of our own agent. Arbitrary."""
 _STATES = 16
 """How many publications are remembered."""
 _BATCH = 1024
@@ -65,6 +66,18 @@ class Room:
     """All that is mapped, from the beginning of a page: the same memory each time the room is used."""
 
 
+@dataclasses.dataclass
+class _Lent:
+    """Memory of the agent that is ours until it is given back."""
+
+    mapped: mmap.mmap
+    size: int
+    place: int
+    """Which of the parts of a snapshot it is for."""
+    at: tuple[int, int] | None = None
+    """The snapshot that it holds a part of, or is to."""
+
+
 _open: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
@@ -85,8 +98,10 @@ class Client:
         self._connection = connection
         self._using = threading.Lock()
         self._states: dict[tuple[str, int], str] = {}
-        self._maps: dict[int, mmap.mmap] = {}
+        self._lent: dict[int, _Lent] = {}
         """By the id of the room: mapped once, used again and again."""
+        self._indices: dict[str, Sequence[Item]] = {}
+        """By kind of part: what the agent has last been told."""
         hello = connection.receive()["hello"]
         self.address: str = hello["address"]
         """host:port of our agent's data port; empty if it has none."""
@@ -99,27 +114,60 @@ class Client:
         _open.add(self)
 
     def room(self, nbytes: int, at: tuple[int, int], complete: tuple[int, int] = (0, 0)) -> Room:
-        """Memory for a part of the snapshot `at`, (generation, step). `complete` is the newest complete snapshot: its parts stay,
-        all older ones may be overwritten. Raises NoMemory."""
+        """`rooms` for one part."""
+        return self.rooms([nbytes], at, complete)[0]
+
+    def rooms(self, sizes: Sequence[int], at: tuple[int, int], complete: tuple[int, int] = (0, 0)) -> list[Room]:
+        """Memory for the parts of the snapshot `at`, (generation, step). `complete` is the newest complete snapshot: its parts
+        stay, all older ones may be overwritten. What was not reserved is asked for now. Raises NoMemory."""
+        self.reserve(sizes, at, complete)
+        rooms = []
+        for id, nbytes in zip(self._fitting(sizes, complete, at), sizes, strict=True):
+            lent = self._lent[id]
+            lent.at, whole = at, memoryview(lent.mapped)
+            whole[: parts.PAGE] = bytes(parts.PAGE)  # what it held is no part any more
+            rooms.append(Room(id, whole[parts.PAGE : parts.PAGE + nbytes], whole))
+        return rooms
+
+    def reserve(self, sizes: Sequence[int], at: tuple[int, int], complete: tuple[int, int] = (0, 0), session: str = "") -> None:
+        """Ask the agent for what `rooms` would lack, and wait for it: to touch 100 GB is half a minute. Raises NoMemory."""
+        found = self._fitting(sizes, complete, at)
+        if 0 not in found:
+            return
+        self.give_back(complete, [id for id, lent in self._lent.items() if lent.at not in (complete, at) and id not in found])
         try:
-            said = self._ask({"room": nbytes, "at": at, "complete": complete})
-            fd = self._connection.descriptor()
-            self._maps = {id: mapped for id, mapped in self._maps.items() if id in said["rooms"]}
+            for place in (place for place, id in enumerate(found) if not id):
+                with self._patient():
+                    said = self._ask({"room": sizes[place], "at": at, "complete": complete, "session": session})
+                fd = self._connection.descriptor()
+                try:
+                    mapped = mmap.mmap(fd, parts.PAGE + said["size"], mmap.MAP_SHARED | mmap.MAP_POPULATE)
+                finally:
+                    os.close(fd)
+                self._lent[said["room"]] = _Lent(mapped, said["size"], place)
         except OutlastError as problem:
             raise NoMemory(str(problem)) from problem
         except (OSError, ValueError) as error:
-            raise NoMemory(f"the agent does not answer: {error}") from error
-        try:
-            mapped = self._maps.get(said["room"])
-            if mapped is None:
-                size = parts.PAGE + said["size"]
-                mapped = self._maps[said["room"]] = mmap.mmap(fd, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        except OSError as error:
-            raise NoMemory(f"{nbytes} bytes of snapshots cannot be mapped: {error.strerror}") from error
-        finally:
-            os.close(fd)
-        whole = memoryview(mapped)
-        return Room(said["room"], whole[parts.PAGE : parts.PAGE + nbytes], whole)
+            raise NoMemory(f"the agent gives no memory: {error}") from error
+
+    def spare(self, sizes: Sequence[int], complete: tuple[int, int]) -> bool:
+        """Whether `rooms` has memory for parts of these sizes without asking the agent. Does not wait."""
+        return 0 not in self._fitting(sizes, complete)
+
+    def _fitting(self, sizes: Sequence[int], *used: tuple[int, int]) -> list[int]:
+        """For each size the smallest room that was lent to us for that place, fits, and holds nothing of the snapshots `used`;
+        0 where there is none."""
+        free = sorted((lent.size, id, lent.place) for id, lent in list(self._lent.items()) if lent.at not in used)
+        return [next((id for size, id, of in free if of == place and size >= nbytes), 0) for place, nbytes in enumerate(sizes)]
+
+    def give_back(self, complete: tuple[int, int], ids: Sequence[int] | None = None) -> None:
+        """Give rooms back to the agent, without `ids` all. What is complete stays there, all else is freed."""
+        ids = list(self._lent) if ids is None else ids
+        for id in ids:
+            del self._lent[id]
+        if ids:
+            with self._using, contextlib.suppress(OSError):
+                self._connection.send({"give": ids, "complete": complete})
 
     def publish(
         self, room: Room, part: Part, index: Sequence[Item], *, to: Sequence[str] = (), complete: tuple[int, int] = (0, 0)
@@ -128,8 +176,11 @@ class Client:
         self._states[part.kind, part.step] = ""
         for old in list(self._states)[:-_STATES]:
             del self._states[old]
-        rows = [[item.key, item.dtype, item.size, item.offsets, item.chunk, item.place, item.nbytes] for item in index]
+        known, self._indices[part.kind] = self._indices.get(part.kind), index
+        rows = None if known == index else parts.rows(index)
         message = {"publish": room.id, "part": part.json(), "index": rows, "to": list(to), "complete": complete}
+        if room.id in self._lent:
+            self._lent[room.id].at = part.at
         try:
             with self._using:
                 self._connection.send(message)
@@ -181,13 +232,11 @@ class Client:
 
     def _stored(self, message: dict[str, Any]) -> dict[str, Any]:
         """The agent's answer about the store, however long it takes."""
-        wire.patient(self._connection.sock, 0)
         try:
-            said = self._exchange(message)
+            with self._patient():
+                said = self._exchange(message)
         except (OSError, ValueError) as error:
             raise StoreError(f"the newest checkpoint cannot be fetched: the agent is gone ({error})", retry=True) from error
-        finally:
-            wire.patient(self._connection.sock, _REPLY_S)
         if "problem" in said:
             raise StoreError(said["problem"], retry=said["retry"])
         return said
@@ -195,6 +244,15 @@ class Client:
     def close(self) -> None:
         """Hang up. Rooms that are not published go back to the agent."""
         self._connection.close()
+
+    @contextlib.contextmanager
+    def _patient(self) -> Iterator[None]:
+        """The agent may take as long as it likes to answer."""
+        wire.patient(self._connection.sock, 0)
+        try:
+            yield
+        finally:
+            wire.patient(self._connection.sock, _REPLY_S)
 
     def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
         with self._using:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 
 from outlast import memory
 from outlast.snapshots import budget, parts
@@ -26,22 +27,36 @@ class Machine(memory.Machine):
         return budget.budget(asked, limit, used, free // workers)
 
 
+_PIECE = 4 << 30
+"""Bytes that are allocated at a time: some seconds."""
+
+
 class File:
     """A file in memory for one part: its header page and `size` bytes of data, touched; a tail may be written behind them.
 
-    Raises OSError when there is not so much memory.
+    Raises OSError when there is not so much memory, and whatever `alive` raises, which is called between pieces.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, alive: Callable[[], None] = lambda: None) -> None:
         self.size = size
         self.fd = os.memfd_create("outlast-snapshot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(self.fd, 0, parts.PAGE + size)
+            end = parts.PAGE + size
+            os.posix_fallocate(self.fd, 0, min(_PIECE, end))
+            for at in range(_PIECE, end, _PIECE):
+                alive()
+                os.posix_fallocate(self.fd, at, min(_PIECE, end - at))
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # so nobody who maps it ever gets SIGBUS
-            self.data = memoryview(mmap.mmap(self.fd, parts.PAGE + size))[parts.PAGE :]
-        except OSError:
+            self._whole = memoryview(mmap.mmap(self.fd, end))
+            self.data = self._whole[parts.PAGE :]
+        except BaseException:
             os.close(self.fd)
             raise
+
+    @property
+    def torn(self) -> bool:
+        """Whether a rank has begun to write another part over the one that it held."""
+        return not self._whole[0]
 
     def clear(self) -> None:
         """Whatever it held is no part any more."""
@@ -55,6 +70,7 @@ class File:
     def close(self) -> None:
         """Free the memory, once nobody maps it: a thread that has just finished may still hold a slice of `data`."""
         self.data.release()
+        self._whole.release()
         os.close(self.fd)
 
 

@@ -85,14 +85,14 @@ class Part:
 
     def json(self) -> dict[str, Any]:
         """The part as a document."""
-        return dataclasses.asdict(self)
+        return dict(vars(self))
 
     @classmethod
     def of(cls, said: object) -> Self:
         """From untrusted JSON; ignores fields of newer versions. Raises Damaged."""
         if not isinstance(said, Mapping):
             raise Damaged(f"{said!r:.80} is no part of a snapshot")
-        fields = {each.name: said[each.name] for each in dataclasses.fields(cls) if each.name in said}
+        fields = {name: said[name] for name in _FITS if name in said}
         for name, value in fields.items():
             if not _FITS[name](value):
                 raise Damaged(f"{name} of a part of a snapshot cannot be {value!r:.80}")
@@ -191,10 +191,19 @@ def checked(index: Iterable[Item], part: Part) -> list[Item]:
     return items
 
 
-def tail(index: Sequence[Item], crcs: Sequence[int]) -> bytes:
-    """What stands behind the data."""
-    rows = [[item.key, item.dtype, item.size, item.offsets, item.chunk, item.place, item.nbytes] for item in index]
-    return struct.pack(f"<{1 + len(crcs)}I", len(crcs), *crcs) + json.dumps(rows, separators=(",", ":")).encode()
+def rows(index: Sequence[Item]) -> list[list[object]]:
+    """An index as a document."""
+    return [[item.key, item.dtype, item.size, item.offsets, item.chunk, item.place, item.nbytes] for item in index]
+
+
+def encoded(rows: Sequence[object]) -> bytes:
+    """`rows` as they stand in a tail."""
+    return json.dumps(rows, separators=(",", ":")).encode()
+
+
+def tail(index: Sequence[Item], crcs: Sequence[int], said: bytes = b"") -> bytes:
+    """What stands behind the data. `said`: the index, `encoded`, if that is known."""
+    return struct.pack(f"<{1 + len(crcs)}I", len(crcs), *crcs) + (said or encoded(rows(index)))
 
 
 def finished(part: Part, index: Sequence[Item], tail: bytes) -> Part:

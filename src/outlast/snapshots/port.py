@@ -4,7 +4,8 @@ It can be reached by strangers, so whoever connects has to prove with its first 
 whatever a peer sends costs that peer its connection at most. When too many have come, the first of those that have proved nothing
 goes; a member waits for its turn.
 
-    {"put": part, "tail": bytes, "complete": at}    -> {"go": true}; then the peer sends tail and blocks; -> {"held": true}
+    {"put": part, "tail": bytes, "complete": at}    -> {"soon": true} while memory is allocated, {"go": true}; then the peer
+                                                       sends tail and blocks; -> {"held": true}
     {"open": part}                                  -> {"part": part, "tail": bytes} and the tail
     {"items": [[place, bytes], ...]}                -> the bytes, of the part that was opened
     on any problem                                  -> {"problem": sentence}
@@ -132,10 +133,10 @@ class Port:
 
     def _receive(self, connection: wire.Connection, part: Part, length: int, complete: tuple[int, int]) -> None:
         """Take a replica in. The header is written when everything has arrived and its checksums are right."""
-        self._rooms.admit(part.run, part.at, complete)
+        self._rooms.admit(part.run, part.at, complete, part.session, own=False)
         if length > parts.LONGEST_TAIL:
             raise Damaged(f"the index of {part} has {length} bytes")
-        room = self._rooms.take(part.bytes, part.at, replica=True)
+        room = self._rooms.take(part.bytes, part.at, replica=True, alive=lambda: connection.send({"soon": True}))
         held = False
         try:
             connection.send({"go": True})

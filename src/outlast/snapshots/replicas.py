@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import threading
 import time
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ class Sender:
         self._lock = threading.Lock()
         self._began: dict[tuple[object, ...], float] = {}
         """When the last part of a rank and kind was sent."""
+        self._idle: dict[str, list[wire.Connection]] = collections.defaultdict(list)
+        """Connections to agents that are used again: to make one takes both sides longer than to send a small part."""
 
     def send(self, part: Part, to: Sequence[str], complete: tuple[int, int]) -> list[str]:
         """Send a part to agents, one after another. Returns what went wrong, a sentence for each."""
@@ -51,8 +54,19 @@ class Sender:
                 problems.append(f"no replica of {part} at {address}: {error}")
         return problems
 
+    def _connected(self, address: str) -> wire.Connection:
+        """A connection to an agent. Raises OSError, ValueError."""
+        while True:
+            with self._lock:
+                idle = self._idle[address].pop() if self._idle[address] else None
+            if idle is None:
+                return wire.connect(address, self._key)
+            if not idle.waiting():  # else the other side has hung up
+                return idle
+            idle.close()
+
     def _put(self, part: Part, room: Room, address: str, complete: tuple[int, int], speed: float) -> None:
-        connection = wire.connect(address, self._key)
+        connection, over = self._connected(address), False
         try:
             connection.send({"put": part.json(), "tail": room.tail, "complete": complete})
             _expect(connection, "go")
@@ -66,13 +80,27 @@ class Sender:
                     now = time.monotonic()
                     if now > deadline:
                         raise Refused(f"it took longer than {deadline - began:.0f} s")
-                    time.sleep(max(0.0, began + sent / speed - now))
+                    if (early := began + sent / speed - now) > 0:
+                        time.sleep(early)
             _expect(connection, "held")
+            over = True
         finally:
-            connection.close()
+            if over:
+                with self._lock:
+                    self._idle[address].append(connection)
+            else:
+                connection.close()
+
+    def close(self) -> None:
+        """Hang up."""
+        with self._lock:
+            for connection in (each for idle in self._idle.values() for each in idle):
+                connection.close()
+            self._idle.clear()
 
 
 def _expect(connection: wire.Connection, word: str) -> None:
-    said = connection.receive()
+    while "soon" in (said := connection.receive()):
+        pass  # it allocates memory
     if word not in said:
         raise Refused(str(said.get("problem", said))[:500])

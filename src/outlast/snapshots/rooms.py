@@ -1,6 +1,8 @@
 """The rooms of one agent: files in memory, which parts they hold, who uses them. Threads of `server` and `port` share it.
 
-`pool` decides which room a part gets. Here are also the fences: nothing of another run or of an earlier generation comes in.
+`pool` decides which room a part gets. A room is reserved under the lock and its memory allocated outside of it: that takes a
+third of a second a GiB. Here are also the fences: nothing of another run, of an earlier generation, or of processes that have
+ended comes in.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from outlast.errors import OutlastError
 from outlast.snapshots import memory, pool
@@ -27,11 +29,14 @@ class Room:
     """One file in memory."""
 
     id: int
-    file: memory.File
+    size: int
+    """Bytes."""
     at: pool.At
     replica: bool
+    file: memory.File = dataclasses.field(init=False)
+    """Once its memory is allocated."""
     users: int = 1
-    """Who writes or reads it now."""
+    """Who writes or reads it now, and the rank that it is lent to."""
     part: Part | None = None
     """What it holds, once its header is written."""
     tail: int = 0
@@ -43,7 +48,7 @@ class Room:
     def seen(self) -> pool.Room:
         """As `pool` sees it."""
         at = self.at if self.part or self.users else None
-        return pool.Room(self.id, self.file.size, at, bool(self.users), self.replica)
+        return pool.Room(self.id, self.size, at, bool(self.users), self.replica)
 
     def clear(self) -> None:
         """It holds nothing any more."""
@@ -63,45 +68,82 @@ class Rooms:
         self._before: pool.At = (0, 0)
         """The complete snapshot before that."""
         self._generation = 0
+        self._session, self._over = "", set[str]()
+        """The session of the ranks of this worker, and those before it."""
+        self._allocating = 0
+        """Bytes that do not count as used yet."""
+        self._closed = False
 
-    def admit(self, run: str, at: pool.At, complete: pool.At) -> None:
-        """Note which generation trains and which snapshot is complete. Raises Refused for anything out of date."""
+    def admit(self, run: str, at: pool.At, complete: pool.At, session: str = "", *, own: bool = True) -> None:
+        """Note which generation trains and which snapshot is complete. Raises Refused for anything out of date.
+
+        Another worker (not `own`) is believed only about the session that the ranks of this one are in.
+        """
         if run != self.run:
             raise Refused(f"this worker trains run {self.run}, not {run}")
         with self._lock:
             if at[0] < self._generation:
                 raise Refused(f"generation {at[0]} is over: generation {self._generation} trains here now")
+            if session in self._over or not (own or self._session in ("", session)):
+                raise Refused(f"step {at[1]} of generation {at[0]} is of processes that have ended")
+            if own and session != self._session:
+                self._end_session()
+                self._session = session
             self._generation = at[0]
+            unused: list[Room] = []
             if complete > self._complete:
                 self._before, self._complete = self._complete, complete
+                surplus = pool.surplus([room.seen() for room in self._rooms.values()], self._before)
+                unused = [self._rooms.pop(id) for id in surplus]
+        _free(unused)
 
-    def take(self, size: int, at: pool.At, *, replica: bool = False) -> Room:
-        """A room for a part of so many bytes; `release` or `hold` it. Raises Refused."""
+    def _end_session(self) -> None:
+        """What of the current session still comes is late."""
+        self._over |= {self._session} - {""}
+        self._session = ""
+
+    def take(self, size: int, at: pool.At, *, replica: bool = False, alive: Callable[[], None] = lambda: None) -> Room:
+        """A room for a part of so many bytes; `release` or `hold` it. Raises Refused.
+
+        `alive` is called now and then while memory is allocated; what it raises ends that.
+        """
         with self._lock:
-            for id in pool.surplus([room.seen() for room in self._rooms.values()], self._before):
-                self._rooms.pop(id).file.close()
             choice = self._choose(size, at, replica)
             while choice.problem and not replica and self._stale() and self._lock.wait(_STALE_S):
                 choice = self._choose(size, at, replica)
-            if choice.problem:
-                raise Refused(choice.problem)
-            for id in choice.drop:
-                self._rooms.pop(id).file.close()
-            if choice.reuse is not None:
-                room = self._rooms[choice.reuse]
-                room.part, room.at, room.replica, room.users = None, at, replica, 1
-                room.file.clear()
-                return room
-            if size > (headroom := self.headroom()):
-                short = f"{size / 1e6:.1f} MB are needed for snapshots, and {headroom / 1e6:.1f} MB can be taken"
+            if choice.problem or self._closed:
+                raise Refused(choice.problem or "this worker is ending")
+            dropped = [self._rooms.pop(id) for id in choice.drop]
+            if choice.reuse is None:
+                self._next += 1
+                self._rooms[self._next] = Room(self._next, size, at, replica)
+            room = self._rooms[choice.reuse or self._next]
+            room.part, room.at, room.replica, room.users = None, at, replica, 1
+        _free(dropped)
+        if choice.reuse is None:
+            self._allocate(room, alive)
+        room.file.clear()
+        return room
+
+    def _allocate(self, room: Room, alive: Callable[[], None]) -> None:
+        """Make the file of a room. Raises Refused, and there is no such room then."""
+        with self._lock:
+            self._allocating += room.size
+            headroom = max(0, self.headroom() + room.size - self._allocating)
+        try:
+            if room.size > headroom:
+                short = f"{room.size / 1e6:.1f} MB are needed for snapshots, and {headroom / 1e6:.1f} MB can be taken"
                 raise Refused(f"{short}, if a tenth of the memory is to stay free; lower checkpoint.memory or use less elsewhere")
-            try:
-                file = memory.File(size)
-            except OSError as error:
-                raise Refused(f"{size / 1e6:.1f} MB for snapshots cannot be had: {error.strerror}") from error
-            self._next += 1
-            room = self._rooms[self._next] = Room(self._next, file, at, replica)
-            return room
+            room.file = memory.File(room.size, alive)
+        except BaseException as error:
+            with self._lock:
+                del self._rooms[room.id]
+            if isinstance(error, OSError):
+                raise Refused(f"{room.size / 1e6:.1f} MB for snapshots cannot be had: {error.strerror}") from error
+            raise
+        finally:
+            with self._lock:
+                self._allocating -= room.size
 
     def _choose(self, size: int, at: pool.At, replica: bool) -> pool.Choice:
         rooms = [room.seen() for room in self._rooms.values()]
@@ -109,6 +151,11 @@ class Rooms:
 
     def _stale(self) -> bool:
         return any(room.stale for room in self._rooms.values())
+
+    def use(self, room: Room, at: pool.At) -> None:
+        """A rank has written a part of `at` into a room that is lent to it: `hold` or `release` it once more."""
+        with self._lock:
+            room.part, room.at, room.users = None, at, room.users + 1
 
     def hold(self, room: Room, part: Part, index: Sequence[Item], tail: bytes) -> None:
         """Write tail and header; the part can be opened from now on. Raises Refused if it has been given up meanwhile."""
@@ -127,10 +174,20 @@ class Rooms:
                 room.clear()
                 self._lock.notify_all()
 
+    def give_back(self, rooms: Iterable[Room], complete: pool.At) -> None:
+        """A rank no longer uses these; free all memory but that of the newest complete snapshot."""
+        for room in rooms:
+            self.release(room)
+        with self._lock:
+            self._complete = max(self._complete, complete)
+            unused = [id for id, each in self._rooms.items() if not each.users and not (each.part and each.at == self._complete)]
+            dropped = [self._rooms.pop(id) for id in unused]
+        _free(dropped)
+
     def parts(self) -> list[Part]:
         """The parts that can be opened here."""
         with self._lock:
-            return [room.part for room in self._rooms.values() if room.part and not room.stale]
+            return [room.part for room in self._rooms.values() if room.part and not room.stale and not room.file.torn]
 
     def ids(self) -> list[int]:
         """All rooms."""
@@ -163,6 +220,7 @@ class Rooms:
     def forget(self, keep: pool.At | None) -> None:
         """Give up all parts but those of the snapshot `keep`, from which training goes on: it is the newest complete one now."""
         with self._lock:
+            self._end_session()
             self._before = self._complete = keep or (0, 0)
             for room in self._rooms.values():
                 if room.at != keep:
@@ -173,5 +231,12 @@ class Rooms:
     def close(self) -> None:
         """Free what nobody uses; the rest is freed with the process."""
         with self._lock:
-            for id in [id for id, room in self._rooms.items() if not room.users]:
-                self._rooms.pop(id).file.close()
+            self._closed = True
+            dropped = [self._rooms.pop(id) for id in [id for id, room in self._rooms.items() if not room.users]]
+        _free(dropped)
+
+
+def _free(rooms: Iterable[Room]) -> None:
+    """Free the memory of rooms. This takes a while: not under the lock."""
+    for room in rooms:
+        room.file.close()

@@ -5,8 +5,11 @@ into it, publishes it; the agent computes the checksums and writes the header, t
 dies in between leaves no part, and one that dies afterwards leaves a whole one.
 
     agent -> rank   {"hello": {address, node, zone, budget, key, store}}
-    rank -> agent   {"room": bytes, "at", "complete"}               -> {"room": id, "size", "rooms": [id, ...]} with a descriptor
-                    {"publish": id, "part", "index", "to", "complete"}   no answer, but {"event": [kind, step, state]}
+    rank -> agent   {"room": bytes, "at", "complete", "session"}    -> {"room": id, "size"} with a descriptor; it may be used
+                                                                       again and again, until it is given back
+                    {"publish": id, "part", "index", "to", "complete"}   no answer, but {"event": [kind, step, state]}; an index
+                                                                         of null is that of the last part of the kind
+                    {"give": [id, ...], "complete": at}                  no answer
                     {"catalog": true}                               -> {"parts": [...]}
                     {"open": part}                                  -> {"open": id} with a descriptor;   {"close": id}
                     {"forget": [generation, step] or null}          -> {}
@@ -21,6 +24,7 @@ The agent must not be slowed: its threads wait, or are in calls that release the
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import socket
@@ -44,6 +48,8 @@ _LOOK_S = 3.0
 """How long a rank waits to hear what the store has: it was asked before, and memory may have a state to go on from."""
 _FINISHERS = 8
 """Threads that compute checksums, at most; one for each four cores."""
+_SMALL = parts.BLOCK
+"""Bytes of a part that is finished where it is heard of: to wake a thread takes as long."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +59,13 @@ class Publication:
     room: Room
     part: Part
     index: list[Item]
+    rows: bytes
+    """The same, encoded."""
     to: tuple[str, ...]
     """Addresses of the agents that get a replica."""
     complete: pool.At
-    report: Callable[[Part, str], None]
-    """Is given its state."""
+    rank: _Rank
+    """Is told its state."""
 
 
 class Server:
@@ -84,7 +92,7 @@ class Server:
         self._listener = sockets.listening(self._path)
         _thread(self._accept, "accept")
         for _ in range(max(1, min(_FINISHERS, len(os.sched_getaffinity(0)) // 4))):
-            _thread(self._finish, "finish")
+            _thread(self._finishing, "finish")
 
     def close(self) -> None:
         """Hang up and free the memory."""
@@ -92,6 +100,7 @@ class Server:
             wire.close(self._listener)
             self._path.unlink(missing_ok=True)
         self._port.close()
+        self.sender.close()
         self.rooms.close()
 
     @property
@@ -112,7 +121,10 @@ class Server:
 
     def publish(self, publication: Publication) -> None:
         """Have a part finished and sent."""
-        self._published.put(publication)
+        if publication.part.bytes <= _SMALL:
+            self._finish(publication)
+        else:
+            self._published.put(publication)
 
     def restore(self) -> dict[str, object]:
         """Fetch the newest checkpoint of the store. Returns the answer to who asked."""
@@ -125,28 +137,32 @@ class Server:
         _thread(lambda: found.put(_answered(self.newest)), "look")
         return found
 
-    def _finish(self) -> None:
-        """Write tails and headers, one part after another: a part keeps a core busy."""
+    def _finishing(self) -> None:
+        """One part after another: a part keeps a core busy."""
         while True:
-            each = self._published.get()
-            try:
-                tail = parts.tail(each.index, parts.checksums(each.index, each.room.file.data))
-                part = parts.finished(each.part, each.index, tail)
-                self.rooms.hold(each.room, part, each.index, tail)
-            except Exception as error:  # a bug of ours, too, must not end snapshots in silence
-                self.rooms.release(each.room)
-                each.report(each.part, f"{each.part} cannot be kept: {error!r}")
-                continue
-            each.report(part, "held")
-            if each.to:
-                _thread(lambda part=part, each=each: self._replicate(part, each), "replicate")  # type: ignore[misc]
+            self._finish(self._published.get())
+
+    def _finish(self, each: Publication) -> None:
+        """Write tail and header."""
+        try:
+            tail = parts.tail(each.index, parts.checksums(each.index, each.room.file.data), each.rows)
+            part = parts.finished(each.part, each.index, tail)
+            self.rooms.hold(each.room, part, each.index, tail)
+        except Exception as error:  # a bug of ours, too, must not end snapshots in silence
+            self.rooms.release(each.room)
+            each.rank.report(each.part, f"{each.part} cannot be kept: {error!r}")
+            return
+        if not each.to or part.bytes > _SMALL:
+            each.rank.report(part, "held")
+        if each.to:
+            each.rank.sending(functools.partial(self._replicate, part, each))
 
     def _replicate(self, part: Part, each: Publication) -> None:
         try:
             problems = self.sender.send(part, each.to, each.complete)
         except Exception as error:  # the rank waits for a word
             problems = [f"no replica of {part}: {error!r}"]
-        each.report(part, "; ".join(["held", *problems]) if problems else "replicated")
+        each.rank.report(part, "; ".join(["held", *problems]) if problems else "replicated")
 
 
 class _Rank:
@@ -158,9 +174,13 @@ class _Rank:
         self._lent: dict[int, Room] = {}
         self._open: list[Room] = []
         self._looked: queue.SimpleQueue[dict[str, object]] | None = None
+        self._indices: dict[str, tuple[list[Item], bytes]] = {}
+        """By kind of part: that of the last one, and encoded."""
+        self._replicas: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def serve(self) -> None:
         connection = self._connection
+        _thread(self._send, "replicate")
         try:
             connection.send({"hello": self._server.hello()})
             while True:
@@ -174,17 +194,20 @@ class _Rank:
         finally:
             for room in [*self._lent.values(), *self._open]:
                 self._rooms.release(room)
+            self._replicas.put(None)
             connection.close()
 
     def _answer(self, said: dict[str, Any]) -> None:
         match said:
             case {"room": int(size), "at": at, "complete": complete}:
-                self._rooms.admit(self._rooms.run, _at(at), _at(complete))
+                self._rooms.admit(self._rooms.run, _at(at), _at(complete), str(said.get("session", "")))
                 room = self._rooms.take(size, _at(at))
                 self._lent[room.id] = room
-                self._connection.send({"room": room.id, "size": room.file.size, "rooms": self._rooms.ids()}, room.file.fd)
+                self._connection.send({"room": room.id, "size": room.size}, room.file.fd)
             case {"publish": int(id), "part": part, "index": index, "to": to, "complete": complete}:
                 self._publish(id, Part.of(part), index, [str(each) for each in to], _at(complete))
+            case {"give": list(ids), "complete": complete}:
+                self._rooms.give_back([self._lent.pop(id) for id in ids if id in self._lent], _at(complete))
             case {"catalog": True}:
                 self._connection.send({"parts": [part.json() for part in self._rooms.parts()]})
             case {"open": part}:
@@ -214,24 +237,36 @@ class _Rank:
                 raise ValueError(f"{said!r:.80} is no request")
 
     def _publish(self, id: int, part: Part, index: object, to: list[str], complete: pool.At) -> None:
-        room = self._lent.pop(id, None)
-        if room is None:
-            self._report(part, f"{part} has no room: {id} is none that this rank was given")
-            return
         try:
-            self._rooms.admit(part.run, part.at, complete)
-            if part.bytes > room.file.size or part.at != room.at:
-                raise Refused(f"{part} is not what room {id} was asked for")
-            items = parts.checked(map(Item.of, index if isinstance(index, list) else []), part)
+            if isinstance(index, list):  # whatever becomes of this part: the rank does not send it again
+                self._indices[part.kind] = [], b""
+                self._indices[part.kind] = [Item.of(each) for each in index], parts.encoded(index)
+            self._rooms.admit(part.run, part.at, complete, part.session)
+            room = self._lent.get(id)
+            if room is None or part.bytes > room.size:
+                raise Refused(f"{part} has no room: {id} is none that this rank was given for it")
+            items, rows = self._indices.get(part.kind, ([], b""))
+            if not rows:
+                raise Refused(f"{part} has no index")
+            parts.checked(items, part)
         except OutlastError as problem:
-            self._rooms.release(room)
-            self._report(part, str(problem))
+            self.report(part, str(problem))
             return
-        self._server.publish(Publication(room, part, items, tuple(to), complete, self._report))
+        self._rooms.use(room, part.at)
+        self._server.publish(Publication(room, part, items, rows, tuple(to), complete, self))
 
-    def _report(self, part: Part, state: str) -> None:
+    def report(self, part: Part, state: str) -> None:
+        """Tell the rank the state of a part."""
         with contextlib.suppress(OSError):  # the rank has ended
             self._connection.send({"event": [part.kind, part.step, state]})
+
+    def sending(self, send: Callable[[], None]) -> None:
+        """Have replicas sent, after those before, in a thread."""
+        self._replicas.put(send)
+
+    def _send(self) -> None:
+        while (send := self._replicas.get()) is not None:
+            send()
 
 
 def _answered(ask: Ask) -> dict[str, object]:

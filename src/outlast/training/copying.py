@@ -36,7 +36,7 @@ def copy(pairs: Iterable[Pair], *, background: bool = True) -> None:
     moves: list[tuple[int, int, int]] = []
     small: list[Pair] = []
     for to, of in pairs:
-        if to.device.type != "cpu" or of.device.type != "cpu":
+        if not (to.is_cpu and of.is_cpu):
             to.copy_(of, non_blocking=background)
         elif of.nbytes >= _LARGE and _plain(to) and _plain(of) and to.dtype == of.dtype and to.shape == of.shape:
             moves.append((to.data_ptr(), of.data_ptr(), of.nbytes))
