@@ -26,6 +26,7 @@ from outlast.status import JobStatus
 from outlast.store import Store
 from servers import Place as Bucket
 from servers import moto, moto_server, rclone, rclone_server, s3, small_parts  # noqa: F401 (fixtures)
+from small_disks import small_disk  # noqa: F401 (a fixture)
 from sparks import _session, spark_engine  # noqa: F401 (fixtures)
 from web import web  # noqa: F401 (a fixture)
 from worlds import calm, fork_server  # noqa: F401 (fixtures)

@@ -143,6 +143,23 @@ def test_a_replaced_generation_cannot_open_either(tmp_path: Path):
         checkpoints.acquire(tmp_path, "r", 1)
 
 
+def test_another_start_of_a_generation_writes_nothing(tmp_path: Path):
+    checkpoints.acquire(tmp_path, "r", 2, first=True)
+    fence = (tmp_path / "FENCE").stat()
+    for first in (True, None):
+        assert checkpoints.acquire(tmp_path, "r", 2, first=first) == 2
+    assert (tmp_path / "FENCE").stat() == fence
+    checkpoints.acquire(tmp_path, "r", 2, first=False)
+    assert not checkpoints.first(tmp_path, "r"), "rank 0 is elsewhere now"
+
+
+def test_what_dead_attempts_and_generations_were_writing_goes_when_another_begins(tmp_path: Path):
+    for generation in (1, 2, 3):
+        checkpoints.saving(tmp_path, 10, generation).mkdir()
+    checkpoints.abandon(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010.saving-g3"]
+
+
 def test_a_new_run_takes_the_directory_over(tmp_path: Path):
     checkpoints.acquire(tmp_path, "old", 7)
     assert checkpoints.acquire(tmp_path, "new", 1) == 1

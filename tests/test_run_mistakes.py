@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
 import socket
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
+import small_disks
 from outlast.errors import OutlastError
 from outlast.status import State
 
@@ -273,20 +270,6 @@ def test_a_damaged_checkpoint_is_reported_skipped_and_kept(machine, undisturbed)
     assert machine.final(name) == undisturbed(args, 2)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path):
-    """A disk of 6 MiB; needs the right to mount."""
-    directory = tmp_path / "disk"
-    directory.mkdir()
-    mounted = shutil.which("mount") and subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(directory)], capture_output=True, check=False
-    )
-    if os.geteuid() != 0 or not mounted or mounted.returncode != 0:
-        pytest.skip("this user may not mount a file system")
-    yield directory
-    subprocess.run(["umount", "-l", str(directory)], check=True)
-
-
 @pytest.mark.slow
 def test_a_full_disk_stops_saving_but_not_training_and_is_said(small_disk: Path, machine_in):
     """State, logs, ledger and output are all on the disk that is full. When there is room again, saving works again."""
@@ -295,14 +278,12 @@ def test_a_full_disk_stops_saving_but_not_training_and_is_said(small_disk: Path,
     try:
         name = machine.submit(machine.job(args=args, checkpoint={"every": "10 steps", "keep": 2}))
         started = machine.at_step(name, 15)
-        filler = small_disk / "filler"
-        with contextlib.suppress(OSError):
-            filler.write_bytes(b"\0" * (6 << 20))
+        small_disks.fill(small_disk)
         log = machine.backend.output(name) / "logs" / "worker-0.log"
         size = log.stat().st_size
         time.sleep(3)  # long enough for saves, logs, status and ledger to find no room
         assert log.stat().st_size < size + 4096, "the disk was full"
-        filler.unlink()
+        small_disks.repair(small_disk)
         status = machine.end(name)
         assert (status.state, status.restarts) == (State.SUCCEEDED, 0), (
             machine.directory / "state/jobs/job/launcher.log"

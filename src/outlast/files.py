@@ -16,12 +16,15 @@ def beside(path: Path) -> Path:
 def replace(path: Path, text: str | bytes, *, durable: bool = False) -> None:
     """Write a file beside `path` and rename it over; if `durable`, it is whole after a power loss, too. Raises OSError."""
     partial = beside(path)
-    with open(partial, "wb") as file:
-        file.write(text.encode() if isinstance(text, str) else text)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with open(partial, "wb") as file:
+            file.write(text.encode() if isinstance(text, str) else text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)  # a full disk is to be no fuller
     if durable:
         sync(path.parent)
 

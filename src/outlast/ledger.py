@@ -62,18 +62,13 @@ class Ledger:
     """Appends events of one source to `<directory>/<source>.jsonl`. Threads may share it."""
 
     def __init__(self, directory: Path, source: str) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self._source = source
+        self._path, self._source = directory / f"{source}.jsonl", source
         self._lock = threading.Lock()
         self._steps: Event = {}
         """Steps that have ended and are not written yet."""
         self._step_written = float("-inf")
         """When the last step was written, monotonic."""
-        self._fd = os.open(directory / f"{source}.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":  # the last writer was killed in its last line
-            with contextlib.suppress(OSError):
-                os.write(self._fd, b"\n")
+        self._fd: int | None = None
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one event, now. A full disk must not end a training run: the event is dropped then."""
@@ -104,7 +99,8 @@ class Ledger:
         """Write what there is, and close the file."""
         with self._lock:
             self._flush()
-            os.close(self._fd)
+            if self._fd is not None:
+                os.close(self._fd)
 
     def _event(self, kind: str, fields: Event) -> Event:
         return {"t": round(time.time(), 6), "kind": kind, "source": self._source, **fields}
@@ -121,7 +117,12 @@ class Ledger:
 
     def _append(self, event: Event) -> None:
         with contextlib.suppress(OSError):
-            os.write(self._fd, json.dumps(event).encode() + b"\n")
+            if self._fd is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            size, line = os.fstat(self._fd).st_size, json.dumps(event).encode() + b"\n"
+            torn = size and os.pread(self._fd, 1, size - 1) != b"\n"  # by a kill or a full disk
+            os.write(self._fd, b"\n" + line if torn else line)
 
 
 Source = Callable[[], Iterable[bytes]]

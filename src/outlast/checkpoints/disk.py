@@ -208,9 +208,12 @@ def saving(directory: Path, step: int, generation: int) -> Path:
 
 
 def abandon(directory: Path, generation: int) -> None:
-    """Remove what an earlier attempt of `generation` was writing when it died. Only before this one saves."""
-    for path in directory.glob(f"*.saving-g{generation}"):
-        shutil.rmtree(path, ignore_errors=True)
+    """Remove what earlier attempts of `generation`, and generations before it, were writing when they died: a disk may be full
+    because of it. Only before this one saves."""
+    for path in directory.glob("*.saving-g*"):
+        match = _LEFTOVER.fullmatch(path.name)
+        if match and int(match[1]) <= generation:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -268,8 +271,12 @@ def acquire(directory: Path, run: str, generation: int | None, *, first: bool | 
     """Move the fence to `generation` of `run`: earlier ones can no longer commit. None: the one after the last.
 
     `first`: whether the directory is rank 0's; None when that is not known yet, then it is what it was. Raises Superseded when a
-    later generation of the run has been here. Another run's fence is taken over: the last run to open a directory owns it.
+    later generation of the run has been here. Another run's fence is taken over: the last run to open a directory owns it. Writes
+    nothing if the fence is there already, so another attempt of a generation needs no room, and raises OSError if it cannot.
     """
+    holder, last, was = _fence(directory)
+    if (holder, last) == (run, generation) and first in (None, was):
+        return last
     directory.mkdir(parents=True, exist_ok=True)
     with file_locks.attempted(directory / _LOCK, wait=True):
         holder, last, was = _fence(directory)

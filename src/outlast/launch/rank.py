@@ -67,7 +67,8 @@ def main(argv: list[str]) -> None:
 def _enter(state: Path) -> None:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     generation = int(os.environ.get(contract.Env.GENERATION, "0"))
-    (state / contract.ERROR.format(local_rank=local_rank)).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        (state / contract.ERROR.format(local_rank=local_rank)).unlink()
     writer = progress.Writer(state, local_rank)
     writer.write(progress.Progress(generation=generation, rank=int(os.environ.get("RANK", "0")), phase="started"))
     writer.close()

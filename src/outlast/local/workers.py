@@ -120,8 +120,10 @@ class WorkerPool:
         for name in [contract.WORKER, *(contract.PROGRESS.format(local_rank=rank) for rank in range(self.processes))]:
             (state / name).unlink(missing_ok=True)
         logs = self._output / contract.LOGS
-        logs.mkdir(parents=True, exist_ok=True)
-        with open(logs / contract.worker_log(index), "ab") as log:
+        with contextlib.suppress(OSError):
+            logs.mkdir(parents=True, exist_ok=True)
+        place = logs if os.access(logs, os.W_OK) else state  # a disk that is read-only costs the log, not the worker
+        with open(place / contract.worker_log(index), "ab") as log:
             pid, child = None if before else self._forked(environ, log.fileno()), None
             if pid is None:
                 child = subprocess.Popen(

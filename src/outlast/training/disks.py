@@ -1,7 +1,8 @@
 """Disks: which ranks share a directory, and the copying of files from one disk to all others.
 
 Workers may write into one directory (this machine's, or a network volume) or each into one of its own (pods). A session detects
-this when it starts. The lowest rank of a disk is its *leader*: it alone commits, sweeps and receives.
+this when it starts, and again before each save until all can write. The lowest rank of a disk is its *leader*: it alone commits,
+sweeps and receives.
 
 Invariants: with one disk nothing is sent, and there are no additional collectives. With several, a disk that fails (full, broken)
 takes part to the end and reports the failure then, so that no other waits for it. Docs:
@@ -55,20 +56,26 @@ class Disks:
     """The leaders, for the thread that trains; None when there is one disk."""
     savers: dist.ProcessGroup | None = None
     """The leaders, for the thread that saves."""
+    certain: bool = True
+    """Whether all ranks could write; otherwise two of these disks may be one."""
 
     @classmethod
     def find(cls, directory: Path, group: dist.ProcessGroup | None) -> Self:
-        """Detect which ranks see the same `directory`, which must exist. Raises OSError. A collective."""
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        if ranks == 1:
-            return cls([0], rank, group)
-        said = _makers(directory, rank, ranks, group)
-        order = list(dict.fromkeys(said))
-        disks = cls([order.index(maker) for maker in said], rank, group)
-        if disks.several:
-            own = stall.watch().own
-            disks.leaders, disks.savers = (own(dist.new_group(disks.leading, backend="gloo")) for _ in range(2))
+        """Detect which ranks see the same `directory`. A collective."""
+        disks = cls([0] * dist.get_world_size(), dist.get_rank(), group, certain=dist.get_world_size() == 1)
+        disks.ascertain(directory)
         return disks
+
+    def ascertain(self, directory: Path) -> None:
+        """Detect it again unless it is certain. No save may be in progress. A collective then."""
+        if self.certain:
+            return
+        makers, before = _makers(directory, self.rank, len(self.of), self.group), self.of
+        order = list(dict.fromkeys(makers))
+        self.of, self.certain = [order.index(maker) for maker in makers], min(makers) >= 0
+        if self.several and self.of != before:
+            own = stall.watch().own
+            self.leaders, self.savers = (own(dist.new_group(self.leading, backend="gloo")) for _ in range(2))
 
     @property
     def leading(self) -> list[int]:
@@ -196,28 +203,31 @@ def _bytes(block: torch.Tensor) -> memoryview:
 
 
 def _makers(directory: Path, rank: int, ranks: int, group: dist.ProcessGroup | None) -> list[int]:
-    """For every rank, the first rank that left a mark in its directory: equal exactly for the ranks that share one.
+    """For every rank, the first rank that left a mark in its directory: equal exactly for the ranks that share one. Where none
+    can be left, a negative number for each worker.
 
     The name is new each time, so that a directory that was copied with its marks counts as another. The file system decides
-    which rank is first, and all marks are complete before one is read: that holds on network volumes, too.
+    which rank is first, and all marks are complete before one is read: that holds on network volumes, too. On a full disk the
+    size of a mark says who left it, which takes no room.
     """
     word = torch.tensor(secrets.randbits(62))
     dist.broadcast(word, 0, group=group)
     mark = directory / f"{_MARK}{int(word):016x}"
-    with contextlib.suppress(FileExistsError):
-        fd = os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    with contextlib.suppress(OSError), mark.open("xb", buffering=0) as file:
         try:
-            os.write(fd, str(rank).encode())
-        finally:
-            os.close(fd)
+            file.write(str(rank).encode())
+        except OSError:
+            file.truncate(rank + 1)
     dist.barrier(group=group)
-    maker = int(mark.read_text())
+    maker = -1 - int(os.environ.get("GROUP_RANK", rank))
+    with contextlib.suppress(OSError):
+        text, now = mark.read_bytes(), mark.stat().st_mtime
+        maker = int(text) if text.strip(b"\0") else len(text) - 1 if text else maker
     makers: list[torch.Tensor] = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
     dist.all_gather(makers, torch.tensor([maker]), group=group)
     if maker == rank:  # all have read it
-        now = mark.stat().st_mtime
         for path in directory.glob(f"{_MARK}*"):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 if path == mark or path.stat().st_mtime < now - _ABANDONED_S:
                     path.unlink()
     return [int(each) for each in makers]

@@ -7,6 +7,7 @@ workers share no disk, every disk has the lines up to its newest checkpoint (`Co
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import mmap
 import os
@@ -22,9 +23,12 @@ from outlast.training.disks import Disks, Part
 
 
 def append(path: Path, line: dict[str, Any]) -> None:
-    """Add one line. Raises OSError when it cannot be written."""
+    """Add one line. Raises OSError when it cannot be written, and then no part of it is."""
     with path.open("ab", buffering=0) as file:
-        file.write(json.dumps(line).encode() + b"\n")
+        text = json.dumps(line).encode() + b"\n"
+        if (written := file.write(text)) < len(text):
+            file.truncate(file.tell() - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def forget_after(path: Path, step: int) -> None:

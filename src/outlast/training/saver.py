@@ -120,6 +120,8 @@ class Saver:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._disks = disks or Disks([0] * self._ranks, self._rank, None)
         self.copy = copy or metrics.Copy(directory.parent / contract.METRICS)
+        self.fenced = True
+        """Whether our generation has been fenced on this disk; otherwise that is made up for before it commits."""
         self._group: dist.ProcessGroup | None = None
         self._copies = Copies()
         self._hurry = threading.Event()
@@ -260,6 +262,9 @@ class Saver:
                 raise OutlastError(problem)
             if news:
                 self.copy.take(news)
+            if not self.fenced:
+                checkpoints.acquire(self.directory, self._run, self._generation, first=self._rank == 0)
+                self.fenced = True
             checkpoints.commit(target, new, files)
         except Exception as error:
             shutil.rmtree(target, ignore_errors=True)  # what cannot be removed now is swept later

@@ -111,6 +111,7 @@ class Saves:
         if first:
             self._ledger.write("saving", step=step)
         self.settle(self._saver.wait())
+        self._disks.ascertain(self._saver.directory)
         if self.committed != step:
             asked = mistakes.asked()
             captured = checkpoint.capture(self.state, self._disks.rank, len(self._disks.of))

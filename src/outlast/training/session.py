@@ -27,7 +27,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -80,8 +80,8 @@ def open(seed: int = 0, *, quiet: bool = False) -> Session:
     `Session.resume` on, each rank has random numbers of its own. `quiet`: print warnings only, not the values given to
     `Session.log`.
 
-    A session that ends without an exception saves the last step if the script has not. Raises OutlastError when the output cannot
-    be written or a process group exists already, Superseded when a later generation of the run has taken over.
+    A session that ends without an exception saves the last step if the script has not. Raises OutlastError when a process group
+    exists already or, outside of a job, the output cannot be written, Superseded when a later generation of the run has begun.
     """
     return Session(seed, quiet)
 
@@ -130,6 +130,8 @@ class Session:
         self._leaving = self._closed = False
         self.seconds_left = math.inf
         self._votes: tuple[bool, bool] | None = None
+        self._unwritten = ""
+        """Why the output of this rank could not be fenced."""
         self._lock = threading.Lock()
         self._record = Progress(self.generation, self.rank, "open")
         self._progress = Writer(Path(env[Env.STATE]), self.local_rank) if Env.STATE in env else None
@@ -147,26 +149,28 @@ class Session:
         self._report()
         accelerator = device.find()
         self.device = accelerator.bind(self.local_rank)
-        with self._writing():
+        with contextlib.suppress(OSError):  # `_take_over` says so
             self._directory.mkdir(parents=True, exist_ok=True)
-            if not os.access(self._directory, os.W_OK | os.X_OK):
-                raise PermissionError(None, "Permission denied")
-            self._ledger = Ledger(Path(env.get(Env.LEDGER, self.output / contract.LEDGER)), self._source())
+        self._ledger = Ledger(Path(env.get(Env.LEDGER, self.output / contract.LEDGER)), self._source())
         if "RANK" in env:
             dist.init_process_group(accelerator.backend)
         else:
             dist.init_process_group(accelerator.backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined] # is public
         self._group: dist.ProcessGroup | None = stall.watch().own(dist.new_group(backend="gloo"))
         self._calls = Calls(self._group)
-        with self._writing():
-            self._disks = Disks.find(self._directory, self._group)
-        self._take_over(Env.GENERATION in env)
+        self._disks = Disks.find(self._directory, self._group)
+        try:
+            self._take_over(Env.GENERATION in env)
+        except OutlastError:  # a notebook may try again
+            dist.destroy_process_group()
+            raise
         retention = self._retention
         self._copy = metrics.Copy(self.output / contract.METRICS)
         place = self._directory, self._run, self.generation
         self._saver = saver.Saver(
             *place, retention, lambda *what, **said: self._saves.saved(*what, **said), self._disks, self._copy
         )
+        self._saver.fenced = self._disks.certain and not self._unwritten
         self._client = client.connect(env)
         self._snapshots = snapshots.open_(self._client, self._place(), self._disks.gather, self._ledger, self._report)
         self._saves = saves.Saves(self._saver, self._disks, self._ledger, self._screen, self._meet, self._report)
@@ -189,30 +193,23 @@ class Session:
         )
 
     def _take_over(self, numbered: bool) -> None:
-        """Fence earlier generations on every disk. Without a generation in the environment, take the next one."""
+        """Fence earlier generations on every disk that can be written. Without a generation in the environment, take the next."""
         ours = self.generation if numbered else None
         if ours is None and self._disks.several:
             ours = 1 + max(self._disks.gather(checkpoints.generation(self._directory, self._run)))
         number = torch.tensor(self.generation)
         if self._disks.leader:
-            with self._writing():
+            try:
+                checkpoints.abandon(self._directory, ours or 0)
                 number.fill_(checkpoints.acquire(self._directory, self._run, ours, first=self.rank == 0))
-                checkpoints.abandon(self._directory, int(number))
+            except OSError as error:
+                self._unwritten = f"output {self.output} cannot be written: {error.strerror or error}"
+                if not numbered:
+                    raise OutlastError(f"{self._unwritten}; make room or name another directory") from error
         if not numbered:
             dist.broadcast(number, 0, group=self._group)
             self.generation = int(number)
             self._report(generation=self.generation)
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Turn OSErrors into an error about the output."""
-        try:
-            yield
-        except OSError as error:
-            reason = error.strerror or error
-            raise OutlastError(
-                f"output {self.output} cannot be written: {reason}; make room or name another directory"
-            ) from error
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
@@ -271,8 +268,9 @@ class Session:
         That is a snapshot in the memory of the workers or the newest valid checkpoint, whichever is later. `state` maps names to
         modules, optimizers and anything else with `state_dict` and `load_state_dict`; `save` saves the same. The random number
         generators are restored, too. What is damaged is reported and skipped. If workers have disks of their own, one valid copy
-        of a checkpoint is enough: it is sent to the others. Raises OutlastError when what was saved does not fit the state,
-        NoRoom when a disk has no room for the copy, NotRestored when a store or the memory cannot be read. A collective.
+        of a checkpoint is enough: it is sent to the others. An output that cannot be written is a warning then, and saves fail
+        until it can. Raises OutlastError when what was saved does not fit the state, or nothing was and nothing can be, NoRoom
+        when a disk has no room for the copy, NotRestored when a store or the memory cannot be read. A collective.
         """
         mistakes.check_mapping(state)
         checkpoint.check(state)
@@ -289,6 +287,11 @@ class Session:
             search = newest.Search(self._directory, self._run, self._disks, share, held, self._found)
             found = recovery.restore(state, search, self._client, self.generation)
         step = found.step
+        if self._unwritten:
+            if not found.source:
+                raise OutlastError(f"{self._unwritten}; make room or name another directory")
+            log.warning("outlast: %s; training goes on, and each save tries again", self._unwritten)
+            self._report(warning=self._unwritten)
         if not found.random:
             _seed(self.seed, self.rank, step)
         if (change := mistakes.changed(state, made)) and self.rank == 0:
@@ -297,7 +300,8 @@ class Session:
             self._ledger.write("restored", generation=self.generation, step=step, **found.event())
         known = step if found.source else -1  # without a checkpoint, what an earlier start logged at step 0 comes again, too
         if not self._disks.several and self.rank == 0:
-            metrics.forget_after(self._copy.path, known)
+            with contextlib.suppress(OSError):  # some steps may be in it twice
+                metrics.forget_after(self._copy.path, known)
         elif self._disks.several and self._disks.leader and (problem := self._even_out(known, found.extra.get("lines", ""))):
             log.warning("outlast: %s on this disk is not complete: %s", contract.METRICS, problem)
         self._trackers.follow()

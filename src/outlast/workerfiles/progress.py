@@ -51,8 +51,7 @@ class Writer:
     """Writes the progress of one training process."""
 
     def __init__(self, directory: Path, local_rank: int) -> None:
-        path = directory / contract.PROGRESS.format(local_rank=local_rank)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._fd = _opened(directory / contract.PROGRESS.format(local_rank=local_rank))
         attempt = int(os.environ.get(contract.Env.ATTEMPT, "0"))
         self._process = {"pid": os.getpid(), "started": kernel(os.getpid())[1], "attempt": attempt}
 
@@ -67,6 +66,13 @@ class Writer:
     def close(self) -> None:
         """Close the file; the last record stays."""
         os.close(self._fd)
+
+
+def _opened(path: Path) -> int:
+    """A descriptor for writing; where the disk takes no file, of one that keeps nothing."""
+    with contextlib.suppress(OSError):
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    return os.open(os.devnull, os.O_RDWR)
 
 
 def read(directory: Path, local_rank: int) -> Progress | None:
@@ -123,7 +129,7 @@ class Beat:
     """Writes the heartbeat of this process."""
 
     def __init__(self, directory: Path, local_rank: int) -> None:
-        self._fd = os.open(directory / contract.PULSE.format(local_rank=local_rank), os.O_RDWR | os.O_CREAT, 0o644)
+        self._fd = _opened(directory / contract.PULSE.format(local_rank=local_rank))
         self._pulse = Pulse(*(os.getpid(), kernel(os.getpid())[1]), self._fd, 0, 0)
 
     def write(self, moves: bool, where: str) -> None:

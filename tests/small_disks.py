@@ -1,0 +1,54 @@
+"""A disk that can be full, or read-only, as often as a test likes: a small file system in memory. Needs the right to mount."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SIZE = 6 << 20
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 6 MiB."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    tmpfs = ["-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(directory)]
+    if os.geteuid() != 0 or not shutil.which("mount") or _mount(*tmpfs).returncode != 0:
+        pytest.skip("this user may not mount a file system")
+    yield directory
+    repair(directory)
+    subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+def fill(disk: Path) -> None:
+    """Leave no room on it."""
+    with (disk / "filler").open("ab", buffering=0) as file:
+        for size in (1 << 20, 4096):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+
+
+def protect(disk: Path) -> None:
+    """Make it read-only, as a kernel does that has met an error. Files that are open for writing keep a disk from that, so those
+    that name it see another mount."""
+    _mount("--bind", str(disk), str(disk)).check_returncode()
+    _mount("-o", "remount,bind,ro", str(disk)).check_returncode()
+
+
+def repair(disk: Path) -> None:
+    """Take back `fill` and `protect`."""
+    if os.statvfs(disk).f_flag & os.ST_RDONLY:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+    (disk / "filler").unlink(missing_ok=True)
+
+
+def _mount(*words: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(["mount", *words], capture_output=True, check=False)

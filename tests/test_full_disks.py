@@ -1,0 +1,192 @@
+"""A disk that is full, or that can only be read, ends no training that memory can carry on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import small_disks
+import worlds
+from outlast import checkpoints, ledger
+from outlast.contract import Env
+from outlast.launch import rank
+from outlast.training import Stream, metrics, session, snapshots
+from outlast.workerfiles import progress
+from test_memory import Agents
+from worlds import Ended
+
+EVERY = 5
+"""Steps between two saves."""
+STEPS = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What happens after which step."""
+
+    kill_at: int = 0
+    repair_at: int = 0
+    disks: tuple[str, ...] = ()
+    """Those that rank 0 repairs then."""
+
+
+def train(plan: Plan) -> None:
+    """A snapshot at each step; writes nothing to the output by itself. What it ends with is in the state directory."""
+    snapshots.SHARE = float("inf")
+    with session.open(seed=3, quiet=True) as run:
+        net = run.ddp(torch.nn.Sequential(torch.nn.Linear(8, 300), torch.nn.Dropout(0.1), torch.nn.Linear(300, 1)))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+        stream = Stream({"x": torch.ones(160, 8).numpy()}, 8, seed=1, epochs=1)
+        step = resumed = run.resume({"model": net, "optimizer": optimizer, "stream": stream})
+        run.parameters({"lr": 0.01})
+        for batch in stream:
+            optimizer.zero_grad()
+            for data, share in batch.split(net):
+                (net(data["x"]).square().mean() * share).backward()
+            optimizer.step()
+            step += 1
+            run.log(step, step_again=step)
+            if step == plan.repair_at and run.rank == 0:
+                for disk in plan.disks:
+                    small_disks.repair(Path(disk))
+            run.gather(None)
+            while run._snapshots._working and not run._snapshots._settled():
+                time.sleep(0.001)
+            if run.due(step):
+                run.save(step)
+                while run._saver.busy:
+                    time.sleep(0.001)
+            if step == plan.kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+        result = {"resumed": resumed, "hash": worlds.hashed(net, optimizer)}
+        (Path(os.environ[Env.STATE]) / "result.json").write_text(json.dumps(result))
+
+
+class World:
+    """Two workers, with agents in this process that keep their snapshots; `outputs` are theirs."""
+
+    def __init__(self, agents: Agents, outputs: tuple[Path, ...]) -> None:
+        self.agents, self.outputs = agents, outputs
+
+    def train(self, plan: Plan, generation: int, attempt: int = 0) -> Ended:
+        """One start of the world, to its end."""
+        for worker in range(2):
+            if worker not in self.agents.servers:
+                self.agents.start(worker)
+        names = [str(path.relative_to(self.agents.output)) for path in self.outputs]
+        env = {Env.ATTEMPT: str(attempt), Env.CHECKPOINT_EVERY: f"{EVERY} steps", Env.CHECKPOINT_KEEP: "9"}
+        if len(names) == 1:
+            env, names = {**env, Env.OUTPUT: str(self.outputs[0])}, []
+        processes = worlds.started(
+            functools.partial(train, plan), self.agents.output, 2, generation=generation, disks=names, **env
+        )
+        return worlds.ended(processes, self.agents.output, disks=names)
+
+    def results(self) -> list[dict[str, object]]:
+        return [json.loads((self.agents.output / f"workers/{rank}/result.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[Agents]:
+    agents = Agents(tmp_path)
+    yield agents
+    for each in agents.servers.values():
+        each.close()
+
+
+def test_the_first_start_of_a_run_on_a_disk_that_cannot_be_written_ends_with_one_sentence(small_disk: Path):
+    small_disks.protect(small_disk)
+    output = small_disk.parent
+    end = worlds.ended(worlds.started(functools.partial(train, Plan()), output, 1, **{Env.OUTPUT: str(small_disk)}), output)
+    assert end.codes == [1]
+    sentence = f"OutlastError: output {small_disk} cannot be written: Read-only file system; make room or name another directory"
+    assert sentence in end.errors[0]
+
+
+def test_what_finds_no_room_leaves_no_part_of_it(small_disk: Path):
+    """Lines of metrics and events of the ledger before and after are whole, and no partial files remain."""
+    directory = small_disk / "checkpoints"
+    checkpoints.acquire(directory, "r", 1)
+    book = ledger.Ledger(small_disk / "ledger", "rank-0")
+    text = "x" * 8000  # fills two pages, and there is one
+    for step in (1, 2, 3):
+        with pytest.raises(OSError, match="No space left") if step == 2 else contextlib.nullcontext():
+            metrics.append(small_disk / "metrics.jsonl", {"step": step, "text": text})
+        book.write("saving", step=step, text=text)
+        if step == 1:
+            small_disks.fill(small_disk)
+            with pytest.raises(OSError, match="No space left"):
+                checkpoints.acquire(directory, "r", 2)
+            os.truncate(small_disk / "filler", (small_disk / "filler").stat().st_size - 4096)
+        else:
+            small_disks.repair(small_disk)
+    book.close()
+    assert [json.loads(line)["step"] for line in (small_disk / "metrics.jsonl").read_text().splitlines()] == [1, 3]
+    assert [event["step"] for event in ledger.read(small_disk / "ledger")] == [1, 3]
+    assert {path.name for path in directory.iterdir()} == {".lock", "FENCE"}
+
+
+def test_small_files_that_cannot_be_written_keep_no_process_from_training(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(Env.OUTPUT, str(small_disk))
+    rank._enter(small_disk)
+    record = progress.read(small_disk, 0)
+    small_disks.protect(small_disk)
+    rank._enter(small_disk)
+    progress.Beat(small_disk, 0).write(True, "")
+    assert progress.read(small_disk, 0) == record
+
+
+def committed(output: Path) -> list[int]:
+    return [c.step for c in checkpoints.list_(output / "checkpoints") if checkpoints.verify(c.path) is None]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """The hash that the weights end with."""
+    output = tmp_path_factory.mktemp("undisturbed")
+    end = worlds.ended(worlds.started(functools.partial(train, Plan()), output, 2), output)
+    assert end.codes == [0, 0], end.errors
+    [weights] = {json.loads((output / f"workers/{rank}/result.json").read_text())["hash"] for rank in range(2)}
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"), [(small_disks.fill, "No space left on device"), (small_disks.protect, "Read-only file system")]
+)
+def test_training_goes_on_from_memory_and_saves_again_once_the_disk_is_well(
+    agents: Agents, small_disk: Path, undisturbed: object, harm: Callable[[Path], None], said: str
+):
+    """The disk that both workers share fails. Another attempt and another generation begin, then it is repaired."""
+    world = World(agents, (small_disk,))
+    first = world.train(Plan(kill_at=8), 1)
+    assert first.codes == [-9, -9], first.errors
+    harm(small_disk)
+    attempt = world.train(Plan(kill_at=12), 1, 1)
+    assert attempt.codes == [-9, -9], attempt.errors
+    assert committed(small_disk) == [5]
+    assert not list(small_disk.glob("checkpoints/*.saving-*"))
+    kept = agents.newest(2).at[1]
+    last = world.train(Plan(repair_at=16, disks=(str(small_disk),)), 2)
+    assert last.codes == [0, 0], last.errors
+    assert world.results() == [{"resumed": kept, "hash": undisturbed}] * 2
+    assert f"outlast: output {small_disk} cannot be written: {said}; training goes on" in last.errors[0]
+    assert f"outlast: step 15 could not be saved: rank 0: {said}; the newest checkpoint is that of step 5" in last.errors[0]
+    assert committed(small_disk) == [5, 20]
+    assert checkpoints.generation(small_disk / "checkpoints", "r") == 2
+    logged = [json.loads(line)["step"] for line in (small_disk / "metrics.jsonl").read_text().splitlines()]
+    assert logged == sorted(set(logged)), "each step once"
+    assert logged[-4:] == [17, 18, 19, 20]
+    left = {path.name for path in (small_disk / "checkpoints").iterdir() if not path.name.startswith("step-000000")}
+    assert left <= {".lock", "FENCE"}
