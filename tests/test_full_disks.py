@@ -190,3 +190,24 @@ def test_training_goes_on_from_memory_and_saves_again_once_the_disk_is_well(
     assert logged[-4:] == [17, 18, 19, 20]
     left = {path.name for path in (small_disk / "checkpoints").iterdir() if not path.name.startswith("step-000000")}
     assert left <= {".lock", "FENCE"}
+
+
+@pytest.mark.parametrize(("names", "saved"), [("a/disk", [5, 10, 15, 20]), ("disk/a", [5, 20])])
+def test_the_others_save_without_a_disk_that_fails_unless_it_is_rank_0s(
+    agents: Agents, tmp_path: Path, small_disk: Path, undisturbed: object, names: str, saved: list[int]
+):
+    """One of two workers has a disk of its own that turns read-only. Nothing ends; from step 16 on it is well again."""
+    outputs = [tmp_path / name for name in names.split("/")]
+    world = World(agents, tuple(outputs))
+    assert world.train(Plan(kill_at=8), 1).codes == [-9, -9]
+    small_disks.protect(small_disk)
+    last = world.train(Plan(repair_at=16, disks=(str(small_disk),)), 2)
+    assert last.codes == [0, 0], last.errors
+    assert {result["hash"] for result in world.results()} == {undisturbed}
+    assert committed(tmp_path / "a") == saved
+    assert committed(small_disk) == [5, 20]
+    number = outputs.index(small_disk)
+    assert f"outlast: output {small_disk} cannot be written: Read-only file system; training goes on" in last.errors[number]
+    failed = "outlast: step 15 could not be saved: rank 0: Read-only file system; the newest checkpoint is that of step 5"
+    lacks = "outlast: step 15 is saved, but not on every disk: rank 1: Read-only file system"
+    assert (lacks if number else failed) in last.errors[0]

@@ -7,9 +7,11 @@ checkpoint; it exists once rank 0's disk has it, and failures of other disks are
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -95,6 +97,8 @@ class _Written:
     """Number of bytes of `metrics.jsonl` that its disk has already."""
     metric: checkpoints.Metric | None = None
     """How good it is; that of rank 0 counts."""
+    aside: tuple[Path, str] | None = None
+    """Where its part is if its disk takes no files, and why it does not."""
 
 
 class Saver:
@@ -186,9 +190,9 @@ class Saver:
         begun = time.monotonic()
         target = checkpoints.saving(self.directory, step, self._generation)
         files: dict[str, Mapping[str, int]] = {}
-        problem = ""
+        aside, problem = self._aside(target), ""
         try:
-            writer = part_file.Writer(target, self._hurry)
+            writer = part_file.Writer(aside[0] if aside else target, self._hurry)
             state_dict_saver.save(flat, storage_writer=writer, process_group=self._group)
             files = {**writer.files}
             if self._rank == 0:
@@ -196,12 +200,24 @@ class Saver:
         except (Exception, CheckpointException) as error:  # the latter is no Exception
             problem = sentence(error)
         answers: list[Any] = [None] * self._ranks
-        dist.all_gather_object(answers, _Written(problem, files, self.copy.same, metric), group=self._group)
+        dist.all_gather_object(answers, _Written(problem, files, self.copy.same, metric, aside), group=self._group)
         outcome = [Outcome(step, False)]
         if self._disks.leader:
             outcome = [self._commit(step, target, answers, begun)]
         dist.broadcast_object_list(outcome, src=0, group=self._group)
+        if aside:
+            shutil.rmtree(aside[0], ignore_errors=True)
         return outcome[0]
+
+    def _aside(self, target: Path) -> tuple[Path, str] | None:
+        """Where to write this rank's part for the other disks, if its own takes no files and is not rank 0's, and why."""
+        if self._disks.here:
+            try:
+                target.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                with contextlib.suppress(OSError):  # then the save fails, on all ranks
+                    return Path(tempfile.mkdtemp(prefix="outlast-")), sentence(error)
+        return None
 
     def _commit(self, step: int, target: Path, answers: list[_Written], begun: float) -> Outcome:
         """Commit the checkpoint on every disk, rank 0's first. Returns the outcome on this disk. Called by the leaders.
@@ -224,7 +240,10 @@ class Saver:
                     for rank, said in enumerate(answers)
                     for name, file in said.files.items()
                 ]
-                problem = disks.exchange(parts, lambda name: target / name, disks.savers)
+                ours = [said for said, disk in zip(answers, disks.of, strict=True) if disk == disks.here]
+                places = {name: said.aside[0] for said in ours if said.aside for name in said.files}
+                problem = disks.exchange(parts, lambda name: places.get(name, target) / name, disks.savers)
+                problem = next((said.aside[1] for said in ours if said.aside), problem)
             said = None
             if first:
                 new = dataclasses.replace(new, time=time.time())
