@@ -251,6 +251,7 @@ def test_an_output_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkey
         OutlastError, match=r"output .*/file/out cannot be written: Not a directory; make room or name another directory"
     ):
         session.open().__enter__()
+    assert not dist.is_initialized()
 
 
 # Zombies

@@ -160,7 +160,11 @@ class Session:
         self._group: dist.ProcessGroup | None = stall.watch().own(dist.new_group(backend="gloo"))
         self._calls = Calls(self._group)
         self._disks = Disks.find(self._directory, self._group)
-        self._take_over(Env.GENERATION in env)
+        try:
+            self._take_over(Env.GENERATION in env)
+        except OutlastError:  # a notebook may try again
+            dist.destroy_process_group()
+            raise
         retention = self._retention
         self._copy = metrics.Copy(self.output / contract.METRICS)
         place = self._directory, self._run, self.generation
