@@ -247,6 +247,7 @@ class Loop:
     """A training loop of one rank, as far as snapshots see it. Training never waits: what asks the agent does so in a thread."""
 
     def __init__(self, ours: Snapshots, connected: client.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("outlast.training.snapshots.SHARE", float("inf"))
         self.ours, self.step, self.now = ours, 0, 0.0
         ours._clock = lambda: self.now
         exchange = connected._exchange
@@ -301,8 +302,8 @@ def test_after_a_refusal_memory_is_given_back_and_it_is_tried_again_at_growing_i
     ours.begin({"model": net}, (0, 0), dict)
     for _ in range(3):
         loop.complete()
-    before, free = ours._complete, rank.server.rooms.headroom
-    rank.server.rooms.headroom = lambda: 0
+    rooms = rank.server.rooms
+    free, rooms.headroom = rooms.headroom, lambda: 0
     net.weight = torch.nn.Parameter(torch.zeros(300, 300))  # needs other rooms
     for minutes in (10, 20, 40):
         loop.until(lambda: bool(caplog.records))
@@ -311,7 +312,7 @@ def test_after_a_refusal_memory_is_given_back_and_it_is_tried_again_at_growing_i
             .getMessage()
             .startswith(f"outlast: no snapshots are taken for {minutes} minutes: 0.4 MB are needed")
         )
-        loop.until(lambda: [part.at for part in rank.server.rooms.parts()] == [before] * 2 and len(rank.server.rooms.ids()) == 2)
+        loop.until(lambda: [part.at for part in rooms.parts()] == [ours._complete] * 2 and len(rooms.ids()) == 2)
         gc.collect()
         assert maps() == mapped + 2, "this process, in which the agent is, too, maps nothing else"
         for now, again in ((loop.now + 60 * minutes - 1, False), (loop.now + 60 * minutes, True)):
@@ -319,10 +320,13 @@ def test_after_a_refusal_memory_is_given_back_and_it_is_tried_again_at_growing_i
             caplog.clear()
             loop.boundary()
             assert ours._on is again
-    rank.server.rooms.headroom = free
+    loop.until(lambda: bool(caplog.records))
+    caplog.clear()
+    rooms.headroom, loop.now = free, loop.now + 80 * 60
+    loop.complete()
     loop.complete()
     assert caplog.messages == []
-    assert (ours._pause_s, len(rank.server.rooms.ids())) == (600.0, 4)
+    assert (ours._pause_s, len(rooms.ids())) == (600.0, 4)
 
 
 AGENT = """

@@ -152,8 +152,9 @@ class Snapshots:
     def begin(self, state: dict[str, Any], complete: tuple[int, int], extra: Callable[[], dict[str, Any]]) -> None:
         """Take snapshots of `state` from now on. `complete` is what training goes on from, if any; rank 0 adds `extra`."""
         local = self._place.local_rank, self._place.local_ranks
-        if self._capture is not None:
+        if self._capture is not None:  # agents take nothing more of what was before
             self._capture.close()
+            self._place = dataclasses.replace(self._place, session=f"{self._place.session}+")
         self._capture = Capture(state, self._place.rank, local) if self._client else None
         self._complete, self._extra, self._last = complete, extra, None
         self._on = self._able = self._client is not None and bool(state)
