@@ -66,10 +66,11 @@ class Rank:
         candidate = election.newest(held, "r", 1).candidates[0]
         assert candidate.at == (1, self.step)
         reader = Reader(candidate, self.client, 0, pytest.fail)
-        try:
-            checkpoint.load(reader, "the snapshot", into, 0)
-        finally:
-            reader.close()
+        reader.learn()
+        wanted = checkpoint.wanted(reader.read_metadata(), into, 0)
+        assert reader.covers(wanted)
+        checkpoint.load(reader, "the snapshot", into, wanted)
+        checkpoint.put(into, wanted, "the snapshot", 0)
         return into
 
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 from outlast import accelerators, backoff, contract
 from outlast.clock import Seen
@@ -101,14 +101,12 @@ def main(argv: list[str], *, unready: int | None = None) -> None:
                 closed = handler.closed
                 if closed and closed.code in (contract.Exit.GIVEN_UP, contract.Exit.INTERRUPTED):
                     print(f"outlast | {closed.reason}", file=sys.stderr, flush=True)
-                if closed is None:
-                    _leave(handler)
-                sys.exit(closed.code)
+                sys.exit(closed.code if closed else _left(handler))
             if not failures:
                 handler.done()
             elif not any(_is_cause(failure) for failure in failures) and any(_was_interrupted(failure) for failure in failures):
                 if handler.leaving():
-                    _leave(handler)
+                    sys.exit(_left(handler))
                 if not handler.called():  # a script that always exits with 75 must not be restarted in a tight loop
                     early = early + 1 if time.monotonic() - begun < MAX_BACKOFF_S else 0
                     delay_s = backoff.exponential(early - 1, 0.5, MAX_BACKOFF_S) if early else 0.0
@@ -125,10 +123,10 @@ def main(argv: list[str], *, unready: int | None = None) -> None:
                 handler.failed({**first, "log_tail": log_pipe.tail(log, said, since=logged, prefix=prefix)})
 
 
-def _leave(handler: Handler) -> NoReturn:
-    """End, once the others can go on from what was saved here. The agent ends this process if that takes too long."""
+def _left(handler: Handler) -> int:
+    """The exit code, once the others can go on from what was saved here. The agent ends this process if that takes too long."""
     rank0_files.leave(os.environ, over=lambda: handler.closed is not None)
-    sys.exit(contract.Exit.INTERRUPTED)
+    return contract.Exit.INTERRUPTED
 
 
 def _replace(handler: Handler, client: transport.Client, generation: int, attempt: int, failure: dict[str, Any]) -> None:

@@ -113,7 +113,8 @@ def _restored(state: Mapping[str, Any], search: newest.Search, client: Client | 
             random = checkpoint.restore(chosen.path, state, disks.rank)
             size = sum(path.stat().st_size for path in chosen.path.iterdir())
             loaded = Restored(chosen.step, source=committed.source, path=str(chosen.path), bytes=size, random=random)
-        disks.gather(None)  # everybody has loaded it
+        if agents:
+            disks.gather(None)  # everybody has loaded it
     if failed:
         warn("outlast: training goes on from step %s instead of step %s", loaded.step, elected.candidates[0].at[1])
     if client is not None:
