@@ -126,6 +126,8 @@ class Saver:
         self.copy = copy or metrics.Copy(directory.parent / contract.METRICS)
         self.fenced = True
         """Whether our generation has been fenced on this disk; otherwise that is made up for before it commits."""
+        self._found = checkpoints.owner(directory)
+        """The run that owned this disk when we came: a fence that is made up for replaces no later one's."""
         self._group: dist.ProcessGroup | None = None
         self._copies = Copies()
         self._hurry = threading.Event()
@@ -282,6 +284,8 @@ class Saver:
             if news:
                 self.copy.take(news)
             if not self.fenced:
+                if (owner := checkpoints.owner(self.directory)) not in (self._found, self._run):
+                    raise Superseded(f"run {owner} has taken over {self.directory}; this process must stop")
                 checkpoints.acquire(self.directory, self._run, self._generation, first=self._rank == 0)
                 self.fenced = True
             checkpoints.commit(target, new, files)
