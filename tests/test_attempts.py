@@ -153,17 +153,17 @@ def test_what_another_start_would_not_help_is_the_coordinators(failure: dict[str
     assert failure["reason"] in net.parties[4].reason
 
 
-@pytest.mark.parametrize(("code", "most"), [(1, 2), (137, 10)])
-def test_attempts_without_progress_end(code: int, most: int) -> None:
+@pytest.mark.parametrize(("code", "cause", "most"), [(1, "", 2), (137, "", 10), (137, "oom", 2)])
+def test_attempts_without_progress_end(code: int, cause: str, most: int) -> None:
     net = Net(2)
     party = net.parties[3]
     for _ in range(most):
         net.made = 0  # which stands for the step
-        net.crash(4, a_failure(code=code, step=10))
+        net.crash(4, a_failure(code=code, cause=cause, step=10))
         net.settle()
         assert party.stage is Stage.TRAINING
     net.made = 0
-    net.crash(4, a_failure(code=code, step=10))
+    net.crash(4, a_failure(code=code, cause=cause, step=10))
     net.settle()
     assert party.stage is Stage.REFUSED
     assert party.reason == f"{most} attempts in a row made no progress"

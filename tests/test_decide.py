@@ -463,6 +463,23 @@ def test_running_out_of_memory_again_and_again_ends_by_the_budget() -> None:
     assert cluster.made["train-worker-0"] == 4
 
 
+def test_running_out_of_memory_at_one_step_ends_like_an_error() -> None:
+    cluster = training(low=2, restarts={"limit": 30}, resources={"memory": "16Gi"}, steps=10_000)
+    cluster.every = 10_000  # no progress
+    for _ in range(600):
+        cluster.run(1)
+        if cluster.status["state"] == "Failed":
+            break
+        for each in cluster.alive() if cluster.step == 30 else ():
+            if each["metadata"]["name"] == "train-worker-0" and each["status"]["phase"] == "Running":
+                cluster.end(each, 137, reason="OOMKilled")
+    assert cluster.status["reason"] == (
+        "worker 0 was OOMKilled: it used more than its limit of 16Gi; raise resources.memory; "
+        "it has run out of memory at step 30 3 times in a row"
+    )
+    assert cluster.made["train-worker-0"] == 3
+
+
 @pytest.mark.parametrize(
     "reason", ["EvictionByEvictionAPI", "PreemptionByScheduler", "DeletionByTaintManager", "DeletionByPodGC"]
 )

@@ -189,6 +189,31 @@ def test_a_driver_that_has_no_memory_left_is_out_of_memory(kind: str, message: s
     assert elastic._is_out_of_memory({"type": kind, "message": message}) is (cause == "oom")
 
 
+OUT_OF_MEMORY = "was killed: out of memory; raise resources.memory, or lower the batch"
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "message", "cause", "what"),
+    [
+        (-9, "was killed by SIGKILL", "oom", OUT_OF_MEMORY),
+        (1, "raised RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. ", "oom", OUT_OF_MEMORY),
+        (1, "raised ValueError: bad batch", "", "raised ValueError: bad batch"),
+        (-15, "was killed by SIGTERM", "", "was killed by SIGTERM"),
+    ],
+)
+def test_of_what_died_while_the_kernel_killed_for_want_of_memory_it_is_the_cause_where_that_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exitcode: int, message: str, cause: str, what: str
+) -> None:
+    monkeypatch.setenv(contract.Env.WORKER, "0")
+    record = {"type": message.split()[1].rstrip(":"), "message": message, "traceback": "...", "time": 0.0}
+    (tmp_path / contract.ERROR.format(local_rank=0)).write_text(json.dumps(record if exitcode < 0 else {**record, "code": 1}))
+    handler: Any = SimpleNamespace(generation=1, attempt=0)
+    process = SimpleNamespace(local_rank=0, exitcode=exitcode)
+    said = elastic._failure(tmp_path, handler, 0, process, oom=True)
+    assert (said["cause"], said["reason"]) == (cause, f"rank 0 on worker 0 {what}")
+    assert elastic._failure(tmp_path, handler, 0, process)["cause"] == ""
+
+
 def test_a_process_that_a_nameless_signal_has_ended_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(contract.Env.WORKER, "0")
     monkeypatch.setenv(contract.Env.STATE, str(tmp_path))

@@ -215,3 +215,14 @@ def test_members_that_were_late_go_on_when_the_last_is_ready(members: Callable[.
     assert [(client.said.standing, client.said.failed, client.said.attempt) for client in world.clients] == [
         ("training", False, 1)
     ] * 2
+
+
+def test_a_pause_before_the_next_start_ends_when_the_worker_is_told_to_leave(members: Callable[..., Members]) -> None:
+    alone = members(1)
+    (handler,) = alone.handlers
+    handler.pause_s = 600.0
+    (started,) = alone.fail(0)
+    until(lambda: handler.attempt == 1)
+    assert not started.done()
+    notice.write(handler._notice, "leave", "its node goes", time.time() + 60)
+    assert started.result(timeout=60).world_size == 1

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from outlast import contract, status
 from outlast.rendezvous import failures
 from outlast.rendezvous.failures import Pending
-from outlast.rendezvous.restarts import History, Policy, Record, Restart, Stop, judge
+from outlast.rendezvous.restarts import History, Kills, Policy, Record, Restart, Stop, judge
 
 NOW = 10_000.0
 
@@ -47,6 +47,28 @@ def test_failures_without_progress_add_up():
         2,
         "rank 1 on worker 1 was killed by SIGKILL at step 40; restart 2 of 10",
     )
+
+
+def test_a_step_that_runs_out_of_memory_three_times_in_a_row_ends_the_job_like_one_that_raises():
+    starved = a_kill().model_copy(
+        update={"cause": contract.FailureCause.OUT_OF_MEMORY, "reason": "rank 1 on worker 1 was killed"}
+    )
+    once = judged(starved)
+    assert once == Restart(a_history((NOW, 20, 40)), 1, "rank 1 on worker 1 was killed; restart 1 of 10")
+    again = "it has run out of memory at step 40 3 times in a row"
+    assert judged(starved, *once.history, (NOW, 20, 40)) == Stop(
+        f"rank 1 on worker 1 was killed; {again}", 137, contract.End.NO_PROGRESS
+    )
+    assert isinstance(judged(starved, (NOW, 20, 39), (NOW, 20, 40)), Restart)
+    assert isinstance(judged(a_kill(), (NOW, 20, 40), (NOW, 20, 40)), Restart), "a kill says nothing of its step"
+
+
+def test_processes_that_are_killed_again_and_again_without_progress_wait_ever_longer():
+    kills, pauses = Kills(), []
+    for code, step, lived_s in [(137, 7, 1), *[(137, 7, 1)] * 8, (137, 8, 1), (1, 8, 1), *[(137, None, 1)] * 3, (137, None, 60)]:
+        kills = kills.after(code, step, lived_s)
+        pauses.append(kills.pause_s)
+    assert pauses == [0, 0, 1, 2, 4, 8, 16, 30, 30, 0, 0, 0, 1, 2, 0]
 
 
 def test_a_failure_before_the_first_step_names_no_step():

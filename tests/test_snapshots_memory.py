@@ -65,6 +65,19 @@ def test_in_a_container_the_path_of_its_cgroup_is_not_there_and_the_root_counts(
     assert machine.budget("auto", 1).bytes == GI
 
 
+@pytest.mark.parametrize(
+    ("cgroup", "file", "kills"),
+    [
+        ("0::/pods/a\n", "pods/a/memory.events", 2),
+        ("3:memory:/docker\n", "memory/docker/memory.oom_control", 2),
+        ("0::/\n", "cgroup.procs", 0),
+    ],
+)
+def test_how_often_the_kernel_has_killed_for_want_of_memory(tmp_path: Path, cgroup: str, file: str, kills: int) -> None:
+    files = {file: "low 0\noom 3\noom_kill 2\noom_group_kill 0\n"}
+    assert a_machine(tmp_path, total=GI, free=GI, cgroup=cgroup, files=files).oom_kills() == kills
+
+
 def test_workers_of_one_machine_share_its_memory(tmp_path: Path) -> None:
     machine = a_machine(tmp_path, total=48 * GI, free=40 * GI, cgroup="", files={})
     assert [machine.budget("auto", workers).bytes for workers in (1, 4)] == [12 * GI, 3 * GI]

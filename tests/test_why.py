@@ -395,7 +395,13 @@ def test_a_container_that_ran_out_of_memory_and_was_started_again_is_told() -> N
     last = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
     status = {"name": "worker", "state": {"running": {}}, "lastState": last}
     pod = a_pod(phase="Running", node="node-a", containerStatuses=[status])
-    (cause,) = containers.ends(Snapshot("train", workload={**a_job(), "kind": "StatefulSet"}, pods=(pod,)), NOW)
+    events = (  # what a kubelet says of a pod that was busy at its start and was deleted after its end: not the cause
+        an_event(pod, "Unhealthy", "Startup probe failed: connection refused"),
+        an_event(pod, "Killing", "Stopping container worker"),
+    )
+    seen = Snapshot("train", workload={**a_job(), "kind": "StatefulSet"}, pods=(pod,), events=events)
+    assert not [*containers.probing(seen, NOW)]
+    (cause,) = containers.ends(seen, NOW)
     assert (cause.what, cause.remedy) == (
         "worker 0 was killed for lack of memory: the node's memory was used up",
         "set resources.memory, so that the pod is put where there is room",

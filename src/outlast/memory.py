@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 _RESERVE = 10
@@ -46,6 +47,15 @@ class Machine:
             except (OSError, ValueError):
                 continue
         return found
+
+    def oom_kills(self) -> int:
+        """How many processes of our cgroup the kernel has killed for want of memory; 0 where it does not say."""
+        for directory, *_ in self._places():
+            for name in ("memory.events", "memory.oom_control"):  # of cgroup v2 and v1
+                with contextlib.suppress(OSError, ValueError, StopIteration):
+                    lines = (line.split() for line in (directory / name).read_text().splitlines())
+                    return next(int(words[1]) for words in lines if words[0] == "oom_kill")
+        return 0
 
     def _places(self) -> list[tuple[Path, str, str, str, str]]:
         """Directories and file names of cgroup v2 and v1. In a container the path is often `/`, or one that is not there."""

@@ -313,7 +313,7 @@ def _killed_by_probe(snapshot: Snapshot, pod: Document) -> str:
     was stopped for that.
     """
     killing, asked = snapshot.about(pod, "Killing"), _failing(snapshot, pod)
-    if not killing or not asked:
+    if not killing or not asked or (kube_pods.termination(pod) or {}).get("reason") == "OOMKilled":
         return ""
     removed = kube_pods.leaves(pod) or pod["status"].get("reason") or kube_pods.disruption(pod)
     if "probe" not in str(killing[-1].get("message")) and (removed or not kube_pods.termination(pod)):

@@ -22,12 +22,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from outlast import accelerators, backoff, contract
+from outlast import accelerators, backoff, contract, memory
 from outlast.clock import Seen
 from outlast.contract import FailureCause
 from outlast.launch import rank0_files, shim
 from outlast.ledger import Ledger
-from outlast.rendezvous import transport
+from outlast.rendezvous import restarts, transport
 from outlast.rendezvous.attempts import Past
 from outlast.rendezvous.handler import Handler, member
 from outlast.rendezvous.repairs import Repairs
@@ -49,6 +49,8 @@ _SCRIPTS = (
 """Errors of a script that is wrong or does not fit the installed packages."""
 _MEMORY = ("OutOfMemoryError", "MemoryError")
 """Errors of torch, for any accelerator, and of Python."""
+_LOADER = "killed by signal: Killed"
+"""What torch says of a process of a data loader that the kernel has killed."""
 _STEPS = ("first step", "train")
 """Phases in which a hang is charged to the step. While it opens, restores or saves, a process waits for a store or a disk.
 A plain script without reported steps counts as at step 0 if it was silent for longer than it was active."""
@@ -77,7 +79,7 @@ def main(argv: list[str], *, unready: int | None = None) -> None:
     log = Path(os.environ[contract.Env.OUTPUT]) / contract.LOGS / contract.worker_log(id)
     if unready is not None and _others_may_wait(os.environ):
         os.read(unready, 1)
-    early = 0
+    early, kills = 0, restarts.Kills()
     seen = Seen(time.monotonic)
     with member(client, run_id=run_id, state=state, host=host, processes=processes, leave_s=float(grace_s)) as handler:
         handler.key = seal.key(os.environ)
@@ -109,17 +111,15 @@ def main(argv: list[str], *, unready: int | None = None) -> None:
                     sys.exit(_left(handler))
                 if not handler.called():  # a script that always exits with 75 must not be restarted in a tight loop
                     early = early + 1 if time.monotonic() - begun < MAX_BACKOFF_S else 0
-                    delay_s = backoff.exponential(early - 1, 0.5, MAX_BACKOFF_S) if early else 0.0
-                    pause = time.monotonic() + delay_s
-                    while time.monotonic() < pause and not handler.called():
-                        time.sleep(MONITOR_INTERVAL_S)
+                    handler.pause_s = backoff.exponential(early - 1, 0.5, MAX_BACKOFF_S) if early else 0.0
             else:
                 first = min(failures, key=lambda failure: (not _is_cause(failure), failure["time"]))
-                said = f"outlast | {first['reason']}"
-                print(said, file=sys.stderr, flush=True)
+                print(said := f"outlast | {first['reason']}", file=sys.stderr, flush=True)
                 prefix = shim.PREFIX.format(first["rank"]) if processes > 1 else ""
                 if {failure["early"] for failure in failures if _is_cause(failure)} != {first["early"]}:
                     first["early"] = ""
+                kills = kills.after(first["code"], first["step"], time.monotonic() - begun)
+                handler.pause_s = kills.pause_s  # before the next start, so that all know of this failure at once
                 handler.failed({**first, "log_tail": log_pipe.tail(log, said, since=logged, prefix=prefix)})
 
 
@@ -188,7 +188,9 @@ def _train(
         monitor_interval=MONITOR_INTERVAL_S,
         local_addr=host,
     )
+    kills = memory.Machine().oom_kills()
     result = Agent(spec, NoFiles()).run()
+    oom = memory.Machine().oom_kills() > kills
     # The process that failed first may end last: others have failed because of it, and torch's agent has stopped it, too.
     ended = {process.local_rank for process in result.failures.values()}
     causes = _causes(state, processes) if ended else {}
@@ -197,7 +199,7 @@ def _train(
         for local_rank, said in causes.items()
         if local_rank not in ended
     }
-    return [_failure(state, handler, rank, process) for rank, process in {**result.failures, **stopped}.items()]
+    return [_failure(state, handler, rank, process, oom=oom) for rank, process in {**result.failures, **stopped}.items()]
 
 
 def _forget(state: Path, processes: int) -> None:
@@ -224,14 +226,17 @@ def _causes(state: Path, processes: int) -> dict[int, dict[str, Any]]:
     return {each: record for each, record in said.items() if "code" in record and not _is_secondary(record)}
 
 
-def _failure(state: Path, handler: Handler, rank: int, process: Any) -> dict[str, Any]:
-    """How one training process failed, as the rendezvous reports it."""
+def _failure(state: Path, handler: Handler, rank: int, process: Any, *, oom: bool = False) -> dict[str, Any]:
+    """How one training process failed, as the rendezvous reports it. `oom`: the kernel has killed a process of this worker for
+    want of memory meanwhile."""
     record = _read(state / contract.ERROR.format(local_rank=process.local_rank))
     verdict = _read(state / contract.VERDICT.format(local_rank=process.local_rank))
     # The error record comes first: threads of torch may end the process with SIGABRT while it exits.
     code = record.get("code") or contract.exit_code(process.exitcode)
     worker = os.environ[contract.Env.WORKER]
     what = verdict.get("reason") or record.get("message") or _how(process.exitcode)
+    if oom := oom and (what == _how(-signal.SIGKILL) or _LOADER in what):
+        what = "was killed: out of memory; raise resources.memory, or lower the batch"
     # Errors of ours are whole sentences; records of `shim.record_death` have no code.
     sentence = "code" in record and not record.get("traceback") and not verdict
     reached = progress.read(state, process.local_rank)
@@ -246,7 +251,7 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any) -> dict[str
         "rank": rank,
         "code": code,
         "reason": f"rank {rank} on worker {worker}{':' if sentence else ''} {what}",
-        "cause": FailureCause.HANG if verdict else FailureCause.OUT_OF_MEMORY if _is_out_of_memory(record) else "",
+        "cause": FailureCause.HANG if verdict else FailureCause.OUT_OF_MEMORY if oom or _is_out_of_memory(record) else "",
         "traceback": record.get("traceback", ""),
         "time": record.get("time", time.time()),
         "echo": not verdict and (stopped_by_us or _is_secondary(record)),

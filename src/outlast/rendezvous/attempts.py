@@ -392,7 +392,8 @@ def refused(pending: list[failures.Pending], tries: int) -> str:
     first = failures.cause(pending).failure
     if first.code in (Exit.INTERRUPTED, Exit.MISCONFIGURED, Exit.GIVEN_UP):
         return f"{first.reason}; another attempt would not help"
-    raised = not contract.killed(first.code) and not first.hung
+    starved = first.cause is contract.FailureCause.OUT_OF_MEMORY
+    raised = (starved or not contract.killed(first.code)) and not first.hung
     if first.early or (raised and not first.step):  # whether it would be raised again the coordinator knows better
         return f"{first.reason} before its first step"
     most = TRIES if raised or first.hung else KILLED_TRIES

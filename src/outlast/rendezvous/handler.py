@@ -93,6 +93,8 @@ class Handler(RendezvousHandler):
         """Called when there is a new world, before its training processes start."""
         self.dies: Callable[[], bool] = lambda: False
         """True while a rank is crashing by itself; we let it finish so that its error is reported."""
+        self.pause_s = 0.0
+        """How long the processes of the next start wait. The others wait for them, as for any that starts slowly."""
         self._next: dict[str, Any] = {}
         self._said_leaving = False
         self._unsaved = False
@@ -323,6 +325,9 @@ class Handler(RendezvousHandler):
         else:
             socket.create_connection((host, int(port)), timeout=REACH_S).close()
             store = TCPStore(host, int(port), is_master=False, timeout=timeout)
+        until, self.pause_s = time.monotonic() + self.pause_s, 0.0
+        while time.monotonic() < until and not self.num_nodes_waiting() and not self.leaving():
+            self._client.wait(0.1)
         return RendezvousInfo(store, rank, len(world.members), RendezvousStoreInfo(host, int(port)))
 
     def _take_up(self, world: World, *, again: bool) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 Whoever decides (the launcher, the operator) asks `judge` once for every generation that failed, and keeps the `History` it gets.
 Interruptions cost nothing. A wrong configuration stops the job at once. Every other failure costs one restart, refunded once it
-lies outside the window or the committed step has advanced. A step that raised or hung three times in a row would do so a fourth
-time, and an error of the script that every rank raised before its first step a second time: the job stops. Pure: time is an
-argument.
+lies outside the window or the committed step has advanced. A step that raised, hung or ran out of memory three times in a row
+would do so a fourth time, and an error of the script that every rank raised before its first step a second time: the job stops.
+Pure: time is an argument.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from datetime import timedelta
 from itertools import takewhile
 from typing import NamedTuple
 
-from outlast import contract, status, units
+from outlast import backoff, contract, status, units
 
 SAME_STEP = 3
 """Errors in a row at one step that end a job."""
+LIVED_S, LONGEST_PAUSE_S = 30.0, 30.0
+"""Of `Kills`; arbitrary."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Record(NamedTuple):
     committed_step: int
     """The newest committed step then."""
     failed_step: int | None
-    """The step that raised or hung; None when it is not known, or the process was killed, which says nothing about the step."""
+    """The step that raised, hung or ran out of memory; None when it is not known, or the process was killed otherwise, which says
+    nothing about the step."""
 
 
 History = tuple[Record, ...]
@@ -68,6 +71,25 @@ class Stop:
     counted = True
 
 
+@dataclass(frozen=True)
+class Kills:
+    """Kills of a worker's processes in a row, none of which came further than the one before."""
+
+    count: int = 0
+    step: int = -1
+    """The furthest step that any of them had reached."""
+
+    def after(self, code: int, step: int | None, lived_s: float) -> Kills:
+        """With one more end of its processes. Without a `step` a life of `LIVED_S` is progress."""
+        further = step > self.step if step is not None else lived_s > LIVED_S
+        return Kills(0 if further or not contract.killed(code) else self.count + 1, max(self.step, step or -1))
+
+    @property
+    def pause_s(self) -> float:
+        """How long its next processes wait: not at all after the first two kills, then ever longer."""
+        return backoff.exponential(self.count - 2, 1.0, LONGEST_PAUSE_S) if self.count > 1 else 0.0
+
+
 def judge(
     history: History, failure: status.Failure, committed_step: int, now: float, policy: Policy, *, everywhere: bool = False
 ) -> Restart | Stop:
@@ -79,7 +101,9 @@ def judge(
     window = policy.window.total_seconds()
     past = _that_matter([record._replace(time=min(record.time, now)) for record in history], now, window, policy)
     used = sum(now - record.time < window and record.committed_step >= committed_step for record in past)
-    said = not failure.step or failure.hung  # a hang tells where in its reason; 0: at its start, or the script reports no steps
+    starved = failure.cause is contract.FailureCause.OUT_OF_MEMORY
+    # A hang tells where in its reason; what is out of memory, what to do. 0: at its start, or the script reports no steps.
+    said = not failure.step or failure.hung or starved
     what = failure.reason if said else f"{failure.reason} at step {failure.step}"
 
     if failure.code == contract.Exit.INTERRUPTED or not failure.counted:
@@ -89,10 +113,12 @@ def judge(
     if everywhere:
         again = "every rank raises it before the first step, a restart would not help"
         return Stop(f"{failure.reason}; {again}", contract.Exit.MISCONFIGURED, contract.End.MISCONFIGURED)
-    step = None if contract.killed(failure.code) and not failure.hung else failure.step
+    step = None if contract.killed(failure.code) and not failure.hung and not starved else failure.step
     past, number = (*past, Record(now, committed_step, step)), used + 1
     if step is not None and _in_a_row(past) >= policy.same_step:
         again = "it has hung here" if failure.hung else "this step has failed" if step else "it has failed soon after its start"
+        if starved:
+            again = f"it has run out of memory {f'at step {step}' if step else 'soon after its start'}"
         why = f"{again} {policy.same_step} times in a row"
         return Stop(f"{what}; {why}", failure.code, contract.End.NO_PROGRESS)
     if number > policy.limit:

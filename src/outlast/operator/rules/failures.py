@@ -87,14 +87,18 @@ def repaired(rec: Reconcile) -> None:
 
 
 def of_pod(rec: Reconcile, pod: Pod, end: pods.End) -> Failure:
-    """The failure of a pod."""
+    """The failure of a pod. It cannot say any more at which step; its peers were at the same one."""
+    world_now = rec.status.world
+    inside = [each for each in rec.snapshot.reports.values() if world_now and each.member.generation == world_now.generation]
+    told = [step for each in inside for step in ((each.failure.step if each.failure else None), each.step) if step is not None]
     return Failure(
         worker=pod.index,
         code=end.code,
         reason=f"worker {pod.index} {end.sentence}",
         cause=FailureCause.OUT_OF_MEMORY if end.out_of_memory else FailureCause.UNKNOWN,
-        generation=rec.status.world.generation if rec.status.world else 0,
-        attempt=rec.start_of(rec.status.world.generation)[1] if rec.status.world else 0,
+        step=max(told, default=None) if end.out_of_memory else None,
+        generation=world_now.generation if world_now else 0,
+        attempt=rec.start_of(world_now.generation)[1] if world_now else 0,
         time=end.time or rec.now,
     )
 

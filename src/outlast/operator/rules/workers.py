@@ -44,7 +44,7 @@ def ended_workers(rec: Reconcile) -> None:
                 if rec.is_counted(generation):
                     rec.update(failure=failures.kept(rec, failure, pod.node))
                 else:
-                    failures.count(rec, failure, raised=None, node=pod.node)
+                    failures.count(rec, failure, raised=failure.step, node=pod.node)
                     if rec.done:
                         return
                     failures.cover_others(rec, generation)
