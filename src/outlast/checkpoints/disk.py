@@ -324,9 +324,8 @@ def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Che
     is no older: (generation, step) decides."""
     directory = checkpoint.path.parent
     if checkpoint.path.exists():
-        there = next((c for c in list_(directory) if c.step == checkpoint.step), None)
-        ours = there is not None and there.run == checkpoint.run
-        if there and ours and not instead and there.generation >= checkpoint.generation and verify(there.path) is None:
+        there = next((c for c in list_(directory) if (c.run, c.step) == (checkpoint.run, checkpoint.step)), None)
+        if there and not instead and there.generation >= checkpoint.generation and verify(there.path) is None:
             shutil.rmtree(written)
             return there
         aside = (checkpoint.path.with_name(f"{checkpoint.path.name}.replaced-{i}") for i in range(1 << 30))
