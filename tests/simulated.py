@@ -373,7 +373,7 @@ class Cluster:
             if agent.standing == "training" and agent.generation == failed.generation:
                 agent.attempt += 1
                 past = {"generation": agent.generation, "attempt": agent.attempt, "worker": index, "failure": failure}
-                agent.past = [*agent.past, past]
+                agent.past = [*agent.past, {**past, "at": self.now - 1000.0 * agent.index}]
         self.step = self.committed
 
     def relaunch(self, index: int, seconds: float = 0.0) -> None:

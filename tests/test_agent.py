@@ -89,7 +89,8 @@ def test_training_that_was_told_to_leave_has_its_grace_whatever_the_clocks_do(be
 
 
 @pytest.mark.parametrize(
-    ("left_s", "save_s", "upload_s"), [(15.0, 3.0, 2.0), (15.0, 7.0, 4.0), (120.0, 60.0, 20.0), (None, 40.0, 20.0)]
+    ("left_s", "save_s", "upload_s"),
+    [(15.0, 3.0, 2.0), (15.0, 7.0, 4.0), (120.0, 60.0, 20.0), (600.0, 60.0, 20.0), (None, 40.0, 20.0)],
 )
 def test_with_any_notice_there_is_time_to_save_and_to_upload(
     bench: Bench, left_s: float | None, save_s: float, upload_s: float, monkeypatch: pytest.MonkeyPatch
@@ -108,6 +109,8 @@ def test_with_any_notice_there_is_time_to_save_and_to_upload(
     assert agent.worker.leaving == ("received SIGTERM" if left_s is None else "told to leave: spot")
     told = notice.read(bench.state / contract.NOTICE)
     assert told["deadline"] - time.time() >= save_s, "the training saves"
+    assert agent.worker.leave_by is not None
+    assert agent.worker.leave_by - began <= min(GRACE_S, left_s or GRACE_S), "and is a member for the grace at most"
     for _ in range(int(save_s)):
         bench.machine.goes_on(1.0)
         assert bench.looks() == [], "and is not killed meanwhile"

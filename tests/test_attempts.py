@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -358,8 +359,12 @@ class Counting(coordinator.Coordinator):
 
 
 def the_past(*attempts: int, generation: int = 7, worker: int = 4, every_s: float = 0.0) -> list[dict[str, Any]]:
-    of = {"generation": generation, "worker": worker}
-    return [{**of, "attempt": each, "failure": a_failure(worker, time=5.0 + every_s * each)} for each in attempts]
+    """As a member tells it; the wall clock of each worker is wrong in its own way."""
+    of, wrong = {"generation": generation, "worker": worker}, (1e6, -7e5, 0.0)
+    return [
+        {**of, "attempt": each, "failure": a_failure(worker, time=5.0 + wrong[each % 3]), "at": 5.0 + every_s * each}
+        for each in attempts
+    ]
 
 
 def test_repaired_failures_are_counted_once_whoever_reports_them() -> None:
@@ -486,6 +491,14 @@ def test_a_coordinator_that_was_away_counts_the_past_at_the_time_at_which_it_was
     run = Counting()
     run.hears(3, attempt=12, past=the_past(*range(1, 13), every_s=3600.0 * hours))
     assert (run.restarts, run.closed is None, run.judged) == ((12, True, (7, 11)) if hours else (10, False, (7, 10)))
+
+
+def test_the_age_of_a_failure_is_that_by_the_clock_of_the_member_that_tells_it_first_hand() -> None:
+    late, newest = the_past(1, 2, every_s=60), [{**each, "at": each["at"] + 1e5} for each in the_past(1, 2, 3, every_s=60)]
+    older = [{key: value for key, value in each.items() if key != "at"} for each in newest]
+    for reports in itertools.permutations([late, newest, older]):
+        assert [(past.attempt, ago_s) for past, ago_s in attempts.uncounted(reports, (0, 0), 7)] == [(1, 120), (2, 60), (3, 0)]
+    assert [ago_s for _, ago_s in attempts.uncounted([older], (0, 0), 7)] == [0, 0, 0], "of an earlier version"
 
 
 def test_a_coordinator_without_a_history_counts_what_fails_from_now_on() -> None:

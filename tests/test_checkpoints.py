@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -172,12 +173,24 @@ def test_generations_count_by_themselves_when_nobody_numbers_them(tmp_path: Path
     assert checkpoints.acquire(tmp_path, "r", None) == 1
 
 
-def test_saving_a_step_again_keeps_the_valid_checkpoint(tmp_path: Path):
+def test_of_two_valid_checkpoints_of_a_step_that_of_the_later_generation_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     checkpoints.acquire(tmp_path, "r", 1)
     first = written(tmp_path, 10)
+    assert written(tmp_path, 10, content=b"again") == first, "another attempt of its generation"
     checkpoints.acquire(tmp_path, "r", 2)
-    assert written(tmp_path, 10, generation=2, content=b"other") == first
-    assert {path.name for path in tmp_path.iterdir()} == {"FENCE", ".lock", "step-00000010"}
+    with monkeypatch.context() as dies:
+        rename = Path.rename
+        dies.setattr(Path, "rename", lambda path, to: None if "saving" in path.name else rename(path, to))
+        written(tmp_path, 10, generation=2)
+    assert checkpoints.list_(tmp_path) == []
+    checkpoints.abandon(tmp_path, 2)
+    assert checkpoints.list_(tmp_path) == [first], "its successor died between two renames"
+    later = written(tmp_path, 10, generation=2, content=b"other")
+    assert checkpoints.list_(tmp_path) == [later]
+    with checkpoints.fetching(tmp_path, 10) as path:
+        said = checkpoints.Commit("r", 10, 1, 1, 5.0, {})
+        assert checkpoints.place(path, said) == later, "the store has an earlier one"
+    assert {path.name for path in tmp_path.iterdir()} == {"FENCE", ".lock", "step-00000010", "step-00000010.replaced-0"}
 
 
 def test_metadata_that_an_early_python_3_11_wrote_are_read_and_its_getattr_reaches_nothing_else() -> None:
@@ -309,10 +322,10 @@ def test_two_fetch_one_after_the_other(tmp_path: Path):
     assert checkpoints.verify(placed.path) is None
 
 
-def test_a_fetched_checkpoint_never_replaces_a_valid_one(tmp_path: Path):
-    checkpoints.acquire(tmp_path, "r", 1)
-    ours = written(tmp_path, 5)
-    said = checkpoints.Commit("r", 5, 2, 2, 9.0, {"a": {"size": 7, "crc32": 449999704}})
+def test_a_fetched_checkpoint_replaces_no_valid_one_of_its_generation(tmp_path: Path):
+    checkpoints.acquire(tmp_path, "r", 2)
+    ours = written(tmp_path, 5, generation=2)
+    said = checkpoints.Commit("r", 5, 2, 3, 9.0, {"a": {"size": 7, "crc32": 449999704}})
 
     def placed() -> Checkpoint:
         with checkpoints.fetching(tmp_path, 5) as path:
@@ -322,7 +335,7 @@ def test_a_fetched_checkpoint_never_replaces_a_valid_one(tmp_path: Path):
     assert placed() == ours
     assert not list(tmp_path.glob("*.fetching"))
     damage_cut(ours.path / "a")
-    assert placed().generation == 2
+    assert placed().world_size == 3
     assert checkpoints.verify(ours.path) is None
     assert (tmp_path / "step-00000005.replaced-0").exists()
 
@@ -400,6 +413,41 @@ def saved(directory: Path, state: checkpoint.State, step: int = 1) -> Path:
     assert told == ["committed"]
     writer.close()
     return directory / contract.checkpoint_name(step)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("later", "reason"),
+    [
+        (("another", 1), "run another has taken over .*; this process must stop"),
+        (("r", 3), "generation 2 of this run has been replaced by generation 3; this process must stop"),
+    ],
+)
+def test_a_fence_that_is_made_up_for_takes_no_directory_back(tmp_path: Path, later: tuple[str, int], reason: str):
+    """The disk could not be written when our generation began. Before it can, somebody else has begun."""
+    checkpoints.acquire(tmp_path, "of before", 7)
+    writer = saver.Saver(tmp_path, "r", 2, retention=checkpoints.Retention(2), report=lambda kind, **fields: None)
+    writer.fenced = False
+    checkpoints.acquire(tmp_path, *later)
+    writer.begin(1, checkpoint.capture({"model": nn.Linear(2, 2)}, 0, 1))
+    outcome = writer.wait()
+    assert outcome is not None
+    assert outcome.superseded
+    assert re.match(reason, outcome.reason)
+    assert (checkpoints.owner(tmp_path), checkpoints.generation(tmp_path, later[0])) == later
+    assert checkpoints.list_(tmp_path) == []
+    writer.close()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_fence_that_is_made_up_for_takes_the_directory_from_the_run_before(tmp_path: Path):
+    checkpoints.acquire(tmp_path, "of before", 7)
+    writer = saver.Saver(tmp_path, "r", 2, retention=checkpoints.Retention(2), report=lambda kind, **fields: None)
+    writer.fenced = False
+    writer.begin(1, checkpoint.capture({"model": nn.Linear(2, 2)}, 0, 1))
+    assert writer.wait() == saver.Outcome(1, committed=True)
+    assert checkpoints.generation(tmp_path, "r") == 2
+    writer.close()
 
 
 def a_model() -> nn.Sequential:

@@ -16,6 +16,7 @@ from outlast.kube import kinds
 from outlast.kube import pods as podwords
 from outlast.operator import job_status, metrics
 from outlast.operator.metrics import Metrics
+from outlast.operator.plan import Plan
 from outlast.operator.snapshot import Limits
 from simulated import BEGAN, EVERY, STEP_S, Cluster, Killed, trains
 
@@ -972,3 +973,22 @@ def test_a_failure_that_cannot_be_read_counts_and_the_job_goes_on() -> None:
     again(cluster, by=fails)
     said = "worker 1 failed, and its report of how cannot be read: its agent is of another version"
     assert (cluster.status["restarts"], cluster.status["lastFailure"]["reason"]) == (1, said)
+
+
+def test_that_steps_were_lost_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, said = training(steps=10_000), []
+    cluster.until(lambda c: c.committed >= 200, 300)
+
+    def look(**how: Any) -> Plan:
+        plan = Cluster.look(cluster, **how)
+        said.extend(event.message for event in plan.events if event.reason == "StepsLost")
+        return plan
+
+    monkeypatch.setattr(cluster, "look", look)
+    cluster.committed = 0  # with the disk on which it was
+    again(cluster, by=lambda: cluster.fail(1))
+    assert len(said) == 1
+    assert said[0].startswith("training ")
+    again(cluster, 3, by=lambda: cluster.job["spec"]["workers"].update(replicas=3))
+    assert 0 < cluster.step < 200
+    assert len(said) == 1

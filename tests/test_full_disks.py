@@ -113,6 +113,18 @@ def test_the_first_start_of_a_run_on_a_disk_that_cannot_be_written_ends_with_one
     assert sentence in end.errors[0]
 
 
+@pytest.mark.parametrize("generation", [1, None])
+def test_the_first_start_of_a_run_needs_the_disk_of_rank_0_only(tmp_path: Path, small_disk: Path, generation: int | None):
+    """In a job, and in a torchrun, which numbers no generations."""
+    small_disks.protect(small_disk)
+    disks = ["a", "disk"]
+    processes = worlds.started(functools.partial(train, Plan()), tmp_path, 2, generation=generation, disks=disks)
+    end = worlds.ended(processes, tmp_path, disks=disks)
+    assert end.codes == [0, 0], end.errors
+    assert f"outlast: output {small_disk} cannot be written: Read-only file system; training goes on" in end.errors[1]
+    assert committed(tmp_path / "a") == [10, 15, 20]
+
+
 def test_what_finds_no_room_leaves_no_part_of_it(small_disk: Path):
     """Lines of metrics and events of the ledger before and after are whole, and no partial files remain."""
     directory = small_disk / "checkpoints"

@@ -16,7 +16,7 @@ import pytest
 from clocks import DISTURBANCES, Machine
 from outlast import checkpoints, contract, spec
 from outlast.errors import OutlastError
-from outlast.launch import rank0_files
+from outlast.launch import elastic, rank0_files
 from outlast.local import workers
 from outlast.local.backend import LocalBackend
 from outlast.local.launcher import Launcher
@@ -212,8 +212,13 @@ class Offers(Asked):
 
     def report(self, standing: str, **fields: Any) -> None:
         self.said.append((standing, fields.get("held")))
+        self.owes = fields.get("owes")
         if standing == "waiting":
             self.world = world.World(2, (1, 0), "host-1:1", "worker 0 is lost")
+
+    def amend(self, **fields: Any) -> None:
+        self.said.append(("amended", fields["held"]))
+        self.owes = fields["owes"]
 
 
 @pytest.mark.parametrize(("snapshot", "committed", "phase", "stays"), [
@@ -233,7 +238,7 @@ def test_a_worker_leaves_between_two_worlds_unless_only_its_memory_has_the_newes
     member.failed({"reason": "worker 0 is lost"})
     if stays:
         assert member._next_world("host-1:1").generation == 2, "which saves, and then it leaves"
-        assert offers.said[-1] == ("waiting", 20)
+        assert (offers.said[-1], offers.owes) == (("waiting", 20), True)
         writer.write(progress.Progress(generation=2, rank=0, phase="started"))
         member.world = offers.world
         assert member.num_nodes_waiting() == 0, "its processes are still restoring that step"
@@ -244,14 +249,58 @@ def test_a_worker_leaves_between_two_worlds_unless_only_its_memory_has_the_newes
     writer.close()
 
 
+@pytest.mark.parametrize(("committed", "owes"), [(10, True), (20, False)])
+def test_a_worker_whose_processes_failed_says_whether_only_its_memory_has_the_newest_step(
+    tmp_path: Path, committed: int, owes: bool
+) -> None:
+    offers = Offers()
+    member = Handler(offers, run_id="run", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
+    member.world = Asked.world
+    writer = progress.Writer(tmp_path, 0)
+    writer.write(progress.Progress(generation=1, rank=1, phase="train", snapshot=20, committed=committed))
+    member.failed({"reason": "worker 0 is lost"})
+    member._next_world("host-1:1")
+    assert (offers.said[-1], offers.owes) == (("waiting", 20), owes)
+    writer.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_leaves_is_waited_for_while_the_store_lacks_what_it_saved_and_not_for_a_save_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Only rank 0's is brought to the store."""
+    output = tmp_path / "out"
+    (output / ".push").mkdir(parents=True)
+    monkeypatch.setenv(contract.Env.STATE, str(tmp_path))
+    monkeypatch.setenv(contract.Env.OUTPUT, str(output))
+    monkeypatch.setenv(contract.Env.STORE, "s3://bucket/job")
+    monkeypatch.setenv(contract.Env.RENDEZVOUS, "operator://job")
+    offers = Offers()
+    member = Handler(offers, run_id="run", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
+    member.world = world.World(1, (1, 0) if rank == 0 else (0, 1), "", "")
+    writer = progress.Writer(tmp_path, 0)
+    writer.write(progress.Progress(generation=1, rank=rank, phase="train", committed=10, snapshot=19))
+    member._say_leaving()
+    assert (offers.said, offers.owes) == ([("leaving", 19)], True)
+    leaves = threading.Thread(target=elastic._left, args=(member,))
+    leaves.start()
+    while rank == 0 and not (number := rank0_files.wanted(output)):
+        assert leaves.is_alive()
+        wall.sleep(0.01)
+    if rank == 0:
+        assert (offers.said[1:], offers.owes) == ([("amended", 10)], True)
+        rank0_files.give(output, number)
+    leaves.join(10)
+    assert (offers.said[1:], offers.owes) == ([("amended", 10)] * 2, False)
+    writer.close()
+
+
 def test_a_worker_that_leaves_is_a_member_until_the_store_has_what_it_saved(tmp_path: Path) -> None:
     output = tmp_path / "out"
     (output / ".push").mkdir(parents=True)
     environ = {contract.Env.STATE: str(tmp_path), contract.Env.OUTPUT: str(output), contract.Env.STORE: "s3://bucket/job"}
     pods = {**environ, contract.Env.RENDEZVOUS: "operator://job"}
-    writer = progress.Writer(tmp_path, 0)
-    writer.write(progress.Progress(generation=3, rank=0, phase="save", committed=19))
-    waits = threading.Thread(target=rank0_files.leave, args=(pods, lambda: False))
+    waits = threading.Thread(target=rank0_files.leave, args=(pods, 3, lambda: False))
     waits.start()
     for problem in ("the store is out of reach", ""):
         while not rank0_files.wanted(output):
@@ -260,11 +309,8 @@ def test_a_worker_that_leaves_is_a_member_until_the_store_has_what_it_saved(tmp_
         rank0_files.give(output, rank0_files.wanted(output), problem)
     waits.join(10)
     assert not waits.is_alive()
-    rank0_files.leave({**pods, contract.Env.RENDEZVOUS: "unix:///here"}, lambda: False)  # all workers see this directory
-    writer.write(progress.Progress(generation=3, rank=1, phase="save", committed=19))
-    rank0_files.leave(pods, lambda: False)  # rank 0's worker brings it to the store
+    rank0_files.leave({**pods, contract.Env.RENDEZVOUS: "unix:///here"}, 3, lambda: False)  # all workers see this directory
     assert not rank0_files.wanted(output)
-    writer.close()
 
 
 # The end

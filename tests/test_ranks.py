@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -20,6 +21,8 @@ from outlast import contract
 from outlast.agent.ranks import Ranks
 from outlast.hangs import rule, stacks
 from outlast.launch import elastic, rank, shim
+from outlast.rendezvous.handler import Handler
+from outlast.rendezvous.world import World
 from outlast.workerfiles import progress
 from outlast.workerfiles.progress import Progress
 
@@ -78,6 +81,35 @@ def test_no_clock_that_is_set_and_no_pause_makes_a_process_hang(tmp_path: Path, 
         machine.goes_on(1.0)
         found = ranks.look()
     assert rule.hung(found, LIMIT_S) != []
+
+
+def test_where_no_record_can_be_written_that_of_an_earlier_process_is_gone(tmp_path: Path) -> None:
+    """Otherwise its step, its attempt and its rank would be believed."""
+    progress.Writer(tmp_path, 0).write(Progress(generation=1, rank=1, phase="train", step=9, committed=9))
+    writer, before = progress.Writer(tmp_path, 0), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        writer.write(Progress(generation=2, rank=0, phase="open"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert progress.read(tmp_path, 0) is None
+    writer.write(Progress(generation=2, rank=0, phase="train"))
+    assert progress.read(tmp_path, 0) == Ranks(tmp_path, 1, time.monotonic).newest()
+
+
+def test_records_that_are_not_of_this_start_tell_the_coordinator_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that can only be read keeps them."""
+    monkeypatch.setenv(contract.Env.WORKER, "0")
+    member = Handler(cast(Any, None), run_id="r", state=tmp_path, host="127.0.0.1", processes=1)
+    member.world = World(2, (1, 0), "", "")
+    old = Progress(generation=1, rank=0, phase="train", step=9, committed=5, snapshot=9)
+    for fields in ({}, {"generation": 2, "attempt": 1}):
+        said = {**dataclasses.asdict(old), **fields}
+        (tmp_path / contract.PROGRESS.format(local_rank=0)).write_text(json.dumps(said))
+        assert progress.read(tmp_path, 0) is not None
+        assert (member._records(), member._owes(), member._held) == ([], False, 0)
+        assert elastic._failure(tmp_path, member, 1, SimpleNamespace(local_rank=0, exitcode=-9))["step"] is None
+        assert Ranks(tmp_path, 1, time.monotonic).look() == [], "their process is not there"
 
 
 def test_a_process_whose_main_thread_moves_is_not_silent(tmp_path: Path) -> None:

@@ -450,7 +450,7 @@ def test_a_fetch_goes_on_with_what_has_arrived(memory: Store, tmp_path: Path):
     assert {path.name for path in directory.iterdir()} == {".lock", "step-00000030"}
 
 
-def test_a_valid_checkpoint_here_is_never_replaced_and_a_damaged_one_is(memory: Store, tmp_path: Path):
+def test_a_valid_checkpoint_here_is_replaced_by_one_of_a_later_generation_and_a_damaged_one_by_any(memory: Store, tmp_path: Path):
     ours = three(memory, tmp_path)
     here = tmp_path / "there"
     mine = written(here, 30, files={**FILES, ".metadata": b"[]"})
@@ -462,6 +462,8 @@ def test_a_valid_checkpoint_here_is_never_replaced_and_a_damaged_one_is(memory: 
     assert (ours.fetch(newest, here).path / ".metadata").read_bytes() == b"{}"
     assert checkpoints.verify(mine.path) is None
     assert (here / "step-00000030.replaced-0").is_dir()
+    written(tmp_path / "earlier", 30, generation=0)
+    assert ours.fetch(newest, tmp_path / "earlier").generation == 1
 
 
 def hand_over(request: str, key: str, act: Callable[[], Any]) -> Any:

@@ -17,7 +17,7 @@ from outlast.rendezvous.handler import Handler
 from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.transports.sockets import Called, Closed, Report
 from outlast.rendezvous.world import World
-from outlast.workerfiles import notice
+from outlast.workerfiles import notice, progress
 
 KILLED = {"rank": 1, "code": 137, "reason": "rank 1 on worker 1 was killed by SIGKILL", "time": 5.0, "echo": False}
 
@@ -139,7 +139,10 @@ def test_members_meet_again_in_the_same_generation_at_a_fresh_store(members: Cal
             ("training", 1, attempt)
         }
     past = [{"generation": 1, "attempt": attempt, "worker": size // 2, "failure": KILLED} for attempt in (1, 2)]
-    assert [list(client.said.past) for client in world.clients] == [past] * size
+    told = [[{**each} for each in client.said.past] for client in world.clients]
+    for each in told:
+        assert 0 < each[0].pop("at") < each[1].pop("at"), "by the clock of the member"
+    assert told == [past] * size
     assert not any(report.failed for client in world.clients for report in client.reports)
 
 
@@ -203,6 +206,20 @@ def test_a_call_that_comes_while_they_agree_is_followed(members: Callable[..., M
     world.handlers[0].dies = lambda: False
     until(lambda: world.clients[0].said.standing == "waiting")
     assert [handler.attempt for handler in world.handlers] == [0, 0]
+
+
+def test_what_was_held_before_a_world_is_told_once(members: Callable[..., Members]) -> None:
+    world = members(1)
+    writer = progress.Writer(world.handlers[0]._state, 0)
+    writer.write(progress.Progress(generation=1, rank=0, phase="train", snapshot=20))
+    world.clients[0].called = Called(2, "growing", False, time.time() + 60)
+    [joins] = world.fail(0)
+    until(lambda: world.clients[0].said.standing == "waiting")
+    assert world.clients[0].said.held == 20
+    world.clients[0].world = World(2, (0,), world.clients[0].said.address, "growing")
+    joins.result(timeout=60)
+    assert (world.clients[0].said.standing, world.clients[0].said.held) == ("training", 0)
+    writer.close()
 
 
 def test_members_that_were_late_go_on_when_the_last_is_ready(members: Callable[..., Members]) -> None:

@@ -54,6 +54,16 @@ def test_a_dry_run_says_what_would_be_made_and_makes_nothing(api: apiserver.ApiS
     assert kinds(api) == []
 
 
+def test_who_submits_is_told_when_what_leaving_workers_save_ends_with_them(
+    api: apiserver.ApiServer, outlast: Outlast, tmp_path: Path
+) -> None:
+    warning = "output is neither in a store nor on a volume at /out; what pods save ends with them"
+    assert warning not in outlast("submit", "job.yaml", "--as", "indexed-job", "--dry-run")[2]
+    (tmp_path / "job.yaml").write_text(JOB.replace("  output: s3://bucket/runs\n", ""))
+    code, _, said = outlast("submit", "job.yaml", "--as", "indexed-job", "--dry-run")
+    assert (code, said.count(warning)) == (0, 1)
+
+
 def test_a_job_is_applied_and_the_same_again_changes_nothing(api: apiserver.ApiServer, outlast: Outlast) -> None:
     code, out, _ = outlast("submit", "job.yaml", "--as", "statefulset")
     assert code == 0

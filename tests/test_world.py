@@ -297,6 +297,16 @@ def test_a_newcomer_waits_for_the_save_of_a_worker_that_leaves_with_the_newest_s
     assert isinstance(decided(replace(members[0], held=19), joined, **known, want=wanted(2, expected={1}), now=NOW + 20), Wait)
     late = replace(alone, at=NOW + 120)
     assert decided(*members, **known, want=wanted(2, expected={1}), now=NOW + 120) == late, "its time is over"
+    reached = replace(members[0], held=19, owes=False)
+    assert decided(reached, members[1], **known, want=wanted(2, expected={1}), now=NOW + 20) == alone, "it has it in the store"
+
+
+def test_what_a_worker_that_leaves_holds_does_not_prolong_its_time():
+    state = State({}).heard(a_worker(0, LEAVING, 4, since=NOW))
+    state = state.heard(replace(a_worker(0, LEAVING, 4, since=NOW + 70), held=10))
+    assert state.members[0] == replace(a_worker(0, LEAVING, 4, since=NOW), held=10)
+    state = state.heard(replace(a_worker(0, LEAVING, 4, since=NOW + 71), held=10, owes=False))
+    assert (state.members[0].since, state.members[0].owes) == (NOW, False)
 
 
 def test_a_worker_that_is_asked_to_leave_long_after_the_call_has_its_time_to_save():
@@ -565,6 +575,9 @@ def test_workers_that_failed_save_what_is_in_their_memory_before_the_job_is_susp
     failed = replace(saving, planned=False, cause=Cause.FAILED)
     assert decided(*members, world=formed, called=failed, want=wanted(0, min=2)) == suspended, "it was tried once"
     assert decided(members[0], world=a_world(0, 1), called=called, want=wanted(0, min=2)) == suspended, "they are too few"
+    saved = [replace(each, owes=False) for each in members]
+    assert decided(*saved, world=a_world(0, 1), called=called, want=wanted(0, min=2)) == suspended, "it is committed"
+    assert decided(saved[0], members[1], world=a_world(0, 1), called=called, want=wanted(0, min=2)) == formed
 
 
 def test_suspending_waits_for_the_saving():

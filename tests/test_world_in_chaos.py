@@ -45,11 +45,13 @@ class Worker:
                 self.now = replace(me, standing=MemberState.WAITING)
                 return True
             if me.id in self.world.members:
-                self.now = replace(me, standing=MemberState.TRAINING, generation=self.world.generation, failed=False)
+                self.now = replace(
+                    me, standing=MemberState.TRAINING, generation=self.world.generation, failed=False, held=0, owes=True
+                )
                 return True
         called = self.call is not None and self.call.generation > me.generation
         if called and (me.standing is MemberState.TRAINING or (me.standing is MemberState.DONE and not self.call.planned)):
-            self.now = replace(me, standing=MemberState.WAITING)
+            self.now = replace(me, standing=MemberState.WAITING, held=1, owes=not self.call.planned)
             return True
         return False
 
@@ -143,7 +145,11 @@ class Job:
                 survivors = [id for id in ranks if id in decision.members and members[id].generation == generation]
                 assert list(decision.members[: len(survivors)]) == survivors
                 newest = max((members[id].generation, members[id].held) for id in decision.members)
-                leaving = [m for m in members.values() if m.standing is MemberState.LEAVING and (m.generation, m.held) > newest]
+                leaving = [
+                    m
+                    for m in members.values()
+                    if m.standing is MemberState.LEAVING and m.owes and (m.generation, m.held) > newest
+                ]
                 begun = pending.at if pending else -math.inf
                 assert not any(world.until(max(begun, m.since), TIMEOUTS.leave, self.now) for m in leaving), (
                     "what is saved is lost"
@@ -160,6 +166,11 @@ class Job:
                 assert decision.look_again is None or self.now < decision.look_again <= self.now + LONGEST
             case Closed():
                 assert decision.done or self.replicas == 0
+                here = [m for m in members.values() if m.standing is MemberState.WAITING and m.held and m.owes]
+                crashed = pending and not pending.planned and not pending.leaving
+                trains = any(m.standing in (MemberState.TRAINING, MemberState.LEAVING) for m in members.values())
+                enough = sum(m.standing is MemberState.WAITING for m in members.values()) >= self.sizes[0]
+                assert decision.done or not (here and crashed and enough) or trains, "what is in their memory is lost"
                 if decision.done:
                     assert {(members[id].standing, members[id].generation) for id in ranks} == {(MemberState.DONE, generation)}
 
@@ -232,6 +243,8 @@ FATES = [
     "fails and waits",
     "waits untold",
     "leaves",
+    "holds",
+    "owes nothing",
     "finishes",
     "obeys",
 ]
@@ -282,11 +295,15 @@ class Chaos(RuleBasedStateMachine):
             case "fails", MemberState.TRAINING:
                 worker.now = replace(now, failed=True)
             case "fails and waits", MemberState.TRAINING:
-                worker.now = replace(now, failed=True, standing=MemberState.WAITING)
+                worker.now = replace(now, failed=True, standing=MemberState.WAITING, held=1)
             case "waits untold", MemberState.TRAINING:
                 worker.now = replace(now, standing=MemberState.WAITING)
             case "leaves", MemberState.WAITING | MemberState.TRAINING:
-                worker.now = replace(now, standing=MemberState.LEAVING)
+                worker.now = replace(now, standing=MemberState.LEAVING, owes=True)
+            case "holds", MemberState.WAITING | MemberState.LEAVING:
+                worker.now = replace(now, held=data.draw(st.integers(0, 3)))
+            case "owes nothing", _:
+                worker.now = replace(now, owes=False)
             case "finishes", MemberState.TRAINING if not now.failed:
                 worker.now = replace(now, standing=MemberState.DONE)
             case "obeys", _:

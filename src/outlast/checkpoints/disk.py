@@ -6,7 +6,8 @@ The training library writes them, the command line lists them, agents wait for t
     step-00001200/              a checkpoint: torch.distributed.checkpoint's files and COMMIT, which was written last
     step-00001300.saving-g4/    being written by generation 4, or left behind when that generation died
     step-00001300.fetching/     being fetched from a store or another disk, locked meanwhile; or left behind
-    step-00001300.replaced-0/   damaged, and saved again since: goes with the checkpoints before it; of another run: stays
+    step-00001300.replaced-0/   damaged, or of an earlier generation, and saved again since: goes with the checkpoints before it;
+                                of another run: stays
     FENCE                       {run, generation} that may commit, and whether this is the `first` disk, that of rank 0; read and
                                 written while `.lock` is held
 
@@ -209,7 +210,10 @@ def saving(directory: Path, step: int, generation: int) -> Path:
 
 def abandon(directory: Path, generation: int) -> None:
     """Remove what earlier attempts of `generation`, and generations before it, were writing when they died: a disk may be full
-    because of it. Only before this one saves."""
+    because of it. What was moved aside and not replaced, since they died just then, comes back. Only before this one saves."""
+    for path in directory.glob("*.replaced-*"):
+        if not path.with_suffix("").exists():
+            path.rename(path.with_suffix(""))
     for path in directory.glob("*.saving-g*"):
         match = _LEFTOVER.fullmatch(path.name)
         if match and int(match[1]) <= generation:
@@ -296,9 +300,9 @@ def acquire(directory: Path, run: str, generation: int | None, *, first: bool | 
 def commit(written: Path, checkpoint: Checkpoint, content: Mapping[str, Mapping[str, int]]) -> Checkpoint:
     """Make the files in `written` the checkpoint `checkpoint.path`: from here on it exists, whatever dies.
 
-    `content` maps file names to `{size, crc32}`; the files must be durable. A valid checkpoint of that step wins: ours is dropped
-    and that one returned. A damaged one, or another run's, is moved aside. Raises Superseded when a later generation owns the
-    directory.
+    `content` maps file names to `{size, crc32}`; the files must be durable. A valid checkpoint of that step that no earlier
+    generation saved wins: ours is dropped and that one returned. Any other is moved aside. Raises Superseded when a later
+    generation owns the directory.
     """
     directory = checkpoint.path.parent
     stamp = (checkpoint.run, checkpoint.step, checkpoint.generation, checkpoint.world_size, checkpoint.time)
@@ -316,11 +320,12 @@ def commit(written: Path, checkpoint: Checkpoint, content: Mapping[str, Mapping[
 
 
 def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Checkpoint | None:
-    """Give what was written, COMMIT included, its name; drop it and return the valid checkpoint of that step if there is one."""
+    """Give what was written, COMMIT included, its name; drop it and return the valid checkpoint of that step if one is there that
+    is no older: (generation, step) decides."""
     directory = checkpoint.path.parent
     if checkpoint.path.exists():
-        there = next((c for c in list_(directory) if c.step == checkpoint.step), None)
-        if not instead and there and there.run == checkpoint.run and verify(there.path) is None:
+        there = next((c for c in list_(directory) if (c.run, c.step) == (checkpoint.run, checkpoint.step)), None)
+        if there and not instead and there.generation >= checkpoint.generation and verify(there.path) is None:
             shutil.rmtree(written)
             return there
         aside = (checkpoint.path.with_name(f"{checkpoint.path.name}.replaced-{i}") for i in range(1 << 30))
@@ -355,8 +360,8 @@ def fetching(directory: Path, step: int) -> Iterator[Path]:
 def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint:
     """Make the files in `fetched`, which are durable and match `commit`, the checkpoint of that step.
 
-    One that is here and valid stays, and is returned, unless this one comes `instead`; a damaged one, or another run's, is moved
-    aside. Needs no fence: what a store or another disk of the world has committed is the run's.
+    One that is here, valid and of no earlier generation stays, and is returned, unless this one comes `instead`; any other is
+    moved aside. Needs no fence: what a store or another disk of the world has committed is the run's.
     """
     directory = fetched.parent
     new = _committed(directory / contract.checkpoint_name(commit.step), commit)

@@ -238,16 +238,17 @@ class Checkpoints:
         progress: Progress = lambda _: None,
         stop: threading.Event | None = None,
     ) -> disk.Checkpoint:
-        """Fetch a checkpoint to the local `directory`, verified and durable, unless a valid one of that step is there.
+        """Fetch a checkpoint to the local `directory`, verified and durable, unless a valid one of its step is there that no
+        earlier generation saved.
 
         Raises Damaged if the one in the store differs from its COMMIT or has been removed; after Stopped, OSError and StoreError
         a later call resumes.
         """
         parts = self._parts(checkpoint.place)
-        if here := _valid_here(directory, checkpoint.step, self.run):
+        if here := _valid_here(directory, checkpoint, self.run):
             return here
         with disk.fetching(directory, checkpoint.step) as path:
-            if here := _valid_here(directory, checkpoint.step, self.run):  # while we waited
+            if here := _valid_here(directory, checkpoint, self.run):  # while we waited
                 with contextlib.suppress(OSError):
                     path.rmdir()
                 return here
@@ -374,7 +375,8 @@ def _there(place: Place) -> Outcome:
     return Outcome("there", f"step {place.step} is in the store")
 
 
-def _valid_here(directory: Path, step: int, run: str) -> disk.Checkpoint | None:
-    """The valid local checkpoint of a step."""
-    found = (c for c in disk.list_(directory) if c.step == step and c.run == run and not c.problem)
+def _valid_here(directory: Path, wanted: Checkpoint, run: str) -> disk.Checkpoint | None:
+    """The valid local checkpoint of the step that is wanted, of its generation or a later one."""
+    found = (c for c in disk.list_(directory) if c.step == wanted.step and c.generation >= wanted.generation)
+    found = (c for c in found if c.run == run and not c.problem)
     return next((c for c in found if disk.verify(c.path) is None), None)

@@ -125,7 +125,10 @@ def main(argv: list[str], *, unready: int | None = None) -> None:
 
 def _left(handler: Handler) -> int:
     """The exit code, once the others can go on from what was saved here. The agent ends this process if that takes too long."""
-    rank0_files.leave(os.environ, over=lambda: handler.closed is not None)
+    handler.left(reached=False)
+    if handler.rank == 0:
+        rank0_files.leave(os.environ, handler.generation, over=lambda: handler.closed is not None)
+    handler.left(reached=True)
     return contract.Exit.INTERRUPTED
 
 

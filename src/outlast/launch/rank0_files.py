@@ -72,15 +72,14 @@ def _send(environ: Mapping[str, str], over: Callable[[], bool]) -> bytes:
     return _SENT if problem == "" else _NOTHING
 
 
-def leave(environ: Mapping[str, str], over: Callable[[], bool]) -> None:
-    """Wait, as a worker that leaves, for the store to have what rank 0 has saved here, or until it is `over`: this worker stays a
-    member meanwhile, so that the others do not train from an older step."""
-    record = progress.read(Path(environ[Env.STATE]), 0)
-    if not _stored(environ) or record is None or record.rank != 0:
+def leave(environ: Mapping[str, str], generation: int, over: Callable[[], bool]) -> None:
+    """Wait, as rank 0's worker, which leaves, for the store to have what was saved here up to that `generation`, or until it is
+    `over`: this worker stays a member meanwhile, so that the others do not train from an older step."""
+    if not _stored(environ):
         return
     with contextlib.suppress(OSError):  # a full disk: the last upload of the agent is all that there is
         for number in itertools.count(1):
-            if not _uploaded(Path(environ[Env.OUTPUT]), f"{record.generation}.leave.{number}", over):
+            if not _uploaded(Path(environ[Env.OUTPUT]), f"{generation}.leave.{number}", over):
                 return
             time.sleep(1.0)  # the store failed, and may be back
 

@@ -336,6 +336,7 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
             renewed,
             report.held,
             report.again,
+            report.owes,
         )
         holder, its_run = fields.get("holderIdentity"), report.run
         step, steps, committed, generation = (_count(progress.get(each)) for each in ("step", "steps", "committed", "generation"))

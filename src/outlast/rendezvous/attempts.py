@@ -56,17 +56,13 @@ class Past:
     worker: int
     failure: Mapping[str, Any]
     """As `sockets.Report.failure`."""
+    at: float = 0.0
+    """When it was repaired, by the steady clock of the member that reports it: to be compared within one report only."""
 
     @property
     def start(self) -> tuple[int, int]:
         """The start of processes that failed, as `status.Failure.start`."""
         return self.generation, self.attempt - 1
-
-    @property
-    def time(self) -> float:
-        """When it failed, by the clock of its worker; 0 if it does not say."""
-        said = self.failure.get("time", 0.0)
-        return float(said) if is_number(said) else 0.0
 
     @property
     def sentence(self) -> str:
@@ -157,6 +153,7 @@ _FITS: Mapping[str, Any] = {
     "address": lambda value: isinstance(value, str) and len(value) < 300,
     "reason": lambda value: isinstance(value, str),
     "failure": lambda value: isinstance(value, Mapping),
+    "at": is_number,
 }
 
 
@@ -192,18 +189,21 @@ def before(generation: int, attempt: int) -> tuple[int, int]:
     return (generation, attempt - 1) if attempt else (generation - 1, 10**9)
 
 
-def uncounted(said: Iterable[object], judged: tuple[int, int], generation: int) -> list[tuple[Past, float]]:
-    """What a report of that `generation` lists and is not counted yet, in the order in which to count it, each with how many
-    seconds before the newest it happened: whoever counts may have been away for days. `judged` is the last start of processes
+def uncounted(reports: Iterable[Iterable[object]], judged: tuple[int, int], generation: int) -> list[tuple[Past, float]]:
+    """What reports of up to that `generation` list and is not counted yet, in the order in which to count it, each with how many
+    seconds before the newest it was repaired: whoever counts may have been away for days. `judged` is the last start of processes
     whose failure was counted. What cannot be read is left out."""
-    found: dict[tuple[int, int], Past] = {}
-    for each in said:
-        with contextlib.suppress(ValueError):
-            past = Past.of(each)
+    found: dict[tuple[int, int], tuple[Past, float]] = {}
+    for said in reports:
+        readable: list[Past] = []
+        for each in said:
+            with contextlib.suppress(ValueError):
+                readable.append(Past.of(each))
+        for past in readable:
             if judged < past.start and past.generation <= generation:
-                found[past.start] = past
-    newest = max((past.time for past in found.values()), default=0.0)
-    return [(past, newest - past.time if past.time else 0.0) for _, past in sorted(found.items())]
+                ago_s = max(other.at for other in readable) - past.at  # less, from who has not heard of the newest yet
+                found[past.start] = past, max(ago_s, found.get(past.start, (past, ago_s))[1])
+    return [each for _, each in sorted(found.items())]
 
 
 class Stage(enum.Enum):

@@ -162,6 +162,7 @@ class Coordinator:
                 self.clock(),
                 report.held,
                 report.again,
+                report.owes,
             )
         )
         now = self.known.world
@@ -284,7 +285,7 @@ class Coordinator:
         if report.generation > self.followed:  # another coordinator's: it has counted what was before
             self.followed = report.generation
             self.judged = max(self.judged, attempts.before(report.generation, report.attempt))
-        for past, ago_s in attempts.uncounted(report.past, self.judged, report.generation):
+        for past, ago_s in attempts.uncounted([report.past], self.judged, report.generation):
             if self.closed is not None:
                 return
             echo, failure = failures.reported(past.failure, past.worker, past.start, self.clock())

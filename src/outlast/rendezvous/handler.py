@@ -99,8 +99,8 @@ class Handler(RendezvousHandler):
         self._said_leaving = False
         self._unsaved = False
         """Whether the memory of this worker has a step that no checkpoint has: to leave now would lose it."""
-        self._held = 0
-        """The newest step that this worker has had, saved or in memory."""
+        self._held = self._saved = 0
+        """The newest step that this worker has had, saved or in memory, and the newest that is saved."""
         self.key = b""
         """That of the run; without one the members do not watch each other."""
         self.mesh: Mesh | None = None
@@ -116,6 +116,12 @@ class Handler(RendezvousHandler):
     def failed(self, failure: dict[str, Any]) -> None:
         """The training processes of the current world failed."""
         self._next = {"failed": True, "failure": failure}
+
+    def left(self, *, reached: bool) -> None:
+        """Its processes are gone, and this worker leaves: others may wait for what it saved, until that is `reached` or lost."""
+        self._say_leaving()
+        self._owes()
+        self._client.amend(held=self._saved, owes=not reached)
 
     def done(self) -> None:
         """The training processes of the current world have finished."""
@@ -267,6 +273,7 @@ class Handler(RendezvousHandler):
         """What to report of this member, whose processes are gone."""
         self._owes()
         fields: dict[str, Any] = {"standing": MemberState.WAITING, "failed": False, "failure": None, "held": self._held}
+        fields["owes"] = self._unsaved
         fields |= self._next
         return {**(self.repairs.report(failed=True) if fields["failed"] and self.repairs else {}), **fields}
 
@@ -314,7 +321,7 @@ class Handler(RendezvousHandler):
         fields = {**dataclasses.asdict(world), "attempt": self.attempt}
         with contextlib.suppress(OSError):  # for people to look at; a full disk must not keep a world from forming
             files.replace(self._state / contract.WORLD, json.dumps(fields))
-        reported |= {"generation": world.generation, "failed": False, "failure": None}
+        reported |= {"generation": world.generation, "failed": False, "failure": None, "held": 0}  # this world has been told
         self._client.report(standing=MemberState.TRAINING, **reported)
         self._say_peers()
         timeout = timedelta(seconds=STORE_TIMEOUT_S)
@@ -385,8 +392,8 @@ class Handler(RendezvousHandler):
         ones have restored it."""
         records = [each for each in self._records() if each.phase not in ("started", "open", "restore")]
         if records:
-            kept, saved = (max(getattr(each, name) for each in records) for name in ("snapshot", "committed"))
-            self._unsaved, self._held = kept > saved, max(kept, saved)
+            kept, self._saved = (max(getattr(each, name) for each in records) for name in ("snapshot", "committed"))
+            self._unsaved, self._held = kept > self._saved, max(kept, self._saved)
         return self._unsaved
 
     def _too_late(self, kind: str, generation: int, deadline: float) -> bool:
@@ -406,7 +413,7 @@ class Handler(RendezvousHandler):
         if not self._said_leaving:
             self._said_leaving = True
             self._owes()
-            self._client.report(standing=MemberState.LEAVING, held=self._held)
+            self._client.report(standing=MemberState.LEAVING, held=self._held, owes=True)
 
 
 class Torchrun(Handler):

@@ -6,6 +6,7 @@ The elastic agent has one, its handler asks it twice: 20 times a second while pr
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import time
@@ -120,7 +121,7 @@ class Repairs:
             if party is None or party.go is None:
                 raise RuntimeError("no attempt was agreed on")
             party.taken_up()
-            self._past = [*self._past, party.go.past][-attempts.PAST :]
+            self._past = [*self._past, dataclasses.replace(party.go.past, at=self._clock())][-attempts.PAST :]
             self._catch_up()
             return self._past[-1]
 

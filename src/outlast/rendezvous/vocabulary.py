@@ -52,6 +52,8 @@ class Member:
     """The newest step that its processes had saved or in memory, whole, when they ended; 0: none, or not told."""
     again: bool = False
     """Its process is another than that which took up `generation`."""
+    owes: bool = True
+    """Whether others may not reach yet what it holds, or saves."""
 
 
 class Cause(enum.StrEnum):
@@ -191,13 +193,14 @@ class State:
     """The newest step that a worker of the last world has told of, whether it is still there or not."""
 
     def heard(self, member: Member) -> State:
-        """A worker reported. Repeating a report changes nothing; what it says of its peers is no new standing."""
+        """A worker reported. Repeating a report changes nothing; what it says of its peers, or of what it holds, is no new
+        standing."""
         before = self.members.get(member.id)
         if before is not None:
             if before.generation == member.generation and set(member.unheard) <= set(before.unheard):
                 member = replace(member, noticed=before.noticed)
-            peers = replace(before, unheard=member.unheard, refused=member.refused, noticed=member.noticed, since=member.since)
-            if peers == member:
+            told = ("unheard", "refused", "noticed", "since", "held", "owes")
+            if replace(before, **{name: getattr(member, name) for name in told}) == member:
                 member = replace(member, since=before.since)
             if member == before:
                 return self

@@ -292,7 +292,7 @@ def suspended(s: _Situation) -> Decision | None:
             return s.wait(what, end, then=then, look_again=s.look_again(end))
     if s.called is not None and not s.called.planned and not s.called.leaving:
         here = [m for m in s.members.values() if m.standing is MemberState.WAITING]
-        if len(here) >= s.wanted.sizes[0] and any(m.held for m in here):
+        if len(here) >= s.wanted.sizes[0] and any(m.held and m.owes for m in here):
             return None  # a step may be in their memory only: they form one more world, which saves it
     return Closed("suspended: no workers are wanted", done=False)
 
@@ -426,7 +426,7 @@ def _saving(s: _Situation, chosen: Sequence[Member]) -> tuple[list[int], float |
     """Workers that leave with a newer state than the `chosen` have, and until when we wait for their save: a world that began
     before it would discard it."""
     newest = max((m.generation, m.held) for m in chosen)
-    leaving = [m for m in s.members.values() if m.standing is MemberState.LEAVING and (m.generation, m.held) > newest]
+    leaving = [m for m in s.members.values() if m.standing is MemberState.LEAVING and m.owes and (m.generation, m.held) > newest]
     called = s.called.at if s.called is not None else -math.inf
     ends = {m.id: end for m in leaving if (end := s.until(max(called, m.since), s.timeouts.leave)) is not None}
     return sorted(ends), max(ends.values(), default=None)

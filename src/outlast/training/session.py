@@ -82,7 +82,8 @@ def open(seed: int = 0, *, quiet: bool = False) -> Session:
     `Session.log`.
 
     A session that ends without an exception saves the last step if the script has not. Raises OutlastError when a process group
-    exists already or, outside of a job, the output cannot be written, Superseded when a later generation of the run has begun.
+    exists already or, outside of a job, rank 0's output cannot be written, Superseded when a later generation of the run has
+    begun.
     """
     return Session(seed, quiet)
 
@@ -205,7 +206,7 @@ class Session:
                 number.fill_(checkpoints.acquire(self._directory, self._run, ours, first=self.rank == 0))
             except OSError as error:
                 self._unwritten = f"output {self.output} cannot be written: {error.strerror or error}"
-                if not numbered:
+                if not numbered and self.rank == 0:
                     raise OutlastError(f"{self._unwritten}; make room or name another directory") from error
         if not numbered:
             dist.broadcast(number, 0, group=self._group)
@@ -289,7 +290,7 @@ class Session:
             found = recovery.restore(state, search, self._client, self.generation)
         step = found.step
         if self._unwritten:
-            if not found.source:
+            if not found.source and self.rank == 0:  # no checkpoint can be committed, and there is nothing to lose
                 raise OutlastError(f"{self._unwritten}; make room or name another directory")
             log.warning("outlast: %s; training goes on, and each save tries again", self._unwritten)
             self._report(warning=self._unwritten)

@@ -60,8 +60,11 @@ class Writer:
         fields = {**dataclasses.asdict(record), **self._process, "time": time.time()}
         while len(line := json.dumps(fields).encode()) > _SIZE:
             fields["warning"] = fields["warning"][:-8]
-        with contextlib.suppress(OSError):  # a full disk, at the first record: the others overwrite it
-            os.pwrite(self._fd, line.ljust(_SIZE), 0)
+        with contextlib.suppress(OSError):
+            try:
+                os.pwrite(self._fd, line.ljust(_SIZE), 0)
+            except OSError:  # a full disk: better none than that of an earlier process, which readers would believe
+                os.ftruncate(self._fd, 0)
 
     def close(self) -> None:
         """Close the file; the last record stays."""

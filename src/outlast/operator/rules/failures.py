@@ -74,9 +74,9 @@ def repaired(rec: Reconcile) -> None:
     """Count what members have repaired by themselves, each failure once and in order."""
     if rec.elected or rec.status.result is not None:
         return
-    said = [(past, report.member.generation) for report in rec.snapshot.reports.values() for past in report.past]
-    newest = max((generation for _, generation in said), default=0)
-    for past, ago_s in attempts.uncounted((past for past, _ in said), rec.status.counted, newest):
+    said = [report for report in rec.snapshot.reports.values() if report.past]
+    newest = max((report.member.generation for report in said), default=0)
+    for past, ago_s in attempts.uncounted((report.past for report in said), rec.status.counted, newest):
         echo, failure = judging.reported(past.failure, past.worker, past.start, rec.now)
         failure = failure.model_copy(update={"time": min(failure.time, rec.now)})
         pod = rec.pod(failure.worker)

@@ -128,7 +128,7 @@ def _world_wanted(rec: Reconcile) -> None:
 
 
 def _state(rec: Reconcile) -> world.State:
-    """The input of `world.decide`."""
+    """The input of `world.decide`. A world that began again below what the one before had holds its own last step at most."""
     known = rec.status
     members = {}
     for id, report in rec.snapshot.reports.items():
@@ -142,7 +142,7 @@ def _state(rec: Reconcile) -> world.State:
     if called is not None:  # a lost watch or a clock that was set must not shorten the time to save
         called = dataclasses.replace(called, at=min(max(called.at, rec.snapshot.since), rec.now))
     held = max([rec.committed, *(report.snapshot[0] for report in rec.snapshot.reports.values())])
-    return world.State(members, known.world, called, lost=nodes.kept_out(rec), held=held)
+    return world.State(members, known.world, called, lost=nodes.kept_out(rec), held=min(held, rec.step))
 
 
 def _called(rec: Reconcile, call: Call) -> None:

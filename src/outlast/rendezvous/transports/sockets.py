@@ -104,6 +104,8 @@ class Report:
     """The last failures that they have repaired so, of any generation: `attempts.Past`. Few members say it."""
     held: int = 0
     """The newest step that its processes had saved or in memory, whole, when they were stopped; said between two worlds."""
+    owes: bool = True
+    """Whether others may not reach yet what it holds, or saves; False: they can, or never will."""
     again: bool = False
     """Whether it is another process than the one that took up `generation`, which its peers do not hear any more."""
 
@@ -168,6 +170,7 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
     "attempt": is_count,
     "held": is_count,
     "again": lambda value: isinstance(value, bool),
+    "owes": lambda value: isinstance(value, bool),
     "past": lambda value: (
         isinstance(value, list | tuple) and len(value) <= _MOST_PAST and all(isinstance(one, Mapping) for one in value)
     ),
