@@ -131,7 +131,7 @@ def _left(handler: Handler) -> int:
 
 def _replace(handler: Handler, client: transport.Client, generation: int, attempt: int, failure: dict[str, Any]) -> None:
     """Take the place of an elastic agent that was killed, and report that the processes of that start have ended with it."""
-    handler.world = World(generation, (client.id,), "", "")
+    handler.world, handler.attempt = World(generation, (client.id,), "", ""), attempt
     client.amend(generation=generation, attempt=attempt, again=True)
     handler.failed(failure)
 
