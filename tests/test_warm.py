@@ -84,6 +84,26 @@ def test_a_fork_is_called_by_what_it_does(kind: str, argv: list[str], title: str
     assert warm.title(warm.Request(kind, argv, {"RANK": "3", "OUTLAST_WORKER": "1"}, "/", [])) == title
 
 
+ELASTIC = """
+import os, sys
+from types import SimpleNamespace
+from outlast.launch import warm
+
+def main(argv, *, unready):
+    raise {}
+
+sys.modules["outlast.launch.elastic"] = SimpleNamespace(main=main)
+warm.become(warm.Request("elastic", [], dict(os.environ), "/", []))
+"""
+
+
+@pytest.mark.parametrize(("raised", "code"), [("ValueError('a bug')", os.EX_SOFTWARE), ("SystemExit(79)", 79)])
+def test_an_exception_of_the_elastic_agent_has_an_exit_code_that_no_end_of_a_run_has(raised: str, code: int) -> None:
+    done = subprocess.run([sys.executable, "-c", ELASTIC.format(raised)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.endswith("ValueError: a bug\n") == (code == os.EX_SOFTWARE)
+
+
 FORKING = """
 import os, sys, time
 from pathlib import Path

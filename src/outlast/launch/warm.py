@@ -271,7 +271,11 @@ def become(request: Request) -> None:
     if request.kind == "elastic":
         from outlast.launch import elastic
 
-        elastic.main(request.argv, unready=request.unready)
+        try:
+            elastic.main(request.argv, unready=request.unready)
+        except Exception:  # a bug of ours, which says nothing about the run
+            traceback.print_exc()
+            sys.exit(os.EX_SOFTWARE)
     else:
         from outlast.launch import rank
 
