@@ -398,9 +398,8 @@ class Agent:
             self._ended("elastic agent", ended["status"], ended.get("why"))
         else:
             self._warm.kill()
-            self._warm.wait()
-            self._warm = None
-            self._ended("warm process", -signal.SIGKILL)
+            status, self._warm = self._warm.wait(), None
+            self._ended("warm process", min(status, 0) or os.EX_SOFTWARE)
 
     def _ended(self, process: str, status: int, why: str | None = None) -> None:
         """The elastic agent has ended, or the warm process and with it all that it forked."""
