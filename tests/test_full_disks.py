@@ -44,6 +44,7 @@ class Plan:
 def train(plan: Plan) -> None:
     """A snapshot at each step; writes nothing to the output by itself. What it ends with is in the state directory."""
     snapshots.SHARE = float("inf")
+    tempfile.tempdir = os.environ[Env.STATE]  # nobody else's
     with session.open(seed=3, quiet=True) as run:
         net = run.ddp(torch.nn.Sequential(torch.nn.Linear(8, 300), torch.nn.Dropout(0.1), torch.nn.Linear(300, 1)))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)

@@ -150,7 +150,8 @@ def listens(path: str) -> bool:
 
 def forks(path: str) -> list[psutil.Process]:
     """The children of the warm process that listens there."""
-    (warm_process,) = [each for each in psutil.Process().children() if path in each.cmdline()]
+    living = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+    (warm_process,) = [each for each in living if path in each.cmdline()]
     return list(warm_process.children())
 
 
