@@ -119,14 +119,17 @@ def test_with_any_notice_there_is_time_to_save_and_to_upload(
 
 
 @pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize(
+    ("death", "code", "how"), [("kill -9 $$", 137, "was killed by SIGKILL"), ("exit 1", 1, "ended by an exception of its own")]
+)
 def test_a_warm_process_that_dies_is_started_again_where_there_is_something_to_lose(
-    bench: Bench, trained: bool, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, trained: bool, death: str, code: int, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent, started = bench.agent, list[str]()
 
     def start(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes]:
         started.append(python)
-        return subprocess.Popen(["sh", "-c", "kill -9 $$"])
+        return subprocess.Popen(["sh", "-c", death])
 
     monkeypatch.setattr("outlast.agent.agent.start_warm", start)
     if not trained:
@@ -134,8 +137,8 @@ def test_a_warm_process_that_dies_is_started_again_where_there_is_something_to_l
     agent._launch_at, found = agent.clock(), list[lifecycle.Event]()
     while not found:
         found = bench.looks()
-    assert found == [lifecycle.Trained(137, (1, 0) if trained else None)]
-    failure = {"rank": None, "code": 137, "reason": "the warm process of worker 0 was killed by SIGKILL", "committed": 0}
+    assert found == [lifecycle.Trained(code, (1, 0) if trained else None)]
+    failure = {"rank": None, "code": code, "reason": f"the warm process of worker 0 {how}", "committed": 0}
     assert agent._lost.get("failure", {}).items() >= (failure if trained else {}).items()
     agent._happened(found[0])
     bench.looks()
@@ -143,6 +146,44 @@ def test_a_warm_process_that_dies_is_started_again_where_there_is_something_to_l
     agent._kill_training()
     if agent._warm:
         agent._warm.wait()
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_warm_process_that_cannot_be_started_counts_as_one_that_has_ended(
+    bench: Bench, trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes]:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("outlast.agent.agent.start_warm", start)
+    if not trained:
+        bench.agent._ranks.forget()
+    bench.agent._launch_at = bench.agent.clock()
+    found = bench.looks()
+    assert found == [lifecycle.Trained(137, (1, 0) if trained else None)]
+    if trained:
+        reason = "the warm process of worker 0 could not be started: Resource temporarily unavailable"
+        assert bench.agent._lost["failure"]["reason"] == reason
+    bench.agent._happened(found[0])
+    assert bench.agent.worker.phase is (Phase.TRAINING if trained else Phase.FLUSHING)
+
+
+@pytest.mark.parametrize(
+    ("status", "event", "reason"),
+    [
+        (-9, lifecycle.Trained(137, (1, 0)), "was killed by SIGKILL"),
+        (os.EX_SOFTWARE, lifecycle.Trained(1, (1, 0)), "ended by an exception of its own"),
+        (1, lifecycle.Trained(1), ""),  # as the coordinator has published
+        (75, lifecycle.Trained(75), ""),
+    ],
+)
+def test_an_elastic_agent_that_ends_by_itself_is_launched_again_if_its_end_means_nothing(
+    bench: Bench, status: int, event: lifecycle.Trained, reason: str
+) -> None:
+    bench.agent._ended("elastic agent", status)
+    assert bench.looks() == [event]
+    failure = {"code": event.code, "reason": f"the elastic agent of worker 0 {reason}"}
+    assert bench.agent._lost.get("failure", {}).items() >= (failure if reason else {}).items()
 
 
 def test_an_agent_that_cannot_coordinate_any_more_ends_and_launches_nothing(bench: Bench) -> None:

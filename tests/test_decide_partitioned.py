@@ -56,6 +56,20 @@ def test_an_elastic_agent_that_is_started_again_costs_a_restart_and_no_pod(secon
     assert (cluster.status["lastFailure"]["worker"], cluster.status["lastFailure"]["code"]) == (1, 137)
 
 
+def test_an_elastic_agent_that_takes_up_its_world_late_counts_once_and_so_does_the_next_failure_of_its_pod():
+    cluster = a_job()
+    cluster.relaunch(1)
+    cluster.until(lambda c: world(c)[0] == 2)
+    for _ in range(2):  # and nobody has heard of that world yet
+        cluster.now += 1
+        cluster.look()
+    assert (world(cluster), cluster.status["restarts"]) == ((2, [0, 1, 2]), 1)
+    cluster.until(trains(3))
+    cluster.end(cluster.documents["Pod", "train-worker-1"], 137)
+    cluster.run(20)
+    assert (cluster.status["restarts"], cluster.made["train-worker-1"]) == (2, 2)
+
+
 def test_a_silent_node_costs_seconds_and_is_an_interruption():
     cluster = a_job()
     where = node(cluster, 2)

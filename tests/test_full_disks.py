@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,10 +44,12 @@ class Plan:
 def train(plan: Plan) -> None:
     """A snapshot at each step; writes nothing to the output by itself. What it ends with is in the state directory."""
     snapshots.SHARE = float("inf")
+    tempfile.tempdir = os.environ[Env.STATE]  # nobody else's
     with session.open(seed=3, quiet=True) as run:
         net = run.ddp(torch.nn.Sequential(torch.nn.Linear(8, 300), torch.nn.Dropout(0.1), torch.nn.Linear(300, 1)))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
         stream = Stream({"x": torch.ones(160, 8).numpy()}, 8, seed=1, epochs=1)
+        named = set[Path]()
         step = resumed = run.resume({"model": net, "optimizer": optimizer, "stream": stream})
         run.parameters({"lr": 0.01})
         for batch in stream:
@@ -65,10 +68,11 @@ def train(plan: Plan) -> None:
             if run.due(step):
                 run.save(step)
                 while run._saver.busy:
+                    named.update(Path(tempfile.gettempdir()).glob("outlast-*"))
                     time.sleep(0.001)
             if step == plan.kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-        result = {"resumed": resumed, "hash": worlds.hashed(net, optimizer)}
+        result = {"resumed": resumed, "hash": worlds.hashed(net, optimizer), "named": sorted(map(str, named))}
         (Path(os.environ[Env.STATE]) / "result.json").write_text(json.dumps(result))
 
 
@@ -216,6 +220,7 @@ def test_the_others_save_without_a_disk_that_fails_unless_it_is_rank_0s(
     last = world.train(Plan(repair_at=16, disks=(str(small_disk),)), 2)
     assert last.codes == [0, 0], last.errors
     assert {result["hash"] for result in world.results()} == {undisturbed}
+    assert not any(result["named"] for result in world.results()), "a process that is killed could not remove it"
     assert committed(tmp_path / "a") == saved
     assert committed(small_disk) == [5, 20]
     number = outputs.index(small_disk)

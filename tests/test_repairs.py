@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import time
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from outlast import contract
-from outlast.rendezvous.handler import Handler
+from outlast.launch import elastic
+from outlast.rendezvous.handler import Handler, Leaving
 from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.transports.sockets import Called, Closed, Report
 from outlast.rendezvous.world import World
@@ -41,7 +44,7 @@ class Client:
             self.reports.append(self.said)
 
     def amend(self, **fields: Any) -> None:
-        pass
+        self.said = dataclasses.replace(self.said, **fields)
 
     def wait(self, timeout_s: float) -> None:
         with self._changed:
@@ -243,3 +246,29 @@ def test_a_pause_before_the_next_start_ends_when_the_worker_is_told_to_leave(mem
     assert not started.done()
     notice.write(handler._notice, "leave", "its node goes", time.time() + 60)
     assert started.result(timeout=60).world_size == 1
+
+
+@pytest.mark.parametrize("attempt", [0, 2])
+@pytest.mark.parametrize(("saved", "owes"), [(6, True), (9, False)])
+def test_who_takes_the_place_of_a_killed_elastic_agent_knows_the_step_that_is_in_memory_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempt: int, saved: int, owes: bool
+) -> None:
+    monkeypatch.setenv(contract.Env.ATTEMPT, str(attempt))
+    writer = progress.Writer(tmp_path, 0)
+    writer.write(progress.Progress(3, 0, "train", step=9, committed=saved, snapshot=9))
+    writer.close()
+    client = Client(1, (0, 1))
+    handler = Handler(client, run_id="r", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
+    handler._notice = tmp_path / contract.NOTICE
+    notice.write(handler._notice, "leave", "evicted", time.time() + 60)
+    elastic._replace(handler, client, 3, attempt, KILLED)  # type: ignore[arg-type]
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(handler.next_rendezvous)
+        until(lambda: client.reports)
+        said = client.reports[0]
+        if owes:
+            client.closed = Closed("over", 0)
+        with pytest.raises(RendezvousClosedError) as raised:
+            ended.result(timeout=60)
+    assert raised.type is (RendezvousClosedError if owes else Leaving)
+    assert (said.generation, said.attempt, said.failure, said.held) == (3, attempt, KILLED, 9)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -84,29 +86,55 @@ def test_a_fork_is_called_by_what_it_does(kind: str, argv: list[str], title: str
     assert warm.title(warm.Request(kind, argv, {"RANK": "3", "OUTLAST_WORKER": "1"}, "/", [])) == title
 
 
+ELASTIC = """
+import os, sys
+from types import SimpleNamespace
+from outlast.launch import warm
+
+def main(argv, *, unready):
+    raise {}
+
+sys.modules["outlast.launch.elastic"] = SimpleNamespace(main=main)
+warm.become(warm.Request("elastic", [], dict(os.environ), "/", []))
+"""
+
+
+@pytest.mark.parametrize(("raised", "code"), [("ValueError('a bug')", os.EX_SOFTWARE), ("SystemExit(79)", 79)])
+def test_an_exception_of_the_elastic_agent_has_an_exit_code_that_no_end_of_a_run_has(raised: str, code: int) -> None:
+    done = subprocess.run([sys.executable, "-c", ELASTIC.format(raised)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.endswith("ValueError: a bug\n") == (code == os.EX_SOFTWARE)
+
+
 FORKING = """
 import os, sys, time
 from pathlib import Path
+from outlast import contract
 from outlast.launch import warm
 from outlast.rendezvous.transports import sockets
 
-fork, refused = os.fork, [BlockingIOError(11, "Resource temporarily unavailable")]
-os.fork = lambda: fork() if not refused else (_ for _ in ()).throw(refused.pop())
+fork, refused = os.fork, [None, BlockingIOError(11, "Resource temporarily unavailable")]
+os.fork = lambda: (_ for _ in ()).throw(problem) if refused and (problem := refused.pop(0)) else fork()
+if sys.argv[2:]:  # ranks sleep uninterruptibly, as far as it can see
+    warm.END_S, os.kill = 1, lambda pid, number: None
 request = warm.Server(sockets.listening(Path(sys.argv[1])), dict(os.environ)).run(())
 warm.enter(request)
+if request.kind == "elastic":
+    os.environ[contract.Env.PARENT] = str(os.getpid())
+    os.execvp("sh", ["sh"])
 for text in request.argv:
     os.write(1, text.encode())
-if request.kind == "elastic" or not request.argv:
+if not request.argv:
     time.sleep(60)
 os._exit(3)
 """
 
 
 @pytest.fixture
-def forking(tmp_path: Path) -> Iterator[str]:
-    """Where a warm process without torch listens, whose first fork fails: a rank writes its arguments and exits with 3."""
+def forking(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where a warm process without torch listens, whose second fork fails: a rank writes its arguments and exits with 3."""
     path = str(tmp_path / shim.SOCKET)
-    with subprocess.Popen([sys.executable, "-c", FORKING, path]) as process:
+    with subprocess.Popen([sys.executable, "-c", FORKING, path, *getattr(request, "param", ())]) as process:
         while not listens(path):
             assert process.poll() is None
         yield path
@@ -120,41 +148,117 @@ def listens(path: str) -> bool:
     return False
 
 
-def a_rank(path: str, *words: str, of: int = 1) -> subprocess.Popen[bytes]:
-    """A stand-in as torch's agent starts it."""
-    environ = {
-        **os.environ,
-        "RANK": "5",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": str(of),
-        contract.Env.STATE: str(Path(path).parent),
-    }
-    command = [sys.executable, "-I", "-S", shim.__file__, path, "1", *words]
-    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE)
+def forks(path: str) -> list[psutil.Process]:
+    """The children of the warm process that listens there."""
+    living = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+    (warm_process,) = [each for each in living if path in each.cmdline()]
+    return list(warm_process.children())
+
+
+def a_rank(path: str, *words: str, of: int = 1) -> list[str]:
+    """The command of a stand-in, as torch's agent starts it."""
+    ours = {"RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": str(of), contract.Env.STATE: str(Path(path).parent)}
+    variables = [f"{name}={value}" for name, value in ours.items()]
+    return ["env", *variables, sys.executable, "-I", "-S", shim.__file__, path, "1", *words]
+
+
+class Elastic:
+    """An elastic agent that starts what it is told to: a shell."""
+
+    def __init__(self, path: str) -> None:
+        (read, write), (out, to) = os.pipe(), os.pipe()
+        self.connection = shim.connect(path)
+        self.connection.settimeout(60)
+        shim.request(self.connection, "elastic", [], dict(os.environ), "/", (read, to, 2))
+        os.close(read)
+        os.close(to)
+        self.commands, self.output = os.fdopen(write, "w"), os.fdopen(out, "rb")
+
+    def __enter__(self) -> Elastic:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in (self.connection, self.commands, self.output):
+            each.close()
+
+    def begin(self, command: list[str], after: str = "&") -> None:
+        self.commands.write(f"{shlex.join(command)} {after}\n")
+        self.commands.flush()
+
+    def run(self, command: list[str]) -> tuple[bytes, int]:
+        """What it wrote, and the exit code as a shell has it."""
+        self.begin(command, after="; echo _$?_END_")
+        written = b""
+        while not written.endswith(b"_END_\n"):
+            line = self.output.readline()
+            assert line
+            written += line
+        output, code, _ = written.rsplit(b"_", 3)[:3]
+        return output, int(code)
 
 
 def test_a_fork_that_fails_is_the_end_of_that_rank_alone(forking: str) -> None:
-    failed = a_rank(forking, "never said")
-    assert (failed.communicate()[0], failed.returncode) == (b"", -signal.SIGKILL)
-    record = json.loads(Path(forking).with_name("error-1.json").read_text())
-    assert record["message"] == "could not be started: Resource temporarily unavailable"
-    again = a_rank(forking, "one\ntwo")
-    assert (again.communicate()[0], again.returncode) == (b"one\ntwo", 3)
-    several = a_rank(forking, "one\ntw", "o\n", "10%\r", "20%\rthe end", of=2)
-    said = b"[rank 5] one\n[rank 5] two\n[rank 5] 10%\r[rank 5] 20%\r[rank 5] the end"
-    assert (several.communicate()[0], several.returncode) == (said, 3)
+    with Elastic(forking) as elastic:
+        assert elastic.run(a_rank(forking, "never said")) == (b"", 128 + signal.SIGKILL)
+        record = json.loads(Path(forking).with_name("error-1.json").read_text())
+        assert record["message"] == "could not be started: Resource temporarily unavailable"
+        assert elastic.run(a_rank(forking, "one\ntwo")) == (b"one\ntwo", 3)
+        said = b"[rank 5] one\n[rank 5] two\n[rank 5] 10%\r[rank 5] 20%\r[rank 5] the end"
+        assert elastic.run(a_rank(forking, "one\ntw", "o\n", "10%\r", "20%\rthe end", of=2)) == (said, 3)
 
 
 def test_ranks_end_with_their_elastic_agent_and_before_others_hear_of_that(forking: str) -> None:
-    a_rank(forking).communicate()
-    (warm_process,) = [each for each in psutil.Process().children() if forking in each.cmdline()]
-    with shim.connect(forking) as elastic, open(os.devnull, "r+b") as null:
-        shim.request(elastic, "elastic", [], dict(os.environ), "/", (null.fileno(),) * 3)
-        rank = a_rank(forking)
-        while len(warm_process.children()) < 2:
-            assert rank.poll() is None
-        elastic.sendall(b"%d\n" % signal.SIGKILL)
-        assert json.loads(elastic.recv(4096))["status"] == -signal.SIGKILL
-        assert not warm_process.children()
-        rank.communicate()
-        assert rank.returncode == -signal.SIGKILL
+    with Elastic(forking) as elastic:
+        elastic.run(a_rank(forking))
+        elastic.begin(a_rank(forking))
+        while len(forks(forking)) < 2:
+            pass
+        elastic.connection.sendall(b"%d\n" % signal.SIGKILL)
+        assert json.loads(elastic.connection.recv(4096))["status"] == -signal.SIGKILL
+        assert not forks(forking)
+        assert elastic.output.read() == b"", "and so have their stand-ins"
+
+
+@pytest.mark.parametrize("forking", [["stuck"]], indirect=True)
+def test_ranks_that_do_not_end_although_they_are_killed_delay_that_only_for_so_long(forking: str) -> None:
+    with Elastic(forking) as elastic:
+        elastic.run(a_rank(forking))
+        elastic.begin(a_rank(forking))
+        while len(forks(forking)) < 2:
+            pass
+        elastic.begin(["exit", "0"], after="")
+        assert elastic.connection.recv(4096) == b"", "the warm process has ended"
+
+
+@pytest.mark.parametrize("another", [True, False])
+def test_a_rank_whose_elastic_agent_has_ended_is_not_started(forking: str, another: bool) -> None:
+    with Elastic(forking) if another else contextlib.nullcontext() as elastic:
+        if elastic:
+            elastic.run(a_rank(forking, "fails"))
+        done = subprocess.run(a_rank(forking, "never said"), capture_output=True, check=False)
+        assert (done.stdout, done.returncode) == (b"", -signal.SIGKILL)
+
+
+def test_without_a_warm_process_there_is_no_rank_since_its_elastic_agent_has_ended_too(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('never said')")
+    command = a_rank(str(tmp_path / shim.SOCKET), str(tmp_path / "train.py"))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("outlast | rank 5 cannot be started by the warm process: ")
+
+
+def test_a_line_without_end_is_divided_and_a_writer_without_rest_delays_nothing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "5")
+    lines = shim.Lines()
+    fcntl.fcntl(lines.write, fcntl.F_SETPIPE_SZ, 4 * shim.PIECE)
+    os.write(lines.write, b"x" * (3 * shim.PIECE + 1))
+    assert lines.copy()
+    assert capfd.readouterr().out == f"[rank 5] {'x' * shim.PIECE}\n"
+    os.close(lines.write)
+    while lines.copy():
+        pass
+    lines.copy(last=True)
+    assert capfd.readouterr().out == 2 * f"[rank 5] {'x' * shim.PIECE}\n" + "[rank 5] x"
+    os.close(lines.read)

@@ -172,7 +172,8 @@ class Agent:
 
     def _happened(self, event: lifecycle.Event) -> None:
         if event == lifecycle.Prepared(self.worker.phase) == lifecycle.Prepared(Phase.ENVIRONMENT) and self._warm is None:
-            self._warm = start_warm(self._preparation.python, self.environ)  # by this thread: it dies with who starts it
+            with contextlib.suppress(OSError):  # it is tried again when it is needed
+                self._warm = start_warm(self._preparation.python, self.environ)  # by this thread: it dies with who starts it
         self.worker, effects = lifecycle.step(self.worker, event)
         for effect in effects:
             match effect:
@@ -308,14 +309,14 @@ class Agent:
 
     def _launch(self) -> None:
         """Have the elastic agent forked; the warm process listens a moment after its start and answers when torch is imported."""
-        if self._warm is None:
-            self._warm = start_warm(self._preparation.python, self.environ)
         try:
+            self._warm = self._warm or start_warm(self._preparation.python, self.environ)
             sock = shim.connect(str(self.state / shim.SOCKET))
-        except OSError:
-            if (status := self._warm.poll()) is not None:
+        except OSError as problem:
+            why = None if self._warm else f"could not be started: {problem.strerror}"
+            if (status := self._warm.poll() if self._warm else -signal.SIGKILL) is not None:
                 self._warm = None
-                self._ended("warm process", status)
+                self._ended("warm process", min(status, 0) or os.EX_SOFTWARE, why)
             return
         from outlast.prepare import prepare
 
@@ -397,16 +398,17 @@ class Agent:
             self._ended("elastic agent", ended["status"], ended.get("why"))
         else:
             self._warm.kill()
-            self._warm.wait()
-            self._warm = None
-            self._ended("warm process", -signal.SIGKILL)
+            status, self._warm = self._warm.wait(), None
+            self._ended("warm process", min(status, 0) or os.EX_SOFTWARE)
 
     def _ended(self, process: str, status: int, why: str | None = None) -> None:
         """The elastic agent has ended, or the warm process and with it all that it forked."""
-        code, reached, start, self._launch_at = contract.exit_code(status), self._ranks.newest(), None, float("inf")
-        if status < 0 and reached:
+        broken, reached, start, self._launch_at = status == os.EX_SOFTWARE, self._ranks.newest(), None, float("inf")
+        code = contract.Exit.FAILED if broken else contract.exit_code(status)
+        if (status < 0 or broken) and reached:
             start = reached.generation, reached.attempt
-            reason = f"the {process} of worker {self.index} {why or f'was killed by {contract.signal_name(-status)}'}"
+            how = "ended by an exception of its own" if broken else f"was killed by {contract.signal_name(-status)}"
+            reason = f"the {process} of worker {self.index} {why or how}"
             failure = {"rank": None, "code": code, "reason": reason, "time": time.time(), "committed": reached.committed}
             self._lost = {"generation": start[0], "attempt": start[1], "failure": failure}
             print(f"outlast | {reason}", flush=True)

@@ -2,7 +2,7 @@
 
     starting -> run, code, environment, data, checkpoint -> training -> flushing -> ended
                           (an interruption at any time: finish early, save if there is something to save, exit 75;
-                           an elastic agent that is killed: launched again, the snapshots stay)
+                           an elastic agent that is killed, or fails itself: launched again, the snapshots stay)
 
 What a worker does next is decided in this file, when its processes hang in `hangs.rule`, and who coordinates the run in
 `rendezvous.transport`. `agent.agent` carries out the effects and reports the events. There is no clock, file or process here;
@@ -100,7 +100,8 @@ class Trained:
 
     code: int
     start: tuple[int, int] | None = None
-    """The newest start of its processes (generation, attempt) if a signal has ended it; None if there was none, or no signal."""
+    """The newest start of its processes (generation, attempt) if it was killed or has failed itself; None if there was none, or
+    it has ended with the run."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,7 +69,7 @@ def main(argv: list[str], *, unready: int | None = None) -> None:
     import torch.distributed.elastic.rendezvous as rendezvous
 
     processes, grace_s, limit, command = int(argv[0]), argv[1], int(argv[2]), argv[3:]
-    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from the world alone: no round through the store
+    os.environ |= {"TORCH_ELASTIC_WORKER_IDENTICAL": "1", contract.Env.PARENT: str(os.getpid())}  # no round through the store
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it ourselves, in one line
     state = Path(os.environ[contract.Env.STATE])
     lost = json.loads(os.environ.pop(contract.Env.LOST, "{}"))
@@ -134,7 +134,7 @@ def _left(handler: Handler) -> int:
 
 def _replace(handler: Handler, client: transport.Client, generation: int, attempt: int, failure: dict[str, Any]) -> None:
     """Take the place of an elastic agent that was killed, and report that the processes of that start have ended with it."""
-    handler.world = World(generation, (client.id,), "", "")
+    handler.world, handler.attempt = World(generation, (client.id,), "", ""), attempt
     client.amend(generation=generation, attempt=attempt, again=True)
     handler.failed(failure)
 

@@ -2,8 +2,7 @@
 
 torchrun's agent starts, watches and signals *its* child; the process that trains is a fork of `launch.warm`, where torch is
 imported already. This little program is the child: it asks the warm process for a fork, hands it its own stdin, stdout and
-stderr, passes signals on, and ends exactly as the training process ended. Without a warm process it becomes the training
-process itself.
+stderr, passes signals on, and ends exactly as the training process ended.
 
 The output of one of several processes passes through it, to get the rank in front of each line; in files it would fill a disk.
 
@@ -26,6 +25,8 @@ SOCKET = "warm.sock"
 """In the directory of a worker: where its warm process listens."""
 CONNECT_TIMEOUT_S = 5.0
 """For a listener that is stopped, whose queue is full."""
+PIECE = 65536
+"""Most bytes read at once, all that a pipe holds, and of a line: a longer one is divided."""
 PREFIX = "[rank {}] "
 """Prefix of the lines of one of several processes."""
 AGAIN_S = 1.0
@@ -43,15 +44,16 @@ class Lines:
         self._rest = b""
 
     def copy(self, *, last: bool = False) -> bool:
-        """Copy the lines that have come, and the rest if they were the last. Returns whether there may be others."""
-        more, found = True, self._rest
+        """Copy the lines of a piece that has come, and the rest if it was the last. Returns whether there may be others."""
+        more, data = True, b""
         with contextlib.suppress(BlockingIOError):
-            while data := os.read(self.read, 65536):
-                found += data
-            more = False
-        lines = found.splitlines(keepends=True)  # also at \r, as bars of progress have it
-        whole = last or not lines or lines[-1].endswith((b"\r", b"\n"))
-        self._rest = b"" if whole else lines.pop()
+            data = os.read(self.read, PIECE)
+            more = bool(data)
+        lines = (self._rest + data).splitlines(keepends=True)  # also at \r, as bars of progress have it
+        self._rest = b"" if last or not lines or lines[-1].endswith((b"\r", b"\n")) else lines.pop()
+        if len(self._rest) >= PIECE:
+            lines.append(self._rest[:PIECE] + b"\n")
+            self._rest = self._rest[PIECE:]
         for line in lines:
             os.write(1, PREFIX.format(os.environ["RANK"]).encode() + line)
         return more
@@ -94,8 +96,8 @@ def main() -> None:
         lines = Lines() if os.environ.get("LOCAL_WORLD_SIZE", "1") != "1" else None
         streams = (0, lines.write, lines.write) if lines else (0, 1, 2)
         request(sock, "rank", argv, dict(os.environ), os.getcwd(), streams)
-    except OSError:  # no warm process: start cold
-        os.execv(sys.executable, [sys.executable, "-u", "-m", "outlast.launch.rank", *argv])
+    except OSError as problem:  # if the warm process has ended, so has our elastic agent, and the rank would be nobody's
+        sys.exit(f"outlast | rank {os.environ.get('RANK')} cannot be started by the warm process: {problem}")
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         promised = os.path.exists(os.environ.get("OUTLAST_NOTICE", ""))

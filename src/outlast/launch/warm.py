@@ -9,8 +9,8 @@ streams, environment and directory and becomes a training process (`launch.rank`
 
 Protocol, per connection: a request (`shim.request`), then lines from the caller, each a signal number for the child; one JSON
 line back when the child has ended: `{"status": exit code or -signal, "time": seconds since the epoch}`, with `why` if there is
-none. A caller that hangs up kills its child. Ranks die with their elastic agent, children with the warm process, and the warm
-process with its agent. The agent of another worker is no child (`launch.sibling`).
+none. A caller that hangs up kills its child. Ranks die with their elastic agent, and none starts without it; children die with
+the warm process, and the warm process with its agent. The agent of another worker is no child (`launch.sibling`).
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ from outlast import contract
 from outlast.launch import imports, prctl, shim, sibling, titles
 from outlast.rendezvous import transport
 from outlast.rendezvous.transports import sockets
+
+END_S = 60
+"""Longest wait for the ends of ranks killed with their elastic agent; to free a large memory takes seconds. Arbitrary."""
 
 
 @dataclasses.dataclass
@@ -94,6 +97,7 @@ class Server:
         os.set_blocking(self._wake_r, False)
         os.set_blocking(self._wake_w, False)
         signal.signal(signal.SIGCHLD, lambda _n, _f: None)
+        signal.signal(signal.SIGALRM, _give_up)
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
@@ -154,6 +158,11 @@ class Server:
             return None
         if request.kind == sibling.KIND:
             return self._bear(request, connection)
+        elastic = [str(child.pid) for child in self._children.values() if child.kind == "elastic" and not child.end]
+        if request.kind == "rank" and request.env.get(contract.Env.PARENT) not in elastic:  # nobody would own it
+            _close(*request.fds)
+            connection.close()
+            return None
         parent = os.getpid()
         try:
             if request.kind == "rank" and request.env.get("LOCAL_RANK", "0") == "0":
@@ -202,7 +211,8 @@ class Server:
     def _close(self) -> None:
         """Close everything, in a fork."""
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (signal.SIGCHLD, signal.SIGALRM):
+            signal.signal(number, signal.SIG_DFL)
         self._selector.close()
         for sock in (self._listener, *(child.connection for child in self._children.values())):
             sock.close()
@@ -226,6 +236,15 @@ class Server:
                 self._children.pop(fd).connection.close()
             elif orphaned and not child.end:
                 os.kill(child.pid, signal.SIGKILL)
+        waits = any(child.end and child.kind == "elastic" for child in self._children.values())
+        if waits != bool(signal.getitimer(signal.ITIMER_REAL)[0]):
+            signal.alarm(END_S if waits else 0)
+
+
+def _give_up(_number: int, _frame: object) -> NoReturn:
+    """End the warm process, so that its agent starts another: what is killed runs no more, even if the kernel cannot end it."""
+    print(f"outlast | processes that were killed {END_S} s ago have not ended: a disk or a driver holds them", flush=True)
+    os._exit(1)
 
 
 def _close(*fds: int | None) -> None:
@@ -271,7 +290,11 @@ def become(request: Request) -> None:
     if request.kind == "elastic":
         from outlast.launch import elastic
 
-        elastic.main(request.argv, unready=request.unready)
+        try:
+            elastic.main(request.argv, unready=request.unready)
+        except Exception:  # a bug of ours, which says nothing about the run
+            traceback.print_exc()
+            sys.exit(os.EX_SOFTWARE)
     else:
         from outlast.launch import rank
 

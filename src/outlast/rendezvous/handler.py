@@ -89,6 +89,8 @@ class Handler(RendezvousHandler):
         self._processes = processes
         self._notice = Path(os.environ.get(contract.Env.NOTICE, state / contract.NOTICE))
         self.world: World | None = None
+        self.attempt = 0
+        """How often the members have started the processes of the current world again by themselves."""
         self.joining: Callable[[], None] = lambda: None
         """Called when there is a new world, before its training processes start."""
         self.dies: Callable[[], bool] = lambda: False
@@ -136,11 +138,6 @@ class Handler(RendezvousHandler):
     def rank(self) -> int:
         """That of this worker in the current world; -1 before the first."""
         return self.world.members.index(self._client.id) if self.world else -1
-
-    @property
-    def attempt(self) -> int:
-        """How often the members have started the processes of the current world again by themselves."""
-        return self.repairs.attempt if self.repairs else 0
 
     @property
     def closed(self) -> sockets.Closed | None:
@@ -345,6 +342,7 @@ class Handler(RendezvousHandler):
             self.repaired(self.repairs.taken_up())
         else:
             self.repairs.enter(world, self.mesh)
+        self.attempt = self.repairs.attempt
         return self.repairs.report()
 
     def _enter_mesh(self, world: World, host: str, port: int, *, again: bool) -> None:

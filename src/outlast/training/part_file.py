@@ -39,11 +39,11 @@ _SMALL = 64 << 10
 
 
 class Writer(FileSystemWriter):
-    """Writes one rank's part into one file. Somebody who waits for it sets `hurry`."""
+    """Writes one rank's part into one file: a new one in `directory`, or `file`. Somebody who waits for it sets `hurry`."""
 
-    def __init__(self, directory: Path, hurry: threading.Event) -> None:
+    def __init__(self, directory: Path, hurry: threading.Event, file: Path | None = None) -> None:
         super().__init__(directory, sync_files=True)
-        self._directory, self._hurry = directory, hurry
+        self._directory, self._hurry, self._file = directory, hurry, file
         self.files: Mapping[str, Mapping[str, int]] = {}
         """`{name: {size, crc32}}` of the file, once it is written."""
 
@@ -51,7 +51,7 @@ class Writer(FileSystemWriter):
         """Write what `plan` says this rank is to write. Raises OSError."""
         prefix: _StoragePrefix = plan.storage_data
         name, results = f"{prefix.prefix}0.distcp", []
-        with _File(self._directory / name, self._hurry) as file:
+        with _File(self._file or self._directory / name, self._hurry) as file:
             for item in sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO):
                 data, start = planner.resolve_data(item), file.size
                 if isinstance(data, io.BytesIO):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import shutil
 import tempfile
 import threading
@@ -98,7 +99,7 @@ class _Written:
     metric: checkpoints.Metric | None = None
     """How good it is; that of rank 0 counts."""
     aside: tuple[Path, str] | None = None
-    """Where its part is if its disk takes no files, and why it does not."""
+    """The file of its part if its disk takes none, and why it does not."""
 
 
 class Saver:
@@ -194,7 +195,7 @@ class Saver:
         files: dict[str, Mapping[str, int]] = {}
         aside, problem = self._aside(target), ""
         try:
-            writer = part_file.Writer(aside[0] if aside else target, self._hurry)
+            writer = part_file.Writer(aside[0].parent if aside else target, self._hurry, aside[0] if aside else None)
             state_dict_saver.save(flat, storage_writer=writer, process_group=self._group)
             files = {**writer.files}
             if self._rank == 0:
@@ -208,17 +209,18 @@ class Saver:
             outcome = [self._commit(step, target, answers, begun)]
         dist.broadcast_object_list(outcome, src=0, group=self._group)
         if aside:
-            shutil.rmtree(aside[0], ignore_errors=True)
+            os.close(int(aside[0].name))
         return outcome[0]
 
     def _aside(self, target: Path) -> tuple[Path, str] | None:
-        """Where to write this rank's part for the other disks, if its own takes no files and is not rank 0's, and why."""
+        """The file for this rank's part, for the other disks, if its own takes no files and is not rank 0's, and why. It has no
+        name, so it goes with this process, however that ends."""
         if self._disks.here:
             try:
                 target.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                with contextlib.suppress(OSError):  # then the save fails, on all ranks
-                    return Path(tempfile.mkdtemp(prefix="outlast-")), sentence(error)
+                with contextlib.suppress(OSError), tempfile.TemporaryFile() as file:  # else the save fails, on all ranks
+                    return Path(f"/proc/{os.getpid()}/fd/{os.dup(file.fileno())}"), sentence(error)
         return None
 
     def _commit(self, step: int, target: Path, answers: list[_Written], begun: float) -> Outcome:
@@ -244,7 +246,7 @@ class Saver:
                 ]
                 ours = [said for said, disk in zip(answers, disks.of, strict=True) if disk == disks.here]
                 places = {name: said.aside[0] for said in ours if said.aside for name in said.files}
-                problem = disks.exchange(parts, lambda name: places.get(name, target) / name, disks.savers)
+                problem = disks.exchange(parts, lambda name: places.get(name, target / name), disks.savers)
                 problem = next((said.aside[1] for said in ours if said.aside), problem)
             said = None
             if first:

@@ -32,7 +32,7 @@ def reported(rec: Reconcile) -> list[Pending]:
         late = member.again and member.generation < known.world.generation  # the others have gone on without it
         if member.failed and (failure := report.failure) and (late or member.generation == known.world.generation):
             part = failure.start <= counted or judging.is_part_of_call(report.echo, known.called, counted, failure.generation)
-            if (pod is None or pod.uid in rec.handled) if late else part:
+            if part or (late and (pod is None or pod.uid in rec.handled)):
                 continue
             if failure.time > rec.now:  # its node's clock is ahead of ours
                 failure = failure.model_copy(update={"time": report.renewed})
@@ -65,9 +65,8 @@ def count_reported(rec: Reconcile, pending: list[Pending], new: world.World | No
         pod = rec.pod(failure.worker)
         count(rec, failure, raised=None if echo else failure.step, node=pod.node if pod else "", pending=pending)
         cover_others(rec, generation)
-        if pod and before and generation < before.generation:
-            rec.handled[pod.uid] = None
-    rec.update(counted=max(rec.status.counted, failure.start))
+    if not (echo and without):  # else the cause may be about to report, late
+        rec.update(counted=max(rec.status.counted, failure.start))
 
 
 def repaired(rec: Reconcile) -> None:
