@@ -242,7 +242,7 @@ class Struck:
         self.lost |= self.shape.nodes(lost)
         self.newest = self.agents.newest(generation + 1).at if self.agents.has(generation + 1) else (0, 0)
         self.told[-1].update(complete=known[1], newest=self.newest)
-        if len(self.lost) > self.survives or self.saved >= known[1] > 0:
+        if len(self.lost) > self.survives or self.saved >= max(before[1], known[1]) > 0:  # what was saved is on the disk
             return
         assert self.newest >= max(before, known if known[1] else before), "a complete one outlives as many losses as replicas"
         trained = [each for each in records if each.phase == "train"]
