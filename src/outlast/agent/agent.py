@@ -1,10 +1,8 @@
 """The agent: first process of a worker on this machine, the second in a pod (`agent.pid1`). It imports no torch and outlives
 everything it starts.
 
-    python -m outlast.agent.agent            configured by the environment, see `contract.Env`
-
-It carries out what `agent.lifecycle` decides: prepares code and data, starts the warm process and from it the elastic agent,
-asks training to leave, kills hung processes, answers probes, and exits with a code of `contract.Exit`, however training ends.
+It is configured by the environment, see `contract.Env`; `agent.start` begins it. It carries out what `agent.lifecycle` decides:
+prepares code and data, starts the warm process and from it the elastic agent, asks training to leave, kills hung processes, answers probes, and exits with a code of `contract.Exit`, however training ends.
 Its own state on disk (`worker.json`) is replaced as a whole, so it may be killed between any two lines.
 """
 
@@ -25,16 +23,17 @@ import time
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from outlast import contract, probes
-from outlast.agent import coordination, lifecycle, pid1, ranks, reporter, snapshot_memory, upload_handle
+from outlast.agent import coordination, lifecycle, ranks, reporter, snapshot_memory, start, upload_handle
 from outlast.agent.launcher_watch import LauncherWatch
 from outlast.agent.lifecycle import Phase
+from outlast.agent.start import start_warm
 from outlast.clock import Awake
 from outlast.errors import OutlastError, Superseded
 from outlast.hangs import rule, stacks
-from outlast.launch import bytecode, glibc, shim, sibling, titles
+from outlast.launch import bytecode, shim, sibling
 from outlast.ledger import Ledger
 from outlast.rendezvous.transport import Mode
 from outlast.rendezvous.transports import orders, seal
@@ -456,33 +455,14 @@ def print_end(worker: int | str, code: int | None, reason: str) -> None:
     print(contract.end_line(worker, reason, code), flush=True)
 
 
-def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes] | sibling.Forked:
-    """Start the warm process in the Python that is to train, unless this agent was born with one."""
-    if sibling.warm and sibling.warm.poll() is None:
-        return sibling.warm
-    socket_ = os.path.join(environ[contract.Env.STATE], shim.SOCKET)
-    return subprocess.Popen(
-        [python, "-m", "outlast.launch.warm", socket_, str(os.getpid())], stdin=subprocess.DEVNULL, env=environ
-    )
-
-
-def main() -> None:
-    """Start the warm process first, since it takes longest. A job with its own Python environment has to make that before."""
-    pid1.stand_by()
-    titles.entitle(f"agent {os.environ[contract.Env.WORKER]}")
-    log = Output()
+def main(warm: subprocess.Popen[bytes] | sibling.Forked | None, environ: dict[str, str], log: Output) -> NoReturn:
+    """Run the agent of this process and exit with its code."""
     state = os.environ[contract.Env.STATE]
-    environ = os.environ | glibc.streaming(os.environ)
-    file = Path(environ[contract.Env.JOB_FILE])
-    warm = None
-    with contextlib.suppress(OSError):
-        if b"environment:" not in file.read_bytes():  # to parse it takes a while, in which torch can be imported
-            warm = start_warm(sys.executable, environ)
     try:
         from outlast import spec
         from outlast.spec import substitution
 
-        job = spec.load(file)
+        job = spec.load(environ[contract.Env.JOB_FILE])
         environ |= substitution.values(job.spec.env, environ)
         agent = Agent(warm, job, environ, log)
         if agent.launched_here:
@@ -498,5 +478,5 @@ def main() -> None:
     sys.exit(ended.code)
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # a launcher of an earlier version starts it so
+    start.main()

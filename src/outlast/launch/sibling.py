@@ -2,7 +2,7 @@
 
     launcher      asks the warm process of a worker that trains (`ask`); without an answer it starts the worker the usual way
     warm process  forks a process that is not its child (`orphan`), which becomes the agent of the new worker
-    agent         forks a warm process of its own before it has threads, and goes on as `python -m outlast.agent.agent`
+    agent         forks a warm process of its own before it has threads, and goes on as `python -m outlast.agent.start`
 
 So no process of a worker depends on another worker. The worker that a process belongs to is read from its environment in /proc,
 where a fork shows that of the process that was executed: it is overwritten in place (`show`), so only values of equal length may

@@ -324,7 +324,7 @@ def begin(child: sibling.Forked) -> NoReturn:
     """Be the agent of a worker whose warm process is this child."""
     sibling.warm = child
     try:
-        runpy.run_module("outlast.agent.agent", run_name="__main__", alter_sys=True)
+        runpy.run_module("outlast.agent.start", run_name="__main__", alter_sys=True)
     except SystemExit as end:
         leave(end.code if isinstance(end.code, int) else 1)
     except BaseException:
