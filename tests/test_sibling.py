@@ -65,7 +65,7 @@ def test_what_an_agent_adds_for_its_warm_process_does_not_keep_that_from_forking
 
     for name in ("pid1", "titles", "Output"):
         monkeypatch.setattr(start, name, mock.Mock())
-    monkeypatch.setattr(start, "start_warm", taken)
+    monkeypatch.setattr(sibling, "start_warm", taken)
     with pytest.raises(Stopped):
         start.main()
     monkeypatch.setattr(shim, "connect", mock.MagicMock())

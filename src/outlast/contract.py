@@ -97,6 +97,8 @@ class Env:
     """How often the members of that world have started its processes again by themselves."""
     LOST = "OUTLAST_LOST"
     """For an elastic agent that takes the place of one that was killed: generation, attempt and failure, as JSON."""
+    NEEDED = "OUTLAST_NEEDED"
+    """For an elastic agent without which no world can be formed: 1."""
     DATA = "OUTLAST_DATA"
     """Directory of the job's dataset; with several, the directory that holds them all."""
     MODELS = "OUTLAST_MODELS"

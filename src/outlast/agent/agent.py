@@ -1,8 +1,9 @@
 """The agent: first process of a worker on this machine, the second in a pod (`agent.pid1`). It imports no torch and outlives
 everything it starts.
 
-It is configured by the environment, see `contract.Env`; `agent.start` begins it. It carries out what `agent.lifecycle` decides:
-prepares code and data, starts the warm process and from it the elastic agent, asks training to leave, kills hung processes, answers probes, and exits with a code of `contract.Exit`, however training ends.
+Configured by the environment, see `contract.Env`, and begun by `agent.start`, it carries out what `agent.lifecycle` decides:
+prepares code and data, starts the warm process and from it the elastic agent, asks training to leave, kills hung processes,
+answers probes, and exits with a code of `contract.Exit`, however training ends.
 Its own state on disk (`worker.json`) is replaced as a whole, so it may be killed between any two lines.
 """
 
@@ -13,6 +14,7 @@ import functools
 import json
 import os
 import queue
+import runpy
 import selectors
 import signal
 import socket
@@ -26,10 +28,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from outlast import contract, probes
-from outlast.agent import coordination, lifecycle, ranks, reporter, snapshot_memory, start, upload_handle
+from outlast.agent import coordination, lifecycle, ranks, reporter, snapshot_memory, upload_handle
 from outlast.agent.launcher_watch import LauncherWatch
 from outlast.agent.lifecycle import Phase
-from outlast.agent.start import start_warm
 from outlast.clock import Awake
 from outlast.errors import OutlastError, Superseded
 from outlast.hangs import rule, stacks
@@ -171,7 +172,7 @@ class Agent:
 
     def _happened(self, event: lifecycle.Event) -> None:
         if event == lifecycle.Prepared(self.worker.phase) == lifecycle.Prepared(Phase.ENVIRONMENT) and self._warm is None:
-            self._warm = start_warm(self._preparation.python, self.environ)  # by this thread: it dies with who starts it
+            self._warm = sibling.start_warm(self._preparation.python, self.environ)  # by this thread: it dies with who starts it
         self.worker, effects = lifecycle.step(self.worker, event)
         for effect in effects:
             match effect:
@@ -308,7 +309,7 @@ class Agent:
     def _launch(self) -> None:
         """Have the elastic agent forked; the warm process listens a moment after its start and answers when torch is imported."""
         if self._warm is None:
-            self._warm = start_warm(self._preparation.python, self.environ)
+            self._warm = sibling.start_warm(self._preparation.python, self.environ)
         try:
             sock = shim.connect(str(self.state / shim.SOCKET))
         except OSError:
@@ -321,6 +322,7 @@ class Agent:
         grace = f"{self.job.spec.interruption.grace.total_seconds():g}"
         argv = [str(self.processes), grace, str(self.job.spec.restarts.limit), *prepare.command(self.job, self.environ)]
         environ = self.environ | ({contract.Env.LOST: json.dumps(self._lost)} if self._lost else {})
+        environ |= {contract.Env.NEEDED: "1"} if self.job.spec.workers.replicas <= self.job.spec.workers.min else {}
         with contextlib.suppress(OSError):  # it died this very moment: the connection shows it
             shim.request(sock, "elastic", argv, environ, self.environ[contract.Env.CODE], (0, 1, 2))
         self._elastic, self._launch_at = sock, float("inf")
@@ -457,7 +459,6 @@ def print_end(worker: int | str, code: int | None, reason: str) -> None:
 
 def main(warm: subprocess.Popen[bytes] | sibling.Forked | None, environ: dict[str, str], log: Output) -> NoReturn:
     """Run the agent of this process and exit with its code."""
-    state = os.environ[contract.Env.STATE]
     try:
         from outlast import spec
         from outlast.spec import substitution
@@ -472,11 +473,13 @@ def main(warm: subprocess.Popen[bytes] | sibling.Forked | None, environ: dict[st
         if warm:
             warm.kill()
         ended = lifecycle.Exit(contract.Exit.MISCONFIGURED, str(problem))
-        reporter.write_state(Path(state), {"pid": os.getpid(), "state": "gone", "reason": ended.reason, "code": ended.code})
+        reporter.write_state(
+            Path(environ[contract.Env.STATE]), {"pid": os.getpid(), "state": "gone", "reason": ended.reason, "code": ended.code}
+        )
         print_end(environ[contract.Env.WORKER], ended.code, ended.reason)
     log.close()
     sys.exit(ended.code)
 
 
 if __name__ == "__main__":  # a launcher of an earlier version starts it so
-    start.main()
+    runpy.run_module("outlast.agent.start", run_name="__main__")

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
-
-if TYPE_CHECKING:
-    from outlast.backends import Backend
+from typing import Any, NoReturn
 
 
-def main(args: Sequence[str] | None = None, *, backend: Backend | None = None) -> NoReturn:
-    """Run the command line with `args` (default: those of this process) on `backend` (default: this machine), and exit."""
+def main(args: Sequence[str] | None = None, *, backend: Any = None) -> NoReturn:
+    """Run the command line with `args` (default: those of this process) on a `Backend` (default: this machine), and exit."""
     if (sys.argv[1:] if args is None else args) == ["agent"]:
         from outlast.agent import start
 
         start.main()
-    from outlast.cli import commands
+    from outlast.cli import commands, terminal
+    from outlast.errors import InvalidJob, OutlastError
 
-    commands.main(args, backend)
+    terminal.guard()
+    try:
+        commands.app(args=args, obj=backend, prog_name="outlast")
+    except OutlastError as error:
+        print(error if isinstance(error, InvalidJob) else f"Error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except Exception:
+        sys.excepthook = terminal.bug
+        raise
+    sys.exit(0)

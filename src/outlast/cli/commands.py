@@ -7,9 +7,7 @@ for `outlast run` that of the job.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -48,10 +46,6 @@ from outlast.cli import (
     which,
     why,
 )
-from outlast.errors import InvalidJob, OutlastError
-
-if TYPE_CHECKING:
-    from outlast.backends import Backend
 
 app = typer.Typer(
     name="outlast",
@@ -140,17 +134,3 @@ app.command()(operator.operator)
 app.command("node-watch")(nodewatch.node_watch)
 app.command()(version)
 app.command(hidden=True)(evaluation)
-
-
-def main(args: Sequence[str] | None, backend: Backend | None) -> NoReturn:
-    """As `cli.main`. A mistake of the user is one sentence on standard error; a bug keeps its traceback."""
-    terminal.guard()
-    try:
-        app(args=args, obj=backend, prog_name="outlast")
-    except OutlastError as error:
-        print(error if isinstance(error, InvalidJob) else f"Error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except Exception:
-        sys.excepthook = terminal.bug
-        raise
-    sys.exit(0)

@@ -199,8 +199,7 @@ def any_running(pod: Document) -> bool:
 
 
 def all_ended(pod: Document) -> bool:
-    """Whether none of its containers runs or is to be started. Kubelets write the phase only when the pod's sandbox is gone, some
-    seconds after the last container."""
+    """Whether none of its containers runs or will. Kubelets write the phase seconds later, once the sandbox is gone."""
     status = pod.get("status") or {}
     found = [*statuses(pod), *(status.get("ephemeralContainerStatuses") or ())]
     known = len(status.get("containerStatuses") or ()) == len(pod["spec"].get("containers") or ())
