@@ -26,6 +26,7 @@ from outlast.agent.ranks import Ranks
 from outlast.agent.upload_handle import UploadProcess
 from outlast.clock import STEP_S
 from outlast.hangs import rule
+from outlast.rendezvous import transport
 from outlast.workerfiles import notice, progress
 from outlast.workerfiles.progress import Progress
 
@@ -131,7 +132,7 @@ def test_a_warm_process_that_dies_is_started_again_where_there_is_something_to_l
         started.append(python)
         return subprocess.Popen(["sh", "-c", death])
 
-    monkeypatch.setattr("outlast.agent.agent.start_warm", start)
+    monkeypatch.setattr("outlast.launch.sibling.start_warm", start)
     if not trained:
         agent._ranks.forget()
     agent._launch_at, found = agent.clock(), list[lifecycle.Event]()
@@ -155,7 +156,7 @@ def test_a_warm_process_that_cannot_be_started_counts_as_one_that_has_ended(
     def start(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes]:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("outlast.agent.agent.start_warm", start)
+    monkeypatch.setattr("outlast.launch.sibling.start_warm", start)
     if not trained:
         bench.agent._ranks.forget()
     bench.agent._launch_at = bench.agent.clock()
@@ -184,6 +185,30 @@ def test_an_elastic_agent_that_ends_by_itself_is_launched_again_if_its_end_means
     assert bench.looks() == [event]
     failure = {"code": event.code, "reason": f"the elastic agent of worker 0 {reason}"}
     assert bench.agent._lost.get("failure", {}).items() >= (failure if reason else {}).items()
+
+
+@pytest.mark.parametrize(
+    ("rendezvous", "generation", "workers", "waits"),
+    [
+        ("kubernetes://job", "0", {"replicas": 2, "min": 1}, False),  # nobody has trained yet
+        ("kubernetes://job", "3", {"replicas": 2, "min": 1}, True),
+        ("kubernetes://job", "3", {"replicas": 2, "min": 2, "max": 4}, False),
+        ("kubernetes://job", "3", {"replicas": 2}, False),
+        ("unix://launcher.sock", "0", {"replicas": 2}, True),
+    ],
+)
+def test_a_worker_reports_before_its_ranks_can_start_where_nobody_can_train_without_it(
+    bench: Bench, rendezvous: str, generation: str, workers: dict[str, int], waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, asked = bench.agent, list[dict[str, str]]()
+    document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "job"}}
+    agent.job = spec.parse(json.dumps({**document, "spec": {"script": "train.py", "workers": workers}}))
+    agent.environ |= {contract.Env.RENDEZVOUS: rendezvous, contract.Env.GENERATION: generation, contract.Env.CODE: "."}
+    monkeypatch.setattr("outlast.launch.sibling.start_warm", lambda *_: SimpleNamespace())
+    monkeypatch.setattr("outlast.launch.shim.connect", lambda _: None)
+    monkeypatch.setattr("outlast.launch.shim.request", lambda _sock, _kind, _argv, environ, *_: asked.append(environ))
+    agent._launch()
+    assert [transport.others_may_wait(environ) for environ in asked] == [waits]
 
 
 def test_an_agent_that_cannot_coordinate_any_more_ends_and_launches_nothing(bench: Bench) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import typer
 
-from outlast.cli import app
+from outlast.cli.commands import app
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "outlast"

@@ -506,6 +506,43 @@ def test_a_worker_that_ends_beside_a_container_that_runs_on_has_ended() -> None:
     assert (cluster.status["state"], cluster.alive()) == ("Failed", [])
 
 
+@pytest.mark.parametrize(
+    ("beside", "grace_s"),
+    [
+        ({}, 0),
+        ({"initContainerStatuses": [{"name": "fetch", "state": {"terminated": {"exitCode": 0}}}]}, 0),
+        ({"initContainerStatuses": [{"name": "proxy", "state": {"running": {}}}]}, None),
+        ({"ephemeralContainerStatuses": [{"name": "debug", "state": {"running": {}}}]}, None),
+        ({"others": [{"name": "proxy", "state": {"terminated": {"exitCode": 0}}}]}, 0),
+        ({"others": [{"name": "proxy", "state": {"waiting": {"reason": "PodInitializing"}}}]}, None),
+        ({"others": []}, None),  # of a container of the pod there is no word
+    ],
+)
+def test_a_crashed_pod_is_replaced_at_once_unless_a_container_may_still_run(beside: dict[str, Any], grace_s: int | None) -> None:
+    cluster = training(2, low=2)
+    crashed = pod(cluster, 1)
+    cluster.end(crashed, 137)
+    crashed["status"] |= {"phase": "Running", **beside}  # until its sandbox is torn down
+    if "others" in beside:
+        crashed["spec"]["containers"] = [*crashed["spec"]["containers"], {"name": "proxy"}]
+        crashed["status"]["containerStatuses"] += beside["others"]
+    plan = cluster.look()
+    assert [(each.name, each.grace_s) for each in plan.deletes] == [("train-worker-1", grace_s)]
+    assert [each["metadata"]["name"] for each in plan.creates] == (["train-worker-1"] if grace_s == 0 else [])
+
+
+def test_a_pod_that_is_being_deleted_is_gone_once_its_containers_have_ended() -> None:
+    cluster = training(2, low=2)
+    going = pod(cluster, 1)
+    cluster.end(going, 75)
+    going["status"]["phase"] = "Running"
+    going["metadata"] |= {"deletionTimestamp": job_status.text(cluster.now + 100), "deletionGracePeriodSeconds": 105}
+    cluster.put(going)
+    plan = cluster.look()
+    assert [(each.name, each.grace_s) for each in plan.deletes] == [("train-worker-1", 0)]
+    assert [each["metadata"]["name"] for each in plan.creates] == ["train-worker-1"]
+
+
 def test_all_workers_are_done_although_other_containers_of_their_pods_run_on() -> None:
     cluster = training(2)
     for each in list(cluster.pods):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from outlast.contract import Env
 
 TORCH = {"torch", "numpy", "outlast.training"}
 PEOPLE = {"typer", "rich", "outlast.cli"}
@@ -46,13 +49,43 @@ def test_what_runs_beside_the_training_is_light(process: str) -> None:
     assert not loaded(f"import outlast.{process}") & (TORCH | PEOPLE | STORES | {"outlast.local.backend"})
 
 
+def test_a_worker_starts_its_warm_process_before_it_imports_what_else_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").touch()
+    variables = {Env.WORKER: "0", Env.STATE: str(tmp_path), Env.JOB_FILE: str(tmp_path / "job.yaml")}
+    program = f"""
+import os, subprocess
+from outlast.workerfiles import log_pipe
+log_pipe.Output = object  # leaves the streams alone
+os.environ |= {variables}
+def started(command, **_):
+    assert "outlast.launch.warm" in command
+    raise SystemExit
+subprocess.Popen = started
+from outlast import cli
+try:
+    cli.main(["agent"])
+except SystemExit:
+    pass"""
+    later = {
+        "typer",
+        "asyncio",
+        "http.server",
+        "outlast.agent.agent",
+        "outlast.cli.commands",
+        "outlast.rendezvous",
+        "outlast.spec",
+    }
+    assert {"outlast.agent", "outlast.launch.shim"} <= (found := loaded(program))
+    assert not found & later
+
+
 def test_an_agent_starts_the_warm_process_before_it_reads_its_job() -> None:
     assert not loaded("import outlast.agent.agent") & {"pydantic", "yaml", "outlast.spec", "outlast.store", "outlast.kube"}
 
 
 def test_what_an_elastic_agent_needs_is_there_before_what_only_training_needs() -> None:
     meeting = loaded("from outlast.launch import warm; warm.preload(warm.MEETING)")
-    assert not meeting & {"torch._dynamo", "torch.distributed.checkpoint", "sympy", "outlast.training.session"}
+    assert not meeting & {"pydantic", "torch._dynamo", "torch.distributed.checkpoint", "sympy", "outlast.training.session"}
 
 
 def test_training_knows_nothing_of_who_runs_it() -> None:

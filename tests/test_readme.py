@@ -19,6 +19,7 @@ from typer import Exit
 from typer.main import get_command
 
 from outlast import cli, contract, spec
+from outlast.cli.commands import app
 from outlast.recipes import settings
 
 ROOT = Path(__file__).parents[1]
@@ -68,7 +69,7 @@ def shell(line: str) -> list[str]:
     return list(words)
 
 
-COMMANDS: Any = get_command(cli.app)
+COMMANDS: Any = get_command(app)
 OUTLAST = [words[1:] for words in commands() if Path(words[0]).name == "outlast"]
 MAKE = sorted({words[1] for words in commands() if words[0] == "make"})
 

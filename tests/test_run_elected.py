@@ -101,7 +101,7 @@ class Kubelet:
         here = {Env.CODE: str(Path(__file__).parent / "programs"), Env.PROBE_PORT: "0", "KUBECONFIG": str(self.kubeconfig)}
         with (self.directory / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "outlast.agent.agent"], env={**os.environ, **env, **here}, stdout=log, stderr=log
+                [sys.executable, "-m", "outlast.agent.start"], env={**os.environ, **env, **here}, stdout=log, stderr=log
             )
 
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from outlast import contract
-from outlast.agent import agent
+from outlast.agent import start
 from outlast.launch import glibc, shim, sibling
 from outlast.local.state_dir import StateDir
 
@@ -64,10 +64,10 @@ def test_what_an_agent_adds_for_its_warm_process_does_not_keep_that_from_forking
         raise Stopped
 
     for name in ("pid1", "titles", "Output"):
-        monkeypatch.setattr(agent, name, mock.Mock())
-    monkeypatch.setattr(agent, "start_warm", taken)
+        monkeypatch.setattr(start, name, mock.Mock())
+    monkeypatch.setattr(sibling, "start_warm", taken)
     with pytest.raises(Stopped):
-        agent.main()
+        start.main()
     monkeypatch.setattr(shim, "connect", mock.MagicMock())
     monkeypatch.setattr(shim, "request", taken)
     with pytest.raises(Stopped):

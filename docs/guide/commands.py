@@ -15,6 +15,7 @@ from unittest import mock
 from typer.main import get_command
 
 from outlast import cli
+from outlast.cli.commands import app
 
 HEAD = """\
 # Commands
@@ -43,7 +44,7 @@ def page() -> str:
 
 def commands() -> list[str]:
     """All commands, those of a group with the group's name before them."""
-    return list(_below(get_command(cli.app)))
+    return list(_below(get_command(app)))
 
 
 def _below(group: Any) -> Iterator[str]:

@@ -99,6 +99,8 @@ class Env:
     """For an elastic agent that takes the place of one that was killed: generation, attempt and failure, as JSON."""
     PARENT = "OUTLAST_PARENT"
     """Process id of the elastic agent, without which its training processes are not to start."""
+    NEEDED = "OUTLAST_NEEDED"
+    """For an elastic agent without which no world can be formed: 1."""
     DATA = "OUTLAST_DATA"
     """Directory of the job's dataset; with several, the directory that holds them all."""
     MODELS = "OUTLAST_MODELS"

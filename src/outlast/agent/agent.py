@@ -1,10 +1,9 @@
 """The agent: first process of a worker on this machine, the second in a pod (`agent.pid1`). It imports no torch and outlives
 everything it starts.
 
-    python -m outlast.agent.agent            configured by the environment, see `contract.Env`
-
-It carries out what `agent.lifecycle` decides: prepares code and data, starts the warm process and from it the elastic agent,
-asks training to leave, kills hung processes, answers probes, and exits with a code of `contract.Exit`, however training ends.
+Configured by the environment, see `contract.Env`, and begun by `agent.start`, it carries out what `agent.lifecycle` decides:
+prepares code and data, starts the warm process and from it the elastic agent, asks training to leave, kills hung processes,
+answers probes, and exits with a code of `contract.Exit`, however training ends.
 Its own state on disk (`worker.json`) is replaced as a whole, so it may be killed between any two lines.
 """
 
@@ -15,6 +14,7 @@ import functools
 import json
 import os
 import queue
+import runpy
 import selectors
 import signal
 import socket
@@ -25,16 +25,16 @@ import time
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from outlast import contract, probes
-from outlast.agent import coordination, lifecycle, pid1, ranks, reporter, snapshot_memory, upload_handle
+from outlast.agent import coordination, lifecycle, ranks, reporter, snapshot_memory, upload_handle
 from outlast.agent.launcher_watch import LauncherWatch
 from outlast.agent.lifecycle import Phase
 from outlast.clock import Awake
 from outlast.errors import OutlastError, Superseded
 from outlast.hangs import rule, stacks
-from outlast.launch import bytecode, glibc, shim, sibling, titles
+from outlast.launch import bytecode, shim, sibling
 from outlast.ledger import Ledger
 from outlast.rendezvous.transport import Mode
 from outlast.rendezvous.transports import orders, seal
@@ -173,7 +173,9 @@ class Agent:
     def _happened(self, event: lifecycle.Event) -> None:
         if event == lifecycle.Prepared(self.worker.phase) == lifecycle.Prepared(Phase.ENVIRONMENT) and self._warm is None:
             with contextlib.suppress(OSError):  # it is tried again when it is needed
-                self._warm = start_warm(self._preparation.python, self.environ)  # by this thread: it dies with who starts it
+                self._warm = sibling.start_warm(
+                    self._preparation.python, self.environ
+                )  # by this thread: it dies with who starts it
         self.worker, effects = lifecycle.step(self.worker, event)
         for effect in effects:
             match effect:
@@ -310,7 +312,7 @@ class Agent:
     def _launch(self) -> None:
         """Have the elastic agent forked; the warm process listens a moment after its start and answers when torch is imported."""
         try:
-            self._warm = self._warm or start_warm(self._preparation.python, self.environ)
+            self._warm = self._warm or sibling.start_warm(self._preparation.python, self.environ)
             sock = shim.connect(str(self.state / shim.SOCKET))
         except OSError as problem:
             why = None if self._warm else f"could not be started: {problem.strerror}"
@@ -323,6 +325,7 @@ class Agent:
         grace = f"{self.job.spec.interruption.grace.total_seconds():g}"
         argv = [str(self.processes), grace, str(self.job.spec.restarts.limit), *prepare.command(self.job, self.environ)]
         environ = self.environ | ({contract.Env.LOST: json.dumps(self._lost)} if self._lost else {})
+        environ |= {contract.Env.NEEDED: "1"} if self.job.spec.workers.replicas <= self.job.spec.workers.min else {}
         with contextlib.suppress(OSError):  # it died this very moment: the connection shows it
             shim.request(sock, "elastic", argv, environ, self.environ[contract.Env.CODE], (0, 1, 2))
         self._elastic, self._launch_at = sock, float("inf")
@@ -458,33 +461,13 @@ def print_end(worker: int | str, code: int | None, reason: str) -> None:
     print(contract.end_line(worker, reason, code), flush=True)
 
 
-def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes] | sibling.Forked:
-    """Start the warm process in the Python that is to train, unless this agent was born with one."""
-    if sibling.warm and sibling.warm.poll() is None:
-        return sibling.warm
-    socket_ = os.path.join(environ[contract.Env.STATE], shim.SOCKET)
-    return subprocess.Popen(
-        [python, "-m", "outlast.launch.warm", socket_, str(os.getpid())], stdin=subprocess.DEVNULL, env=environ
-    )
-
-
-def main() -> None:
-    """Start the warm process first, since it takes longest. A job with its own Python environment has to make that before."""
-    pid1.stand_by()
-    titles.entitle(f"agent {os.environ[contract.Env.WORKER]}")
-    log = Output()
-    state = os.environ[contract.Env.STATE]
-    environ = os.environ | glibc.streaming(os.environ)
-    file = Path(environ[contract.Env.JOB_FILE])
-    warm = None
-    with contextlib.suppress(OSError):
-        if b"environment:" not in file.read_bytes():  # to parse it takes a while, in which torch can be imported
-            warm = start_warm(sys.executable, environ)
+def main(warm: subprocess.Popen[bytes] | sibling.Forked | None, environ: dict[str, str], log: Output) -> NoReturn:
+    """Run the agent of this process and exit with its code."""
     try:
         from outlast import spec
         from outlast.spec import substitution
 
-        job = spec.load(file)
+        job = spec.load(environ[contract.Env.JOB_FILE])
         environ |= substitution.values(job.spec.env, environ)
         agent = Agent(warm, job, environ, log)
         if agent.launched_here:
@@ -494,11 +477,13 @@ def main() -> None:
         if warm:
             warm.kill()
         ended = lifecycle.Exit(contract.Exit.MISCONFIGURED, str(problem))
-        reporter.write_state(Path(state), {"pid": os.getpid(), "state": "gone", "reason": ended.reason, "code": ended.code})
+        reporter.write_state(
+            Path(environ[contract.Env.STATE]), {"pid": os.getpid(), "state": "gone", "reason": ended.reason, "code": ended.code}
+        )
         print_end(environ[contract.Env.WORKER], ended.code, ended.reason)
     log.close()
     sys.exit(ended.code)
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # a launcher of an earlier version starts it so
+    runpy.run_module("outlast.agent.start", run_name="__main__")

@@ -1,164 +1,24 @@
-"""The command line: `outlast VERB`, one module a group of verbs.
-
-`main` is the program. Verbs talk to a `backends.Backend`, and import heavy modules (pydantic, yaml, rich) when they are called,
-so that `outlast --help` answers at once. Exit codes are 0, 1 when the command failed, 2 when it was used wrongly,
-for `outlast run` that of the job.
-"""
+"""The program `outlast`: its command line, of which a pod's `outlast agent` imports nothing."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, NoReturn
-
-import typer
-
-from outlast import __version__
-from outlast.cli import (
-    chaos,
-    checkpoints,
-    cluster,
-    dashboard,
-    data,
-    doctor,
-    forget,
-    image,
-    install,
-    jobs,
-    kubeflow,
-    nodewatch,
-    notebook,
-    operator,
-    pipeline,
-    prepare_data,
-    provision,
-    rdzv,
-    render,
-    results,
-    run,
-    script,
-    simulate,
-    submit,
-    sync,
-    tensorboard,
-    terminal,
-    top,
-    validate,
-    volume,
-    which,
-    why,
-)
-from outlast.errors import InvalidJob, OutlastError
-
-if TYPE_CHECKING:
-    from outlast.backends import Backend
-
-app = typer.Typer(
-    name="outlast",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Distributed PyTorch training that outlasts its machines.",
-)
+from typing import Any, NoReturn
 
 
-def _versions(wanted: bool) -> None:
-    if wanted:
-        version()
-        raise typer.Exit
+def main(args: Sequence[str] | None = None, *, backend: Any = None) -> NoReturn:
+    """Run the command line with `args` (default: those of this process) on a `Backend` (default: this machine), and exit."""
+    if (sys.argv[1:] if args is None else args) == ["agent"]:
+        from outlast.agent import start
 
+        start.main()
+    from outlast.cli import commands, terminal
+    from outlast.errors import InvalidJob, OutlastError
 
-@app.callback()
-def program(
-    versions: Annotated[
-        bool, typer.Option("--version", callback=_versions, is_eager=True, help="Print the versions and exit.")
-    ] = False,
-) -> None:
-    """Distributed PyTorch training that outlasts its machines."""
-
-
-def version() -> None:
-    """Print the versions of Outlast, Python and PyTorch.
-
-    \b
-    Examples:
-      outlast version
-    """
-    import platform
-    from importlib import metadata
-
-    try:
-        torch = f"torch {metadata.version('torch')}"
-    except metadata.PackageNotFoundError:
-        torch = "no torch"
-    print(f"outlast {__version__}, Python {platform.python_version()}, {torch}, {platform.platform()}")
-
-
-def agent() -> None:
-    """Run a worker, configured by its environment."""
-    from outlast.agent import agent
-
-    terminal.release()
-    agent.main()
-
-
-def evaluation(args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", show_default=False)] = None) -> None:
-    """Evaluate a job's model in this pod, configured by its environment."""
-    from outlast.agent import evaluation
-
-    terminal.release()
-    raise typer.Exit(evaluation.main(args or ()))
-
-
-app.command(cls=script.Command)(run.run)
-app.command(cls=script.Command)(submit.submit)
-app.command(cls=script.Command)(script.init)
-jobs.add_to(app)
-app.command()(forget.forget)
-app.command()(why.why)
-app.command()(top.top)
-app.command(cls=which.takes("[NAME] ACTION"))(chaos.chaos)
-app.command()(results.report)
-app.command()(results.evaluate)
-app.command()(simulate.simulate)
-app.command()(tensorboard.tensorboard)
-app.command()(notebook.notebook)
-app.add_typer(checkpoints.app, name="checkpoints")
-app.command()(validate.validate)
-app.command()(render.render)
-data.app.add_typer(prepare_data.app, name="prepare")
-data.app.command()(prepare_data.verify)
-app.add_typer(data.app, name="data")
-app.add_typer(pipeline.app, name="pipeline")
-app.add_typer(image.app, name="image")
-app.add_typer(volume.app, name="volume")
-app.add_typer(dashboard.app, name="dashboard")
-app.command()(sync.sync)
-cluster.app.command()(provision.create)
-cluster.app.command()(provision.status)
-cluster.app.command()(provision.delete)
-app.add_typer(cluster.app, name="cluster")
-app.add_typer(kubeflow.app, name="kubeflow")
-app.add_typer(rdzv.app, name="rdzv")
-app.command()(install.install)
-app.command()(install.uninstall)
-app.command()(doctor.doctor)
-app.command()(operator.operator)
-app.command("node-watch")(nodewatch.node_watch)
-app.command()(version)
-app.command(hidden=True)(agent)
-app.command(hidden=True)(evaluation)
-
-
-def main(args: Sequence[str] | None = None, *, backend: Backend | None = None) -> NoReturn:
-    """Run the command line with `args` (default: those of this process) on `backend` (default: this machine), and exit.
-
-    A mistake of the user is one sentence on standard error; a bug keeps its traceback.
-    """
     terminal.guard()
     try:
-        app(args=args, obj=backend, prog_name="outlast")
+        commands.app(args=args, obj=backend, prog_name="outlast")
     except OutlastError as error:
         print(error if isinstance(error, InvalidJob) else f"Error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

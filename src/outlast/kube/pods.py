@@ -198,6 +198,14 @@ def any_running(pod: Document) -> bool:
     return any((each.get("state") or {}).get("running") for each in statuses(pod))
 
 
+def all_ended(pod: Document) -> bool:
+    """Whether none of its containers runs or will. Kubelets write the phase seconds later, once the sandbox is gone."""
+    status = pod.get("status") or {}
+    found = [*statuses(pod), *(status.get("ephemeralContainerStatuses") or ())]
+    known = len(status.get("containerStatuses") or ()) == len(pod["spec"].get("containers") or ())
+    return over(pod) or (known and all((each.get("state") or {}).get("terminated") for each in found))
+
+
 def ready(pod: Document) -> bool:
     """Whether the worker is in a world."""
     return bool(container_status(pod).get("ready")) and not leaves(pod)

@@ -17,7 +17,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +67,8 @@ def main(argv: list[str], *, unready: int | None = None) -> None:
     Raises SystemExit."""
     import torch.distributed.elastic.rendezvous as rendezvous
 
+    import outlast.status  # noqa: F401 (for failures, while the warm process imports what ranks need)
+
     processes, grace_s, limit, command = int(argv[0]), argv[1], int(argv[2]), argv[3:]
     os.environ |= {"TORCH_ELASTIC_WORKER_IDENTICAL": "1", contract.Env.PARENT: str(os.getpid())}  # no round through the store
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it ourselves, in one line
@@ -77,10 +78,9 @@ def main(argv: list[str], *, unready: int | None = None) -> None:
     client = transport.client(os.environ[contract.Env.RENDEZVOUS], transport.Member(run_id, id, state, processes))
     host = os.environ.get(contract.Env.ADDRESS, "127.0.0.1")
     log = Path(os.environ[contract.Env.OUTPUT]) / contract.LOGS / contract.worker_log(id)
-    if unready is not None and _others_may_wait(os.environ):
+    if unready is not None and transport.others_may_wait(os.environ):
         os.read(unready, 1)
-    early, kills = 0, restarts.Kills()
-    seen = Seen(time.monotonic)
+    early, kills, seen = 0, restarts.Kills(), Seen(time.monotonic)
     with member(client, run_id=run_id, state=state, host=host, processes=processes, leave_s=float(grace_s)) as handler:
         handler.key = seal.key(os.environ)
         handler.repaired = lambda past: _repaired(past, first=handler.rank == 0)
@@ -137,13 +137,6 @@ def _replace(handler: Handler, client: transport.Client, generation: int, attemp
     handler.world, handler.attempt = World(generation, (client.id,), "", ""), attempt
     client.amend(generation=generation, attempt=attempt, again=True)
     handler.failed(failure)
-
-
-def _others_may_wait(environ: Mapping[str, str]) -> bool:
-    """Whether workers may train already, and would stop as soon as we report. Where none does, reporting takes longest, and ranks
-    become ready meanwhile; on this machine it takes no time."""
-    mode = transport.mode(environ[contract.Env.RENDEZVOUS])
-    return mode is transport.Mode.LAUNCHER or environ.get(contract.Env.GENERATION, "0") != "0"
 
 
 def _train(

@@ -2,7 +2,7 @@
 
     launcher      asks the warm process of a worker that trains (`ask`); without an answer it starts the worker the usual way
     warm process  forks a process that is not its child (`orphan`), which becomes the agent of the new worker
-    agent         forks a warm process of its own before it has threads, and goes on as `python -m outlast.agent.agent`
+    agent         forks a warm process of its own before it has threads, and goes on as `python -m outlast.agent.start`
 
 So no process of a worker depends on another worker. The worker that a process belongs to is read from its environment in /proc,
 where a fork shows that of the process that was executed: it is overwritten in place (`show`), so only values of equal length may
@@ -16,11 +16,12 @@ import ctypes
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from outlast import accelerators
+from outlast import accelerators, contract
 from outlast.launch import glibc, shim
 
 KIND = "agent"
@@ -61,6 +62,14 @@ class Forked:
 
 warm: Forked | None = None
 """The warm process that this agent was born with, if it was."""
+
+
+def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes] | Forked:
+    """Start the warm process in the Python that is to train, unless this agent was born with one."""
+    if warm and warm.poll() is None:
+        return warm
+    command = [python, "-m", "outlast.launch.warm", os.path.join(environ[contract.Env.STATE], shim.SOCKET), str(os.getpid())]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environ)
 
 
 def ask(path: str, environ: Mapping[str, str], cwd: str, log: int) -> int | None:

@@ -119,6 +119,7 @@ class Server:
         for fd in self._unready or ():
             os.close(fd)
         self._unready = None
+        self._ahead.modules.append("outlast.status")  # for elastic agents; the first has imported it for itself meanwhile
         while True:
             if request := self._turn(0.0 if self._ahead.modules else None):
                 return request
@@ -347,7 +348,7 @@ def begin(child: sibling.Forked) -> NoReturn:
     """Be the agent of a worker whose warm process is this child."""
     sibling.warm = child
     try:
-        runpy.run_module("outlast.agent.agent", run_name="__main__", alter_sys=True)
+        runpy.run_module("outlast.agent.start", run_name="__main__", alter_sys=True)
     except SystemExit as end:
         leave(end.code if isinstance(end.code, int) else 1)
     except BaseException:

@@ -127,7 +127,7 @@ class WorkerPool:
             pid, child = None if before else self._forked(environ, log.fileno()), None
             if pid is None:
                 child = subprocess.Popen(
-                    [sys.executable, "-m", "outlast.agent.agent"],
+                    [sys.executable, "-m", "outlast.agent.start"],
                     env=environ,
                     cwd=self._code,
                     stdin=subprocess.DEVNULL,

@@ -95,7 +95,7 @@ class Pod:
 
     @property
     def lingering(self) -> bool:
-        """Whether its worker has ended while sidecars, which a template or a webhook has added, still run."""
+        """Whether its worker has ended and its phase does not say so: a sidecar still runs, or its sandbox is not gone."""
         if self.document["spec"].get("restartPolicy") != "Never":
             return False
         worker = podwords.container_status(self.document)

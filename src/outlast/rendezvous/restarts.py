@@ -12,9 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import takewhile
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from outlast import backoff, contract, status, units
+from outlast import backoff, contract, units
+
+if TYPE_CHECKING:
+    from outlast import status
 
 SAME_STEP = 3
 """Errors in a row at one step that end a job."""

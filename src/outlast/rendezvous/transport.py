@@ -125,6 +125,13 @@ def client(endpoint: str, member: Member) -> Client:
     return of(endpoint).client(endpoint, member)
 
 
+def others_may_wait(environ: Mapping[str, str]) -> bool:
+    """Whether workers may train already, and would stop as soon as this one reports. Where none does, or none can without it,
+    reporting takes longest, and ranks become ready meanwhile; on this machine it takes no time."""
+    trained = environ.get(Env.GENERATION, "0") != "0"
+    return mode(environ[Env.RENDEZVOUS]) is Mode.LAUNCHER or (trained and not environ.get(Env.NEEDED))
+
+
 def preload(endpoint: str) -> None:
     """Import what a client for an endpoint needs, if there is one, in the process that forks the one that will make it."""
     transport = of(endpoint) if endpoint else None

@@ -1,5 +1,5 @@
-"""`agent.agent`, by the name under which processes that an earlier version started call it."""
+"""`agent.start`, by the name under which processes that an earlier version started call it."""
 
 import runpy
 
-runpy.run_module("outlast.agent.agent", run_name="__main__", alter_sys=True)
+runpy.run_module("outlast.agent.start", run_name="__main__", alter_sys=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from outlast import backoff, contract
 from outlast.contract import End, FailureCause
 from outlast.kube import ownership
+from outlast.kube import pods as podwords
 from outlast.operator import desired, reconcile
 from outlast.operator.job_status import Silent
 from outlast.operator.plan import Event
@@ -58,7 +59,7 @@ def ended_workers(rec: Reconcile) -> None:
         if not counted and rec.wanted and (rest := rec.until(_lost_fast_at(pod, end.time), FAST_LOSS_S)) is not None:
             rec.requeue_at(rest)  # keeps the name, so that the next pod waits
             continue
-        rec.delete(pod, f"it has ended: {end.sentence}", grace_s=None if pod.lingering else 0)
+        rec.delete(pod, f"it has ended: {end.sentence}", grace_s=0 if podwords.all_ended(pod.document) else None)
 
 
 def _lost_fast_at(pod: Pod, ended: float) -> float:

@@ -1,0 +1,32 @@
+"""The start of a worker, `outlast agent` in pods: first its warm process, whose imports take longest, then the agent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+from outlast import contract
+from outlast.agent import pid1
+from outlast.launch import glibc, sibling, titles
+from outlast.workerfiles.log_pipe import Output
+
+
+def main() -> None:
+    """Start both, and exit as the agent does. A job with its own Python environment has to make that before its warm process."""
+    pid1.stand_by()
+    titles.entitle(f"agent {os.environ[contract.Env.WORKER]}")
+    log = Output()
+    environ = os.environ | glibc.streaming(os.environ)
+    warm = None
+    with contextlib.suppress(OSError):
+        if b"environment:" not in Path(environ[contract.Env.JOB_FILE]).read_bytes():  # to parse it takes a while
+            warm = sibling.start_warm(sys.executable, environ)
+    from outlast.agent import agent
+
+    agent.main(warm, environ, log)
+
+
+if __name__ == "__main__":
+    main()
