@@ -199,7 +199,7 @@ def _in_pod(place: KubernetesBackend, wanted: Wanted, context: str | None) -> No
 
 def _to_store(dataset: Dataset, url: str, how: How) -> tuple[Marker, bool]:
     """Bring a dataset to a place in a store, by way of this machine's cache; its marker is written last there, too."""
-    from outlast import foreign, store
+    from outlast import foreign, logins, store
     from outlast.data import get as getting
     from outlast.data import place
     from outlast.data.place import Marker
@@ -214,8 +214,8 @@ def _to_store(dataset: Dataset, url: str, how: How) -> tuple[Marker, bool]:
     if found:
         return found, False
     names = there.names()
-    noted = there.get(place.COMING).decode().partition("?")[0] if place.COMING in names else None
-    foreign.check_place(url, names, noted, dataset.name.partition("?")[0])
+    noted = logins.hidden(there.get(place.COMING).decode()) if place.COMING in names else None
+    foreign.check_place(url, names, noted, dataset.name)
     home = cache.writable(os.environ) / "get" / hashlib.sha256(f"{dataset.name} {there.url}".encode()).hexdigest()[:16]
     found, _ = getting.get(dataset, home / "tree", how)
     there.put(place.COMING, dataset.name.encode())  # until the marker is there, nobody takes a part for the dataset

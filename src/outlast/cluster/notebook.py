@@ -20,7 +20,7 @@ from outlast import backoff, diagnosis, foreign, kube
 from outlast.cluster import preparation
 from outlast.diagnosis import gather
 from outlast.diagnosis.cause import Cause
-from outlast.errors import Absent, ClusterError, Forbidden, NotFound, NotServed, OutlastError
+from outlast.errors import Absent, ClusterError, Forbidden, NotFound, NotServed, OutlastError, Taken
 from outlast.kube import kinds, ownership, pods
 from outlast.manifests import notebook as manifests
 from outlast.manifests import objects, rbac
@@ -174,7 +174,7 @@ def _account(cluster: kube.Cluster, wanted: Wanted) -> Iterator[str]:
         yield f"ServiceAccount {wanted.account} created, with a Role of its own"
     try:  # which it may use, and not make
         preparation.ensure_account(cluster, wanted.namespace)
-    except Forbidden as error:
+    except (Forbidden, Taken) as error:
         yield f"data cannot be prepared on Spark from it: {error}"
 
 

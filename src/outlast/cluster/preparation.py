@@ -126,16 +126,15 @@ def ensure_account(cluster: kube.Cluster, namespace: str) -> None:
     """Create what there is not of the account of drivers, and its rights. Raises Forbidden when somebody else has to."""
     missing: list[str] = []
     known = False
-    for document in spark.account(namespace):
+    documents = spark.account(namespace)
+    for document in documents:  # before anything is made
+        with suppress(Forbidden):
+            _there(cluster, document)
+    for document in documents:
         kind, name = kube.kind_of(document), document["metadata"]["name"]
         try:
-            old = cluster.find(kind, name)
+            old = _there(cluster, document)
             if old is None or not _allows(old, document):
-                foreign.check(
-                    old,
-                    instead="it does not allow what Spark's driver needs: have it changed to what the same command with --print "
-                    "writes, or prepare in another namespace (-n)",
-                )
                 cluster.apply(document)
             known = known or old is not None
         except Forbidden:
@@ -146,6 +145,18 @@ def ensure_account(cluster: kube.Cluster, namespace: str) -> None:
             f"you may not create {' and '.join(missing)} in namespace {namespace}, which Spark's driver needs; have an "
             "administrator apply what the same command with --print writes"
         )
+
+
+def _there(cluster: kube.Cluster, document: Document) -> Document | None:
+    """What there is of a document's name. Raises OutlastError when that is somebody else's and does not allow what ours would."""
+    old = cluster.find(kube.kind_of(document), document["metadata"]["name"])
+    if old is not None and not _allows(old, document):
+        foreign.check(
+            old,
+            instead="it does not allow what Spark's driver needs: have it changed to what the same command with --print writes, "
+            "or prepare in another namespace (-n)",
+        )
+    return old
 
 
 def _allows(old: Document, wanted: Document) -> bool:
