@@ -303,7 +303,7 @@ def stop(cluster: kube.Cluster, name: str, *, claim: bool) -> Iterator[str]:
     """Delete a notebook, its Service and its token, and yield each thing done; its claim with `claim` only. The account goes with
     the last notebook of the namespace. Raises NotFound when there is nothing, OutlastError when it is not ours."""
     there = find(cluster, name)
-    foreign.check(there and there.document, _OF_NOTEBOOKS, instead=_INSTEAD)
+    foreign.check(there.document if there else None, _OF_NOTEBOOKS, instead=_INSTEAD)
     wanted = [(kube.kind_of(there.document), name)] if there else []
     wanted += [(kube.SERVICE, name)] if there is None or not there.kubeflow else []
     wanted += [(kube.SECRET, manifests.secret_name(name))]
