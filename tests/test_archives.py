@@ -99,6 +99,7 @@ def test_a_tar_archive_arrives_whole(tmp_path: Path, unpack, name: str, mode: st
         program,
         an_entry("empty", tarfile.DIRTYPE),
         an_entry("same.py", tarfile.LNKTYPE, to="train.py"),
+        an_entry("./train.py", tarfile.LNKTYPE, to="train.py"),  # as GNU tar writes a file that it is given twice
         an_entry("lib/link", tarfile.SYMTYPE, to="../train.py"),
         an_entry("here", tarfile.SYMTYPE, to="."),
         an_entry("dangling", tarfile.SYMTYPE, to="lib/nothing"),

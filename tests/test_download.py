@@ -235,10 +235,33 @@ def test_a_login_in_the_url_is_sent_and_never_said(web: Web, said: Said, tmp_pat
     url = web.put("data.bin", CONTENT)
     web.fault = lambda r: None if r.headers.get("authorization") == "Basic bWU6cEBzcw==" else Fault(401)
     assert said.refusal(f"{url}?signature=secret", tmp_path) == (
-        f"{url}: 401 Unauthorized; the server wants a login; write it into the URL (https://USER:PASSWORD@...)"
+        f"{url}: 401 Unauthorized; the server wants a login; write machine HOST login USER password PASSWORD into ~/.netrc, "
+        "or into OUTLAST_NETRC"
     )
     assert said.fetch(url.replace("://", "://me:p%40ss@"), tmp_path) == CONTENT
     assert "secret" not in str(said)
+
+
+@pytest.mark.parametrize("given", ["~/.netrc", "OUTLAST_NETRC"])
+def test_a_login_comes_from_where_logins_belong(
+    web: Web, said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    url = web.put("data.bin", CONTENT)
+    web.fault = lambda r: None if r.headers.get("authorization") == "Basic bWU6cEBzcw==" else Fault(401)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    said_there = "machine elsewhere login you password no\nmachine 127.0.0.1 login me password {}"
+    for password in ("p@ss", "p@ss word"):
+        if given == "~/.netrc":
+            (tmp_path / ".netrc").touch(0o600)
+            (tmp_path / ".netrc").write_text(said_there.format(password))
+        else:
+            monkeypatch.setenv(given, said_there.format(password))
+        if password == "p@ss":
+            assert said.fetch(url, tmp_path / "to") == CONTENT
+        else:
+            sentence = said.refusal(url, tmp_path / "other")
+            assert sentence.startswith(f"{given} cannot be read; write lines like machine HOST login USER"), sentence
+            assert "word" not in sentence.replace("PASSWORD", "").replace("password", ""), "Python's own message has it"
 
 
 def test_redirects_are_followed_but_not_to_files_of_this_machine(web: Web, said: Said, tmp_path: Path) -> None:

@@ -180,7 +180,8 @@ def test_a_secret_of_somebody_else_is_not_taken(cluster: Installed, capsys) -> N
     code, _, err = outlast(capsys, "install", "--etcd", "--etcd-for", "team-a")
     assert (code, err.splitlines()[0]) == (
         2,
-        "Error: Secret outlast-etcd of namespace team-a is not ours; rename it, or let its jobs use another etcd",
+        "Error: Secret outlast-etcd in namespace team-a belongs to somebody else and stays as it is; "
+        "rename it, or let its jobs use another etcd",
     )
 
 

@@ -579,8 +579,14 @@ def test_where_kubeflow_is_it_is_one_of_its_notebooks(
         (("--on", "kubernetes", "-n", "team", "A"), "A cannot name a notebook; at most 52 lower-case letters"),
         (("--on", "kubernetes", "-n", "team", "--cpu", "x"), "--cpu x: "),
         (("--on", "kubernetes", "-n", "team", "--account", "x"), "there is no ServiceAccount x in namespace team; correct --acc"),
-        (("--on", "kubernetes", "-n", "team", "taken"), "Service taken of namespace team is not of a notebook of Outlast; "),
-        (("--on", "kubernetes", "-n", "team", "web"), "StatefulSet web of namespace team is not of a notebook of Outlast; "),
+        (
+            ("--on", "kubernetes", "-n", "team", "taken"),
+            "Service taken in namespace team belongs to somebody else and stays as it is; ",
+        ),
+        (
+            ("--on", "kubernetes", "-n", "team", "web"),
+            "StatefulSet web in namespace team belongs to somebody else and stays as it is; ",
+        ),
     ],
 )
 def test_what_cannot_be_started_is_one_sentence(

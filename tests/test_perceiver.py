@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -318,9 +319,27 @@ def test_the_step_of_a_batch_is_that_of_its_micro_batches(clips: Path, alone: Ca
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+@pytest.mark.parametrize("more", [[], ["--microbatch=1"]], ids=["whole", "micro-batches"])
+def test_a_clip_that_cannot_be_read_does_not_lower_the_loss_of_the_others(
+    tmp_path: Path, alone: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    losses = []
+    for batch in (3, 1):  # the same clip, with two broken ones and without
+        a_clip(data := tmp_path / str(batch) / "a" / "0.mp4", frames=2)
+        for number in range(1, batch):
+            data.with_name(f"{number}.mp4").write_bytes(b"no video at all")
+        monkeypatch.setenv("OUTLAST_OUTPUT", str(output := tmp_path / f"out-{batch}"))
+        args = (f"--data={data.parent.parent}", f"--batch={batch}", "--max-steps=1", "--val=0", "--no-do-eval", "--skip-bad")
+        alone(*args, "--dropout=0", "--label-dropout=0", "--dtype=float32", *more)
+        losses.append([line["loss"] for line in lines(output) if "loss" in line])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 @pytest.mark.slow
 def test_a_checkpoint_is_saved_once_by_all_ranks_together_and_every_clip_is_measured_once(clips: Path, tmp_path: Path) -> None:
-    argv = [*USUAL, f"--data={clips}", "--max-steps=3", "--dropout=0", "--dtype=float32"]
+    shutil.copytree(clips, tmp_path / "clips")
+    (tmp_path / "clips" / "train" / "left" / "broken.mp4").write_bytes(b"no video at all")
+    argv = [*USUAL, f"--data={tmp_path / 'clips'}", "--skip-bad", "--max-steps=3", "--dropout=0", "--dtype=float32"]
     disturbances.resized(perceiver.main, argv, tmp_path, sizes=(1, 3, 2), rel=1e-3, logs=("loss", "val_loss", "val_psnr"))
     output = tmp_path / "resized"
     committed = checkpoints.list_(output / "checkpoints")

@@ -199,7 +199,7 @@ def test_a_dataset_that_is_still_being_sent_is_no_data(runs: Runs, place: Store)
     put(place, **{"a.txt": "a", ".outlast-get": "cifar10"})
     with pytest.raises(OutlastError) as caught:
         runs.source().acquire()
-    reason = "is not complete: outlast data get has not finished there; wait for it, or run it again"
+    reason = "is not complete: outlast data get or prepare has not finished there; wait for it, or run it again"
     assert str(caught.value) == f"data[0].from ({place.url}) {reason}"
     put(place, **{".outlast-data.json": "{}"})
     assert "a.txt" in contents(runs.source().acquire().tree)

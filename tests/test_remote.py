@@ -712,9 +712,12 @@ def test_what_earlier_runs_left_is_set_aside(place: Store):
     assert set(keys(place)) == {"run.json", *(f"previous/one/{key}" for key in before)}
 
 
-def test_objects_of_nobody_are_set_aside_too(place: Store):
+def test_objects_of_nobody_are_set_aside_when_that_is_asked_for(place: Store):
     place.put("notes.txt", b"mine")
-    assert runs.claim(place, a_run("one")).aside == "before-one"
+    with pytest.raises(OutlastError, match=r"holds other files \(notes.txt\); choose another output, or begin with --fresh"):
+        runs.claim(place, a_run("one"))
+    assert keys(place) == ["notes.txt"]
+    assert runs.claim(place, a_run("one"), replace=True).aside == "before-one"
     runs.archive(place, "one")
     assert keys(place) == ["previous/before-one/notes.txt", "run.json"]
 

@@ -279,7 +279,9 @@ def test_a_name_that_somebody_else_has_is_not_taken_over(api: apiserver.ApiServe
     api.put({"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": "train"}, "spec": {"replicas": 1}})
     code, _, err = outlast("submit", "job.yaml", "--as", "statefulset")
     assert code == 2
-    assert "StatefulSet train is in namespace default already and belongs to somebody else, not to a job train" in err
+    assert (
+        "StatefulSet train in namespace default belongs to somebody else and stays as it is; submit under another --name" in err
+    )
 
 
 CLAIMING = ("--as", "indexed-job", "--set", "volumes=[{claim: data, to: /data, size: 20Gi, storageClass: fast}]")

@@ -152,6 +152,8 @@ class Env:
     CACHE = "OUTLAST_CACHE"
     """Directory shared by all jobs of a machine: data, models, environments. Default: `outlast` in $XDG_CACHE_HOME,
     else in ~/.cache."""
+    NETRC = "OUTLAST_NETRC"
+    """Logins to web servers, as ~/.netrc has them. From the shell or a Secret."""
     CACHE_SIZE = "OUTLAST_CACHE_SIZE"
     """Limit of the data, models and shards in CACHE, e.g. `200GiB`; see `prepare.room`."""
     PROBE_PORT = "OUTLAST_PROBE_PORT"

@@ -207,8 +207,8 @@ class _Tree:
         source = self._place(target)
         if source.is_symlink() or not source.is_file():
             self.refuse(member, f"a link to {target}, which is no file of it")
-        path = self._new(member)
-        os.link(source, path)
+        if self._place(member) != source:  # GNU tar writes such a link for a file that it is given twice
+            os.link(source, self._new(member))
 
     def link(self, member: str, target: str) -> None:
         """Take note of a symbolic link."""

@@ -199,7 +199,7 @@ def _in_pod(place: KubernetesBackend, wanted: Wanted, context: str | None) -> No
 
 def _to_store(dataset: Dataset, url: str, how: How) -> tuple[Marker, bool]:
     """Bring a dataset to a place in a store, by way of this machine's cache; its marker is written last there, too."""
-    from outlast import store
+    from outlast import foreign, logins, store
     from outlast.data import get as getting
     from outlast.data import place
     from outlast.data.place import Marker
@@ -213,6 +213,9 @@ def _to_store(dataset: Dataset, url: str, how: How) -> tuple[Marker, bool]:
         found = None
     if found:
         return found, False
+    names = there.names()
+    noted = logins.hidden(there.get(place.COMING).decode()) if place.COMING in names else None
+    foreign.check_place(url, names, noted, dataset.name)
     home = cache.writable(os.environ) / "get" / hashlib.sha256(f"{dataset.name} {there.url}".encode()).hexdigest()[:16]
     found, _ = getting.get(dataset, home / "tree", how)
     there.put(place.COMING, dataset.name.encode())  # until the marker is there, nobody takes a part for the dataset

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from outlast.data.shards import Files, Manifest
     from outlast.store import Store
 
+_UPLOADED = ".uploaded.json"
+"""In the work directory: which objects have been sent, and their ETags."""
+
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Make shards for training out of raw files.")
 
 
@@ -408,6 +411,8 @@ def _made(prepare: Callable[[Request], Manifest], source: Path, how: How) -> Non
         there = None
         with contextlib.suppress(Missing):
             there = stored.manifest()
+        if there is None:
+            stored.check(directory)
     else:
         stored, directory, there = None, Path(to), shards.read(Path(to)) if (Path(to) / shards.MANIFEST).exists() else None
     began = time.monotonic()
@@ -494,12 +499,25 @@ class _Stored:
         for begin in range(0, size, shards.CHUNK):
             yield bytes(self.store.range(name, begin, min(begin + shards.CHUNK, size)))
 
+    def check(self, directory: Path, note: str | None = None) -> None:
+        """Raise OutlastError for a place that holds other files, or a part of another dataset than the one with this `note`."""
+        from outlast import foreign
+        from outlast.data import place
+
+        names = self.store.names()
+        there = self.store.get(place.COMING).decode() if place.COMING in names else None
+        begun = there is None and (directory / _UPLOADED).exists()  # by a version that left no note in the store
+        foreign.check_place(self.store.url, names, note or "" if begun else there, there or "" if note is None else note)
+
     def upload(self, directory: Path, made: Manifest) -> None:
         """Send the shards, then the manifest, and remove the work directory. What an earlier run has sent is not sent again."""
         from outlast import files
-        from outlast.data import shards
+        from outlast.data import place, shards
 
-        noted = directory / ".uploaded.json"
+        note = f"the dataset whose manifest has the SHA-256 {hashlib.sha256(made.text.encode()).hexdigest()}"
+        self.check(directory, note)
+        self.store.put(place.COMING, note.encode())  # until the manifest is there, nobody takes a part for the dataset
+        noted = directory / _UPLOADED
         sent: dict[str, str] = json.loads(noted.read_text()) if noted.exists() else {}
         names = [shard.file for part in made.parts.values() for shard in part.shards]
         names += [name for name in (shards.TOKENIZER, shards.META) if (directory / name).exists()]
@@ -513,6 +531,7 @@ class _Stored:
                 sent[name] = self.store.upload(path, name, journal=directory / f".{name}.upload", progress=progress, stop=stop)
                 files.replace(noted, json.dumps(sent))
         self.store.put(shards.MANIFEST, (directory / shards.MANIFEST).read_bytes())
+        self.store.delete([place.COMING])
         shutil.rmtree(directory)
 
     def _etag(self, name: str) -> str | None:

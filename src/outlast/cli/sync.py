@@ -32,7 +32,9 @@ def sync(
     target: Annotated[str, typer.Argument(metavar="DST", help="A directory, or the URL of a place in a store.")],
     delete: Annotated[bool, typer.Option("--delete", help="Delete from DST what SRC does not have.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be done.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="List the store, in case something else has written there.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="List the store, in case something else has written there; needed where others have.")
+    ] = False,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Make DST equal to SRC; one is a directory, the other a place in a store.
@@ -40,7 +42,8 @@ def sync(
     Only changes are transferred; an unchanged tree costs one request. Ctrl-C stops,
     and the same command continues from there. Changes that others make in the store
     are noticed once a day, or with --check. The exit code is 1 when some files could
-    not be transferred; they are listed.
+    not be transferred; they are listed. A place with files that no sync has brought
+    there stays as it is, unless --check is given.
 
     \b
     Examples:
@@ -49,7 +52,7 @@ def sync(
       outlast sync results gs://bucket/results --delete --dry-run
       outlast sync data s3://bucket/data -o json
     """
-    from outlast import store
+    from outlast import foreign, store
     from outlast.sync import sync as engine
 
     pushing, directory, url = sides(source, target)
@@ -60,6 +63,10 @@ def sync(
         def progress(now: engine.Progress) -> None:
             tell(now.bytes, now.bytes_total, f"{now.files:,}/{now.files_total:,} files")
 
+        if pushing and not check and not _begun(state):
+            names = place.names()
+            own = "" if engine.MANIFEST in names else None
+            foreign.check_place(place.url, names, own, instead="choose a new or empty place, or --check, which replaces them")
         how = engine.Options(delete=delete, check=check, dry_run=dry_run, progress=progress, stop=stop)
         report = engine.push(directory, place, state, how) if pushing else engine.pull(place, directory, state, how)
         if not pushing and report == engine.Report():
@@ -113,6 +120,11 @@ def _state(pushing: bool, directory: Path, url: str) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = f"{'push' if pushing else 'pull'} {os.path.realpath(directory)} {url.rstrip('/')}"
     return cache / "outlast" / "sync" / hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
+
+
+def _begun(state: Path) -> bool:
+    """Whether these two have been synchronized before, even if that was killed before it wrote a manifest."""
+    return any(state.parent.glob(f"{state.name}.*"))
 
 
 def summary(report: Report, verb: str, seconds: float, *, dry_run: bool) -> str:

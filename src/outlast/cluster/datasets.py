@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from outlast import kube
+from outlast import foreign, kube
 from outlast.cluster import job_status
 from outlast.cluster.workloads import Workloads
+from outlast.contract import Label
 from outlast.errors import Absent, OutlastError
 from outlast.manifests import dataset
 
@@ -20,8 +21,11 @@ def get(workloads: Workloads, wanted: dataset.Wanted) -> str:
             f"there is no claim {claim} in namespace {cluster.namespace}; create it, or choose another (--claim NAME:/PATH)"
         )
     there = cluster.find(kube.JOB, name)
+    foreign.check(
+        there, {Label.DATASET: name}, instead="bring the dataset to another namespace (-n), or have that Job renamed or removed"
+    )
     if there is not None:
-        command = there["spec"]["template"]["spec"]["containers"][0].get("command")
+        command = there["spec"]["template"]["spec"]["containers"][0].get("command") or [""]
         if job_status.over(there) is None:
             if command == document["spec"]["template"]["spec"]["containers"][0]["command"]:
                 return f"Job {name} brings it already"

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from outlast import etcd
+from outlast import etcd, foreign
 from outlast.cluster import certificates
 from outlast.cluster.certificates import Pair
-from outlast.errors import ClusterError, EtcdRefused, OutlastError
+from outlast.errors import ClusterError, EtcdRefused
 from outlast.kube import kinds
 from outlast.manifests import install
 from outlast.manifests.rendezvous import LOGIN
@@ -94,8 +94,8 @@ def admitted(cluster: Cluster) -> list[str]:
 def login(cluster: Cluster, access: Access, namespace: str, now: datetime.datetime) -> tuple[User, Document]:
     """The user of a namespace, and its Secret; changes nothing. Raises OutlastError when the name of the Secret is taken."""
     there = cluster.find(kinds.SECRET, LOGIN, namespace=namespace) or {}
-    if there and (there["metadata"].get("labels") or {}).get(install.ETCD_ROLE) != "login":
-        raise OutlastError(f"Secret {LOGIN} of namespace {namespace} is not ours; rename it, or let its jobs use another etcd")
+    if there:
+        foreign.check(there, {install.ETCD_ROLE: "login"}, instead="rename it, or let its jobs use another etcd")
     data = _decoded(there)
     password = data.get("password", b"").decode() or secrets.token_hex(24)
     user = User(f"namespace-{namespace}", f"{etcd.PREFIX}/{quote(f'{namespace}/', safe='')}", password)
@@ -198,7 +198,9 @@ def _files(pair: Pair, bundle: bytes) -> dict[str, bytes]:
 
 
 def _data(cluster: Cluster, name: str, namespace: str) -> dict[str, bytes]:
-    return _decoded(cluster.find(kinds.SECRET, name, namespace=namespace) or {})
+    there = cluster.find(kinds.SECRET, name, namespace=namespace)
+    foreign.check(there, instead="rename it, or install into another --namespace")
+    return _decoded(there or {})
 
 
 def _pair(data: dict[str, bytes]) -> Pair | None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from outlast import foreign
 from outlast.cluster import etcd_users
 from outlast.contract import OPERATOR, OPERATOR_NAMESPACE, Label
 from outlast.errors import Absent, ClusterError, Forbidden, NotServed, OutlastError
@@ -33,7 +34,6 @@ _ESTABLISHED_S = 60.0
 _GONE_S = 120.0
 """Timeout of a deletion: pods have 15 s to end, and the namespace controller works in rounds."""
 _POLL_S = 0.5
-_PART = "app.kubernetes.io/part-of"
 ARCHIVED_CONTROLLER, _ARCHIVED_NAMESPACE = "elastic-job-k8s-controller", "elastic-job"
 """The names in the kustomization of https://github.com/pytorch/elastic/tree/master/kubernetes."""
 _ARCHIVED_IMAGE = re.compile(r"(^|/)torchelastic/(kubernetes|elasticjob-controller)\b")
@@ -105,6 +105,8 @@ def bring(cluster: Cluster, wanted: Sequence[Document], *, dry_run: bool = False
             _check_alone(cluster, namespace)
         if document["kind"] == kinds.STATEFUL_SET.kind:
             _check_etcd(_there(cluster, document), document)
+        if document["kind"] != kinds.NAMESPACE.kind and document["metadata"]["name"] != kinds.LEGACY_JOB.resource:
+            foreign.check(_there(cluster, document), instead="have it renamed or removed, or install into another --namespace")
     coming = ""
     """The namespace that a dry run would create: the server cannot try to create anything in it."""
     for document in wanted:
@@ -116,10 +118,10 @@ def bring(cluster: Cluster, wanted: Sequence[Document], *, dry_run: bool = False
             if not dry_run and not _gone(cluster, old):
                 raise ClusterError(f"{_going(document)}; install again when it is gone")
             old = None
+        if old is not None and not foreign.ours(old):
+            yield Done("unchanged", document, "it was there before")
+            continue
         if document["kind"] == kinds.NAMESPACE.kind:
-            if old is not None and not _ours(old):
-                yield Done("unchanged", document, "it was there before")
-                continue
             coming = document["metadata"]["name"] if old is None else ""
         made = cluster.apply(document, dry_run=dry_run)
         if old is None:
@@ -278,9 +280,13 @@ def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Caus
 
 
 def jobs(cluster: Cluster) -> list[str]:
-    """All ElasticJobs of the cluster, as `namespace/name`. Raises Forbidden: a user who may not list jobs may not delete them."""
+    """All ElasticJobs of definitions that are ours, as `namespace/name`. Raises Forbidden: a user who may not list jobs may not
+    delete them."""
     found: list[Document] = []
     for kind in _JOBS:
+        there = cluster.find(kinds.CRD, kind.resource)
+        if there is not None and not foreign.ours(there):
+            continue
         with contextlib.suppress(NotServed, Absent):
             found += cluster.list_(kind, everywhere=True)
     return [f"{each['metadata']['namespace']}/{each['metadata']['name']}" for each in found]
@@ -310,7 +316,7 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
     named = [_named(kinds.CRD, kind.resource) for kind in _JOBS]
     if crds:
         yield from (_delete(cluster, each) for each in named)
-    left = [] if crds else [each for each in named if _there(cluster, each) is not None]
+    left = [] if crds else [each for each in named if (there := _there(cluster, each)) is not None and foreign.ours(there)]
     roles = [each["metadata"]["name"] for each in rbac.users()]
     for document in reversed(wanted):
         old = _there(cluster, document)
@@ -329,6 +335,9 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
 
 def _delete(cluster: Cluster, document: Document) -> Done:
     meta = document["metadata"]
+    there = _there(cluster, document)
+    if there is not None and not foreign.ours(there):
+        return Done("kept", document, "somebody else made it")
     try:
         cluster.delete(kind_of(document), meta["name"], namespace=meta.get("namespace"))
     except Absent:
@@ -348,15 +357,14 @@ def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Done]:
     yield Done("deleted", namespace) if _gone(cluster, namespace) else Done("deleting", namespace, _going(namespace))
 
 
-def _ours(document: Document) -> bool:
+def _installed(document: Document) -> bool:
     """Whether `bring` created this; documents of jobs have the same label, and that of their job."""
-    labels = document["metadata"].get("labels") or {}
-    return labels.get(_PART) == "outlast" and Label.JOB not in labels
+    return foreign.ours(document) and Label.JOB not in document["metadata"].get("labels", {})
 
 
 def _not_ours(cluster: Cluster, namespace: Document) -> str:
     """Why a namespace must not be deleted; empty when all in it is ours."""
-    if not _ours(namespace):
+    if not foreign.ours(namespace):
         return "it was not made by `outlast install`"
     others = []
     for kind in _LIVED_IN:
@@ -366,7 +374,9 @@ def _not_ours(cluster: Cluster, namespace: Document) -> str:
             continue
         except Forbidden:
             return f"its {kind.plural} may not be listed: they may be those of others"
-        others += [f"{kind} {each['metadata']['name']}" for each in found if not _ours(each) and not _comes_along(kind, each)]
+        others += [
+            f"{kind} {each['metadata']['name']}" for each in found if not _installed(each) and not _comes_along(kind, each)
+        ]
     return f"there is more in it: {', '.join(others[:5])}" if others else ""
 
 

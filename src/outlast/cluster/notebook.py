@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from outlast import backoff, diagnosis, kube
+from outlast import backoff, diagnosis, foreign, kube
 from outlast.cluster import preparation
 from outlast.diagnosis import gather
 from outlast.diagnosis.cause import Cause
-from outlast.errors import Absent, ClusterError, Forbidden, NotFound, NotServed, OutlastError
+from outlast.errors import Absent, ClusterError, Forbidden, NotFound, NotServed, OutlastError, Taken
 from outlast.kube import kinds, ownership, pods
 from outlast.manifests import notebook as manifests
 from outlast.manifests import objects, rbac
@@ -38,6 +38,8 @@ _PAUSE_S = 0.1
 _BITS = 256
 _INDEX = "apps.kubernetes.io/pod-index"
 """Label of a StatefulSet's pods: this one is no worker 0."""
+_OF_NOTEBOOKS = {"app.kubernetes.io/component": manifests.COMPONENT}
+_INSTEAD = "choose another name for the notebook, or another namespace (-n)"
 _REMEDIES = {
     "quota": "remove what is no longer needed, ask for less (--cpu, --memory, --gpu), or have the quota raised",
     "limit-range": "ask for what is within it (--cpu, --memory)",
@@ -96,8 +98,8 @@ def find(cluster: kube.Cluster, name: str) -> Found | None:
             continue
         if there is None:
             continue
-        if kind is kube.STATEFUL_SET and not manifests.ours(there):
-            raise _taken(cluster, there)
+        if kind is kube.STATEFUL_SET:
+            foreign.check(there, _OF_NOTEBOOKS, instead=_INSTEAD)
         return Found(name, cluster.namespace, kind is kinds.NOTEBOOK, there, _token(cluster, name))
     return None
 
@@ -114,10 +116,11 @@ def bring(cluster: kube.Cluster, wanted: Wanted) -> Iterator[str]:
         yield from _again(cluster, there)
         return
     documents = manifests.documents(wanted, kubeflow=cluster.serves(kinds.NOTEBOOK))
-    before = [_ours(cluster, document) for document in documents]
+    token = manifests.secret(wanted.name, wanted.namespace, secrets.token_hex(_BITS // 8))
+    before, known = [_ours(cluster, document) for document in documents], _ours(cluster, token)
     yield from _account(cluster, wanted)
-    if cluster.find(kube.SECRET, manifests.secret_name(wanted.name)) is None:
-        cluster.create(manifests.secret(wanted.name, wanted.namespace, secrets.token_hex(_BITS // 8)))
+    if known is None:
+        cluster.create(token)
         yield f"Secret {manifests.secret_name(wanted.name)} created"
     for document, old in zip(documents, before, strict=True):
         if old is None:
@@ -141,18 +144,10 @@ def _ours(cluster: kube.Cluster, document: Document) -> Document | None:
     """What there is of a document's name, from an earlier notebook of this one. Raises OutlastError for what others have made."""
     kind, name = kube.kind_of(document), document["metadata"]["name"]
     there = cluster.find(kind, name)
-    if there is not None and not manifests.ours(there):
-        raise _taken(cluster, there)
+    foreign.check(there, _OF_NOTEBOOKS, instead=_INSTEAD)
     if there is not None and "deletionTimestamp" in there["metadata"]:
         raise OutlastError(f"{kind} {name} is being deleted; try again in a minute")
     return there
-
-
-def _taken(cluster: kube.Cluster, there: Document) -> OutlastError:
-    return OutlastError(
-        f"{there['kind']} {there['metadata']['name']} of namespace {cluster.namespace} is not of a notebook of Outlast; "
-        "choose another name, or another namespace (-n)"
-    )
 
 
 def _account(cluster: kube.Cluster, wanted: Wanted) -> Iterator[str]:
@@ -164,10 +159,9 @@ def _account(cluster: kube.Cluster, wanted: Wanted) -> Iterator[str]:
         return
     account, *roles = rbac.notebook(wanted.namespace, manifests.shared_labels())
     try:
+        for document in (*roles, account):
+            foreign.check(cluster.find(kube.kind_of(document), wanted.account), _OF_NOTEBOOKS, instead=_INSTEAD)
         for document in (*roles, account):  # the account last: it is there when its rights are
-            old = cluster.find(kube.kind_of(document), wanted.account)
-            if old is not None and not manifests.ours(old):
-                raise _taken(cluster, old)
             cluster.apply(document)
     except Forbidden as error:
         if there is None:
@@ -180,7 +174,7 @@ def _account(cluster: kube.Cluster, wanted: Wanted) -> Iterator[str]:
         yield f"ServiceAccount {wanted.account} created, with a Role of its own"
     try:  # which it may use, and not make
         preparation.ensure_account(cluster, wanted.namespace)
-    except Forbidden as error:
+    except (Forbidden, Taken) as error:
         yield f"data cannot be prepared on Spark from it: {error}"
 
 
@@ -190,7 +184,7 @@ def _token(cluster: kube.Cluster, name: str) -> str:
         secret = cluster.find(kube.SECRET, manifests.secret_name(name))
     except Forbidden:
         return ""
-    if secret is None or not manifests.ours(secret):
+    if secret is None or not foreign.ours(secret, _OF_NOTEBOOKS):
         return ""
     return base64.b64decode((secret.get("data") or {}).get(manifests.TOKEN, "")).decode()
 
@@ -309,8 +303,7 @@ def stop(cluster: kube.Cluster, name: str, *, claim: bool) -> Iterator[str]:
     """Delete a notebook, its Service and its token, and yield each thing done; its claim with `claim` only. The account goes with
     the last notebook of the namespace. Raises NotFound when there is nothing, OutlastError when it is not ours."""
     there = find(cluster, name)
-    if there is not None and not manifests.ours(there.document):
-        raise _taken(cluster, there.document)
+    foreign.check(there.document if there else None, _OF_NOTEBOOKS, instead=_INSTEAD)
     wanted = [(kube.kind_of(there.document), name)] if there else []
     wanted += [(kube.SERVICE, name)] if there is None or not there.kubeflow else []
     wanted += [(kube.SECRET, manifests.secret_name(name))]
@@ -331,7 +324,7 @@ def stop(cluster: kube.Cluster, name: str, *, claim: bool) -> Iterator[str]:
 def _delete(cluster: kube.Cluster, kind: kube.Kind, name: str) -> str:
     """Delete a document of ours; a sentence, empty when there is none."""
     there = cluster.find(kind, name)
-    if there is None or not manifests.ours(there):
+    if there is None or not foreign.ours(there, _OF_NOTEBOOKS):
         return ""
     with contextlib.suppress(Absent):
         cluster.delete(kind, name, uid=there["metadata"]["uid"])

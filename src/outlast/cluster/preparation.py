@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from outlast import kube
+from outlast import foreign, kube
 from outlast.cluster import job_status
 from outlast.cluster.workloads import Workloads
 from outlast.contract import Annotation, Label, Pod
@@ -53,12 +53,12 @@ def submit(workloads: Workloads, wanted: spark.Wanted, say: Say) -> str:
                     f"there is no Secret {secret} in namespace {cluster.namespace}; create it, or choose another (--secret NAME)"
                 )
     there = cluster.find(kube.JOB, wanted.name)
+    foreign.check(
+        there,
+        {Label.SPARK_ROLE: "driver"},
+        instead="prepare into a directory of another name, or in another namespace (-n)",
+    )
     if there is not None:
-        if not job_status.spark_driver(there):
-            raise OutlastError(
-                f"Job {wanted.name} is in namespace {cluster.namespace} already and is no driver of Spark; "
-                "prepare into a directory of another name, or in another namespace (-n)"
-            )
         state = job_status.over(there)
         if _same(there, document) and state is None:
             return f"Job {wanted.name} prepares it already"
@@ -126,12 +126,15 @@ def ensure_account(cluster: kube.Cluster, namespace: str) -> None:
     """Create what there is not of the account of drivers, and its rights. Raises Forbidden when somebody else has to."""
     missing: list[str] = []
     known = False
-    for document in spark.account(namespace):
+    documents = spark.account(namespace)
+    for document in documents:  # before anything is made
+        with suppress(Forbidden):
+            _there(cluster, document)
+    for document in documents:
         kind, name = kube.kind_of(document), document["metadata"]["name"]
         try:
-            old = cluster.find(kind, name)
+            old = _there(cluster, document)
             if old is None or not _allows(old, document):
-                _check_ours(old, kind, name, namespace)
                 cluster.apply(document)
             known = known or old is not None
         except Forbidden:
@@ -144,13 +147,16 @@ def ensure_account(cluster: kube.Cluster, namespace: str) -> None:
         )
 
 
-def _check_ours(old: Document | None, kind: kube.Kind, name: str, namespace: str) -> None:
-    """Raise OutlastError for a document that somebody else has made: others may need what it allows now."""
-    if old is not None and (old["metadata"].get("labels") or {}).get("app.kubernetes.io/managed-by") != "outlast":
-        raise OutlastError(
-            f"{kind} {name} in namespace {namespace} is somebody else's and does not allow what Spark's driver needs; have it "
-            "changed to what the same command with --print writes, or prepare in another namespace (-n)"
+def _there(cluster: kube.Cluster, document: Document) -> Document | None:
+    """What there is of a document's name. Raises OutlastError when that is somebody else's and does not allow what ours would."""
+    old = cluster.find(kube.kind_of(document), document["metadata"]["name"])
+    if old is not None and not _allows(old, document):
+        foreign.check(
+            old,
+            instead="it does not allow what Spark's driver needs: have it changed to what the same command with --print writes, "
+            "or prepare in another namespace (-n)",
         )
+    return old
 
 
 def _allows(old: Document, wanted: Document) -> bool:

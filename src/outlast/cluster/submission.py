@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outlast import kube
+from outlast import foreign, kube
 from outlast.backoff import RANDOM
 from outlast.cluster import job_status
 from outlast.cluster.workloads import BESIDE, KINDS, NAMED, Workloads, has_claim, job_name, workload_in
@@ -173,7 +173,7 @@ class Submission:
         except (Absent, NotServed):
             return None
         owners = ownership.owners(found)
-        if kind not in (*BESIDE, kube.SECRET) or not owners or owners & alive:
+        if kind not in (*BESIDE, kube.SECRET) or not foreign.ours(found) or not owners or owners & alive:
             return found
         try:
             self.cluster.delete(kind, meta["name"], namespace=meta.get("namespace"), uid=found["metadata"]["uid"])
@@ -213,15 +213,8 @@ class Submission:
             there = self.cluster.get(kind, title, namespace=document["metadata"].get("namespace"))
         except (Absent, NotServed):  # the latter is said when it is applied
             return
-        labels = there["metadata"].get("labels") or {}
-        if kind is kube.CLAIM or kind in NAMED:
-            return
-        if labels.get(Label.JOB) != name:
-            owner = labels.get("app.kubernetes.io/managed-by") or "somebody else"
-            raise OutlastError(
-                f"{kind} {title} is in namespace {self.cluster.namespace} already and belongs to {owner}, not to a job {name}; "
-                "submit under another --name, or in another namespace (-n)"
-            )
+        if kind is not kube.CLAIM and kind not in NAMED:
+            foreign.check(there, {Label.JOB: name}, instead="submit under another --name, or in another namespace (-n)")
 
 
 def _trained(elastic_job: Document) -> Document:

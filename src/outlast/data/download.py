@@ -183,7 +183,7 @@ class Download:
 
     def _of(self) -> str:
         """What must be equal for an earlier download to be of use."""
-        return self._remote.sha256 or self._address.url
+        return self._remote.sha256 or self._address.same
 
     def _save(self, fd: int) -> None:
         """Note what has arrived, once it is on the disk."""

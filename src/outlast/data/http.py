@@ -23,13 +23,13 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
-from outlast import __version__
+from outlast import __version__, logins
 from outlast.errors import OutlastError
 
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)
 """Status codes after which a retry may help."""
 _REMEDY = {
-    401: "the server wants a login; write it into the URL (https://USER:PASSWORD@...)",
+    401: "the server wants a login; write machine HOST login USER password PASSWORD into ~/.netrc, or into OUTLAST_NETRC",
     403: "the server does not allow it; check the URL, or use a browser and outlast data get --from FILE",
     404: "there is no such file; correct the URL",
     410: "the file has been removed; look for a new URL",
@@ -64,13 +64,12 @@ class Address:
             parts = urllib.parse.urlsplit(url)
             host, port = parts.hostname, parts.port
         except ValueError as error:
-            raise OutlastError(f"{url} is not a URL: {error}; correct it") from error
+            raise OutlastError(f"{logins.hidden(url)} is not a URL; write https://HOST/PATH") from error
         if parts.scheme not in ("http", "https") or not host:
-            raise OutlastError(f"{url} is not the URL of a file; write https://HOST/PATH")
+            raise OutlastError(f"{logins.hidden(url)} is not the URL of a file; write https://HOST/PATH")
         login = ""
         if parts.username is not None:
-            pair = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
-            login = f"Basic {base64.b64encode(pair.encode()).decode()}"
+            login = _basic(urllib.parse.unquote(parts.username), urllib.parse.unquote(parts.password or ""))
         place = f"[{host}]" if ":" in host else host
         place += f":{port}" if port else ""
         path = urllib.parse.quote(parts.path, safe="/%:@!$&'()*+,;=~-._")
@@ -81,6 +80,11 @@ class Address:
     def shown(self) -> str:
         """For sentences: without the query, which may hold a signature."""
         return self.url.partition("?")[0]
+
+    @property
+    def same(self) -> str:
+        """What names the file: without a query that holds a signature, which differs each time."""
+        return logins.hidden(self.url)
 
     @property
     def name(self) -> str:
@@ -142,8 +146,9 @@ def request(address: Address, *, first: int, last: int | None, version: Version 
     With `last` None for the whole file. Raises Away, OutlastError.
     """
     asked = urllib.request.Request(address.url, headers={"User-Agent": f"outlast/{__version__}", "Accept-Encoding": "identity"})
-    if address.login:
-        asked.add_unredirected_header("Authorization", address.login)
+    known = None if address.login else logins.of(urllib.parse.urlsplit(address.url).hostname or "")
+    if login := _basic(*known) if known else address.login:
+        asked.add_unredirected_header("Authorization", login)
     if last is not None:
         asked.add_header("Range", f"bytes={first}-{last}")
         if version and version.condition:
@@ -152,6 +157,11 @@ def request(address: Address, *, first: int, last: int | None, version: Version 
         body = _opener().open(asked, timeout=timeout_s)
     with contextlib.closing(body):
         yield _answer(body, address, part=last is not None)
+
+
+def _basic(user: str, password: str) -> str:
+    """The header for a login, RFC 7617."""
+    return f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"
 
 
 def look(url: str, *, timeout_s: float) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from outlast import file_locks, files
+from outlast import file_locks, files, foreign, logins
 from outlast.errors import OutlastError
 
 MARKER = ".outlast-data.json"
@@ -60,7 +60,7 @@ class Marker:
         try:
             fields = json.loads(text)
             known = {field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields}
-            return cls(**{**known, "entries": tuple(fields["entries"])})
+            return cls(**{**known, "name": logins.hidden(fields["name"]), "entries": tuple(fields["entries"])})
         except (ValueError, KeyError, TypeError):
             return None
 
@@ -207,15 +207,14 @@ def _refuse_others(directory: Path) -> None:
     if not directory.is_dir() or (directory / COMING).is_dir() or (directory / MARKER).is_file():
         return
     there = {entry.name for entry in directory.iterdir()}
-    others = sorted(there.difference(_NOT_OURS))
-    if others and not there & {COMING, MARKER}:  # else another process has begun, or even ended, just now
-        raise OutlastError(f"{directory} holds other files ({others[0]}); choose a new or an empty directory")
+    mark = "" if there & {COMING, MARKER} else None  # another process has begun, or even ended, just now
+    foreign.check_place(str(directory), there.difference(_NOT_OURS), mark, instead="choose a new or an empty directory")
 
 
 def _begun(place: Place, what: str) -> None:
     """Note which dataset is coming; raises OutlastError when that is another one."""
     note = place.coming / "name"
-    there = note.read_text() if note.exists() else ""
+    there = logins.hidden(note.read_text()) if note.exists() else ""
     if there not in ("", what):
         raise OutlastError(
             f"{place.directory} holds a part of {there}; complete that with the same command as before, "

@@ -136,8 +136,8 @@ def of_url(text: str) -> Dataset:
             raise OutlastError(f"#{pin} is no checksum; append #sha256= and the 64 digits that sha256sum prints, or nothing")
         checksum = found[1]
     address = Address.parse(url)
-    # with a checksum the query does not matter: it is a signature that differs each time
-    return Dataset(address.shown if checksum else address.url, remotes=(Remote(url, sha256=checksum),))
+    name = address.shown if checksum else address.same  # with a checksum no query matters
+    return Dataset(name, remotes=(Remote(url, sha256=checksum),))
 
 
 def is_url(name: str) -> bool:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
+from outlast import logins
 from outlast.contract import Env, Label, Pod
 from outlast.errors import OutlastError
 from outlast.manifests import install, labels, names, volumes
@@ -94,6 +95,9 @@ def job(name: str, metadata: Document, pod: Document, *, tries: int = _TRIES, mi
 
 def document(wanted: Wanted) -> Document:
     """The Job. Raises OutlastError when it has no place to write to."""
+    for url in (wanted.dataset, wanted.to):
+        if problem := logins.exposed(url, "whoever may view the Job reads its command"):
+            raise OutlastError(f"{logins.hidden(url)} {problem}; a pod has the variables of the Secrets that --secret names")
     to, claim, path = wanted.target()
     meta = {
         "app.kubernetes.io/name": "outlast",

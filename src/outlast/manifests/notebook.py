@@ -109,12 +109,6 @@ def selector(name: str) -> dict[str, str]:
     return {"app.kubernetes.io/instance": name, "app.kubernetes.io/component": COMPONENT}
 
 
-def ours(document: Document) -> bool:
-    """Whether a document is of a notebook that we have made."""
-    labels = document["metadata"].get("labels") or {}
-    return labels.get("app.kubernetes.io/component") == COMPONENT and labels.get("app.kubernetes.io/managed-by") == "outlast"
-
-
 def documents(wanted: Wanted, *, kubeflow: bool) -> list[Document]:
     """All but the Secret and the account, in the order of creation. Raises OutlastError for values that cannot be."""
     pod = _pod(wanted, wanted.prefix if kubeflow else "")

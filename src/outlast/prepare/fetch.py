@@ -22,6 +22,7 @@ from pathlib import Path
 
 from outlast import store, units
 from outlast.data import place as data_place
+from outlast.data import shards
 from outlast.errors import Changed, Missing, OutlastError, StoreError
 from outlast.store import Entry, Store
 from outlast.sync import pool, sync
@@ -78,8 +79,10 @@ def look(url: str, field: str) -> Listing:
     if not entries:
         raise OutlastError(f"{name} holds nothing; put something there, or correct the URL")
     keys = {entry.key for entry in entries}
-    if data_place.COMING in keys and data_place.MARKER not in keys:
-        raise OutlastError(f"{name} is not complete: outlast data get has not finished there; wait for it, or run it again")
+    if data_place.COMING in keys and not keys & {data_place.MARKER, shards.MANIFEST}:
+        raise OutlastError(
+            f"{name} is not complete: outlast data get or prepare has not finished there; wait for it, or run it again"
+        )
     for key in keys:
         parts = key.split("/")
         if both := next((above for i in range(1, len(parts)) if (above := "/".join(parts[:i])) in keys), None):

@@ -162,7 +162,7 @@ class Record:
         self.measured = -1
         """The last step at which the validation loss was measured."""
         self.best: dict[str, Any] = {}
-        """Epoch, directory, loss and perplexity of the best."""
+        """Epoch, step, loss and perplexity of the best, and its directory if it has one."""
         self.losses: dict[str, float] = {}
         """The newest of each kind."""
         self.tokens = 0
@@ -453,8 +453,8 @@ class Trainer:
         run, record = self.run, self.record
         with self.clock.stopped():
             elapsed = self.clock.elapsed_s
-            directory = "model" if not whole else f"epoch-{epoch}" if self.s.epoch_results else ""
-            if whole and directory:
+            directory = f"epoch-{epoch}" if whole and self.s.epoch_results else ""
+            if directory:
                 self.write(directory)
             measured = self.measure(step, directory, epoch)
             said = f" val_loss={measured:.4f} perplexity={perplexity(measured):.2f}" if math.isfinite(measured) else ""
@@ -463,7 +463,7 @@ class Trainer:
             run.save(step, metric=measured)
 
     def measure(self, step: int, directory: str, epoch: int) -> float:
-        """The validation loss, NaN without validation data; notes the best. A collective."""
+        """The validation loss, NaN without validation data; notes the best, and the directory that keeps it. A collective."""
         record = self.record
         if self.parts.val is None:
             return math.nan
@@ -472,7 +472,8 @@ class Trainer:
         record.losses |= {"val_loss": loss, "perplexity": perplexity(loss)}
         self.run.log(step, val_loss=loss, perplexity=perplexity(loss))
         if not record.best or loss < record.best["val_loss"]:
-            record.best = {"epoch": epoch, "step": step, "directory": directory, "val_loss": loss, "perplexity": perplexity(loss)}
+            kept = {"directory": directory} if directory else {}  # never `model`, which the next run overwrites
+            record.best = {"epoch": epoch, "step": step, **kept, "val_loss": loss, "perplexity": perplexity(loss)}
             if self.run.rank == 0:
                 results.write_json(self.run.output / BEST, record.best)
         return loss
@@ -522,7 +523,7 @@ class Trainer:
             elapsed = self.clock.elapsed_s
             if record.measured < step:  # --max-steps may end within an epoch
                 record.elapsed_s = elapsed
-                self.measure(step, "model", record.epoch + 1)
+                self.measure(step, "", record.epoch + 1)
             tensors = self.write("model")
         speed = record.tokens / max(1e-9, elapsed)
         about = f"epochs={self.epochs} total_tokens={record.tokens} elapsed={elapsed:.2f}s (~{speed:.0f} tok/s)"

@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from outlast import contract
@@ -254,6 +255,12 @@ class Trainer:
             weight = self.usable(data, indices[:n])
             beside.append((weight.to(where, non_blocking=True), hidden(s, step, indices[:n]).to(where, non_blocking=True)))
             indices = indices[n:]
+        more = torch.ones((), device=where)  # 1 / the part of the global batch that is usable
+        if s.skip_bad:
+            usable = sum(share * weight.mean() for (_, share), (weight, _) in zip(batch.pieces, beside, strict=True)) + 0 * more
+            if self.run.world_size > 1:
+                dist.all_reduce(usable)
+            more = self.run.world_size / usable.clamp(min=1e-6)
         totals = torch.zeros_like(self.totals)
         for (data, share), (weight, masked) in zip(batch.split(self.net), beside, strict=True):
             label = data["label"] * weight.long()
@@ -262,8 +269,8 @@ class Trainer:
             image, audio = perceiver_model.targets(data["video"], data["audio"], points, self.model.config)
             each = perceiver_model.losses(made, image, audio, label, weight)
             loss = s.image_weight * each.image + s.audio_weight * each.audio + s.label_weight * each.label
-            (loss * share).backward()  # shares add up to the mean over the global batch
-            totals += torch.stack((loss, *each)).detach() * share
+            (loss * share * more).backward()  # shares add up to the mean over the usable clips of the global batch
+            totals += torch.stack((loss, *each)).detach() * share * more
         self.totals = totals
         if s.grad_clip:
             self.norm = nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)

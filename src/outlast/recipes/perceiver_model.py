@@ -411,7 +411,7 @@ def fourier(at: list[Tensor], resolution: tuple[int, ...], bands: int) -> Tensor
 
 
 class Losses(NamedTuple):
-    """Means over a micro-batch, each a scalar."""
+    """Sums over the clips of a micro-batch that count, divided by the number of all of them; each a scalar."""
 
     image: Tensor
     """Mean absolute difference of pixels, which are from 0 to 1."""

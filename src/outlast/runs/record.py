@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
+from outlast import contract, foreign
 from outlast.errors import AlreadyRunning, Changed, Exists, Missing, StoreError, Superseded, Unreachable
 from outlast.store import Store
 
@@ -106,9 +107,13 @@ def claim(store: Store, new: Run, *, replace: bool = False) -> Run:
     conditional writes, two that claim at the very same time may both believe that they have succeeded; the one that was earlier
     learns it with its next `update`.
     """
-    conditional = store.conditional()
     for _ in range(_ATTEMPTS):
         old, etag, _ = _load(store)
+        others = _others(store)
+        if not etag and not replace:  # what no run has brought there is not moved either
+            known = "" if others and {contract.CHECKPOINTS, contract.LOGS} & set(others) else None
+            instead = "choose another output, or begin with --fresh, which moves them to previous/"
+            foreign.check_place(store.url, [name for name in others if not name.startswith(".")], known, instead=instead)
         if old and old.run == new.run:
             return old
         if old and not old.ended and not replace:
@@ -118,9 +123,9 @@ def claim(store: Store, new: Run, *, replace: bool = False) -> Run:
             )
         if old:
             store.put(f"{PREVIOUS}/{old.run}/{RUN}", old.text())
-        aside = ((old.aside or old.run) if old else f"before-{new.run}") if _others(store) else ""
+        aside = ((old.aside or old.run) if old else f"before-{new.run}") if others else ""
         record = dataclasses.replace(new, aside=aside)
-        if _write(store, record, etag, conditional):
+        if _write(store, record, etag, store.conditional()):
             return record
     raise _contended(store)
 

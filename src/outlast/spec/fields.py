@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
-from outlast import accelerators, contract, units
+from outlast import accelerators, contract, logins, units
 from outlast.spec import validation
 from outlast.spec.document import Place
 from outlast.spec.locations import ARCHIVES, OTHER_ARCHIVES, STORES, archive, local, pinned, web
@@ -87,7 +87,23 @@ def object_name(longest: int) -> Pattern:
     return Pattern(rf"{part}(\.{part})*|", sentence, longest)
 
 
+def _public(value: str) -> str:
+    if problem := logins.exposed(value, "job files are copied into the output"):
+        raise ValueError(problem)
+    return value
+
+
+def _endpoint(value: str) -> str:
+    if logins.exposed(value if "://" in value else f"etcd://{value}", ""):
+        raise ValueError(
+            "holds a login, and job files are copied into the output; leave it out here and set OUTLAST_ETCD_USER and "
+            "OUTLAST_ETCD_PASSWORD by secrets or in the shell"
+        )
+    return value
+
+
 def _location(value: str) -> str:
+    _public(value)
     scheme, separator, rest = value.partition("://")
     if separator and scheme not in STORES:
         raise ValueError(f"is not in a store that Outlast supports; use a path, or one of {', '.join(f'{s}://' for s in STORES)}")
@@ -101,6 +117,7 @@ def _location(value: str) -> str:
 def _source(value: str) -> str:
     if not web(value):
         return _location(value)
+    _public(value)
     place, checksum = pinned(value)
     if not re.fullmatch(r"https?://[^/?#]+/\S+", place):
         raise ValueError("must be the URL of a file: https://HOST/PATH#sha256=...")
@@ -225,4 +242,6 @@ TAINT_KEY = Pattern(
     "must be the key of a taint, e.g. nvidia.com/gpu: letters, digits, -, _ and .",
     317,
 )
-Endpoint = Annotated[str, Pattern(r"(\w+://)?[^ /]+:[0-9]+(/[^ ]*)?", "must be an address with a port, e.g. etcd:2379")]
+Endpoint = Annotated[
+    str, Pattern(r"(\w+://)?[^ /]+:[0-9]+(/[^ ]*)?", "must be an address with a port, e.g. etcd:2379"), AfterValidator(_endpoint)
+]

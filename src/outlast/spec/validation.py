@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
 
+from outlast import logins
 from outlast.errors import InvalidJob
 from outlast.spec.document import Document, Place
 
@@ -216,5 +217,5 @@ def _shown(value: Any) -> str:
         return "a mapping"
     if isinstance(value, list | tuple):
         return "a list" if value else "an empty list"
-    text = str(value).lower() if isinstance(value, bool) else str(value) or '""'
+    text = str(value).lower() if isinstance(value, bool) else logins.hidden(str(value)) or '""'
     return text if len(text) <= 60 else text[:57] + "..."

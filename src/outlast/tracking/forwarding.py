@@ -6,13 +6,12 @@ A tracker that is away is said once, and once more when it is back; nothing is l
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from outlast import backoff, contract
+from outlast import backoff, contract, logins
 from outlast.errors import OutlastError
 from outlast.tracking import lines, parameters
 from outlast.tracking.sinks import Run, Sink, Status
@@ -121,7 +120,7 @@ class Forwarder(threading.Thread):
 
 def sentence(error: BaseException) -> str:
     """The first line of an error's message, without the inner errors that HTTP libraries add, and without passwords."""
-    text = without_secrets(str(error).strip().partition("\n")[0] or repr(error))
+    text = logins.hidden(str(error).strip().partition("\n")[0] or repr(error))
     if "Connection refused" in text or "NewConnectionError" in text:
         return "connection refused"
     if "Max retries exceeded" in text or "timed out" in text:
@@ -131,8 +130,3 @@ def sentence(error: BaseException) -> str:
             else f"cannot be reached ({text.rpartition('Caused by ')[2][:200].rstrip(')')})"
         )
     return text[:300]
-
-
-def without_secrets(text: str) -> str:
-    """The text, its URLs without user and password."""
-    return re.sub(r"//[^/\s]*@", "//", text)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from outlast import logins
 from outlast.errors import OutlastError
-from outlast.tracking import forwarding
 from outlast.tracking.lines import Point, Position
 from outlast.tracking.sinks import Run, Status, text
 
@@ -49,7 +49,7 @@ class MLflow:
     pause_s = 5.0
 
     def __init__(self, uri: str, experiment: str, run: Run) -> None:
-        self._shown = forwarding.without_secrets(uri)
+        self._shown = logins.hidden(uri)
         self.title = f"MLflow ({self._shown})"
         self._uri = Path(uri).as_uri() if uri.startswith("/") else uri
         files = urlsplit(self._uri).scheme in ("", "file")
