@@ -79,7 +79,9 @@ def judge(
     window = policy.window.total_seconds()
     past = _that_matter([record._replace(time=min(record.time, now)) for record in history], now, window, policy)
     used = sum(now - record.time < window and record.committed_step >= committed_step for record in past)
-    said = not failure.step or failure.hung  # a hang tells where in its reason; 0: at its start, or the script reports no steps
+    said = (
+        not failure.step or failure.hung or failure.left
+    )  # these two tell where in their reason; 0: at its start, or the script reports no steps
     what = failure.reason if said else f"{failure.reason} at step {failure.step}"
 
     if failure.code == contract.Exit.INTERRUPTED or not failure.counted:
@@ -87,7 +89,8 @@ def judge(
     if failure.code == contract.Exit.MISCONFIGURED:
         return Stop(f"{what}; a restart would not help", failure.code, contract.End.MISCONFIGURED)
     if everywhere:
-        again = "every rank raises it before the first step, a restart would not help"
+        does = "does so" if failure.early == "SystemExit" else "raises it"
+        again = f"every rank {does} before the first step, a restart would not help"
         return Stop(f"{failure.reason}; {again}", contract.Exit.MISCONFIGURED, contract.End.MISCONFIGURED)
     step = None if contract.killed(failure.code) and not failure.hung else failure.step
     past, number = (*past, Record(now, committed_step, step)), used + 1
