@@ -459,7 +459,7 @@ def test_a_plain_scripts_checkpoint_is_known_from_the_start_and_at_the_end(tmp_p
     assert (launcher.live.begun_anew, launcher.status.step) == ("", 45), (
         "the line that the worker tells of was printed in the world before"
     )
-    of_worker |= {"logged": [3, 100, 2], "logged_more": {"pid": 6, "epoch": None, "first": [3, 100, None]}}
+    of_worker |= {"logged": [3, 100, 2], "logged_more": {"pid": 6, "first": [3, 100, None]}}
     launcher.live.read(launcher.known.world)
     assert launcher.status.step == 45, "or by the process before"
     of_worker["logged_more"] |= {"pid": 7}
@@ -481,7 +481,7 @@ def test_a_launcher_that_takes_over_a_plain_script_that_trains_does_not_take_it_
     launcher.known = world.State({}, world.World(1, (0, 1), "", "", 0.0))
     record = progress.Progress(generation=1, rank=0, phase="started", pid=7, started=1)
     monkeypatch.setattr("outlast.local.live_status.progress.read", lambda *_: record)
-    told = {"logged": [46, 100, 1], "logged_more": {"pid": 7, "epoch": None, "first": [0, 100, None]}}
+    told = {"logged": [46, 100, 1], "logged_more": {"pid": 7, "first": [0, 100, None]}}
     monkeypatch.setattr(launcher.pool, "report", lambda _: told)
     launcher.status.step = 45
     launcher.live.read(launcher.known.world)

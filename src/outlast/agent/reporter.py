@@ -143,7 +143,8 @@ class LoggedStep:
         if not self.found or not self._of:
             return {"logged": None}
         (generation, pid), (step, steps, epoch) = self._of, self.found
-        return {"logged": (step, steps, generation), "logged_more": {"pid": pid, "epoch": epoch, "first": self._first}}
+        more = {"pid": pid, "first": self._first, **({} if epoch is None else {"epoch": epoch})}
+        return {"logged": (step, steps, generation), "logged_more": more}
 
 
 def write_state(directory: Path, record: dict[str, Any]) -> None:

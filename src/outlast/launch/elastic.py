@@ -222,7 +222,7 @@ def _first(failures: list[dict[str, Any]], state: Path, processes: int) -> dict[
     """The failure that led to the others. If all echo one, it may be that another rank of ours has exited with 0."""
     first = min(failures, key=lambda failure: (not _is_cause(failure), failure["time"]))
     said = (_read(state / contract.ERROR.format(local_rank=each)) for each in range(processes))
-    rank = next((record["rank"] for record in said if record.get("left", math.inf) < first["time"]), None)
+    rank = next((record["rank"] for record in said if record.get("left")), None)
     if rank is None or not first["echo"]:
         return first
     reason = left_early(f"rank {rank} on worker {os.environ[contract.Env.WORKER]}", first["rank"], first["step"])

@@ -97,7 +97,10 @@ def main() -> None:
     except OSError:  # no warm process: start cold
         os.execv(sys.executable, [sys.executable, "-u", "-m", "outlast.launch.rank", *argv])
 
+    asked: list[int] = []
+
     def pass_on(number: int, _frame: FrameType | None) -> None:
+        asked.append(number)
         promised = os.path.exists(os.environ.get("OUTLAST_NOTICE", ""))
         with contextlib.suppress(OSError):
             sock.sendall(b"%d\n" % number)
@@ -129,8 +132,8 @@ def main() -> None:
         signal.signal(-status, signal.SIG_DFL) if -status not in (signal.SIGKILL, signal.SIGSTOP) else None
         os.kill(os.getpid(), -status)
         time.sleep(1)  # not reached, unless the signal does not end a process
-    if status == 0:
-        record({"rank": int(os.environ.get("RANK", "0")), "left": ended["time"]})
+    if status == 0 and not asked:
+        record({"rank": int(os.environ.get("RANK", "0")), "left": True})
     os._exit(status & 0xFF)
 
 

@@ -118,11 +118,11 @@ class LiveStatus:
         report = self._pool.report(worker) if worker else {}
         self.alone = report.get("warning", self.alone)
         said, more = report.get("logged"), report.get("logged_more") or {"pid": record.pid}
+        of_epoch = more.get("epoch", saves.UNNAMED if now.epoch == saves.UNNAMED else None)
         if record.step:
-            said, more = (record.step, record.steps), {"first": (record.step,)}
+            said, more, of_epoch = (record.step, record.steps), {"first": (record.step,)}, None
         elif not said or said[2] != world.generation or more["pid"] != record.pid:
             return  # printed by an earlier process
-        of_epoch = more.get("epoch") if more.get("epoch") is not None or now.epoch != saves.UNNAMED else saves.UNNAMED
         self._set_step(said[0], None if of_epoch is not None else said[1], "script" if record.step else "log")
         now.epoch, now.epoch_steps = of_epoch, None if of_epoch is None else said[1]
         first = saves.Logged(*more["first"]) if more.get("first") else None
