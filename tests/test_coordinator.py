@@ -164,3 +164,48 @@ def test_a_process_without_which_the_others_went_on_still_tells_what_happened_to
     assert run.said[-1][1] == f"{KILLED['reason']}; restart 1 of 9"
     first = Report("run", 2, "waiting", 1, again=True)
     assert (first.changed("waiting").again, first.changed("training", generation=3).again) == (True, False)
+
+
+def ended(rank: int, reason: str, **fields: Any) -> dict[str, Any]:
+    return {"rank": rank, "code": 1, "reason": reason, "time": 0.0, "step": None, **fields}
+
+
+def counted(run: Coordinating) -> list[str]:
+    return [facts["reason"] for kind, facts in run.events if kind == "failure"]
+
+
+def test_a_worker_that_had_finished_when_the_others_broke_is_the_cause_and_counts_as_one() -> None:
+    run = Coordinating(2)
+    run.report(1, "done", 1)
+    run.report(0, "waiting", 1, failed=True, failure=ended(0, "connection closed", echo=True, step=0))
+    run.now += 0.6
+    run.look()
+    assert run.known.called is not None
+    run.report(1, "waiting", 1, failed=True, failure=ended(1, "rank 1 on worker 1", echo=True, left=True))
+    run.look()
+    assert run.newest().generation == 2
+    (reason,) = counted(run)
+    assert reason.startswith(
+        "rank 1 on worker 1 exited with 0, as if done, while rank 0 trained: all ranks must do as many steps"
+    )
+    assert [record.failed_step for record in run.history] == [0]
+
+
+def test_a_worker_that_had_finished_when_another_was_lost_has_failed_in_nothing() -> None:
+    run = Coordinating(2)
+    run.report(1, "done", 1)
+    run.gone(0)
+    run.look()
+    run.report(1, "waiting", 1, failed=True, failure=ended(1, "rank 1 on worker 1", echo=True, left=True))
+    run.report(0, "waiting", 0)
+    run.look()
+    assert (run.newest().generation, counted(run)) == (2, [])
+
+
+def test_a_rank_that_left_the_others_of_its_own_worker_is_counted_each_time() -> None:
+    run = Coordinating(1)
+    for generation in (1, 2, 3):
+        run.train(generation)
+        run.report(0, "waiting", generation, failed=True, failure=ended(1, "rank 1 exited with 0", left=True, step=0))
+        run.look() if generation < 3 else run.judge()
+    assert (len(counted(run)), run.closed is not None) == (3, True)

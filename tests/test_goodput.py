@@ -253,6 +253,16 @@ def test_a_script_that_reports_nothing_trains_while_it_is_in_a_world():
     assert [(i.kind, i.text, i.recovery_s) for i in planned.incidents] == [("change", "scale to 3", 2)]
 
 
+def test_a_script_that_reports_nothing_trains_again_once_its_members_have_repaired_a_failure():
+    story = Story().submitted().world(1).say("attempt", 10, generation=1, attempt=1, worker=1, reason=KILLED)
+    account = story.say("finished", 20, state="Succeeded", code=0).account()
+    assert (account.seconds[Bucket.RENDEZVOUS], account.seconds[Bucket.TRAINING], account.restarts) == (0, 30, 1)
+    assert [incident.recovery_s for incident in account.incidents] == [0]
+    report = text.plain(account, "job", width=160)
+    assert report.startswith("job  Succeeded  32s  goodput at most 93.8 %\n")
+    assert "exact with: from outlast.training import progress; progress(step, total)\n" in report
+
+
 def test_processes_that_never_reach_a_step_are_start_up():
     story = Story().submitted().world(1).session(1)
     for _ in range(3):

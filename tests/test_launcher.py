@@ -7,8 +7,8 @@ import json
 import os
 import threading
 import time as wall
+from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from outlast.local.backend import LocalBackend
 from outlast.local.launcher import Launcher
 from outlast.local.state_dir import Request, StateDir
 from outlast.local.workers import Ended, Worker
-from outlast.rendezvous import failures, world
+from outlast.rendezvous import failures, restarts, world
 from outlast.rendezvous.failures import Pending
 from outlast.rendezvous.handler import Handler, Leaving
 from outlast.rendezvous.transports.sockets import Called, Report
@@ -70,6 +70,23 @@ def test_the_cause_is_a_kill_before_an_error_and_an_error_before_its_echoes():
     for cause in (killed, bug, aborted, echo):
         assert failures.cause(pending).failure == cause
         pending = [each for each in pending if each.failure != cause]
+
+
+def test_a_rank_that_exited_with_0_is_the_cause_where_there_are_only_echoes():
+    left = Failure(worker=1, rank=1, code=1, reason="rank 1 on worker 1", left=True, time=9.0)
+    echo = Failure(worker=0, rank=0, code=1, reason="Connection closed by peer", step=5, time=1.0)
+    pending = [Pending(True, echo), Pending(True, left)]
+    found = failures.cause(pending)
+    remedy = "all ranks must do as many steps; pods without a common disk find different checkpoint files"
+    assert found.failure.reason == f"rank 1 on worker 1 exited with 0, as if done, while rank 0 trained (step 5): {remedy}"
+    assert (found.echo, found.failure.step) == (False, 5)
+    bug = a_failure(1)
+    assert failures.cause([*pending, Pending(False, bug)]).failure == bug
+    budget = failures.Budget((), restarts.Policy(limit=10, window=timedelta(hours=1)), 0)
+    for at in range(3):
+        _, verdict = failures.judge(found.failure, 0, budget, float(at), pending=pending)
+        budget = dataclasses.replace(budget, history=getattr(verdict, "history", ()))
+    assert verdict.reason == f"{found.failure.reason}; it has failed soon after its start 3 times in a row"
 
 
 # Clocks that are set, machines that sleep
@@ -449,10 +466,12 @@ def test_a_run_of_the_version_before_goes_on_with_the_gpus_that_its_launcher_wro
 
 
 def test_workers_that_find_no_gpu_are_named_in_a_warning(tmp_path: Path) -> None:
-    launcher = a_launcher(tmp_path, Machine(), resources={"gpu": 1})
+    launcher = a_launcher(tmp_path, Machine(), resources={"gpu": 8})
     launcher.pool.gpus = {"CUDA_VISIBLE_DEVICES": []}
     launcher._write_status()
-    assert "this machine shows no GPU; each worker trains on the CPU" in launcher.status.warnings[0]
+    train = f"{8 * launcher.request.replicas} processes, 8 a worker, train on {len(os.sched_getaffinity(0))} CPU cores"
+    sentence = f"resources.gpu (8): this machine shows no GPU; {train}; --set processesPerWorker=1 for one a worker"
+    assert launcher.status.warnings == [sentence]
 
 
 def test_a_stronger_request_changes_the_end_that_workers_hear(tmp_path: Path) -> None:
@@ -479,21 +498,37 @@ def test_a_plain_scripts_checkpoint_is_known_from_the_start_and_at_the_end(tmp_p
     of_worker = {"logged": [9, 100, 1]}
     launcher.pool.present[0] = Worker(0, 1, 1)
     monkeypatch.setattr(launcher.pool, "report", lambda _: of_worker)
-    record = SimpleNamespace(phase="started", generation=2, step=0, steps=None)
+    record = progress.Progress(generation=2, rank=0, phase="started", pid=7, started=1 << 60)
     monkeypatch.setattr("outlast.local.live_status.progress.read", lambda *_: record)
+    launcher.status.step, launcher.status.steps, launcher.status.told = 45, 100, "log"
     launcher.live.read(launcher.known.world)
-    launcher.status.step, launcher.status.steps, launcher.status.told = 9, 100, "log"
-    launcher.live.read(launcher.known.world)
-    assert (launcher.live.warning, launcher.status.step) == ("", 9), (
+    assert (launcher.live.begun_anew, launcher.status.step) == ("", 45), (
         "the line that the worker tells of was printed in the world before"
     )
-    of_worker["logged"] = [3, 100, 2]
+    of_worker |= {"logged": [3, 100, 2], "logged_more": {"pid": 6, "first": [3, 100, None]}}
+    launcher.live.read(launcher.known.world)
+    assert launcher.status.step == 45, "or by the process before"
+    of_worker["logged_more"] |= {"pid": 7}
     launcher._write_status()
     (warning,) = launcher.status.warnings
-    assert "was at step 3, although work/checkpoint-40 was there" in warning
+    assert "began again at step 3, before it was at step 45, although work/checkpoint-40 was there" in warning
 
     (first.output / "work" / "checkpoint-60").mkdir()
     (first.output / "work" / "checkpoint-60" / "model.pt").touch()
     launcher._close(State.SUCCEEDED, "done", 0)
     launcher._finish()
     assert launcher.status.saved.name == "work/checkpoint-60"
+    assert launcher.status.warnings == [warning], "it has not become well by the end"
+
+
+def test_a_launcher_that_takes_over_a_plain_script_that_trains_does_not_take_it_for_restarted(tmp_path: Path, monkeypatch):
+    launcher = a_launcher(tmp_path, Machine())
+    launcher.pool.present[0] = Worker(0, 1, 1)
+    launcher.known = world.State({}, world.World(1, (0, 1), "", "", 0.0))
+    record = progress.Progress(generation=1, rank=0, phase="started", pid=7, started=1)
+    monkeypatch.setattr("outlast.local.live_status.progress.read", lambda *_: record)
+    told = {"logged": [46, 100, 1], "logged_more": {"pid": 7, "first": [0, 100, None]}}
+    monkeypatch.setattr(launcher.pool, "report", lambda _: told)
+    launcher.status.step = 45
+    launcher.live.read(launcher.known.world)
+    assert (launcher.status.step, launcher.live.begun_anew) == (46, "")

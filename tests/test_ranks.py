@@ -18,12 +18,14 @@ import pytest
 
 from clocks import DISTURBANCES, Machine
 from outlast import contract
+from outlast.agent import reporter
 from outlast.agent.ranks import Ranks
 from outlast.hangs import rule, stacks
 from outlast.launch import elastic, rank, shim
+from outlast.rendezvous import failures
 from outlast.rendezvous.handler import Handler
 from outlast.rendezvous.world import World
-from outlast.workerfiles import progress
+from outlast.workerfiles import progress, saves
 from outlast.workerfiles.progress import Progress
 
 LIMIT_S = 600.0
@@ -320,3 +322,40 @@ def test_a_script_that_misses_a_file_of_its_original_directory_dies_with_the_hin
     done = subprocess.run(command, env=environ, cwd=tmp_path / "code", capture_output=True, text=True, check=False)
     assert done.returncode == contract.Exit.FAILED
     assert done.stderr.splitlines()[-1].startswith("outlast: ../data/x is outside of the code, of which the job runs in a copy")
+
+
+def test_a_rank_that_exited_with_0_before_a_collective_broke_is_known_on_its_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(contract.Env.STATE, str(tmp_path))
+    monkeypatch.setenv(contract.Env.WORKER, "0")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("RANK", "1")
+    handler: Any = SimpleNamespace(generation=1, attempt=0)
+    broke = {"rank": 0, "type": "RuntimeError", "message": "raised RuntimeError: Connection closed by peer", "traceback": "x"}
+    (tmp_path / contract.ERROR.format(local_rank=0)).write_text(json.dumps({**broke, "time": 2.0, "age_s": 3.0, "code": 1}))
+    echo = elastic._failure(tmp_path, handler, 0, SimpleNamespace(local_rank=0, exitcode=1))
+    assert (echo["echo"], echo["step"]) == (True, 0), "soon after its start"
+    assert elastic._first([echo], tmp_path, 2) == echo
+    shim.record({"rank": 1, "left": True})
+    said = elastic._first([echo], tmp_path, 2)
+    assert (said["rank"], said["echo"], said["reason"]) == (1, False, failures.left_early("rank 1 on worker 0", 0, 0))
+    assert elastic._causes(tmp_path, 2) == {}, "to be done is no failure"
+
+
+def test_processes_that_train_without_a_process_group_are_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logged, log = reporter.LoggedStep(), SimpleNamespace(written=0, recent=b"")
+    process = rule.Process(0, a_record(1, started=1, step=0), stopped=False, silent_s=0.0, alone=2)
+    process = dataclasses.replace(process, progress=dataclasses.replace(process.progress, phase="started"))
+
+    def looks(found: rule.Process, said: bytes = b"") -> str:
+        log.written, log.recent = log.written + len(said), log.recent + said
+        for _ in range(reporter.ALONE_LOOKS):
+            logged.look([found], log)
+        return logged.warning
+
+    assert looks(process) == looks(process, b"hello\n") == "", "whether it trains is not known"
+    assert looks(dataclasses.replace(process, alone=0), b"step 1\n") == "", "it has a group"
+    assert looks(process) == looks(process) == saves.alone(2)
+    assert capsys.readouterr().out == f"outlast | {saves.alone(2)}\n"
+    assert logged.record()["logged_more"]["first"] == saves.Logged(1)

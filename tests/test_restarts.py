@@ -205,6 +205,17 @@ def test_an_error_of_the_script_on_every_rank_before_the_first_step_stops_the_jo
     )
 
 
+def test_a_script_that_does_not_take_its_arguments_is_started_once():
+    first = a_failure(step=0, early="SystemExit").model_copy(
+        update={"reason": "rank 0 on worker 0 exited with code 2", "code": 2}
+    )
+    assert judge((), first, 0, NOW, a_policy(), everywhere=True) == Stop(
+        "rank 0 on worker 0 exited with code 2; every rank does so before the first step, a restart would not help",
+        78,
+        contract.End.MISCONFIGURED,
+    )
+
+
 def test_an_error_that_not_every_worker_raised_before_its_first_step_is_tried_again():
     first = a_failure(step=0, early="ImportError")
     ok, echo = (

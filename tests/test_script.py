@@ -56,7 +56,7 @@ def test_a_script_runs_with_the_words_behind_it(here: Path, capsys: pytest.Captu
     assert (ours.metadata.name, ours.spec.script, ours.spec.code) == ("train", "train.py", str(here))
     assert ours.spec.args == ("--steps", "100", "-d", "--", "x=$(OUTLAST_OUTPUT)")
     assert (ours.spec.workers.allowed(), ours.spec.hang.limit.seconds) == ((2,), 60)
-    assert "comes after" not in capsys.readouterr().err
+    assert "comes before" not in capsys.readouterr().err
     assert backend.command == "outlast run --workers 2 --set hang.limit=1m train.py --steps 100 -d -- 'x=$(OUTLAST_OUTPUT)'"
     assert outlast(backend, "run", "--fresh", "-m", "--name", "it", "outlast.recipes.smoke") == 0
     assert backend.command == "outlast run --name it -m outlast.recipes.smoke", "--fresh would not go on"
@@ -78,11 +78,13 @@ def test_an_option_of_ours_behind_the_script_is_said_unless_it_is_the_scripts_ow
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert outlast(Backend(here), "run", "train.py", "--workers=2", "--steps", "3") == 0
-    said = "outlast | train: --workers comes after train.py, so the script gets it; to give it to outlast, write it before: "
-    assert said + "outlast run --workers ... train.py\n" in capsys.readouterr().err
+    said = "--workers comes before the script: outlast run --workers=2 train.py --steps 3\n"
+    assert f"outlast | train: {said}" in capsys.readouterr().err
+    assert outlast(Backend(here), "run", "train.py", "--steps", "3", "--workers", "2") == 0
+    assert said.replace("=", " ") in capsys.readouterr().err
     Path("train.py").write_text("parser.add_argument('--workers')")
     assert outlast(Backend(here), "run", "train.py", "--workers=2") == 0
-    assert "comes after" not in capsys.readouterr().err
+    assert "comes before" not in capsys.readouterr().err
 
 
 def test_the_file_that_init_writes_is_the_job_that_run_runs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

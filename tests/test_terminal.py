@@ -16,9 +16,9 @@ import yaml
 from rich.text import Text
 
 import fake
-from outlast import cli
+from outlast import cli, contract
 from outlast.backends import LogLine
-from outlast.cli import live, show, terminal
+from outlast.cli import live, show, terminal, view
 from outlast.errors import OutlastError
 from outlast.status import CheckpointStatus, Failure, JobStatus, State, WorkerStatus
 
@@ -235,3 +235,28 @@ def test_nothing_is_redrawn_and_nobody_asked_in_a_cell_of_a_notebook(monkeypatch
         assert not terminal.interactive(stream)
     with pytest.raises(OutlastError, match=r"^the job is deleted; add --yes to confirm$"):
         terminal.confirm("the job is deleted")
+
+
+def test_what_only_echoes_another_ranks_end_is_one_line_below_the_cause() -> None:
+    before, cause, after = (LogLine(0, text) for text in ("step 3", "outlast | attempt 1: rank 0 was killed", "step 0"))
+    head, *body = (LogLine(1, f"[rank 2] {contract.ECHO}{text}") for text in ("a collective broke", "", "RuntimeError: closed"))
+    folded = terminal.Folded()
+    assert [*folded.take([before, head, body[0], LogLine(1, "step 3"), body[1], cause, after])] == [
+        *(before, LogLine(1, "step 3"), cause, head, after)
+    ]
+    assert [*folded.take([head, *body, after])] == [after]
+    assert (folded.rest(), folded.rest()) == ([head], [])
+
+
+def test_a_goodput_without_reported_steps_is_an_upper_bound_and_steps_of_an_epoch_have_no_total() -> None:
+    status = JobStatus(
+        name="job", run="r", state=State.RUNNING, goodput=0.844, told="log", step=20, epoch=3, epoch_steps=32, rate=2.0
+    )
+    assert (show.goodput(status), show.steps(status), status.eta_s) == ("at most 84.4 %", "epoch 3, 20/32", None)
+    unnamed = status.model_copy(update={"epoch": -1})
+    assert show.steps(unnamed) == "in an epoch, 20/32"
+    exact = status.model_copy(update={"told": "script", "epoch": None, "steps": 100})
+    assert (show.goodput(exact), show.steps(exact), exact.eta_s) == ("84.4 %", "20/100", 40.0)
+    ended = [*view.summary(status.model_copy(update={"state": State.SUCCEEDED, "warnings": ["it began again"]}), 60.0)]
+    assert ended[0].startswith("epoch 3, 20/32 in 1m00s, ")
+    assert ended[-1] == "warning: it began again"

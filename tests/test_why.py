@@ -787,6 +787,14 @@ def a_status(state: State, **fields: Any) -> JobStatus:
     )
 
 
+def test_a_job_here_that_succeeded_is_not_well_while_there_are_warnings() -> None:
+    (cause,) = local_job.causes(a_status(State.SUCCEEDED, reason="workers 0 and 1 are done"), [], NOW)
+    assert (cause.what, cause.wrong) == ("it is finished, and all is well: workers 0 and 1 are done", False)
+    warned = a_status(State.SUCCEEDED, reason="workers 0 and 1 are done", warnings=["after its restart it began again"])
+    found = [(cause.what, cause.wrong) for cause in local_job.causes(warned, [], NOW)]
+    assert found == [("after its restart it began again", True), ("it is finished: workers 0 and 1 are done", False)]
+
+
 def test_a_job_here_that_failed_shows_the_traceback_of_the_first_rank() -> None:
     failure = Failure(worker=1, rank=1, code=1, reason="rank 1 on worker 1 failed", traceback="Traceback:\nKeyError: 'x'", step=8)
     status = a_status(State.FAILED, reason="restart 3 of 2", failure=failure, exit_code=1)

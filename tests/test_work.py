@@ -14,8 +14,10 @@ from outlast import contract, store
 from outlast.contract import Env
 from outlast.prepare import workdir
 from outlast.runs.layout import skipped
+from outlast.status import SavedStatus
 from outlast.sync import sync
 from outlast.workerfiles import progress, saves
+from outlast.workerfiles.saves import Logged
 
 LONG_AGO = time.time() - 1000
 
@@ -286,15 +288,23 @@ def test_names_of_directories_that_are_checkpoints(name: str, step: int | None) 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("step 120 loss 0.3", (120, None)),
+        ("step 120 loss 0.3", (120,)),
         ("Step: 120/2000", (120, 2000)),
         ("step 1,200 of 5,000", (1200, 5000)),
-        ("iter 120: loss 2.1, time 30ms", (120, None)),
-        ("Epoch [3/10], Step [120/2000], Loss: 0.5", (120, 2000)),
+        ("iter 120: loss 2.1, time 30ms", (120,)),
+        ("Epoch [3/10], Step [120/2000], Loss: 0.5", (120, 2000, 3)),
+        ("epoch 3 iter 20/32 loss 0.5", (20, 32, 3)),
+        ("Epoch: [0][ 10/5005] Time 0.3", (10, 5005, 0)),
+        ("epoch 0.53 step 120/2000", (120, 2000)),
         ("[120/2000] loss 0.5", (120, 2000)),
-        ("[rank 0] step 4", (4, None)),
-        ('{"step": 4, "loss": 1}', (4, None)),
+        ("[rank 0] step 4", (4,)),
+        ('{"step": 4, "loss": 1}', (4,)),
+        ('{"epoch": 2, "step": 4, "loss": 1}', (4, None, 2)),
         ("  6%|6         | 120/2000 [00:12<03:00, 9.9it/s]", (120, 2000)),
+        ("Epoch 2:  45%|####      | 56/125 [00:05<00:06, 9.9it/s]", (56, 125, 2)),
+        ("[rank 0] Epoch 2/9 ━━━━━━━╸      56/125 0:00:05 • 0:00:06 9.9it/s", (56, 125, 2)),
+        ("Epoch:  33%|###   | 1/3 [00:12<03:00, 9.9s/it]", None),
+        ("   ━━━━━━━━━━ 12.3/45.0 MB 9.9 MB/s", None),
         ("{'loss': 0.5, 'epoch': 1.2}", None),
         ("Epoch [3/10] loss 0.1", None),
         ("Map:   6%|6    | 120/2000 [00:12<03:00, 9.9it/s]", None),
@@ -304,39 +314,59 @@ def test_names_of_directories_that_are_checkpoints(name: str, step: int | None) 
         ("timestep 5", None),
         ("step time: 40 ms", None),
         ("step 12.5", None),
-        ("\x1b[32mstep 10\x1b[0m loss 0.1", (10, None)),
+        ("\x1b[32mstep 10\x1b[0m loss 0.1", (10,)),
     ],
 )
-def test_steps_in_lines_of_a_log(line: str, said: tuple[int, int | None] | None) -> None:
-    assert saves.step_in(line) == said
+def test_steps_in_lines_of_a_log(line: str, said: tuple[int, ...] | None) -> None:
+    assert saves.step_in(line) == (Logged(*said) if said else None)
 
 
 def test_the_last_line_counts_and_a_shorter_bar_is_another_one() -> None:
-    assert saves.last_step("step 1/20\nstep 2/20\nloss", None) == (2, 20)
+    assert saves.last_step("step 1/20\nstep 2/20\nloss", None) == Logged(2, 20)
     bars = " 10%|# | 3/20 [00:01<00:02]\r 50%|# | 2/4 [00:01<00:02]\r"
-    assert saves.last_step(bars, (1, 20)) == (3, 20)
-    assert saves.last_step("step 7\n", (3, 20)) == (7, 20)
-    assert saves.last_step("nothing", (3, 20)) == (3, 20)
+    assert saves.last_step(bars, Logged(1, 20)) == Logged(3, 20)
+    assert saves.last_step("step 7\n", Logged(3, 20)) == Logged(7, 20)
+    assert saves.last_step("nothing", Logged(3, 20)) == Logged(3, 20)
+
+
+def test_a_counter_that_falls_is_one_of_an_epoch_from_then_on() -> None:
+    fell = saves.last_step("step 1/32", Logged(31, 32))
+    assert fell == Logged(1, 32, saves.UNNAMED)
+    assert saves.last_step("step 9/32", fell) == Logged(9, 32, saves.UNNAMED)
+    assert saves.last_step("epoch 3 iter 1/32", Logged(31, 32, 2)) == Logged(1, 32, 3)
+
+
+def test_an_empty_bar_is_no_first_step() -> None:
+    assert saves.first_step("  0%|  | 0/400 [00:00<?]\r 35%|# | 141/400 [00:01<00:02]\r") == Logged(141, 400)
+    assert saves.first_step("hello\nstep 0/400\nstep 1/400") == Logged(0, 400)
 
 
 @pytest.mark.parametrize(
-    ("saved", "step", "steps", "told", "warns"),
+    ("reached", "now", "first", "warns"),
     [
-        (140, 26, 300, "log", True),
-        (140, 26, None, "script", True),
-        (140, 0, 300, "log", False),  # the bar of a Trainer that resumes begins there
-        (140, 140, 300, "log", False),
-        (140, 26, 100, "log", False),  # the steps of an epoch
-        (140, 26, None, "log", False),
-        (None, 26, 300, "log", False),
+        (Logged(106), Logged(0), Logged(0), True),
+        (Logged(106), Logged(0), None, True),  # the launcher has not seen the first
+        (Logged(300), Logged(100), Logged(100), True),  # of a log with a line every 100 steps
+        (Logged(106), Logged(100), Logged(0), False),
+        (Logged(150), Logged(100), Logged(0), False),
+        (Logged(5), Logged(5), Logged(0), False),
+        (Logged(10, 32, 3), Logged(0, 32, 0), Logged(0, 32, 0), True),
+        (Logged(10, 32, 3), Logged(0, 32, 1), Logged(0, 32, 1), True),
+        (Logged(10, 32, 3), Logged(0, 32, 3), Logged(0, 32, 0), False),  # it goes on at the start of an epoch
+        (Logged(10, 32, 1), Logged(0, 32, 1), None, False),  # the first epoch, or not
+        (Logged(10, 32, 0), Logged(0, 32, 0), Logged(0, 32, 0), True),
+        (Logged(10, 32, saves.UNNAMED), Logged(0, 32), Logged(0, 32), False),
+        (Logged(10, 32, 3), Logged(0), Logged(0), False),
     ],
 )
-def test_a_script_that_does_not_load_its_checkpoint_is_noticed(
-    saved: int | None, step: int, steps: int | None, told: str, warns: bool
-) -> None:
-    said = saves.begun_anew(saves.Save("work/out/checkpoint-140", saved, LONG_AGO), step, steps, told)
-    assert said.startswith("after its restart the script was at step 26, although work/out/checkpoint-140 was there") == warns
-    assert saves.begun_anew(None, step, steps, told) == ""
+def test_a_script_that_begins_again_is_noticed_by_its_own_log(reached: Logged, now: Logged, first: Logged | None, warns: bool):
+    saved = SavedStatus(name="ckpt/epoch1.pt", time=LONG_AGO)
+    for before, there in [
+        (None, ": have it save checkpoints and load"),
+        (saved, ", although ckpt/epoch1.pt was there: have it load"),
+    ]:
+        said = saves.begun_anew(before, reached, now, first)
+        assert (there in said, "the script began again at " in said) == (warns, warns)
 
 
 def test_the_newest_save_is_found_by_name_and_time(tmp_path: Path) -> None:
@@ -346,4 +376,4 @@ def test_the_newest_save_is_found_by_name_and_time(tmp_path: Path) -> None:
     assert saves.newest(tmp_path, LONG_AGO - 100) is None
     write(tmp_path / "work" / "out" / "checkpoint-140" / "optimizer.pt", at=LONG_AGO + 10)
     write(tmp_path / "work" / "checkpoint.pt", at=LONG_AGO + 5)
-    assert saves.newest(tmp_path, LONG_AGO) == saves.Save("work/out/checkpoint-140", 140, LONG_AGO + 10)
+    assert saves.newest(tmp_path, LONG_AGO) == SavedStatus(name="work/out/checkpoint-140", step=140, time=LONG_AGO + 10)

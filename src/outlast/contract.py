@@ -394,6 +394,10 @@ STAYS = "stays up and does nothing more"
 _END_LINE = re.compile(r"outlast \| worker (\S+): (?P<reason>.*) \(exit (?P<code>\d+|None)\)$")
 
 
+ECHO = "outlast echo | "
+"""Begins the lines of a log that only echo another rank's end, which its readers leave out."""
+
+
 def end_line(worker: int | str, reason: str, code: int | None) -> str:
     """The line in a worker's log that says how the worker ended."""
     return f"outlast | worker {worker}: {reason} (exit {code})"

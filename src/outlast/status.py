@@ -169,6 +169,8 @@ class Failure(_Model):
     """The node of its pod, on Kubernetes."""
     hung: Annotated[bool, Field(exclude=True)] = False
     """Whether it was killed because it hung by itself, and was not stopped from outside."""
+    left: Annotated[bool, Field(exclude=True)] = False
+    """Whether its worker's processes exited with 0, as if done, before others failed: the cause if all others are echoes."""
     early: Annotated[str, Field(exclude=True)] = ""
     """The type of error that its worker's processes raised before their first step, if another try would raise it again."""
     log_tail: Annotated[str, Field(validation_alias=AliasChoices("logTail", "log_tail"))] = ""
@@ -218,6 +220,9 @@ class JobStatus(_Model):
     step: int = 0
     steps: int | None = None
     """Total steps of the run, when the training says so."""
+    epoch: int | None = None
+    """Of a log that counts the steps of each epoch: then `step` is such a count. -1: its lines do not name the epoch."""
+    epoch_steps: int | None = None
     told: str = ""
     """Who tells the step: `session`, `script` (`outlast.training.progress`) or `log` (read from its lines); empty: nobody yet.
     `data`: it has no steps, for it brings data."""

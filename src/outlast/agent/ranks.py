@@ -70,9 +70,9 @@ class Ranks:
             int(progress.cpu_s(record.pid)) if frozen else None,
         )
         silent_s = self._seen.age(local_rank, signs)
-        return Process(
-            local_rank, record, stopped, silent_s, frozen, age_s, watched=pulse is not None, where=pulse.where if pulse else ""
-        )
+        where, alone = (pulse.where, pulse.alone) if pulse else ("", 0)
+        watched = pulse is not None
+        return Process(local_rank, record, stopped, silent_s, frozen, age_s, watched=watched, where=where, alone=alone)
 
     def kill(self, process: Process) -> None:
         """Kill a process that hangs, if the pid is still its own."""

@@ -20,6 +20,9 @@ from outlast.workerfiles.progress import Progress
 
 HEARTBEAT_INTERVAL_S = 1.0
 """Interval of touching an unchanged `worker.json`: the heartbeat of the agent."""
+ALONE_LOOKS = 30
+"""Looks, ten a second, at a process that trains without a process group, after which that is said. Arbitrary: a bar may be drawn
+before the group is made."""
 STANDSTILL_S = 30.0
 """Time without progress after which the place where processes wait is shown; shorter than the hang limit."""
 
@@ -65,8 +68,8 @@ class Reporter:
         if first.steps is not None:
             metrics["target_step"] = first.steps
         if first.rank == 0 and not first.step and self._logged.found:
-            step, steps = self._logged.found
-            metrics |= {"step": step, "step_logged": 1.0, **({"target_step": steps} if steps else {})}
+            step, steps, epoch = self._logged.found
+            metrics |= {"step": step, "step_logged": 1.0, **({"target_step": steps} if steps and epoch is None else {})}
         return metrics
 
     def write(
@@ -87,7 +90,8 @@ class Reporter:
             "reason": worker.reason or worker.leaving,
             "code": code,
             "ranks": list(ranks),
-            "logged": self._logged.record(),
+            **self._logged.record(),
+            "warning": self._logged.warning,
             "probes": self.probes,
             "pushed": upload.report,
             "displaced": self.displaced,
@@ -107,25 +111,40 @@ class LoggedStep:
     """The step that a plain script prints to its log, if rank 0 runs here and reports none itself."""
 
     def __init__(self) -> None:
-        self.found: tuple[int, int | None] | None = None
-        """The step, and the total if it is printed."""
+        self.found: saves.Logged | None = None
+        self._first: saves.Logged | None = None
+        """What the process printed first."""
+        self.warning = ""
+        self._alone = 0
+        """How often it was seen to train without a process group."""
         self._of: tuple[int, int] | None = None
         self._written = 0
 
     def look(self, found: Sequence[rule.Process], log: Output) -> None:
         """Read the end of what was written since the last look."""
-        first = next((p.progress for p in found if p.progress.rank == 0), None)
-        if first is None:
+        process = next((p for p in found if p.progress.rank == 0), None)
+        if process is None:
             return
+        first = process.progress
         if self._of != (first.generation, first.pid):  # the log so far is another process's
-            self.found, self._of, self._written, log.recent = None, (first.generation, first.pid), log.written, b""
+            self._of, self._written, log.recent = (first.generation, first.pid), log.written, b""
+            self.found, self._first, self._alone = None, None, 0
         elif first.phase == "started" and not first.step and log.written != self._written:
-            self._written = log.written
-            self.found = saves.last_step(log.recent.decode(errors="replace"), self.found)
+            self._written, text = log.written, log.recent.decode(errors="replace")
+            self.found, self._first = saves.last_step(text, self.found), self._first or saves.first_step(text)
+        step = first.step or (self.found.step if self.found else 0)
+        self._alone = self._alone + 1 if process.alone > 1 and step and first.phase == "started" else 0
+        self.warning = saves.alone(process.alone) if self._alone >= ALONE_LOOKS else ""
+        if self._alone == ALONE_LOOKS:
+            print(f"outlast | {self.warning}", flush=True)
 
-    def record(self) -> tuple[int, int | None, int] | None:
-        """The step, the total, and the generation whose process has printed them."""
-        return (*self.found, self._of[0]) if self.found and self._of else None
+    def record(self) -> dict[str, Any]:
+        """The step, the total, and the generation whose process has printed them; then its pid, the epoch, and its first step."""
+        if not self.found or not self._of:
+            return {"logged": None}
+        (generation, pid), (step, steps, epoch) = self._of, self.found
+        more = {"pid": pid, "first": self._first, **({} if epoch is None else {"epoch": epoch})}
+        return {"logged": (step, steps, generation), "logged_more": more}
 
 
 def write_state(directory: Path, record: dict[str, Any]) -> None:

@@ -143,7 +143,7 @@ def logs(
         since_s = None if since is None else which.duration("--since", since).total_seconds()
         place = which.place(ctx, name, namespace, context)
         lines = place.logs(which.job(place, name), worker=worker, follow=follow, tail=tail, since_s=since_s, say=terminal.say)
-    for line in lines:
+    for line in terminal.Folded().take(lines) if follow and worker is None else lines:
         if wanted is None or wanted.search(line.text):
             terminal.log([line], prefixed=worker is None)
 

@@ -104,7 +104,7 @@ def panel(status: JobStatus, now: float) -> Panel:
         f"{units.human_seconds(show.lasted(status, now))} since the start",
     ]
     if status.goodput is not None:
-        facts.append(f"goodput {show.percent(status.goodput)}")
+        facts.append(f"goodput {show.goodput(status)}")
     rows.append(_facts(facts))
     if status.failure is not None:
         rows.append(Text(f"last failure: {status.failure.reason}", "red", no_wrap=True, overflow="ellipsis"))

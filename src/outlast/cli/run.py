@@ -77,7 +77,8 @@ def run(
         before = None
     from outlast.spec import unused
 
-    for sentence in (*script.misplaced(ctx, file), *unused.anywhere(wanted), *unused.here(wanted)):
+    misplaced = list(script.misplaced(ctx, file))
+    for sentence in (*misplaced, *unused.anywhere(wanted), *unused.here(wanted)):
         terminal.say(f"{name}: {sentence}")
 
     with _explained(wanted):
@@ -94,7 +95,8 @@ def run(
 
     with view.Signals() as signals, view.screen() as screen:
         status, code = view.follow(place, name, screen, signals, tail=0 if going_on else None)
-    for sentence in view.summary(status, time.time()):
+    refused = status.failure is not None and status.failure.code == 2
+    for sentence in (*view.summary(status, time.time()), *(misplaced if refused else ())):
         terminal.say(sentence)
     raise typer.Exit(code)
 

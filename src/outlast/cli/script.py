@@ -159,12 +159,13 @@ def title(file: str, *, module: bool = False) -> str:
 def misplaced(ctx: typer.Context, file: str) -> Iterator[str]:
     """Warnings about options of ours that follow a script in which they do not occur: the script gets them."""
     source = _read(Path(file).expanduser()) if named(file) and ctx.args else ""
-    ours = {option for each in ctx.command.params for option in each.opts if option.startswith("--")}
-    for word in ctx.args if source else ():
+    ours = {option: each for each in ctx.command.params for option in each.opts if option.startswith("--")}
+    for at, word in enumerate(ctx.args if source else ()):
         option = word.partition("=")[0]
         if option in ours and option not in source:
-            remedy = f"to give it to outlast, write it before: outlast {ctx.info_name} {option} ... {file}"
-            yield f"{option} comes after {file}, so the script gets it; {remedy}"
+            end = at + (1 if "=" in word or getattr(ours[option], "is_flag", False) else 2)
+            words = ["outlast", ctx.info_name or "run", *ctx.args[at:end], file, *ctx.args[:at], *ctx.args[end:]]
+            yield f"{option} comes before the script: {shlex.join(words)}"
 
 
 def command(file: str, args: Sequence[str], *, module: bool, workers: int | None, name: str | None, set_: Iterable[str]) -> str:

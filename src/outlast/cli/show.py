@@ -70,6 +70,12 @@ def percent(share: float | None) -> str | None:
     return None if share is None else units.percent(share)
 
 
+def goodput(status: JobStatus) -> str | None:
+    """`94.1 %`; `at most 94.1 %` of a script that reports no steps, since repeated ones cannot be told."""
+    exact = status.told not in ("", "log") or status.checkpoint is not None or (not status.told and status.step)
+    return percent(status.goodput) if exact or not status.goodput else f"at most {percent(status.goodput)}"
+
+
 def count(number: int, noun: str) -> str:
     """`1 restart`, `2 restarts`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
@@ -92,8 +98,10 @@ def world(status: JobStatus) -> str:
 
 
 def steps(status: JobStatus) -> str:
-    """`812/1560`, or `812` while the total is unknown."""
-    return str(status.step) if status.steps is None else f"{status.step}/{status.steps}"
+    """`812/1560`, or `812` while the total is unknown; `epoch 3, 20/32` of a log that counts the steps of an epoch."""
+    of = status.steps if status.epoch is None else status.epoch_steps
+    count = str(status.step) if of is None else f"{status.step}/{of}"
+    return count if status.epoch is None else f"{f'epoch {status.epoch}' if status.epoch >= 0 else 'in an epoch'}, {count}"
 
 
 _TOLD = {"log": " (read from the log)"}
@@ -213,7 +221,7 @@ def page(status: JobStatus, now: float) -> str:
                 **({} if status.told == "data" else _training(status, now)),
                 "executors": executors(status.executors) if status.executors else None,
                 "restarts": f"{status.restarts}, and {count(status.interruptions, 'interruption')}, not counted",
-                "goodput": percent(status.goodput),
+                "goodput": goodput(status),
                 "lost": lost(status.lost) if status.lost else None,
                 "submitted": f"{moment(status.submitted)}, {'lasted' if status.finished else 'for'} {running}",
                 "exit code": status.exit_code,
@@ -254,7 +262,7 @@ def jobs(statuses: Sequence[JobStatus], now: float) -> str:
             world(s),
             steps(s) if _steps_known(s) else None,
             s.restarts,
-            percent(s.goodput),
+            goodput(s),
             units.human_seconds(now - s.submitted),
             s.reason or None,
         )

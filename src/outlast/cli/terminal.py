@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from outlast import contract
 from outlast.errors import OutlastError
 
 if TYPE_CHECKING:
@@ -163,6 +164,27 @@ def log(lines: Iterable[LogLine], *, prefixed: bool = True) -> None:
     )
     _raw(out).write(text)
     out.flush()
+
+
+class Folded:
+    """Leaves out what survivors of a failure print only because another rank has ended; a line below the cause tells of it."""
+
+    def __init__(self) -> None:
+        self._below: dict[int, LogLine] = {}
+
+    def take(self, lines: Iterable[LogLine]) -> Iterator[LogLine]:
+        """These lines without those. The first of each worker is kept until the next line of ours."""
+        for line in lines:
+            if contract.ECHO in line.text:
+                self._below.setdefault(line.worker, line)
+            else:
+                yield line
+                yield from self.rest() if "outlast | " in line.text else ()
+
+    def rest(self) -> list[LogLine]:
+        """What was kept."""
+        below, self._below = [*self._below.values()], {}
+        return below
 
 
 def drawn(text: str, *, terminal: bool) -> Iterator[str]:

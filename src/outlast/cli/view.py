@@ -104,14 +104,16 @@ def follow(place: Backend, name: str, shown: Screen, signals: Signals, *, tail: 
 
     `tail` is that of `Backend.logs`.
     """
-    logs = _Logs(place, name, tail)
+    logs, folded = _Logs(place, name, tail), terminal.Folded()
     obeyed = 0
     ensured = time.monotonic()
     status: JobStatus | None = None
     while True:
         new = place.status(name)
-        for sentence in show.changes(status, new):
+        for sentence in (changes := show.changes(status, new)):
             shown.say(sentence)
+        if changes:
+            shown.lines(list(folded.rest()))
         shown.update(new)
         status = new
         over = not status.state.active
@@ -122,9 +124,9 @@ def follow(place: Backend, name: str, shown: Screen, signals: Signals, *, tail: 
                 over = False
         if over:
             for lines in logs.rest():
-                shown.lines(lines)
+                shown.lines([*folded.take(lines), *folded.rest()])
             return status, exit_code(status)
-        shown.lines(logs.take(_POLL_S))
+        shown.lines(list(folded.take(logs.take(_POLL_S))))
         while obeyed < signals.count:
             obeyed += 1
             if obeyed > 1:
@@ -160,18 +162,19 @@ def summary(status: JobStatus, now: float) -> Iterator[str]:
     """How a run ended, and what to do next."""
     took = units.human_seconds(show.lasted(status, now))
     did = [
-        f"{show.steps(status)} steps in {took}" if status.step else took,
+        f"{show.steps(status)}{' steps' if status.epoch is None else ''} in {took}" if status.step else took,
         show.count(status.restarts, "restart"),
         show.count(status.interruptions, "interruption"),
     ]
     if status.goodput is not None:
-        did.append(f"goodput {show.percent(status.goodput)}")
+        did.append(f"goodput {show.goodput(status)}")
     yield f"{', '.join(did)}; output in {status.output}"
     if status.failure is not None and status.state is State.FAILED:
         yield from show.failure(status.failure).splitlines()
     if status.state is not State.SUCCEEDED:
         again = f"`{status.again}`, or in the background with `outlast resume {status.name}`"
         yield f"go on{status.from_step} with {again}"
+    yield from (f"warning: {warning}" for warning in status.warnings)
 
 
 def leaving(status: JobStatus) -> str:

@@ -29,7 +29,7 @@ def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[C
     name, reason = status.name, status.reason
     match status.state:
         case State.SUCCEEDED:
-            yield Cause("finished", f"it is finished, and all is well: {reason}", wrong=False)
+            yield Cause("finished", f"it is finished{'' if status.warnings else ', and all is well'}: {reason}", wrong=False)
         case State.CANCELLED:
             yield Cause("cancelled", reason or "it was cancelled", (), _go_on(status), wrong=False)
         case State.SUSPENDED:
@@ -52,7 +52,8 @@ def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[C
             remedy = f"go on with: outlast resume {name}"
             yield Cause("launcher", f"its launcher is gone, so nothing drives it ({reason})", (), remedy)
         case _:
-            at = f"at step {status.step}" + (f" of {status.steps}" if status.steps else "")
+            epoch = f"epoch {status.epoch}, " if (status.epoch or -1) >= 0 else ""
+            at = f"at {epoch}step {status.step}" + (f" of {status.steps}" if status.steps else "")
             restarts = f", after {status.restarts} failure{'s' * (status.restarts > 1)}" if status.restarts else ""
             train = f"{len(status.world)} of {status.replicas} workers train, {at}"
             if (repeated := _repeated(status, events, now)) and status.failure:
@@ -125,5 +126,5 @@ def _store(status: JobStatus, _: Sequence[Event], now: float) -> Iterator[Cause]
 
 
 def _warnings(status: JobStatus, _: Sequence[Event], __: float) -> Iterator[Cause]:
-    for warning in () if status.state is State.SUCCEEDED else status.warnings:
+    for warning in status.warnings:
         yield Cause("warning", warning, (), "")

@@ -37,6 +37,8 @@ class Process:
     """Whether it reports the activity of its main thread. Not after it became another program (execv)."""
     where: str = ""
     """Where in the script it is, or where all ranks are if none moves."""
+    alone: int = 0
+    """As `progress.Pulse.alone`."""
 
     @property
     def early(self) -> bool:

@@ -143,7 +143,9 @@ class Watch:
         """Number of its signs of life (`alive`)."""
         self.held = 0
         """Number of open `alive` contexts: while there is one, it counts as moving."""
-        self.record: Callable[[str], None] = lambda _: None
+        self.broken = False
+        """Whether a collective has broken, and with it perhaps the store."""
+        self.record: Callable[[str], object] = lambda _: None
         """Called with the error message before a deadlocked process ends."""
         self.last: Callable[[], object] = lambda: None
         """Called then: waits for the save in progress."""
@@ -212,7 +214,7 @@ class Watch:
                     waits, at = self._stands(main, frame, sight)
                     pause = min(PATIENCE, pause * 1.5) if now - since > 10 * STILL_S else LOOK_S
                 if pulse:
-                    pulse.write(moves or waits, at)
+                    pulse.write(moves or waits, at, 0 if self._group else int(os.environ.get("WORLD_SIZE", "1")))
                 del frame
             time.sleep(pause)
 
@@ -266,7 +268,7 @@ class Watch:
     def _leave(self) -> None:
         """Report the end of the script: ranks that wait for this one wait for ever. If the store is gone, they notice that."""
         # The lock is kept: a thread that returns from torch while the interpreter shuts down would end the process with SIGABRT.
-        if self._lock.acquire(timeout=_ANSWER_S) and self._store is not None:
+        if self._lock.acquire(timeout=_ANSWER_S) and self._store is not None and not self.broken:
             with contextlib.suppress(Exception):
                 self._publish(Standing(at="its exit, at the end of the script"))
 

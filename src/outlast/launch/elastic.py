@@ -13,7 +13,6 @@ import json
 import logging
 import math
 import os
-import re
 import signal
 import sys
 import time
@@ -21,13 +20,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from outlast import accelerators, backoff, contract, memory
+from outlast import backoff, contract, memory
 from outlast.clock import Seen
 from outlast.contract import FailureCause
 from outlast.launch import rank0_files, shim
+from outlast.launch.rank import is_secondary
 from outlast.ledger import Ledger
 from outlast.rendezvous import restarts, transport
 from outlast.rendezvous.attempts import Past
+from outlast.rendezvous.failures import left_early
 from outlast.rendezvous.handler import Handler, member
 from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.transports import seal
@@ -43,9 +44,9 @@ EARLY_S = 30.0
 """A script that does not report its steps counts as before its first step for this long; arbitrary."""
 _SCRIPTS = (
     *("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"),
-    *("TypeError", "NameError", "UnboundLocalError", "AttributeError"),
+    *("TypeError", "NameError", "UnboundLocalError", "AttributeError", "SystemExit"),
 )
-"""Errors of a script that is wrong or does not fit the installed packages."""
+"""Errors of a script that is wrong, does not fit the installed packages, or does not take its arguments."""
 _MEMORY = ("OutOfMemoryError", "MemoryError")
 """Errors of torch, for any accelerator, and of Python."""
 _LOADER = "killed by signal: Killed"
@@ -53,13 +54,6 @@ _LOADER = "killed by signal: Killed"
 _STEPS = ("first step", "train")
 """Phases in which a hang is charged to the step. While it opens, restores or saves, a process waits for a store or a disk.
 A plain script without reported steps counts as at step 0 if it was silent for longer than it was active."""
-_COLLECTIVE = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "CheckpointException")
-_SECONDARY = re.compile(
-    r"connection .{0,20}(closed|reset|refused)|broken pipe|by peer|pair closure|socket (closed|timeout)|timed out|gloo|"
-    r"no route to host|unreachable|" + "|".join(accelerators.LIBRARIES),
-    re.IGNORECASE,
-)
-"""Errors of collectives after another process has died: a secondary failure, not the cause."""
 
 
 def main(argv: list[str], *, unready: int | None = None) -> None:
@@ -113,8 +107,9 @@ def main(argv: list[str], *, unready: int | None = None) -> None:
                     early = early + 1 if time.monotonic() - begun < MAX_BACKOFF_S else 0
                     handler.pause_s = backoff.exponential(early - 1, 0.5, MAX_BACKOFF_S) if early else 0.0
             else:
-                first = min(failures, key=lambda failure: (not _is_cause(failure), failure["time"]))
-                print(said := f"outlast | {first['reason']}", file=sys.stderr, flush=True)
+                first = _first(failures, state, processes)
+                said = f"{contract.ECHO if first['echo'] else 'outlast | '}{first['reason']}"
+                print(said, file=sys.stderr, flush=True)
                 prefix = shim.PREFIX.format(first["rank"]) if processes > 1 else ""
                 if {failure["early"] for failure in failures if _is_cause(failure)} != {first["early"]}:
                     first["early"] = ""
@@ -219,7 +214,18 @@ def _repaired(past: Past, *, first: bool) -> None:
 def _causes(state: Path, processes: int) -> dict[int, dict[str, Any]]:
     """Error records of the current world's training processes by local rank, without secondary failures."""
     said = {each: _read(state / contract.ERROR.format(local_rank=each)) for each in range(processes)}
-    return {each: record for each, record in said.items() if "code" in record and not _is_secondary(record)}
+    return {each: record for each, record in said.items() if "code" in record and not is_secondary(record)}
+
+
+def _first(failures: list[dict[str, Any]], state: Path, processes: int) -> dict[str, Any]:
+    """The failure that led to the others. If all echo one, it may be that another rank of ours has exited with 0."""
+    first = min(failures, key=lambda failure: (not _is_cause(failure), failure["time"]))
+    said = (_read(state / contract.ERROR.format(local_rank=each)) for each in range(processes))
+    rank = next((record["rank"] for record in said if record.get("left")), None)
+    if rank is None or not first["echo"]:
+        return first
+    reason = left_early(f"rank {rank} on worker {os.environ[contract.Env.WORKER]}", first["rank"], first["step"])
+    return {**first, "rank": rank, "reason": reason, "echo": False, "left": True, "traceback": ""}
 
 
 def _failure(state: Path, handler: Handler, rank: int, process: Any, *, oom: bool = False) -> dict[str, Any]:
@@ -234,14 +240,16 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any, *, oom: boo
     if oom := oom and (what == _how(-signal.SIGKILL) or _LOADER in what):
         what = "was killed: out of memory; raise resources.memory, or lower the batch"
     # Errors of ours are whole sentences; records of `shim.record_death` have no code.
-    sentence = "code" in record and not record.get("traceback") and not verdict
+    sentence = "code" in record and not record.get("traceback") and not verdict and record["type"] != "SystemExit"
     reached = progress.read(state, process.local_rank)
     if reached and (reached.generation, reached.attempt) != (handler.generation, handler.attempt):
         reached = None
     reported = 0
     if reached and reached.phase == "started":  # a plain script, which reports its steps at most
         reported, reached = reached.step, None
-    plain = reached is None and bool(reported or verdict.get("early"))
+    echo = is_secondary(record)
+    young = verdict.get("early") or (echo and record.get("age_s", math.inf) < EARLY_S)
+    plain = reached is None and bool(reported or young)
     stopped_by_us = process.exitcode == -signal.SIGTERM and "code" not in record  # not one that was exiting by itself
     return {
         "rank": rank,
@@ -250,7 +258,7 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any, *, oom: boo
         "cause": FailureCause.HANG if verdict else FailureCause.OUT_OF_MEMORY if oom or _is_out_of_memory(record) else "",
         "traceback": record.get("traceback", ""),
         "time": record.get("time", time.time()),
-        "echo": not verdict and (stopped_by_us or _is_secondary(record)),
+        "echo": not verdict and (stopped_by_us or echo),
         "hung": bool(verdict.get("stuck")) and (plain if reached is None else reached.phase in _STEPS),
         "early": record["type"] if _early(record, reached) else "",
         "step": reached.step if reached else reported if plain else None,
@@ -268,14 +276,6 @@ def _early(record: dict[str, Any], reached: progress.Progress | None) -> bool:
     """Whether an error of the script, not of the machine, came before the first step, as far as is known."""
     began = record.get("age_s", math.inf) < EARLY_S if reached is None else reached.phase in ("open", "restore", "first step")
     return began and record.get("type") in _SCRIPTS
-
-
-def _is_secondary(record: dict[str, Any]) -> bool:
-    if record.get("type") not in _COLLECTIVE:
-        return False
-    # The message of a failed save names only the ranks; the reason is in its traceback.
-    said = record["traceback"] if record["type"] == "CheckpointException" else record["message"]
-    return _SECONDARY.search(said) is not None
 
 
 def _was_interrupted(failure: dict[str, Any]) -> bool:

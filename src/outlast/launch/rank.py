@@ -13,19 +13,31 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import runpy
 import sys
+import textwrap
 import time
 import traceback
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from outlast import contract, files
+from outlast import accelerators, contract, files
 from outlast.errors import NoRoom, NotRestored, OutlastError, Superseded, causes
 from outlast.hangs import stall
 from outlast.workerfiles import progress
 
 _began = time.monotonic()
+_COLLECTIVE = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "CheckpointException")
+_SECONDARY = re.compile(
+    r"connection .{0,20}(closed|reset|refused)|broken pipe|by peer|pair closure|socket (closed|timeout)|timed out|gloo|"
+    r"no route to host|unreachable|" + "|".join(accelerators.LIBRARIES),
+    re.IGNORECASE,
+)
+"""Errors of collectives after another process has died: a secondary failure, not the cause."""
+_USAGE = 2
+"""The exit code of argparse, and of most commands, for arguments that they do not take."""
 
 
 def main(argv: list[str]) -> None:
@@ -48,6 +60,10 @@ def main(argv: list[str]) -> None:
             sys.argv = list(argv)
             sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
             runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as error:
+        if error.code == _USAGE:
+            _record(state, SystemExit(f"exited with code {_USAGE}"), "", _USAGE)
+        raise
     except OutlastError as error:
         codes = {Superseded: contract.Exit.INTERRUPTED, NoRoom: contract.Exit.FAILED, NotRestored: contract.Exit.FAILED}
         code = codes.get(type(error), contract.Exit.MISCONFIGURED)
@@ -58,7 +74,10 @@ def main(argv: list[str]) -> None:
         if hint := _hint(error):
             error.add_note(hint)
         text = "".join(traceback.format_exception(error.with_traceback(_below_runpy(error))))
-        _record(state, error, text, contract.Exit.FAILED)
+        if is_secondary(_record(state, error, text, contract.Exit.FAILED)):
+            log = f"{contract.LOGS}/{contract.worker_log(int(os.environ.get(contract.Env.WORKER, '0')))}"
+            text = f"a collective broke here because another rank has ended; its error is in {log}\n{text}"
+            watch.broken, text = True, textwrap.indent(text, contract.ECHO, lambda _: True)
         sys.stderr.write(text)
         sys.stderr.flush()
         sys.exit(contract.Exit.FAILED)
@@ -122,10 +141,16 @@ def missed(name: str, code: Path, origin: Path | None) -> str:
     return f"outlast: {what}; name it under data{where} and read it in $OUTLAST_DATA, or use an absolute path"
 
 
-def _record(state: str | None, error: BaseException, text: str, code: int) -> None:
-    if not state:
-        return
-    path = Path(state) / contract.ERROR.format(local_rank=os.environ.get("LOCAL_RANK", "0"))
+def is_secondary(record: dict[str, Any]) -> bool:
+    """Whether an error record is that of a collective that another rank's end has broken."""
+    if record.get("type") not in _COLLECTIVE:
+        return False
+    # The message of a failed save names only the ranks; the reason is in its traceback.
+    said = record["traceback"] if record["type"] == "CheckpointException" else record["message"]
+    return _SECONDARY.search(said) is not None
+
+
+def _record(state: str | None, error: BaseException, text: str, code: int) -> dict[str, Any]:
     first = (str(error).strip().splitlines() or [""])[0][:500]
     record = {
         "rank": int(os.environ.get("RANK", "0")),
@@ -138,9 +163,11 @@ def _record(state: str | None, error: BaseException, text: str, code: int) -> No
         "code": code,
     }
     try:
-        files.replace(path, json.dumps(record))
+        if state:
+            files.replace(Path(state) / contract.ERROR.format(local_rank=os.environ.get("LOCAL_RANK", "0")), json.dumps(record))
     except OSError as problem:
-        print(f"cannot record the error in {path}: {problem}", file=sys.stderr)
+        print(f"cannot record the error in {state}: {problem}", file=sys.stderr)
+    return record
 
 
 if __name__ == "__main__":

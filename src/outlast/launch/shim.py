@@ -99,7 +99,10 @@ def main() -> None:
     except OSError as problem:  # if the warm process has ended, so has our elastic agent, and the rank would be nobody's
         sys.exit(f"outlast | rank {os.environ.get('RANK')} cannot be started by the warm process: {problem}")
 
+    asked: list[int] = []
+
     def pass_on(number: int, _frame: FrameType | None) -> None:
+        asked.append(number)
         promised = os.path.exists(os.environ.get("OUTLAST_NOTICE", ""))
         with contextlib.suppress(OSError):
             sock.sendall(b"%d\n" % number)
@@ -131,6 +134,8 @@ def main() -> None:
         signal.signal(-status, signal.SIG_DFL) if -status not in (signal.SIGKILL, signal.SIGSTOP) else None
         os.kill(os.getpid(), -status)
         time.sleep(1)  # not reached, unless the signal does not end a process
+    if status == 0 and not asked:
+        record({"rank": int(os.environ.get("RANK", "0")), "left": True})
     os._exit(status & 0xFF)
 
 
@@ -147,10 +152,15 @@ def record_death(number: int, when: float, why: str = "") -> None:
         return
     name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
     rank = int(os.environ.get("RANK", "0"))
-    record = {"rank": rank, "type": name, "message": why or f"was killed by {name}", "traceback": "", "time": when}
+    record({"rank": rank, "type": name, "message": why or f"was killed by {name}", "traceback": "", "time": when})
+
+
+def record(said: dict[str, object]) -> None:
+    """Write the error record; on a full disk there is none."""
+    path = error_path()
     with contextlib.suppress(OSError):
         with open(path + ".tmp", "w") as file:
-            json.dump(record, file)
+            json.dump(said, file)
         os.replace(path + ".tmp", path)
 
 

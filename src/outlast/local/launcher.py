@@ -158,7 +158,8 @@ class Launcher(Coordinator):
         self.restarts, self.status.interruptions = memory["restarts"], memory["interruptions"]
         with contextlib.suppress(OSError, ValueError):
             before = JobStatus.model_validate_json(self.state_dir.status.read_text())
-            self.status.started, self.status.failure, self.status.step = before.started, before.failure, before.step
+            self.status.started, self.status.failure = before.started, before.failure
+            self.status.step, self.status.epoch = before.step, before.epoch
             if before.started is not None:
                 self.started = self.clock() - max(0.0, time.time() - before.started)
         generation = max(memory["generation"], self.record.generation)
@@ -249,6 +250,12 @@ class Launcher(Coordinator):
         died = Failure(worker=index, code=end.code, reason=reason, step=step, time=time.time())
         died.generation, died.attempt = generation, attempt
         self.add_failure(died, echo=False)
+
+    def add_failure(self, failure: Failure, *, echo: bool) -> None:
+        self.live.read(self.known.world)
+        if echo and self.status.told and not failure.step:  # to be shown
+            failure = failure.model_copy(update={"step": self.status.step})
+        super().add_failure(failure, echo=echo)
 
     def newest_start(self) -> tuple[int, int]:
         """Also one of which only the launcher before this one has heard: whoever reported it may have died since."""
@@ -450,10 +457,13 @@ class Launcher(Coordinator):
     def _write_status(self, *, final: bool = False) -> None:
         self.live.read(self.known.world)
         status = self.status
-        each = f"each worker trains on the CPU, with {self.pool.processes} process{'es' if self.pool.processes > 1 else ''}"
-        no_gpu = f"resources.gpu ({self.job.spec.resources.gpu}): this machine shows no GPU; {each}"
+        each, cores = self.pool.processes, len(os.sched_getaffinity(0))
+        train = f"{each * self.request.replicas} processes, {each} a worker, train on {cores} CPU cores"
+        train += "; --set processesPerWorker=1 for one a worker" if each > 1 else ""
+        no_gpu = f"resources.gpu ({self.job.spec.resources.gpu}): this machine shows no GPU; {train}"
         cpu_instead = self.job.spec.resources.gpu and not any(self.pool.gpus.values())
-        status.warnings = [text for text in [self.live.warning, no_gpu if cpu_instead else "", *self.not_joined.values()] if text]
+        known = [self.live.warning, self.live.begun_anew, self.live.alone, no_gpu if cpu_instead else ""]
+        status.warnings = [text for text in [*known, *self.not_joined.values()] if text]
         status.replicas = self.request.replicas
         status.restarts = self.restarts
         status.generation = self.generation()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +25,6 @@ from outlast.status import (
     JobStatus,
     LostStatus,
     RankStatus,
-    SavedStatus,
     SnapshotStatus,
     StoreStatus,
     WorkerStatus,
@@ -48,8 +48,14 @@ class LiveStatus:
         """Whether the training of the current world reports its steps through a session; a plain script does not."""
         self.warning = ""
         """A problem that the training reports, e.g. a full disk."""
-        self._saved_before: SavedStatus | None = None
-        """What a plain script had saved when the current world formed."""
+        self.begun_anew = self.alone = ""
+        """That a plain script trains from the beginning after a restart, or without a process group."""
+        self._process = 0
+        """The pid of the plain script's rank 0."""
+        self._reached: saves.Logged | None = None
+        """The last step before that process."""
+        self._first: saves.Logged | None = None
+        """The first step of the run."""
         self._next_scan = 0.0
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=64)
         """Times and steps, for the rate."""
@@ -67,7 +73,7 @@ class LiveStatus:
 
     def world_formed(self) -> None:
         """Forget what the last world reported."""
-        self.has_session, self.warning, self._saved_before = False, "", self.status.saved
+        self.has_session, self.warning = False, ""
 
     def committed(self) -> int:
         """Step of the newest committed checkpoint; 0 when there is none."""
@@ -91,15 +97,7 @@ class LiveStatus:
         if record is None or record.phase in ("open", "restore") or record.generation != world.generation:
             return
         if record.phase == "started":
-            self._find_saves()
-            logged = self._logged(world)
-            if record.step:
-                self._set_step(record.step, record.steps, "script")
-            elif logged:
-                self._set_step(logged[0], logged[1] or self.status.steps, "log")  # a line without the total keeps the known one
-            if record.step or logged:  # in this world
-                now = self.status
-                self.warning = self.warning or saves.begun_anew(self._saved_before, now.step, now.steps, now.told)
+            self._read_plain(record, world)
             return
         self._set_step(record.step, record.steps, "session")
         self.has_session, self.status.saved = True, None
@@ -107,6 +105,32 @@ class LiveStatus:
         self.status.snapshot = SnapshotStatus(step=record.snapshot, every=record.every) if record.snapshot else None
         if self.status.checkpoint is None or record.committed != self.status.checkpoint.step:
             self.status.checkpoint = self._newest() or self.status.checkpoint
+
+    def _read_plain(self, record: progress.Progress, world: World) -> None:
+        """Read the step that a plain script reports, or prints."""
+        now = self.status
+        if record.pid != self._process:
+            restarted = now.step and (self._process or record.started > progress.kernel(os.getpid())[1])  # else adopted
+            self._reached = saves.Logged(now.step, None, now.epoch) if restarted else None
+            self._process = record.pid
+        self._find_saves()
+        worker = self._pool.present.get(world.members[0])
+        report = self._pool.report(worker) if worker else {}
+        self.alone = report.get("warning", self.alone)
+        said, more = report.get("logged"), report.get("logged_more") or {"pid": record.pid}
+        of_epoch = more.get("epoch", saves.UNNAMED if now.epoch == saves.UNNAMED else None)
+        if record.step:
+            said, more, of_epoch = (record.step, record.steps), {"first": (record.step,)}, None
+        elif not said or said[2] != world.generation or more["pid"] != record.pid:
+            return  # printed by an earlier process
+        self._set_step(said[0], None if of_epoch is not None else said[1], "script" if record.step else "log")
+        now.epoch, now.epoch_steps = of_epoch, None if of_epoch is None else said[1]
+        first = saves.Logged(*more["first"]) if more.get("first") else None
+        if first and self._reached:
+            self.begun_anew = saves.begun_anew(now.saved, self._reached, first, self._first) or self.begun_anew
+            self._reached = None
+        elif self._first is None and world.generation == 1 and not record.attempt:
+            self._first = first
 
     def update_workers(self, world: World | None) -> None:
         """Read what the agents report of their workers, and of uploads to the store."""
@@ -152,12 +176,6 @@ class LiveStatus:
         found = [c for c in checkpoints.list_(self._output / contract.CHECKPOINTS) if c.run == self._run.run and not c.problem]
         return _checkpoint_status(found) if found else None
 
-    def _logged(self, world: World) -> tuple[int, int | None] | None:
-        """The step that rank 0's worker read in its log, if the line was printed in this world: its file may be older."""
-        worker = self._pool.present.get(world.members[0])
-        logged = self._pool.report(worker).get("logged") if worker else None
-        return (logged[0], logged[1]) if logged and logged[2:] == [world.generation] else None
-
     def _set_step(self, step: int, steps: int | None, source: str) -> None:
         now = self._clock()
         if step != self.status.step or not self._recent:
@@ -172,8 +190,7 @@ class LiveStatus:
         """Look for files that a plain script has saved, every few seconds; less often where that takes long."""
         began = time.monotonic()
         if now or began >= self._next_scan:
-            found = saves.newest(self._output, self._run.submitted)
-            self.status.saved = SavedStatus(name=found.name, step=found.step, time=found.time) if found else None
+            self.status.saved = saves.newest(self._output, self._run.submitted)
             self._next_scan = time.monotonic() + max(SCAN_INTERVAL_S, (time.monotonic() - began) / MAX_SHARE)
 
     def _store(self, before: StoreStatus) -> StoreStatus:

@@ -22,7 +22,7 @@ from outlast.checkpoints import register
 from outlast.errors import OutlastError
 from outlast.runs import Run
 from outlast.shipping import tree
-from outlast.status import JobStatus, State
+from outlast.status import JobStatus, SavedStatus, State
 from outlast.store import Store
 from outlast.workerfiles import saves
 
@@ -58,7 +58,7 @@ class GoesOn:
     """Seconds since it ended; None when that is unknown."""
     where: str = ""
     """The URL of its output, if it comes from a store; empty if this machine had it."""
-    saved: saves.Save | None = None
+    saved: SavedStatus | None = None
     """What a plain script has saved, judged by file names."""
 
     @property

@@ -168,6 +168,8 @@ class Coordinator:
         now = self.known.world
         of_now = now and (report.generation == now.generation or report.again)  # the others may have gone on without it
         is_new = found and of_now and self.judged < found.failure.start
+        if found and found.echo and found.failure.left and not self.pending:
+            found = None  # it was called for another reason than an echo of that
         if found and is_new and not failures.is_part_of_call(found.echo, self.known.called, self.judged, report.generation):
             self.add_failure(found.failure, echo=found.echo)
         # It may have missed what was sent before it connected.
@@ -256,7 +258,7 @@ class Coordinator:
         """Judge what has failed although no new world can be formed yet."""
         now, world_now = self.clock(), self.known.world
         trains = world_now is not None and any(
-            m.standing is MemberState.TRAINING and m.generation == world_now.generation
+            m.standing in (MemberState.TRAINING, MemberState.DONE) and m.generation == world_now.generation
             for id, m in self.known.members.items()
             if id in world_now.members
         )

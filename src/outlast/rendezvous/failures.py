@@ -20,7 +20,7 @@ from outlast.rendezvous.world import Call, Cause, until
 if TYPE_CHECKING:
     from outlast.status import Failure
 
-_FIELDS = ("rank", "code", "reason", "cause", "traceback", "log_tail", "time", "step", "hung", "early")
+_FIELDS = ("rank", "code", "reason", "cause", "traceback", "log_tail", "time", "step", "hung", "early", "left")
 """What a `Failure` takes from `sockets.Report.failure`."""
 
 
@@ -69,8 +69,22 @@ def reported(report: Mapping[str, Any], worker: int, start: tuple[int, int], now
 
 
 def cause(pending: Iterable[Pending]) -> Pending:
-    """The failure that led to the others: deaths come before errors, errors before their echoes, the earlier before the later."""
-    return min(pending, key=lambda each: (each.echo, not contract.killed(each.failure.code), each.failure.time))
+    """The failure that led to the others: deaths come before errors, errors before their echoes, the earlier before the later.
+    Where there are only echoes, a rank that has left is what broke the collective of the others."""
+    others = sorted(pending, key=lambda each: (each.echo, not contract.killed(each.failure.code), each.failure.time))
+    left = next((each.failure for each in others if each.echo and each.failure.left), None)
+    first = next((each for each in others if each.failure is not left), others[0])
+    if left is None or not first.echo or first.failure is left:
+        return first
+    reason = left_early(left.reason, first.failure.rank, first.failure.step)
+    return Pending(False, left.model_copy(update={"reason": reason, "step": first.failure.step}))
+
+
+def left_early(who: str, other: int | None, step: int | None) -> str:
+    """The sentence on ranks that exited while another one trained."""
+    trained = f"{'others' if other is None else f'rank {other}'} trained{f' (step {step})' if step else ''}"
+    remedy = "all ranks must do as many steps; pods without a common disk find different checkpoint files"
+    return f"{who} exited with 0, as if done, while {trained}: {remedy}"
 
 
 def only_echoes(pending: Collection[Pending]) -> bool:

@@ -299,6 +299,10 @@ class Handler(RendezvousHandler):
                 and called.generation > generation
             ):
                 fields["standing"] = MemberState.WAITING  # others failed at the end: the last steps come again
+                who = f"rank {self.rank}" if self._processes == 1 else "a process"
+                said = {"rank": None, "code": 1, "reason": f"{who} on worker {self._client.id}", "time": time.time()}
+                left = {"echo": True, "left": True, "step": None, "committed": None}
+                fields |= {"failed": True, "failure": said | left}
                 self._client.report(**fields)
             if world is not None and world.generation > generation and self._client.id in world.members:
                 return world

@@ -105,8 +105,8 @@ def judge(
     past = _that_matter([record._replace(time=min(record.time, now)) for record in history], now, window, policy)
     used = sum(now - record.time < window and record.committed_step >= committed_step for record in past)
     starved = failure.cause is contract.FailureCause.OUT_OF_MEMORY
-    # A hang tells where in its reason; what is out of memory, what to do. 0: at its start, or the script reports no steps.
-    said = not failure.step or failure.hung or starved
+    # These tell where in their reason, or what to do; 0: at its start, or the script reports no steps.
+    said = not failure.step or failure.hung or failure.left or starved
     what = failure.reason if said else f"{failure.reason} at step {failure.step}"
 
     if failure.code == contract.Exit.INTERRUPTED or not failure.counted:
@@ -114,7 +114,8 @@ def judge(
     if failure.code == contract.Exit.MISCONFIGURED:
         return Stop(f"{what}; a restart would not help", failure.code, contract.End.MISCONFIGURED)
     if everywhere:
-        again = "every rank raises it before the first step, a restart would not help"
+        does = "does so" if failure.early == "SystemExit" else "raises it"
+        again = f"every rank {does} before the first step, a restart would not help"
         return Stop(f"{failure.reason}; {again}", contract.Exit.MISCONFIGURED, contract.End.MISCONFIGURED)
     step = None if contract.killed(failure.code) and not failure.hung and not starved else failure.step
     past, number = (*past, Record(now, committed_step, step)), used + 1

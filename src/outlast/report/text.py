@@ -34,6 +34,8 @@ _LOOK = {
 _FIELDS = ("time", "kind", "text", "worker", "generation", "attempt", "recovery_s", "replayed")
 """What the JSON has of an incident as it is."""
 _TOTALS = {"failures": FAILURES, "interruptions": PLANNED}
+PROGRESS = "from outlast.training import progress; progress(step, total)"
+"""What a script without a session adds to have its steps counted."""
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _BAR = 30
 _SHOWN = 20
@@ -102,7 +104,8 @@ def _headline(goodput: Goodput, title: str) -> _Line:
     style = {"Succeeded": "bold green", "Failed": "bold red"}.get(state, "bold")
     line: _Line = [(f"{title}  ", "bold")] if title else []
     line += [(state, style), (f"  {units.human_seconds(goodput.wall_s)}", "")]
-    line += [("  goodput ", ""), (units.percent(goodput.goodput), "bold")]
+    most = "" if goodput.steps_kept + goodput.steps_replayed else "at most "
+    line += [("  goodput ", ""), (f"{most}{units.percent(goodput.goodput)}", "bold")]
     return line
 
 
@@ -163,7 +166,7 @@ def _counts(goodput: Goodput) -> list[_Line]:
         median, mean = units.human_seconds(goodput.step_median_s), units.human_seconds(goodput.step_mean_s)
         steps += f"; {median} each in the median, {mean} in the mean"
     if not goodput.steps_kept + goodput.steps_replayed:
-        steps = "not reported (outlast.training.progress does); those that were repeated count as training"
+        steps = f"not reported, so that repeated ones count as training; exact with: {PROGRESS}"
     saves = f"{goodput.saves:,} committed"
     if goodput.saves_failed:
         saves += f", {goodput.saves_failed:,} failed"
@@ -207,7 +210,7 @@ def _total(goodput: Goodput) -> str:
 
 def _cost(incident: Incident, steps: bool) -> str:
     """What an incident cost: `lost 1.40s: 0.20s detection + 0.80s re-forming + ...`; of a script without steps the time only."""
-    if incident.recovery_s is None:
+    if not incident.recovery_s:
         return f"{_many(incident.replayed, 'step')} again" if incident.replayed else ""
     lost = incident.lost
     if lost is None:

@@ -402,6 +402,10 @@ class Timeline:
             self._known(cause, reason, event)
         self._end_world(Bucket.REPLAYED, t)
         self._announced = number
+        if self._blind:  # no session tells when its processes have started
+            self._begun, self._phase = number, Bucket.TRAINING
+            self.restarts += 1
+            self._recovered(t)
 
     def _on_chaos(self, t: int, event: Event) -> None:
         self._fault = t if self._fault is None else self._fault

@@ -126,6 +126,8 @@ class Pulse:
     where: str = ""
     """Where it stands, or all ranks if none moves: `rank 0 is in run.save(20) (train.py:20), rank 1 is in ...`. Empty while it
     moves."""
+    alone: int = 0
+    """Processes of its world, while it has joined no process group with them."""
 
 
 class Beat:
@@ -135,10 +137,10 @@ class Beat:
         self._fd = _opened(directory / contract.PULSE.format(local_rank=local_rank))
         self._pulse = Pulse(*(os.getpid(), kernel(os.getpid())[1]), self._fd, 0, 0)
 
-    def write(self, moves: bool, where: str) -> None:
+    def write(self, moves: bool, where: str, alone: int = 0) -> None:
         """Write one more heartbeat."""
         one = self._pulse
-        self._pulse = dataclasses.replace(one, looks=one.looks + 1, moves=one.moves + moves, where=where)
+        self._pulse = dataclasses.replace(one, looks=one.looks + 1, moves=one.moves + moves, where=where, alone=alone)
         with contextlib.suppress(OSError):
             os.pwrite(self._fd, json.dumps(dataclasses.asdict(self._pulse)).encode().ljust(_PULSE_SIZE), 0)
 
@@ -147,7 +149,8 @@ def pulse(directory: Path, local_rank: int) -> Pulse | None:
     """The newest heartbeat of the process that still writes this file; None if there is none."""
     try:
         path = directory / contract.PULSE.format(local_rank=local_rank)
-        found = Pulse(**json.loads(path.read_bytes()))
+        said = json.loads(path.read_bytes())
+        found = Pulse(**{field.name: said[field.name] for field in dataclasses.fields(Pulse) if field.name in said})
         return found if os.path.samefile(f"/proc/{found.pid}/fd/{found.fd}", path) else None
     except (OSError, ValueError, TypeError):
         return None

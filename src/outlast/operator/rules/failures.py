@@ -37,7 +37,8 @@ def reported(rec: Reconcile) -> list[Pending]:
             if failure.time > rec.now:  # its node's clock is ahead of ours
                 failure = failure.model_copy(update={"time": report.renewed})
             found.append(Pending(report.echo, failure))
-    return found
+    others = any(not (each.echo and each.failure.left) for each in found)
+    return found if others else []  # who has left was called for another reason than an echo of that
 
 
 def explained(rec: Reconcile) -> bool:
@@ -49,10 +50,14 @@ def explained(rec: Reconcile) -> bool:
 
 
 def unanswered(rec: Reconcile) -> bool:
-    """Whether a member of the world still reports that it trains although others have failed: it may be the cause, and dead."""
+    """Whether a member of the world still reports that it trains or is done although others have failed: it may be the cause."""
     known = rec.status.world
     said = [report.member for id, report in rec.snapshot.reports.items() if id in rec.members]
-    return any(m.standing is MemberState.TRAINING and m.generation == known.generation for m in said if known is not None)
+    return any(
+        m.standing in (MemberState.TRAINING, MemberState.DONE) and m.generation == known.generation
+        for m in said
+        if known is not None
+    )
 
 
 def count_reported(rec: Reconcile, pending: list[Pending], new: world.World | None = None) -> None:

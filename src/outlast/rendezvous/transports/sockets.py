@@ -90,7 +90,8 @@ class Report:
     """What failed in `generation`: `{rank, code, reason, cause, traceback, log_tail, time, echo, step, committed}`.
 
     `cause` is a `contract.FailureCause`, `log_tail` the last lines that it wrote; both may be lacking. `echo` marks an error that
-    only echoes another's death. `step` and `committed`: how far the training was, and what is saved; None for a plain script.
+    only echoes another's death, `left` that processes had exited with 0 before. `step` and `committed`: how far the training was,
+    and what is saved; None for a plain script.
     """
     mesh: bool = False
     """Whether the members of its world watch one another, this one among them."""
