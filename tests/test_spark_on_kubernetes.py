@@ -276,13 +276,13 @@ def test_what_somebody_else_has_made_stays(team: apiserver.ApiServer, outlast: O
     job, role = team.documents[JOB], ("roles.rbac.authorization.k8s.io", "n", "spark")
     team.put({**job, "metadata": {**job["metadata"], "labels": {}}})
     ended(team, "Complete")
-    assert "Job prepare-out is in namespace n already and is no driver of Spark" in outlast(*WORDS, *IN_PODS, *CLAIM)[2]
+    assert "Job prepare-out in namespace n belongs to" in outlast(*WORDS, *IN_PODS, *CLAIM)[2]
     assert JOB in team.documents
     del team.documents[JOB]
     foreign = {**team.documents[role], "rules": [{"apiGroups": [""], "resources": ["services"], "verbs": ["*"]}]}
     team.put({**foreign, "metadata": {"name": "spark", "namespace": "n"}})
     code, _, err = outlast(*WORDS, *IN_PODS, *CLAIM)
-    assert (code, "Role spark in namespace n is somebody else's and does not allow" in err) == (2, True), err
+    assert (code, "Role spark in namespace n belongs to somebody else and stays as it is; it does not allow" in err) == (2, True), err
     assert team.documents[role]["rules"] == foreign["rules"]
     team.put({**team.documents[role], "rules": [{"apiGroups": [""], "resources": ["pods", "services"], "verbs": ["*"]}]})
     assert outlast(*WORDS, *IN_PODS, *CLAIM)[0] == 0
