@@ -18,6 +18,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -136,10 +137,30 @@ def _accelerators(kinds: Sequence[str]) -> None:
         module = getattr(torch, device, None)
         if module and module.is_available():
             version = f"{device.upper()} {getattr(torch.version, device, None) or 'of unknown version'}"
-            say("gpu", "pass", f"{module.device_count()} × {module.get_device_name(0)}, {version}")
+            said = f"{module.device_count()} × {module.get_device_name(0)}, {version}"
+            if device == "cuda" and not runs_on(module.get_device_capability(0), module.get_arch_list()):
+                sm = "sm_{}{}".format(*module.get_device_capability(0))
+                remedy = (
+                    "build the image with torch for an older CUDA: outlast image build --variant cuda --build-arg TORCH_INDEX=URL"
+                )
+                say("gpu", "fail", f"{said}, without kernels for {sm}: {' '.join(module.get_arch_list())}", remedy)
+            else:
+                say("gpu", "pass", said)
         elif glob.glob(f"/dev/{files}"):
             remedy = f"use an image whose torch is built for {device.upper()}, no newer than the driver"
             say("gpu", "fail", "there is a GPU that torch cannot use", remedy)
+
+
+def runs_on(capability: tuple[int, int], built: Sequence[str]) -> bool:
+    """Whether a build of torch (`torch.cuda.get_arch_list()`) has kernels for a GPU of this compute capability.
+
+    `sm_80` runs on 8.0 and higher of its generation, `compute_90`, which the driver compiles, on 9.0 and all that are newer.
+    See https://docs.nvidia.com/cuda/cuda-programming-guide (compute capabilities). A build that names none is not judged.
+    """
+    found = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", each) for each in built]
+    pairs = [(each[1], (int(each[2]), int(each[3]))) for each in found if each]
+    here = tuple(capability)
+    return not pairs or any(made <= here and (kind == "compute" or made[0] == here[0]) for kind, made in pairs)
 
 
 # Names

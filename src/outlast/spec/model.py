@@ -259,15 +259,15 @@ class Compile(Checked):
     """Whether to keep it in `<output>/.compiled/` for all jobs of that output. Each worker fetches it before training and uploads
     what is new with its output. Programs there are run as they are: share an output only with people whose code you would run."""
     warm_up: tuple[str, ...] = ()
-    """Command that a worker runs before training, once in a run, to fill the cache, such as `neuron_parallel_compile` around a
-    few steps. It runs in the directory of the code with the job's environment and data; what it writes to `OUTLAST_OUTPUT` is
+    """Command that a worker runs before training, once in a run, to fill the cache, such as two steps of the training
+    itself. It runs in the directory of the code with the job's environment and data; what it writes to `OUTLAST_OUTPUT` is
     thrown away. Needs `cache`."""
 
     def rules(self) -> Iterator[tuple[Place, str]]:
         if self.warm_up and not self.cache:
             yield ("warmUp",), "compile.warmUp fills a cache that is not kept; set compile.cache: true, or remove it"
         if self.warm_up and not self.warm_up[0].strip():
-            yield ("warmUp", 0), "compile.warmUp begins with an empty word; begin with a program, such as neuron_parallel_compile"
+            yield ("warmUp", 0), "compile.warmUp begins with an empty word; begin with a program, such as python"
 
 
 class Hang(Checked):
