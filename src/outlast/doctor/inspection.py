@@ -139,11 +139,10 @@ def _accelerators(kinds: Sequence[str]) -> None:
             version = f"{device.upper()} {getattr(torch.version, device, None) or 'of unknown version'}"
             said = f"{module.device_count()} × {module.get_device_name(0)}, {version}"
             if device == "cuda" and not runs_on(module.get_device_capability(0), module.get_arch_list()):
-                sm = "sm_{}{}".format(*module.get_device_capability(0))
-                remedy = (
-                    "build the image with torch for an older CUDA: outlast image build --variant cuda --build-arg TORCH_INDEX=URL"
+                lacking = "{}, whose torch has no kernels for compute capability {}.{}".format(
+                    said, *module.get_device_capability(0)
                 )
-                say("gpu", "fail", f"{said}, without kernels for {sm}: {' '.join(module.get_arch_list())}", remedy)
+                say("gpu", "fail", lacking, "build it for an older CUDA: outlast image build --build-arg TORCH_INDEX=URL")
             else:
                 say("gpu", "pass", said)
         elif glob.glob(f"/dev/{files}"):
@@ -154,13 +153,11 @@ def _accelerators(kinds: Sequence[str]) -> None:
 def runs_on(capability: tuple[int, int], built: Sequence[str]) -> bool:
     """Whether a build of torch (`torch.cuda.get_arch_list()`) has kernels for a GPU of this compute capability.
 
-    `sm_80` runs on 8.0 and higher of its generation, `compute_90`, which the driver compiles, on 9.0 and all that are newer.
-    See https://docs.nvidia.com/cuda/cuda-programming-guide (compute capabilities). A build that names none is not judged.
+    `sm_80` runs on 8.0 and higher of its generation, `compute_90`, which the driver compiles, on 9.0 and all that is newer.
     """
-    found = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", each) for each in built]
-    pairs = [(each[1], (int(each[2]), int(each[3]))) for each in found if each]
-    here = tuple(capability)
-    return not pairs or any(made <= here and (kind == "compute" or made[0] == here[0]) for kind, made in pairs)
+    found = [each for each in (re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", name) for name in built) if each]
+    pairs = [(each[1], (int(each[2]), int(each[3]))) for each in found]
+    return not pairs or any(at <= capability and (kind == "compute" or at[0] == capability[0]) for kind, at in pairs)
 
 
 # Names

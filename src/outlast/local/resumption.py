@@ -133,7 +133,7 @@ def changes(old: spec.Job, new: spec.Job, but: Collection[str] = ()) -> Iterator
 def longer(old: spec.Job, new: spec.Job, step: int) -> bool:
     """Whether a job differs from the one before in nothing but asking for more steps or epochs. `step` is that of its newest
     checkpoint: an option that is new, such as `--max-iters 5000`, asks for more if it is above that."""
-    if any(True for _ in changes(old, new, but=("args", "output", "environment"))):
+    if [*changes(old, new, but=("args", "output", "environment"))]:
         return False
     was, now = (_options(job.spec.args) for job in (old, new))
     changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]

@@ -125,7 +125,7 @@ def resume(state_dir: StateDir, name: str, status: JobStatus) -> list[str]:
 def _earlier(state_dir: StateDir, job: spec.Job, wanted: Submission, last: JobStatus | None) -> _Found:
     """What there is of earlier runs, here and in the store. Raises AlreadyRunning when another machine trains the run."""
     ended = Run.read(state_dir) if last and last.state is State.SUCCEEDED else None  # its store may not know that yet
-    unfinished = last if not ended or _longer(state_dir, job, ended) else None
+    unfinished = last if not (last and ended) or _longer(state_dir, job, ended, last) else None
     here = Run.read(state_dir) if unfinished else None
     if unfinished and here and (unfinished.state.final or not here.store) and not output_dir.resumable(here, state_dir):
         unfinished = here = None  # its output is gone, or another run has it
@@ -139,14 +139,10 @@ def _earlier(state_dir: StateDir, job: spec.Job, wanted: Submission, last: JobSt
     return _Found(unfinished, here, elsewhere, place, replace)
 
 
-def _longer(state_dir: StateDir, job: spec.Job, run: Run) -> bool:
+def _longer(state_dir: StateDir, job: spec.Job, run: Run, last: JobStatus) -> bool:
     """Whether the job asks a run that has succeeded here for more steps or epochs, and there is a checkpoint to go on from."""
-    how = resumption.find(
-        Path(run.output), run.run, None, JobStatus(name=job.metadata.name, run=run.run, submitted=run.submitted)
-    )
-    with contextlib.suppress(OutlastError):  # its job file is of another version
-        return bool(how.step or how.saved) and resumption.longer(spec.load(state_dir.job), job, how.step)
-    return False
+    how = resumption.find(Path(run.output), run.run, None, last)
+    return bool(how.step or how.saved) and resumption.longer(spec.load(state_dir.job), job, how.step)
 
 
 def _clear(state_dir: StateDir, job: spec.Job, wanted: Submission, output: Path, run: str) -> list[str]:
