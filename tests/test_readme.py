@@ -31,7 +31,10 @@ PAGES = [
 PAGES.remove(GUIDE / "commands.md")  # printed by the command line itself
 WHOLE = [
     ROOT / "README.md",
-    *(GUIDE / f"{name}.md" for name in ("getting-started", "kubernetes", "hugging-face", "tracking", "notebooks", "gpt", "llm")),
+    *(
+        GUIDE / f"{name}.md"
+        for name in ("getting-started", "first-cluster-job", "kubernetes", "hugging-face", "tracking", "notebooks", "gpt", "llm")
+    ),
     *(GUIDE / f"{name}.md" for name in ("cifar10", "perceiver", "coming-from")),
 ]
 """Pages that show whole job files and scripts; others show parts of them."""

@@ -160,7 +160,9 @@ def test_the_weights_in_a_checkpoint_become_a_file(tmp_path: Path, capfd: pytest
     assert export("--step", 8)[0] == 2
     there = store.open_(f"file://{tmp_path}/store/one")
     runs.claim(there, runs.Run("r", "one", 1.0))
-    remote.Checkpoints(there, "r").push(checkpoints.list_(directory)[0])
+    stored = remote.Checkpoints(there, "r")
+    stored.acquire(1)
+    stored.push(checkpoints.list_(directory)[0], journals=tmp_path / "journals")
     shutil.rmtree(directory)
     backend.runs["one"].status.store = StoreStatus(url=there.url)
     target.unlink()
