@@ -60,6 +60,7 @@ def test_the_trainer_of_the_guide_goes_on_from_its_newest_checkpoint_and_saves_w
 
 @pytest.mark.slow
 @pytest.mark.jobs
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("package", "script"), [("accelerate", "accelerate_loop"), ("lightning", "lightning_fit")])
 def test_the_script_of_a_library_goes_on_after_a_kill_and_reads_each_sample_once_in_each_epoch(
     tmp_path: Path, package: str, script: str

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast import runs, units
+from outlast import units
 from outlast.cli import show, terminal, which
 from outlast.cli.which import ContextOption, NamespaceOption
 from outlast.errors import OutlastError
@@ -60,9 +60,7 @@ def forget(
     if bool(names) == (all_finished or age is not None):
         raise typer.BadParameter("give the names of jobs, or --all-finished, or --older-than TIME")
     if names and all("://" in name for name in names):
-        for url in names:
-            _remove(url, yes=yes)
-        return
+        return _remove(names, yes=yes)
     place = which.place(ctx, names[0] if names else None, namespace, context)
     if names:
         chosen = [which.job(place, name) for name in dict.fromkeys(names)]
@@ -92,16 +90,20 @@ def forget(
         print(f"removed {line}")
 
 
-def _remove(url: str, *, yes: bool) -> None:
-    """Remove the output of a job in a store, with what earlier runs left there."""
-    there, record = which.recorded(url)
-    if not record.ended:
-        raise OutlastError(f"run {record.run} of job {record.job} in {there.url} has not ended ({record.state}); cancel it first")
-    if not yes:
-        terminal.confirm(f"this removes all of {there.url}: job {record.job}, {record.state}, its checkpoints, and previous/")
-    there.delete(entry.key for entry in there.entries() if entry.key != runs.RUN)
-    there.delete([runs.RUN])  # last: until then it is known whose the rest is
-    print(f"removed {there.url}")
+def _remove(urls: Sequence[str], *, yes: bool) -> None:
+    """Remove the outputs of jobs in stores, with what earlier runs left there."""
+    from outlast import runs
+
+    for there, record in map(which.recorded, urls):
+        if not record.ended:
+            raise OutlastError(
+                f"run {record.run} of job {record.job} in {there.url} has not ended ({record.state}); cancel it first"
+            )
+        if not yes:
+            terminal.confirm(f"this removes all of {there.url}: job {record.job}, {record.state}, its checkpoints, and previous/")
+        there.delete(entry.key for entry in there.entries() if entry.key != runs.RUN)
+        there.delete([runs.RUN])  # last: until then it is known whose the rest is
+        print(f"removed {there.url}")
 
 
 def ended(statuses: Sequence[JobStatus], now: float, age: timedelta) -> list[str]:

@@ -16,7 +16,6 @@ from outlast.cli import show, terminal, which
 from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
 from outlast.errors import NotFound, OutlastError
-from outlast.status import State
 
 if TYPE_CHECKING:
     from outlast.backends import Backend
@@ -225,7 +224,7 @@ def cancel(
         place.steer(name, "cancel")
         print(f"{name} was gone already; its remaining objects are deleted")
         return
-    done = which.in_cluster(place) and place.status(name).state is State.SUCCEEDED
+    done = which.in_cluster(place) and place.status(name).state == "Succeeded"
     place.steer(name, "cancel")
     where = f"; its output {'stays in' if _stays(output) else 'was'} {output}" if output else ""
     if isinstance(output, Path):

@@ -163,8 +163,7 @@ def fetch(
 ) -> None:
     """Fetch the results of a job: what it wrote to its output in a store.
 
-    Checkpoints only where a PATTERN names them. What is here already is not fetched again. git and the code of later jobs leave
-    the directory out.
+    Checkpoints only where a PATTERN names them. git and the code of later jobs leave the directory out.
 
     \b
     Examples:
@@ -181,21 +180,17 @@ def fetch(
             raise OutlastError(f"{name} has no output in a store; what it wrote is in {url}")
     there, record = which.recorded(url)
     directory = to or Path(record.job)
-
-    def left(path: str) -> bool:
-        return not any(fnmatch.fnmatch(path, each) for each in patterns) if patterns else skipped(path)
-
+    left = skipped if not patterns else lambda path: not any(fnmatch.fnmatch(path, each) for each in patterns)
     (directory / OWN).mkdir(parents=True, exist_ok=True)
     (directory / ".gitignore").write_text("*\n")
     with transfers.interruptible() as stop, transfers.shown("received") as tell:
         how = sync.Options(skip=left, stop=stop, progress=lambda now: tell(now.bytes, now.bytes_total))
         report = sync.pull(there, directory, directory / OWN / "pulled", how)
-        for path in growing.files(there):
-            if not (patterns and left(path)):
-                growing.fetch(there, path, directory / path, stop)
-    print(f"{there.url}: {directory}")
+        for path in growing.files(there) if not patterns else [path for path in growing.files(there) if not left(path)]:
+            growing.fetch(there, path, directory / path, stop)
     if report.failed:
         raise OutlastError(f"{report.failed[0][0]} could not be fetched: {report.failed[0][1]}; the same command tries again")
+    print(f"{there.url}: {directory}")
 
 
 def evaluate(

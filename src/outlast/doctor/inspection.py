@@ -138,13 +138,11 @@ def _accelerators(kinds: Sequence[str]) -> None:
         if module and module.is_available():
             version = f"{device.upper()} {getattr(torch.version, device, None) or 'of unknown version'}"
             said = f"{module.device_count()} × {module.get_device_name(0)}, {version}"
-            if device == "cuda" and not runs_on(module.get_device_capability(0), module.get_arch_list()):
-                lacking = "{}, whose torch has no kernels for compute capability {}.{}".format(
-                    said, *module.get_device_capability(0)
-                )
-                say("gpu", "fail", lacking, "build it for an older CUDA: outlast image build --build-arg TORCH_INDEX=URL")
-            else:
+            if device != "cuda" or runs_on(module.get_device_capability(0), module.get_arch_list()):
                 say("gpu", "pass", said)
+                continue
+            said += ", whose torch has no kernels for compute capability {}.{}".format(*module.get_device_capability(0))
+            say("gpu", "fail", said, "build it for an older CUDA: outlast image build --build-arg TORCH_INDEX=URL")
         elif glob.glob(f"/dev/{files}"):
             remedy = f"use an image whose torch is built for {device.upper()}, no newer than the driver"
             say("gpu", "fail", "there is a GPU that torch cannot use", remedy)
@@ -155,8 +153,8 @@ def runs_on(capability: tuple[int, int], built: Sequence[str]) -> bool:
 
     `sm_80` runs on 8.0 and higher of its generation, `compute_90`, which the driver compiles, on 9.0 and all that is newer.
     """
-    found = [each for each in (re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", name) for name in built) if each]
-    pairs = [(each[1], (int(each[2]), int(each[3]))) for each in found]
+    found = re.findall(r"\b(sm|compute)_(\d+)(\d)[af]?\b", " ".join(built))
+    pairs = [(kind, (int(major), int(minor))) for kind, major, minor in found]
     return not pairs or any(at <= capability and (kind == "compute" or at[0] == capability[0]) for kind, at in pairs)
 
 

@@ -138,8 +138,8 @@ def longer(old: spec.Job, new: spec.Job, step: int) -> bool:
     was, now = (_options(job.spec.args) for job in (old, new))
     changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]
     least = {name: was.get(name, str(step) if not name.endswith("epochs") else "") for name in changed}
-    numbers = all(least[name].isdecimal() and now.get(name, "").isdecimal() for name in changed)
-    return bool(changed) and numbers and all(_LENGTH.search(name) and int(least[name]) < int(now[name]) for name in changed)
+    pairs = [(least[name], now.get(name, "")) for name in changed if _LENGTH.search(name)]
+    return 0 < len(changed) == len(pairs) and all(a.isdecimal() and b.isdecimal() and int(a) < int(b) for a, b in pairs)
 
 
 def _options(args: Sequence[Any]) -> dict[str, str]:

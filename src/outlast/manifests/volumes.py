@@ -84,7 +84,7 @@ def without_credentials(fields: spec.Spec) -> list[str]:
     )
     if own or fields.secrets or any(word in pod for word in ("serviceAccount", "envFrom", "AWS_")):
         return []
-    named = [fields.output, fields.code, *(each.from_ for each in fields.data), *(each.from_ for each in fields.models)]
+    named = [fields.output, fields.code, *[each.from_ for each in fields.data], *[each.from_ for each in fields.models]]
     return list(dict.fromkeys(place for place in named if place and place.startswith("s3://")))
 
 
