@@ -131,9 +131,10 @@ def test_a_name_is_best_or_a_step() -> None:
 @given(st.builds(Spec, best=st.integers(0, 9), by=st.sampled_from(["", "val_loss", "val loss", "val/acc"]),
                  mode=st.sampled_from(["min", "max"]), keep=st.integers(2, 9)))  # fmt: skip
 def test_the_variables_of_a_job_say_what_to_keep(said: Spec) -> None:
-    assert Retention.parse(said.retention, said.which_are_best) == Retention(said.keep, said.best, said.by, said.mode)
-    assert int(said.retention) == said.keep, "versions before read that"
-    assert (said.which_are_best == "") == (said == Spec(keep=said.keep))
+    variables = said.variables()
+    assert Retention.parse(variables) == Retention(said.keep, said.best, said.by, said.mode)
+    assert int(variables[Env.CHECKPOINT_KEEP]) == said.keep, "versions before read that"
+    assert (Env.CHECKPOINT_BEST in variables) == (said != Spec(keep=said.keep)), "unset, never empty"
 
 
 def test_a_commit_of_a_version_before_is_read_and_written_as_it_was() -> None:

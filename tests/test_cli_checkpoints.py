@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import sys
@@ -14,6 +15,7 @@ import pytest
 import fake
 from outlast import checkpoints, cli, contract, runs, store
 from outlast.checkpoints import remote
+from outlast.shipping import tree
 from outlast.status import JobStatus, State, StoreStatus
 from outlast.store import Store
 
@@ -36,6 +38,44 @@ def outlast(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Outlast:
         return int(ended.value.code or 0), out, err
 
     return run
+
+
+def of_a_store(tmp_path: Path, *words: object) -> tuple[int, str]:
+    """A command line without any backend about the run that a store has; exit code and output."""
+    told = io.StringIO()
+    with pytest.raises(SystemExit) as ended, contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+        cli.main([str(word) for word in words], backend=fake.FakeBackend(tmp_path / "output"))
+    return int(ended.value.code or 0), told.getvalue().replace(str(tmp_path), "TMP")
+
+
+def test_results_come_home_without_checkpoints_and_are_no_code_there(
+    tmp_path: Path, place: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    for name in ("model.pt", "figures/a.png", "checkpoints/step-00000001/weights"):
+        place.put(name, b"x")
+    code, said = of_a_store(tmp_path, "fetch", place.url)
+    assert (code, said.splitlines()[-1]) == (0, "file://TMP/store/one: one")
+    found = {str(path.relative_to(tmp_path / "one")) for path in (tmp_path / "one").rglob("*") if path.is_file()}
+    assert {name for name in found if not name.startswith(".")} == {"model.pt", "figures/a.png"}
+    assert [entry.name for entry in tree.listed(tmp_path, [tmp_path / "store", tmp_path / "output"])] == ["train.py"]
+    assert of_a_store(tmp_path, "fetch", place.url, "check*", "--to", "saved")[0] == 0
+    assert (tmp_path / "saved" / "checkpoints" / "step-00000001" / "weights").exists()
+
+
+def test_a_run_that_has_ended_is_removed_from_a_store_after_a_question(tmp_path: Path, place: Store) -> None:
+    place.put("model.pt", b"x")
+    other = store.open_(f"file://{tmp_path}/store")
+    other.put("foreign.txt", b"x")
+    running = "Error: run run-1 of job one in file://TMP/store/one has not ended (Pending); cancel it first\n"
+    assert of_a_store(tmp_path, "forget", place.url, "--yes") == (2, running)
+    runs.end(place, RUN, "Succeeded", "done", 0)
+    asked = of_a_store(tmp_path, "forget", place.url)
+    assert (asked[0], place.head("model.pt").size) == (2, 1), asked
+    assert of_a_store(tmp_path, "forget", place.url, "--yes") == (0, "removed file://TMP/store/one\n")
+    assert [entry.key for entry in other.entries()] == ["foreign.txt"]
+    assert of_a_store(tmp_path, "forget", place.url, "--yes")[1].startswith("Error: there is no job in file://TMP/store/one")
 
 
 @pytest.fixture

@@ -475,6 +475,22 @@ def test_an_image_is_looked_at_from_inside() -> None:
     assert {name: found[name].outcome for name in names} == dict.fromkeys(names, "pass")
 
 
+@pytest.mark.parametrize(
+    ("capability", "built", "runs"),
+    [
+        ((7, 0), ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"], False),  # V100, torch for CUDA 12.8
+        ((7, 0), ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"], True),  # torch for CUDA 12.6
+        ((8, 9), ["sm_75", "sm_80", "sm_86", "sm_90"], True),  # L4: a kernel for 8.6 runs
+        ((9, 0), ["sm_80", "sm_90a"], True),
+        ((10, 0), ["sm_80", "sm_90"], False),  # another generation
+        ((10, 0), ["sm_80", "compute_90"], True),  # compiled by the driver
+        ((7, 0), [], True),  # unknown
+    ],
+)
+def test_a_gpu_for_which_torch_has_no_kernels_is_found(capability: tuple[int, int], built: list[str], runs: bool) -> None:
+    assert inspection.runs_on(capability, built) is runs
+
+
 def test_an_image_of_another_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = inside.pod("outlast-doctor-a", 0, WANTED, rank=False)["spec"]["containers"][0]["command"]
     assert arguments[arguments.index("--outlast") + 1] == __version__

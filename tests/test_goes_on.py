@@ -77,7 +77,44 @@ def test_what_has_changed_in_a_job_is_named(old: dict[str, object], new: dict[st
     assert list(resumption.changes(a_job(**old), a_job(**new))) == [f"changed since: {each}" for each in said]
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "longer"),
+    [
+        (["--steps", "60"], ["--steps", "90"], True),
+        (["--max_iters=60", "-v"], ["--max_iters=90", "-v"], True),
+        (["--num-train-epochs=2"], ["--num-train-epochs=3"], True),
+        (["--config=conf.yaml"], ["--config=conf.yaml", "--max-iters", "61"], True),
+        (["--config=conf.yaml"], ["--config=conf.yaml", "--max-iters", "60"], False),  # it has had as many
+        ([], ["--epochs=3"], False),  # more than it has had? nobody knows
+        (["--steps=60"], ["--steps=60"], False),
+        (["--steps=60"], ["--steps=30"], False),
+        (["--steps=60"], [], False),
+        (["--steps=60", "--lr=1"], ["--steps=90", "--lr=2"], False),  # another training
+        (["--warmup-steps-ratio=1"], ["--warmup-steps-ratio=2"], False),
+        (["60"], ["90"], False),  # of what?
+    ],
+)
+def test_a_job_that_asks_for_more_steps_and_nothing_else_is_longer(old: list[str], new: list[str], longer: bool) -> None:
+    assert resumption.longer(a_job(args=old), a_job(args=new), 60) is longer
+    assert not resumption.longer(a_job(args=old), a_job(args=new, processesPerWorker=2), 60)
+
+
 # On this machine
+
+
+def test_a_run_that_succeeded_goes_on_when_its_job_asks_for_more_steps(here: Here) -> None:  # noqa: F811
+    run = here.submit(args=["--steps=60"])
+    here.leave(State.SUCCEEDED)
+    assert here.submit(args=["--steps=90"]) != run, "it has saved nothing"
+    run = here.backend.status("job").run
+    here.save(90, run)
+    here.leave(State.SUCCEEDED)
+    assert here.submit(args=["--steps=120"]) == run
+    first, *changed = here.backend.notices
+    assert re.fullmatch(r"goes on from step 90 of the run that succeeded [0-9.]+m?s ago; --fresh starts anew", first)
+    assert changed == ["changed since: args: --steps=90 → --steps=120"]
+    here.leave(State.SUCCEEDED)
+    assert here.submit(args=["--steps=150"], fresh=True) != run
 
 
 @pytest.mark.parametrize("state", [State.FAILED, State.CANCELLED])

@@ -904,6 +904,28 @@ def test_render_says_what_is_wrong_and_prints_nothing(outlast: Outlast, job_file
     assert (code, err) == (2, "Error: --namespace Team A: must be at most 63 lower-case letters, digits and dashes\n")
 
 
+@pytest.mark.parametrize(
+    ("fields", "places"),
+    [
+        ({"output": "s3://b/runs", "data": [{"from": "s3://d/x"}], "env": {"AWS_REGION": "eu"}}, "s3://b/runs, s3://d/x"),
+        ({"output": "s3://b/runs", "secrets": [{"name": "s3"}]}, ""),
+        ({"output": "s3://b/runs", "env": {"AWS_PROFILE": "team"}}, ""),
+        ({"output": "s3://b/runs", "template": {"spec": {"serviceAccountName": "reads-s3"}}}, ""),
+        ({"output": "gs://b/runs"}, ""),
+        ({"output": "/out"}, ""),
+    ],
+)
+def test_pods_that_are_given_no_credentials_for_s3_are_told_once(fields: dict[str, Any], places: str) -> None:
+    job = a_job(**fields)
+    said = [each for each in manifests.warnings(job, "elasticjob") if "credentials" in each]
+    sentence = (
+        f"pods are given no credentials for {places}: env, secrets and serviceAccountName are empty; "
+        "unless the role of their nodes may use it: kubectl create secret generic s3 --from-literal=AWS_ACCESS_KEY_ID=... "
+        "--from-literal=AWS_SECRET_ACCESS_KEY=..., and secrets: [{name: s3}] in the job file"
+    )
+    assert said == ([sentence] if places else [])
+
+
 def test_render_warns_of_what_is_lost_and_of_what_has_no_meaning(outlast: Outlast, job_file: Path) -> None:
     _, out, err = outlast("render", job_file, "--as", "statefulset", "--set", "output=/tmp/x", "--set", "activeDeadlineSeconds=9")
     assert err.splitlines() == [

@@ -121,7 +121,12 @@ def test_the_memory_of_snapshots_is_a_quantity_or_a_word(written: str, read: obj
     job = spec.parse(a_job(f"checkpoint: {{memory: {written}}}"))
     assert job.spec.checkpoint.memory == read
     assert spec.parse(spec.dump(job)) == job
-    assert job.spec.checkpoint.variables() == {"OUTLAST_CHECKPOINT_MEMORY": str(read), "OUTLAST_CHECKPOINT_REPLICAS": "1"}
+    assert job.spec.checkpoint.variables() == {
+        "OUTLAST_CHECKPOINT_EVERY": "300s",
+        "OUTLAST_CHECKPOINT_KEEP": "3",
+        "OUTLAST_CHECKPOINT_MEMORY": str(read),
+        "OUTLAST_CHECKPOINT_REPLICAS": "1",
+    }
 
 
 def test_arguments_and_environment_are_what_is_written() -> None:

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import resource
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +18,10 @@ from torch import nn
 
 import fake
 import worlds
-from outlast import checkpoints, cli, contract
+from outlast import checkpoints, cli, contract, runs, store
+from outlast.checkpoints import remote
 from outlast.errors import OutlastError
-from outlast.status import JobStatus, State
+from outlast.status import JobStatus, State, StoreStatus
 from outlast.training import checkpoint, saver, session, weights
 
 
@@ -156,3 +158,14 @@ def test_the_weights_in_a_checkpoint_become_a_file(tmp_path: Path, capfd: pytest
     assert list(found) == list(net.state_dict())
     assert all(found[name].equal(tensor) for name, tensor in net.state_dict().items())
     assert export("--step", 8)[0] == 2
+    there = store.open_(f"file://{tmp_path}/store/one")
+    runs.claim(there, runs.Run("r", "one", 1.0))
+    stored = remote.Checkpoints(there, "r")
+    stored.acquire(1)
+    stored.push(checkpoints.list_(directory)[0], journals=tmp_path / "journals")
+    shutil.rmtree(directory)
+    backend.runs["one"].status.store = StoreStatus(url=there.url)
+    target.unlink()
+    assert export("--to", target, "--key", "net")[0] == 0, "it is downloaded for that"
+    assert target.exists()
+    assert not directory.exists()

@@ -190,6 +190,11 @@ RESERVED_ENV = re.compile(
 """Names that a job file's `env` may not set: ours, except credentials for etcd and the cache's limit, and torchrun's."""
 
 
+_S3_KEYS = "--from-literal=AWS_ACCESS_KEY_ID=... --from-literal=AWS_SECRET_ACCESS_KEY=..."
+S3_SECRET = f"kubectl create secret generic s3 {_S3_KEYS}, and secrets: [{{name: s3}}] in the job file"
+"""How pods get credentials for S3 where their nodes have no role."""
+
+
 class Pod:
     """Paths and ports in a worker's pod."""
 

@@ -320,7 +320,7 @@ def main(argv: list[str]) -> int:
         try:
             place = store.open_(environ[contract.Env.STORE])
             run_id, owner = environ[contract.Env.RUN], environ[contract.Env.OWNER]
-            retention = checkpoints.Retention.parse(job.spec.checkpoint.retention, job.spec.checkpoint.which_are_best)
+            retention = checkpoints.Retention.parse(job.spec.checkpoint.variables())
             uploader = Uploader(output, place, run_id, owner, retention, _tell, environ=environ)
             if job.spec.compile.cache:
                 uploader.compiled = compiled.Cache.of(environ)

@@ -47,7 +47,7 @@ class Backend(Protocol):
         command: str = "",
         say: Callable[[str], None] = lambda _: None,
     ) -> str:
-        """Start a job, or go on with its run unless that has succeeded; returns the run's id.
+        """Start a job, or go on with its run unless that has done all that the job asks for; returns the run's id.
 
         `source` is the job file, or the script in its place; relative paths in the job start from its directory. `fresh` starts
         from the beginning. `take_over` takes the run from another machine that trains it now; otherwise we wait while that one

@@ -8,10 +8,11 @@ Docs: docs/decisions/0029-best-checkpoints.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
+from outlast.contract import Env
 from outlast.errors import NotFound
 
 LEAST = 2
@@ -120,10 +121,10 @@ class Retention:
     mode: Mode = "min"
 
     @classmethod
-    def parse(cls, keep: str, best: str = "") -> Retention:
-        """The retention in the texts of OUTLAST_CHECKPOINT_KEEP and OUTLAST_CHECKPOINT_BEST; `spec.Checkpoint` makes them."""
-        number, mode, by = [*best.split(" ", 2), "", "", ""][:3]
-        return cls(int(keep), int(number or 0), by, "max" if mode == "max" else "min")
+    def parse(cls, environ: Mapping[str, str]) -> Retention:
+        """The retention in OUTLAST_CHECKPOINT_KEEP and OUTLAST_CHECKPOINT_BEST; `spec.Checkpoint.variables` makes them."""
+        number, mode, by = [*environ.get(Env.CHECKPOINT_BEST, "").split(" ", 2), "", "", ""][:3]
+        return cls(int(environ.get(Env.CHECKPOINT_KEEP, 3)), int(number or 0), by, "max" if mode == "max" else "min")
 
     def metric(self, value: float | None) -> Metric | None:
         """The metric of a checkpoint; None if the value is none or not finite, since such a checkpoint is never best."""

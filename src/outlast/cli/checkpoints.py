@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -413,9 +414,9 @@ def export(
     """Write the weights in a checkpoint to a file.
 
     torch.load(FILE, weights_only=True) reads it, or safetensors. Takes the newest
-    checkpoint on this machine, the best, or the one of --step; `outlast checkpoints
-    restore` downloads those that are only in a store. --key is needed when the
-    training has saved several modules. Needs torch.
+    checkpoint, the best, or the one of --step; if it is only in a store, it is
+    downloaded for that. --key is needed when the training has saved several modules.
+    Needs torch.
 
     \b
     Examples:
@@ -424,15 +425,18 @@ def export(
       outlast checkpoints export gan --key generator --to generator.pt
     """
     job = _job(ctx, name, None, namespace, context)
-    here = [saved.here for saved in _chosen(_saved(job), step, best=best) if saved.here and not saved.problem]
-    if not here:
-        raise NotFound(
-            "there is no readable checkpoint on this machine; `outlast checkpoints restore` downloads those in a store"
-        )
-    command = [sys.executable, "-c", _EXPORT, str(here[-1].path), str(to), key]
-    if code := subprocess.run(command, check=False).returncode:
-        raise typer.Exit(code)
-    print(f"step {here[-1].step}, {units.human_bytes(to.stat().st_size)}: {to}")
+    whole = [saved for saved in _chosen(_saved(job), step, best=best) if not saved.problem]
+    if not whole:
+        raise NotFound("there is no readable checkpoint of this job, neither on this machine nor in a store")
+    with tempfile.TemporaryDirectory() as directory:
+        found = whole[-1].here
+        if found is None and job.there and whole[-1].there:
+            with transfers.transfer("received", whole[-1].there.bytes) as (progress, stop):
+                found = job.there.fetch(whole[-1].there, Path(directory), progress=progress, stop=stop)
+        command = [sys.executable, "-c", _EXPORT, str(found and found.path), str(to), key]
+        if code := subprocess.run(command, check=False).returncode:
+            raise typer.Exit(code)
+    print(f"step {whole[-1].step}, {units.human_bytes(to.stat().st_size)}: {to}")
 
 
 _EXPORT = "import sys; from outlast.training import weights; weights.main(sys.argv[1:])"

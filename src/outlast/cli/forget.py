@@ -24,7 +24,7 @@ def forget(
     ctx: typer.Context,
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME", help="Names of jobs.", show_default=False, autocompletion=which.names),
+        typer.Argument(metavar="NAME", help="Jobs, or URLs of outputs.", show_default=False, autocompletion=which.names),
     ] = None,
     all_finished: Annotated[bool, typer.Option("--all-finished", help="All jobs that have ended.")] = False,
     older_than: Annotated[
@@ -40,7 +40,8 @@ def forget(
     """Remove jobs that have ended.
 
     This removes their state: they cannot go on, and outlast run starts them from the beginning. --output also removes their
-    checkpoints, logs, results and code on this machine, and those of earlier runs in previous/. What is in a store stays. In a
+    checkpoints, logs, results and code on this machine, and those of earlier runs in previous/. What is in a store stays,
+    unless its URL is given instead of a name: then all of that is removed, and nothing else. In a
     cluster it removes the job and the objects created for it; claims and output stay. A job that has not ended is refused: end it
     with outlast cancel.
 
@@ -51,12 +52,15 @@ def forget(
       outlast forget --all-finished
       outlast forget --older-than 7d --yes
       outlast forget cifar10 -n team-a
+      outlast forget s3://bucket/runs/cifar10
     """
     from outlast.local import backend
 
     age = None if older_than is None else which.duration("--older-than", older_than)
     if bool(names) == (all_finished or age is not None):
         raise typer.BadParameter("give the names of jobs, or --all-finished, or --older-than TIME")
+    if names and all("://" in name for name in names):
+        return _remove(names, yes=yes)
     place = which.place(ctx, names[0] if names else None, namespace, context)
     if names:
         chosen = [which.job(place, name) for name in dict.fromkeys(names)]
@@ -71,7 +75,7 @@ def forget(
         return
     here = place if isinstance(place, backend.LocalBackend) else None
     if here is None and output:
-        raise OutlastError("--output is for jobs of this machine; remove output in a store or a volume there")
+        raise OutlastError("--output is for jobs of this machine; outlast forget URL removes one in a store")
     lines = {name: _kept(here, name, output) if here else f"{name}, and the objects created for it" for name in chosen}
     if not yes:
         print("\n".join(lines.values()))
@@ -84,6 +88,22 @@ def forget(
         else:
             place.steer(name, "cancel")
         print(f"removed {line}")
+
+
+def _remove(urls: Sequence[str], *, yes: bool) -> None:
+    """Remove the outputs of jobs in stores, with what earlier runs left there."""
+    from outlast import runs
+
+    for there, record in map(which.recorded, urls):
+        if not record.ended:
+            raise OutlastError(
+                f"run {record.run} of job {record.job} in {there.url} has not ended ({record.state}); cancel it first"
+            )
+        if not yes:
+            terminal.confirm(f"this removes all of {there.url}: job {record.job}, {record.state}, its checkpoints, and previous/")
+        there.delete(entry.key for entry in there.entries() if entry.key != runs.RUN)
+        there.delete([runs.RUN])  # last: until then it is known whose the rest is
+        print(f"removed {there.url}")
 
 
 def ended(statuses: Sequence[JobStatus], now: float, age: timedelta) -> list[str]:
@@ -99,7 +119,7 @@ def _kept(here: LocalBackend, name: str, output: bool) -> str:
         size = units.human_bytes(_size(there))
         said.append(f"{there} ({size})" if output else f"its output stays in {there} ({size}; --output removes it, too)")
     if url:
-        said.append(f"what is in {url} stays")
+        said.append(f"what is in {url} stays (outlast forget {url} removes it)")
     return "; ".join(said)
 
 

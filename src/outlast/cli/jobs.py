@@ -224,13 +224,14 @@ def cancel(
         place.steer(name, "cancel")
         print(f"{name} was gone already; its remaining objects are deleted")
         return
+    done = which.in_cluster(place) and place.status(name).state == "Succeeded"
     place.steer(name, "cancel")
     where = f"; its output {'stays in' if _stays(output) else 'was'} {output}" if output else ""
     if isinstance(output, Path):
         more = f"; {place.status(name).again} goes on from what is saved"
     else:
         more = "; outlast submit FILE goes on from what is saved" if _stays(output) else ""
-    print(f"{name} is cancelled{where}{more}")
+    print(f"{name}, which had succeeded, is removed{where}" if done else f"{name} is cancelled{where}{more}")
 
 
 def _stays(output: Path | str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import functools
 import sys
 import time
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outlast import contract, units
-from outlast.cli import show, terminal, which
+from outlast.cli import show, terminal, transfers, which
 from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
 from outlast.errors import OutlastError
@@ -152,6 +153,46 @@ def _metrics(output: Path | str) -> Iterable[str | bytes]:
         return ()
 
 
+def fetch(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the job.", autocompletion=which.names)],
+    patterns: Annotated[list[str] | None, typer.Argument(metavar="PATTERN", help="Only these files.", show_default=False)] = None,
+    to: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: ./NAME.", show_default=False)] = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+) -> None:
+    """Fetch the results of a job: what it wrote to its output in a store.
+
+    Checkpoints only where a PATTERN names them. git and the code of later jobs leave the directory out.
+
+    \b
+    Examples:
+      outlast fetch cifar10 -n team-a
+      outlast fetch cifar10 model.pt 'logs/*' --to results
+    """
+    from outlast.runs.layout import OWN, skipped
+    from outlast.sync import growing, sync
+
+    if (url := which.in_store(name)) is None:
+        place, name = which.found(ctx, name, namespace, context)
+        url = str(place.output(name))
+        if "://" not in url:
+            raise OutlastError(f"{name} has no output in a store; what it wrote is in {url}")
+    there, record = which.recorded(url)
+    directory = to or Path(record.job)
+    left = skipped if not patterns else lambda path: not any(fnmatch.fnmatch(path, each) for each in patterns)
+    (directory / OWN).mkdir(parents=True, exist_ok=True)
+    (directory / ".gitignore").write_text("*\n")
+    with transfers.interruptible() as stop, transfers.shown("received") as tell:
+        how = sync.Options(skip=left, stop=stop, progress=lambda now: tell(now.bytes, now.bytes_total))
+        report = sync.pull(there, directory, directory / OWN / "pulled", how)
+        for path in growing.files(there) if not patterns else [path for path in growing.files(there) if not left(path)]:
+            growing.fetch(there, path, directory / path, stop)
+    if report.failed:
+        raise OutlastError(f"{report.failed[0][0]} could not be fetched: {report.failed[0][1]}; the same command tries again")
+    print(f"{there.url}: {directory}")
+
+
 def evaluate(
     ctx: typer.Context,
     name: NameArgument = None,
@@ -185,4 +226,7 @@ def evaluate(
     if best or step is not None:
         further.insert(0, f"{contract.EVALUATED}{'best' if best else step}")
     place, name = which.found(ctx, name, namespace, context)
-    raise typer.Exit(place.evaluate(name, further, show=lambda line: terminal.log([line], prefixed=False)))
+    code = place.evaluate(name, further, show=lambda line: terminal.log([line], prefixed=False))
+    if code == 2:  # argparse's
+        terminal.say(f"{name} was started with --evaluate and refuses its arguments; a script of your own must take --evaluate")
+    raise typer.Exit(code)

@@ -49,7 +49,8 @@ def run(
     one process per GPU, and the job is named after it.
 
     A run that was interrupted, failed or was cancelled continues from its newest checkpoint, with the current code and job file;
-    changes since then are listed. --fresh starts from the beginning, as does the next run after one that has succeeded.
+    changes since then are listed. A run that has succeeded is resumed if only its
+    steps or epochs have been raised. Otherwise, and with --fresh, the next one starts from the beginning.
 
     Shows the run until it ends. Ctrl-C saves and stops (exit code 75), and the same command continues from there; a second Ctrl-C
     kills. Closing the terminal leaves the job running. The exit code is 0 when the job succeeded, otherwise that of its failure.

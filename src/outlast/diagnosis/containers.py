@@ -179,7 +179,8 @@ def ends(snapshot: Snapshot, _: float) -> Iterator[Cause]:
         reason = _reason(snapshot, pods) or "the configuration is wrong"
         what = f"{workers_text(pods)} ended with exit code 78: {reason}; starting again would not help"
         remedy = "correct the job file as the log says and submit it again"
-        yield Cause("configuration", what, _said(snapshot, pods), remedy)
+        evidence = tuple(line for line in _said(snapshot, pods) if reason not in line)
+        yield Cause("configuration", what, evidence, remedy)
     for code, pods in found.items():
         yield _failed(snapshot, pods, int(code))
 

@@ -18,6 +18,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -136,10 +137,25 @@ def _accelerators(kinds: Sequence[str]) -> None:
         module = getattr(torch, device, None)
         if module and module.is_available():
             version = f"{device.upper()} {getattr(torch.version, device, None) or 'of unknown version'}"
-            say("gpu", "pass", f"{module.device_count()} × {module.get_device_name(0)}, {version}")
+            said = f"{module.device_count()} × {module.get_device_name(0)}, {version}"
+            if device != "cuda" or runs_on(module.get_device_capability(0), module.get_arch_list()):
+                say("gpu", "pass", said)
+                continue
+            said += ", whose torch has no kernels for compute capability {}.{}".format(*module.get_device_capability(0))
+            say("gpu", "fail", said, "build it for an older CUDA: outlast image build --build-arg TORCH_INDEX=URL")
         elif glob.glob(f"/dev/{files}"):
             remedy = f"use an image whose torch is built for {device.upper()}, no newer than the driver"
             say("gpu", "fail", "there is a GPU that torch cannot use", remedy)
+
+
+def runs_on(capability: tuple[int, int], built: Sequence[str]) -> bool:
+    """Whether a build of torch (`torch.cuda.get_arch_list()`) has kernels for a GPU of this compute capability.
+
+    `sm_80` runs on 8.0 and higher of its generation, `compute_90`, which the driver compiles, on 9.0 and all that is newer.
+    """
+    found = re.findall(r"\b(sm|compute)_(\d+)(\d)[af]?\b", " ".join(built))
+    pairs = [(kind, (int(major), int(minor))) for kind, major, minor in found]
+    return not pairs or any(at <= capability and (kind == "compute" or at[0] == capability[0]) for kind, at in pairs)
 
 
 # Names

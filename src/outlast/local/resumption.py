@@ -1,7 +1,8 @@
 """What users should know about a run that is resumed: where it goes on, and what has changed in its job since.
 
-A run is over for good only when it has succeeded. One that failed or was cancelled goes on from its newest checkpoint when its
-job is run again, like one that was interrupted. Docs: docs/decisions/0021-a-run-goes-on.md.
+A run is over when it has succeeded, unless its job then asks for more steps or epochs (`longer`). One that failed or was
+cancelled goes on from its newest checkpoint when its job is run again, like one that was interrupted.
+Docs: docs/decisions/0021-a-run-goes-on.md.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from outlast.store import Store
 from outlast.workerfiles import saves
 
 _LEFT = {
+    State.SUCCEEDED: "succeeded",
     State.FAILED: "failed",
     State.CANCELLED: "was cancelled",
     State.INTERRUPTED: "was interrupted",
@@ -42,6 +44,8 @@ _OF_A_SHELL = re.compile(
 """Variables that differ between shells and that no training reads, and ours."""
 _SECRET = re.compile(r"(-[\w-]*(?:token|key|secret|passw|credential)[\w-]*(?:=|\s))\S+", re.IGNORECASE)
 """Arguments that may be secrets, as in `manifests.labels`."""
+_LENGTH = re.compile(r"(?:^|[\W_])(?:steps|iters|iterations|epochs)$", re.IGNORECASE)
+"""Options that say how long to train, such as `--max_iters`."""
 _LONGEST = 60
 """Characters of a value that a sentence shows."""
 
@@ -124,6 +128,30 @@ def changes(old: spec.Job, new: spec.Job, but: Collection[str] = ()) -> Iterator
         if path[0] != "env":
             said += f": {_changed(was, now)}"
         yield f"changed since: {said}"
+
+
+def longer(old: spec.Job, new: spec.Job, step: int) -> bool:
+    """Whether a job differs from the one before in nothing but asking for more steps or epochs. `step` is that of its newest
+    checkpoint: an option that is new, such as `--max-iters 5000`, asks for more if it is above that."""
+    if [*changes(old, new, but=("args", "output", "environment"))]:
+        return False
+    was, now = (_options(job.spec.args) for job in (old, new))
+    changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+    least = {name: was.get(name, str(step) if not name.endswith("epochs") else "") for name in changed}
+    pairs = [(least[name], now.get(name, "")) for name in changed if _LENGTH.search(name)]
+    return 0 < len(changed) == len(pairs) and all(a.isdecimal() and b.isdecimal() and int(a) < int(b) for a, b in pairs)
+
+
+def _options(args: Sequence[Any]) -> dict[str, str]:
+    """Values by the names of their options; a word that has none by its place."""
+    found, name = {}, ""
+    for n, word in enumerate(map(str, args)):
+        if word.startswith("-"):
+            name, equals, found[name] = word.partition("=")
+            name = "" if equals else name
+        else:
+            found[name or str(n)], name = word, ""
+    return found
 
 
 def marks(environ: Mapping[str, str], run: str) -> dict[str, str]:

@@ -65,12 +65,12 @@ def unfinished(
 
 
 def ours(run: Run) -> bool:
-    """Whether a run that failed or was cancelled here can go on: its output exists and is still its own, and the run has not
-    succeeded elsewhere."""
+    """Whether a run that has ended here can go on: its output exists and is still its own, and the run has not succeeded
+    elsewhere."""
     record = runs.read(store.open_(run.store)) if run.store else None
     if record is None:
         return Path(run.output).is_dir()
-    return record.run == run.run and not record.succeeded
+    return record.run == run.run and (not record.succeeded or record.owner == run.owner)
 
 
 def home(state: Path) -> str:

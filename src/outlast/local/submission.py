@@ -124,19 +124,25 @@ def resume(state_dir: StateDir, name: str, status: JobStatus) -> list[str]:
 
 def _earlier(state_dir: StateDir, job: spec.Job, wanted: Submission, last: JobStatus | None) -> _Found:
     """What there is of earlier runs, here and in the store. Raises AlreadyRunning when another machine trains the run."""
-    unfinished = last if last and last.state is not State.SUCCEEDED else None
+    ended = Run.read(state_dir) if last and last.state is State.SUCCEEDED else None  # its store may not know that yet
+    unfinished = last if not (last and ended) or _longer(state_dir, job, ended, last) else None
     here = Run.read(state_dir) if unfinished else None
     if unfinished and here and (unfinished.state.final or not here.store) and not output_dir.resumable(here, state_dir):
         unfinished = here = None  # its output is gone, or another run has it
     url = here.store if here else output_dir.store_url(job)
     place = stored.reach(url) if url else None
-    elsewhere = ended = None
+    elsewhere = None
     if place and not wanted.fresh:
-        ended = Run.read(state_dir) if last and last.state is State.SUCCEEDED else None  # its store may not know that yet
         home = stored.home(state_dir.path)
         elsewhere = stored.unfinished(place, here, ended=ended, home=home, take_over=wanted.take_over, say=wanted.say)
     replace = wanted.fresh or (here is None and elsewhere is None and ended is not None)
     return _Found(unfinished, here, elsewhere, place, replace)
+
+
+def _longer(state_dir: StateDir, job: spec.Job, run: Run, last: JobStatus) -> bool:
+    """Whether the job asks a run that has succeeded here for more steps or epochs, and there is a checkpoint to go on from."""
+    how = resumption.find(Path(run.output), run.run, None, last)
+    return bool(how.step or how.saved) and resumption.longer(spec.load(state_dir.job), job, how.step)
 
 
 def _clear(state_dir: StateDir, job: spec.Job, wanted: Submission, output: Path, run: str) -> list[str]:

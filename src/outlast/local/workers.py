@@ -235,7 +235,7 @@ class WorkerPool:
         cpus = fields.resources.cpu or len(os.sched_getaffinity(0)) / max(1, fields.workers.replicas)
         base = int(os.environ.get(contract.Env.PROBE_PORT) or 0)
         environ = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name != contract.Env.CHECKPOINT_BEST},  # of a job around us
             # Results depend on the number of threads and on the order of sets: both must be the same after every restart.
             "OMP_NUM_THREADS": str(max(1, int(cpus / self.processes))),
             "PYTHONHASHSEED": "0",
@@ -250,9 +250,6 @@ class WorkerPool:
             contract.Env.NOTICE: str(state / contract.NOTICE),
             contract.Env.RENDEZVOUS: f"{sockets.SCHEME}{self._state_dir.socket}",
             contract.Env.RENDEZVOUS_KEY: self._state_dir.secret(),
-            contract.Env.CHECKPOINT_EVERY: str(fields.checkpoint.every),
-            contract.Env.CHECKPOINT_KEEP: fields.checkpoint.retention,
-            contract.Env.CHECKPOINT_BEST: fields.checkpoint.which_are_best,
             **fields.checkpoint.variables(),
             **fields.tracking.variables(),
             contract.Env.JOB_FILE: str(self._state_dir.job),

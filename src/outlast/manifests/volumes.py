@@ -76,6 +76,18 @@ def lost(job: spec.Job) -> bool:
     return _here(job.spec.output) and not _on_volume(job.spec, output(job.spec))
 
 
+def without_credentials(fields: spec.Spec) -> list[str]:
+    """The places in S3 that a job names without giving its pods any credentials."""
+    pod = str(fields.template.get("spec") or "")
+    own = any(
+        name.startswith("AWS_") and name not in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL") for name in fields.env
+    )
+    if own or fields.secrets or any(word in pod for word in ("serviceAccount", "envFrom", "AWS_")):
+        return []
+    named = [fields.output, fields.code, *[each.from_ for each in fields.data], *[each.from_ for each in fields.models]]
+    return list(dict.fromkeys(place for place in named if place and place.startswith("s3://")))
+
+
 def output(fields: spec.Spec, name: str = "") -> str:
     """The output directory in a pod: on a volume if there is one at its path, else below `/out`."""
     path = str(spec.local(fields.output) or "") if fields.output else ""

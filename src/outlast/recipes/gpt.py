@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from outlast import contract
+from outlast import checkpoints, contract
 from outlast.errors import NotFound, OutlastError
 from outlast.recipes import gpt_data, gpt_model, memory, results, settings
 from outlast.recipes.gpt_data import Corpus, Pretrained, Record
@@ -404,8 +404,8 @@ def ignored(s: Settings, run: Session) -> list[str]:
     if s.init_from == "resume":
         found.append("init_from resume is ignored: a run goes on from its newest checkpoint, and begins where there is none")
     found += results.elsewhere(s.output_dir, run.output)
-    best = os.environ.get(contract.Env.CHECKPOINT_BEST, "0").partition(" ")[0]
-    if s.num_checkpoints is not None and str(s.num_checkpoints) != best:
+    best = checkpoints.Retention.parse(os.environ).best
+    if s.num_checkpoints not in (None, best):
         found.append(f"num_checkpoints {s.num_checkpoints} is ignored: the job's checkpoint.best is {best}")
     if s.use_moe and s.moe_loss and s.gradient_accumulation_steps < run.world_size:
         found.append(

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from outlast import contract
+from outlast import checkpoints, contract
 from outlast.errors import OutlastError
 from outlast.recipes import imagenet_data, imagenet_model, memory, pixels, results, settings
 from outlast.recipes.imagenet_data import Images
@@ -350,10 +350,10 @@ def ignored(s: Settings, run: Session) -> list[str]:
             f"checkpoint_file {s.checkpoint_file} is ignored: checkpoints are in {where}, each with the whole state of a run"
         )
     found += results.elsewhere(s.output_dir, run.output)
-    best, *which = os.environ.get(contract.Env.CHECKPOINT_BEST, "0").split()
-    if s.num_checkpoints is not None and str(s.num_checkpoints) != best:
-        found.append(f"num_checkpoints {s.num_checkpoints} is ignored: the job's checkpoint.best is {best}")
-    if best != "0" and which[:1] == ["min"]:
+    kept = checkpoints.Retention.parse(os.environ)
+    if s.num_checkpoints not in (None, kept.best):
+        found.append(f"num_checkpoints {s.num_checkpoints} is ignored: the job's checkpoint.best is {kept.best}")
+    if kept.best and kept.mode == "min":
         found.append("the job keeps the checkpoints of the lowest acc1 as its best; write `mode: max` beside checkpoint.best")
     return found
 

@@ -178,24 +178,20 @@ class Checkpoint(Checked):
     without reading a checkpoint. 0 to 3. Needs no memory for what every rank has, as with DDP."""
 
     @property
-    def retention(self) -> str:
-        """How many of the newest to keep, as the text of OUTLAST_CHECKPOINT_KEEP; `checkpoints.Retention.parse` reads it."""
-        return str(self.keep)
-
-    @property
-    def which_are_best(self) -> str:
-        """How many of the best to keep and which those are, as the text of OUTLAST_CHECKPOINT_BEST; "" for none."""
-        said = f"{self.best} {self.mode} {self.by}".strip()
-        return "" if said == "0 min" else said
-
-    @property
     def reserved(self) -> int:
         """Bytes that the memory of a worker's pod grows by."""
         return self.memory if isinstance(self.memory, int) else 0
 
     def variables(self) -> dict[str, str]:
-        """The fields about snapshots as environment variables of the workers."""
-        return {contract.Env.MEMORY: str(self.memory), contract.Env.REPLICAS: str(self.replicas)}
+        """The fields as environment variables of the workers; `checkpoints.Retention.parse` reads which to keep."""
+        best = f"{self.best} {self.mode} {self.by}".strip()
+        return {
+            contract.Env.CHECKPOINT_EVERY: str(self.every),
+            contract.Env.CHECKPOINT_KEEP: str(self.keep),
+            **({contract.Env.CHECKPOINT_BEST: best} if best != "0 min" else {}),
+            contract.Env.MEMORY: str(self.memory),
+            contract.Env.REPLICAS: str(self.replicas),
+        }
 
 
 class Sync(Checked):
@@ -263,15 +259,15 @@ class Compile(Checked):
     """Whether to keep it in `<output>/.compiled/` for all jobs of that output. Each worker fetches it before training and uploads
     what is new with its output. Programs there are run as they are: share an output only with people whose code you would run."""
     warm_up: tuple[str, ...] = ()
-    """Command that a worker runs before training, once in a run, to fill the cache, such as `neuron_parallel_compile` around a
-    few steps. It runs in the directory of the code with the job's environment and data; what it writes to `OUTLAST_OUTPUT` is
+    """Command that a worker runs before training, once in a run, to fill the cache, such as two steps of the training
+    itself. It runs in the directory of the code with the job's environment and data; what it writes to `OUTLAST_OUTPUT` is
     thrown away. Needs `cache`."""
 
     def rules(self) -> Iterator[tuple[Place, str]]:
         if self.warm_up and not self.cache:
             yield ("warmUp",), "compile.warmUp fills a cache that is not kept; set compile.cache: true, or remove it"
         if self.warm_up and not self.warm_up[0].strip():
-            yield ("warmUp", 0), "compile.warmUp begins with an empty word; begin with a program, such as neuron_parallel_compile"
+            yield ("warmUp", 0), "compile.warmUp begins with an empty word; begin with a program, such as python"
 
 
 class Hang(Checked):

@@ -17,6 +17,7 @@ from importlib import import_module, util
 from typing import Any
 from urllib.parse import urlsplit
 
+from outlast.contract import S3_SECRET
 from outlast.errors import Denied, StoreError, Unreachable
 
 LOOKED = (
@@ -138,8 +139,9 @@ def access(environ: Mapping[str, str] = os.environ, *, timeout_s: float = 30) ->
                 credentials = session.get_credentials()
             if credentials is None:
                 profile = f" (AWS_PROFILE={environ['AWS_PROFILE']})" if environ.get("AWS_PROFILE") else ""
+                here = f"; {S3_SECRET}" if "KUBERNETES_SERVICE_HOST" in environ else ""
                 raise Denied(
-                    f"no credentials for S3: {LOOKED.format(profile=profile)}; AWS_SKIP_SIGNATURE=true reads public buckets"
+                    f"no credentials for S3: {LOOKED.format(profile=profile)}; AWS_SKIP_SIGNATURE=true reads public buckets{here}"
                 )
     if style not in (None, "", "auto", "path", "virtual"):
         raise StoreError(f"AWS_S3_ADDRESSING_STYLE is {style}; it must be path, virtual or auto")

@@ -122,7 +122,7 @@ class Session:
         self._run = env.get(Env.RUN, "")
         self._notice = Path(env[Env.NOTICE]) if Env.NOTICE in env else None
         self._every = Every.parse(env.get(Env.CHECKPOINT_EVERY, "300s"))
-        self._retention = checkpoints.Retention.parse(env.get(Env.CHECKPOINT_KEEP, "3"), env.get(Env.CHECKPOINT_BEST, ""))
+        self._retention = checkpoints.Retention.parse(env)
         self._directory = self.output / contract.CHECKPOINTS
         self._state: Mapping[str, Any] = {}
         self._waits = stalls.Stalls(time.monotonic())

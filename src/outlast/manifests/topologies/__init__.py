@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from outlast import spec
-from outlast.contract import Pod
+from outlast.contract import S3_SECRET, Pod
 from outlast.errors import OutlastError
 from outlast.manifests import objects, volumes
 from outlast.manifests.names import Names, digest
@@ -76,6 +76,11 @@ def warnings(wanted: spec.Job, topology: str) -> list[str]:
         found.append(
             f"output is neither in a store nor on a volume at {Pod.OUTPUT}; what pods save ends with them; give output: "
             f"s3://bucket/runs, or volumes: [{{claim: NAME, to: {Pod.OUTPUT}}}]"
+        )
+    if places := volumes.without_credentials(wanted.spec):
+        found.append(
+            f"pods are given no credentials for {', '.join(places)}: env, secrets and serviceAccountName are empty; "
+            f"unless the role of their nodes may use it: {S3_SECRET}"
         )
     for name, field in spec.Spec.model_fields.items():
         if name in _IGNORED.get(topology, ()) and getattr(wanted.spec, name) != field.default:
