@@ -62,7 +62,7 @@ def test_all_that_happens_to_a_job_is_one_account_which_everybody_shows() -> Non
     cluster.until(lambda c: not c.pods)
     cluster.run(300)
     suspended = report(cluster)
-    assert (suspended.state, cluster.status["goodput"]) == ("Suspended", pytest.approx(suspended.goodput, abs=0.02))
+    assert (suspended.state, cluster.status.get("goodput")) == ("Suspended", None), "nobody counts while nobody trains"
     cluster.change(suspend=False)
     cluster.until(trains(2), 600)
     cluster.run(6)

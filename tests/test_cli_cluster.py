@@ -43,7 +43,7 @@ def a_job(output: str, **status: Any) -> Document:
     """An ElasticJob that has succeeded, as its operator has written it."""
     spec = {"module": "outlast.recipes.smoke", "output": output, "workers": {"replicas": 1}, "image": "i"}
     spec |= {"resources": {"gpu": 8}, "processesPerWorker": "auto"}
-    meta = {"name": "train", "namespace": "n"}
+    meta = {"name": "train", "namespace": "n", "creationTimestamp": "1970-01-01T00:01:40Z"}
     written = {"state": "Succeeded", "run": "run-1", "reason": "done", **status}
     return {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": meta, "spec": spec, "status": written}
 

@@ -186,15 +186,14 @@ class Reconcile:
         """The job has ended."""
         self.stop_training()
         self.update(finished=self.now, result=job_status.Result(reason, code))
-        self.update(progress=dataclasses.replace(self.status.progress, goodput=None))  # until that of the whole run is told
         self.note("finished", state=str(state), reason=reason, step=self.step, code=code)
         self.state_set = False  # the end takes precedence
         self.set_state(state, reason, str(end), event=True)
         self.done = True
 
     def stop_training(self) -> None:
-        """The current world trains no more: what is known of its speed and its snapshots is over."""
-        self.update(progress=dataclasses.replace(self.status.progress, rate=None, mark=None, snapshot=(0, 0)))
+        """The current world trains no more: what is known of its speed, its snapshots and its goodput is over."""
+        self.update(progress=dataclasses.replace(self.status.progress, rate=None, mark=None, snapshot=(0, 0), goodput=None))
 
     def plan(self) -> Plan:
         """The plan of this pass; with a status only if that changes."""

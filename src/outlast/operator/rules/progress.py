@@ -28,7 +28,7 @@ def written(rec: Reconcile) -> None:
         rec.requeue_at(due or rec.now + interval_s)
     step, committed = rec.step, rec.committed
     steps = next((report.steps for report in rec.snapshot.reports.values() if report.steps is not None), known.steps)
-    memory, good = _snapshot(rec), _goodput(rec)
+    memory, good = _snapshot(rec), _goodput(rec, trains=mark is not None)
     now_known = step, steps, committed, memory, good
     if now_known == (known.step, known.steps, known.committed, known.snapshot, known.goodput):
         return
@@ -46,13 +46,13 @@ def written(rec: Reconcile) -> None:
     rec.update(progress=job_status.Progress(step, steps, committed, committed_at, rate, now, mark, memory, size, good))
 
 
-def _goodput(rec: Reconcile) -> float | None:
-    """What the worker of rank 0 tells; after the end only what counts the whole run."""
-    known, over = rec.status.progress.goodput, rec.status.finished is not None
+def _goodput(rec: Reconcile, *, trains: bool) -> float | None:
+    """What the worker of rank 0 tells while it trains, and after the end once it has counted the whole run."""
+    first = rec.status.world.members[:1] if trains and rec.status.world else ()
     said = rec.snapshot.reports.values()
-    first = rec.status.world.members[:1] if rec.status.world else ()
+    over = rec.status.finished is not None
     told = [each.goodput for each in said if each.goodput is not None and (each.whole if over else each.member.id in first)]
-    return round(told[0], 6) if told else known
+    return round(told[0], 6) if told else rec.status.progress.goodput
 
 
 def _snapshot(rec: Reconcile) -> tuple[int, int]:
