@@ -19,7 +19,7 @@ from outlast.kube import pods
 from outlast.report import goodput
 from outlast.report.steps import Bucket
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 
 def test_a_job_that_is_harmed_is_one_account_for_everybody(namespace: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +30,7 @@ def test_a_job_that_is_harmed_is_one_account_for_everybody(namespace: Namespace,
     for name, value in login.items():
         monkeypatch.setenv(name, value)
     place = f"s3://bucket/{namespace.name}"
-    begun(namespace, "job", {"replicas": 2, "min": 1, "max": 3}, output=place, env=login, args=["--epochs=3000"])
+    begun(namespace, "job", {"replicas": 2, "min": 1, "max": 3}, output=place, env=login, args=["--epochs=1000"])
 
     def again(workers: int, *words: str) -> None:
         before = status(namespace, "job")["generation"]

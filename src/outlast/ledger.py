@@ -1,7 +1,5 @@
 """The ledger: what happened when, appended by every process, read by `report.goodput`.
 
-The command line, the launcher and the operator write what they decide; of the operator the worker of rank 0 brings it here.
-
 One JSON object a line, one file a source, one `write` a line (so lines of a killed process are whole, but for perhaps the last).
 Every event has `t` (seconds since the epoch), `kind` and `source`. The kinds and their fields:
 

@@ -48,11 +48,9 @@ def written(rec: Reconcile) -> None:
 
 def _goodput(rec: Reconcile, *, trains: bool) -> float | None:
     """What the worker of rank 0 tells while it trains, and after the end once it has counted the whole run."""
-    first = rec.status.world.members[:1] if trains and rec.status.world else ()
-    said = rec.snapshot.reports.values()
-    over = rec.status.finished is not None
-    told = [each.goodput for each in said if each.goodput is not None and (each.whole if over else each.member.id in first)]
-    return round(told[0], 6) if told else rec.status.progress.goodput
+    first, over = rec.status.world.members[:1] if trains and rec.status.world else (), rec.status.finished is not None
+    told = [each.goodput for id, each in rec.snapshot.reports.items() if (each.whole if over else id in first)]
+    return next((round(one, 6) for one in told if one is not None), rec.status.progress.goodput)
 
 
 def _snapshot(rec: Reconcile) -> tuple[int, int]:
