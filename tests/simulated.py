@@ -24,6 +24,8 @@ from outlast.operator.decide import decide
 from outlast.operator.plan import Plan
 from outlast.operator.queues import ClusterFeatures, KueueObjects, WorkloadSlice
 from outlast.operator.snapshot import HEARD
+from outlast.rendezvous.transports.kubernetes import PROGRESS_S
+from outlast.report import goodput
 from simulated_deciders import Deciders, Node
 
 Document = dict[str, Any]
@@ -36,6 +38,8 @@ LIVE_S = 60.0
 """After so long it kills one that answers no more."""
 GRACE_S = 50.0
 """When a node that is silent is called so: kube-controller-manager --node-monitor-grace-period."""
+COUNTED_S = 60.0
+"""Interval in which the worker of rank 0 computes the goodput."""
 EVERY = 20
 """Steps between checkpoints, unless a test says otherwise."""
 
@@ -95,6 +99,10 @@ class Cluster:
         """The most pods that were alive at one time, since this was set to 0."""
         self.done_steps: list[tuple[int, int]] = []
         """(generation, step) of every step that was done."""
+        self.accounts = False
+        """Whether the worker of rank 0 tells the goodput."""
+        self.counted: tuple[float, float | None] = (BEGAN, None)
+        """When it has computed that, and it."""
         self.lost: dict[str, float] = {}
         """Nodes that are, and since when."""
         self.reached = True
@@ -107,6 +115,10 @@ class Cluster:
         """Pairs of nodes between which nothing passes."""
         self.lies: dict[int, set[int]] = {}
         """Of workers that err about whom they do not hear."""
+        self.ledger: list[Document] = []
+        """The run's ledger in the store: what rank 0 has written."""
+        self.noted: list[Document] = []
+        """What its worker has copied there of what the operator noted."""
         self.trained: list[tuple[float, int]] = []
         """When the members of which generation made a step."""
         self.unreadable = False
@@ -133,7 +145,12 @@ class Cluster:
             {
                 "apiVersion": "outlast.dev/v1alpha1",
                 "kind": "ElasticJob",
-                "metadata": {"name": "train", "namespace": "team", "generation": 1},
+                "metadata": {
+                    "name": "train",
+                    "namespace": "team",
+                    "generation": 1,
+                    "creationTimestamp": job_status.text(BEGAN),
+                },
                 "spec": {"image": "i", "module": "m", "workers": workers, **fields},
             }
         )
@@ -413,7 +430,9 @@ class Cluster:
             if pod["status"]["phase"] == "Pending" and "nodeName" in pod["spec"] and self.answers(pod):
                 pod["status"] = {
                     "phase": "Running",
-                    "containerStatuses": [{"name": "worker", "ready": False, "state": {"running": {}}}],
+                    "containerStatuses": [
+                        {"name": "worker", "ready": False, "state": {"running": {"startedAt": job_status.text(self.now)}}}
+                    ],
                 }
                 index = int(pod["metadata"]["labels"][Label.WORKER])
                 self.agents[uid] = Agent(index, uid, since=self.now, begins=self.now + 1)
@@ -464,8 +483,15 @@ class Cluster:
         if told.get("run") and told["run"] != f"train-{self.job['metadata']['uid'][:8]}":
             return
         if closed := told.get("closed"):
+            if closed["code"] == 75 and agent.standing == "training" and self.step > self.committed:
+                self.committed = self.step
+                self.saved()
             if self.reaches(agent):
                 self.report(agent)
+            if self.accounts and closed["code"] != 75 and (lease := self.documents.get(("Lease", f"train-worker-{agent.index}"))):
+                notes = lease["metadata"]["annotations"]
+                whole = {"goodput": self.goodput(), "whole": True}
+                notes[Annotation.PROGRESS] = json.dumps({**json.loads(notes[Annotation.PROGRESS]), **whole})
             self.end(pod, closed["code"])
             return
         world, called = told.get("world"), told.get("called")
@@ -483,6 +509,7 @@ class Cluster:
             elif self.now >= agent.saving_until:
                 agent.saving_until = None
                 self.committed = max(self.committed, self.step)
+                self.saved()
                 self.stops(agent, pod)
         if agent.standing == "done" and called and not called["planned"] and called["generation"] > agent.generation:
             agent.standing, agent.since = "waiting", self.now
@@ -499,6 +526,24 @@ class Cluster:
                 a.standing == "training" and a.generation == agent.generation and a is not agent for a in self.agents.values()
             ):
                 self.step = self.committed
+                self.write("session", generation=agent.generation, rank=0, world_size=len(world["members"]))
+                self.write("restored", generation=agent.generation, step=self.step, path=None)
+
+    def write(self, kind: str, ago_s: float = 0.0, **fields: Any) -> None:
+        """Append to the run's ledger."""
+        self.ledger.append({"t": self.now - ago_s, "kind": kind, "source": "rank-0", **fields})
+
+    def saved(self) -> None:
+        """Rank 0 has saved, as it was interrupted."""
+        if not self.ledger or self.ledger[-1]["kind"] != "interrupted":
+            self.write("committed", SAVE_S, step=self.step)
+            self.write("interrupted", SAVE_S, step=self.step, reason=f"saved step {self.step}")
+
+    def goodput(self) -> float | None:
+        """What rank 0's worker computes: it has copied what the operator noted."""
+        self.noted += [entry for entry in self.status.get("ledger") or () if entry not in self.noted]
+        account = goodput.buckets(self.ledger + self.noted, self.now)
+        return round(account.goodput, 6) if account.steps_kept else None
 
     def stops(self, agent: Agent, pod: Document) -> None:
         if agent.standing == "leaving":
@@ -527,6 +572,7 @@ class Cluster:
             if self.step < self.steps and not any(a.saving_until for a in inside):
                 self.step += 1
                 self.done_steps.append((world["generation"], self.step))
+                self.write("step", generation=world["generation"], step=self.step)
                 if self.step % self.every == 0:
                     self.committed = self.step
         if self.step >= self.steps:
@@ -581,6 +627,8 @@ class Cluster:
             said["unheard"], said["refused"] = self.unheard(agent)
             said["mesh"] = watched
         renew_s, lasts_s = (MESH_RENEW_S, MESH_LEASE_S) if watched else (RENEW_S, LEASE_S)
+        first = agent.index in ((self.status.get("rendezvous") or {}).get("world") or {}).get("members", ())[:1]
+        renew_s = PROGRESS_S if first else renew_s
         text = json.dumps(said)
         node = self.deciders.nodes.get(agent.uid) if self.deciders else None
         decided = node.decided if node else ""
@@ -589,8 +637,12 @@ class Cluster:
         agent.reported, agent.beat = text + decided, self.now
         progress = {
             "generation": agent.generation, "step": self.step, "steps": self.steps, "committed": self.committed,
-            "snapshot": self.step, "every": 1, "time": self.now,
+            "snapshot": self.step, "every": 1, "time": self.now, "bytes": 1000,
         }  # fmt: skip
+        if self.accounts and first:
+            if self.now - self.counted[0] > COUNTED_S:
+                self.counted = self.now, self.goodput()
+            progress["goodput"] = self.counted[1]
         self.put(
             {
                 "apiVersion": "coordination.k8s.io/v1",

@@ -43,7 +43,7 @@ def a_job(output: str, **status: Any) -> Document:
     """An ElasticJob that has succeeded, as its operator has written it."""
     spec = {"module": "outlast.recipes.smoke", "output": output, "workers": {"replicas": 1}, "image": "i"}
     spec |= {"resources": {"gpu": 8}, "processesPerWorker": "auto"}
-    meta = {"name": "train", "namespace": "n"}
+    meta = {"name": "train", "namespace": "n", "creationTimestamp": "1970-01-01T00:01:40Z"}
     written = {"state": "Succeeded", "run": "run-1", "reason": "done", **status}
     return {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": meta, "spec": spec, "status": written}
 
@@ -77,12 +77,20 @@ def test_the_report_of_a_job_in_a_cluster_is_read_from_its_store(team: apiserver
     assert json.loads(outlast("report", f"{url}/train", "-o", "json")[1])["goodput"] == account.goodput
 
 
-def test_another_goodput_of_the_operator_is_explained(team: apiserver.ApiServer, url: str, outlast: Outlast) -> None:
-    team.put(a_job(url, goodput=0.5))
-    assert (
-        "the operator reads no ledger; it estimates a goodput of 50.0 %, which status and list show"
-        in outlast("report", "train", "-n", "n")[2]
-    )
+def test_the_report_of_a_job_in_a_cluster_also_has_what_its_operator_knows(
+    team: apiserver.ApiServer, url: str, outlast: Outlast
+) -> None:
+    noted = [
+        {"t": 90.0, "kind": "submitted", "source": "operator", "job": "train"},
+        {"t": 95.0, "kind": "asked", "source": "operator"},
+        {"t": 106.5, "kind": "failure", "source": "operator", "generation": 1, "worker": 1, "reason": "worker 1 was evicted"},
+        {"t": 112.0, "kind": "finished", "source": "operator", "state": "Succeeded"},
+    ]
+    team.put(a_job(url, ledger=noted))
+    found = json.loads(outlast("report", "train", "-n", "n", "-o", "json")[1])
+    assert (found["state"], found["wall_s"]) == ("Succeeded", 22)
+    assert (found["seconds"]["queue"], found["seconds"]["pod start"]) == (5, 6)
+    assert [each["text"] for each in found["incidents"]] == ["worker 1 was evicted"]
 
 
 def test_the_checkpoints_of_a_job_in_a_cluster_are_those_in_its_store(

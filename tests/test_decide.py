@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from outlast.contract import RENEW_S, Annotation, Label
+from outlast.contract import Annotation, Label
 from outlast.kube import kinds
-from outlast.kube import pods as podwords
 from outlast.operator import job_status, metrics
 from outlast.operator.metrics import Metrics
 from outlast.operator.plan import Plan
 from outlast.operator.snapshot import Limits
-from simulated import BEGAN, EVERY, STEP_S, Cluster, Killed, trains
+from simulated import BEGAN, EVERY, PROGRESS_S, Cluster, Killed, trains
 
 
 def a_cluster(replicas: int = 2, *, low: int = 1, high: int = 4, **fields: Any) -> Cluster:
@@ -65,7 +64,6 @@ def test_a_job_trains_to_its_end_and_is_then_left_alone() -> None:
     assert cluster.made == {"train-worker-0": 1, "train-worker-1": 1}
     assert cluster.status["reason"] == "workers 0 and 1 are done"
     assert (cluster.status["progress"], cluster.status["restarts"], cluster.status["workersText"]) == ("100 %", 0, "0/1-4")
-    assert 0.7 < cluster.status["goodput"] <= 1
 
 
 @pytest.mark.parametrize("annotations", [{}, {Annotation.FRESH: "true"}])
@@ -78,7 +76,9 @@ def test_pods_of_a_job_that_is_to_begin_anew_are_told_so(annotations: dict[str, 
 
 
 def test_the_rate_is_that_of_the_world_that_trains() -> None:
-    cluster = training(2)
+    cluster = a_cluster(2)
+    cluster.until(trains(2))
+    cluster.run(4)
     assert (cluster.status["step"] > 0, "rate" in cluster.status) == (True, False), "there is one report only"
     cluster.run(40)
     assert cluster.status["rate"] == 1.0
@@ -93,18 +93,21 @@ def test_the_rate_is_that_of_the_world_that_trains() -> None:
     assert cluster.status["rate"] == 1.0, "the time in which it was suspended does not count"
 
 
-def test_the_first_step_of_a_world_is_written_when_it_is_heard_and_then_every_30_s() -> None:
+def test_the_first_step_of_a_world_is_written_when_it_is_heard_and_then_every_3_s() -> None:
     cluster = training(2, steps=10_000)
     for _ in range(2):
         again(cluster, by=lambda: cluster.fail(1))  # until 10 s after the new world
-        assert cluster.step - cluster.status["step"] <= RENEW_S + 1
+        for _ in range(30):
+            cluster.run(1)
+            assert cluster.step - cluster.status["step"] <= PROGRESS_S + 1
         before = len(cluster.writes)
         cluster.run(300)
-        assert len(cluster.writes) - before == 10
+        assert len(cluster.writes) - before == 100
 
 
 def test_a_job_costs_nine_writes_beside_its_pods_and_its_progress() -> None:
     cluster = a_cluster(2, steps=25)
+    cluster.limits = Limits(progress_s=30)
     cluster.until(lambda c: c.status.get("state") == "Succeeded")
     cluster.run(120)
     assert len([write for write in cluster.writes if not write.startswith("create")]) == 9
@@ -161,6 +164,7 @@ def test_what_makes_no_sense_in_a_status_is_as_if_it_were_not_there(nonsense: di
 
 def test_what_prometheus_is_told_is_what_has_happened() -> None:
     cluster, counted = a_cluster(2, steps=10_000), Metrics()
+    cluster.accounts = True
 
     def run(seconds: int) -> None:
         for _ in range(seconds):
@@ -190,9 +194,7 @@ def test_what_prometheus_is_told_is_what_has_happened() -> None:
     recovery = next(float(line.split()[1]) for line in told if line.startswith("outlast_recovery_seconds_sum"))
     assert 1 + 2 + 1 <= recovery <= 1 + 3 + 2, "of the failing process, of the container since it ended, since the loss was seen"
     goodput = next(float(line.split()[1]) for line in told if line.startswith("outlast_goodput_ratio"))
-    assert goodput == cluster.status["goodput"]
-    told_at = podwords.seconds(cluster.status["progressTime"])
-    assert goodput == pytest.approx(cluster.status["step"] * STEP_S / (told_at - BEGAN), abs=0.04)
+    assert goodput == cluster.status["goodput"] > 0.7
 
 
 def floats(value: Any) -> list[float]:
@@ -251,21 +253,6 @@ def test_a_suspended_job_that_could_not_be_understood_meanwhile_goes_on() -> Non
     cluster.change(suspend=False, replicas=2)
     cluster.until(trains(2), 600)
     assert conditions(cluster) == {"Created", "Running"}
-
-
-def test_a_held_job_loses_no_goodput_and_keeps_what_it_had() -> None:
-    cluster = training(2, steps=10_000)
-    again(cluster, by=lambda: cluster.fail(1), seconds=600)
-    cluster.run(300)
-    before = cluster.status["goodput"]
-    cluster.change(suspend=True)
-    cluster.until(lambda c: not c.pods)
-    cluster.run(7200)
-    cluster.change(suspend=False)
-    cluster.until(trains(2), 600)
-    cluster.run(60)
-    assert before - 0.1 < cluster.status["goodput"] < 1
-    assert 300 < cluster.status["accounting"]["livedSeconds"] < 500
 
 
 def test_a_worker_that_has_to_go_is_counted_once_however_often_the_operator_dies() -> None:

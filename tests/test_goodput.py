@@ -200,13 +200,26 @@ def test_a_hang_that_passes_costs_the_step_its_time_and_nothing_else():
     assert spent(account) == {"queue": 1, "startup": 2, "training": 5}
 
 
-def test_suspended_is_idle_from_its_end_until_it_is_resumed():
-    story = training().steps(3).save(0.5).say("interrupted", step=3, reason="suspended")
-    story.say("exited", 1, worker=0, code=75, interrupted=True).finished(state="Suspended")
-    story.say("resumed", 60).say("worker", 2, worker=0).world(1).session().restored(3).steps(1)
+def test_time_in_which_a_job_was_suspended_is_its_own_and_does_not_count_against_goodput():
+    story = training().steps(3).save(0.5).say("called", generation=2, planned=True, suspends="Suspended", reason="suspended")
+    story.say("interrupted", step=3, reason="saved step 3").say("exited", 1, worker=0, code=75, interrupted=True)
+    story.finished(state="Suspended")
+    before = story.account()
+    assert (before.state, before.goodput) == ("Suspended", pytest.approx(3 / 6.5))
+    story.say("resumed", 60).say("asked", 1, workers=[0, 1]).say("worker", 2, worker=0).world(1).session().restored(3).steps(1)
     account = story.account()
-    assert spent(account) == {"queue": 1 + 2, "startup": 2 + 1, "training": 4, "checkpoint": 0.5, "rendezvous": 1, "idle": 60}
-    assert [i.recovery_s for i in account.incidents] == [None]
+    expected = {"queue": 1 + 1, "pod start": 2, "startup": 2 + 1, "training": 4, "checkpoint": 0.5, "suspended": 1 + 60}
+    assert spent(account) == expected
+    assert account.goodput == pytest.approx(4 / (account.wall_s - 61))
+    assert [(i.text, i.recovery_s) for i in account.incidents] == [("suspended; saved step 3", None)]
+
+
+def test_a_job_whose_queue_takes_the_quota_back_waits_in_the_queue_again():
+    story = training().steps(3).save().say("called", generation=2, planned=True, suspends="Queued", reason="evicted")
+    story.say("interrupted", step=3, reason="saved step 3").finished(state="Queued")
+    assert spent(story.account(now=story.at + 5)) == {"queue": 1 + 5, "startup": 2, "training": 3}
+    story.say("resumed", 7).say("asked", workers=[0, 1]).say("worker", 2, worker=0).world(1).session().restored(3).steps(1)
+    assert spent(story.account()) == {"queue": 1 + 7, "pod start": 2, "startup": 2 + 1, "training": 4}
 
 
 def test_an_interrupted_run_that_goes_on_was_idle_in_between():
@@ -435,6 +448,7 @@ FIELDS = (
     "worker",
     "workers",
     "planned",
+    "suspends",
     "counted",
     "adopted",
     "interrupted",
@@ -455,8 +469,8 @@ def plausible(name: str) -> st.SearchStrategy[object]:
         return st.booleans()
     if name == "workers":
         return st.lists(st.integers(0, 2), max_size=3)
-    if name == "state":
-        return st.sampled_from(["Succeeded", "Failed", "Interrupted", "Suspended", "T"])
+    if name in ("state", "suspends"):
+        return st.sampled_from(["Succeeded", "Failed", "Interrupted", "Suspended", "Queued", "T"])
     return st.integers(0, 4) if name != "step" else st.integers(0, 12)
 
 
@@ -595,15 +609,24 @@ def test_a_told_story_is_accounted_for_to_the_microsecond(data):
             truth[Bucket.DATA] -= waited
             truth[Bucket.REPLAYED] += each
 
-    story.say("submitted").say("worker", spend(Bucket.QUEUE), worker=0)
+    def pods() -> None:
+        story.say("asked", spend(Bucket.QUEUE), workers=[0, 1]).say("worker", spend(Bucket.PODS), worker=0)
+
+    story.say("submitted")
+    pods()
     story.world(spend(Bucket.STARTUP)).session(spend(Bucket.STARTUP)).restored(0, spend(Bucket.RESTORE))
     story.steps(2, each, waited)
     kept += [1, 2]
     truth[Bucket.TRAINING] += 2 * (each - waited)
     truth[Bucket.DATA] += 2 * waited
     committed, left, at_first = 0, False, truth[Bucket.STARTUP] + truth[Bucket.RESTORE]
-    acts = data.draw(st.lists(st.sampled_from(["train", "save", "kill", "hang", "resize", "suspend", "stop"]), max_size=12))
+    acts = data.draw(
+        st.lists(st.sampled_from(["train", "save", "kill", "hang", "delete", "resize", "suspend", "queue", "stop"]), max_size=12)
+    )
+    recovering = False
     for act in acts:
+        left = left or (recovering and act in ("resize", "suspend", "queue", "stop"))  # to wait for a save is a loss, too
+        recovering = act in ("kill", "hang", "delete") or (recovering and act != "train")
         if act == "train":
             count = data.draw(st.integers(1, 5))
             story.steps(count, each, waited)
@@ -616,19 +639,31 @@ def test_a_told_story_is_accounted_for_to_the_microsecond(data):
         elif act == "kill":
             story.failure(spend(Bucket.REPLAYED, most=each))
             start(committed)
+        elif act == "delete":  # by force: nothing is heard of its worker, but for the call of who decides
+            cut = spend(Bucket.REPLAYED, most=each)
+            story.say("called", cut, generation=story.generation + 1, planned=False, reason="lost worker 1")
+            start(committed)
         elif act == "hang":
             story.say("hang", spend(Bucket.HANG), worker=0, rank=0).failure(spend(Bucket.RENDEZVOUS), 0)
             start(committed)
         else:
-            story.save(spend(Bucket.CHECKPOINT)).say("interrupted", spend(Bucket.CHECKPOINT), step=story.step, reason=act)
+            story.save(spend(Bucket.CHECKPOINT))
+            if act in ("suspend", "queue"):
+                suspends = {"suspend": "Suspended", "queue": "Queued"}[act]
+                story.say("called", generation=story.generation + 1, planned=True, suspends=suspends, reason=act)
+            story.say("interrupted", spend(Bucket.CHECKPOINT), step=story.step, reason=act)
             committed = story.step
             if act == "resize":
                 start(committed)
             else:
                 left = True
-                state = {"suspend": "Suspended", "stop": "Interrupted"}[act]
-                story.finished(spend(Bucket.RENDEZVOUS), state).say("resumed", spend(Bucket.IDLE))
-                story.say("worker", spend(Bucket.QUEUE), worker=0)
+                states = {
+                    "suspend": ("Suspended", Bucket.SUSPENDED, Bucket.SUSPENDED),
+                    "queue": ("Queued", Bucket.QUEUE, Bucket.QUEUE),
+                }
+                state, leaves, waits = states.get(act, ("Interrupted", Bucket.RENDEZVOUS, Bucket.IDLE))
+                story.finished(spend(leaves), state).say("resumed", spend(waits))
+                pods()
                 start(committed, waiting=Bucket.STARTUP)
     stopped = (Bucket.REPLAYED, Bucket.HANG, Bucket.RENDEZVOUS, Bucket.STARTUP, Bucket.RESTORE)
     lost = sum(truth[bucket] for bucket in stopped) - at_first
@@ -716,6 +751,8 @@ def test_the_json_holds_the_whole_account():
         "snapshot stall": 0,
         "hang": 0,
         "idle": 0,
+        "pod start": 0,
+        "suspended": 0,
     }
     assert document["incidents"][0]["text"] == KILLED
     parts = {"detection_s": 0.25, "reforming_s": 1.2, "restoring_s": 0.3, "again_s": 3.0}

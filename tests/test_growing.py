@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast import store
+from outlast import contract, ledger, store
 from outlast.agent import run_ownership, upload
 from outlast.checkpoints import Retention
 from outlast.errors import StoreError, Unreachable
@@ -319,3 +319,54 @@ def test_a_run_sends_what_it_writes_and_its_account_is_true(tmp_path: Path):
     assert account.goodput == pytest.approx(true, rel=1e-3)
     assert account.failures == 1
     assert true < 0.98
+
+
+def test_a_ledger_is_in_the_store_soon_after_an_event_and_costs_a_request_a_minute_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    place, asked = a_place(), []
+    book = ledger.Ledger(tmp_path / "ledger", "worker-0-process-0")
+    uploader = upload.Uploader(tmp_path, place, "run", "owner", Retention(2), lambda _: None)
+    book.write("session", generation=1)
+    uploader.upload(GO)
+    for name in ("put", "read"):
+        whole = getattr(store.Store, name)
+        monkeypatch.setattr(store.Store, name, lambda self, *args, whole=whole: (asked.append(args[0]), whole(self, *args))[1])
+
+    def there() -> list[str]:
+        return [event["kind"] for event in stored.events(place)]
+
+    book.write("failure", generation=1)
+    uploader.upload_ledger(GO, 1000)
+    assert there() == ["session", "failure"]
+    asked.clear()
+    for second in range(1, 1201):
+        book._append({"t": float(second), "kind": "step", "source": "w", "generation": 1, "step": second})
+        uploader.upload_ledger(GO, 1000 + second)
+    assert len(there()) == 1202
+    assert len(asked) <= 1200 / 60
+    book.write("interrupted")
+    uploader.upload_ledger(GO, 2200 + upload.EVENTS_S)
+    assert there()[-1] == "interrupted"
+
+
+def test_the_goodput_that_the_operator_is_told_counts_the_ledgers_of_all_workers(tmp_path: Path):
+    """Those that this worker has written on a disk that is gone among them."""
+    place, told = a_place(), []
+    events = [{"t": 0.0, "kind": "submitted"}, {"t": 1.0, "kind": "worker"}, {"t": 2.0, "kind": "world", "generation": 1}]
+    steps = [{"t": 2.0 + step, "kind": "step", "generation": 1, "step": step} for step in range(1, 9)]
+    told_by = [("operator-1", events), ("worker-0-process-0", steps[:5]), ("worker-0-process-0", steps[5:])]
+    for number, (name, lines) in enumerate(told_by):
+        append(tmp_path / f"{number}/ledger/{name}.jsonl", b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+        growing.Sender(place, tmp_path / str(number)).push([f"ledger/{name}.jsonl"], GO)
+    environ = {contract.Env.MEMBER: "uid", contract.Env.STATE: str(tmp_path)}
+    output = tmp_path / "2"
+    uploader = upload.Uploader(output, place, "run", "me", Retention(2), told.append, environ=environ)
+    (output / ".push").mkdir()
+    uploader.ended = 10.0
+    uploader.count(0.0)
+    assert told == [], "the run has not ended, this worker leaves"
+    (tmp_path / contract.END).touch()
+    uploader.count(0.0)
+    account = goodput.buckets([*events, *steps], None)
+    assert [said.goodput for said in told] == [round(account.goodput, 6)] == [0.8]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import apiserver
-from outlast import contract, errors, kube
+from outlast import contract, errors, kube, ledger
 from outlast.rendezvous import transport
 from outlast.rendezvous.transports import kubernetes, sockets
 from outlast.rendezvous.world import World
@@ -594,3 +594,39 @@ def test_the_deadline_that_the_operator_publishes_for_a_pod_is_noted_for_its_age
     assert json.loads(file.read_text()) == {"deadline": 1_700_000_015.0, "reason": "spot"}
     hear([{"uid": "uid", "deadline": 1_700_000_005.0}])
     assert json.loads(file.read_text()) == {"deadline": 1_700_000_005.0, "reason": ""}
+
+
+def test_the_worker_of_rank_0_renews_soon_and_copies_what_the_operator_notes_into_the_ledger(tmp_path: Path) -> None:
+    noted = [{"t": 1.0, "kind": "submitted", "source": "operator"}, {"t": 2.0, "kind": "world", "source": "operator"}]
+
+    def hear(id: int, entries: list[Document]) -> kubernetes.Client:
+        environ = {contract.Env.MEMBER: "uid", contract.Env.NAMESPACE: "team", contract.Env.OUTPUT: str(tmp_path)}
+        client = kubernetes.Client("train", transport.Member("r", id, tmp_path, 0, environ))
+        said = {"run": "r", "world": a_world(4, 1, 0)}
+        for until_now in (noted[:1], entries):
+            document = {"metadata": {"name": "train", "uid": "u"}, "spec": {}, "status": {"ledger": until_now}}
+            client._hear(document)  # of no world yet
+            client._hear({**document, "status": {"ledger": until_now, "rendezvous": said}})
+            said = {"run": "r", "world": a_world(5, 1, 0)}
+        return client
+
+    assert hear(0, noted)._every_s() == 10
+    assert list(ledger.read(tmp_path / contract.LEDGER)) == []
+    assert hear(1, noted)._every_s() == 3
+    assert list(ledger.read(tmp_path / contract.LEDGER)) == noted
+
+
+def test_the_goodput_of_a_run_is_told_while_it_trains_and_whole_after_its_end(operator: Operator, member, tmp_path: Path) -> None:
+    progress.Writer(tmp_path, 0).write(progress.Progress(1, 0, "train", step=5, committed=4, bytes=700))
+    (tmp_path / contract.WORKER).write_text(json.dumps({"pushed": {"goodput": 0.5}}))
+    member().report("training", generation=1)
+    until(operator.lease)
+
+    def told() -> Document:
+        return dict(json.loads(operator.lease()["metadata"]["annotations"][contract.Annotation.PROGRESS]))
+
+    assert (told()["goodput"], told()["bytes"]) == (0.5, 700)
+    kubernetes.tell_goodput("train", 0, {contract.Env.MEMBER: "uid-of-another", contract.Env.NAMESPACE: "default"}, 0.7)
+    assert told()["goodput"] == 0.5
+    kubernetes.tell_goodput("train", 0, {contract.Env.MEMBER: "uid-of-the-pod", contract.Env.NAMESPACE: "default"}, 0.7)
+    assert (told()["step"], told()["goodput"], told()["whole"]) == (5, 0.7, True)

@@ -16,6 +16,7 @@ import fake
 import situations
 from fake_cluster import FakeCluster
 from outlast import cli, contract, diagnosis, kube
+from outlast.cli import show
 from outlast.contract import End, FailureCause
 from outlast.diagnosis import Cause, Snapshot, admission, containers, gather, local_job, nodes, scheduling, storage
 from outlast.errors import Forbidden, NotFound
@@ -23,7 +24,7 @@ from outlast.kube import kinds
 from outlast.kube import pods as kube_pods
 from outlast.local import backend as local
 from outlast.local.state_dir import Run
-from outlast.status import Failure, JobStatus, State, StoreStatus, WorkerStatus
+from outlast.status import CheckpointStatus, Failure, JobStatus, State, StoreStatus, WorkerStatus
 
 Document = dict[str, Any]
 NOW = 1_800_000_000.0
@@ -729,6 +730,31 @@ def test_a_job_that_trains_has_nothing_wrong() -> None:
     assert cause == Cause("training", "nothing is wrong: 2 of 2 workers run", wrong=False)
 
 
+def test_workers_outside_the_world_are_no_training_workers() -> None:
+    ready = [{"type": "Ready", "status": "True"}]
+    pods = tuple(a_pod(f"train-{i}", phase="Running", node="node-a", index=i, conditions=ready) for i in range(2))
+    job = {**a_job(2), "kind": "ElasticJob", "status": {"state": "Running", "world": [0]}}
+    job["spec"] = {"workers": {"replicas": 2}}
+    (cause,) = causes(Snapshot("train", workload=job, pods=pods, nodes=(a_node(),)))
+    assert cause == Cause("training", "it trains with 1 of 2 workers; the others are joining", wrong=False)
+
+
+def test_a_job_whose_last_step_could_not_be_saved_is_finished_and_not_well() -> None:
+    warning = "step 64 could not be saved: rank 0: No space left on device"
+    newest = CheckpointStatus(step=10, path="/out", time=NOW)
+    status = a_status(State.SUCCEEDED, step=64, told="session", checkpoint=newest, warnings=[warning])
+    unsaved = f"step 64 is not saved: {warning}; the newest checkpoint is that of step 10"
+    assert local_job.causes(status, [], NOW) == [Cause("unsaved", f"it is finished, but {unsaved}")]
+    assert show.state(status) == f"Succeeded, but {unsaved}"
+    for well in ({"step": 10}, {"told": "log"}, {"checkpoint": None, "warnings": []}, {"state": State.RUNNING}):
+        assert status.model_copy(update=well).unsaved == ""
+    written = {"state": "Succeeded", "step": 64, "checkpoint": {"step": 10, "path": "s3://b", "time": NOW}}
+    written |= {"conditions": [{"type": "Succeeded", "status": "True", "reason": "JobSucceeded", "message": "done"}]}
+    job = {"kind": "ElasticJob", "metadata": {"name": "train"}, "spec": {"workers": {"replicas": 1}}, "status": written}
+    (cause,) = causes(Snapshot("train", workload=job))
+    assert cause.what == "it is finished, but step 64 is not saved: the newest checkpoint is that of step 10"
+
+
 def test_a_worker_that_pulls_its_image_is_on_its_way() -> None:
     creating = [{"name": "worker", "state": {"waiting": {"reason": "ContainerCreating"}}}]
     pod = a_pod(node="node-a", containerStatuses=creating, startTime="2027-01-15T07:58:20Z")
@@ -1045,6 +1071,15 @@ def test_a_namespace_that_was_not_admitted_to_the_etcd_is_told_by_which_command_
     pod = a_pod(node="node-a", containerStatuses=[{"name": "worker", "state": {"waiting": waits}}])
     (cause,) = storage.references(Snapshot("train", "team-a", pods=(pod,)), NOW)
     assert cause.remedy == "admit the namespace to that etcd: outlast install --etcd --etcd-for team-a"
+
+
+def test_secrets_that_outlast_has_made_are_not_offered_in_place_of_a_missing_one() -> None:
+    cluster = a_cluster("secret-missing")
+    labels = {"app.kubernetes.io/managed-by": "outlast"}
+    cluster.put({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "train-rdzv", "namespace": "team", "labels": labels}})
+    cluster.put({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "theirs", "namespace": "team"}})
+    seen = gather.job(cluster, "train").secrets  # type: ignore[arg-type]
+    assert ("theirs" in seen, "train-rdzv" in seen) == (True, False)
 
 
 def test_secrets_are_listed_only_while_pods_wait_for_something() -> None:

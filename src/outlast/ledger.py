@@ -3,12 +3,14 @@
 One JSON object a line, one file a source, one `write` a line (so lines of a killed process are whole, but for perhaps the last).
 Every event has `t` (seconds since the epoch), `kind` and `source`. The kinds and their fields:
 
-    submitted    run, job, replicas, min, max            command line
+    submitted    run, job, replicas, min, max            command line, operator
+    asked                                                operator: pods were created
     launcher     pid, adopted                            launcher: started, or restarted over live workers
-    worker       worker, pid, attempt                    launcher: a worker was started
+    worker       worker, pid, attempt                    launcher: a worker was started; operator: the first one runs
     exited       worker, code, reason, interrupted       launcher: a worker ended
-    called       generation, reason, planned             launcher: form up for this generation
-    world        generation, workers, reason             launcher: this generation's world, in rank order
+    called       generation, reason, planned, suspends?  launcher: form up for this generation; suspends: Suspended | Queued,
+                                                         the state that follows instead
+    world        generation, workers | size, reason      launcher: this generation's world, in rank order
     failure      generation, worker, rank, code, reason, cause, step, counted, repaired?   launcher; repaired: which attempt
                                                          failed, if the members have repaired it and it is counted afterwards
     attempt      generation, attempt, worker, rank, reason    agent: the members start the processes of this world once more
@@ -32,7 +34,7 @@ Every event has `t` (seconds since the epoch), `kind` and `source`. The kinds an
     not_copied   step, reason                            training, rank 0: committed, but not on the disks of all workers
     damaged      path, reason                            training, rank 0: skipped on restore
     copied       step, holder, ranks, bytes, seconds     training, rank 0: brought to the disks of these ranks on restore
-    interrupted  step, reason                            training, rank 0: saved, leaving
+    interrupted  generation, step, reason                training, rank 0: saved, leaving
     hang         worker, rank, pid, state, silent_s, stacks, reason    agent
     chaos        action, worker, pid                     command line or test: an injected fault
 """
@@ -96,6 +98,12 @@ class Ledger:
                 self._flush()
                 self._step_written = time.monotonic()
 
+    def copy(self, events: Iterable[Event]) -> None:
+        """Append events of another source as they are."""
+        with self._lock:
+            for event in events:
+                self._append(event)
+
     def close(self) -> None:
         """Write what there is, and close the file."""
         with self._lock:
@@ -139,13 +147,18 @@ class Events:
     def __init__(self, sources: Iterable[Source]) -> None:
         self._sources = tuple(sources)
 
+    def and_(self, entries: Iterable[Event]) -> Events:
+        """Together with entries that are known from elsewhere."""
+        text = [json.dumps(entry).encode() + b"\n" for entry in entries]
+        return Events((*self._sources, lambda: text))
+
     def __iter__(self) -> Iterator[Event]:
         streams = (_sorted(_events(source), number) for number, source in enumerate(self._sources))
         return (event for *_, event in heapq.merge(*streams))
 
 
-def read(directory: Path) -> Events:
-    """All events of a ledger directory, as far as they are written now."""
+def read(*directories: Path) -> Events:
+    """All events of the ledgers in these directories, as far as they are written now."""
 
     def source(path: Path, size: int) -> Source:
         def pieces() -> Iterator[bytes]:
@@ -160,7 +173,8 @@ def read(directory: Path) -> Events:
 
         return pieces
 
-    return Events(source(path, path.stat().st_size) for path in sorted(directory.glob("*.jsonl")) if path.is_file())
+    found = (path for directory in directories for path in sorted(directory.glob("*.jsonl")) if path.is_file())
+    return Events(source(path, path.stat().st_size) for path in found)
 
 
 def lines(pieces: Iterable[bytes]) -> Iterator[bytes]:

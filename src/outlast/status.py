@@ -275,6 +275,16 @@ class JobStatus(_Model):
         return f" from step {self.checkpoint.step}" if self.checkpoint else ""
 
     @property
+    def unsaved(self) -> str:
+        """That the last step of a job that has succeeded is not saved; empty when it is, or nothing was ever to be saved."""
+        last = self.checkpoint.step if self.checkpoint else 0
+        saves = self.told in ("", "session") and (self.checkpoint or self.warnings)
+        if self.state is not State.SUCCEEDED or not saves or last >= self.step:
+            return ""
+        newest = f"the newest checkpoint is that of step {last}" if last else "there is no checkpoint"
+        return f"step {self.step} is not saved: {'; '.join([*self.warnings[:1], newest])}"
+
+    @property
     def eta_s(self) -> float | None:
         """Seconds until the last step at the recent rate, while it trains and both are known."""
         if self.steps is None or not self.rate or not self.state.trains:

@@ -231,6 +231,7 @@ class Agent:
         if code == upload_handle.SUPERSEDED:
             self._superseded(problem)
             return
+        self.coordination.tell_goodput(self._upload.report.get("goodput"))
         kept = f"the output is not all in {self._store}: {problem}; it is kept in {self.output}, and the next start pushes it"
         self._put(lifecycle.Flushed(kept if code else ""))
 

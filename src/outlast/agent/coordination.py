@@ -171,6 +171,18 @@ class Coordination:
             return
         self.record_end("Failed" if end["code"] else "Succeeded", end["reason"], end["code"])
 
+    def tell_goodput(self, goodput: float | None) -> None:
+        """Tell the operator the goodput of the whole run, if that has ended and is known here."""
+        if goodput is None or not (Path(self._environ[Env.STATE]) / contract.END).exists():
+            return
+        from outlast.errors import ClusterError
+        from outlast.rendezvous.transports import kubernetes
+
+        try:
+            kubernetes.tell_goodput(self._job.metadata.name, self.index, self._environ, goodput)
+        except ClusterError as problem:
+            _say(f"the goodput of the run could not be told: {problem}")
+
     def end_for_others(self, code: int) -> str:
         """Answer to other workers that ask how the run has ended; empty if only this worker could not continue."""
         if self.mode is Mode.LAUNCHER or code == contract.Exit.MISCONFIGURED:

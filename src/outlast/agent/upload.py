@@ -7,8 +7,8 @@ Configured by the environment of the worker's agent (`contract.Env`). One proces
 and take over when it dies. Where workers share no disk, all have the same checkpoints and metrics: the process of rank 0's
 directory uploads those (`checkpoints.first`), and each one what only its directory has, such as logs. Progress is recorded in
 `.push/` after an upload is complete, so a kill costs at most a repetition. A committed checkpoint is uploaded at once, newest
-first, everything else every `sync.every`. While the store is unreachable the backlog is kept and retried. Each line on standard
-output is a `Report` as JSON.
+first, the ledger with each event, everything else every `sync.every`. While the store is unreachable the backlog is kept and
+retried. Each line on standard output is a `Report` as JSON.
 """
 
 from __future__ import annotations
@@ -22,23 +22,30 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from outlast import backoff, checkpoints, contract, file_locks, runs, store
+from outlast import backoff, checkpoints, contract, file_locks, ledger, runs, store
 from outlast.agent.upload_handle import SUPERSEDED
 from outlast.checkpoints import remote
 from outlast.errors import OutlastError, Superseded
 from outlast.launch import rank0_files, titles
 from outlast.prepare import compiled, workdir
+from outlast.report import goodput
 from outlast.runs.layout import OWN, skipped
 from outlast.sync import growing, sync
 
 POLL_INTERVAL_S = 1.0
-"""Interval of looking for a new checkpoint."""
+"""Interval of looking for a new checkpoint, and new events."""
+EVENTS_S, STEPS_S = 3.0, 120.0
+"""Least intervals between two uploads of the ledger: with an event in it, and with steps only. One takes two requests, so without
+events this is one a minute; steps that a lost worker had not sent are known from the state that the others restore."""
 LOCK_TIMEOUT_S = 3.0
 """How long a flush waits for another process that uploads the same directory; that one uploads the rest, too."""
 MAX_PASSES = 3
 """Attempts to upload files that fail one by one in a flush; the user has to repair those."""
+COUNT_S, COUNT_SHARE = 10.0, 0.02
+"""Least interval between two computations of the goodput, and their largest share of the time."""
 AGAIN_S = (2.0, 60.0)
 """First and longest pause before a store that failed is tried again."""
 
@@ -61,6 +68,8 @@ class Report:
     """What is being uploaded now."""
     seconds: float | None = None
     """What the upload of the last checkpoint took; None before the first."""
+    goodput: float | None = None
+    """Of the run so far, where rank 0 is; after the end of all of it. None elsewhere, and before the first step."""
 
 
 class SomeFailed(store.StoreError):
@@ -97,6 +106,12 @@ class Uploader:
         self._environ = environ or {}
         self.compiled: compiled.Cache | None = None
         """What compilers made, if jobs share it."""
+        self._seen: dict[str, int] = {}
+        """Bytes of each ledger that have been looked at."""
+        self._news, self._sent_at = "", 0.0
+        """What is not sent of them: "event", "steps" or nothing; and when they were sent last."""
+        self._before, self._count_at = False, 0.0
+        """Whether the ledgers of all workers up to now are here, and when to compute the goodput next."""
         self.ended: float | None = None
         """When training ended, seconds since the epoch."""
         self.report = Report()
@@ -169,6 +184,42 @@ class Uploader:
             path, reason = failed[0]
             more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
             raise SomeFailed(f"{path} could not be pushed: {reason}{more}")
+
+    def upload_ledger(self, stop: threading.Event, now: float) -> None:
+        """Upload what the ledgers of this worker have grown by, if that is due. Raises as `upload`, which comes first."""
+        ours = [path for path in self._grown() if path.startswith(f"{contract.LEDGER}/")]
+        for path in ours:
+            with contextlib.suppress(OSError), (self.output / path).open("rb") as file:
+                file.seek(self._seen.get(path, 0))
+                for line in file:
+                    self._news = "steps" if b'"kind": "step"' in line and self._news != "event" else "event"
+                self._seen[path] = file.tell()
+        if not self._news or not self._checked or now - self._sent_at < {"event": EVENTS_S, "steps": STEPS_S}[self._news]:
+            return
+        runs.check(self._place, self._run, self._owner)
+        self._growing.push(ours, stop)
+        self._sent_at, self._news = now, ""
+
+    def count(self, now: float) -> None:
+        """Compute the goodput from the ledgers of the whole run, now and then and after its end, for the operator."""
+        if not (first := self._first()):
+            self._before = False
+        if contract.Env.MEMBER not in self._environ or now < self._count_at or not first:
+            return
+        if self.ended and not (Path(self._environ[contract.Env.STATE]) / contract.END).exists():
+            return  # this worker leaves, and the run goes on
+        ours, all_ = self.output / contract.LEDGER, self.output / OWN / contract.LEDGER
+        if not self._before or self.ended:
+            all_.mkdir(exist_ok=True)
+            with ThreadPoolExecutor(growing.AHEAD) as pool:
+                for path in filter(lambda path: path.startswith(f"{contract.LEDGER}/"), growing.files(self._place)):
+                    with (all_ / Path(path).name).open("wb") as file:
+                        file.writelines(growing.pieces(self._place, path, pool))
+            self._before = True
+        account = goodput.buckets(ledger.read(ours, all_), None if self.ended else time.time())
+        self._count_at = now + max(COUNT_S, (time.monotonic() - now) / COUNT_SHARE)
+        if account.steps_kept:
+            self.update(goodput=round(account.goodput, 6))
 
     def _upload_compiled(self, stop: threading.Event) -> None:
         """Upload what compilers made, after the output. Without it another machine compiles again, so failures are only said."""
@@ -248,6 +299,8 @@ def run(uploader: Uploader, interval_s: float, stop: threading.Event) -> None:
             if wanted or time.monotonic() >= due or uploader.waiting():
                 uploader.upload(stop, last=bool(wanted))
                 due = time.monotonic() + interval_s
+            uploader.upload_ledger(stop, time.monotonic())
+            uploader.count(time.monotonic())
             rank0_files.give(uploader.output, wanted)
             uploader.update(since=None, error="")
             failures = 0
@@ -276,6 +329,7 @@ def flush(uploader: Uploader, deadline: float) -> str:
     for passes in itertools.count(1):
         try:
             uploader.upload(stop, last=True)
+            uploader.count(time.monotonic())
             return ""
         except store.Stopped:
             return uploader.report.error or "the time was over before it was pushed"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast import contract, units
+from outlast import contract
 from outlast.cli import show, terminal, transfers, which
 from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
@@ -21,6 +21,7 @@ from outlast.errors import OutlastError
 
 if TYPE_CHECKING:
     from outlast.ledger import Event
+    from outlast.report.goodput import Goodput
 
 NamesArgument = Annotated[
     list[str] | None,
@@ -61,7 +62,7 @@ def report(
       outlast report s3://bucket/runs/cifar10
       outlast report cifar10-1 cifar10-2 cifar10-4 --plot scaling.svg
     """
-    from outlast.report import comparison, goodput, text
+    from outlast.report import comparison, text
 
     if names is not None and len(names) > 1:
         _compare(ctx, names, namespace, context, plot, output)
@@ -69,10 +70,7 @@ def report(
     if plot is not None:
         raise OutlastError(f"--plot {plot} draws several runs; name two or more")
     job = _job(ctx, names[0] if names else None, namespace, context)
-    account = goodput.buckets(job.events, job.now)
-    if job.told is not None and units.percent(job.told) != units.percent(account.goodput):
-        said = f"the operator reads no ledger; it estimates a goodput of {units.percent(job.told)}, which status and list show"
-        terminal.say(said)
+    account = job.account()
     if output is not Output.TABLE:
         sizes = comparison.sizes(job.events)
         show.data({"name": job.name, "run": job.run, "workers": list(sizes), **text.as_json(account)}, output)
@@ -86,16 +84,14 @@ def report(
 def _compare(
     ctx: typer.Context, names: list[str], namespace: str | None, context: str | None, plot: Path | None, output: Output
 ) -> None:
-    from outlast.report import comparison, goodput
+    from outlast.report import comparison
 
     if plot is not None:
         from outlast.report import plot as plots
 
         plots.check(plot)
     jobs = [_job(ctx, name, namespace, context) for name in names]
-    rows = comparison.compared(
-        [comparison.run(job.name, goodput.buckets(job.events, job.now), job.events, job.metrics()) for job in jobs]
-    )
+    rows = comparison.compared([comparison.run(job.name, job.account(), job.events, job.metrics()) for job in jobs])
     if output is Output.TABLE:
         print(show.table(comparison.HEADINGS, map(comparison.cells, rows)))
     else:
@@ -116,13 +112,16 @@ class _Job:
     """Whether something drives it: then the time up to now counts."""
     metrics: Callable[[], Iterable[str | bytes]]
     """The lines of its metrics.jsonl."""
-    told: float | None = None
-    """The goodput that an operator has estimated."""
+    ended: str = ""
+    """The state in which it has ended, if that is known."""
 
-    @property
-    def now(self) -> float | None:
-        """Until when the account goes, if the ledger has no end."""
-        return time.time() if self.active or next(iter(self.events), None) is None else None
+    def account(self) -> Goodput:
+        """Up to the end, or to now."""
+        from outlast.report import goodput
+
+        now = time.time() if self.active or next(iter(self.events), None) is None else None
+        found = goodput.buckets(self.events, now)
+        return dataclasses.replace(found, state=found.state or self.ended or None)
 
 
 def _job(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> _Job:
@@ -131,13 +130,17 @@ def _job(ctx: typer.Context, name: str | None, namespace: str | None, context: s
         from outlast.runs import output
 
         place, record = which.recorded(url)
-        return _Job(record.job, record.run, output.events(place), not record.ended, functools.partial(output.metrics, place))
+        stored, ended = output.events(place), record.state if record.ended else ""
+        first: Event = next(iter(stored), {})
+        if record.submitted < first.get("t", 0.0):
+            stored = stored.and_([{"t": record.submitted, "kind": "submitted", "source": "run", "run": record.run}])
+        return _Job(record.job, record.run, stored, not ended, functools.partial(output.metrics, place), ended)
     backend, name = which.found(ctx, name, namespace, context)
     status, events = backend.status(name), backend.events(name)
     metrics = functools.partial(_metrics, backend.output(name))
     if which.in_cluster(backend) is None:
         return _Job(name, status.run, events, status.launcher is not None, metrics)
-    return _Job(name, status.run, events, status.state.active, metrics, status.goodput)
+    return _Job(name, status.run, events, status.state.active, metrics, str(status.state) if status.state.final else "")
 
 
 def _metrics(output: Path | str) -> Iterable[str | bytes]:

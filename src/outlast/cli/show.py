@@ -133,7 +133,8 @@ def metrics(status: JobStatus) -> str | None:
 
 def state(status: JobStatus) -> str:
     """`Running: world of 2: everybody is here`."""
-    return terminal.one_line(f"{status.state}: {status.reason}" if status.reason else str(status.state))
+    reason = f", but {status.unsaved}" if status.unsaved else f": {status.reason}" if status.reason else ""
+    return terminal.one_line(f"{status.state}{reason}")
 
 
 def newest_checkpoint(status: JobStatus, now: float) -> str | None:

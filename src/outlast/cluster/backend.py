@@ -70,12 +70,14 @@ class KubernetesBackend:
         return self.workloads.recorded(name).output
 
     def events(self, name: str) -> Events:
-        """The ledger of the run, as far as it has been uploaded to the store."""
-        if not (place := self.workloads.store_url(name)):
+        """The ledger of the run, as far as it has been uploaded to the store, with what the cluster itself knows of it."""
+        known = self.workloads.known(name)
+        found = job_status.status(self.workloads.snapshot(name, known, (), ask=False))
+        if not found.store:
             raise NotFound(f"the ledger of {name} is in its pods only; give the job an output in a store to read it from here")
         from outlast import store
 
-        return stored.events(store.open_(place))
+        return stored.events(store.open_(found.store.url)).and_(job_status.entries(known[0], found))
 
     def pods(self, name: str) -> Sequence[Document]:
         """The pods of a job's workers, by index."""

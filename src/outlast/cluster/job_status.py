@@ -13,6 +13,7 @@ from typing import Any
 
 from outlast.contract import Annotation, Env, Label
 from outlast.kube import dropins, pods, wire, workloads
+from outlast.ledger import Event
 from outlast.status import CheckpointStatus, ExecutorsStatus, Failure, JobStatus, SnapshotStatus, State, StoreStatus, WorkerStatus
 
 Document = Mapping[str, Any]
@@ -117,6 +118,18 @@ def _as_written(found: JobStatus, workload: Document) -> JobStatus:
     fields |= {"name": found.name, "replicas": found.replicas, "min": found.min, "max": found.max, "submitted": found.submitted}
     fields["warnings"] = [*dict.fromkeys([*(written.get("warnings") or []), *found.warnings])]
     return JobStatus.model_validate(fields)
+
+
+def entries(workload: Document, found: JobStatus) -> list[Event]:
+    """What the cluster knows of a run beside its ledger: what the operator has noted, else its submission and its end."""
+    noted = [dict(each) for each in (workload.get("status") or {}).get("ledger") or ()]
+    kinds = {each.get("kind") for each in noted}
+    if "submitted" not in kinds and found.submitted:
+        noted.append({"t": found.submitted, "kind": "submitted", "source": "cluster", "job": found.name})
+    if "finished" not in kinds and found.state.final and found.finished:
+        end = {"state": str(found.state), "reason": found.reason, "step": found.step, "code": found.exit_code}
+        noted.append({"t": found.finished, "kind": "finished", "source": "cluster", **end})
+    return noted
 
 
 def _newest(found: Sequence[Document]) -> dict[int, Document]:

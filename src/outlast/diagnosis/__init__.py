@@ -73,7 +73,10 @@ def _well(snapshot: Snapshot) -> Cause:
     running = [pod for pod in snapshot.pods if kube_pods.phase(pod) == "Running"]
     if not running:
         return Cause("starting", "no worker has a pod yet, and no event says why", (), "look again in a few seconds", wrong=False)
-    return Cause("training", f"nothing is wrong: {len(running)} of {snapshot.wanted()} workers run", wrong=False)
+    inside, wanted = (snapshot.workload.get("status") or {}).get("world"), snapshot.wanted()
+    if snapshot.kind == "ElasticJob" and inside and len(inside) < wanted:
+        return Cause("training", f"it trains with {len(inside)} of {wanted} workers; the others are joining", wrong=False)
+    return Cause("training", f"nothing is wrong: {len(running)} of {wanted} workers run", wrong=False)
 
 
 def text(causes: Iterable[Cause], *, unseen: Iterable[str] = ()) -> str:

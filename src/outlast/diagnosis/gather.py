@@ -60,11 +60,17 @@ def job(cluster: kube.Cluster, name: str, *, namespace: str | None = None) -> Sn
         queued=tuple(each for each in listed(kinds.WORKLOAD) if owned_by(each, workload)),
         queues=tuple(listed(kinds.LOCAL_QUEUE)) if queue else tuple(listed(kinds.VOLCANO_QUEUE)) if volcano else (),
         groups=tuple(_groups(listed, name, workload)),
-        secrets=frozenset(map(kube_pods.name, listed(kinds.SECRET))) if waiting else frozenset(),
-        configs=frozenset(map(kube_pods.name, listed(kinds.CONFIG_MAP))),
+        secrets=_theirs(listed(kinds.SECRET)) if waiting else frozenset(),
+        configs=_theirs(listed(kinds.CONFIG_MAP)),
         logs=_logs(cluster, where, pods),
         unseen=unseen,
     )
+
+
+def _theirs(documents: Iterable[Document]) -> frozenset[str]:
+    """The names of those that users have made, and not Outlast."""
+    ours = "app.kubernetes.io/managed-by", "outlast"
+    return frozenset(kube_pods.name(each) for each in documents if ours not in (each["metadata"].get("labels") or {}).items())
 
 
 def workload(cluster: kube.Cluster, name: str, namespace: str, *, labels: str, kind: Kind) -> Snapshot:

@@ -15,6 +15,7 @@ from outlast.kube import pods as kube_pods
 from outlast.manifests.request import Document
 from outlast.rendezvous import sentences
 from outlast.rendezvous.partition import Loss
+from outlast.status import JobStatus
 
 _QUEUE = "kueue.x-k8s.io/queue-name"
 
@@ -210,6 +211,10 @@ def finished(snapshot: Snapshot) -> Cause | None:
     spec, status = snapshot.workload.get("spec", {}), snapshot.workload.get("status", {})
     well = "it is finished, and all is well"
     done = kube_pods.condition(snapshot.workload, {"Job": "Complete", "ElasticJob": "Succeeded"}.get(snapshot.kind, "none"))
+    if done and snapshot.kind == "ElasticJob":
+        said = JobStatus.model_validate({**status, "name": snapshot.name, "run": status.get("run", "")})
+        if said.unsaved:
+            return Cause("unsaved", f"it is finished, but {said.unsaved}")
     if done or (snapshot.kind == "Job" and "tasks" in spec and status.get("state", {}).get("phase") == "Completed"):
         return Cause("finished", well, _told(done), wrong=False)
     if snapshot.kind == "StatefulSet" and snapshot.pods:

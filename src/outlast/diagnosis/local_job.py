@@ -28,6 +28,8 @@ def causes(status: JobStatus, events: Iterable[Event], now: float) -> list[Cause
 def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[Cause]:
     name, reason = status.name, status.reason
     match status.state:
+        case State.SUCCEEDED if status.unsaved:
+            yield Cause("unsaved", f"it is finished, but {status.unsaved}")
         case State.SUCCEEDED:
             yield Cause("finished", f"it is finished{'' if status.warnings else ', and all is well'}: {reason}", wrong=False)
         case State.CANCELLED:

@@ -67,7 +67,8 @@ def mistake(status: int, body: bytes, asked: Asked) -> ClusterError:
     undone = f"{asked.thing} cannot be {_DONE.get(asked.verb, 'reached')}"
     if status == 401:
         return Unauthorized(
-            f"the API server {asked.server} does not accept the login; it has expired or is not for this cluster: log in again"
+            f"the API server {asked.server} does not accept the login, which has expired or is not for this cluster; "
+            "a person logs in again, a pod goes on with its next token"
         )
     if status == 403 and (found := _CANNOT.search(message)):
         return Forbidden(_forbidden(found))

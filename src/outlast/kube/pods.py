@@ -217,6 +217,12 @@ def began(pod: Document) -> bool:
     return bool({"running", "terminated"} & set(status.get("state") or {})) or bool(status.get("restartCount"))
 
 
+def started(pod: Document) -> float | None:
+    """When the worker's container was started; None while it never was."""
+    state = container_status(pod).get("state") or {}
+    return seconds((state.get("running") or state.get("terminated") or {}).get("startedAt")) or None
+
+
 WITHOUT_OUTLAST = (
     "install it there (pip install 'outlast[train,store]', with the directory of `outlast` on PATH), or build on Outlast's own "
     "image (docs/guide/kubernetes.md, Images)"

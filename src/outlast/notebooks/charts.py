@@ -23,8 +23,10 @@ _COLOURS = {
     Bucket.RESTORE: "#4c72b0",
     Bucket.STARTUP: "#dd8452",
     Bucket.QUEUE: "#bbbbbb",
+    Bucket.PODS: "#d0d0d0",
     Bucket.HANG: "#7a1f1f",
     Bucket.IDLE: "#eeeeee",
+    Bucket.SUSPENDED: "#f7f7f7",
 }
 
 

@@ -368,13 +368,13 @@ def _entry(kind: Kind, document: Document) -> _Entry:
     )
 
 
-def _progress(progress: str | None) -> tuple[Any, bool]:
-    """The generation that a member trains in, and whether it has done a step: the first one is written soon."""
+def _progress(progress: str | None) -> tuple[Any, bool, Any]:
+    """What is written soon: the generation that a member trains in, that it has done a step, and the goodput of the whole run."""
     try:
         said = json.loads(progress or "{}")
-        return said.get("generation"), said.get("step") is not None
+        return said.get("generation"), said.get("step") is not None, said.get("whole") and said.get("goodput")
     except (ValueError, AttributeError):  # not written by an agent
-        return None, False
+        return None, False, None
 
 
 def _job_of(kind: Kind, document: Document) -> str:

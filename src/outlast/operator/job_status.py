@@ -4,7 +4,7 @@
     job_status.write(Status, ...) -> the new status
 
 Readers (`outlast status`, kubectl) find the same fields as in `outlast.status.JobStatus`; the job's agents watch `rendezvous`.
-Times in `rendezvous`, `failures` and `accounting` are seconds since the epoch, others are as Kubernetes writes them. Pure.
+Times in `rendezvous`, `failures`, `accounting` and `ledger` are seconds since the epoch, others as Kubernetes writes them. Pure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outlast.manifests import labels
 from outlast.rendezvous.etcd.schema import Wanted
 from outlast.rendezvous.restarts import History, Record
 from outlast.rendezvous.world import Call, World
-from outlast.report import goodput
+from outlast.report import reading
 from outlast.status import SnapshotStatus, State
 
 Document = dict[str, Any]
@@ -99,22 +99,10 @@ class Progress:
     """Step and time, by its own clock, that rank 0 had reported when `rate` was measured."""
     snapshot: tuple[int, int] = (0, 0)
     """Step of the newest complete snapshot in memory, and steps between two; 0: none, or unknown."""
-
-
-@dataclass(frozen=True)
-class Account:
-    """The totals from which goodput is estimated."""
-
-    trained_s: float = 0.0
-    """Seconds that earlier worlds have trained."""
-    executed: int = 0
-    """Steps done in them, including repeated ones."""
-    since: float | None = None
-    """When the current world was formed."""
-    first: int = 0
-    """The step that it began at."""
-    lived_s: float = 0.0
-    """Wall time before `started`, for a job that was resumed; the time while it was held does not count."""
+    bytes: int = 0
+    """Size of the newest checkpoint; 0: unknown."""
+    goodput: float | None = None
+    """As the worker of rank 0 computes it from the ledger of the run; after the end from all of it. None: not told."""
 
 
 @dataclass(frozen=True)
@@ -157,10 +145,12 @@ class Status:
     failure: Mapping[str, Any] | None = None
     """The last failure: a `status.Failure` with the node and the tail of the log."""
     started: float | None = None
-    """When the job was first reconciled, or resumed: deadlines count from there."""
+    """When the job was first reconciled."""
+    resumed: float | None = None
+    """When it was resumed last: deadlines count from there, as those of a Kubernetes Job do."""
     finished: float | None = None
     formed: bool = False
-    """Whether there has been a world since `started`."""
+    """Whether there has been a world since it was started or resumed."""
     observed: int = 0
     """The `metadata.generation` that was last acted on."""
     queue: str = ""
@@ -168,7 +158,8 @@ class Status:
     gang: str = ""
     """The gang scheduler of all its pods, whatever is installed later; empty for none."""
     progress: Progress = Progress()
-    account: Account = Account()
+    ledger: tuple[Mapping[str, Any], ...] = ()
+    """What was decided, as events of the run's ledger: the first one and the newest."""
     conditions: tuple[Mapping[str, Any], ...] = ()
 
     @property
@@ -185,6 +176,16 @@ class Status:
         return tuple(counted.record for counted in self.counted_failures)
 
 
+LEDGER = 32
+"""Entries of the ledger in the status. The worker of rank 0, which watches it, copies new ones into the run's own ledger."""
+
+
+def noted(ledger: tuple[Mapping[str, Any], ...], t: float, kind: str, **fields: Any) -> tuple[Mapping[str, Any], ...]:
+    """The ledger with one more entry, unless it has it. The first one, the submission, stays; the oldest others go."""
+    entry = _without_none({"t": _ms(t), "kind": kind, "source": "operator", **fields})
+    return ledger if entry in ledger else (*ledger[:1], *(*ledger[1:], entry)[1 - LEDGER :]) if ledger else (entry,)
+
+
 @dataclass(frozen=True)
 class Facts:
     """What the status also shows, from the snapshot and the plan."""
@@ -198,7 +199,6 @@ class Facts:
     """Smallest and largest number of workers."""
     checkpoint: str
     """URL above the checkpoints, if they are in a store."""
-    now: float
     leave_s: float
     """How long a planned re-rendezvous waits for training to save."""
 
@@ -229,19 +229,14 @@ def read(status: Mapping[str, Any]) -> Status:
         wanted=Wanted.of(told.get("wanted")),
         failure=status.get("lastFailure"),
         started=podwords.seconds(status.get("startTime")) or None,
+        resumed=told.get("resumed"),
         finished=podwords.seconds(status.get("completionTime")) or None,
         formed=bool(told.get("formed")),
         observed=status.get("observedGeneration", 0),
         queue=status.get("queue", ""),
         gang=status.get("gang", ""),
         progress=_read_progress(status, account),
-        account=Account(
-            account.get("trainedSeconds", 0.0),
-            account.get("executedSteps", 0),
-            account.get("since"),
-            account.get("first", 0),
-            account.get("livedSeconds", 0.0),
-        ),
+        ledger=tuple(each for each in status.get("ledger") or () if isinstance(each, Mapping) and reading.usable(each)),
         conditions=tuple(status.get("conditions") or ()),
     )
 
@@ -280,6 +275,8 @@ def _read_progress(status: Mapping[str, Any], account: Mapping[str, Any]) -> Pro
         podwords.seconds(status.get("progressTime")),
         (mark.step, mark.time) if mark else None,
         (memory.step, memory.every) if memory else (0, 0),
+        commit.get("bytes", 0),
+        status.get("goodput"),
     )
 
 
@@ -300,7 +297,7 @@ def write(status: Status, facts: Facts) -> Document:
     """The new status."""
     low, high = facts.sizes
     world, progress = status.world, status.progress
-    good = goodput_until(status, facts.now)
+    good = progress.goodput
     trains = world is not None and status.called is None and status.result is None
     found: Document = {
         "observedGeneration": status.observed,
@@ -330,35 +327,13 @@ def write(status: Status, facts: Facts) -> Document:
         "rendezvous": _rendezvous(status, facts.leave_s),
         "judged": _judged(status),
         "failures": [_failure(counted) for counted in status.counted_failures],
-        "accounting": _accounting(status.account, progress),
+        "accounting": {"reported": {"step": progress.mark[0], "time": _ms(progress.mark[1])}} if progress.mark else None,
+        "ledger": list(status.ledger) or None,
         "queue": status.queue or None,
         "gang": status.gang or None,
         "conditions": list(status.conditions),
     }
     return dict(_without_none(found))
-
-
-def goodput_until(status: Status, now: float) -> float | None:
-    """Share of the wall time spent on steps that were kept; None before the first step. Time on hold does not count.
-
-    Members do not report how long a step takes: it is taken as the mean of all steps.
-    """
-    account, kept = status.account, status.progress.step
-    if status.started is None:
-        return None
-    end = float(int(status.finished or status.progress.time or now))  # as they are read back
-    now_trained, now_executed = training(account, kept, end, status.progress.rate)
-    trained, executed = account.trained_s + now_trained, account.executed + now_executed
-    wall = account.lived_s + max(0.0, end - int(status.started))
-    return goodput.estimated(trained, executed, kept, wall)
-
-
-def training(account: Account, step: int, until: float, rate: float | None) -> tuple[float, int]:
-    """Seconds and steps that the current world has trained; its start does not count once the rate of its steps is known."""
-    if account.since is None:
-        return 0.0, 0
-    whole, steps = max(0.0, until - account.since), max(0, step - account.first)
-    return (min(whole, steps / rate) if rate else whole), steps
 
 
 def conditioned(
@@ -398,7 +373,7 @@ def text(when: float) -> str:
 
 
 def _checkpoint(progress: Progress, path: str) -> Document:
-    return {"step": progress.committed, "path": path, "time": _ms(progress.committed_at)}
+    return {"step": progress.committed, "path": path, "time": _ms(progress.committed_at), "bytes": progress.bytes or None}
 
 
 def _judged(status: Status) -> Document:
@@ -420,17 +395,6 @@ def _failure(counted: CountedFailure) -> Document:
     return {"time": _ms(record.time), **steps, "node": counted.node}
 
 
-def _accounting(account: Account, progress: Progress) -> Document:
-    return {
-        "trainedSeconds": round(account.trained_s, 3),
-        "executedSteps": account.executed,
-        "since": _ms(account.since),
-        "first": account.first,
-        "livedSeconds": round(account.lived_s, 3) or None,
-        "reported": {"step": progress.mark[0], "time": _ms(progress.mark[1])} if progress.mark else None,
-    }
-
-
 def _rendezvous(status: Status, leave_s: float) -> Document:
     world, call = status.world, status.called
     called = None
@@ -443,6 +407,7 @@ def _rendezvous(status: Status, leave_s: float) -> Document:
         "called": called,
         "closed": dataclasses.asdict(status.result) if status.result else None,
         "formed": status.formed or None,
+        "resumed": _ms(status.resumed),
         "born": status.born or None,
         "wanted": dataclasses.asdict(status.wanted) if status.wanted else None,
         "leaving": [{**dataclasses.asdict(each), "deadline": _ms(each.deadline)} for each in status.leaves] or None,

@@ -10,8 +10,8 @@ from typing import Any
 
 from outlast import spec
 from outlast.contract import End
+from outlast.kube import pods as podwords
 from outlast.operator import desired, job_status, queues
-from outlast.operator.job_status import Account
 from outlast.operator.plan import Deletion, Document, Event, Plan
 from outlast.operator.snapshot import JobSnapshot, MemberReport, Pod
 from outlast.rendezvous import restarts, world
@@ -150,10 +150,16 @@ class Reconcile:
         if event or before.state is not state:
             self.events.append(Event("Warning" if warning or state is State.FAILED else "Normal", what, reason))
 
-    def lived_until(self, when: float) -> None:
-        """Add the wall time since the start to the account, as the start is about to be reset."""
-        lived = max(0.0, when - (self.status.started or when))
-        self.update(account=dataclasses.replace(self.status.account, lived_s=self.status.account.lived_s + lived))
+    def note(self, kind: str, t: float | None = None, **fields: Any) -> None:
+        """Write an event of the run's ledger into the status; before the first world also since when there were pods."""
+        ledger, now = self.status.ledger, self.now
+        begun = next((each["t"] for each in reversed(ledger) if each.get("kind") in ("submitted", "resumed")), None)
+        if begun is not None and not self.status.formed and kind != "resumed":
+            if pods := self.snapshot.pods:
+                ledger = job_status.noted(ledger, max(begun, min(pod.created for pod in pods)), "asked")
+            if running := [since for pod in pods if (since := podwords.started(pod.document))]:
+                ledger = job_status.noted(ledger, max(begun, min(running)), "worker")
+        self.update(ledger=job_status.noted(ledger, now if t is None else t, kind, **fields))
 
     @functools.cached_property
     def by_index(self) -> dict[int, Pod]:
@@ -178,20 +184,16 @@ class Reconcile:
 
     def finish(self, state: State, reason: str, code: int, end: End) -> None:
         """The job has ended."""
-        self.trained_until_now()
+        self.stop_training()
         self.update(finished=self.now, result=job_status.Result(reason, code))
+        self.note("finished", state=str(state), reason=reason, step=self.step, code=code)
         self.state_set = False  # the end takes precedence
         self.set_state(state, reason, str(end), event=True)
         self.done = True
 
-    def trained_until_now(self) -> None:
-        """Add the current world's training time and steps to the account."""
-        account = self.status.account
-        if account.since is not None:
-            progress = self.status.progress
-            seconds, steps = job_status.training(account, self.step, self.now, progress.rate)
-            self.update(account=Account(account.trained_s + seconds, account.executed + steps))
-            self.update(progress=dataclasses.replace(progress, rate=None, mark=None, snapshot=(0, 0)))
+    def stop_training(self) -> None:
+        """The current world trains no more: what is known of its speed, its snapshots and its goodput is over."""
+        self.update(progress=dataclasses.replace(self.status.progress, rate=None, mark=None, snapshot=(0, 0), goodput=None))
 
     def plan(self) -> Plan:
         """The plan of this pass; with a status only if that changes."""
@@ -235,7 +237,6 @@ class Reconcile:
             inside=len(inside) if self.status.result is None else 0,
             sizes=sizes,
             checkpoint=where,
-            now=self.now,
             leave_s=grace,
         )
         return job_status.write(self.status, facts)

@@ -46,7 +46,7 @@ class Limits:
     held_s: float = 300.0
     """Timeout when most workers fall silent at once though their nodes are ready: see decision 17. As long as Kubernetes
     tolerates an unreachable node, and several times what a kubelet takes to kill an agent that hangs."""
-    progress_s: float = 30.0
+    progress_s: float = 3.0
     """Interval between writes of the step while nothing else is written, except for the first step of a world."""
     lost_s: float = 30.0
     """A pod whose node has not answered for this long is lost and force-deleted."""
@@ -176,6 +176,12 @@ class MemberReport:
     """How often members have started their processes again by themselves, and what they have repaired so: as `sockets.Report`."""
     mesh: bool = False
     """Whether the members of its world watch one another."""
+    bytes: int = 0
+    """Size of the newest committed checkpoint; 0: unknown."""
+    goodput: float | None = None
+    """Of the run, as the worker of rank 0 computes it."""
+    whole: bool = False
+    """Whether that is of the whole run, to its end."""
 
 
 @dataclass(frozen=True)
@@ -369,6 +375,9 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
         report.attempt,
         report.past,
         report.mesh,
+        _count(progress.get("bytes")) or 0,
+        min(1.0, max(0.0, float(progress["goodput"]))) if is_number(progress.get("goodput")) else None,
+        progress.get("whole") is True,
     )
 
 

@@ -77,11 +77,13 @@ def sizes(events: Iterable[Event]) -> tuple[int, ...]:
     worlds: list[int] = []
     ranks: list[int] = []
     for event in events:
-        members, size = event.get("workers"), event.get("world_size")
-        if event.get("kind") == "world" and isinstance(members, list):
+        members, ranks_ = event.get("workers"), event.get("world_size")
+        if event.get("kind") == "world" and isinstance(size := event.get("size"), int):
+            worlds.append(size)
+        elif event.get("kind") == "world" and isinstance(members, list):
             worlds.append(len(members))
-        elif event.get("kind") == "session" and isinstance(size, int):
-            ranks.append(size)
+        elif event.get("kind") == "session" and isinstance(ranks_, int):
+            ranks.append(ranks_)
     found = worlds or ranks
     return tuple(size for i, size in enumerate(found) if i == 0 or found[i - 1] != size)
 

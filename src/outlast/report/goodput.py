@@ -69,8 +69,9 @@ class Goodput:
 
     @property
     def goodput(self) -> float:
-        """Share of the wall time spent on steps that were kept, 0 ... 1."""
-        return self.share(Bucket.TRAINING)
+        """Share of the wall time spent on steps that were kept, 0 ... 1; time in which the job was suspended does not count."""
+        us = self.microseconds
+        return us[Bucket.TRAINING] / max(1, sum(us.values()) - us[Bucket.SUSPENDED])
 
     def share(self, bucket: Bucket) -> float:
         """Share of a bucket in the wall time, 0 ... 1."""
@@ -117,16 +118,6 @@ def buckets(events: Iterable[Event], now: float | None) -> Goodput:
         saves_failed=timeline.saves_failed,
         snapshots=timeline.snapshots,
     )
-
-
-def estimated(trained_s: float, executed: int, kept: int, wall_s: float) -> float | None:
-    """Goodput from totals, where no ledger can be read: all steps are taken to be equally long. None before the first step.
-
-    `executed` steps took `trained_s` seconds of the `wall_s` that the job has run; the results of `kept` of them count.
-    """
-    if executed <= 0 or wall_s <= 0:
-        return None
-    return round(min(1.0, trained_s * min(1.0, kept / executed) / wall_s), 4)
 
 
 _Stretch = tuple[int, int, Bucket]

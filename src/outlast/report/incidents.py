@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from outlast.report.steps import Bucket
+from outlast.report.steps import WAITING, Bucket
 
 
 @dataclasses.dataclass(slots=True)
@@ -40,7 +40,7 @@ class Lost:
             self.restoring_us += us
         elif phase is Bucket.HANG:
             self.detection_us += us
-        elif phase not in (Bucket.IDLE, Bucket.QUEUE, Bucket.CHECKPOINT):
+        elif phase not in (*WAITING, Bucket.CHECKPOINT):
             self.reforming_us += us
 
     def ordinary(self, us: int) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from outlast.ledger import Event
 
 KINDS = frozenset(
     {
-        *("submitted", "launcher", "worker", "exited", "called", "world", "failure", "resumed", "finished"),
+        *("submitted", "asked", "launcher", "worker", "exited", "called", "world", "failure", "resumed", "finished"),
         *("session", "restoring", "restored", "step", "snapshots", "interrupted", "chaos"),
         *("saving", "staged", "committed", "save_failed", "not_copied", "damaged"),
         *("hang", "unheard", "attempt"),
@@ -46,7 +47,7 @@ def text(event: Event, field: str, otherwise: str) -> str:
     return value if isinstance(value, str) and value else otherwise
 
 
-def usable(event: Event) -> bool:
+def usable(event: Mapping[str, Any]) -> bool:
     """Whether an event has a time and a kind that we know."""
     t, kind = event.get("t"), event.get("kind")
     return isinstance(t, (int, float)) and -FOREVER < t < FOREVER and isinstance(kind, str) and kind in KINDS

@@ -13,7 +13,7 @@ class Bucket(enum.StrEnum):
     """What a stretch of time was spent on."""
 
     TRAINING = "training"
-    """Steps whose result was kept. The share of this in the wall time is the goodput."""
+    """Steps whose result was kept. The share of this in the time that the job was not suspended is the goodput."""
     REPLAYED = "replayed"
     """Steps whose result was lost: taken back by a restore, or cut short by a failure."""
     DATA = "data stall"
@@ -29,11 +29,19 @@ class Bucket(enum.StrEnum):
     STARTUP = "startup"
     """Starting processes, importing, building the model; the extra time of a first step; exiting at the end."""
     QUEUE = "queue"
-    """Submitted (or resumed), before the first worker started."""
+    """Submitted (or resumed), before pods were asked for or the first worker started; also held by a queue."""
+    PODS = "pod start"
+    """Pods were asked for, and none of them runs yet: scheduling, images, volumes."""
     HANG = "hang"
     """From the last step until a hang was noticed."""
     IDLE = "idle"
-    """Suspended, interrupted, or without a launcher and workers."""
+    """Interrupted, or without a launcher and workers."""
+    SUSPENDED = "suspended"
+    """By the user. Goodput is a share of the other time."""
+
+
+WAITING = (Bucket.IDLE, Bucket.SUSPENDED, Bucket.QUEUE, Bucket.PODS)
+"""No worker is there."""
 
 
 @dataclasses.dataclass(slots=True)

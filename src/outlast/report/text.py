@@ -27,8 +27,10 @@ _LOOK = {
     Bucket.RESTORE: ("▴", "blue", "restore"),
     Bucket.STARTUP: ("▁", "yellow", "start-up"),
     Bucket.QUEUE: ("·", "bright_black", "queue"),
+    Bucket.PODS: (":", "bright_black", "pod start"),
     Bucket.HANG: ("!", "bright_red", "hang"),
     Bucket.IDLE: (" ", "bright_black", "idle"),
+    Bucket.SUSPENDED: ("_", "bright_black", "suspended"),
 }
 """Glyph in the timeline (where no colour helps), colour, name."""
 _FIELDS = ("time", "kind", "text", "worker", "generation", "attempt", "recovery_s", "replayed")

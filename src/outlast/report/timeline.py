@@ -18,8 +18,10 @@ from outlast.ledger import Event
 from outlast.report import incidents, reading
 from outlast.report.incidents import Incident, Lost
 from outlast.report.reading import Survey, microseconds
-from outlast.report.steps import Bucket, Durations, Step
+from outlast.report.steps import WAITING, Bucket, Durations, Step
 
+_HELD = {"Suspended": Bucket.SUSPENDED, "Queued": Bucket.QUEUE}
+"""What a job does after it was stopped, by its state: its user has suspended it, or its queue has taken the quota back."""
 _SPANS = 1 << 16
 """Number of spans above which old ones are joined."""
 
@@ -62,6 +64,8 @@ class Timeline:
         self._members: frozenset[int | None] | None = None
         self._broken = False
         self._why = ""  # the planned call that the present world is to follow
+        self._next = Bucket.RENDEZVOUS  # what follows the present world
+        self._early: Event | None = None  # a newer world, formed before the last step of the present one
         self._launchers = 0
         self._open: list[Incident] = []  # training has not gone on since
         self.snapshots: Snapshots | None = None
@@ -135,9 +139,9 @@ class Timeline:
         """Training stops, at once or after the world's last step."""
         if self._goes_on(t):
             self._broken = True
-        elif self._phase not in (Bucket.IDLE, Bucket.QUEUE):
+        elif self._phase not in WAITING:
             self._stop(fate, t)
-            self._phase = Bucket.RENDEZVOUS
+            self._phase = self._next
 
     def _stop(self, fate: Bucket, t: int) -> None:
         """Training stands still from now on, and loses time."""
@@ -166,7 +170,7 @@ class Timeline:
 
     def _starts(self) -> None:
         """The processes of a world start."""
-        self._broken, self._why = False, ""
+        self._broken, self._why, self._next = False, "", Bucket.RENDEZVOUS
         self._progress = self._fault = self._noticed = None
         self._life += 1
         self._phase = Bucket.STARTUP
@@ -269,14 +273,14 @@ class Timeline:
         self._launchers += 1
         if self._launchers == 1:
             self._wake(Bucket.QUEUE, t)
-        elif event.get("adopted") and self._phase not in (Bucket.IDLE, Bucket.QUEUE):
+        elif event.get("adopted") and self._phase not in WAITING:
             self._incident(t, "launcher", "the launcher was started again; training went on meanwhile", event, stops=False)
         else:
             self._taken_up(t, event)
 
     def _taken_up(self, t: int, event: Event) -> None:
         """The job has a launcher again. If it had not ended, its processes were gone since the last event."""
-        if self._phase not in (Bucket.IDLE, Bucket.QUEUE) and not self._goes_on(t):
+        if self._phase not in WAITING and not self._goes_on(t):
             self._incident(self.seen, "launcher", "the launcher and its workers were gone", event, stops=True)
             self._stop(Bucket.REPLAYED, self.seen)
             self._phase = Bucket.IDLE
@@ -284,14 +288,18 @@ class Timeline:
 
     _on_submitted = _taken_up
 
+    def _on_asked(self, t: int, event: Event) -> None:
+        if self._phase is Bucket.QUEUE:
+            self._enter(Bucket.PODS, t)
+
     def _on_worker(self, t: int, event: Event) -> None:
         self._wake(Bucket.STARTUP, t)
-        if self._phase is Bucket.QUEUE:
+        if self._phase in (Bucket.QUEUE, Bucket.PODS):
             self._enter(Bucket.STARTUP, t)
 
     def _wake(self, phase: Bucket, t: int) -> None:
-        self.finished = None
-        if self._phase is Bucket.IDLE:
+        self.finished, self._next = None, Bucket.RENDEZVOUS
+        if self._phase in (Bucket.IDLE, Bucket.SUSPENDED):
             self._enter(phase, t)
 
     def _on_called(self, t: int, event: Event) -> None:
@@ -299,6 +307,7 @@ class Timeline:
         if generation is not None and generation <= self._generation:
             return
         reason = reading.text(event, "reason", "the world was called together again")
+        self._next = _HELD.get(reading.text(event, "suspends", ""), Bucket.RENDEZVOUS)
         if event.get("planned") and not self._blind and self._phase in (Bucket.TRAINING, Bucket.CHECKPOINT):
             self._why = reason
             return  # it saves first, and says `interrupted` when it has
@@ -314,7 +323,9 @@ class Timeline:
     def _on_world(self, t: int, event: Event) -> None:
         generation = reading.integer(event, "generation")
         generation = self._generation + 1 if generation is None else generation
-        if generation > self._generation:
+        if generation > self._generation and self._goes_on(t):  # the clock of who decides is behind
+            self._early = event
+        elif generation > self._generation:
             self._form(generation, t)
         if generation == self._generation:
             workers = event.get("workers")
@@ -327,13 +338,18 @@ class Timeline:
         if reading.integer(event, "repaired") is not None:
             return  # by the members themselves, as `attempt` has said; counted afterwards
         concerns = self._concerns(event)
-        cause = self._cause() if concerns else None
+        cause = self._cause() if concerns else self._called_for(reading.integer(event, "generation"))
         if cause is None:
             self._incident(t, "failure" if counted else "interruption", reason, event, stops=concerns)
         elif not self._known(cause, reason, event) and cause.kind == "failure" and cause.worker is None:
             cause.text, cause.worker = reason, reading.integer(event, "worker")  # so far only the call that followed it was known
         if concerns:
             self._end_world(Bucket.REPLAYED, t)
+
+    def _called_for(self, generation: int | None) -> Incident | None:
+        """What ended an earlier world, if so far only the call that followed it is known."""
+        found = (i for i in reversed(self.incidents) if i.generation == generation and i.kind == "failure" and i.worker is None)
+        return next(found, None)
 
     def _known(self, cause: Incident | None, reason: str, event: Event) -> bool:
         """Whether what ended a world was a peer that others did not hear; then it is a failure now, with its reason."""
@@ -359,7 +375,9 @@ class Timeline:
                 if owner is self._step:
                     self.spans[i] = start, end, Bucket.CHECKPOINT if end <= self._durable else Bucket.STARTUP
         self._drop(Bucket.REPLAYED, t)
-        self._phase = Bucket.IDLE
+        self._phase = _HELD.get(self.finished, Bucket.IDLE)
+        if self._phase is Bucket.QUEUE:
+            self.finished = None
         self._rests()
 
     # What an agent says
@@ -374,7 +392,7 @@ class Timeline:
         if not concerns or self._cause() is None:
             who = f"rank {event.get('rank')} on worker {event.get('worker')}"
             self._incident(t, "hang", f"{who} {reading.text(event, 'reason', 'hung')}", event, stops=concerns)
-        if concerns and not self._goes_on(t) and self._phase not in (Bucket.IDLE, Bucket.QUEUE, Bucket.RENDEZVOUS):
+        if concerns and not self._goes_on(t) and self._phase not in (*WAITING, Bucket.RENDEZVOUS):
             if self._step is None and silent is not None:
                 self._cut(max(self._since, t - microseconds(silent)))
             self._phase = Bucket.HANG if self._step is None else Bucket.TRAINING
@@ -384,7 +402,7 @@ class Timeline:
         workers = event.get("workers")
         silent = [w for w in workers if isinstance(w, int)] if isinstance(workers, list) else []
         of = {**event, "worker": silent[0] if silent else None}
-        if self._generation < 0 or not self._concerns(of) or self._phase in (Bucket.IDLE, Bucket.QUEUE, Bucket.RENDEZVOUS):
+        if self._generation < 0 or not self._concerns(of) or self._phase in (*WAITING, Bucket.RENDEZVOUS):
             return
         self._noticed = t if self._noticed is None else self._noticed
         if self._cause() is None:
@@ -484,6 +502,9 @@ class Timeline:
         if self._broken and not self._goes_on(t):
             self._broken = False
             self._end_world(Bucket.REPLAYED, t)
+        if self._early is not None and not self._goes_on(t):
+            early, self._early = self._early, None
+            self._on_world(t, early)
 
     def _goes_on_training(self, step: Step, t: int) -> None:
         """A step has ended: nothing more is lost, and whoever was not heard is there."""
@@ -524,7 +545,8 @@ class Timeline:
 
     def _on_interrupted(self, t: int, event: Event) -> None:
         self.interruptions += 1
-        stops = self._phase not in (Bucket.IDLE, Bucket.QUEUE, Bucket.RENDEZVOUS)
+        late = (reading.integer(event, "generation") or self._generation) < self._generation
+        stops = self._phase not in (*WAITING, Bucket.RENDEZVOUS) and not late
         said = reading.text(event, "reason", "told to leave")
         self._incident(t, "interruption", f"{self._why}; {said}" if self._why else said, event, stops=stops)
         if stops:

@@ -203,7 +203,7 @@ class Saves:
         if self._disks.rank == 0:
             self._ledger.write(kind, **fields)
         if kind == "committed":
-            self._tell(committed=fields["step"])
+            self._tell(committed=fields["step"], bytes=fields["bytes"])
         elif kind == "not_copied":
             log.warning("outlast: step %d is saved, but not on every disk: %s", fields["step"], fields["reason"])
         elif self._disks.rank == 0:

@@ -522,7 +522,7 @@ class Session:
             if self.rank == 0:
                 log.error("outlast: leaving: %s", reason)
         if self.rank == 0:
-            self._ledger.write("interrupted", step=step, reason=reason)
+            self._ledger.write("interrupted", generation=self.generation, step=step, reason=reason)
         raise SystemExit(Exit.INTERRUPTED)
 
     def _report(self, **changes: Any) -> None:

@@ -32,6 +32,8 @@ class Progress:
     """Total steps of the run, when known."""
     committed: int = 0
     """Step of the newest committed checkpoint that this process knows of."""
+    bytes: int = 0
+    """Its size, when known."""
     snapshot: int = 0
     """Step of the newest complete snapshot in memory; 0: none."""
     every: int = 0

@@ -59,7 +59,7 @@ def workers_done(rec: Reconcile) -> None:
 
 def too_late(rec: Reconcile) -> None:
     """`activeDeadlineSeconds` or `startupDeadlineSeconds` has passed."""
-    started = rec.status.started
+    started = rec.status.resumed or rec.status.started
     if started is None or not rec.wanted:
         return
     whole, first = rec.spec.active_deadline_seconds, rec.spec.startup_deadline_seconds

@@ -124,6 +124,9 @@ def count(
     members = known.world.members if known.world else ()
     failure, verdict = judging.judge(failure, raised, budget, rec.now - ago_s, pending=pending, members=members)
     rec.update(failure=kept(rec, failure, node))
+    told = failure.model_dump(include={"generation", "worker", "rank", "code", "step"}, exclude_none=True)
+    told |= {"reason": failure.reason, "counted": failure.counted}
+    rec.note("failure", **told, repaired=past.attempt if past else None)
     if isinstance(verdict, restarts.Stop):
         code = contract.Exit.MISCONFIGURED if verdict.code == contract.Exit.MISCONFIGURED else contract.Exit.GIVEN_UP
         return rec.finish(State.FAILED, verdict.reason, code, verdict.kind)

@@ -39,6 +39,7 @@ def lost_workers(rec: Reconcile) -> None:
             rec.update(interruptions=rec.status.interruptions + 1)
             explained.add(pod.uid)
             rec.events.append(Event("Warning", "NodeLost", sentence))
+            rec.note("failure", generation=rec.generation_of(pod), worker=pod.index, reason=sentence, counted=False)
             failures.expect_others(rec, pod)
         rec.delete(pod, sentence, grace_s=0)
     if explained & silent:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from outlast import contract
 from outlast.contract import End
 from outlast.errors import InvalidJob
+from outlast.kube import pods as podwords
 from outlast.kube import wire
 from outlast.manifests import gang
 from outlast.operator import desired
@@ -41,6 +42,9 @@ def changed_or_new(rec: Reconcile) -> None:
                 rec.done = True
                 return rec.set_state(State.PENDING, f"no pods can be created: {no_gang}", "NoGang", warning=True)
             rec.prerequisites = desired.prerequisites(rec.snapshot)
+            low, high = rec.spec.workers.min, rec.spec.workers.max
+            created = podwords.born(rec.snapshot.document) or rec.now
+            rec.note("submitted", created, run=rec.status.run, job=rec.snapshot.name, min=low, max=high)
             rec.update(started=rec.now, formed=False, gang="" if rec.snapshot.gang == "none" else rec.snapshot.gang)
         else:
             rec.apply = desired.updated(rec.snapshot)

@@ -55,6 +55,9 @@ def ended_workers(rec: Reconcile) -> None:
                     rec.update(interruptions=rec.status.interruptions + 1)
                     sentence = f"worker {pod.index} {end.sentence}; it is created again"
                     rec.events.append(Event("Normal", "WorkerInterrupted", sentence))
+                    if (generation := rec.generation_of(pod)) and rec.status.called is None:
+                        told = {"generation": generation, "worker": pod.index, "code": end.code}
+                        rec.note("failure", **told, reason=f"worker {pod.index} {end.sentence}", counted=False)
                 failures.expect_others(rec, pod)
         if not counted and rec.wanted and (rest := rec.until(_lost_fast_at(pod, end.time), FAST_LOSS_S)) is not None:
             rec.requeue_at(rest)  # keeps the name, so that the next pod waits

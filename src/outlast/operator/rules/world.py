@@ -146,19 +146,22 @@ def _state(rec: Reconcile) -> world.State:
 
 
 def _called(rec: Reconcile, call: Call) -> None:
-    rec.trained_until_now()
+    rec.stop_training()
     rec.update(called=call)
+    rec.note("called", generation=call.generation, planned=call.planned, reason=call.reason)
     state = State.RESIZING if call.planned else State.RESTARTING
     what = "Resizing" if call.planned else "WorkerLost" if call.cause is Cause.LOST else "WorkerFailed"
     rec.set_state(state, call.reason, what, event=True, warning=not call.planned)
 
 
 def _formed(rec: Reconcile, new: world.World) -> None:
+    size = len(new.members)
+    members = {"workers": list(new.members)} if size <= job_status.LEDGER else {"size": size}  # a status is small
+    rec.note("world", generation=new.generation, **members, reason=new.reason)
     rec.update(world=new, called=None, result=None, formed=True, blocked=None)
     for pod in rec.alive:
         if pod.index in rec.members:
             rec.handled.pop(pod.uid, None)  # from now on its end counts again
-    rec.update(account=dataclasses.replace(rec.status.account, since=rec.now, first=rec.committed))
     rec.state_set = False  # takes precedence over what led to it
     rec.set_state(State.RUNNING, new.reason, "Training", event=True)
 
@@ -195,10 +198,15 @@ def _suspended(rec: Reconcile, reason: str) -> None:
     for pod in rec.alive:
         rec.handled[pod.uid] = None
         rec.delete(pod, reason)
-    rec.trained_until_now()
+    rec.stop_training()
+    state = str(State.QUEUED if rec.asked else State.SUSPENDED)
     if rec.status.result is None:
         rec.update(result=job_status.Result(reason, contract.Exit.INTERRUPTED.value))
+        if rec.snapshot.pods:
+            rec.note("called", generation=rec.status.generation + 1, planned=True, suspends=state, reason=reason)
     if not rec.snapshot.pods:
+        if not rec.status.ledger or rec.status.ledger[-1]["kind"] != "finished":
+            rec.note("finished", state=state, reason=reason, code=contract.Exit.INTERRUPTED.value)
         generation = rec.status.generation
         if rec.elected:
             rec.update(world=None, called=None)
@@ -216,11 +224,11 @@ def resumed(rec: Reconcile) -> None:
             rec.done = True
             held = rec.status.state if rec.status.state in _HELD else State.SUSPENDED
             return rec.set_state(held, "resumed; the workers that still leave are waited for", "Resuming")
-        rec.lived_until(job_status.since(rec.status.conditions, _HELD) or rec.now)
+        rec.note("resumed")
         generation = rec.status.generation
         call = rec.status.called
         if rec.status.world:
             call = Call(generation + 1, "the run goes on", False, rec.now, cause=Cause.RESUME)
         call = None if rec.elected else call
-        rec.update(result=None, world=None, called=call, started=rec.now, formed=False)
+        rec.update(result=None, world=None, called=call, resumed=rec.now, formed=False)
         rec.prerequisites = desired.prerequisites(rec.snapshot)

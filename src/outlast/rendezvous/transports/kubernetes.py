@@ -21,12 +21,14 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from outlast import contract, files, kube
 from outlast.contract import Env
 from outlast.errors import Absent, ClusterError, Conflict, OutlastError, Superseded, Unauthorized
 from outlast.kube.kinds import ELASTIC_JOB, LEASE
+from outlast.ledger import Ledger
 from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.transports.reconnect import Line, pause
 from outlast.rendezvous.transports.sockets import Called, Closed, Report, published
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from outlast.rendezvous.transport import Member
 
 RENEW_S = contract.RENEW_S
+PROGRESS_S = 3.0
+"""The same of the worker of rank 0, whose steps people follow."""
 LONGEST_PAUSE_S = 1.0
 """Between two attempts at a report that says something new, or at hearing; of one that renews, RENEW_S."""
 ANSWER_S = 10.0
@@ -76,6 +80,9 @@ class Client:
         self._job, self._of, self.id = job, run, member.id
         self._member, self._namespace = environ[Env.MEMBER], environ.get(Env.NAMESPACE, "")
         self._state, self._processes = member.state, member.processes
+        self._output = Path(environ[Env.OUTPUT]) if Env.OUTPUT in environ else None
+        self._kept: list[Any] = []
+        """The operator's entries that are in the run's ledger."""
         self._floor = member.generation
         self._report = Report(run=run, id=member.id, standing="waiting", since=time.time())
         self._written, self._taken = 0, 0
@@ -205,6 +212,7 @@ class Client:
             print(f"outlast | what the operator says makes no sense: {problem}; is it of another version?", flush=True)
             run, world, called, closed = self._of, None, None, None
         self._note_leave(said.get("leaving"))
+        self._keep((document.get("status") or {}).get("ledger"), said.get("world"))
         with self._changed:
             self._workers = int(((document.get("spec") or {}).get("workers") or {}).get("replicas") or 1)
             if self._owner is None:
@@ -247,6 +255,19 @@ class Client:
                     self._noted = said
                 except OSError as problem:
                     print(f"outlast | the time left cannot be noted in {self._state}: {problem}", flush=True)
+
+    def _keep(self, entries: object, world: object) -> None:
+        """Copy what the operator has noted into the run's ledger, as the worker of rank 0. Entries that are there already count
+        once."""
+        first = next(iter(world.get("members") or ()), None) if isinstance(world, Mapping) else None
+        if self._output is None or first != self.id or not isinstance(entries, list):
+            return
+        new = [entry for entry in entries if entry not in self._kept]
+        self._kept = entries
+        if new:
+            book = Ledger(self._output / contract.LEDGER, f"operator-{self.id}")
+            book.copy(new)
+            book.close()
 
     def _leave(self, reason: str, code: int) -> None:
         """There is no further world for this member, and it reports no more; the run may go on without it."""
@@ -311,6 +332,8 @@ class Client:
     def _every_s(self) -> float:
         """How often the Lease is renewed: rarely where peers watch this member, but soon after a change, so that the first
         steps of a world are seen."""
+        if self.world is not None and self.world.members[:1] == (self.id,):
+            return min(PROGRESS_S, RENEW_S)
         rarely = self._report.mesh and time.monotonic() - self._changed_at > contract.MESH_RENEW_S / 2
         return every_s(self._workers, rarely=rarely)
 
@@ -348,14 +371,36 @@ class Client:
         if not records:
             return None
         furthest = max(records, key=lambda record: (record.generation, record.step))
+        newest = max(records, key=lambda record: record.committed)
         return {
             "generation": furthest.generation,
             "step": furthest.step,
             "steps": furthest.steps,
-            "committed": max(record.committed for record in records),
+            "committed": newest.committed,
+            **({"bytes": newest.bytes} if newest.bytes else {}),
+            **({"goodput": account} if (account := _goodput(self._state)) is not None else {}),
             **({"snapshot": furthest.snapshot, "every": furthest.every} if furthest.snapshot else {}),
             "time": max(record.time for record in records),
         }
+
+
+def _goodput(state: Path) -> float | None:
+    """The goodput of the run, if this worker's upload process computes it (`agent.upload.Report`)."""
+    try:
+        return cast("float | None", json.loads((state / contract.WORKER).read_bytes())["pushed"].get("goodput"))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def tell_goodput(job: str, worker: int, environ: Mapping[str, str], goodput: float) -> None:
+    """Tell the operator the goodput of the whole run, after its end. Raises ClusterError."""
+    with contextlib.closing(Connection(environ.get(Env.NAMESPACE, ""))) as connection:
+        cluster, name = connection.cluster(), contract.worker_name(job, worker)
+        lease = cluster.patch(LEASE, name, {})
+        if lease["spec"].get("holderIdentity") == environ[Env.MEMBER]:
+            said = json.loads((lease["metadata"].get("annotations") or {}).get(contract.Annotation.PROGRESS) or "{}")
+            whole = json.dumps({**said, "goodput": goodput, "whole": True})
+            cluster.patch(LEASE, name, {"metadata": {"annotations": {contract.Annotation.PROGRESS: whole}}})
 
 
 class Connection:
