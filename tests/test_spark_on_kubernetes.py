@@ -282,7 +282,10 @@ def test_what_somebody_else_has_made_stays(team: apiserver.ApiServer, outlast: O
     foreign = {**team.documents[role], "rules": [{"apiGroups": [""], "resources": ["services"], "verbs": ["*"]}]}
     team.put({**foreign, "metadata": {"name": "spark", "namespace": "n"}})
     code, _, err = outlast(*WORDS, *IN_PODS, *CLAIM)
-    assert (code, "Role spark in namespace n belongs to somebody else and stays as it is; it does not allow" in err) == (2, True), err
+    assert (code, "Role spark in namespace n belongs to somebody else and stays as it is; it does not allow" in err) == (
+        2,
+        True,
+    ), err
     assert team.documents[role]["rules"] == foreign["rules"]
     team.put({**team.documents[role], "rules": [{"apiGroups": [""], "resources": ["pods", "services"], "verbs": ["*"]}]})
     assert outlast(*WORDS, *IN_PODS, *CLAIM)[0] == 0
