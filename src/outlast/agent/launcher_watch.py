@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,6 +48,6 @@ class LauncherWatch:
                 self._unreachable_since = now + STAGGER_S * self._index
             elif now - self._unreachable_since > UNREACHABLE_S:
                 self._unreachable_since = now + UNREACHABLE_S
-                daemon.start(
-                    json.loads(self._command), Path(os.devnull), env={**os.environ, Env.PROBE_PORT: str(self._probe_port)}
-                )
+                environ = {**os.environ, Env.PROBE_PORT: str(self._probe_port)}
+                with contextlib.suppress(OSError, subprocess.SubprocessError):  # no process can be made: it is tried again
+                    daemon.start(json.loads(self._command), Path(os.devnull), env=environ)

@@ -15,7 +15,7 @@ import dataclasses
 import enum
 from typing import TypeAlias
 
-from outlast import contract
+from outlast import backoff, contract
 from outlast.workerfiles import time_left
 
 
@@ -66,8 +66,9 @@ LAST_FLUSH_S = 10.0
 """Least timeout of the last upload of an interrupted worker, even when its grace period is over."""
 LEAST_FLUSH_S = 1.0
 """The same where it is known when the machine is gone."""
-RELAUNCHES, PAUSE_S = 10, 1.0
-"""Most launches in a row after which no process has started, and the pause between them; arbitrary."""
+RELAUNCHES, PAUSE_S, LONGEST_PAUSE_S = 10, 1.0, 30.0
+"""Most launches in a row after which no process has started; the pause before the second of them, which doubles, up to the
+longest; arbitrary. Together three minutes, in which a machine without processes to spare may get some."""
 
 
 # Events
@@ -210,7 +211,8 @@ def step(worker: Worker, event: Event) -> tuple[Worker, tuple[Effect, ...]]:
             if start is None or worker.leaving or relaunches > RELAUNCHES:
                 return _flush(worker, code, _verdict(code))
             # What the agent has in memory stays. The coordinator counts how each start of processes ends, we the other launches.
-            return dataclasses.replace(worker, start=start, relaunches=relaunches), (Launch(PAUSE_S if relaunches else 0.0),)
+            pause_s = backoff.exponential(relaunches - 1, PAUSE_S, LONGEST_PAUSE_S) if relaunches else 0.0
+            return dataclasses.replace(worker, start=start, relaunches=relaunches), (Launch(pause_s),)
         case Interrupted() if worker.phase not in (Phase.FLUSHING, Phase.ENDED):
             return _leave(worker, event)
         case GraceOver() if worker.leaving and worker.phase is Phase.TRAINING:

@@ -68,7 +68,12 @@ class UploadProcess:
         if self._start_at is None and self._needed(processes):
             self._start_at = 0.0
         if self._start_at is not None and time.monotonic() >= self._start_at:
-            self._child = self._start()
+            try:
+                self._child = self._start()
+            except (OSError, RuntimeError) as problem:  # no process or thread can be made
+                print(f"outlast | the upload process cannot be started: {problem}; it is tried again", flush=True)
+                self._start_at = time.monotonic() + RESTART_DELAY_S
+                return False
             os.setpriority(os.PRIO_PROCESS, self._child.pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS))
         return False
 

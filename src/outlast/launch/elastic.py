@@ -97,7 +97,8 @@ def main(argv: list[str], *, unready: int | None = None) -> None:
                 closed = handler.closed
                 if closed and closed.code in (contract.Exit.GIVEN_UP, contract.Exit.INTERRUPTED):
                     print(f"outlast | {closed.reason}", file=sys.stderr, flush=True)
-                sys.exit(closed.code if closed else _left(handler))
+                code = closed.code if closed else _left(handler)
+                sys.exit(contract.Exit.FAILED if code == os.EX_SOFTWARE else code)  # of the script, and not that of our own bugs
             if not failures:
                 handler.done()
             elif not any(_is_cause(failure) for failure in failures) and any(_was_interrupted(failure) for failure in failures):

@@ -54,6 +54,8 @@ def share(tcp_store: Any, *, first: bool, called: Callable[[], bool], environ: M
             _fetch(given, environ, over)
     except RuntimeError:  # the pod of rank 0 is lost, and with it this world
         pass
+    except OSError as problem:
+        print(f"outlast | this worker goes on with the files that it has: {problem}", flush=True)
 
 
 def _send(environ: Mapping[str, str], over: Callable[[], bool]) -> bytes:

@@ -334,7 +334,7 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
             report.address,
             MemberState(report.standing),
             report.generation,
-            float(report.since),
+            min(float(report.since), renewed),  # the clock of its node may be ahead
             report.failed,
             "",
             report.unheard,

@@ -325,14 +325,15 @@ class Handler(RendezvousHandler):
         reported |= {"generation": world.generation, "failed": False, "failure": None, "held": 0}  # this world has been told
         self._client.report(standing=MemberState.TRAINING, **reported)
         self._say_peers()
-        timeout = timedelta(seconds=STORE_TIMEOUT_S)
+        timeout, reach = timedelta(seconds=STORE_TIMEOUT_S), timedelta(seconds=REACH_S)
         if rank == 0:
             store = TCPStore(
                 host, int(port), is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
             )
         else:
             socket.create_connection((host, int(port)), timeout=REACH_S).close()
-            store = TCPStore(host, int(port), is_master=False, timeout=timeout)
+            store = TCPStore(host, int(port), is_master=False, timeout=reach)
+            store.set_timeout(timeout)
         until, self.pause_s = time.monotonic() + self.pause_s, 0.0
         while time.monotonic() < until and not self.num_nodes_waiting() and not self.leaving():
             self._client.wait(0.1)

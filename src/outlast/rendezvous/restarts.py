@@ -85,7 +85,7 @@ class Kills:
     def after(self, code: int, step: int | None, lived_s: float) -> Kills:
         """With one more end of its processes. Without a `step` a life of `LIVED_S` is progress."""
         further = step > self.step if step is not None else lived_s > LIVED_S
-        return Kills(0 if further or not contract.killed(code) else self.count + 1, max(self.step, step or -1))
+        return Kills(0 if further or not contract.killed(code) else self.count + 1, max(self.step, -1 if step is None else step))
 
     @property
     def pause_s(self) -> float:

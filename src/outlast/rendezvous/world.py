@@ -122,6 +122,9 @@ class _Situation:
         self.late_until = (
             self.until(max(state.since, *(e.at for e in (self.world, self.called) if e)), timeouts.answer) if self.late else None
         )
+        untaken = (self.members[id].generation for id in self.late if self.members[id].held)
+        self.stepped = min(untaken, default=math.inf)
+        """The newest generation that can have made a step: one that a holder of state has never taken up has made none."""
         absent = [id for id in self.ranks if id not in state.members]
         self.unheard_until = self.until(state.since, timeouts.answer)
         doubted = {peer for m in self.inside if m.generation == self.generation for peer in m.unheard}
@@ -425,7 +428,7 @@ def _coming(s: _Situation) -> tuple[Sequence[Member], float | None]:
 def _saving(s: _Situation, chosen: Sequence[Member]) -> tuple[list[int], float | None]:
     """Workers that leave with a newer state than the `chosen` have, and until when we wait for their save: a world that began
     before it would discard it."""
-    newest = max((m.generation, m.held) for m in chosen)
+    newest = max((min(m.generation, s.stepped), m.held) for m in chosen)
     leaving = [m for m in s.members.values() if m.standing is MemberState.LEAVING and m.owes and (m.generation, m.held) > newest]
     called = s.called.at if s.called is not None else -math.inf
     ends = {m.id: end for m in leaving if (end := s.until(max(called, m.since), s.timeouts.leave)) is not None}
@@ -441,16 +444,18 @@ def _absent_until(s: _Situation, here: Sequence[Member]) -> float | None:
     if s.called is None:
         return s.until(at, s.timeouts.start)
     survivors = any(m.generation >= max(s.generation, 1) for m in here)
+    if s.world is not None and max(m.held for m in here) < s.world.held:
+        survivors = False  # none of these has restored: who holds the state is still to come
     return s.until(max(at, s.called.at), s.timeouts.recovery if survivors else s.timeouts.start)
 
 
 def _in_order(s: _Situation, members: Sequence[Member]) -> list[Member]:
     """Those that hold the newest state, by their rank in the last world; then the others by id, first those that wait."""
     rank = {id: rank for rank, id in enumerate(s.ranks)}
-    newest = max((m.generation for m in members), default=0)
+    newest = max((min(m.generation, s.stepped) for m in members), default=0)
 
     def place(m: Member) -> tuple[int, int, int]:
-        if m.generation == newest:
+        if m.generation >= newest:
             return 0, rank.get(m.id, len(rank)), m.id
         return 1, m.standing is not MemberState.WAITING, m.id
 
