@@ -69,6 +69,7 @@ def test_processes_that_are_killed_again_and_again_without_progress_wait_ever_lo
         kills = kills.after(code, step, lived_s)
         pauses.append(kills.pause_s)
     assert pauses == [0, 0, 1, 2, 4, 8, 16, 30, 30, 0, 0, 0, 1, 2, 0]
+    assert Kills().after(137, 0, 1).after(137, 0, 1).after(137, 0, 1) == Kills(2, 0), "step 0 is a step"
 
 
 def test_a_failure_before_the_first_step_names_no_step():

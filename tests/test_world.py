@@ -301,6 +301,29 @@ def test_a_newcomer_waits_for_the_save_of_a_worker_that_leaves_with_the_newest_s
     assert decided(reached, members[1], **known, want=wanted(2, expected={1}), now=NOW + 20) == alone, "it has it in the store"
 
 
+def test_who_took_up_a_world_that_never_came_to_be_has_no_newer_state_than_a_holder_that_did_not():
+    holder, joined = replace(a_worker(0, LEAVING, 4), held=19), replace(a_worker(1, WAITING, 5), failed=True)
+    known = {"world": a_world(0, 1, generation=5), "called": a_call(6)}
+    assert decided(holder, joined, **known, want=wanted(2), now=NOW + 20) == Wait(
+        "waiting for worker 0 to save and leave (100 s left)", NOW + 120
+    )
+    trained = replace(joined, held=20)
+    assert isinstance(decided(holder, trained, **known, want=wanted(2), now=NOW + 20), World), "it has a later step"
+    waits = replace(holder, standing=WAITING)
+    assert decided(waits, joined, **known, want=wanted(1)) == World(
+        6, (0,), "host-0:29500", "there was a reason; training goes on with 1 worker", NOW
+    ), "whoever has the state trains"
+
+
+def test_a_worker_that_has_restored_nothing_waits_for_the_holder_of_the_state_as_long_as_a_start():
+    held = replace(a_world(0, 1, generation=6), held=104)
+    joined = a_worker(1, WAITING, 6)
+    known = {"world": held, "called": a_call(7), "want": wanted(2, expected={0, 1})}
+    assert isinstance(decided(joined, **known, now=NOW + 2), Wait)
+    assert isinstance(decided(replace(joined, held=104), **known, now=NOW + 2), World)
+    assert isinstance(decided(joined, **known, now=NOW + 31), World)
+
+
 def test_what_a_worker_that_leaves_holds_does_not_prolong_its_time():
     state = State({}).heard(a_worker(0, LEAVING, 4, since=NOW))
     state = state.heard(replace(a_worker(0, LEAVING, 4, since=NOW + 70), held=10))

@@ -142,9 +142,12 @@ class Job:
                 verdict = world.lost(before, self.now)
                 assert not {*verdict.lost, *verdict.gone} & set(decision.members)
                 assert decision.at == self.now
-                survivors = [id for id in ranks if id in decision.members and members[id].generation == generation]
+                # No step was made in a world that one who holds the state has never taken up.
+                late = [members[id] for id in ranks if id in members and members[id].generation < generation]
+                stepped = min([generation, *(m.generation for m in late if m.held)])
+                survivors = [id for id in ranks if id in decision.members and members[id].generation >= stepped]
                 assert list(decision.members[: len(survivors)]) == survivors
-                newest = max((members[id].generation, members[id].held) for id in decision.members)
+                newest = max((min(members[id].generation, stepped), members[id].held) for id in decision.members)
                 leaving = [
                     m
                     for m in members.values()
