@@ -84,7 +84,13 @@ class Kubelet:
     def _start(self, uid: str, pod: Document) -> subprocess.Popen[bytes]:
         name, place = pod["metadata"]["name"], self.directory / uid
         places = {Pod.CONFIG: place / "etc", Pod.STATE: place / "state", Pod.CACHE: place / "cache", Pod.HOME: place / "home"}
-        fields = {"metadata.namespace": "default", "status.podIP": "127.0.0.1", "metadata.uid": uid}
+        fields = {
+            "metadata.namespace": "default",
+            "status.podIP": "127.0.0.1",
+            "metadata.uid": uid,
+            "spec.nodeName": "node",
+            "metadata.labels['topology.kubernetes.io/zone']": "z",
+        }
         (container,) = pod["spec"]["containers"]
         env = {}
         for each in container["env"]:

@@ -61,8 +61,6 @@ def main(argv: list[str], *, unready: int | None = None) -> None:
     Raises SystemExit."""
     import torch.distributed.elastic.rendezvous as rendezvous
 
-    import outlast.status  # noqa: F401 (for failures, while the warm process imports what ranks need)
-
     processes, grace_s, limit, command = int(argv[0]), argv[1], int(argv[2]), argv[3:]
     os.environ |= {"TORCH_ELASTIC_WORKER_IDENTICAL": "1", contract.Env.PARENT: str(os.getpid())}  # no round through the store
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it ourselves, in one line

@@ -10,15 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from outlast import contract
 from outlast.rendezvous import restarts
 from outlast.rendezvous.transports.sockets import is_count, is_number
 from outlast.rendezvous.world import Call, Cause, until
-
-if TYPE_CHECKING:
-    from outlast.status import Failure
+from outlast.status import Failure
 
 _FIELDS = ("rank", "code", "reason", "cause", "traceback", "log_tail", "time", "step", "hung", "early", "left")
 """What a `Failure` takes from `sockets.Report.failure`."""
@@ -54,8 +52,6 @@ PLAIN_PODS = Debounce(cause=5.0)
 def reported(report: Mapping[str, Any], worker: int, start: tuple[int, int], now: float) -> Pending:
     """The failure in a member's report (`sockets.Report.failure`), of that generation and attempt. One that cannot be read still
     counts: the job must neither stop by it nor be tried again without end."""
-    from outlast.status import Failure  # pydantic, for which no warm process has to wait
-
     generation, attempt = start
     of = {"worker": worker, "generation": generation, "attempt": attempt}
     fields, echo = {key: report[key] for key in _FIELDS if key in report}, bool(report.get("echo"))

@@ -12,12 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import takewhile
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from outlast import backoff, contract, units
-
-if TYPE_CHECKING:
-    from outlast import status
+from outlast import backoff, contract, status, units
 
 SAME_STEP = 3
 """Errors in a row at one step that end a job."""
