@@ -143,6 +143,17 @@ def test_a_worker_is_lost_with_its_memory_and_a_new_one_gets_it_from_peers(agent
     assert agents.store_reads == [0]
 
 
+def test_what_a_worker_without_an_agent_cannot_read_stays_in_the_memory_of_the_others(agents: Agents):
+    plan = Training("mlp", "adamw")
+    agents.train(killed(plan, 9), 2)
+    agents.lose(1)  # and the agent that takes its place opens no socket
+    kept = agents.newest(2).at
+    assert kept > (1, 0)
+    again = worlds.world(killed(plan, 3), agents.output, 2, generation=2, **SELDOM)
+    assert agents.newest(3).at == kept
+    assert any("what is in memory is not used, and kept" in error for error in again.errors)
+
+
 @pytest.mark.slow
 def test_resized_from_3_to_2_to_3_each_sample_comes_once(agents: Agents):
     """Workers are lost, with their memory, and come back empty."""

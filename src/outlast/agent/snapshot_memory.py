@@ -17,7 +17,8 @@ def begin(environ: Mapping[str, str], workers: int, restore: Ask, newest: Ask) -
     """Serve memory to the ranks of a worker, one of so many on this machine. None where snapshots are off, or cannot be kept.
 
     Without memory the ranks still read the snapshots of other workers. So these count although this worker can keep none.
-    `restore` fetches the newest checkpoint of the job's store when ranks ask for it, `newest` says which it is.
+    `restore` fetches the newest checkpoint of the job's store when ranks ask for it, `newest` says which it is. Raises OSError
+    where that would keep others from what they have in memory: the worker is started again.
     """
     Path(environ[Env.STATE], contract.SNAPSHOTS).unlink(missing_ok=True)  # an agent that was killed has left it
     said = environ.get(Env.MEMORY, "off")  # absent: an earlier version made this worker, and its memory limit
@@ -33,7 +34,9 @@ def begin(environ: Mapping[str, str], workers: int, restore: Ask, newest: Ask) -
     try:
         snapshots.start()
     except OSError as error:
-        print(f"outlast | no snapshots in memory, their socket cannot be opened: {error}", flush=True)
         snapshots.close()
+        if environ.get(Env.GENERATION, "0") != "0":
+            raise
+        print(f"outlast | no snapshots in memory, their socket cannot be opened: {error}", flush=True)
         return None
     return snapshots

@@ -82,6 +82,8 @@ def _restored(state: Mapping[str, Any], search: newest.Search, client: Client | 
     for reason in elected.reasons:
         warn("outlast: %s", reason)
     committed = _Committed(search, client, offered, stored)
+    if not agents and any(said is not None and heard([said])[0] for said in offered.beside):
+        warn("outlast: what is in memory is not used, and kept: the agent of another worker has no part in it")
     if agents and not elected.candidates:
         committed.fetch()
     elif problem:
@@ -117,7 +119,7 @@ def _restored(state: Mapping[str, Any], search: newest.Search, client: Client | 
             disks.gather(None)  # everybody has loaded it
     if failed:
         warn("outlast: training goes on from step %s instead of step %s", loaded.step, elected.candidates[0].at[1])
-    if client is not None:
+    if client is not None and agents:
         client.forget(loaded.at)
     return dataclasses.replace(loaded, committed=committed.offered.committed(loaded.step))
 
