@@ -196,7 +196,7 @@ def test_training_goes_on_from_memory_and_saves_again_once_the_disk_is_well(
     kept = agents.newest(2).at[1]
     last = world.train(Plan(repair_at=16, disks=(str(small_disk),)), 2)
     assert last.codes == [0, 0], last.errors
-    assert world.results() == [{"resumed": kept, "hash": undisturbed}] * 2
+    assert world.results() == [{"resumed": kept, "hash": undisturbed, "named": []}] * 2
     assert f"outlast: output {small_disk} cannot be written: {said}; training goes on" in last.errors[0]
     assert f"outlast: step 15 could not be saved: rank 0: {said}; the newest checkpoint is that of step 5" in last.errors[0]
     assert committed(small_disk) == [5, 20]

@@ -26,10 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outlast import contract, files
+from outlast.data import place
 from outlast.errors import OutlastError
 
 VERSION = 1
-MANIFEST = "manifest.json"
+MANIFEST = place.MANIFEST
 TOKENIZER = "tokenizer.json"
 META = "meta.pkl"
 KINDS = ("text", "images", "jsonl", "video")

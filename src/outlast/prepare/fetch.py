@@ -22,7 +22,6 @@ from pathlib import Path
 
 from outlast import store, units
 from outlast.data import place as data_place
-from outlast.data import shards
 from outlast.errors import Changed, Missing, OutlastError, StoreError
 from outlast.store import Entry, Store
 from outlast.sync import pool, sync
@@ -79,7 +78,7 @@ def look(url: str, field: str) -> Listing:
     if not entries:
         raise OutlastError(f"{name} holds nothing; put something there, or correct the URL")
     keys = {entry.key for entry in entries}
-    if data_place.COMING in keys and not keys & {data_place.MARKER, shards.MANIFEST}:
+    if data_place.COMING in keys and not keys & {data_place.MARKER, data_place.MANIFEST}:
         raise OutlastError(
             f"{name} is not complete: outlast data get or prepare has not finished there; wait for it, or run it again"
         )

@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from outlast import contract, units
-from outlast.status import SavedStatus
+
+if TYPE_CHECKING:
+    from outlast.status import SavedStatus
 
 _FILE = re.compile(r"(.+?)\.(?:pth\.tar|ckpt|pt|pth|pkl|npz|bin|safetensors|tar)", re.IGNORECASE)
 _STEP = re.compile(r"(?<![a-z])(?:global_?)?(?:step|iter(?:ation)?)s?[-_=.]?(\d{1,15})(?![\da-z])", re.IGNORECASE)
@@ -44,6 +46,8 @@ def step_of_file(name: str) -> tuple[bool, int | None]:
 
 def newest(directory: Path, since: float) -> SavedStatus | None:
     """The newest of the files and directories below `directory` that look like a checkpoint and were written after `since`."""
+    from outlast.status import SavedStatus
+
     best: SavedStatus | None = None
     seen = 0
     waiting = [(str(directory), "", 0)]
