@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -85,15 +86,20 @@ def test_a_dataset_is_made_in_a_store(outlast: Outlast, source: Path, tmp_path: 
 
 
 def test_an_upload_goes_on_where_it_was(outlast: Outlast, source: Path, tmp_path: Path) -> None:
+    command = ["prepare", "text", source, "--tokenizer", "char", "--processes", 1, "--work", tmp_path / "work", "--to"]
+    assert outlast(*command, whole := f"file://{tmp_path}/whole")[0] == 0
+    digest = hashlib.sha256((tmp_path / "whole" / "manifest.json").read_bytes()).hexdigest()
     (tmp_path / "store" / "manifest.json").mkdir(parents=True)  # so that the last write fails
-    place = f"file://{tmp_path}/store"
-    command = ("prepare", "text", source, "--to", place, "--tokenizer", "char", "--processes", 1, "--work", tmp_path / "work")
-    assert outlast(*command)[0] != 0
+    (tmp_path / "store" / "manifest.json" / "x").touch()
+    (tmp_path / "store" / ".outlast-get").write_text(f"the dataset whose manifest has the SHA-256 {digest}")
+    place = whole.replace("whole", "store")
+    assert outlast(*command, place)[0] != 0
     sent = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "store").iterdir() if path.is_file()}
     assert sent.pop(".outlast-get"), "nobody takes it for a whole one"
     assert set(sent) == {"train.bin", "val.bin", "meta.pkl", "tokenizer.json"}
+    (tmp_path / "store" / "manifest.json" / "x").unlink()
     (tmp_path / "store" / "manifest.json").rmdir()
-    assert outlast(*command)[0] == 0
+    assert outlast(*command, place)[0] == 0
     assert {name: (tmp_path / "store" / name).stat().st_mtime_ns for name in sent} == sent
     assert outlast("verify", place)[0] == 0
 
