@@ -87,7 +87,8 @@ def test_a_dataset_is_made_in_a_store(outlast: Outlast, source: Path, tmp_path: 
 
 def test_an_upload_goes_on_where_it_was(outlast: Outlast, source: Path, tmp_path: Path) -> None:
     command = ["prepare", "text", source, "--tokenizer", "char", "--processes", 1, "--work", tmp_path / "work", "--to"]
-    assert outlast(*command, whole := f"file://{tmp_path}/whole")[0] == 0
+    whole = f"file://{tmp_path}/whole"
+    assert outlast(*command, whole)[0] == 0
     digest = hashlib.sha256((tmp_path / "whole" / "manifest.json").read_bytes()).hexdigest()
     (tmp_path / "store" / "manifest.json").mkdir(parents=True)  # so that the last write fails
     (tmp_path / "store" / "manifest.json" / "x").touch()
