@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from outlast import checkpoints, contract
+from outlast import checkpoints, contract, file_locks
 from outlast.checkpoints import Checkpoint
 from outlast.errors import OutlastError, Superseded
 from outlast.training import checkpoint, saver
@@ -158,7 +158,56 @@ def test_what_dead_attempts_and_generations_were_writing_goes_when_another_begin
     for generation in (1, 2, 3):
         checkpoints.saving(tmp_path, 10, generation).mkdir()
     checkpoints.abandon(tmp_path, 2)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010.saving-g3"]
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000010.saving-g3"]
+
+
+def test_of_what_was_moved_aside_the_newest_valid_one_comes_back(tmp_path: Path):
+    for generation in range(1, 13):
+        checkpoints.acquire(tmp_path, "r", generation)
+        saved = written(tmp_path, 10, generation=generation)
+        if generation == 12:
+            next(path for path in saved.path.iterdir() if path.name != contract.COMMIT).write_bytes(b"rot")
+        saved.path.rename(tmp_path / f"{saved.path.name}.replaced-{generation - 1}")
+    checkpoints.abandon(tmp_path, 13)
+    [back] = checkpoints.list_(tmp_path)
+    assert (back.generation, checkpoints.verify(back.path)) == (11, None)
+
+
+def test_what_is_being_committed_is_removed_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By a machine that was stopped between the look at the fence and the rename, while its successor began."""
+    checkpoints.acquire(tmp_path, "r", 3)
+    rename, commits, asked, goes_on = Path.rename, threading.Event(), threading.Event(), threading.Event()
+
+    def slow(path: Path, to: Path) -> Path:
+        commits.set()
+        goes_on.wait()
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", slow)
+    zombie = threading.Thread(target=written, args=(tmp_path, 200), kwargs={"generation": 3})
+    zombie.start()
+    commits.wait()
+    acquire = file_locks.acquire
+    monkeypatch.setattr(file_locks, "acquire", lambda fd, **how: (asked.set(), acquire(fd, **how))[1])
+    successor = threading.Thread(target=checkpoints.abandon, args=(tmp_path, 4))
+    successor.start()
+    while successor.is_alive() and not asked.wait(0.01):
+        pass
+    goes_on.set()
+    zombie.join()
+    successor.join()
+    assert [(c.step, c.generation, checkpoints.verify(c.path)) for c in checkpoints.list_(tmp_path)] == [(200, 3, None)]
+
+
+@pytest.mark.parametrize("rot", [bytes(40), b"\xff", b"{}", b"[]", b'{"run": "r", "generation": "x"}'], ids=repr)
+def test_a_damaged_fence_lets_nobody_commit_until_the_next_generation_comes(tmp_path: Path, rot: bytes):
+    checkpoints.acquire(tmp_path, "r", 3, first=True)
+    (tmp_path / "FENCE").write_bytes(rot)
+    assert (checkpoints.owner(tmp_path), checkpoints.first(tmp_path, "r")) == ("", True)
+    with pytest.raises(Superseded, match="generation 3 may not commit"):
+        written(tmp_path, 10, generation=3)
+    assert checkpoints.acquire(tmp_path, "r", 4) == 4
+    assert written(tmp_path, 10, generation=4).step == 10
 
 
 def test_a_new_run_takes_the_directory_over(tmp_path: Path):

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,9 +19,12 @@ import torch
 
 import small_disks
 import worlds
-from outlast import checkpoints, ledger
-from outlast.contract import Env
+from outlast import checkpoints, ledger, store
+from outlast.agent import upload
+from outlast.checkpoints import remote
+from outlast.contract import END, Env
 from outlast.launch import rank
+from outlast.sync import sync
 from outlast.training import Stream, metrics, session, snapshots
 from outlast.workerfiles import progress
 from test_memory import Agents
@@ -150,6 +154,33 @@ def test_what_finds_no_room_leaves_no_part_of_it(small_disk: Path):
     assert [json.loads(line)["step"] for line in (small_disk / "metrics.jsonl").read_text().splitlines()] == [1, 3]
     assert [event["step"] for event in ledger.read(small_disk / "ledger")] == [1, 3]
     assert {path.name for path in directory.iterdir()} == {".lock", "FENCE"}
+
+
+def test_a_whole_checkpoint_on_a_full_disk_is_uploaded_and_so_is_the_rest(small_disk: Path, tmp_path: Path) -> None:
+    directory = small_disk / "checkpoints"
+    checkpoints.acquire(directory, "r", 1, first=True)
+    saving = checkpoints.saving(directory, 20, 1)
+    saving.mkdir()
+    (saving / "a").write_bytes(b"weights")
+    checkpoint = checkpoints.Checkpoint(20, directory / "step-00000020", "r", 1, 1, 1.0)
+    checkpoints.commit(saving, checkpoint, {"a": {"size": 7, "crc32": checkpoints.checksum(saving / "a")}})
+    (small_disk / "notes.txt").write_text("how it went")
+    (small_disk / ".push").mkdir()
+    small_disks.fill(small_disk)
+    place = store.open_(f"memory://{tmp_path.name}/runs/job")
+
+    def uploader(**environ: str) -> upload.Uploader:
+        return upload.Uploader(small_disk, place, "r", "", checkpoints.Retention(3), lambda _: None, environ=environ)
+
+    with pytest.raises(OSError, match="No space left"):
+        uploader().upload(threading.Event())
+    assert [c.step for c in remote.Checkpoints(place, "r").list_()] == [20], "it does not wait for what needs room"
+    state = {Env.STATE: str(tmp_path / "state"), Env.MEMBER: "uid"}
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / END).touch()
+    assert upload.flush(uploader(**state), time.monotonic() + 60) == "", "no notes of it, nor the goodput, are worth an upload"
+    assert place.get("notes.txt") == b"how it went"
+    assert sync.MANIFEST in place.names("")
 
 
 def test_small_files_that_cannot_be_written_keep_no_process_from_training(

@@ -362,11 +362,17 @@ def test_the_goodput_that_the_operator_is_told_counts_the_ledgers_of_all_workers
     environ = {contract.Env.MEMBER: "uid", contract.Env.STATE: str(tmp_path)}
     output = tmp_path / "2"
     uploader = upload.Uploader(output, place, "run", "me", Retention(2), told.append, environ=environ)
-    (output / ".push").mkdir()
     uploader.ended = 10.0
-    uploader.count(0.0)
+    uploader.count(0.0, GO)
     assert told == [], "the run has not ended, this worker leaves"
     (tmp_path / contract.END).touch()
-    uploader.count(0.0)
+    uploader.count(0.0, GO)
+    assert told == [], "there is no place to put them, which fails no upload"
+    (output / ".push").mkdir()
+    stopped = threading.Event()
+    stopped.set()
+    uploader.count(100.0, stopped)
+    assert told == []
+    uploader.count(200.0, GO)
     account = goodput.buckets([*events, *steps], None)
     assert [said.goodput for said in told] == [round(account.goodput, 6)] == [0.8]

@@ -313,12 +313,15 @@ def test_a_worker_that_leaves_is_waited_for_while_the_store_lacks_what_it_saved_
 
 
 def test_a_worker_that_leaves_is_a_member_until_the_store_has_what_it_saved(tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    (output / ".push").mkdir(parents=True)
+    output, asked = tmp_path / "out", []
     environ = {contract.Env.STATE: str(tmp_path), contract.Env.OUTPUT: str(output), contract.Env.STORE: "s3://bucket/job"}
     pods = {**environ, contract.Env.RENDEZVOUS: "operator://job"}
-    waits = threading.Thread(target=rank0_files.leave, args=(pods, 3, lambda: False))
+    waits = threading.Thread(target=rank0_files.leave, args=(pods, 3, lambda: bool(asked.append(None))))
     waits.start()
+    while len(asked) < 2:  # it cannot write there, as on a full disk
+        assert waits.is_alive()
+        wall.sleep(0.01)
+    (output / ".push").mkdir(parents=True)
     for problem in ("the store is out of reach", ""):
         while not rank0_files.wanted(output):
             assert waits.is_alive()

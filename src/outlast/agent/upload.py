@@ -103,6 +103,8 @@ class Uploader:
         self._checked = False
         self._growing = growing.Sender(place, output)
         self._results = workdir.Results(output)
+        self._notes = output / OWN / "manifest"
+        """What `sync` remembers."""
         self._environ = environ or {}
         self.compiled: compiled.Cache | None = None
         """What compilers made, if jobs share it."""
@@ -143,8 +145,8 @@ class Uploader:
         """Upload everything. Unless it is the `last` time, results that may be unfinished wait. Raises StoreError, Stopped,
         Superseded, OSError; what was uploaded before stays."""
         runs.check(self._place, self._run, self._owner)
-        if not (self.output / OWN / "manifest").exists():  # the first time: what a run is comes before its first checkpoint
-            with contextlib.suppress(SomeFailed):  # which comes again below
+        if not self._notes.exists():  # the first time: what a run is comes before its first checkpoint
+            with contextlib.suppress(SomeFailed, OSError):  # which comes again below
                 self._upload_output(stop, last=last)
         if self._first():
             try:
@@ -160,7 +162,19 @@ class Uploader:
         self._upload_compiled(stop)
 
     def _upload_output(self, stop: threading.Event, *, last: bool) -> None:
-        """Upload everything but checkpoints."""
+        """Upload everything but checkpoints. Notes of it for which the output has no room are kept in the state directory."""
+        try:
+            self._push_output(stop, last=last)
+        except (OutlastError, OSError) as problem:
+            if isinstance(problem, store.StoreError) or not isinstance(problem.__cause__ or problem, OSError):
+                raise
+            state = self._environ.get(contract.Env.STATE)
+            if not state or self._notes.is_relative_to(state):
+                raise
+            self._notes = Path(state) / OWN / "manifest"
+            self._push_output(stop, last=last)
+
+    def _push_output(self, stop: threading.Event, *, last: bool) -> None:
         self.update(doing="output")
         self._growing.push(self._grown(), stop)
         ours = workdir.ours(self.output, self._place, self._environ)
@@ -169,7 +183,7 @@ class Uploader:
         report = sync.push(
             self.output,
             self._place,
-            self.output / OWN / "manifest",
+            self._notes,
             sync.Options(
                 skip=lambda path: (
                     skipped(path) or path.startswith(theirs) or (self._results.skipped(path) if ours else path.startswith(others))
@@ -200,26 +214,33 @@ class Uploader:
         self._growing.push(ours, stop)
         self._sent_at, self._news = now, ""
 
-    def count(self, now: float) -> None:
-        """Compute the goodput from the ledgers of the whole run, now and then and after its end, for the operator."""
+    def count(self, now: float, stop: threading.Event) -> None:
+        """Compute the goodput from the ledgers of the whole run, now and then and after its end, for the operator. No upload
+        depends on it: if it fails, it comes again."""
         if not (first := self._first()):
             self._before = False
         if contract.Env.MEMBER not in self._environ or now < self._count_at or not first:
             return
         if self.ended and not (Path(self._environ[contract.Env.STATE]) / contract.END).exists():
             return  # this worker leaves, and the run goes on
+        self._count_at = now + COUNT_S
         ours, all_ = self.output / contract.LEDGER, self.output / OWN / contract.LEDGER
-        if not self._before or self.ended:
-            all_.mkdir(exist_ok=True)
-            with ThreadPoolExecutor(growing.AHEAD) as pool:
-                for path in filter(lambda path: path.startswith(f"{contract.LEDGER}/"), growing.files(self._place)):
-                    with (all_ / Path(path).name).open("wb") as file:
-                        file.writelines(growing.pieces(self._place, path, pool))
-            self._before = True
-        account = goodput.buckets(ledger.read(ours, all_), None if self.ended else time.time())
-        self._count_at = now + max(COUNT_S, (time.monotonic() - now) / COUNT_SHARE)
-        if account.steps_kept:
-            self.update(goodput=round(account.goodput, 6))
+        with contextlib.suppress(OutlastError, OSError):
+            if not self._before or self.ended:
+                all_.mkdir(exist_ok=True)
+                with ThreadPoolExecutor(growing.AHEAD) as pool:
+                    for path in filter(lambda path: path.startswith(f"{contract.LEDGER}/"), growing.files(self._place)):
+                        with (all_ / Path(path).name).open("wb") as file:
+                            file.writelines(
+                                itertools.takewhile(lambda _: not stop.is_set(), growing.pieces(self._place, path, pool))
+                            )
+                        if stop.is_set():
+                            return
+                self._before = True
+            account = goodput.buckets(ledger.read(ours, all_), None if self.ended else time.time())
+            self._count_at = now + max(COUNT_S, (time.monotonic() - now) / COUNT_SHARE)
+            if account.steps_kept:
+                self.update(goodput=round(account.goodput, 6))
 
     def _upload_compiled(self, stop: threading.Event) -> None:
         """Upload what compilers made, after the output. Without it another machine compiles again, so failures are only said."""
@@ -300,17 +321,18 @@ def run(uploader: Uploader, interval_s: float, stop: threading.Event) -> None:
                 uploader.upload(stop, last=bool(wanted))
                 due = time.monotonic() + interval_s
             uploader.upload_ledger(stop, time.monotonic())
-            uploader.count(time.monotonic())
             rank0_files.give(uploader.output, wanted)
             uploader.update(since=None, error="")
             failures = 0
+            uploader.count(time.monotonic(), stop)
         except store.Stopped:
             return
         except Superseded:
             raise
         except (OutlastError, OSError) as problem:
             failed(uploader, problem)
-            rank0_files.give(uploader.output, wanted, str(problem))
+            with contextlib.suppress(OSError):  # a full disk: it stays wanted
+                rank0_files.give(uploader.output, wanted, str(problem))
             until = time.monotonic() + backoff.jittered(backoff.exponential(failures, *AGAIN_S))
             while time.monotonic() < until and not rank0_files.wanted(uploader.output) and not stop.wait(POLL_INTERVAL_S):
                 pass
@@ -329,7 +351,7 @@ def flush(uploader: Uploader, deadline: float) -> str:
     for passes in itertools.count(1):
         try:
             uploader.upload(stop, last=True)
-            uploader.count(time.monotonic())
+            uploader.count(time.monotonic(), stop)
             return ""
         except store.Stopped:
             return uploader.report.error or "the time was over before it was pushed"

@@ -210,14 +210,18 @@ def saving(directory: Path, step: int, generation: int) -> Path:
 
 def abandon(directory: Path, generation: int) -> None:
     """Remove what earlier attempts of `generation`, and generations before it, were writing when they died: a disk may be full
-    because of it. What was moved aside and not replaced, since they died just then, comes back. Only before this one saves."""
-    for path in directory.glob("*.replaced-*"):
-        if not path.with_suffix("").exists():
-            path.rename(path.with_suffix(""))
-    for path in directory.glob("*.saving-g*"):
-        match = _LEFTOVER.fullmatch(path.name)
-        if match and int(match[1]) <= generation:
-            shutil.rmtree(path, ignore_errors=True)
+    because of it. What was moved aside and not replaced, since they died just then, comes back: the newest that is valid. Only
+    before this one saves, and after `acquire`, so that no earlier one commits what is being removed."""
+    with file_locks.attempted(directory / _LOCK, wait=True):
+        aside = [path for path in directory.glob("*.replaced-*") if _LEFTOVER.fullmatch(path.name)]
+        lost = [path for path in aside if not path.with_suffix("").exists()]
+        for path in sorted(lost, key=lambda path: (verify(path) is None, int(path.name.rpartition("-")[2])), reverse=True):
+            if not path.with_suffix("").exists():
+                path.rename(path.with_suffix(""))
+        for path in directory.glob("*.saving-g*"):
+            match = _LEFTOVER.fullmatch(path.name)
+            if match and int(match[1]) <= generation:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -419,9 +423,10 @@ def remove(checkpoint: Checkpoint) -> bool:
 
 
 def _fence(directory: Path) -> tuple[str, int, bool]:
-    """Run and generation that may commit, and whether rank 0 does so here; ("", 0, True) without a fence."""
+    """Run and generation that may commit, and whether rank 0 does so here; ("", 0, True) without a fence, or with a damaged one:
+    then nobody may commit until the next generation comes."""
     try:
         fence = json.loads((directory / _FENCE).read_text())
-    except FileNotFoundError:
+        return fence["run"], int(fence["generation"]), fence.get("first", True)
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return "", 0, True
-    return fence["run"], fence["generation"], fence.get("first", True)

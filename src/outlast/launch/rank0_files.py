@@ -79,11 +79,11 @@ def leave(environ: Mapping[str, str], generation: int, over: Callable[[], bool])
     `over`: this worker stays a member meanwhile, so that the others do not train from an older step."""
     if not _stored(environ):
         return
-    with contextlib.suppress(OSError):  # a full disk: the last upload of the agent is all that there is
-        for number in itertools.count(1):
+    for number in itertools.takewhile(lambda _: not over(), itertools.count(1)):
+        with contextlib.suppress(OSError):  # a full disk, which may have room again: else the agent ends this process
             if not _uploaded(Path(environ[Env.OUTPUT]), f"{generation}.leave.{number}", over):
                 return
-            time.sleep(1.0)  # the store failed, and may be back
+        time.sleep(1.0)  # the store failed, and may be back
 
 
 def _stored(environ: Mapping[str, str]) -> bool:

@@ -201,13 +201,18 @@ class Session:
             ours = 1 + max(self._disks.gather(checkpoints.generation(self._directory, self._run)))
         number = torch.tensor(self.generation)
         if self._disks.leader:
-            try:
-                checkpoints.abandon(self._directory, ours or 0)
-                number.fill_(checkpoints.acquire(self._directory, self._run, ours, first=self.rank == 0))
-            except OSError as error:
-                self._unwritten = f"output {self.output} cannot be written: {error.strerror or error}"
-                if not numbered and self.rank == 0:
-                    raise OutlastError(f"{self._unwritten}; make room or name another directory") from error
+            for again in (True, False):  # what dead generations were writing may be what fills the disk
+                try:
+                    number.fill_(checkpoints.acquire(self._directory, self._run, ours, first=self.rank == 0))
+                    self._unwritten = ""
+                except OSError as error:
+                    self._unwritten = f"output {self.output} cannot be written: {error.strerror or error}"
+                    if not again and not numbered and self.rank == 0:
+                        raise OutlastError(f"{self._unwritten}; make room or name another directory") from error
+                with contextlib.suppress(OSError):  # it wastes room, nothing else
+                    checkpoints.abandon(self._directory, ours or int(number))
+                if not self._unwritten:
+                    break
         if not numbered:
             dist.broadcast(number, 0, group=self._group)
             self.generation = int(number)
