@@ -8,11 +8,13 @@ import functools
 import json
 import os
 import signal
+import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from outlast.checkpoints import remote
 from outlast.contract import END, Env
 from outlast.launch import rank
 from outlast.sync import sync
-from outlast.training import Stream, metrics, session, snapshots
+from outlast.training import Stream, metrics, saver, session, snapshots
 from outlast.workerfiles import progress
 from test_memory import Agents
 from worlds import Ended
@@ -207,6 +209,76 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> object:
     assert end.codes == [0, 0], end.errors
     [weights] = {json.loads((output / f"workers/{rank}/result.json").read_text())["hash"] for rank in range(2)}
     return weights
+
+
+def test_a_last_step_that_only_memory_has_ends_no_job_with_success(agents: Agents, small_disk: Path):
+    """The disk is full at the end; once there is room, the next start saves the step from memory."""
+    world = World(agents, (small_disk,))
+    assert world.train(Plan(kill_at=8), 1).codes == [-9, -9]
+    small_disks.fill(small_disk)
+    full = world.train(Plan(), 1, attempt=1)
+    assert full.codes == [1, 1], full.errors
+    sentence = "NotSaved: step 20 could not be saved: rank 0: No space left on device; the next start tries again from memory"
+    assert all(sentence in error for error in full.errors)
+    assert committed(small_disk) == [5]
+    small_disks.repair(small_disk)
+    assert world.train(Plan(), 1, attempt=2).codes == [0, 0]
+    assert committed(small_disk) == [5, 20]
+    assert [result["resumed"] for result in world.results()] == [20, 20]
+
+
+def test_the_others_go_on_from_memory_without_a_disk_that_cannot_even_be_read(agents: Agents, tmp_path: Path):
+    world = World(agents, (tmp_path / "a", tmp_path / "b"))
+    assert world.train(Plan(kill_at=8), 1).codes == [-9, -9]
+    (tmp_path / "b").rename(tmp_path / "gone")
+    (tmp_path / "b").symlink_to("b")  # every access to it fails: too many levels of symbolic links
+    end = world.train(Plan(), 1, attempt=1)
+    assert end.codes == [0, 0], end.errors
+    assert [result["resumed"] for result in world.results()] == [8, 8]
+    assert committed(tmp_path / "a") == [5, 10, 15, 20]
+
+
+def cut() -> None:
+    """As `train`, but the connections of the savers are reset after step 10."""
+    begin = saver.Saver.begin
+
+    def begun(self: saver.Saver, step: int, *rest: Any) -> None:
+        before = _sockets()
+        begin(self, step, *rest)
+        self._thread.join()  # type: ignore[union-attr] # has begun
+        new.append(_sockets() - before)
+
+    new: list[set[str]] = []
+    saver.Saver.begin = begun  # type: ignore[method-assign]
+    due = session.Session.due
+
+    def cutting(self: session.Session, step: int) -> bool:
+        if step == 2 * EVERY + 1:
+            for name in os.listdir("/proc/self/fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"/proc/self/fd/{name}") in new[0]:
+                        with socket.socket(fileno=os.dup(int(name))) as connection:
+                            connection.shutdown(socket.SHUT_RDWR)
+        return due(self, step)
+
+    session.Session.due = cutting  # type: ignore[method-assign]
+    train(Plan())
+
+
+def _sockets() -> set[str]:
+    found = set[str]()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+    return {each for each in found if each.startswith("socket:")}
+
+
+def test_saves_go_on_after_a_reset_of_their_connections(tmp_path: Path):
+    processes = worlds.started(cut, tmp_path, 2, **{Env.CHECKPOINT_EVERY: f"{EVERY} steps", Env.CHECKPOINT_KEEP: "9"})
+    end = worlds.ended(processes, tmp_path)
+    assert end.codes == [0, 0], end.errors
+    assert "step 15 could not be saved: the ranks lost each other" in end.errors[0]
+    assert [c.step for c in end.checkpoints] == [5, 10, 20]
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,10 @@ class NotRestored(OutlastError):
     """The newest state cannot be read now. Counts as a failure: a retry may succeed."""
 
 
+class NotSaved(OutlastError):
+    """The last step could not be saved. Counts as a failure: the next start goes on from memory and tries again."""
+
+
 class Superseded(OutlastError):
     """This process belongs to a generation that has been replaced: it is a zombie and must stop."""
 

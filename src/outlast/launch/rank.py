@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from outlast import accelerators, contract, files
-from outlast.errors import NoRoom, NotRestored, OutlastError, Superseded, causes
+from outlast.errors import NoRoom, NotRestored, NotSaved, OutlastError, Superseded, causes
 from outlast.hangs import stall
 from outlast.workerfiles import progress
 
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
             _record(state, SystemExit(f"exited with code {_USAGE}"), "", _USAGE)
         raise
     except OutlastError as error:
-        codes = {Superseded: contract.Exit.INTERRUPTED, NoRoom: contract.Exit.FAILED, NotRestored: contract.Exit.FAILED}
+        codes = {Superseded: contract.Exit.INTERRUPTED, **dict.fromkeys((NoRoom, NotRestored, NotSaved), contract.Exit.FAILED)}
         code = codes.get(type(error), contract.Exit.MISCONFIGURED)
         _record(state, error, "", code)
         print(error, file=sys.stderr, flush=True)

@@ -73,7 +73,12 @@ class Disks:
         makers, before = _makers(directory, self.rank, len(self.of), self.group), self.of
         order = list(dict.fromkeys(makers))
         self.of, self.certain = [order.index(maker) for maker in makers], min(makers) >= 0
-        if self.several and self.of != before:
+        if self.of != before:
+            self.connect()
+
+    def connect(self) -> None:
+        """Make new groups of the leaders. A collective."""
+        if self.several:
             own = stall.watch().own
             self.leaders, self.savers = (own(dist.new_group(self.leading, backend="gloo")) for _ in range(2))
 

@@ -35,6 +35,8 @@ class _Offer:
     problem: str = ""
 
 
+_UNREAD = -1
+"""The step of what a disk offers that cannot be read."""
 _Offers = Mapping[int, _Offer]
 """Checkpoints of a disk, by step."""
 
@@ -62,8 +64,10 @@ class Offered:
     def __init__(self, search: Search, beside: Any = None) -> None:
         offers = _offers(search.directory, search.run).values() if search.disks.leader else ()
         said = search.disks.gather(([astuple(offer) for offer in offers], beside))  # plain: other versions may add fields
-        leaders = ((_Offer(*row[:4]) for row in said[rank][0]) for rank in search.disks.leading)
-        self.disks: list[_Offers] = [{offer.step: offer for offer in offers} for offers in leaders]
+        leaders = [[_Offer(*row[:4]) for row in said[rank][0]] for rank in search.disks.leading]
+        self.disks: list[_Offers] = [{offer.step: offer for offer in offers if offer.step != _UNREAD} for offers in leaders]
+        self.unread = next((offer.problem for offers in leaders for offer in offers if offer.step == _UNREAD), "")
+        """Why a disk cannot be read, which counts as empty."""
         self.beside = [each for _, each in said]
         """Every rank's, in rank order."""
 
@@ -107,13 +111,16 @@ def valid(search: Search, offered: Offered, after: tuple[int, int] | None = None
 def _offers(directory: Path, run: str) -> _Offers:
     """Checkpoints of the run on this disk, and those whose run is unknown."""
     offers = {}
-    for found in checkpoints.list_(directory):
-        if found.problem:
-            offers[found.step] = _Offer(found.step, 0, "", found.problem)
-        elif found.run == run:
-            with contextlib.suppress(FileNotFoundError):  # it is being removed
-                digest = f"{zlib.crc32((found.path / contract.COMMIT).read_bytes()):08x}"
-                offers[found.step] = _Offer(found.step, found.generation, digest)
+    try:
+        for found in checkpoints.list_(directory):
+            if found.problem:
+                offers[found.step] = _Offer(found.step, 0, "", found.problem)
+            elif found.run == run:
+                with contextlib.suppress(FileNotFoundError):  # it is being removed
+                    digest = f"{zlib.crc32((found.path / contract.COMMIT).read_bytes()):08x}"
+                    offers[found.step] = _Offer(found.step, found.generation, digest)
+    except OSError as error:
+        return {_UNREAD: _Offer(_UNREAD, 0, "", f"{directory} cannot be read: {error.strerror or error}")}
     return offers
 
 

@@ -127,8 +127,12 @@ class Saver:
         self.copy = copy or metrics.Copy(directory.parent / contract.METRICS)
         self.fenced = True
         """Whether our generation has been fenced on this disk; otherwise that is made up for before it commits."""
-        self._found = checkpoints.owner(directory)
+        self._found = ""
         """The run that owned this disk when we came: a fence that is made up for replaces no later one's."""
+        with contextlib.suppress(OSError):  # each save says so
+            self._found = checkpoints.owner(directory)
+        self.broken = False
+        """Whether a save has ended because this rank lost the others."""
         self._group: dist.ProcessGroup | None = None
         self._copies = Copies()
         self._hurry = threading.Event()
@@ -161,6 +165,11 @@ class Saver:
         self._thread.start()  # returns when the thread runs, which would then keep the GIL for some ms
         told.set()
 
+    def connect_again(self) -> None:
+        """Leave broken connections; the next save makes new ones. No save may be in progress. A collective."""
+        self._group, self.broken = None, False
+        self._disks.connect()
+
     def hurry(self) -> None:
         """Write the rest of the save in progress without a pause."""
         self._hurry.set()
@@ -184,7 +193,8 @@ class Saver:
             if outcome.committed:
                 self.least_s = (time.monotonic() - self._began) / part_file.UNHURRIED
             self._outcome = outcome
-        except Exception as error:  # the group broke, so a rank is gone
+        except Exception as error:  # the group broke: a rank is gone, or a connection was reset
+            self.broken = True
             self._outcome = Outcome(step, False, f"the ranks lost each other ({sentence(error)})")
             self._report("save_failed", step=step, reason=self._outcome.reason)
 

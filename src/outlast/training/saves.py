@@ -6,6 +6,7 @@ stream or of the session, the last step is saved if the script has not.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -41,6 +42,10 @@ class Saves:
         """The last step that a collective call was given, and the position of the streams then."""
         self._measured: tuple[int, float] | None = None
         """The last step that was logged with `checkpoint.by`, and its value."""
+        self._pending = False
+        """Whether a save was begun whose outcome the ranks have not agreed on."""
+        self._problem = ""
+        """Why the last save failed."""
         self._judged = False
         """Whether any checkpoint had a metric."""
         self._logged = 0, 0
@@ -110,18 +115,19 @@ class Saves:
         begun, first = time.monotonic(), self._disks.rank == 0
         if first:
             self._ledger.write("saving", step=step)
-        self.settle(self._saver.wait())
+        self.finish(f"the save of step {step}")
         self._disks.ascertain(self._saver.directory)
         if self.committed != step:
             asked = mistakes.asked()
             captured = checkpoint.capture(self.state, self._disks.rank, len(self._disks.of))
             if step != self._last:  # then the samples of a stream that is still being read do not come again
                 mistakes.check_read(self.state, asked)
+            self._pending = True
             self._saver.begin(step, captured, self._metric(step, value) if first else None)
         self._last_save, self.last_step, self._saved_position = time.monotonic(), step, self.position()
         if wait:
             self._tell(phase="save")
-            self.settle(self._saver.wait())
+            self.finish(f"the save of step {step}")
         if first:
             self._ledger.write("staged", step=step, stall_s=round(time.monotonic() - begun, 6))
 
@@ -131,7 +137,8 @@ class Saves:
         if value is None and by:
             logged = self._measured
             # Another generation may have logged it, and a script may save a step after it has logged a later one.
-            value = logged[1] if logged and logged[0] <= step else metrics.last(self._saver.copy.path, by, step)
+            with contextlib.suppress(OSError):  # a disk that cannot be read
+                value = logged[1] if logged and logged[0] <= step else metrics.last(self._saver.copy.path, by, step)
         self._judged = self._judged or value is not None
         return self._saver.retention.metric(value)
 
@@ -185,6 +192,19 @@ class Saves:
             named = f"log {retention.by} with run.log()" if retention.by else "set checkpoint.by in the job file"
             log.warning("outlast: no checkpoint is kept as one of the best: %s, or call run.save(step, metric=...)", named)
 
+    def finish(self, call: str) -> None:
+        """Wait for the save in progress, and agree on its outcome if a rank lost the others before it knew. A collective."""
+        self.settle(self._saver.wait())
+        if self._pending:
+            self._pending = False
+            if any(self._meet(call, self._saver.broken)):
+                self.committed = max(self._disks.gather(self.committed))
+                self._saver.connect_again()
+
+    def lost(self) -> str:
+        """Why the last save failed; empty if it did not. The same on all ranks after `finish`, but for the words."""
+        return self._problem if self.committed < self.last_step else ""
+
     def settle(self, outcome: Outcome | None) -> None:
         """Record the outcome of a save, on every rank, in the thread that trains."""
         if outcome is None:
@@ -196,7 +216,8 @@ class Saves:
             warning = f"step {outcome.step} is not on every disk: {outcome.elsewhere}" if outcome.elsewhere else ""
             self._tell(committed=self.committed, warning=warning)
         else:
-            self._tell(warning=f"step {outcome.step} could not be saved: {outcome.reason}")
+            self._problem = f"step {outcome.step} could not be saved: {outcome.reason}"
+            self._tell(warning=self._problem)
 
     def saved(self, kind: str, **fields: Any) -> None:
         """Record the outcome of a save, in the thread that saves."""

@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from outlast import checkpoints, contract, tracking
 from outlast.contract import Env, Exit
-from outlast.errors import OutlastError
+from outlast.errors import NotSaved, OutlastError
 from outlast.hangs import stall
 from outlast.ledger import Ledger
 from outlast.rendezvous import sentences
@@ -221,8 +221,12 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
             self._saves.store_last("the exit of `with session.open()`")
+            self._saves.finish("the exit of `with session.open()`")
             self._calls.leave()
-            self._saves.settle(self._saver.wait())
+            if (lost := self._saves.lost()) and self._snapshots.newest > self._saves.committed:
+                unsaved = NotSaved(f"{lost}; the next start tries again from memory")
+                self._report(**self._trackers.end(unsaved, leaving=self._leaving))
+                raise unsaved
             self._saves.say_end()
             self._report(phase="done", **self._trackers.end(None, leaving=self._leaving))
         else:
@@ -500,7 +504,7 @@ class Session:
         self._meet(f"run.save({step})")
         late = self._too_late(step) if self._leaving else ""
         if late:
-            self._saves.settle(self._saver.wait())
+            self._saves.finish(f"run.save({step})")
         else:
             self._saves.store(step, value, wait=self._leaving)
         if self._leaving:

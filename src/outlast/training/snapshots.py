@@ -149,6 +149,11 @@ class Snapshots:
         self._alone = False
         """Whether a replica could not be made."""
 
+    @property
+    def newest(self) -> int:
+        """The step of the newest snapshot that was taken or that training went on from; 0 for none."""
+        return max(self._taken, self._complete[1])
+
     def begin(self, state: dict[str, Any], complete: tuple[int, int], extra: Callable[[], dict[str, Any]]) -> None:
         """Take snapshots of `state` from now on. `complete` is what training goes on from, if any; rank 0 adds `extra`."""
         local = self._place.local_rank, self._place.local_ranks
