@@ -206,9 +206,10 @@ def test_the_lease_is_renewed_with_the_newest_progress(operator: Operator, membe
         writer.close()
 
 
-def test_a_plain_script_says_no_progress(operator: Operator, member, tmp_path: Path) -> None:
+@pytest.mark.parametrize("phase", ["started", "open", "restore"])
+def test_a_plain_script_and_one_that_restores_say_no_progress(operator: Operator, member, tmp_path: Path, phase: str) -> None:
     writer = progress.Writer(tmp_path, 0)
-    writer.write(progress.Progress(generation=1, rank=0, phase="started"))
+    writer.write(progress.Progress(generation=1, rank=0, phase=phase))
     writer.close()
     member().report("training", generation=1)
     until(operator.lease)

@@ -27,6 +27,7 @@ parser.add_argument("--batch", type=int, default=32)
 parser.add_argument("--pause", type=float, default=0.02, help="seconds a step takes, until the output has a file `hurry`")
 parser.add_argument("--dropout", type=float, default=0.1)
 parser.add_argument("--width", type=int, default=64)
+parser.add_argument("--frozen", type=int, default=0, help="parameters that are saved and not trained")
 parser.add_argument("--fail-at", type=int, default=None, help="rank 1 raises at this step, every time")
 parser.add_argument("--exit-at", type=int, default=None, help="rank 0 exits with --exit-code at this step")
 parser.add_argument("--exit-code", type=int, default=78)
@@ -56,6 +57,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 with session.open(seed=3, quiet=True) as run:
     module = nn.Sequential(nn.Linear(16, args.width), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(args.width, 4))
+    if args.frozen:
+        module.register_parameter("frozen", nn.Parameter(torch.arange(args.frozen, dtype=torch.float32), requires_grad=False))
     net = sharded(module) if args.sharded else run.ddp(module)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)

@@ -365,9 +365,10 @@ class Client:
         }
 
     def _progress(self) -> dict[str, Any] | None:
-        """How far the training processes of this worker are; None for plain scripts that do not call `training.progress`."""
+        """How far the training processes of this worker are; None for plain scripts that do not call `training.progress`, and
+        until a step is restored: that it is 0 before would mean that steps are lost."""
         found = [progress.read(self._state, local_rank) for local_rank in range(self._processes)]
-        records = [record for record in found if record and (record.phase != "started" or record.step)]
+        records = [record for record in found if record and (record.phase not in ("started", "open", "restore") or record.step)]
         if not records:
             return None
         furthest = max(records, key=lambda record: (record.generation, record.step))
