@@ -258,6 +258,7 @@ def cut() -> None:
                 with contextlib.suppress(OSError):
                     if os.readlink(f"/proc/self/fd/{name}") in new[0]:
                         with socket.socket(fileno=os.dup(int(name))) as connection:
+                            connection.getpeername()  # one that listens has none
                             connection.shutdown(socket.SHUT_RDWR)
         return due(self, step)
 
