@@ -64,6 +64,8 @@ class Agent:
     attempt: int = 0
     past: list[Document] = dataclasses.field(default_factory=list)
     """What the members have repaired by themselves."""
+    held: int = 0
+    """The newest step that its processes have had."""
     again: bool = False
     """Whether its elastic agent has taken the place of one that was killed in this generation."""
     frozen: bool = False
@@ -616,11 +618,13 @@ class Cluster:
     def report(self, agent: Agent) -> None:
         if self.now < agent.begins or not self.may_report(agent):
             return
+        if agent.standing == "training":
+            agent.held = self.step
         said = {
             "run": f"train-{self.job['metadata']['uid'][:8]}", "id": agent.index, "standing": agent.standing,
             "generation": agent.generation, "since": agent.since, "address": f"10.0.0.{agent.index}:1",
             "failed": agent.failed, "failure": agent.failure, "attempt": agent.attempt, "past": agent.past,
-            "again": agent.again,
+            "again": agent.again, "held": agent.held if agent.standing in ("waiting", "leaving") else 0,
         }  # fmt: skip
         watched = self.mesh and agent.standing in ("training", "leaving")
         if self.mesh:

@@ -64,7 +64,7 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_the_report_of_a_job_in_a_cluster_is_read_from_its_store(team: apiserver.ApiServer, url: str, outlast: Outlast) -> None:
     account = goodput.buckets(EVENTS, None)
     same = round(account.goodput, 4)
-    team.put(a_job(url, goodput=same))
+    team.put(a_job(url, goodput=same, step=8))
     code, out, err = outlast("report", "train", "-n", "n", "-o", "json")
     assert (code, err) == (0, "")
     found = json.loads(out)

@@ -467,7 +467,7 @@ def example(part: Schema) -> Any:
     """A value that a part of a schema takes."""
     match part.get("type"):
         case "object":
-            return {name: example(inner) for name, inner in part["properties"].items()}
+            return {name: example(inner) for name, inner in part.get("properties", {}).items()}
         case "array":
             return [example(part["items"])]
         case "string":

@@ -197,10 +197,10 @@ def test_steps_that_are_heard_of_are_told_at_the_next_look_which_comes_by_itself
     job["status"] = status
     for lease in leases:
         lease[HEARD] = NOW + 10
-    assert decide(snapshot.take(CachedJob(job, pods, leases, nodes, NOW - 1000), NOW + 10)) == Plan(requeue_at=NOW + 30)
+    assert decide(snapshot.take(CachedJob(job, pods, leases, nodes, NOW - 1000), NOW + 10)) == Plan(requeue_at=NOW + 13)
 
 
-@pytest.mark.parametrize(("jobs", "workers", "pause_s"), [(1, 2, 30), (10_000, 2, 100), (1, 4000, 48)])
+@pytest.mark.parametrize(("jobs", "workers", "pause_s"), [(1, 2, 3), (10_000, 2, 100), (1, 4000, 56)])
 def test_how_often_steps_are_told_depends_on_how_many_hear_it(jobs: int, workers: int, pause_s: float) -> None:
     job, pods, leases, nodes = documents(workers)
     leases[0]["metadata"]["annotations"][Annotation.PROGRESS] = json.dumps({"generation": 1, "step": 7, "time": NOW - 1})

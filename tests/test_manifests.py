@@ -861,6 +861,7 @@ spec:
   module: outlast.recipes.smoke
   args: [--lr, 3e-3, --answer=y]
   output: s3://bucket/runs
+  env: {AWS_PROFILE: team}
   workers: {replicas: 2, min: 1}
 """)
     return path

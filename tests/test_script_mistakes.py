@@ -551,9 +551,14 @@ MESH = "a model that is tensor-parallel over 2 ranks, and a `Stream`"
 def test_every_row_of_the_guide_is_a_test():
     told = {row for row in ROWS if row.strip("- ") and row not in ("in the script", "what happens")}
     elsewhere = ("SyntaxError", "one step", "a plain script", "anything")  # test_restarts, test_work, test_run_mistakes
+    elsewhere += (
+        "it exits with 2",
+        "a rank exits with 0",
+        "processes train without",
+    )  # test_script, test_coordinator, test_ranks
     jobs = {row for row in told if row.startswith(elsewhere)}
     assert told == {*RANKS, *SCENES, *CALLS, MESH, *jobs}
-    assert len(jobs) == 6
+    assert len(jobs) == 9
 
 
 @pytest.mark.parametrize("row", [*CALLS, *SCENES])

@@ -68,7 +68,7 @@ def test_a_planned_leave_saves_the_very_step_and_exits_with_75(tmp_path: Path, c
     left = world(Training(leave_at=7), tmp_path, 2)
     assert left.codes == [contract.Exit.INTERRUPTED] * 2
     assert [c.step for c in left.checkpoints] == [5, 7]
-    assert left.kinds("interrupted") == [{"kind": "interrupted", "step": 7, "reason": "saved step 7"}]
+    assert left.kinds("interrupted") == [{"kind": "interrupted", "generation": 1, "step": 7, "reason": "saved step 7"}]
     worlds.again(left)
     again = world(Training(), tmp_path, 2, generation=2)
     assert [result["resumed"] for result in again.results] == [7, 7]
@@ -236,7 +236,7 @@ def test_a_save_that_fails_while_leaving_says_what_is_lost(tmp_path: Path):
     end = world(Training(limit_at=6, leave_at=8), tmp_path, 2)
     assert end.codes == [75, 75]
     sentence = "step 8 could not be saved; the run goes on from step 5, 3 steps are lost"
-    assert end.kinds("interrupted") == [{"kind": "interrupted", "step": 8, "reason": sentence}]
+    assert end.kinds("interrupted") == [{"kind": "interrupted", "generation": 1, "step": 8, "reason": sentence}]
     assert f"outlast: leaving: {sentence}" in end.errors[0]
     warned = progress.read(tmp_path / "workers" / "1", 0)
     assert warned is not None

@@ -464,7 +464,7 @@ JOB = """\
 apiVersion: outlast.dev/v1alpha1
 kind: ElasticJob
 metadata: {name: train}
-spec: {script: train.py, image: example.com/image:1, output: "%s"}
+spec: {script: train.py, image: example.com/image:1, output: "%s", env: {AWS_PROFILE: team}}
 """
 
 

@@ -369,7 +369,7 @@ def refuse(handler: Any, message: str) -> bool:
 
 def test_who_may_not_make_roles_is_told_what_an_administrator_applies(team: apiserver.ApiServer, outlast: Outlast) -> None:
     cannot = 'forbidden: User "u" cannot get resource "{0}" in API group "rbac.authorization.k8s.io" in the namespace "n"'
-    for what in ("roles", "rolebindings"):
+    for what in ("roles", "rolebindings") * 2:  # a look before anything is made, and another
         refusal = apiserver.status(403, "Forbidden", f"{what} is {cannot.format(what)}")
         team.prescribe(f"GET .*/{what}/spark", refusal)
     code, _, err = outlast(*WORDS, *IN_PODS, *CLAIM)

@@ -25,6 +25,7 @@ spec:
   image: example.org/outlast:1
   module: outlast.recipes.smoke
   output: s3://bucket/runs
+  env: {AWS_PROFILE: team}
   workers: {replicas: 2, min: 1, max: 2}
 """
 

@@ -18,7 +18,7 @@ from rich.text import Text
 import fake
 from outlast import cli, contract
 from outlast.backends import LogLine
-from outlast.cli import live, show, terminal, view
+from outlast.cli import commands, live, show, terminal, view
 from outlast.errors import OutlastError
 from outlast.status import CheckpointStatus, Failure, JobStatus, State, WorkerStatus
 
@@ -115,7 +115,7 @@ def test_every_way_to_print_is_guarded(capsys: pytest.CaptureFixture[str], monke
 
     app = typer.Typer(rich_markup_mode=None, add_completion=False)
     app.command()(naive)
-    monkeypatch.setattr(cli, "app", app)
+    monkeypatch.setattr(commands, "app", app)
     said = printed(capsys, None)
     assert not CONTROL.search(said)
     assert said.count("owned") == 9

@@ -129,4 +129,5 @@ def _store(status: JobStatus, _: Sequence[Event], now: float) -> Iterator[Cause]
 
 def _warnings(status: JobStatus, _: Sequence[Event], __: float) -> Iterator[Cause]:
     for warning in status.warnings:
-        yield Cause("warning", warning, (), "")
+        if warning not in status.unsaved:
+            yield Cause("warning", warning, (), "")
