@@ -110,8 +110,8 @@ def _restored(state: Mapping[str, Any], search: newest.Search, client: Client | 
             what = "tries again" if again else "begins anew"
             raise NotRestored(f"no snapshot in memory could be read, and there is no checkpoint; the next start {what}")
         if chosen is None:
-            if problem := committed.offered.unread:
-                raise NotRestored(f"{problem}, and there is no state elsewhere; the next start tries again")
+            if unread := committed.offered.unread:
+                raise NotRestored(f"{unread}, and there is no state elsewhere; the next start tries again")
             loaded = Restored()
         else:
             random = checkpoint.restore(chosen.path, state, disks.rank)
