@@ -437,8 +437,8 @@ def counted() -> None:
 def test_one_disk_costs_no_collective(tmp_path: Path, names: str):
     """Each call begins with one all-reduce, by which the ranks agree that they are in it.
 
-    Of the others in a save, one is torch's own; the first makes the group of the thread that saves; in a later one the ranks agree
-    by another all-reduce how the one before has ended.
+    Of the others in a save, one is torch's own; the first makes the group of the thread that saves; in a later one another
+    all-reduce agrees how the one before has ended.
     """
     save = {"all_reduce": 1, "all_gather_object": 1, "broadcast_object_list": 2}
     for generation, found in [(1, 1), (2, 2)]:
