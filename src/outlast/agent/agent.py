@@ -173,9 +173,8 @@ class Agent:
     def _happened(self, event: lifecycle.Event) -> None:
         if event == lifecycle.Prepared(self.worker.phase) == lifecycle.Prepared(Phase.ENVIRONMENT) and self._warm is None:
             with contextlib.suppress(OSError):  # it is tried again when it is needed
-                self._warm = sibling.start_warm(
-                    self._preparation.python, self.environ
-                )  # by this thread: it dies with who starts it
+                # By this thread: it dies with who starts it.
+                self._warm = sibling.start_warm(self._preparation.python, self.environ)
         self.worker, effects = lifecycle.step(self.worker, event)
         for effect in effects:
             match effect:

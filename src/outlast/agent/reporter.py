@@ -113,7 +113,7 @@ class LoggedStep:
     def __init__(self) -> None:
         self.found: saves.Logged | None = None
         self._first: saves.Logged | None = None
-        """What the process printed first."""
+        """The first step that the process printed."""
         self.warning = ""
         self._alone = 0
         """How often it was seen to train without a process group."""

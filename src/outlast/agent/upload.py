@@ -69,7 +69,7 @@ class Report:
     seconds: float | None = None
     """What the upload of the last checkpoint took; None before the first."""
     goodput: float | None = None
-    """Of the run so far, where rank 0 is; after the end of all of it. None elsewhere, and before the first step."""
+    """Goodput of the run so far, where rank 0 is; at the end, of all of it. None elsewhere, and before the first step."""
 
 
 class SomeFailed(store.StoreError):
@@ -104,14 +104,14 @@ class Uploader:
         self._growing = growing.Sender(place, output)
         self._results = workdir.Results(output)
         self._notes = output / OWN / "manifest"
-        """What `sync` remembers."""
+        """The index that `sync` keeps of what it has sent."""
         self._environ = environ or {}
         self.compiled: compiled.Cache | None = None
         """What compilers made, if jobs share it."""
         self._seen: dict[str, int] = {}
         """Bytes of each ledger that have been looked at."""
         self._news, self._sent_at = "", 0.0
-        """What is not sent of them: "event", "steps" or nothing; and when they were sent last."""
+        """The kind of lines not sent yet: "event", "steps" or none; and when the ledgers were sent last."""
         self._before, self._count_at = False, 0.0
         """Whether the ledgers of all workers up to now are here, and when to compute the goodput next."""
         self.ended: float | None = None

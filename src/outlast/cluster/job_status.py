@@ -121,7 +121,7 @@ def _as_written(found: JobStatus, workload: Document) -> JobStatus:
 
 
 def entries(workload: Document, found: JobStatus) -> list[Event]:
-    """What the cluster knows of a run beside its ledger: what the operator has noted, else its submission and its end."""
+    """Events that the cluster knows of a run beside its ledger: the operator's notes, else its submission and its end."""
     noted = [dict(each) for each in (workload.get("status") or {}).get("ledger") or ()]
     kinds = {each.get("kind") for each in noted}
     if "submitted" not in kinds and found.submitted:

@@ -148,7 +148,7 @@ def ensure_account(cluster: kube.Cluster, namespace: str) -> None:
 
 
 def _there(cluster: kube.Cluster, document: Document) -> Document | None:
-    """What there is of a document's name. Raises OutlastError when that is somebody else's and does not allow what ours would."""
+    """The object of this document's name. Raises OutlastError when it is not ours and does not allow what ours would."""
     old = cluster.find(kube.kind_of(document), document["metadata"]["name"])
     if old is not None and not _allows(old, document):
         foreign.check(

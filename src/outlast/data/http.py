@@ -83,7 +83,7 @@ class Address:
 
     @property
     def same(self) -> str:
-        """What names the file: without a query that holds a signature, which differs each time."""
+        """The file's name: without a query that holds a signature, which differs each time."""
         return logins.hidden(self.url)
 
     @property
