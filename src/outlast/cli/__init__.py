@@ -13,10 +13,13 @@ def main(args: Sequence[str] | None = None, *, backend: Any = None) -> NoReturn:
         from outlast.agent import start
 
         start.main()
-    from outlast.cli import commands, terminal
+    from outlast.cli import commands, gone, terminal
     from outlast.errors import InvalidJob, OutlastError
 
     terminal.guard()
+    if instead := gone.sentence(sys.argv[1:] if args is None else args):
+        print(f"Error: {instead}", file=sys.stderr)
+        sys.exit(2)
     try:
         commands.app(args=args, obj=backend, prog_name="outlast")
     except OutlastError as error:

@@ -1,0 +1,19 @@
+"""Commands and options that are no more, each with what to do now. An entry stays for one minor version."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+GONE: dict[str, str] = {}
+"""A command (`"cluster create"`), or a command with an option (`"install --etcd"`), and one sentence for its users."""
+
+
+def sentence(args: Sequence[str]) -> str | None:
+    """What to do instead of the command that these arguments ask for, if it is gone."""
+    words = [word.partition("=")[0] for word in args]
+    for gone, instead in GONE.items():
+        verbs = [word for word in gone.split() if not word.startswith("-")]
+        options = [word for word in gone.split() if word.startswith("-")]
+        if words[: len(verbs)] == verbs and all(option in words for option in options):
+            return f"outlast {gone} is no more: {instead}"
+    return None
