@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from outlast import checkpoints, contract, file_locks
 from outlast.checkpoints import Checkpoint
 from outlast.errors import OutlastError, Superseded
-from outlast.training import checkpoint, saver
+from outlast.training import checkpoint, newest, saver
 
 
 def found(step: int, run: str = "r", **fields: Any) -> Checkpoint:
@@ -774,3 +774,11 @@ def test_a_forged_checkpoint_runs_nothing(tmp_path: Path, place: str) -> None:
         checkpoint.restore(tmp_path / "c", {"h": holder})
     assert not (tmp_path / "harm").exists()
     assert holder.held == {"a": 1}
+
+
+def test_the_newest_is_the_last_of_the_newest_world_and_one_that_cannot_be_read_is_told_of_first():
+    offer = newest._Offer
+    whole = [offer(12, 2, "a"), offer(9, 3, "b"), offer(10, 3, "c")]
+    rotten, other = offer(20, 0, "", "it cannot be read"), offer(12, 0, "", "it cannot be read")
+    disks = [{each.step: each for each in (*whole, rotten)}, {12: other, 9: offer(9, 1, "d")}]
+    assert newest._candidates(disks) == [rotten, offer(10, 3, "c"), offer(9, 3, "b"), offer(12, 2, "a"), offer(9, 1, "d")]

@@ -209,12 +209,16 @@ def test_training_has_the_grace_of_its_job_from_when_it_hears_of_it(tmp_path: Pa
     writer.close()
 
 
-@pytest.mark.parametrize(("phase", "stops"), [("started", 1), ("open", 1), ("restore", 0), ("first step", 0)])
-def test_training_whose_session_is_not_open_is_not_waited_for(tmp_path: Path, monkeypatch, phase: str, stops: int) -> None:
+@pytest.mark.parametrize(("phase", "held", "stops"), [
+    ("started", 0, 1), ("open", 0, 1), ("restore", 0, 0), ("first step", 0, 0), ("started", 6, 0), ("open", 6, 0),
+])  # fmt: skip
+def test_training_whose_session_is_not_open_is_not_waited_for_unless_it_restores_a_step_that_somebody_had(
+    tmp_path: Path, monkeypatch, phase: str, held: int, stops: int
+) -> None:
     monkeypatch.delenv(contract.Env.NOTICE, raising=False)
     asked = Asked(wall.time() + 60)
     member = Handler(asked, run_id="run", state=tmp_path, host="127.0.0.1", processes=1, leave_s=60.0)  # type: ignore[arg-type]
-    member.world = Asked.world
+    member.world = dataclasses.replace(Asked.world, held=held)
     writer = progress.Writer(tmp_path, 0)
     writer.write(progress.Progress(generation=1, rank=1, phase=phase))
     assert member.num_nodes_waiting() == stops

@@ -44,6 +44,7 @@ HARMS = {
     **{f"another leaves when a replacement {each}": [("worker", "settled"), ("leave", each)] for each in MOMENTS},
     **{f"the holder stands still when a replacement {each}": [("worker", "settled"), ("away", each)] for each in MOMENTS[:4]},
     **{f"the {each} is killed": [(each, "settled")] * 2 for each in ACTORS[1:4]},
+    "the elastic agent stands still for good": [("stopped elastic agent", "settled")],
     **{f"the {each} stands still": [(f"still {each}", when) for when in ("settled", "at once")] for each in ACTORS},
     "the output is full": [("fill", "settled"), ("process", "at once"), ("process", "settled"), ("free", "at once")],
     "the state directory is full": [("fill", "settled"), ("process", "at once"), ("free", "at once")],
@@ -140,6 +141,9 @@ class Struck:
         match kind:
             case "leave":
                 sent(pids, signal.SIGTERM)
+            case "stopped elastic agent":
+                sent(pids, signal.SIGSTOP)
+                self.machine.wait(self.name, lambda status: status.restarts > 0)
             case "fill":
                 self.fill()
             case "free":
@@ -217,8 +221,8 @@ class Struck:
             case "agent":
                 index = self.rng.choice(list(agents))
                 return {index}, [agents[index]]
-            case "elastic agent" | "warm process" | "still elastic agent" | "still warm process":
-                title = kind.removeprefix("still ")
+            case "elastic agent" | "warm process" | "still elastic agent" | "still warm process" | "stopped elastic agent":
+                title = kind.removeprefix("still ").removeprefix("stopped ")
                 children = [each for pid in agents.values() for each in psutil.Process(pid).children(recursive=True)]
                 return set(), [self.rng.choice([each.pid for each in children if titled(each, title)])]
             case "still launcher" | "still agent" | "still rank":

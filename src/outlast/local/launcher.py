@@ -127,8 +127,8 @@ class Launcher(Coordinator):
             self._wake.clear()
             for worker in self.pool.silent():
                 self.pool.kill(worker.index, "has an agent that does nothing")
-            for id in self.server.drop_silent():
-                self.pool.kill(id, f"was silent for {sockets.SILENCE_S:g} s")
+            for id, pid in self.server.drop_silent().items():
+                self.pool.kill_elastic(id, pid, f"was silent for {sockets.SILENCE_S:g} s")
             self._collect_ended()
             self._apply_request()
             if self.closing is None:

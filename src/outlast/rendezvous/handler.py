@@ -190,14 +190,13 @@ class Handler(RendezvousHandler):
         if asked.get("kind") == "leave":
             self._refuse("this worker was told to leave")
             self._say_leaving()
-            going = self._listening() or self._owes()
-            return int(not going or self._too_late("leave", 0, asked["deadline"]))
+            return int(not self._saves() or self._too_late("leave", 0, asked["deadline"]))
         called = self._client.called
         if called is None or not self.called():
             return int(self.repairs is not None and self.repairs.asked() and not self.dies())
         self._refuse(called.reason)
         too_late = self._too_late("call", called.generation, called.deadline)
-        if not called.planned or not self._listening() or too_late:
+        if not called.planned or not self._saves() or too_late:
             return int(not self.dies())
         if asked.get("generation") != called.generation:
             try:
@@ -384,6 +383,11 @@ class Handler(RendezvousHandler):
         nothing to save, and may wait for a rank that has left already."""
         records = self._records()
         return len(records) == self._processes and all(record.phase not in ("started", "open") for record in records)
+
+    def _saves(self) -> bool:
+        """Whether training that is asked to will save before it ends. Where this world begins with a step that somebody has told
+        of, all its members restore that first, whoever leaves: it may be in the memory of few."""
+        return self._listening() or self._owes() or (self.world is not None and self.world.held > 0)
 
     def _records(self) -> list[progress.Progress]:
         """What the processes of this world have recorded; not those of an earlier attempt, which are dead."""

@@ -125,10 +125,12 @@ def _offers(directory: Path, run: str) -> _Offers:
 
 
 def _candidates(offers: list[_Offers]) -> list[_Offer]:
-    """Candidates, newest first. An unreadable one is a candidate only if it is the only one of its step."""
+    """Candidates, newest first: of the newest world, its last. An unreadable one is a candidate only if it is the only one of its
+    step; it comes before them, to be told of."""
     known = {offer for disk in offers for offer in disk.values()}
     readable = {offer.step for offer in known if not offer.problem}
-    return sorted({o for o in known if not o.problem or o.step not in readable}, reverse=True)
+    candidates = {offer for offer in known if not offer.problem or offer.step not in readable}
+    return sorted(candidates, key=lambda offer: (bool(offer.problem), offer.generation, offer), reverse=True)
 
 
 def _checked(path: Path, wanted: _Offer, offers: _Offers, share: tuple[int, int], held: contextlib.ExitStack) -> str:

@@ -28,6 +28,7 @@ import re
 import secrets
 import select
 import socket
+import struct
 import sys
 import threading
 import time
@@ -471,14 +472,16 @@ class Server:
             self._worded = content, json.dumps({kind: dataclasses.asdict(content)}).encode()
         writer.write(self._seals[writer].sealed(self._worded[1]))
 
-    def drop_silent(self) -> list[int]:
-        """Hang up on members that have been silent for too long (a stopped process keeps its connection); who they were."""
+    def drop_silent(self) -> dict[int, int]:
+        """Hang up on members that have been silent for too long (a stopped process keeps its connection). Returns who they were,
+        with the process that was connected, or 0 if it is on another machine."""
         now = self._clock()
         silent = [id for id, beat in self._beats.items() if now - beat > SILENCE_S and id in self._writers]
+        processes = {id: _process_of(self._writers[id].get_extra_info("socket")) for id in silent}
         for id in silent:
             del self._beats[id]
             self._writers[id].transport.abort()
-        return silent
+        return processes
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         id: int | None = None
@@ -554,6 +557,14 @@ class Server:
         peer = writer.get_extra_info("peername")
         who = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "a process of this machine"
         print(f"outlast | rendezvous: {who} sent {sentence}", file=sys.stderr, flush=True)
+
+
+def _process_of(sock: socket.socket) -> int:
+    """The process at the other end of a Unix socket; 0 for a socket of another kind."""
+    if sock.family != socket.AF_UNIX:
+        return 0
+    pid: int = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[0]
+    return pid
 
 
 def listening(path: Path) -> socket.socket:
