@@ -217,10 +217,12 @@ def test_a_hang_says_something_of_a_step_only_where_there_is_one(
         ("OutOfMemoryError", "raised OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB", "oom"),
         ("RuntimeError", "raised RuntimeError: CUDA error: out of memory", "oom"),
         ("ValueError", "raised ValueError: error: out of memory", ""),
+        ("OSError", "raised OSError: [Errno 28] No space left on device: 'losses.txt'", "disk"),
+        ("OSError", "raised OSError: [Errno 5] Input/output error", ""),
     ],
 )
-def test_a_driver_that_has_no_memory_left_is_out_of_memory(kind: str, message: str, cause: str) -> None:
-    assert elastic._is_out_of_memory({"type": kind, "message": message}) is (cause == "oom")
+def test_a_driver_without_memory_and_a_script_that_finds_a_full_disk_are_causes(kind: str, message: str, cause: str) -> None:
+    assert elastic._cause({"type": kind, "message": message}) == cause
 
 
 OUT_OF_MEMORY = "was killed: out of memory; raise resources.memory, or lower the batch"

@@ -61,15 +61,17 @@ def test_a_step_that_runs_out_of_memory_three_times_in_a_row_ends_the_job_like_o
     )
     assert isinstance(judged(starved, (NOW, 20, 39), (NOW, 20, 40)), Restart)
     assert isinstance(judged(a_kill(), (NOW, 20, 40), (NOW, 20, 40)), Restart), "a kill says nothing of its step"
+    full = a_failure(cause=contract.FailureCause.DISK_FULL)
+    assert isinstance(judged(full, (NOW, 20, 40), (NOW, 20, 40)), Restart), "nor does a full disk"
 
 
 def test_processes_that_are_killed_again_and_again_without_progress_wait_ever_longer():
     kills, pauses = Kills(), []
     for code, step, lived_s in [(137, 7, 1), *[(137, 7, 1)] * 8, (137, 8, 1), (1, 8, 1), *[(137, None, 1)] * 3, (137, None, 60)]:
-        kills = kills.after(code, step, lived_s)
+        kills = kills.after(contract.killed(code), step, lived_s)
         pauses.append(kills.pause_s)
     assert pauses == [0, 0, 1, 2, 4, 8, 16, 30, 30, 0, 0, 0, 1, 2, 0]
-    assert Kills().after(137, 0, 1).after(137, 0, 1).after(137, 0, 1) == Kills(2, 0), "step 0 is a step"
+    assert Kills().after(True, 0, 1).after(True, 0, 1).after(True, 0, 1) == Kills(2, 0), "step 0 is a step"
 
 
 def test_a_failure_before_the_first_step_names_no_step():

@@ -54,6 +54,8 @@ class FailureCause(enum.StrEnum):
     UNKNOWN = ""
     """Not reported, or a cause of another version."""
     OUT_OF_MEMORY = "oom"
+    DISK_FULL = "disk"
+    """The script itself found no room: another step would find none, and later there may be some."""
     HANG = "hang"
     """Killed because it hung."""
 

@@ -9,6 +9,7 @@ worker's agent. Exits with a code of `contract.Exit`, or with the code that the 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -112,7 +113,8 @@ def main(argv: list[str], *, unready: int | None = None) -> None:
                 prefix = shim.PREFIX.format(first["rank"]) if processes > 1 else ""
                 if {failure["early"] for failure in failures if _is_cause(failure)} != {first["early"]}:
                     first["early"] = ""
-                kills = kills.after(first["code"], first["step"], time.monotonic() - begun)
+                outside = contract.killed(first["code"]) or first["cause"] is FailureCause.DISK_FULL
+                kills = kills.after(outside, first["step"], time.monotonic() - begun)
                 handler.pause_s = kills.pause_s  # before the next start, so that all know of this failure at once
                 handler.failed({**first, "log_tail": log_pipe.tail(log, said, since=logged, prefix=prefix)})
 
@@ -254,7 +256,7 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any, *, oom: boo
         "rank": rank,
         "code": code,
         "reason": f"rank {rank} on worker {worker}{':' if sentence else ''} {what}",
-        "cause": FailureCause.HANG if verdict else FailureCause.OUT_OF_MEMORY if oom or _is_out_of_memory(record) else "",
+        "cause": FailureCause.HANG if verdict else FailureCause.OUT_OF_MEMORY if oom else _cause(record),
         "traceback": record.get("traceback", ""),
         "time": record.get("time", time.time()),
         "echo": not verdict and (stopped_by_us or echo),
@@ -265,10 +267,14 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any, *, oom: boo
     }
 
 
-def _is_out_of_memory(record: dict[str, Any]) -> bool:
-    """Whether a script died for want of memory. A driver's error is a RuntimeError, told apart only by CUDA's own text."""
+def _cause(record: dict[str, Any]) -> FailureCause:
+    """Whether a script died for want of memory or of disk. A driver's error is a RuntimeError, told apart only by CUDA's own
+    text."""
     kind, message = record.get("type"), record.get("message", "")
-    return kind in _MEMORY or (kind == "RuntimeError" and "error: out of memory" in message)
+    if kind == "OSError" and any(f"[Errno {number}]" in message for number in (errno.ENOSPC, errno.EDQUOT)):
+        return FailureCause.DISK_FULL
+    starved = kind in _MEMORY or (kind == "RuntimeError" and "error: out of memory" in message)
+    return FailureCause.OUT_OF_MEMORY if starved else FailureCause.UNKNOWN
 
 
 def _early(record: dict[str, Any], reached: progress.Progress | None) -> bool:

@@ -190,7 +190,7 @@ _PER_JOB: tuple[tuple[str, str, Callable[[_Job, float | None], float | None]], .
 
 
 def cause(status: Mapping[str, Any]) -> str:
-    """Of what the last failure was one: `oom`, `hang`, `killed` or `error`. Few words: each is a series."""
+    """Of what the last failure was one: `oom`, `disk`, `hang`, `killed` or `error`. Few words: each is a series."""
     failure = status.get("lastFailure") or status.get("failure") or {}
     if told := FailureCause(failure.get("cause") or ""):
         return str(told)

@@ -41,8 +41,8 @@ class Record(NamedTuple):
     committed_step: int
     """The newest committed step then."""
     failed_step: int | None
-    """The step that raised, hung or ran out of memory; None when it is not known, or the process was killed otherwise, which says
-    nothing about the step."""
+    """The step that raised, hung or ran out of memory; None when it is not known, or the process was killed otherwise or found a
+    full disk, which says nothing about the step."""
 
 
 History = tuple[Record, ...]
@@ -73,16 +73,17 @@ class Stop:
 
 @dataclass(frozen=True)
 class Kills:
-    """Kills of a worker's processes in a row, none of which came further than the one before."""
+    """Ends of a worker's processes in a row by kills or full disks, none of which came further than the one before."""
 
     count: int = 0
     step: int = -1
     """The furthest step that any of them had reached."""
 
-    def after(self, code: int, step: int | None, lived_s: float) -> Kills:
-        """With one more end of its processes. Without a `step` a life of `LIVED_S` is progress."""
+    def after(self, outside: bool, step: int | None, lived_s: float) -> Kills:
+        """With one more end of its processes, by something outside of the script or not. Without a `step` a life of `LIVED_S` is
+        progress."""
         further = step > self.step if step is not None else lived_s > LIVED_S
-        return Kills(0 if further or not contract.killed(code) else self.count + 1, max(self.step, -1 if step is None else step))
+        return Kills(self.count + 1 if outside and not further else 0, max(self.step, -1 if step is None else step))
 
     @property
     def pause_s(self) -> float:
@@ -114,7 +115,8 @@ def judge(
         does = "does so" if failure.early == "SystemExit" else "raises it"
         again = f"every rank {does} before the first step, a restart would not help"
         return Stop(f"{failure.reason}; {again}", contract.Exit.MISCONFIGURED, contract.End.MISCONFIGURED)
-    step = None if contract.killed(failure.code) and not failure.hung and not starved else failure.step
+    outside = failure.cause is contract.FailureCause.DISK_FULL or (contract.killed(failure.code) and not failure.hung)
+    step = None if outside and not starved else failure.step
     past, number = (*past, Record(now, committed_step, step)), used + 1
     if step is not None and _in_a_row(past) >= policy.same_step:
         again = "it has hung here" if failure.hung else "this step has failed" if step else "it has failed soon after its start"
