@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import threading
@@ -15,6 +16,7 @@ import pytest
 
 from clocks import DISTURBANCES, Machine
 from outlast import checkpoints, contract, spec
+from outlast.agent import launcher_watch
 from outlast.errors import OutlastError
 from outlast.launch import elastic, rank0_files
 from outlast.local import workers
@@ -539,3 +541,16 @@ def test_a_launcher_that_takes_over_a_plain_script_that_trains_does_not_take_it_
     launcher.status.step = 45
     launcher.live.read(launcher.known.world)
     assert (launcher.status.step, launcher.live.begun_anew) == (46, "")
+
+
+def test_a_launcher_that_is_long_in_starting_is_started_ever_more_rarely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[float] = []
+    now = 0.0
+    monkeypatch.setattr(launcher_watch.daemon, "start", lambda *args, **kwargs: started.append(now))
+    monkeypatch.setattr(launcher_watch.time, "monotonic", lambda: now)
+    environ = {contract.Env.REVIVE: "[]", contract.Env.RENDEZVOUS: f"unix://{tmp_path}/none.sock", contract.Env.WORKER: "0"}
+    watch = launcher_watch.LauncherWatch(environ)
+    while now < 200:
+        watch.look()
+        now += 0.5
+    assert [round(after - before) for before, after in itertools.pairwise([0.0, *started])] == [2, 4, 7, 13, 25, 49, 61]
