@@ -51,13 +51,15 @@ def test_however_training_ends_what_is_left_is_pushed_and_the_code_is_kept(code:
         ((1, 1), (2, 0), "", 0.0),
         ((1, 0), (1, 0), "", lifecycle.PAUSE_S),  # before anything was started again: not at once
         (None, None, "", None),  # nothing has been trained that could be lost, or it has ended by itself
-        (None, (1, 0), "drain", None),
+        (None, (1, 0), "drain", 0.0),  # its newest step is to be saved yet
+        (None, (1, 0), "late", None),
+        (None, None, "drain", None),
     ],
 )
 def test_an_elastic_agent_that_is_killed_is_launched_again_beside_the_snapshots(
     relaunched: tuple[int, int] | None, start: tuple[int, int] | None, leaving: str, pause_s: float | None
 ):
-    before = Worker(Phase.TRAINING, leaving=leaving, start=relaunched)
+    before = Worker(Phase.TRAINING, leaving=leaving, late=leaving == "late", start=relaunched)
     worker, effects = lifecycle.step(before, lifecycle.Trained(137, start))
     if pause_s is None:
         assert (worker.phase, effects) == (Phase.FLUSHING, (lifecycle.Flush(),))

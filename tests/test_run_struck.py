@@ -44,6 +44,7 @@ HARMS = {
     **{f"another leaves when a replacement {each}": [("worker", "settled"), ("leave", each)] for each in MOMENTS},
     **{f"the holder stands still when a replacement {each}": [("worker", "settled"), ("away", each)] for each in MOMENTS[:4]},
     **{f"the {each} is killed": [(each, "settled")] * 2 for each in ACTORS[1:4]},
+    "the elastic agent is killed while it leaves": [("leave", "settled"), ("elastic agent", "at once")],
     "the elastic agent stands still for good": [("stopped elastic agent", "settled")],
     **{f"the {each} stands still": [(f"still {each}", when) for when in ("settled", "at once")] for each in ACTORS},
     "the output is full": [("fill", "settled"), ("process", "at once"), ("process", "settled"), ("free", "at once")],

@@ -189,6 +189,8 @@ class Agent:
                     why = f"the time to leave is over ({self.worker.leaving})" if self.worker.leaving else self.worker.reason
                     print(f"outlast | {why}; ending the training", flush=True)
                     self._kill_training()
+                    if self._elastic is None:  # in the pause before a launch
+                        self._events.put(lifecycle.Trained(contract.exit_code(-signal.SIGKILL)))
                 case lifecycle.Flush():
                     self._begin_flush()
                 case lifecycle.Exit(code, reason):
@@ -201,8 +203,8 @@ class Agent:
         try:
             notice.write(self.notice, "leave", reason, time.time() + deadline - self.clock())
         except OSError as problem:
-            print(f"outlast | cannot tell the training to leave: {problem}; ending it", flush=True)
-            self._kill_training()
+            print(f"outlast | cannot tell the training to leave: {problem}", flush=True)
+            self._events.put(lifecycle.GraceOver())
 
     def _begin_flush(self) -> None:
         self._printed_end = self.worker.code, self.worker.reason

@@ -45,6 +45,8 @@ class Worker:
     """Why it is interrupted; empty if it is not."""
     leave_by: float | None = None
     """When its training is killed, if it is interrupted: the earliest time that anybody gave."""
+    late: bool = False
+    """Whether that time is over."""
     gone_by: float | None = None
     """When its machine is gone, as far as somebody said."""
     code: int | None = None
@@ -205,18 +207,19 @@ def step(worker: Worker, event: Event) -> tuple[Worker, tuple[Effect, ...]]:
         case PreparationFailed(phase, reason, retry) if worker.phase is phase:
             return _flush(worker, contract.Exit.FAILED if retry else contract.Exit.MISCONFIGURED, reason)
         case Trained(code, start) if worker.phase is Phase.TRAINING:
-            if worker.leaving and (code == contract.Exit.INTERRUPTED or contract.killed(code)):
-                return _flush(worker, contract.Exit.INTERRUPTED, worker.leaving)
             relaunches = worker.relaunches + 1 if start == worker.start else 0
-            if start is None or worker.leaving or relaunches > RELAUNCHES:
+            if start is None or worker.late or relaunches > RELAUNCHES:
+                if worker.leaving and (code == contract.Exit.INTERRUPTED or contract.killed(code)):
+                    return _flush(worker, contract.Exit.INTERRUPTED, worker.leaving)
                 return _flush(worker, code, _verdict(code))
-            # What the agent has in memory stays. The coordinator counts how each start of processes ends, we the other launches.
+            # What the agent has in memory stays, and is saved yet by a worker that leaves. The coordinator counts how each start of
+            # processes ends, we the other launches.
             pause_s = backoff.exponential(relaunches - 1, PAUSE_S, LONGEST_PAUSE_S) if relaunches else 0.0
             return dataclasses.replace(worker, start=start, relaunches=relaunches), (Launch(pause_s),)
         case Interrupted() if worker.phase not in (Phase.FLUSHING, Phase.ENDED):
             return _leave(worker, event)
         case GraceOver() if worker.leaving and worker.phase is Phase.TRAINING:
-            return worker, (Kill(),)
+            return dataclasses.replace(worker, late=True), (Kill(),)
         case Flushed(problem) if worker.phase is Phase.FLUSHING and worker.code is not None:
             if not problem:
                 return _end(worker, worker.code, worker.reason)
