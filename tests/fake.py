@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from outlast import chaos, spec
-from outlast.backends import LogLine
+from outlast.backend import LogLine
 from outlast.errors import AlreadyRunning, NotFound, OutlastError
 from outlast.ledger import Event
 from outlast.status import CheckpointStatus, Failure, JobStatus, RankStatus, State, WorkerStatus

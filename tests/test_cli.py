@@ -21,7 +21,7 @@ from rich.console import Console
 
 import fake
 from outlast import chaos, cli
-from outlast.backends import Backend, LogLine
+from outlast.backend import Backend, LogLine
 from outlast.cli import live, overrides, show, view
 from outlast.errors import NotFound, OutlastError, Unanswered
 from outlast.local import backend as local
@@ -273,7 +273,7 @@ def test_logs_can_be_followed_cut_and_searched(backend: fake.FakeBackend, outlas
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     program = (
-        "import sys, fake, pathlib; from outlast import cli; from outlast.backends import LogLine\n"
+        "import sys, fake, pathlib; from outlast import cli; from outlast.backend import LogLine\n"
         "from outlast.status import JobStatus\n"
         "b = fake.FakeBackend(pathlib.Path(sys.argv[1])); b.runs['job'] = fake.Run(JobStatus(name='job', run='1'))\n"
         "b.runs['job'].lines += [LogLine(0, 'x' * 100)] * 10000\n"

@@ -92,7 +92,7 @@ def test_training_knows_nothing_of_who_runs_it() -> None:
     assert not loaded("from outlast.training import progress") & (TORCH - {"outlast.training"})
     modules = loaded("from outlast.training import *")
     assert "torch" in modules
-    assert not modules & (PEOPLE | {"pydantic", "psutil", "outlast.backends", "outlast.spec", "outlast.agent.agent"})
+    assert not modules & (PEOPLE | {"pydantic", "psutil", "outlast.backend", "outlast.spec", "outlast.agent.agent"})
 
 
 def test_an_operator_without_its_packages_says_what_to_install() -> None:

@@ -465,15 +465,6 @@ def test_what_is_saved_is_said_as_the_disk_has_it(tmp_path: Path, saved: int, st
     assert (taken_up.status.step, taken_up.status.reason) == (saved, f"goes on from step {saved}" if saved else "")
 
 
-def test_a_run_of_the_version_before_goes_on_with_the_gpus_that_its_launcher_wrote_as_a_list(tmp_path: Path) -> None:
-    first = a_launcher(tmp_path, Machine())
-    first.pool.gpus = ["0", "1"]
-    first.remember()
-    launcher = Launcher(first.state_dir, Machine().awake())
-    launcher._recover()
-    assert launcher.pool.gpus == {"CUDA_VISIBLE_DEVICES": ["0", "1"]}
-
-
 def test_workers_that_find_no_gpu_are_named_in_a_warning(tmp_path: Path) -> None:
     launcher = a_launcher(tmp_path, Machine(), resources={"gpu": 8})
     launcher.pool.gpus = {"CUDA_VISIBLE_DEVICES": []}

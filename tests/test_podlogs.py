@@ -13,7 +13,7 @@ import pytest
 
 import apiserver
 from outlast import kube, store
-from outlast.backends import LogLine
+from outlast.backend import LogLine
 from outlast.cluster import backend
 from outlast.cluster import logs as podlogs
 from outlast.contract import Env

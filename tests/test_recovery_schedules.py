@@ -235,7 +235,7 @@ class Struck:
         assert all(step >= max(before[1], self.floor) for step in began), "never older than the newest that could be reached"
         self.floor = self.saved
         assert before == (0, 0) or len(self.agents.store_reads) == reads, "a store is asked only where nobody has a snapshot"
-        known = generation, max((each.snapshot for each in records), default=0)
+        known = generation, max((each.snapshot for each in records if each.snapshot > before[1]), default=0)  # else the old one
         if known[1]:
             self.lost, nodes = set(), self.shape.nodes(range(self.shape.workers[generation - 1]))
             self.survives = min(self.shape.replicas, len(nodes) - 1)

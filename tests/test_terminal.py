@@ -17,7 +17,7 @@ from rich.text import Text
 
 import fake
 from outlast import cli, contract
-from outlast.backends import LogLine
+from outlast.backend import LogLine
 from outlast.cli import commands, live, show, terminal, view
 from outlast.errors import OutlastError
 from outlast.status import CheckpointStatus, Failure, JobStatus, State, WorkerStatus

@@ -23,7 +23,7 @@ from outlast import backoff, units
 from outlast.errors import NotFound, OutlastError
 
 if TYPE_CHECKING:
-    from outlast.backends import Backend
+    from outlast.backend import Backend
     from outlast.status import JobStatus
 
 ACTIONS = {

@@ -14,7 +14,6 @@ import functools
 import json
 import os
 import queue
-import runpy
 import selectors
 import signal
 import socket
@@ -485,7 +484,3 @@ def main(warm: subprocess.Popen[bytes] | sibling.Forked | None, environ: dict[st
         print_end(environ[contract.Env.WORKER], ended.code, ended.reason)
     log.close()
     sys.exit(ended.code)
-
-
-if __name__ == "__main__":  # a launcher of an earlier version starts it so
-    runpy.run_module("outlast.agent.start", run_name="__main__")

@@ -212,7 +212,7 @@ def step(worker: Worker, event: Event) -> tuple[Worker, tuple[Effect, ...]]:
                 if worker.leaving and (code == contract.Exit.INTERRUPTED or contract.killed(code)):
                     return _flush(worker, contract.Exit.INTERRUPTED, worker.leaving)
                 return _flush(worker, code, _verdict(code))
-            # What the agent has in memory stays, and is saved yet by a worker that leaves. The coordinator counts how each start of
+            # What the agent has in memory stays, and a worker that leaves saves it yet. The coordinator counts how each start of
             # processes ends, we the other launches.
             pause_s = backoff.exponential(relaunches - 1, PAUSE_S, LONGEST_PAUSE_S) if relaunches else 0.0
             return dataclasses.replace(worker, start=start, relaunches=relaunches), (Launch(pause_s),)

@@ -1,6 +1,6 @@
 """The command line: `outlast VERB`, one module a group of verbs.
 
-Verbs talk to a `backends.Backend`, and import heavy modules (pydantic, yaml, rich) when they are called,
+Verbs talk to a `backend.Backend`, and import heavy modules (pydantic, yaml, rich) when they are called,
 so that `outlast --help` answers at once. Exit codes are 0, 1 when the command failed, 2 when it was used wrongly,
 for `outlast run` that of the job.
 """

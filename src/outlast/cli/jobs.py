@@ -18,7 +18,7 @@ from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
 from outlast.errors import NotFound, OutlastError
 
 if TYPE_CHECKING:
-    from outlast.backends import Backend
+    from outlast.backend import Backend
     from outlast.status import JobStatus
 
 

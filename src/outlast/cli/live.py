@@ -21,7 +21,7 @@ from outlast.status import JobStatus, State
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from outlast.backends import LogLine
+    from outlast.backend import LogLine
 
 _STATES = {
     State.PENDING: "cyan",

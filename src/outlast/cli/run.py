@@ -17,7 +17,7 @@ from outlast.cli.which import FileOrScript, SetOption, TitleOption
 from outlast.errors import NotFound, OutlastError
 
 if TYPE_CHECKING:
-    from outlast.backends import Backend
+    from outlast.backend import Backend
     from outlast.spec import Job
     from outlast.status import JobStatus
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from outlast.backends import LogLine
+    from outlast.backend import LogLine
 
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 """C0 but tab and newline, DEL, C1, separators of lines, and what reverses the direction of text."""

@@ -17,7 +17,7 @@ from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
 from outlast.errors import Forbidden, NotServed, Unanswered
 
 if TYPE_CHECKING:
-    from outlast.backends import Backend
+    from outlast.backend import Backend
     from outlast.cluster.backend import KubernetesBackend
 
 _SAMPLE_S = 0.5

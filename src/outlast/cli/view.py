@@ -24,7 +24,7 @@ from outlast.status import JobStatus, State
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
-    from outlast.backends import Backend, LogLine
+    from outlast.backend import Backend, LogLine
 
 _POLL_S = 0.2
 """Poll interval for the status; people perceive it as at once."""

@@ -22,7 +22,7 @@ from outlast.errors import NotFound, OutlastError
 
 if TYPE_CHECKING:
     from outlast import runs
-    from outlast.backends import Backend
+    from outlast.backend import Backend
     from outlast.cluster.backend import KubernetesBackend
     from outlast.status import JobStatus
     from outlast.store import Store

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from outlast import backoff, kube
 from outlast import chaos as schedules
-from outlast.backends import LogLine
+from outlast.backend import LogLine
 from outlast.cluster import evaluation, fault_injection, job_status
 from outlast.cluster import logs as podlogs
 from outlast.cluster.submission import Submission, rendered

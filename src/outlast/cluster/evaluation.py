@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from outlast import foreign, kube, manifests
-from outlast.backends import LogLine
+from outlast.backend import LogLine
 from outlast.backoff import RANDOM
 from outlast.cluster import job_status
 from outlast.cluster import logs as podlogs

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from outlast import backoff, kube
-from outlast.backends import LogLine
+from outlast.backend import LogLine
 from outlast.errors import Absent, Refused, Unanswered
 from outlast.kube import pods
 

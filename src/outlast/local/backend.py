@@ -21,7 +21,7 @@ from pathlib import Path
 
 from outlast import chaos as faults
 from outlast import contract, files, ledger, spec
-from outlast.backends import LogLine
+from outlast.backend import LogLine
 from outlast.errors import AlreadyRunning, NotFound, OutlastError
 from outlast.launch import daemon
 from outlast.local import fault_injection, log_reader, output_dir, stored, submission

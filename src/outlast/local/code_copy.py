@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,12 +40,6 @@ def copy(job: spec.Job, source: Path, into: Path, state: Path, exclude: Sequence
     if path:
         prepare.place_code(job, into, state, say=lambda _: None, stop=threading.Event())
     return Copy(into)
-
-
-def migrate(code: Path, state: Path, work: Path) -> None:
-    """Move the working directory of a run that was begun when it still lay in the state directory."""
-    if code.parent == state and code.is_dir() and not work.exists():
-        shutil.move(code, work)
 
 
 def _copied(job: spec.Job, path: Path, into: Path, exclude: Sequence[Path], submitted: float) -> Copy:

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import signal
 import sys
@@ -167,8 +166,7 @@ class Launcher(Coordinator):
             self.known = after(generation, self.clock())
         self.judged, self.followed = (memory["judged"], memory.get("attempt", 0)), generation
         self._started = memory["generation"], memory.get("start", 0)
-        gpus = memory["gpus"]  # a worker that revives us shows us only its own
-        self.pool.gpus = gpus if isinstance(gpus, dict) else {"CUDA_VISIBLE_DEVICES": gpus}  # a list in version 0.1.0
+        self.pool.gpus = memory["gpus"]  # a worker that revives us shows us only its own
         self.pool.adopt(memory["workers"])
         state, reason, code = memory["closing"] or (State.RUNNING, "", 0)
         if state in (State.SUCCEEDED, State.FAILED):  # what the user wants is in `wanted.json`
@@ -178,7 +176,7 @@ class Launcher(Coordinator):
         if self.pool.present and memory["world"]:  # it may still train: listen before deciding
             self.known = world.State({}, sockets.world_from(memory["world"]), since=self.clock())
             self.say(State.RUNNING, "the launcher was started again over a running world")
-        since_s = max(0.0, time.time() - memory.get("time", math.inf))  # files of version 0.1.0 have none
+        since_s = max(0.0, time.time() - memory["time"])
         lost = [(id, ago_s + since_s, times) for id, ago_s, times in memory.get("lost", ())]
         self.known = dataclasses.replace(self.known, lost=partition.read(lost, self.clock()))
         self.remember()

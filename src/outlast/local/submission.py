@@ -28,7 +28,7 @@ from outlast.store import Store
 
 @dataclasses.dataclass(frozen=True)
 class Submission:
-    """A job to submit, and how: see `backends.Backend.submit`."""
+    """A job to submit, and how: see `backend.Backend.submit`."""
 
     job: spec.Job
     source: Path
@@ -78,8 +78,6 @@ def submit(root: Path, state_dir: StateDir, wanted: Submission, last: JobStatus 
     state_dir.path.mkdir(parents=True, exist_ok=True)
     _ignore_in_git(root)
     work = output / contract.WORK
-    if found.here:
-        code_copy.migrate(Path(found.here.code), state_dir.path, work)
     code = code_copy.copy(job, wanted.source, work, state_dir.path, (root, output), submitted)
     environment = python_env.frozen(job.spec.environment, state_dir.path)  # so that edits do not change a run in progress
     job = job.model_copy(update={"spec": job.spec.model_copy(update={"environment": environment})})

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from outlast import contract, ledger, runs, store
-from outlast.backends import LogLine
+from outlast.backend import LogLine
 from outlast.errors import NotFound
 from outlast.sync import growing
 

@@ -14,7 +14,7 @@ import pytest
 
 import apiserver
 from outlast import kube, manifests, spec
-from outlast.backends import Backend
+from outlast.backend import Backend
 from outlast.cluster import backend as kubernetes
 from outlast.errors import NotFound, OutlastError
 from outlast.local import backend as local

@@ -1,5 +1,0 @@
-"""`prepare.workdir`, by the name under which processes that an earlier version started call it."""
-
-import runpy
-
-runpy.run_module("outlast.prepare.workdir", run_name="__main__", alter_sys=True)
