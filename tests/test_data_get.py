@@ -34,7 +34,7 @@ def got(name: str, directory: Path, archive: Path | None = None, **remote: objec
     dataset = registry.of_url(name) if registry.is_url(name) else registry.named(name)
     if remote:
         dataset = dataclasses.replace(dataset, remotes=(dataclasses.replace(dataset.remotes[0], **remote),))  # type: ignore[arg-type]
-    options = Options(piece=10_000, patience_s=0.5, absent_s=0.2, timeout_s=5)
+    options = Options(patience_s=0.5, absent_s=0.2, timeout_s=5)
     return get.get(dataset, directory, get.How(print, options=options, archive=archive))[1]
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,8 +37,8 @@ class Request:
 
     @property
     def range(self) -> tuple[int, int] | None:
-        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range", ""))
-        return (int(found[1]), int(found[2])) if found else None
+        found = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("range", ""))
+        return (int(found[1]), int(found[2] or sys.maxsize - 1)) if found else None
 
 
 @dataclasses.dataclass

@@ -63,7 +63,6 @@ def get(
             "--from", metavar="FILE", help="The file, downloaded before, or a directory with several.", show_default=False
         ),
     ] = None,
-    connections: Annotated[int, typer.Option(metavar="N", min=1, max=64, help="Parts that are fetched at once.")] = 4,
     on: Annotated[
         str | None, typer.Option("--on", metavar="kubernetes", help="Do it in a pod of a cluster.", show_default=False)
     ] = None,
@@ -93,8 +92,8 @@ def get(
       outlast data get cifar10 --on kubernetes --claim efs-pvc:/data
       outlast logs -f data-cifar10
     """
-    from outlast.data import download, registry
     from outlast.data import get as getting
+    from outlast.data import registry
 
     dataset = _dataset(name)
     if on is not None:
@@ -115,7 +114,6 @@ def get(
             say=_say,
             progress=_since_the_beginning(tell),
             stop=stop,
-            options=download.Options(connections=connections),
             archive=given,
         )
         if to and "://" in to and not to.startswith("file://"):

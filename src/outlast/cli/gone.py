@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-GONE: dict[str, str] = {}
+GONE: dict[str, str] = {
+    "data get --connections": "a file comes over one connection; leave the option out",
+}
 """A command (`"cluster create"`), or a command with an option (`"install --etcd"`), and one sentence for its users."""
 
 

@@ -140,23 +140,21 @@ class Answer:
 
 
 @contextlib.contextmanager
-def request(address: Address, *, first: int, last: int | None, version: Version | None, timeout_s: float) -> Iterator[Answer]:
-    """Ask for the bytes `first` to `last` of a file, if it is still of this version, else for all of it.
-
-    With `last` None for the whole file. Raises Away, OutlastError.
-    """
+def request(address: Address, *, first: int = 0, version: Version | None = None, timeout_s: float) -> Iterator[Answer]:
+    """Ask for a file from its byte `first` on, if it is still of this version, else for all of it. Raises Away, OutOfRange,
+    OutlastError."""
     asked = urllib.request.Request(address.url, headers={"User-Agent": f"outlast/{__version__}", "Accept-Encoding": "identity"})
     known = None if address.login else logins.of(urllib.parse.urlsplit(address.url).hostname or "")
     if login := _basic(*known) if known else address.login:
         asked.add_unredirected_header("Authorization", login)
-    if last is not None:
-        asked.add_header("Range", f"bytes={first}-{last}")
+    if first:
+        asked.add_header("Range", f"bytes={first}-")
         if version and version.condition:
             asked.add_header("If-Range", version.condition)
     with _mapped(address):
         body = _opener().open(asked, timeout=timeout_s)
     with contextlib.closing(body):
-        yield _answer(body, address, part=last is not None)
+        yield _answer(body, address, part=first > 0)
 
 
 def _basic(user: str, password: str) -> str:
@@ -166,10 +164,7 @@ def _basic(user: str, password: str) -> str:
 
 def look(url: str, *, timeout_s: float) -> None:
     """Raise OutlastError when a server says that it has no such file for us; not when it cannot be reached."""
-    with (
-        contextlib.suppress(Away, OutOfRange),
-        request(Address.parse(url), first=0, last=0, version=None, timeout_s=timeout_s),
-    ):
+    with contextlib.suppress(Away, OutOfRange), request(Address.parse(url), timeout_s=timeout_s):
         pass
 
 
