@@ -290,35 +290,40 @@ def shown(directory: Path) -> dict[str, list[tuple[int, float]]]:
 def test_event_files_go_on_after_any_kill(tmp_path: Path):
     append(tmp_path, 1, 2)
     append(tmp_path, 2, val=5.0)
+    kept = tmp_path / ".tracking/tensorboard.json"
+    kept.parent.mkdir()
 
-    def forwarded() -> bytes:
-        sink = EventFile(tmp_path / "tb", "one")
-        Forwarder(sink, a_run(tmp_path), print).forward()
-        return sink.path.read_bytes()
+    def forwarded() -> Path:
+        Forwarder(EventFile(tmp_path / "tb", "one", kept), a_run(tmp_path), print).forward()
+        return max((tmp_path / "tb").iterdir())
 
     append(tmp_path, 2, parameters=7.0)  # the name of a metric and of the settings' text
     (tmp_path / "parameters.json").write_text('{"lr": 0.1}')
     first = forwarded()
-    assert shown(tmp_path / "tb") == {"loss": [(1, 1.0), (2, 0.5)], "val": [(2, 5.0)], "parameters": [(2, 7.0)]}
-    assert forwarded() == first, "nothing is new"
+    whole = {"loss": [(1, 1.0), (2, 0.5)], "val": [(2, 5.0)], "parameters": [(2, 7.0)]}
+    assert shown(tmp_path / "tb") == whole
+    assert b"loss" not in forwarded().read_bytes(), "nothing is new"
+    size, position = first.stat().st_size, kept.read_text()
     append(tmp_path, 3, 4)
-    whole = forwarded()
-    path = tmp_path / "tb" / f"{event_files.PREFIX}-one"
-    for size in (*range(len(first), len(whole)), 5, 0):  # killed at any byte
-        path.write_bytes(whole[:size])
-        assert forwarded() == whole
-        path.write_bytes(whole[:size].ljust(len(whole) + 50, b"\0"))  # a power loss
-        assert forwarded() == whole
-    EventFile(tmp_path / "tb", "two").open()
-    assert [file.name for file in (tmp_path / "tb").iterdir()] == [f"{event_files.PREFIX}-two"], (
-        "a run that begins again is another one"
-    )
+    last = forwarded()
+    whole["loss"] += [(3, shown(tmp_path / "tb")["loss"][2][1]), (4, shown(tmp_path / "tb")["loss"][3][1])]
+    for left in (size, last.stat().st_size - 3, 5, 0):  # killed at any byte, and before the position was noted
+        os.truncate(last, min(left, last.stat().st_size))
+        kept.write_text(position)
+        last = forwarded()
+        assert shown(tmp_path / "tb") == whole
+    kept.unlink()
+    forwarded()
+    assert shown(tmp_path / "tb") == whole, "on another disk all is sent again"
+    EventFile(tmp_path / "tb", "two", kept).open()
+    [file] = (tmp_path / "tb").iterdir()
+    assert file.name.startswith(f"{event_files.PREFIX}-two."), "a run that begins again is another one"
 
 
 def test_event_files_need_neither_torch_nor_tensorflow(tmp_path: Path):
     code = (
         "import sys; from pathlib import Path; from outlast.tracking.event_files import EventFile; "
-        f"EventFile(Path({str(tmp_path)!r}), 'a').open(); sys.exit(bool({{'torch', 'tensorflow'}} & set(sys.modules)))"
+        f"EventFile(Path({str(tmp_path)!r}), 'a', Path('x')).open(); sys.exit(bool({{'torch', 'tensorflow'}} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -186,7 +186,7 @@ class Show:
 
         if (first := _first_line(output / contract.METRICS)) != self._history or self._forwarder is None:
             self._history = first  # another one: the job was begun again
-            sink = EventFile(self._logs, f"{zlib.crc32(first):08x}")
+            sink = EventFile(self._logs, f"{zlib.crc32(first):08x}", self._logs / "position.json")
             self._forwarder = Forwarder(sink, Run.of(output, "", {}), terminal.say)
         self._forwarder.forward()
 

@@ -145,7 +145,9 @@ def sinks(run: Run, environ: Mapping[str, str]) -> list[Sink]:
     asked = wanted(environ)
     made: list[Sink] = []
     if asked.tensorboard:
-        made.append(EventFile(run.output / contract.TENSORBOARD / "metrics", run.id))
+        made.append(
+            EventFile(run.output / contract.TENSORBOARD / "metrics", run.id, run.output / contract.TRACKING / "tensorboard.json")
+        )
     if asked.mlflow:
         made.append(MLflow(asked.mlflow, asked.experiment, run))
     if asked.wandb:

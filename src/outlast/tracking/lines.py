@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from outlast import files
+
 Position = dict[str, int]
 """The last step sent, by name."""
 BLOCK = 1 << 20
@@ -60,6 +62,28 @@ def points(lines: bytes, position: Mapping[str, int], rename: Callable[[str], st
 def advanced(position: Mapping[str, int], sent: Iterable[Point]) -> Position:
     """The position once `sent` has arrived."""
     return {**position, **{point.name: point.step for point in sent}}
+
+
+class Kept:
+    """A position in a file of ours, for a tracker that cannot say what it has. Written after its values, some of which come again
+    after a kill."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position: Position = {}
+
+    def position(self) -> Position:
+        """What is in the file; nothing if it is not there, or damaged."""
+        try:
+            self._position = dict(json.loads(self._path.read_text()))
+        except (OSError, ValueError, TypeError):
+            self._position = {}
+        return dict(self._position)
+
+    def advance(self, sent: Iterable[Point]) -> None:
+        """Note that these have arrived. Raises OSError."""
+        self._position = advanced(self._position, sent)
+        files.replace(self._path, json.dumps(self._position))
 
 
 class Reader:
