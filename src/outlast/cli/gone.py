@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-GONE: dict[str, str] = {}
+GONE: dict[str, str] = {
+    "cluster create": "`eksctl create cluster -f examples/aws/workshop.yaml` makes it (docs/guide/aws.md)",
+    "cluster delete": "`eksctl delete cluster -f FILE` does, after what is in its network (docs/guide/aws.md has the order)",
+    "cluster plan": "examples/aws has files for eksctl, CloudFormation, kubectl and Helm (docs/guide/aws.md)",
+    "cluster status": "`eksctl get nodegroup --cluster NAME` and `kubectl get nodes` say it",
+    "dashboard cloudwatch": "`aws cloudformation deploy` of examples/aws/stacks/cloudwatch.yaml makes it (docs/guide/aws.md)",
+    "image build": "`docker build --file images/Dockerfile --target cpu --tag NAME .` makes it (docs/guide/kubernetes.md)",
+    "image push": "`docker push NAME`; `aws ecr get-login-password` logs in to Amazon's registry (docs/guide/kubernetes.md)",
+    "simulate": "it has no successor; `outlast report` shows what interruptions cost runs that there were",
+    "volume create": "`aws cloudformation deploy` of examples/aws/stacks/efs.yaml makes it (docs/guide/aws.md)",
+    "volume delete": "`aws cloudformation delete-stack` does, once no pod uses it (docs/guide/aws.md has the order)",
+    "volume status": "`aws cloudformation describe-stacks` and `kubectl get pvc` say it",
+}
 """A command (`"cluster create"`), or a command with an option (`"install --etcd"`), and one sentence for its users."""
 
 
