@@ -106,14 +106,3 @@ def test_an_error_of_ours_or_of_python_passes_as_it_is() -> None:
         with pytest.raises(type(error)) as caught, aws.in_our_words("volume fast"):
             raise error
         assert caught.value is error
-
-
-def test_only_what_has_both_tags_is_ours() -> None:
-    assert aws.listed(aws.tags("a"), lower=True) == [
-        {"key": "outlast:cluster", "value": "a"},
-        {"key": "outlast:made-by", "value": "outlast"},
-    ]
-    assert aws.ours(aws.mapped(aws.listed({**aws.tags("a"), "team": "b"})), "a")
-    assert not aws.ours(aws.tags("b"), "a")
-    assert not aws.ours({aws.CLUSTER: "a"}, "a")
-    assert not aws.ours(aws.mapped(None))

@@ -31,6 +31,11 @@ def test_it_ends_with_one_sentence_and_the_exit_code_of_wrong_use(monkeypatch, c
     assert capsys.readouterr().err == "Error: outlast cluster create is no more: eksctl create cluster -f FILE makes it\n"
 
 
+def test_of_two_entries_the_one_that_says_more_is_taken():
+    assert gone.sentence(["cluster", "create", "x"]).startswith("outlast cluster create is no more")
+    assert gone.sentence(["cluster", "--help"]).startswith("outlast cluster is no more")
+
+
 def test_nothing_that_is_there_is_called_gone():
     program = typer.main.get_command(commands.app)
     for entry in gone.GONE:

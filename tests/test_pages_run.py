@@ -17,11 +17,10 @@ from test_readme import OUTLAST, ROOT
 
 ELSEWHERE = {
     r"^(install|uninstall|submit|top|operator|node-watch|rdzv|doctor)\b|\b(-n|--on) |--on$": "a cluster",
-    r"^(cluster|volume|dashboard|kubeflow|simulate)\b": "an account of AWS, prices, Kubeflow",
+    r"^kubeflow\b": "Kubeflow",
     r"s3://|^run examples/from-a-store": "a store",
     r"^fetch\b": "a store; test_weights fetches",
     r"(accelerate_loop|lightning_fit)\.py": "libraries that are not installed here; test_hugging_face runs what is",
-    r"^image\b": "docker, podman or buildah",
     r"--engine spark|--master": "a Java",
     r"^(tensorboard|notebook)\b": "serve until somebody ends them; test_tensorboard and test_notebook start both",
     r"https://|^data get (cifar10|kinetics|tiny)|examples/cifar10\.yaml$|^data prepare video": "data that are not here",

@@ -86,7 +86,10 @@ OUTLAST = [words[1:] for words in commands() if Path(words[0]).name == "outlast"
 MAKE = sorted({words[1] for words in commands() if words[0] == "make"})
 
 
-PROGRAMS = {"outlast", "make", "pip", "kubectl", "torchrun", "etcd", "etcdctl", "aws", "export", "grep", "KUBERNETES=$(kubectl"}
+PROGRAMS = {
+    "outlast", "make", "pip", "kubectl", "torchrun", "etcd", "etcdctl", "aws", "export", "grep", "KUBERNETES=$(kubectl",
+    "docker", "eksctl", "helm", "sed",
+}  # fmt: skip
 
 
 def test_only_known_programs_are_shown() -> None:

@@ -41,8 +41,6 @@ class Accelerator:
     """Name of the vendor, as users know it."""
     label: str = ""
     """Label, with the value `true`, of nodes that have such devices, even if no device plugin offers them."""
-    image: str = ""
-    """Stage of images/Dockerfile that is built for it."""
 
 
 TABLE = (
@@ -57,7 +55,6 @@ TABLE = (
         query=("nvidia-smi", "--query-gpu=name", "--format=csv,noheader"),
         vendor="NVIDIA",
         label="nvidia.com/gpu.present",
-        image="cuda",
     ),
     Accelerator("amd.com/gpu", name="amd", device="cuda", backend="nccl", vendor="AMD"),  # as torch's build for ROCm names them
     Accelerator(
@@ -70,7 +67,6 @@ TABLE = (
         backend="neuron",
         package="torch_neuronx",
         vendor="AWS",
-        image="neuron",
     ),
     Accelerator("google.com/tpu", device="xla", backend="xla", package="torch_xla", vendor="Google"),  # and older Neuron SDKs
     Accelerator("gpu.intel.com/i915", others=("gpu.intel.com/xe",), vendor="Intel"),
@@ -86,7 +82,6 @@ LIBRARIES = tuple(row.backend for row in DEVICES.values() if row.backend != row.
 """Libraries of collectives. An error that names one is an error of a collective; one that names the device may be any error."""
 SHARED = tuple(each for row in TABLE if row.shared for each in (row.name, *row.shared) if each)
 """Values of `resources.accelerator` that several processes may share one of."""
-IMAGES = tuple(row.image for row in TABLE if row.image)
 
 
 def resource(name: str) -> str:

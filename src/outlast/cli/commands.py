@@ -15,12 +15,9 @@ from outlast import __version__
 from outlast.cli import (
     chaos,
     checkpoints,
-    cluster,
-    dashboard,
     data,
     doctor,
     forget,
-    image,
     install,
     jobs,
     kubeflow,
@@ -29,20 +26,17 @@ from outlast.cli import (
     operator,
     pipeline,
     prepare_data,
-    provision,
     rdzv,
     render,
     results,
     run,
     script,
-    simulate,
     submit,
     sync,
     tensorboard,
     terminal,
     top,
     validate,
-    volume,
     which,
     why,
 )
@@ -108,7 +102,6 @@ app.command(cls=which.takes("[NAME] ACTION"))(chaos.chaos)
 app.command()(results.report)
 app.command()(results.fetch)
 app.command()(results.evaluate)
-app.command()(simulate.simulate)
 app.command()(tensorboard.tensorboard)
 app.command()(notebook.notebook)
 app.add_typer(checkpoints.app, name="checkpoints")
@@ -118,14 +111,7 @@ data.app.add_typer(prepare_data.app, name="prepare")
 data.app.command()(prepare_data.verify)
 app.add_typer(data.app, name="data")
 app.add_typer(pipeline.app, name="pipeline")
-app.add_typer(image.app, name="image")
-app.add_typer(volume.app, name="volume")
-app.add_typer(dashboard.app, name="dashboard")
 app.command()(sync.sync)
-cluster.app.command()(provision.create)
-cluster.app.command()(provision.status)
-cluster.app.command()(provision.delete)
-app.add_typer(cluster.app, name="cluster")
 app.add_typer(kubeflow.app, name="kubeflow")
 app.add_typer(rdzv.app, name="rdzv")
 app.command()(install.install)

@@ -5,7 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 GONE: dict[str, str] = {
+    "cluster create": "`eksctl create cluster -f examples/aws/workshop.yaml` makes it (docs/guide/aws.md)",
+    "cluster delete": "`eksctl delete cluster -f FILE` does, after what is in its network (docs/guide/aws.md has the order)",
+    "cluster plan": "examples/aws has files for eksctl, CloudFormation, kubectl and Helm (docs/guide/aws.md)",
+    "cluster status": "`eksctl get nodegroup --cluster NAME` and `kubectl get nodes` say it",
+    "cluster": "eksctl makes and removes clusters, from the files of examples/aws (docs/guide/aws.md)",
+    "dashboard cloudwatch": "`aws cloudformation deploy` of examples/aws/stacks/cloudwatch.yaml makes it (docs/guide/aws.md)",
+    "dashboard": "CloudFormation makes it, from examples/aws/stacks/cloudwatch.yaml (docs/guide/aws.md)",
     "data get --connections": "a file comes over one connection; leave the option out",
+    "image build": "`docker build --file images/Dockerfile --target cpu --tag NAME .` makes it (docs/guide/kubernetes.md)",
+    "image push": "`docker push NAME`; `aws ecr get-login-password` logs in to Amazon's registry (docs/guide/kubernetes.md)",
+    "image": "four lines of docker do (docs/guide/kubernetes.md)",
+    "simulate": "it has no successor; `outlast report` shows what interruptions cost runs that there were",
+    "volume create": "`aws cloudformation deploy` of examples/aws/stacks/efs.yaml makes it (docs/guide/aws.md)",
+    "volume delete": "`aws cloudformation delete-stack` does, once no pod uses it (docs/guide/aws.md has the order)",
+    "volume status": "`aws cloudformation describe-stacks` and `kubectl get pvc` say it",
+    "volume": "CloudFormation makes and deletes file systems, from examples/aws/stacks (docs/guide/aws.md)",
 }
 """A command (`"cluster create"`), or a command with an option (`"install --etcd"`), and one sentence for its users."""
 
@@ -13,9 +28,9 @@ GONE: dict[str, str] = {
 def sentence(args: Sequence[str]) -> str | None:
     """What to do instead of the command that these arguments ask for, if it is gone."""
     words = [word.partition("=")[0] for word in args]
-    for gone, instead in GONE.items():
+    for gone in sorted(GONE, key=len, reverse=True):  # "cluster create" before "cluster"
         verbs = [word for word in gone.split() if not word.startswith("-")]
         options = [word for word in gone.split() if word.startswith("-")]
         if words[: len(verbs)] == verbs and all(option in words for option in options):
-            return f"outlast {gone} is no more: {instead}"
+            return f"outlast {gone} is no more: {GONE[gone]}"
     return None

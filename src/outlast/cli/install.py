@@ -160,7 +160,10 @@ def _wait(cluster: kube.Cluster, workload: dict[str, Any], begun: float, timeout
         said = f"{name[0].upper()}{name[1:]} does not run after {timeout:.0f} s"
         print(f"\n{said}:\n\n{diagnosis.text(causes)}", file=sys.stderr)
         if any(cause.rule == "image" for cause in causes):
-            print("\nName another image with: outlast install --image IMAGE (make one: outlast image build)", file=sys.stderr)
+            print(
+                "\nName another image with: outlast install --image IMAGE (make one: docs/guide/kubernetes.md#images)",
+                file=sys.stderr,
+            )
         raise typer.Exit(1)
     print(f"{name} runs")
 

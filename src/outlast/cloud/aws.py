@@ -1,4 +1,4 @@
-"""AWS: clients, errors in our words, and the tags by which we know what we have made.
+"""AWS: clients, and errors in our words.
 
     with aws.in_our_words("cluster training in us-west-2"):
         eks = aws.client("eks", "us-west-2")
@@ -15,16 +15,11 @@ import difflib
 import functools
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
 from outlast.errors import OutlastError
-
-MADE_BY = "outlast:made-by"
-"""Tag of everything that we make in a cloud; its value is `outlast`."""
-CLUSTER = "outlast:cluster"
-"""Tag: the name of the cluster for which it was made."""
 
 _DENIED = re.compile(r"AccessDenied|UnauthorizedOperation|AuthorizationError|NotAuthorized|Forbidden")
 _UNKNOWN = re.compile(
@@ -38,27 +33,6 @@ _ACTION = re.compile(r"not authorized to perform: ([A-Za-z0-9-]+:[A-Za-z0-9]+)")
 _PREFIXES = {"monitoring": "cloudwatch"}
 """Prefix of a permission, where it is not the name that a service signs with."""
 _LOGIN = "run `aws configure` or `aws sso login`, or set AWS_PROFILE"
-
-
-def tags(cluster: str = "") -> dict[str, str]:
-    """The tags of what we make, for a cluster or for none."""
-    return {MADE_BY: "outlast", **({CLUSTER: cluster} if cluster else {})}
-
-
-def listed(wanted: Mapping[str, str], *, lower: bool = False) -> list[dict[str, str]]:
-    """Tags as most services want them; `lower`: as a few do, with `key` and `value`."""
-    key, value = ("key", "value") if lower else ("Key", "Value")
-    return [{key: name, value: text} for name, text in sorted(wanted.items())]
-
-
-def mapped(found: Iterable[Mapping[str, str]] | None) -> dict[str, str]:
-    """Tags as services list them, by name."""
-    return {str(each.get("Key", each.get("key"))): str(each.get("Value", each.get("value", ""))) for each in found or ()}
-
-
-def ours(found: Mapping[str, str], cluster: str = "") -> bool:
-    """Whether something with these tags was made by us, for this cluster."""
-    return tags(cluster).items() <= found.items()
 
 
 def region(given: str | None = None) -> str:

@@ -142,7 +142,12 @@ def _accelerators(kinds: Sequence[str]) -> None:
                 say("gpu", "pass", said)
                 continue
             said += ", whose torch has no kernels for compute capability {}.{}".format(*module.get_device_capability(0))
-            say("gpu", "fail", said, "build it for an older CUDA: outlast image build --build-arg TORCH_INDEX=URL")
+            say(
+                "gpu",
+                "fail",
+                said,
+                "build it for an older CUDA: docker build --file images/Dockerfile --target cuda --build-arg TORCH_INDEX=URL .",
+            )
         elif glob.glob(f"/dev/{files}"):
             remedy = f"use an image whose torch is built for {device.upper()}, no newer than the driver"
             say("gpu", "fail", "there is a GPU that torch cannot use", remedy)
