@@ -160,7 +160,7 @@ def test_names_and_labels_are_valid_however_long_the_job_is_called(name: str, to
         for value in meta["labels"].values():
             assert len(value) <= 63
             assert LABEL.fullmatch(value)
-    if topology in ("indexed-job", "volcano", "statefulset"):
+    if topology in ("indexed-job", "statefulset"):
         host, service, *_ = env(documents)[contract.Env.RENDEZVOUS].removeprefix("c10d://").split(".")
         last = f"{host.removesuffix('0')}{replicas - 1}"
         assert len(last) <= 63
@@ -301,7 +301,7 @@ CHANGES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("topology", ["job", "indexed-job", "volcano"])
+@pytest.mark.parametrize("topology", ["job", "indexed-job"])
 @pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_a_changed_job_has_new_names_so_that_it_can_be_applied(topology: str, change: dict[str, Any]) -> None:
     before, after = manifests.render(a_job(), topology), manifests.render(a_job(**change), topology)
@@ -405,14 +405,9 @@ def test_a_job_of_one_pod_needs_no_more_than_one() -> None:
     assert spec.parse(data["job.yaml"]).spec.workers.allowed() == (1,)
 
 
-def test_a_job_of_volcano_is_a_gang_in_its_queue() -> None:
-    documents = manifests.render(a_job(workers={"replicas": 4, "min": 2, "max": 4}, scheduling={"queue": "test"}), "volcano")
-    job = kind(documents, "Job")
-    assert job["apiVersion"] == "batch.volcano.sh/v1alpha1"
-    assert (job["spec"]["queue"], job["spec"]["minAvailable"], job["spec"]["schedulerName"]) == ("test", 2, "volcano")
-    assert "kueue.x-k8s.io/queue-name" not in job["metadata"]["labels"]
-    assert env(documents)["OUTLAST_WORKER"] == {"fieldRef": {"fieldPath": "metadata.annotations['volcano.sh/task-index']"}}
-    assert wrong(a_job(suspend=True), "volcano")
+def test_a_job_of_volcano_says_what_to_do_instead() -> None:
+    with pytest.raises(OutlastError, match=r"--as elasticjob with scheduling\.gang: volcano"):
+        manifests.render(a_job(), "volcano")
 
 
 @pytest.mark.parametrize("gang", ["coscheduling", "volcano"])
@@ -675,7 +670,7 @@ def test_worker_0_alone_can_be_kept_off_spot_machines() -> None:
     first, second = (required(operated(job, index)["spec"]["affinity"]["nodeAffinity"]) for index in (0, 1))
     assert {operator for term in first for _, operator, _ in term} == {"NotIn"}
     assert {operator for term in second for _, operator, _ in term} == {"In"}
-    for topology in ("indexed-job", "statefulset", "volcano"):
+    for topology in ("indexed-job", "statefulset"):
         with pytest.raises(
             InvalidJob, match=r"scheduling\.worker0 \(on-demand\) cannot be had in an? .*whose pods are all alike; "
         ):
@@ -967,7 +962,6 @@ def test_no_workers_suspend_a_job() -> None:
     assert kind(manifests.render(a_job(workers={"replicas": 0}), "job"), "Job")["spec"]["suspend"] is True
     assert kind(manifests.render(job, "statefulset"), "StatefulSet")["spec"]["replicas"] == 0
     assert kind(manifests.render(a_job(suspend=True), "statefulset"), "StatefulSet")["spec"]["replicas"] == 0
-    assert wrong(job, "volcano") == ["workers.replicas (0) suspends the job, and no Job of Volcano begins so; say how many"]
 
 
 @every_topology_of_pods

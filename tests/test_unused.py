@@ -201,7 +201,7 @@ def test_validate_names_every_field_without_effect_on_this_machine(path: str) ->
     assert set(SAMPLES) == {*unused.PODS, "volumes", "secrets"}
 
 
-@pytest.mark.parametrize("topology", ["elasticjob", "job", "indexed-job", "statefulset", "volcano"])
+@pytest.mark.parametrize("topology", ["elasticjob", "job", "indexed-job", "statefulset"])
 def test_what_only_the_operator_reads_is_said_of_other_topologies(topology: str) -> None:
     job = spec.parse(
         f"{JOB}  output: s3://b/runs\n  env: {{AWS_PROFILE: team}}\n  cleanPodPolicy: All\n"

@@ -1062,7 +1062,7 @@ def test_what_is_forbidden_is_named_and_the_rest_is_told() -> None:
 
 
 def test_a_kind_that_is_not_installed_is_not_said_to_be_forbidden() -> None:
-    cluster = a_cluster("gpu", forbidden=(kinds.ELASTIC_JOB, kinds.VOLCANO_JOB, kinds.WORKLOAD))
+    cluster = a_cluster("gpu", forbidden=(kinds.ELASTIC_JOB, kinds.WORKLOAD))
     assert gather.job(cluster, "train").unseen == {}  # type: ignore[arg-type]
 
 

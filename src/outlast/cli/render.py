@@ -46,7 +46,7 @@ def render(
       outlast render job.yaml
       outlast render job.yaml --as indexed-job -n team-a | kubectl apply -f -
       outlast render job.yaml --as job --name try-1 --set resources.gpu=8
-      outlast render job.yaml --as volcano --set scheduling.queue=research -o json
+      outlast render job.yaml --set scheduling.gang=volcano --set scheduling.queue=research -o json
       outlast render job.yaml --as job --server-side | kubectl apply --server-side -f -
       outlast render job.yaml --as job --upload | kubectl apply -f -
     """

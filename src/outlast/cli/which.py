@@ -37,9 +37,7 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Set a field of `spec` to this value (YAML); may be repeated."),
 ]
-TopologyOption = Annotated[
-    str, typer.Option("--as", metavar="TOPOLOGY", help="elasticjob, job, indexed-job, statefulset or volcano.")
-]
+TopologyOption = Annotated[str, typer.Option("--as", metavar="TOPOLOGY", help="elasticjob, job, indexed-job or statefulset.")]
 NamespaceOption = Annotated[
     str | None,
     typer.Option("-n", "--namespace", metavar="NAME", help="The job is in this namespace of a cluster.", show_default=False),

@@ -211,8 +211,6 @@ class KubernetesBackend:
             self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.WISHED: str(replicas)}}})
         elif kind in (kube.ELASTIC_JOB, kube.STATEFUL_SET):
             self.cluster.patch(kind, title, {"spec": {"replicas": replicas}}, subresource="scale")
-        elif kind is kube.VOLCANO_JOB:
-            self.cluster.patch(kind, title, [{"op": "replace", "path": "/spec/tasks/0/replicas", "value": replicas}], type="json")
         elif workload["spec"].get("completionMode") == "Indexed":
             self.cluster.patch(kind, title, {"spec": {"parallelism": replicas, "completions": replicas}})
         else:

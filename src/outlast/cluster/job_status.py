@@ -152,7 +152,7 @@ def suspended(workload: Document) -> bool:
         return drop_in.sizes(workload)[1] == 0
     if workload.get("kind") == "ElasticJob" and _wanted(workload) == 0:
         return True
-    return bool(spec.get("suspend")) or _volcano(workload) in ("Aborted", "Aborting")
+    return bool(spec.get("suspend"))
 
 
 def over(workload: Document) -> State | None:
@@ -162,19 +162,9 @@ def over(workload: Document) -> State | None:
     written = str((workload.get("status") or {}).get("state") or "")
     if workload.get("kind") == "ElasticJob":
         return State(written) if written in {str(s) for s in State if s.final} else None
-    match _volcano(workload):
-        case "Completed":
-            return State.SUCCEEDED
-        case "Failed" | "Terminated":
-            return State.FAILED
     if pods.condition(workload, "Complete"):
         return State.SUCCEEDED
     return State.FAILED if pods.condition(workload, "Failed") else None
-
-
-def _volcano(workload: Document) -> str:
-    state = (workload.get("status") or {}).get("state")
-    return str(state.get("phase") or "") if isinstance(state, dict) else ""
 
 
 def _state(snapshot: Snapshot, newest: Mapping[int, Document], wanted: int) -> tuple[State, str]:

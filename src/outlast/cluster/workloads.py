@@ -1,6 +1,6 @@
 """The documents of jobs on a cluster: the workload of each, its pods, its job file, and what was created beside it.
 
-A job is the newest workload (ElasticJob, Job, StatefulSet, Job of Volcano) that carries its name; `name` is always that of the
+A job is the newest workload (ElasticJob, Job, StatefulSet) that carries its name; `name` is always that of the
 job file. Nothing is remembered here: any machine with the right to it may steer any job.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Document = kube.Document
 
-KINDS = (kube.ELASTIC_JOB, kube.LEGACY_JOB, kube.JOB, kube.STATEFUL_SET, kube.VOLCANO_JOB)
+KINDS = (kube.ELASTIC_JOB, kube.LEGACY_JOB, kube.JOB, kube.STATEFUL_SET)
 """Kinds of workloads that a job can be made as."""
 BESIDE = (kube.CONFIG_MAP, kube.SERVICE, kube.POD_GROUP, kube.VOLCANO_GROUP)
 """Kinds of documents that are created beside a workload and go with it. Claims stay: they hold data and output."""
@@ -178,9 +178,6 @@ class Workloads:
     def set_suspended(self, workload: Document, value: bool) -> None:
         """Suspend or resume a workload, in the way of its kind."""
         kind, title = kube.kind_of(workload), workload["metadata"]["name"]
-        if kind is kube.VOLCANO_JOB:
-            verb = "suspend" if value else "resume"
-            raise OutlastError(f"a Job of Volcano has no field for it; use vcctl job {verb} -N {title}")
         if kind not in (kube.STATEFUL_SET, kube.LEGACY_JOB):
             self.cluster.patch(kind, title, {"spec": {"suspend": value}})
         elif not value:

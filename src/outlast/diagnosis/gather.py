@@ -22,7 +22,7 @@ _LINES = 40
 """Lines that are read of each log."""
 _LOGS = 6
 """Most logs that are read; those of failed pods come first, newest first."""
-_WORKLOADS = (kinds.ELASTIC_JOB, kinds.LEGACY_JOB, kinds.JOB, kinds.STATEFUL_SET, kinds.VOLCANO_JOB)
+_WORKLOADS = (kinds.ELASTIC_JOB, kinds.LEGACY_JOB, kinds.JOB, kinds.STATEFUL_SET)
 
 
 def job(cluster: kube.Cluster, name: str, *, namespace: str | None = None) -> Snapshot:
@@ -44,7 +44,6 @@ def job(cluster: kube.Cluster, name: str, *, namespace: str | None = None) -> Sn
     # A list of Secrets contains their data: it is read only while pods wait for some.
     waiting = any(kube_pods.phase(pod) == "Pending" and pod["spec"].get("nodeName") for pod in pods)
     queue = workload.get("metadata", {}).get("labels", {}).get("kueue.x-k8s.io/queue-name")
-    volcano = workload.get("apiVersion") == kinds.VOLCANO_JOB.api_version
     return Snapshot(
         name=name,
         namespace=where,
@@ -58,7 +57,7 @@ def job(cluster: kube.Cluster, name: str, *, namespace: str | None = None) -> Sn
         quotas=tuple(listed(kinds.QUOTA)),
         limits=tuple(listed(kinds.LIMIT_RANGE)),
         queued=tuple(each for each in listed(kinds.WORKLOAD) if owned_by(each, workload)),
-        queues=tuple(listed(kinds.LOCAL_QUEUE)) if queue else tuple(listed(kinds.VOLCANO_QUEUE)) if volcano else (),
+        queues=tuple(listed(kinds.LOCAL_QUEUE)) if queue else (),
         groups=tuple(_groups(listed, name, workload)),
         secrets=_theirs(listed(kinds.SECRET)) if waiting else frozenset(),
         configs=_theirs(listed(kinds.CONFIG_MAP)),

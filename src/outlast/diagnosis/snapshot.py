@@ -22,7 +22,7 @@ class Snapshot:
     name: str
     namespace: str = "default"
     workload: Document = field(default_factory=dict)
-    """The ElasticJob, Job, StatefulSet or Volcano Job; empty when there is none."""
+    """The ElasticJob, Job or StatefulSet; empty when there is none."""
     pods: tuple[Document, ...] = ()
     executors: tuple[Document, ...] = ()
     """Pods of Spark's executors."""

@@ -115,7 +115,7 @@ def certificates(members: Document | str | None, login: Document | str | None, t
             yield passed(whose, f"its certificate is valid until {ends}")
 
 
-_QUEUES = {"Kueue": kinds.LOCAL_QUEUE, "Volcano": kinds.VOLCANO_JOB, "coscheduling": kinds.POD_GROUP}
+_QUEUES = {"Kueue": kinds.LOCAL_QUEUE, "Volcano": kinds.VOLCANO_GROUP, "coscheduling": kinds.POD_GROUP}
 
 
 def _maybe(read: Callable[[], Document]) -> Document | str | None:

@@ -73,8 +73,6 @@ CRD = Kind("apiextensions.k8s.io/v1", "CustomResourceDefinition", "customresourc
 ELASTIC_JOB = Kind(contract.API_VERSION, contract.KIND, "elasticjobs")
 LEGACY_JOB = Kind("elastic.pytorch.org/v1alpha1", "ElasticJob", "elasticjobs")
 """Of the archived controller of torchelastic, which the operator replaces."""
-VOLCANO_JOB = Kind("batch.volcano.sh/v1alpha1", "Job", "jobs")
-VOLCANO_QUEUE = Kind("scheduling.volcano.sh/v1beta1", "Queue", "queues", namespaced=False)
 VOLCANO_GROUP = Kind("scheduling.volcano.sh/v1beta1", "PodGroup", "podgroups")
 POD_GROUP = Kind("scheduling.x-k8s.io/v1alpha1", "PodGroup", "podgroups")
 """Of the coscheduling plugin."""

@@ -24,7 +24,6 @@ _INDICES = (
     Label.WORKER,
     "batch.kubernetes.io/job-completion-index",
     "apps.kubernetes.io/pod-index",
-    "volcano.sh/task-index",
     "replica-index",
 )
 """Labels or annotations that carry a worker's index, most telling first; the last is of `elastic.pytorch.org`."""

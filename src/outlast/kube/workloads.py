@@ -16,8 +16,6 @@ def replicas(workload: Mapping[str, Any]) -> int:
     spec = workload.get("spec") or {}
     if workload.get("kind") == "ElasticJob":
         return int((spec.get("workers") or {}).get("replicas", 1))
-    if "tasks" in spec:  # of Volcano
-        return sum(int(task.get("replicas", 1)) for task in spec["tasks"])
     if workload.get("kind") == "Job":
         return int(spec.get("completions") or spec.get("parallelism") or 1)
     return int(spec.get("replicas", 1))
@@ -26,7 +24,7 @@ def replicas(workload: Mapping[str, Any]) -> int:
 def template(workload: Mapping[str, Any]) -> dict[str, Any]:
     """The template of a workload's pods; that of an ElasticJob holds only what its file says."""
     spec = workload.get("spec") or {}
-    found: dict[str, Any] = (spec.get("tasks") or [spec])[0].get("template") or {}
+    found: dict[str, Any] = spec.get("template") or {}
     return found
 
 

@@ -232,7 +232,7 @@ class Scheduling(Checked):
     spot: Literal["prefer", "require", "avoid", "any"] = "prefer"
     """Whether to run on spot machines."""
     worker0: Literal["any", "on-demand"] = "any"
-    """`on-demand`: worker 0 runs on no spot machine, whatever the others do. Not for Indexed Jobs, StatefulSets and Volcano,
+    """`on-demand`: worker 0 runs on no spot machine, whatever the others do. Not for Indexed Jobs and StatefulSets,
     whose pods are all alike."""
 
 

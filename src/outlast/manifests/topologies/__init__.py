@@ -4,7 +4,6 @@
     job            one pod with all the GPUs, a `batch/v1` Job
     indexed-job    one pod per worker, an Indexed Job
     statefulset    one pod per worker, a StatefulSet: for clusters without Jobs
-    volcano        one pod per worker, a Job of Volcano, gang-scheduled
 
 All but the first need no operator. They do not scale by themselves. Failures are counted by Kubernetes, from exit codes:
 progress does not reset the budget, and `restarts.window` has no effect.
@@ -21,21 +20,19 @@ from outlast.errors import OutlastError
 from outlast.manifests import objects, volumes
 from outlast.manifests.names import Names, digest
 from outlast.manifests.request import Document, Request
-from outlast.manifests.topologies import elasticjob, indexed_job, job, statefulset, volcano
+from outlast.manifests.topologies import elasticjob, indexed_job, job, statefulset
 
 TOPOLOGIES: Mapping[str, Callable[[Request], list[Document]]] = {
     "elasticjob": elasticjob.documents,
     "job": job.documents,
     "indexed-job": indexed_job.documents,
     "statefulset": statefulset.documents,
-    "volcano": volcano.documents,
 }
 _OPERATORS = ("startup_deadline_seconds", "clean_pod_policy", "managed_by")
 _IGNORED = {
     "job": _OPERATORS,
     "indexed-job": _OPERATORS,
     "statefulset": (*_OPERATORS, "active_deadline_seconds", "ttl_seconds_after_finished"),
-    "volcano": (*_OPERATORS, "active_deadline_seconds"),
 }
 """Fields that a topology ignores; only the operator reads the first ones."""
 
@@ -57,6 +54,8 @@ def render(
     checkpoints, even if another run has not ended. Raises InvalidJob if the topology cannot render the job, OutlastError for
     an unknown topology.
     """
+    if topology == "volcano":
+        raise OutlastError("Jobs of Volcano are no more; --as elasticjob with scheduling.gang: volcano has its gangs and queues")
     if topology not in TOPOLOGIES:
         raise OutlastError(f"there is no topology {topology}; choose one of {', '.join(TOPOLOGIES)}")
     make = TOPOLOGIES[topology]
