@@ -15,13 +15,13 @@ import pytest
 
 from outlast import contract, runs, spec
 from outlast.errors import OutlastError
-from outlast.local import resumption
 from outlast.local.resumption import GoesOn
 from outlast.local.state_dir import Run
 from outlast.prepare import code
 from outlast.report import goodput
 from outlast.report.steps import Bucket
 from outlast.shipping import tree
+from outlast.spec import changes
 from outlast.status import State
 from outlast.store import open_
 from test_local import Here, here  # noqa: F401  # the fixture
@@ -74,7 +74,7 @@ def a_job(**fields: object) -> spec.Job:
     ],
 )
 def test_what_has_changed_in_a_job_is_named(old: dict[str, object], new: dict[str, object], said: list[str]) -> None:
-    assert list(resumption.changes(a_job(**old), a_job(**new))) == [f"changed since: {each}" for each in said]
+    assert list(changes.between(a_job(**old), a_job(**new))) == [f"changed since: {each}" for each in said]
 
 
 @pytest.mark.parametrize(
@@ -90,13 +90,17 @@ def test_what_has_changed_in_a_job_is_named(old: dict[str, object], new: dict[st
         (["--steps=60"], ["--steps=30"], False),
         (["--steps=60"], [], False),
         (["--steps=60", "--lr=1"], ["--steps=90", "--lr=2"], False),  # another training
+        (["--trainer.max_steps=60"], ["--trainer.max_steps=90"], True),
         (["--warmup-steps-ratio=1"], ["--warmup-steps-ratio=2"], False),
+        (["--warmup-steps=60"], ["--warmup-steps=90"], False),
+        (["--eval_iters", "60"], ["--eval_iters", "90"], False),
         (["60"], ["90"], False),  # of what?
     ],
 )
 def test_a_job_that_asks_for_more_steps_and_nothing_else_is_longer(old: list[str], new: list[str], longer: bool) -> None:
-    assert resumption.longer(a_job(args=old), a_job(args=new), 60) is longer
-    assert not resumption.longer(a_job(args=old), a_job(args=new, processesPerWorker=2), 60)
+    assert changes.longer(a_job(args=old), a_job(args=new), 60) is longer
+    assert changes.longer(a_job(args=old), a_job(args=new, workers={"replicas": 1}, code="."), 60) is longer
+    assert not changes.longer(a_job(args=old), a_job(args=new, processesPerWorker=2), 60)
 
 
 # On this machine
