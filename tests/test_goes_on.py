@@ -24,7 +24,7 @@ from outlast.shipping import tree
 from outlast.spec import changes
 from outlast.status import State
 from outlast.store import open_
-from test_local import Here, here  # noqa: F401  # the fixture
+from test_local import Here, here, outlast  # noqa: F401  # the fixture
 
 
 @pytest.mark.parametrize(
@@ -263,6 +263,15 @@ def test_a_run_in_a_store_goes_on_wherever_it_is_run_again(two: tuple[Here, Here
     assert now.generation > before.generation
     assert "goes on with the run " in two[where].backend.notices[0]
     assert two[where].backend.notices[-1] == "changed since: args: --lr=0.1 → --lr=0.2"
+
+
+def test_a_run_that_goes_on_from_a_store_is_followed_from_its_new_lines_on(two: tuple[Here, Here]) -> None:
+    store = f"memory://{uuid.uuid4()}"
+    two[0].submit(output=store)
+    ends(two[0], store, State.FAILED)
+    command = ("run", two[0].source.parent / "job.yaml", "--detach")
+    assert "job goes on in the background" in outlast(two[1], *command)[1]
+    assert "job runs in the background" in outlast(two[1], *command, "--fresh")[1]
 
 
 def test_a_run_that_another_has_replaced_in_the_store_is_left_alone(two: tuple[Here, Here]) -> None:
