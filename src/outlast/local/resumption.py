@@ -74,9 +74,8 @@ class GoesOn:
         run = f"the run{there} that {_LEFT.get(self.state, 'was stopped')}{ago}"
         if self.step:
             return f"goes on from step {self.step} of {run}; --fresh starts anew"
-        if self.saved:
-            return f"goes on with {run}; {self._saved}; --fresh starts anew"
-        return f"goes on with {run}; it has no checkpoint, and keeps the files that it wrote; --fresh starts anew"
+        there = self._saved if self.saved else "it has no checkpoint, and keeps the files that it wrote"
+        return f"goes on with {run}; {there}; --fresh starts anew"
 
 
 def find(output: Path, run: str, place: Store | None, status: JobStatus | None, elsewhere: Run | None = None) -> GoesOn:
