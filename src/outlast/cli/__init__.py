@@ -18,7 +18,7 @@ def main(args: Sequence[str] | None = None, *, backend: Any = None) -> NoReturn:
 
     terminal.guard()
     try:
-        commands.app(args=args, obj=backend, prog_name="outlast")
+        commands.command()(args=args, obj=backend, prog_name="outlast")
     except OutlastError as error:
         print(error if isinstance(error, InvalidJob) else f"Error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
