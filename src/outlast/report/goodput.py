@@ -15,7 +15,8 @@ from outlast.report.reading import in_order, microseconds, survey, usable
 from outlast.report.steps import Bucket, Step
 from outlast.report.timeline import Snapshots, Timeline
 
-_COUNTED = ("steps_kept", "worlds", "failures", "restarts", "interruptions", "hangs", "saves", "saves_failed")
+COUNTED = ("steps_kept", "worlds", "failures", "restarts", "interruptions", "hangs", "saves", "saves_failed")
+"""What is counted, by name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ def buckets(events: Iterable[Event], now: float | None) -> Goodput:
         step_mean_s=mean / 1e6 if mean is not None else None,
         step_median_s=median / 1e6 if median is not None else None,
         snapshots=timeline.snapshots,
-        **{name: getattr(timeline, name) for name in _COUNTED},
+        **{name: getattr(timeline, name) for name in COUNTED},
     )
 
 
