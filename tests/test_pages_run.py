@@ -58,7 +58,7 @@ STORIES: dict[str, list[tuple[str, Sequence[str]]]] = {
         ("suspend", ["long"]),
         ("resume", ["long"]),
         ("cancel cifar10", []),
-        ("forget NAME", []),
+        ("forget NAME", ["--yes"]),
         ("run job.yaml", []),
     ],
     "digits": [
