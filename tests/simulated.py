@@ -338,7 +338,7 @@ class Cluster:
         """Its container ends."""
         phase = "Succeeded" if code == 0 else "Failed"
         state = {"terminated": {"exitCode": code, "reason": reason or "Error", "finishedAt": job_status.text(self.now)}}
-        pod["status"] = {"phase": phase, "containerStatuses": [{"name": "worker", "state": state}]}
+        pod["status"] = {"phase": phase, "containerStatuses": [{"name": "trainer", "state": state}]}
         if disrupted:
             pod["status"]["conditions"] = [
                 {
@@ -357,7 +357,7 @@ class Cluster:
         """Its worker ends, and another container that it has does not."""
         state = {"terminated": {"exitCode": code, "reason": reason or "Error", "finishedAt": job_status.text(self.now)}}
         beside = {"name": "proxy", "state": {"running": {}}}
-        pod["status"] = {"phase": "Running", "containerStatuses": [{"name": "worker", "state": state}, beside]}
+        pod["status"] = {"phase": "Running", "containerStatuses": [{"name": "trainer", "state": state}, beside]}
         self.agents.pop(pod["metadata"]["uid"], None)
         self.silence(pod["metadata"]["uid"], said=code in (0, 75))
 
@@ -433,7 +433,7 @@ class Cluster:
                 pod["status"] = {
                     "phase": "Running",
                     "containerStatuses": [
-                        {"name": "worker", "ready": False, "state": {"running": {"startedAt": job_status.text(self.now)}}}
+                        {"name": "trainer", "ready": False, "state": {"running": {"startedAt": job_status.text(self.now)}}}
                     ],
                 }
                 index = int(pod["metadata"]["labels"][Label.WORKER])

@@ -15,16 +15,16 @@ import pytest
 
 from outlast import contract, runs, spec
 from outlast.errors import OutlastError
-from outlast.local import resumption
 from outlast.local.resumption import GoesOn
 from outlast.local.state_dir import Run
 from outlast.prepare import code
 from outlast.report import goodput
 from outlast.report.steps import Bucket
 from outlast.shipping import tree
+from outlast.spec import changes
 from outlast.status import State
 from outlast.store import open_
-from test_local import Here, here  # noqa: F401  # the fixture
+from test_local import Here, here, outlast  # noqa: F401  # the fixture
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def a_job(**fields: object) -> spec.Job:
     ],
 )
 def test_what_has_changed_in_a_job_is_named(old: dict[str, object], new: dict[str, object], said: list[str]) -> None:
-    assert list(resumption.changes(a_job(**old), a_job(**new))) == [f"changed since: {each}" for each in said]
+    assert list(changes.between(a_job(**old), a_job(**new))) == [f"changed since: {each}" for each in said]
 
 
 @pytest.mark.parametrize(
@@ -90,13 +90,17 @@ def test_what_has_changed_in_a_job_is_named(old: dict[str, object], new: dict[st
         (["--steps=60"], ["--steps=30"], False),
         (["--steps=60"], [], False),
         (["--steps=60", "--lr=1"], ["--steps=90", "--lr=2"], False),  # another training
+        (["--trainer.max_steps=60"], ["--trainer.max_steps=90"], True),
         (["--warmup-steps-ratio=1"], ["--warmup-steps-ratio=2"], False),
+        (["--warmup-steps=60"], ["--warmup-steps=90"], False),
+        (["--eval_iters", "60"], ["--eval_iters", "90"], False),
         (["60"], ["90"], False),  # of what?
     ],
 )
 def test_a_job_that_asks_for_more_steps_and_nothing_else_is_longer(old: list[str], new: list[str], longer: bool) -> None:
-    assert resumption.longer(a_job(args=old), a_job(args=new), 60) is longer
-    assert not resumption.longer(a_job(args=old), a_job(args=new, processesPerWorker=2), 60)
+    assert changes.longer(a_job(args=old), a_job(args=new), 60) is longer
+    assert changes.longer(a_job(args=old), a_job(args=new, workers={"replicas": 1}, code="."), 60) is longer
+    assert not changes.longer(a_job(args=old), a_job(args=new, processesPerWorker=2), 60)
 
 
 # On this machine
@@ -259,6 +263,15 @@ def test_a_run_in_a_store_goes_on_wherever_it_is_run_again(two: tuple[Here, Here
     assert now.generation > before.generation
     assert "goes on with the run " in two[where].backend.notices[0]
     assert two[where].backend.notices[-1] == "changed since: args: --lr=0.1 → --lr=0.2"
+
+
+def test_a_run_that_goes_on_from_a_store_is_followed_from_its_new_lines_on(two: tuple[Here, Here]) -> None:
+    store = f"memory://{uuid.uuid4()}"
+    two[0].submit(output=store)
+    ends(two[0], store, State.FAILED)
+    command = ("run", two[0].source.parent / "job.yaml", "--detach")
+    assert "job goes on in the background" in outlast(two[1], *command)[1]
+    assert "job runs in the background" in outlast(two[1], *command, "--fresh")[1]
 
 
 def test_a_run_that_another_has_replaced_in_the_store_is_left_alone(two: tuple[Here, Here]) -> None:

@@ -112,6 +112,19 @@ def outlast(here: Here, *words: object) -> tuple[int, str]:
     return int(ended.value.code or 0), done.getvalue()
 
 
+def test_the_file_that_a_command_prints_to_is_no_code(here: Here) -> None:
+    here.write("old.log", "of an earlier run, or data")
+    terminal = os.dup(1)
+    try:
+        with open(here.source / "run.log", "w") as log:
+            os.dup2(log.fileno(), 1)
+            here.submit()
+    finally:
+        os.dup2(terminal, 1)
+        os.close(terminal)
+    assert set(here.code()) == {"train.py", "old.log"}
+
+
 def test_a_job_that_has_ended_is_forgotten_and_its_output_only_when_asked(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     here.submit()
     (here.output / "last.pt").write_text("weights")

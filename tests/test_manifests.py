@@ -66,7 +66,7 @@ def template(documents: list[Document]) -> Document:
 
 def worker(documents: list[Document]) -> Document:
     """The container of the agent."""
-    return next(each for each in template(documents)["spec"]["containers"] if each["name"] == "worker")
+    return next(each for each in template(documents)["spec"]["containers"] if each["name"] == "trainer")
 
 
 def env(documents: list[Document]) -> dict[str, Any]:
@@ -701,7 +701,7 @@ def test_fabric_adapters_come_with_their_huge_pages_and_their_provider() -> None
     assert [each["value"] for each in container["env"] if each["name"] == "FI_PROVIDER"] == ["tcp"]
     limits = {"limits": {"hugepages-2Mi": "10Gi"}, "requests": {"hugepages-2Mi": "10Gi"}}
     more = a_job(
-        resources={"efa": 1, "memory": "1Gi"}, template={"spec": {"containers": [{"name": "worker", "resources": limits}]}}
+        resources={"efa": 1, "memory": "1Gi"}, template={"spec": {"containers": [{"name": "trainer", "resources": limits}]}}
     )
     (container,) = template(manifests.render(more, "job"))["spec"]["containers"]
     assert container["resources"]["limits"]["hugepages-2Mi"] == "10Gi"
@@ -742,16 +742,17 @@ def overlaid(patch: Document) -> Document:
     return template(manifests.render(a_job(template=patch), "job"))
 
 
-def test_a_container_is_merged_by_its_name_and_another_is_added() -> None:
-    patch = {"spec": {"containers": [{"name": "worker", "image": "x"}, {"name": "sidecar", "image": "y"}]}}
+@pytest.mark.parametrize("name", ["trainer", "worker"])  # the latter stands in older job files
+def test_a_container_is_merged_by_its_name_and_another_is_added(name: str) -> None:
+    patch = {"spec": {"containers": [{"name": name, "image": "x"}, {"name": "sidecar", "image": "y"}]}}
     containers = overlaid(patch)["spec"]["containers"]
-    assert [(each["name"], each["image"]) for each in containers] == [("worker", "x"), ("sidecar", "y")]
+    assert [(each["name"], each["image"]) for each in containers] == [("trainer", "x"), ("sidecar", "y")]
     assert containers[0]["command"] == ["outlast", "agent"]
 
 
 def test_variables_volumes_and_mounts_are_merged_by_what_they_are_known_by() -> None:
     container = {
-        "name": "worker",
+        "name": "trainer",
         "env": [{"name": "HOME", "value": "/root"}, {"name": "OUTLAST_NAMESPACE", "value": "x"}],
         "volumeMounts": [{"mountPath": "/out", "name": "output", "subPath": "a"}],
     }

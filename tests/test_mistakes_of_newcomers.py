@@ -51,6 +51,18 @@ OF_COMMANDS = {
         "run trian.py",
         "Error: HERE/trian.py: there is no such file; give the path of a script or of a job file",
     ),
+    "a shell script": (
+        HEAD + "  script: job.sh\n",
+        "validate a.yaml",
+        "a.yaml:5: script (job.sh) is a shell script; name the Python file that it starts, "
+        "and what else it does with environment, data, output and env",
+    ),
+    "a shell script instead of a job file": (
+        JOB,
+        "run job.sh",
+        "Error: job.sh is a shell script; name the Python file that it starts, "
+        "and what else it does with environment, data, output and env",
+    ),
     "a number in words": (
         JOB,
         "run a.yaml --set workers.replicas=two",

@@ -31,17 +31,19 @@ ELSEWHERE = {
 """Lines that do not run here, and what they need."""
 ON_A_JOB = re.compile(r"^(status|logs|scale|why|suspend|resume|cancel|report|evaluate|chaos|checkpoints \w+|forget)\b")
 """Lines about a job that is there: one for each of these verbs runs."""
+SHORT = ["--steps=2"]
+DIGITS = ["--set", "args=[--epochs=1, --no-flip]"]
 IMAGES = ["--image-size=32", "--stored-size=0", "--epochs=1"]
 TINY = ["--model-local-dir=data/llm/model", "--tokenizer-local-dir=data/llm/model", "--local-files-only"]
 
 STORIES: dict[str, list[tuple[str, Sequence[str]]]] = {
     "a script": [
-        ("run train.py --steps 2000", []),
-        ("run train.py", ["--fresh"]),
-        ("run --workers 2 train.py --steps 2000", ["--fresh"]),
-        ("run --workers 2 train.py --steps 60", ["--fresh"]),
+        ("run train.py --steps 2000", SHORT),
+        ("run train.py", ["--fresh", *SHORT]),
+        ("run --workers 2 train.py --steps 2000", ["--fresh", *SHORT]),
+        ("run --workers 2 train.py --steps 60", ["--fresh", *SHORT]),
         ("init --workers 2 train.py --steps 60", []),
-        ("init --workers 4 train.py --steps 2000", ["--force", "--name=long"]),
+        ("init --workers 4 train.py --steps 2000", ["--force", "--name=long", *SHORT]),
         ("validate job.yaml", []),
         ("render job.yaml", ["--set", "image=i:1"]),
         ("render job.yaml --as job", ["--set", "image=i:1", "--set", "workers.replicas=1"]),
@@ -55,13 +57,13 @@ STORIES: dict[str, list[tuple[str, Sequence[str]]]] = {
         ("suspend", ["long"]),
         ("resume", ["long"]),
         ("cancel cifar10", []),
-        ("forget NAME", []),
+        ("forget NAME", ["--yes"]),
         ("run job.yaml", []),
     ],
     "digits": [
         ("data list", []),
         ("data get digits", []),
-        ("run examples/digits.yaml", []),
+        ("run examples/digits.yaml", DIGITS),
         ("status -w", []),
         ("logs -f --worker 1", []),
         ("evaluate digits", []),
@@ -69,9 +71,9 @@ STORIES: dict[str, list[tuple[str, Sequence[str]]]] = {
         ("checkpoints verify", []),
         ("checkpoints export", []),
         ("report", []),
-        ("run examples/digits.yaml --name digits-1 --set workers.replicas=1 --set workers.min=1", []),
-        ("run examples/digits.yaml --name digits-2", []),
-        ("run examples/digits.yaml --name digits-4 --set workers.replicas=4", []),
+        ("run examples/digits.yaml --name digits-1 --set workers.replicas=1 --set workers.min=1", DIGITS),
+        ("run examples/digits.yaml --name digits-2", DIGITS),
+        ("run examples/digits.yaml --name digits-4 --set workers.replicas=4", DIGITS),
         ("report digits-1 digits-2 digits-4 --plot scaling.svg", []),
         (
             "run --workers 2 -m outlast.recipes.cifar10 --setting workshop --epochs=10 --batch-size=128 "
@@ -164,13 +166,12 @@ def type_in(line: str, more: Sequence[str], place: Path) -> None:
     """Run a line in a shell that knows `outlast`, with its places moved to `place`; it must succeed."""
     for there, here in PLACES.items():
         line = line.replace(there, here)
-    at = re.search(r" (?=job\.yaml)| (?=train\.py)", line)
-    first, rest = (line[: at.start()], line[at.start() :]) if at and "--fresh" in more else (line, "")
-    quoted = " ".join(f"'{word}'" for word in more)
-    command = f"outlast {first} {quoted} {rest}" if rest else f"outlast {line} {quoted}"
+    before, script, after = line.partition(" train.py")  # options before a script are ours, and those after it its own
+    ours = [word for word in more if script and re.match("--(fresh|force|name)", word)]
+    command = " ".join(["outlast", before, *ours, script + after, *(f"'{word}'" for word in more if word not in ours)])
     environ = {name: value for name, value in os.environ.items() if not name.startswith("OUTLAST_")}
     environ |= {"PATH": f"{Path(sys.executable).parent}:{environ['PATH']}", "OUTLAST_CACHE": str(place / "cache")}
-    ran = subprocess.run(["sh", "-c", command], cwd=place, env=environ, capture_output=True, text=True, timeout=280, check=False)
+    ran = subprocess.run(["sh", "-c", command], cwd=place, env=environ, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, f"{command}\n{ran.stdout[-4000:]}\n{ran.stderr[-4000:]}"
 
 

@@ -589,6 +589,11 @@ def test_models_are_below_one_directory_by_name_and_hugging_face_stays_offline(t
     assert "HF_HUB_OFFLINE" not in prepared()
 
 
+def test_a_token_of_hugging_face_has_the_name_that_its_libraries_read(prepared):
+    assert prepared(env={"HUGGINGFACE_HUB_TOKEN": "hf_1"})["HF_TOKEN"] == "hf_1"
+    assert prepared(env={"HUGGINGFACE_HUB_TOKEN": "hf_1", "HF_TOKEN": "hf_2"})["HF_TOKEN"] == "hf_2"
+
+
 def test_an_empty_object_that_only_shows_a_directory_is_no_data(moto: Place):
     for key in ("data/empty/", "data/full/", "data/full-not/b", "data/full/a", "data/none"):
         moto.server.client.put_object(Bucket=moto.bucket, Key=key, Body=b"x" if key[-1] in "ab" else b"")

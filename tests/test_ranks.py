@@ -345,6 +345,24 @@ def test_a_rank_that_exited_with_0_before_a_collective_broke_is_known_on_its_wor
     assert elastic._causes(tmp_path, 2) == {}, "to be done is no failure"
 
 
+@pytest.mark.parametrize("pod", [True, False])  # elsewhere the launcher says it
+def test_a_script_in_a_pod_that_begins_again_is_told_so_once(pod: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    logged, log = reporter.LoggedStep(pod=pod), SimpleNamespace(written=0, recent=b"")
+
+    def prints(generation: int, *steps: int) -> str:
+        """What the agent says while the process of this generation prints these steps."""
+        progress = dataclasses.replace(a_record(7, started=1, step=0), phase="started", generation=generation)
+        for said in (b"", *(b"step %d\n" % step for step in steps)):
+            log.written, log.recent = log.written + len(said), log.recent + said
+            logged.look([rule.Process(0, progress, stopped=False, silent_s=0.0)], log)
+        return capsys.readouterr().out
+
+    assert prints(1, 1, 2, 40) + prints(2, 38, 80) == "", "it goes on from what it has saved"
+    said = "outlast | after its restart the script began again at step 1, before it was at step 80: have it save checkpoints and"
+    assert prints(3, 1, 2, 3).startswith(said) is pod
+    assert prints(3, 4) == ""
+
+
 def test_processes_that_train_without_a_process_group_are_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logged, log = reporter.LoggedStep(), SimpleNamespace(written=0, recent=b"")
     process = rule.Process(0, a_record(1, started=1, step=0), stopped=False, silent_s=0.0, alone=2)

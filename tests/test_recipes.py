@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,27 @@ def test_recipes_have_the_same_flags_for_the_same_things(name: str) -> None:
     where = {"data", "output", "output_dir", "out_dir", "checkpoint", "evaluate", "eval_only", "log_interval"}
     how = {"seed", "dtype", "batch_size", "lr", "learning_rate", "wd", "weight_decay"}
     assert where | how <= known
+
+
+def test_an_output_that_a_job_does_not_write_to_is_said_to_be_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(contract.Env.STATE, str(tmp_path))
+    monkeypatch.setenv(contract.Env.OUTPUT, str(tmp_path / "out"))
+    results.into(str(tmp_path / "out"))
+    assert capsys.readouterr().out == ""
+    results.into("here")
+    assert capsys.readouterr().out == f"--output_dir here is ignored: the job writes to {tmp_path / 'out'}\n"
+
+
+def test_an_evaluation_whose_reader_has_enough_ends_in_silence() -> None:
+    program = "import sys; from outlast.recipes import settings; settings.run(lambda: print('x' * (1 << 20)))"
+    with subprocess.Popen([sys.executable, "-c", program, "--evaluate"], stdout=-1, stderr=-1) as evaluation:
+        assert evaluation.stdout
+        assert evaluation.stderr
+        evaluation.stdout.read(1)
+        evaluation.stdout.close()
+        assert (evaluation.stderr.read(), evaluation.wait()) == (b"", -signal.SIGPIPE)
 
 
 # smoke

@@ -94,7 +94,7 @@ class Kubelets:
         self._report(pod, "Running", {"running": {}}, node)
 
     def _report(self, pod: Document, phase: str, state: Document, node: str) -> None:
-        status = {"phase": phase, "podIP": "127.0.0.1", "containerStatuses": [{"name": "worker", "state": state, "ready": True}]}
+        status = {"phase": phase, "podIP": "127.0.0.1", "containerStatuses": [{"name": "trainer", "state": state, "ready": True}]}
         new = json.loads(json.dumps(pod))
         self.api.put({**new, "spec": {**new["spec"], "nodeName": node}, "status": status})
 

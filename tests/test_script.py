@@ -208,10 +208,11 @@ def test_a_script_needs_an_image_in_a_cluster(capsys: pytest.CaptureFixture[str]
 def test_the_shell_completes_jobs_actions_and_datasets(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from outlast.cli import which
+    from outlast.cli import commands, which
     from outlast.data import registry
 
     monkeypatch.setattr(which, "names", lambda incomplete: ["train"])
+    monkeypatch.setattr(commands, "command", commands.command.__wrapped__)  # built anew, with these names
     found = {}
     for words in ("chaos t", "data get ", "scale "):
         monkeypatch.setenv("_OUTLAST_COMPLETE", "complete_bash")

@@ -409,6 +409,12 @@ def test_another_kind_of_document_is_refused() -> None:
         (1, "apiVersion (v1) must be outlast.dev/v1alpha1"),
         (2, "kind (Pod) must be ElasticJob"),
     ]
+    assert problems(a_job().replace("outlast.dev/v1alpha1", "elastic.pytorch.org/v1alpha1") + "  replicaSpecs: {}\n") == [
+        (
+            1,
+            "apiVersion (elastic.pytorch.org/...) must be outlast.dev/v1alpha1; outlast init SCRIPT writes a job file",
+        )
+    ]
 
 
 # Unknown fields

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import apiserver
 from outlast import kube, runs, store
 from outlast.agent import run_ownership
+from outlast.checkpoints import register, rules
 from outlast.cluster import backend, workloads
 from outlast.errors import Superseded
 from outlast.runs import output as stored
@@ -176,6 +178,42 @@ def test_a_job_that_has_failed_goes_on_when_the_same_file_is_submitted(api: apis
     assert "is not run again; --fresh does" in outlast("submit", "job.yaml", "--as", "indexed-job")[1]
     outlast("submit", "job.yaml", "--as", "indexed-job", "--set", "env={A: b}")
     assert taken(the(api, "jobs.batch")[-1]) != run
+
+
+@pytest.mark.parametrize("topology", ["indexed-job", "elasticjob"])
+def test_a_job_that_has_succeeded_goes_on_when_it_asks_for_more_steps(
+    api: apiserver.ApiServer, outlast: Outlast, monkeypatch: pytest.MonkeyPatch, topology: str
+) -> None:
+    api.unserved = ()
+    place = store.open_(f"memory://{uuid.uuid4().hex}/train")
+    monkeypatch.setattr(stored.store, "open_", lambda url: place)
+    submit = functools.partial(outlast, "submit", "job.yaml", "--as", topology, "--set")
+
+    def newest() -> kube.Document:
+        return the(api, kube.ELASTIC_JOB.resource if topology == "elasticjob" else "jobs.batch")[-1]
+
+    def ended(word: str) -> str:
+        """The run that its workers take up; it ends with success, at step 60."""
+        run = str(run_ownership.take(place, run_ownership.record("train", word, word)))
+        book = register.open_(place, run)
+        book.acquire(1)
+        book.add(rules.Place(60, 1, "parts"), 1)
+        runs.end(place, run, "Succeeded", "", 0)
+        newest()["status"] = {"state": "Succeeded", "conditions": [{"type": "Complete", "status": "True"}]}
+        return run
+
+    submit("args=[--steps=60]")
+    run = ended("a")
+    code, out, err = submit("args=[--steps=90]", "--set", "workers={replicas: 1, min: 1, max: 2}")
+    said = "train has succeeded; as it asks for more now, its run goes on from step 60; --fresh starts anew"
+    assert (code, out.splitlines()[0]) == (0, said), err
+    assert ended("b") == run
+    assert said not in submit("args=[--steps=30]")[1]
+    assert ended("c") != run, "fewer steps are another training"
+    assert said not in submit("args=[--steps=40]", "--fresh")[1]
+    ended("d")
+    code, out, _ = submit("args=[--steps=50]", "--set", "output=/out")
+    assert out.splitlines()[0].startswith("train has succeeded, and begins anew: only a run whose output is in a store")
 
 
 def test_a_job_that_has_failed_and_was_removed_goes_on_with_its_run(api: apiserver.ApiServer, outlast: Outlast) -> None:

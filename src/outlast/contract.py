@@ -200,8 +200,11 @@ S3_SECRET = f"kubectl create secret generic s3 {_S3_KEYS}, and secrets: [{{name:
 class Pod:
     """Paths and ports in a worker's pod."""
 
-    CONTAINER = "worker"
+    TRAINER = "trainer"
     """The container that runs the agent."""
+    CONTAINER = "worker"
+    """The container of other pods: datasets, Spark, checks. It also runs the agent in pods of earlier versions."""
+    AGENT = (TRAINER, CONTAINER)
     USER = 1000
     """User and group of its processes."""
     CODE = "/workspace"

@@ -75,7 +75,7 @@ class Agent:
         self.clock = clock or Awake()
         self.exit: lifecycle.Exit | None = None
         self.coordination = coordination.Coordination(job, environ, lost=self._superseded, broken=self._coordination_broke)
-        self.reporter = reporter.Reporter(self.state, log, self.hang_limit_s)
+        self.reporter = reporter.Reporter(self.state, log, self.hang_limit_s, pod=contract.Env.ADDRESS in environ)
         self._looked_at = self.clock()
         self._kill_at = float("inf")
         """Time at which training that was asked to leave is killed."""

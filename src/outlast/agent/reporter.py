@@ -30,14 +30,14 @@ STANDSTILL_S = 30.0
 class Reporter:
     """Reports on one worker. `state` is its directory, `limit_s` the job's hang limit."""
 
-    def __init__(self, state: Path, log: Output, limit_s: float) -> None:
+    def __init__(self, state: Path, log: Output, limit_s: float, *, pod: bool = False) -> None:
         self.health = probes.Health()
         self.probes = ""
         """Address of the probes."""
         self.displaced = False
         """Whether another machine has taken the run."""
         self._state, self._log, self._limit_s = state, log, limit_s
-        self._logged = LoggedStep()
+        self._logged = LoggedStep(pod=pod)
         self._written: dict[str, Any] = {}
         self._touched = 0.0
 
@@ -108,9 +108,15 @@ class Reporter:
 
 
 class LoggedStep:
-    """The step that a plain script prints to its log, if rank 0 runs here and reports none itself."""
+    """The step that a plain script prints to its log, if rank 0 runs here and reports none itself. In a pod it also says when the
+    script begins again, as the launcher does on this machine."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, pod: bool = False) -> None:
+        self._pod = pod
+        self._begin: saves.Logged | None = None
+        """The first step of the run."""
+        self._reached: saves.Logged | None = None
+        """The last step that the process before printed."""
         self.found: saves.Logged | None = None
         self._first: saves.Logged | None = None
         """The first step that the process printed."""
@@ -127,11 +133,18 @@ class LoggedStep:
             return
         first = process.progress
         if self._of != (first.generation, first.pid):  # the log so far is another process's
+            self._reached = self.found or self._reached
             self._of, self._written, log.recent = (first.generation, first.pid), log.written, b""
             self.found, self._first, self._alone = None, None, 0
         elif first.phase == "started" and not first.step and log.written != self._written:
             self._written, text = log.written, log.recent.decode(errors="replace")
             self.found, self._first = saves.last_step(text, self.found), self._first or saves.first_step(text)
+            if (first.generation, first.attempt) == (1, 0):
+                self._begin = self._first
+            elif self._pod and self._first and self._reached:
+                if said := saves.begun_anew(None, self._reached, self._first, self._begin):
+                    print(f"outlast | {said}", flush=True)
+                self._reached = None
         step = first.step or (self.found.step if self.found else 0)
         self._alone = self._alone + 1 if process.alone > 1 and step and first.phase == "started" else 0
         self.warning = saves.alone(process.alone) if self._alone >= ALONE_LOOKS else ""

@@ -21,7 +21,7 @@ def main(args: Sequence[str] | None = None, *, backend: Any = None) -> NoReturn:
         print(f"Error: {instead}", file=sys.stderr)
         sys.exit(2)
     try:
-        commands.app(args=args, obj=backend, prog_name="outlast")
+        commands.command()(args=args, obj=backend, prog_name="outlast")
     except OutlastError as error:
         print(error if isinstance(error, InvalidJob) else f"Error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

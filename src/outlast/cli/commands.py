@@ -7,9 +7,11 @@ for `outlast run` that of the job.
 
 from __future__ import annotations
 
-from typing import Annotated
+import functools
+from typing import Annotated, Any
 
 import typer
+import typer.main
 
 from outlast import __version__
 from outlast.cli import (
@@ -121,3 +123,9 @@ app.command()(operator.operator)
 app.command("node-watch")(nodewatch.node_watch)
 app.command()(version)
 app.command(hidden=True)(evaluation)
+
+
+@functools.cache
+def command() -> Any:
+    """The whole command line; to build it takes longer than most commands do."""
+    return typer.main.get_command(app)

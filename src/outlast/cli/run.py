@@ -82,11 +82,10 @@ def run(
     for sentence in (*misplaced, *unused.anywhere(wanted), *unused.here(wanted)):
         terminal.say(f"{name}: {sentence}")
 
+    began = time.time()
     with _explained(wanted):
-        run = place.submit(
-            wanted, source=Path(file), chaos=chaos, fresh=fresh, take_over=take_over, command=command, say=terminal.say
-        )
-    going_on = before is not None and before.run == run
+        place.submit(wanted, source=Path(file), chaos=chaos, fresh=fresh, take_over=take_over, command=command, say=terminal.say)
+    going_on = place.status(name).submitted < began  # here, or on another machine: its old lines come with its output
     for notice in place.notices:
         terminal.say(notice)
     if detach:

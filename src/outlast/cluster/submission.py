@@ -13,7 +13,7 @@ from outlast.backoff import RANDOM
 from outlast.cluster import job_status
 from outlast.cluster.workloads import BESIDE, KINDS, NAMED, Workloads, has_claim, job_name, workload_in
 from outlast.contract import Label
-from outlast.errors import Absent, AlreadyRunning, Conflict, Forbidden, NotServed, OutlastError, Taken
+from outlast.errors import Absent, AlreadyRunning, Conflict, Forbidden, NotServed, OutlastError, StoreError, Taken
 from outlast.kube import ownership
 from outlast.manifests import objects
 from outlast.status import State
@@ -71,6 +71,8 @@ class Submission:
         wanted = workload_in(documents)
         if run := (of_file["metadata"].get("labels") or {}).get(Label.RUN):
             wanted["metadata"].setdefault("annotations", {})[FILE] = run
+        if not fresh:
+            yield from self._continued(job)
         yield from self.make_room(job.metadata.name, documents, fresh=fresh)
         if take_over:
             yield _released(url)
@@ -96,6 +98,33 @@ class Submission:
             elif kind in KINDS:
                 for each in beside:
                     self.workloads.adopt(each, new)
+
+    def _continued(self, job: Job) -> Iterator[str]:
+        """Reopen the run of a job that has succeeded if it now asks for more steps or epochs, so that workers go on with it."""
+        from outlast import runs, store
+        from outlast.checkpoints import register
+        from outlast.manifests import volumes as places
+        from outlast.spec import changes
+
+        name, url = job.metadata.name, places.store(job)
+        there = next(iter(self.workloads.of(name)), None)
+        old = self.workloads.job(there) if there and self._ended(there) is State.SUCCEEDED else None
+        if old is None or not changes.longer(old, wanted := places.document(job), 0):
+            return
+        if not url:
+            yield f"{name} has succeeded, and begins anew: only a run whose output is in a store goes on when more is asked for"
+            return
+        try:
+            place = store.open_(url)
+            run = runs.read(place)
+            newest = register.read(place, run.run) if run and run.succeeded else None
+        except StoreError as problem:
+            raise OutlastError(
+                f"{name} has succeeded and is asked for more, but {url} cannot be read: {problem}; --fresh starts anew"
+            ) from problem
+        if run and newest and changes.longer(old, wanted, newest.step):
+            runs.end(place, run.run, State.CANCELLED, "more steps or epochs are asked for", None, by=run.owner)
+            yield f"{name} has succeeded; as it asks for more now, its run goes on from step {newest.step}; --fresh starts anew"
 
     def _to_take(self, job: Job, fresh: bool) -> str:
         """The store with the run to take over. Raises AlreadyRunning when this namespace has the job already."""

@@ -64,12 +64,8 @@ def causes(snapshot: Snapshot, now: float) -> list[Cause]:
 
 def _well(snapshot: Snapshot) -> Cause:
     if not snapshot.workload and not snapshot.pods:
-        return Cause(
-            "absent",
-            f"there is no job {snapshot.name} in namespace {snapshot.namespace}",
-            (),
-            "`outlast list` shows those there are",
-        )
+        what = f"there is no job {snapshot.name} in namespace {snapshot.namespace}"
+        return Cause("absent", what, (), "`outlast list` shows those there are")
     running = [pod for pod in snapshot.pods if kube_pods.phase(pod) == "Running"]
     if not running:
         return Cause("starting", "no worker has a pod yet, and no event says why", (), "look again in a few seconds", wrong=False)

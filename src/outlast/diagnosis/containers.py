@@ -323,4 +323,4 @@ def _killed_by_probe(snapshot: Snapshot, pod: Document) -> str:
 
 
 def _started(pod: Document) -> bool:
-    return any(status.get("started") for status in kube_pods.statuses(pod) if status.get("name") == contract.Pod.CONTAINER)
+    return any(status.get("started") for status in kube_pods.statuses(pod) if status.get("name") in contract.Pod.AGENT)

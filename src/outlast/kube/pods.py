@@ -18,7 +18,7 @@ from outlast.kube import dropins
 
 Document = Mapping[str, Any]
 
-CONTAINERS = (contract.Pod.CONTAINER, *(each.container for each in dropins.DROP_INS))
+CONTAINERS = (*contract.Pod.AGENT, *(each.container for each in dropins.DROP_INS))
 """Names of the container with the worker, if a pod has several."""
 _INDICES = (
     Label.WORKER,
@@ -182,7 +182,7 @@ def termination(pod: Document) -> dict[str, Any] | None:
     found = [
         {**over, "container": each.get("name")}
         for each in statuses(pod)
-        if (over := terminated(each)) and (each.get("name") == contract.Pod.CONTAINER or over.get("exitCode"))
+        if (over := terminated(each)) and (each.get("name") in contract.Pod.AGENT or over.get("exitCode"))
     ]
     return next((each for each in found if each.get("exitCode")), found[-1] if found else None)
 

@@ -22,6 +22,7 @@ from outlast.errors import OutlastError
 from outlast.local import code_copy, output_dir, resumption, stored
 from outlast.local.state_dir import Request, Run, StateDir
 from outlast.prepare import prepare, python_env
+from outlast.spec import changes
 from outlast.status import JobStatus, State
 from outlast.store import Store
 
@@ -140,7 +141,7 @@ def _earlier(state_dir: StateDir, job: spec.Job, wanted: Submission, last: JobSt
 def _longer(state_dir: StateDir, job: spec.Job, run: Run, last: JobStatus) -> bool:
     """Whether the job asks a run that has succeeded here for more steps or epochs, and there is a checkpoint to go on from."""
     how = resumption.find(Path(run.output), run.run, None, last)
-    return bool(how.step or how.saved) and resumption.longer(spec.load(state_dir.job), job, how.step)
+    return bool(how.step or how.saved) and changes.longer(spec.load(state_dir.job), job, how.step)
 
 
 def _clear(state_dir: StateDir, job: spec.Job, wanted: Submission, output: Path, run: str) -> list[str]:

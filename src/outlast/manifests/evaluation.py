@@ -32,7 +32,7 @@ def document(job: str, template: Document, args: Sequence[str], *, unique: str) 
         del pod["spec"]["schedulerName"]  # it would wait for the rest of the gang
     pod["spec"]["restartPolicy"] = "Never"
     for container in pod["spec"]["containers"]:
-        if container["name"] == Pod.CONTAINER:
+        if container["name"] in Pod.AGENT:
             container["command"] = ["outlast", "evaluation", "--", *args]
             gone = (Env.WORKER, Env.RENDEZVOUS, Env.RENDEZVOUS_KEY, Env.STAY)
             container["env"] = [each for each in container["env"] if each["name"] not in gone] + [

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from outlast.contract import Pod
+
 KEYS = {
     "containers": "name",
     "initContainers": "name",
@@ -62,6 +64,8 @@ def _items(base: list[Any], patch: list[Any], name: str, at: str) -> list[Any]:
     found = {item[key]: item for item in base}
     for index, item in enumerate(patch):
         here = f"{at}[{index}]"
+        if name == "containers" and item.get(key) in Pod.AGENT:  # one container, under the name that it has in this pod
+            item = {**item, key: next((each for each in Pod.AGENT if each in found), item[key])}
         if _way(item, here) == "delete":
             found.pop(item.get(key), None)
         else:

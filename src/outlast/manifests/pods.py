@@ -95,7 +95,7 @@ def failure_policy() -> Document:
     """
 
     def on_exit(action: str, *codes: int) -> Document:
-        return {"action": action, "onExitCodes": {"containerName": Pod.CONTAINER, "operator": "In", "values": list(codes)}}
+        return {"action": action, "onExitCodes": {"containerName": Pod.TRAINER, "operator": "In", "values": list(codes)}}
 
     return {
         "rules": [
@@ -127,7 +127,7 @@ def _container(request: Request, worker: Worker, mounts: list[Document]) -> Docu
     secrets = variables.from_secrets(request.spec)
     env = variables.container(request, index=worker.index, rendezvous=worker.rendezvous, stay=worker.stay)
     return {
-        "name": Pod.CONTAINER,
+        "name": Pod.TRAINER,
         "image": request.spec.image,
         "command": ["outlast", "agent"],
         "workingDir": Pod.CODE,

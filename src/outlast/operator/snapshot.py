@@ -99,7 +99,7 @@ class Pod:
         if self.document["spec"].get("restartPolicy") != "Never":
             return False
         worker = podwords.container_status(self.document)
-        ended = worker.get("name") == contract.Pod.CONTAINER and "terminated" in (worker.get("state") or {})
+        ended = worker.get("name") in contract.Pod.AGENT and "terminated" in (worker.get("state") or {})
         return ended and not podwords.over(self.document)
 
     @property

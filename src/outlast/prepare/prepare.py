@@ -213,6 +213,8 @@ class Preparation:
             self._environ[Env.MODELS] = str(_linked(shelf, dict(zip(names, models, strict=True))))
             for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
                 self._environ.setdefault(name, "1")
+        if token := self._environ.get("HUGGINGFACE_HUB_TOKEN"):
+            self._environ.setdefault("HF_TOKEN", token)  # the only one of the two that Hugging Face's libraries read
         own = substitution.values(fields.env, self._environ)
         self._environ.update({name: value for name, value in own.items() if value != known[name]})
 

@@ -403,7 +403,6 @@ def ignored(s: Settings, run: Session) -> list[str]:
         found.append(f"backend {s.backend} is ignored: it is {backend} on {run.device.type}")
     if s.init_from == "resume":
         found.append("init_from resume is ignored: a run goes on from its newest checkpoint, and begins where there is none")
-    found += results.elsewhere(s.output_dir, run.output)
     best = checkpoints.Retention.parse(os.environ).best
     if s.num_checkpoints not in (None, best):
         found.append(f"num_checkpoints {s.num_checkpoints} is ignored: the job's checkpoint.best is {best}")

@@ -349,7 +349,6 @@ def ignored(s: Settings, run: Session) -> list[str]:
         found.append(
             f"checkpoint_file {s.checkpoint_file} is ignored: checkpoints are in {where}, each with the whole state of a run"
         )
-    found += results.elsewhere(s.output_dir, run.output)
     kept = checkpoints.Retention.parse(os.environ)
     if s.num_checkpoints not in (None, kept.best):
         found.append(f"num_checkpoints {s.num_checkpoints} is ignored: the job's checkpoint.best is {kept.best}")

@@ -449,7 +449,6 @@ def ignored(s: Settings, run: Session) -> list[str]:
     local = os.environ.get("LOCAL_WORLD_SIZE", "1")
     if processes and processes != local:
         found.append(f"NPROC_PER_NODE {processes} is ignored: this machine has {local} processes, as torchrun or the job says")
-    found += results.elsewhere(s.output_dir, run.output)
     if s.init_from and s.size != "base":
         found.append(f"size {s.size} is ignored: the sizes are those of {s.init_from}")
     return found

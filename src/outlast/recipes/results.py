@@ -20,19 +20,15 @@ from outlast.errors import NotFound, OutlastError
 def into(directory: str, best: str = "") -> None:
     """Have a recipe without a job write to `directory` if one is named, and keep its best checkpoints: `2 min val_loss`.
 
-    A job says both itself, for its store as well.
+    A job says both itself, for its store as well; then the log says that `directory` is ignored.
     """
+    job = contract.Env.STATE in os.environ
     if directory:
-        os.environ.setdefault(contract.Env.OUTPUT, directory)
-    if best and contract.Env.STATE not in os.environ:
+        output = os.environ.setdefault(contract.Env.OUTPUT, directory)
+        if job and os.environ.get("RANK", "0") == "0" and Path(output).absolute() != Path(directory).absolute():
+            print(f"--output_dir {directory} is ignored: the job writes to {output}", flush=True)
+    if best and not job:
         os.environ.setdefault(contract.Env.CHECKPOINT_BEST, best)
-
-
-def elsewhere(directory: str, output: Path) -> list[str]:
-    """A sentence if a run writes to `output` although it was told to write to `directory`."""
-    if not directory or Path(directory).absolute() == output.absolute():
-        return []
-    return [f"output_dir {directory} is ignored: the job writes to {output}"]
 
 
 def sha256(model: nn.Module | Mapping[str, torch.Tensor]) -> str:

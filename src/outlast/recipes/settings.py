@@ -28,6 +28,7 @@ import dataclasses
 import difflib
 import itertools
 import os
+import signal
 import sys
 import types
 import typing
@@ -97,6 +98,8 @@ def run(main: Callable[[], None]) -> None:
 
     Under `outlast run`, `launch.rank` does that, and keeps the sentence for `outlast status`.
     """
+    if contract.EVALUATE in sys.argv:  # `outlast evaluate NAME | head` ends it in silence, as other programs
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         main()
     except OutlastError as error:

@@ -15,6 +15,9 @@ from outlast.report.reading import in_order, microseconds, survey, usable
 from outlast.report.steps import Bucket, Step
 from outlast.report.timeline import Snapshots, Timeline
 
+COUNTED = ("steps_kept", "worlds", "failures", "restarts", "interruptions", "hangs", "saves", "saves_failed")
+"""What is counted, by name."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
@@ -105,18 +108,11 @@ def buckets(events: Iterable[Event], now: float | None) -> Goodput:
         microseconds=us,
         segments=tuple(Segment(begin / 1e6, end / 1e6, bucket) for begin, end, bucket in stretches),
         incidents=tuple(timeline.incidents),
-        steps_kept=timeline.steps_kept,
         steps_replayed=timeline.steps_executed - timeline.steps_kept,
         step_mean_s=mean / 1e6 if mean is not None else None,
         step_median_s=median / 1e6 if median is not None else None,
-        worlds=timeline.worlds,
-        failures=timeline.failures,
-        restarts=timeline.restarts,
-        interruptions=timeline.interruptions,
-        hangs=timeline.hangs,
-        saves=timeline.saves,
-        saves_failed=timeline.saves_failed,
         snapshots=timeline.snapshots,
+        **{name: getattr(timeline, name) for name in COUNTED},
     )
 
 

@@ -10,7 +10,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from outlast import units
-from outlast.report.goodput import Goodput
+from outlast.report.goodput import COUNTED, Goodput
 from outlast.report.incidents import FAILURES, PLANNED, Incident, Total, total
 from outlast.report.steps import Bucket
 
@@ -61,10 +61,7 @@ def rich(goodput: Goodput, title: str = "", width: int = 100) -> Text:
 
 def as_json(goodput: Goodput) -> dict[str, Any]:
     """The account as plain values for JSON; times are seconds, instants seconds since the epoch."""
-    fields = (
-        *("start", "end", "state", "wall_s", "goodput", "steps_kept", "steps_replayed", "step_mean_s", "step_median_s", "worlds"),
-        *("failures", "restarts", "interruptions", "hangs", "saves", "saves_failed"),
-    )
+    fields = ("start", "end", "state", "wall_s", "goodput", "steps_replayed", "step_mean_s", "step_median_s", *COUNTED)
     return {
         **{field: getattr(goodput, field) for field in fields},
         "seconds": {bucket.value: seconds for bucket, seconds in goodput.seconds.items()},
@@ -89,16 +86,8 @@ def _lost(incident: Incident) -> dict[str, Any] | None:
 
 
 def _lines(goodput: Goodput, title: str, width: int) -> list[_Line]:
-    return [
-        _headline(goodput, title),
-        [],
-        *_buckets(goodput),
-        [],
-        *_strip(goodput, width),
-        [],
-        *_counts(goodput),
-        *_incidents(goodput, width),
-    ]
+    middle = [*_buckets(goodput), [], *_strip(goodput, width), [], *_counts(goodput)]
+    return [_headline(goodput, title), [], *middle, *_incidents(goodput, width)]
 
 
 def _headline(goodput: Goodput, title: str) -> _Line:
@@ -172,12 +161,7 @@ def _counts(goodput: Goodput) -> list[_Line]:
     saves = f"{goodput.saves:,} committed"
     if goodput.saves_failed:
         saves += f", {goodput.saves_failed:,} failed"
-    happened = [
-        _many(goodput.failures, "failure"),
-        _many(goodput.hangs, "hang"),
-        _many(goodput.interruptions, "interruption"),
-        _many(goodput.restarts, "restart"),
-    ]
+    happened = [_many(getattr(goodput, f"{noun}s"), noun) for noun in ("failure", "hang", "interruption", "restart")]
     worlds = f"{goodput.worlds:,}" + (f" ({', '.join(filter(None, happened))})" if any(happened) else "")
     counts = {"steps": steps, "saves": saves, "worlds": worlds, "snapshots": _snapshots(goodput), "lost": _total(goodput)}
     if not goodput.steps_kept + goodput.steps_replayed + goodput.saves + goodput.saves_failed:

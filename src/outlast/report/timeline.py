@@ -444,12 +444,8 @@ class Timeline:
             self._begun = self._announced
             self.restarts += 1
             self._starts()
-        elif self._phase in (
-            Bucket.TRAINING,
-            Bucket.CHECKPOINT,
-            Bucket.RESTORE,
-        ):  # plain torchrun restarts in the same generation
-            self._drop(Bucket.RENDEZVOUS, t)
+        elif self._phase in (Bucket.TRAINING, Bucket.CHECKPOINT, Bucket.RESTORE):
+            self._drop(Bucket.RENDEZVOUS, t)  # plain torchrun restarts in the same generation
             self._phase = Bucket.STARTUP
             self._life += 1
         if self._phase is Bucket.STARTUP:

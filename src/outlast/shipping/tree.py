@@ -10,6 +10,7 @@ disk. Directories with nothing in them are not in it, as with git.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import os
@@ -136,11 +137,18 @@ def listed(
 
 
 def not_code(fields: spec.Spec, root: Path, but: Collection[Path] = ()) -> list[Path]:
-    """Paths in a directory of code that are not code: `but`, and the job's data, models and output.
+    """Paths in a directory of code that are not code: `but`, the job's data, models and output, and the log of this command.
 
     The script is code even if `but` names it, in place of a job file."""
     but = [place for place in but if place.absolute() != root / (fields.script or "")]
-    return [*but, *(place for place in _named(fields) if place != root and place not in root.parents)]
+    return [*but, *_redirected(), *(place for place in _named(fields) if place != root and place not in root.parents)]
+
+
+def _redirected() -> Iterator[Path]:
+    """The files that get what this command prints: `outlast run train.py > run.log`."""
+    for number in (1, 2):
+        with contextlib.suppress(OSError):
+            yield Path(f"/proc/self/fd/{number}").resolve(strict=True)
 
 
 def check_script(fields: spec.Spec, root: Path, names: Collection[str]) -> None:

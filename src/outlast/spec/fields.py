@@ -140,12 +140,17 @@ def _code(value: str) -> str:
     return value
 
 
+SHELL = "is a shell script; name the Python file that it starts, and what else it does with environment, data, output and env"
+
+
 def _inside(value: str) -> str:
     path = PurePosixPath(value)
     if path.is_absolute():
         raise ValueError(f"is an absolute path; write it relative to code, e.g. {path.name or 'train.py'}")
     if not path.name or ".." in path.parts:
         raise ValueError("must be a file in code, e.g. train.py")
+    if path.suffix == ".sh":
+        raise ValueError(SHELL)
     return value
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from outlast.errors import InvalidJob, NotFound, OutlastError
-from outlast.spec import document, validation
+from outlast.spec import document, fields, validation
 from outlast.spec.document import Place
 from outlast.spec.locations import ARCHIVES, archive, local, pinned
 from outlast.spec.model import Job, Spec
@@ -89,6 +89,8 @@ def _text(path: Path) -> str:
     if path.suffix == ".py":
         ways = f"`outlast run {path}` trains with it, `outlast init {path}` writes its job file"
         raise OutlastError(f"{path} is a Python script, not a job file; {ways}")
+    if path.suffix == ".sh":
+        raise OutlastError(f"{path} {fields.SHELL}")
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
 
-from outlast import logins
+from outlast import contract, logins
 from outlast.errors import InvalidJob
 from outlast.spec.document import Document, Place
 
@@ -71,6 +71,10 @@ def validated(model: type[Model], document: Document, *, source: str) -> Model:
     problems: list[tuple[int | None, str]] = list(document.problems)
     data = document.data
     if isinstance(data, dict):
+        group, slash, _ = str(data.get("apiVersion")).partition("/")
+        if slash and group != contract.GROUP:  # the fields of another program's document are no mistakes in one of ours
+            said = f"apiVersion ({group}/...) must be {contract.API_VERSION}; outlast init SCRIPT writes a job file"
+            raise InvalidJob([(document.line(("apiVersion",)), said)], source=source)
         data = _Names(model, document, problems).known(model, data, ())
     try:
         valid = model.model_validate(data)
