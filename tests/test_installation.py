@@ -74,7 +74,6 @@ def test_a_new_cluster_is_given_everything_in_an_order_that_can_be_made() -> Non
 
 WATCHER = [
     "Namespace outlast-node-watch",
-    "ResourceQuota outlast-node-watch in outlast-node-watch",
     "ServiceAccount outlast-node-watch in outlast-node-watch",
     "ClusterRole outlast-node-watch",
     "ClusterRoleBinding outlast-node-watch",
@@ -85,11 +84,11 @@ WATCHER = [
 def test_the_node_watcher_comes_and_goes_with_the_rest() -> None:
     cluster = established(FakeCluster())
     bring(cluster)
-    fresh = [each for each in bring(cluster, watch=True, queue="https://q/1/n") if not each.startswith("unchanged")]
+    fresh = [each for each in bring(cluster, watch=True) if not each.startswith("unchanged")]
     assert fresh == [f"created    {each}" for each in WATCHER]
     daemons = cluster.get(kinds.DAEMON_SET, "outlast-node-watch", namespace="outlast-node-watch")
     (container,) = daemons["spec"]["template"]["spec"]["containers"]
-    assert container["command"] == ["outlast", "node-watch", "--queue=https://q/1/n"]
+    assert container["command"] == ["outlast", "node-watch"]
     gone = remove(cluster)
     assert [each for each in WATCHER if f"deleted    {each}" in gone] == WATCHER
     assert [each for each in remove(cluster) if "node-watch" in each] == []

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-GONE: dict[str, str] = {}
+_OTHER_CLOUDS = "GKE and AKS taint their nodes themselves, and the operator acts on that (docs/guide/spot.md)"
+GONE: dict[str, str] = {
+    "install --node-watch-queue": "an EventBridge rule of the account sends notices to the queue (docs/guide/spot.md)",
+    "node-watch --ahead": "maintenance is acted on 15 minutes before it begins; leave the option out",
+    "node-watch --cloud": f"it watches machines of AWS; {_OTHER_CLOUDS}",
+    "node-watch --dry-run": "it says what it does in its log; leave the option out",
+    "node-watch --log": "its log is text; leave the option out",
+    "node-watch --notice-url": "name another address of the metadata service with --metadata",
+    "node-watch --queue": "an EventBridge rule of the account sends notices to the queue (docs/guide/spot.md)",
+}
 """A command (`"cluster create"`), or a command with an option (`"install --etcd"`), and one sentence for its users."""
 
 

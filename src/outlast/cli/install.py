@@ -50,11 +50,8 @@ def install(
         typer.Option(metavar="NAMESPACE", help="A namespace whose jobs may use that etcd; once for each. It stays so."),
     ] = None,
     node_watch: Annotated[
-        bool, typer.Option("--node-watch", help="Also a watcher on each node, for spot machines and maintenance.")
+        bool, typer.Option("--node-watch", help="Also a watcher on each node of AWS, for spot machines and maintenance.")
     ] = False,
-    node_watch_queue: Annotated[
-        str, typer.Option(metavar="URL", help="An SQS queue that gets a message about each notice.", show_default=False)
-    ] = "",
     namespace: OperatorNamespace = OPERATOR_NAMESPACE,
     image: Annotated[str | None, typer.Option(metavar="IMAGE", help="Another image of the operator.")] = None,
     on_demand: Annotated[
@@ -77,7 +74,7 @@ def install(
     find by themselves. Installing again renews certificates. What etcd knows is about runs that train now: when it is lost they
     go on, and tell the next one.
 
-    With --node-watch each node is watched for notices of its cloud: see outlast node-watch --help. It runs in the namespace
+    With --node-watch each node of AWS is watched for notices: see outlast node-watch --help. It runs in the namespace
     outlast-node-watch, with the host's network.
 
     \b
@@ -90,7 +87,6 @@ def install(
       outlast install --etcd --etcd-members 1 --etcd-storage none
     """
     from outlast import kube
-    from outlast.cloud import sqs
     from outlast.cluster import etcd_users, installation
     from outlast.manifests import install
 
@@ -98,10 +94,6 @@ def install(
     wished = install.Etcd(int(etcd_members), etcd_storage)
     if not etcd and (wished != install.Etcd() or etcd_for):
         raise OutlastError("--etcd-members, --etcd-storage and --etcd-for configure etcd; add --etcd, or leave them out")
-    if node_watch_queue and not node_watch:
-        raise OutlastError("--node-watch-queue is for the node watcher; add --node-watch, or leave it out")
-    if node_watch_queue:
-        sqs.Queue.parse(node_watch_queue)
     if wished.storage == "none" and wished.members > 1:
         raise OutlastError(
             f"--etcd-storage none goes with --etcd-members 1 only: of {wished.members}, one that comes back empty is not let in; "
@@ -122,7 +114,6 @@ def install(
             etcd=wished if etcd else None,
             secrets=secrets,
             watch=node_watch,
-            queue=node_watch_queue,
             on_demand=on_demand,
         )
         count: dict[str, int] = {}

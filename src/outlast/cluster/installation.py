@@ -75,12 +75,11 @@ def documents(
     etcd: install.Etcd | None = None,
     secrets: Sequence[Document] = (),
     watch: bool = False,
-    queue: str = "",
     on_demand: bool = False,
 ) -> list[Document]:
     """All documents of an installation, in the order of creation; `secrets` are those of etcd, see `etcd_users.access`, `watch`
-    is for the node watcher, `queue` for its messages; `on_demand`: see `install.files`."""
-    files = install.files(into=namespace, image=image, wanted=etcd or install.Etcd(), queue=queue, on_demand=on_demand)
+    is for the node watcher; `on_demand`: see `install.files`."""
+    files = install.files(into=namespace, image=image, wanted=etcd or install.Etcd(), on_demand=on_demand)
     for each in secrets:
         if each["metadata"]["name"] == install.ETCD_TLS and "annotations" in each["metadata"]:
             (members,) = [document for document in files["etcd/etcd.yaml"] if document["kind"] == kinds.STATEFUL_SET.kind]

@@ -55,9 +55,9 @@ class Etcd:
 
 
 def files(
-    *, into: str = OPERATOR_NAMESPACE, image: str = IMAGE, wanted: Etcd = Etcd(), queue: str = "", on_demand: bool = False
+    *, into: str = OPERATOR_NAMESPACE, image: str = IMAGE, wanted: Etcd = Etcd(), on_demand: bool = False
 ) -> dict[str, list[Document]]:
-    """The objects by file name, as below `deploy/`; `into` is the operator's namespace, `queue` is for the node watcher.
+    """The objects by file name, as below `deploy/`; `into` is the operator's namespace.
     `on_demand`: the operator and etcd run on no spot machine."""
     base = {
         "namespace.yaml": [namespace(into)],
@@ -67,7 +67,7 @@ def files(
     }
     optional = {
         "etcd/etcd.yaml": etcd(into, wanted),
-        "node-watch/node-watch.yaml": nodewatch.documents(LABELS, image, queue=queue),
+        "node-watch/node-watch.yaml": nodewatch.documents(LABELS, image),
     }
     if on_demand:
         for document in (*base["operator.yaml"], *optional["etcd/etcd.yaml"]):
