@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 _OTHER_CLOUDS = "GKE and AKS taint their nodes themselves, and the operator acts on that (docs/guide/spot.md)"
+_ETCD = "kubectl apply -f examples/kubernetes/etcd-server.yaml makes one; a job with an operator needs none"
 GONE: dict[str, str] = {
+    "install --etcd": _ETCD,
+    "install --etcd-for": _ETCD,
+    "install --etcd-members": _ETCD,
+    "install --etcd-storage": _ETCD,
     "install --node-watch-queue": "an EventBridge rule of the account sends notices to the queue (docs/guide/spot.md)",
     "node-watch --ahead": "maintenance is acted on 15 minutes before it begins; leave the option out",
     "node-watch --cloud": f"it watches machines of AWS; {_OTHER_CLOUDS}",

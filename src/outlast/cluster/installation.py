@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outlast import foreign
-from outlast.cluster import etcd_users
 from outlast.contract import OPERATOR, OPERATOR_NAMESPACE, Label
 from outlast.errors import Absent, ClusterError, Forbidden, NotServed, OutlastError
 from outlast.kube import kinds, pods, within, without_server_fields
 from outlast.kube.kinds import Kind, kind_of
-from outlast.manifests import install, nodewatch, rbac, rendezvous
+from outlast.manifests import install, nodewatch, rbac
 from outlast.manifests.request import Document
 
 if TYPE_CHECKING:
@@ -72,21 +71,14 @@ def documents(
     *,
     namespace: str = OPERATOR_NAMESPACE,
     image: str = install.IMAGE,
-    etcd: install.Etcd | None = None,
-    secrets: Sequence[Document] = (),
     watch: bool = False,
     on_demand: bool = False,
 ) -> list[Document]:
-    """All documents of an installation, in the order of creation; `secrets` are those of etcd, see `etcd_users.access`, `watch`
-    is for the node watcher; `on_demand`: see `install.files`."""
-    files = install.files(into=namespace, image=image, wanted=etcd or install.Etcd(), on_demand=on_demand)
-    for each in secrets:
-        if each["metadata"]["name"] == install.ETCD_TLS and "annotations" in each["metadata"]:
-            (members,) = [document for document in files["etcd/etcd.yaml"] if document["kind"] == kinds.STATEFUL_SET.kind]
-            members["metadata"]["annotations"] = each["metadata"]["annotations"]  # who may read no Secret sees there when it ends
-    optional = ["node-watch/node-watch.yaml"] if watch else []
-    names = ["crd.yaml", "rbac.yaml", *(["etcd/etcd.yaml"] if etcd else []), "operator.yaml", *optional]
-    return [*files["namespace.yaml"], *secrets, *(document for name in names for document in files[name])]
+    """All documents of an installation, in the order of creation; `watch` is for the node watcher, `on_demand`: see
+    `install.files`."""
+    files = install.files(into=namespace, image=image, on_demand=on_demand)
+    names = ["namespace.yaml", "crd.yaml", "rbac.yaml", "operator.yaml", *(["node-watch/node-watch.yaml"] if watch else [])]
+    return [document for name in names for document in files[name]]
 
 
 # Installing
@@ -95,15 +87,13 @@ def documents(
 def bring(cluster: Cluster, wanted: Sequence[Document], *, dry_run: bool = False) -> Iterator[Done]:
     """Apply the documents, and yield what changed, one document after the other.
 
-    Raises ClusterError; OutlastError before anything is changed, when the operator is in another namespace, etcd is another, or
+    Raises ClusterError; OutlastError before anything is changed, when the operator is in another namespace, or
     the archived controller of elastic.pytorch.org runs.
     """
     _check_archived(cluster)
     for document in wanted:
         if document["kind"] == kinds.CLUSTER_ROLE_BINDING.kind and (namespace := holder(document)):
             _check_alone(cluster, namespace)
-        if document["kind"] == kinds.STATEFUL_SET.kind:
-            _check_etcd(_there(cluster, document), document)
         if document["kind"] != kinds.NAMESPACE.kind and document["metadata"]["name"] != kinds.LEGACY_JOB.resource:
             foreign.check(_there(cluster, document), instead="have it renamed or removed, or install into another --namespace")
     coming = ""
@@ -181,24 +171,6 @@ def _check_alone(cluster: Cluster, namespace: str) -> None:
         )
 
 
-def _check_etcd(old: Document | None, new: Document) -> None:
-    """Raises OutlastError when an etcd is there that cannot become this one: its members know how many they are, and a
-    StatefulSet's volumes cannot be changed."""
-    if old is None or old["metadata"].get("deletionTimestamp"):
-        return
-    there, meta = install.made(old), old["metadata"]
-    if there == install.made(new):
-        return
-    storage = "" if there.storage is None else f" --etcd-storage {there.storage}"
-    said, same = f"--etcd-members {there.members}{storage}", "say the same, or "
-    if not there.tls:
-        said, same = f"{said} by a version that knew no TLS", ""
-    raise OutlastError(
-        f"etcd of this cluster was installed with {said} and cannot be changed; {same}delete it, with what it knows, "
-        f"and install again: kubectl -n {meta['namespace']} delete statefulset {meta['name']}"
-    )
-
-
 def _there(cluster: Cluster, document: Document) -> Document | None:
     meta = document["metadata"]
     return cluster.find(kind_of(document), meta["name"], namespace=meta.get("namespace"))
@@ -252,10 +224,9 @@ def await_(
 
 
 def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Cause]:
-    """Wait until the operator, etcd or the node watcher runs as it is to; otherwise why it does not."""
+    """Wait until the operator or the node watcher runs as it is to; otherwise why it does not."""
     kind, meta = kind_of(workload), workload["metadata"]
     name, namespace = meta["name"], meta["namespace"]
-    ready = "readyReplicas" if kind == kinds.STATEFUL_SET else "availableReplicas"
 
     def runs(now: Document) -> bool:
         status = now.get("status", {})
@@ -263,7 +234,7 @@ def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Caus
         if kind == kinds.DAEMON_SET:
             names = ("updatedNumberScheduled", "numberAvailable")
             return bool(seen and all(status.get(each, 0) == status.get("desiredNumberScheduled") for each in names))
-        return bool(seen and status.get("updatedReplicas", 0) == status.get(ready, 0) == now["spec"]["replicas"])
+        return bool(seen and status.get("updatedReplicas", 0) == status.get("availableReplicas", 0) == now["spec"]["replicas"])
 
     if await_(cluster, kind, name, runs, timeout_s=timeout_s, namespace=namespace):
         return []
@@ -306,11 +277,7 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
     Raises OutlastError before anything is changed, when the operator is in another namespace.
     """
     _check_alone(cluster, namespace)
-    secrets: list[Document] = []
-    with contextlib.suppress(Forbidden):  # those in the namespace go with it
-        secrets += [_named(kinds.SECRET, rendezvous.LOGIN, each) for each in etcd_users.admitted(cluster)]
-        secrets += [_named(kinds.SECRET, name, namespace) for name in (etcd_users.AUTHORITY, etcd_users.ROOT, install.ETCD_TLS)]
-    made = documents(namespace=namespace, etcd=install.Etcd(), secrets=secrets, watch=True)
+    made = documents(namespace=namespace, watch=True)
     wanted = [each for each in made if each["kind"] != kinds.CRD.kind]
     named = [_named(kinds.CRD, kind.resource) for kind in _JOBS]
     if crds:
@@ -320,7 +287,7 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
     for document in reversed(wanted):
         old = _there(cluster, document)
         if old is None:
-            if not document["metadata"]["name"].startswith((install.ETCD, nodewatch.NAME)):
+            if not document["metadata"]["name"].startswith(nodewatch.NAME):
                 yield Done("absent", document)
         elif document["kind"] == kinds.NAMESPACE.kind:
             yield from _remove_namespace(cluster, old)

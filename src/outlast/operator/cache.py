@@ -394,8 +394,8 @@ def _urgent(kind: Kind, document: Document, body: bytes) -> bytes:
     meta, spec = document["metadata"], document.get("spec") or {}
     if kind == LEASE:
         said = meta.get("annotations") or {}
-        report = [said.get(Annotation.REPORT), said.get(Annotation.DECIDED)]
-        return _encoded([report, spec.get("holderIdentity"), meta.get("labels"), meta.get("deletionTimestamp")])
+        told = [said.get(Annotation.REPORT), spec.get("holderIdentity")]
+        return _encoded([*told, meta.get("labels"), meta.get("deletionTimestamp")])
     if kind == NODE:
         conditions = (document.get("status") or {}).get("conditions") or ()
         ready = [(each["type"], each["status"]) for each in conditions if each["type"] in ("Ready", *leaving.CONDITIONS)]
