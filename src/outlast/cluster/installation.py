@@ -11,7 +11,6 @@ nothing is done while they serve an operator in another namespace.
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING
 from outlast import foreign
 from outlast.contract import OPERATOR, OPERATOR_NAMESPACE, Label
 from outlast.errors import Absent, ClusterError, Forbidden, NotServed, OutlastError
-from outlast.kube import kinds, pods, within, without_server_fields
+from outlast.kube import dropins, kinds, pods, within, without_server_fields
 from outlast.kube.kinds import Kind, kind_of
 from outlast.manifests import install, nodewatch, rbac
 from outlast.manifests.request import Document
@@ -33,9 +32,6 @@ _ESTABLISHED_S = 60.0
 _GONE_S = 120.0
 """Timeout of a deletion: pods have 15 s to end, and the namespace controller works in rounds."""
 _POLL_S = 0.5
-ARCHIVED_CONTROLLER, _ARCHIVED_NAMESPACE = "elastic-job-k8s-controller", "elastic-job"
-"""The names in the kustomization of https://github.com/pytorch/elastic/tree/master/kubernetes."""
-_ARCHIVED_IMAGE = re.compile(r"(^|/)torchelastic/(kubernetes|elasticjob-controller)\b")
 _LIVED_IN = (
     kinds.DEPLOYMENT,
     kinds.STATEFUL_SET,
@@ -88,13 +84,14 @@ def bring(cluster: Cluster, wanted: Sequence[Document], *, dry_run: bool = False
     """Apply the documents, and yield what changed, one document after the other.
 
     Raises ClusterError; OutlastError before anything is changed, when the operator is in another namespace, or
-    the archived controller of elastic.pytorch.org runs.
+    another controller runs that makes the same pods.
     """
-    _check_archived(cluster)
+    _check_rivals(cluster)
+    shared = [kind.resource for kind in dropins.KINDS]  # another controller may have brought the definition
     for document in wanted:
         if document["kind"] == kinds.CLUSTER_ROLE_BINDING.kind and (namespace := holder(document)):
             _check_alone(cluster, namespace)
-        if document["kind"] != kinds.NAMESPACE.kind and document["metadata"]["name"] != kinds.LEGACY_JOB.resource:
+        if document["kind"] != kinds.NAMESPACE.kind and document["metadata"]["name"] not in shared:
             foreign.check(_there(cluster, document), instead="have it renamed or removed, or install into another --namespace")
     coming = ""
     """The namespace that a dry run would create: the server cannot try to create anything in it."""
@@ -121,36 +118,31 @@ def bring(cluster: Cluster, wanted: Sequence[Document], *, dry_run: bool = False
             _wait_established(cluster, document["metadata"]["name"])
 
 
-def archived_controllers(cluster: Cluster) -> list[str]:
-    """Running Deployments of the archived controller of elastic.pytorch.org, as `namespace/name`; as far as one may look."""
+def rivals(cluster: Cluster) -> list[str]:
+    """Running Deployments of controllers that the operator replaces, as `namespace/name`; as far as one may look."""
     try:
         found = cluster.list_(kinds.DEPLOYMENT, everywhere=True)
     except Forbidden:
-        try:
-            found = [cluster.get(kinds.DEPLOYMENT, ARCHIVED_CONTROLLER, namespace=_ARCHIVED_NAMESPACE)]
-        except (Absent, Forbidden):
-            return []
-    return [f"{each['metadata']['namespace']}/{each['metadata']['name']}" for each in found if _is_archived_controller(each)]
+        found = []
+        for namespace, name in (each.rival.split("/") for each in dropins.DROP_INS):
+            with contextlib.suppress(Absent, Forbidden):
+                found.append(cluster.get(kinds.DEPLOYMENT, name, namespace=namespace))
+    running = [each for each in found if each["spec"].get("replicas", 1)]
+    theirs = [each["metadata"] for each in running if any(one.functions.rival(each) for one in dropins.DROP_INS)]
+    return [f"{meta['namespace']}/{meta['name']}" for meta in theirs]
 
 
-def _is_archived_controller(deployment: Document) -> bool:
-    if deployment["spec"].get("replicas", 1) == 0:
-        return False
-    images = [each.get("image") or "" for each in deployment["spec"]["template"]["spec"]["containers"]]
-    return deployment["metadata"]["name"] == ARCHIVED_CONTROLLER or any(_ARCHIVED_IMAGE.search(image) for image in images)
-
-
-def _check_archived(cluster: Cluster) -> None:
-    """Raises OutlastError while the archived controller runs: it and the operator would both make the pods of its jobs."""
-    if there := archived_controllers(cluster):
+def _check_rivals(cluster: Cluster) -> None:
+    """Raises OutlastError while a controller runs that would make the same pods as the operator."""
+    if there := rivals(cluster):
         raise OutlastError(
-            f"{', '.join(there)} runs here and makes the pods of ElasticJobs of {kinds.LEGACY_JOB.group}, as the operator would; "
-            f"stop it first: {stop_archived(there)}. Its definition and its jobs stay, and train on"
+            f"{', '.join(there)} runs here and makes the pods of ElasticJobs of another API, as the operator would; "
+            f"stop it first: {stop(there)}. Its definition and its jobs stay, and train on"
         )
 
 
-def stop_archived(controllers: Sequence[str]) -> str:
-    """The commands that stop the archived controller."""
+def stop(controllers: Sequence[str]) -> str:
+    """The commands that stop these controllers."""
     names = [controller.split("/") for controller in controllers]
     return " && ".join(f"kubectl -n {namespace} scale deployment {name} --replicas=0" for namespace, name in names)
 
@@ -262,7 +254,7 @@ def jobs(cluster: Cluster) -> list[str]:
     return [f"{each['metadata']['namespace']}/{each['metadata']['name']}" for each in found]
 
 
-_JOBS = (kinds.ELASTIC_JOB, kinds.LEGACY_JOB)
+_JOBS = (kinds.ELASTIC_JOB, *dropins.KINDS)
 
 
 def _named(kind: Kind, name: str, namespace: str = "") -> Document:

@@ -80,8 +80,8 @@ def checks(cluster: Cluster) -> Iterator[Check]:
     yield rights(_absent(cluster, RIGHTS))
     yield definition(served, _absent(cluster, ELASTIC) if served else [])
     yield operator(_operator(cluster), served=served)
-    if there := installation.archived_controllers(cluster):
-        yield archived(there)
+    if there := installation.rivals(cluster):
+        yield rivals(there)
     nodes = listed(cluster, kinds.NODE)
     yield machines(nodes)
     yield devices(nodes)
@@ -222,10 +222,9 @@ def operator(found: Document | str | None, *, served: bool) -> Check:
     return failed("operator", f"none of {replicas} runs in namespace {where}, {image}", remedy)
 
 
-def archived(controllers: Sequence[str]) -> Check:
-    """The archived controller of elastic.pytorch.org runs: it would make the same pods as the operator."""
-    said = f"the archived controller of {kinds.LEGACY_JOB.group} runs too ({joined(controllers)}) and makes the same pods"
-    return failed("controller", said, installation.stop_archived(controllers))
+def rivals(controllers: Sequence[str]) -> Check:
+    """A controller that the operator replaces runs too."""
+    return failed("controller", f"{joined(controllers)} runs too and makes the same pods", installation.stop(controllers))
 
 
 def machines(nodes: list[Document] | None) -> Check:

@@ -25,9 +25,9 @@ _INDICES = (
     "batch.kubernetes.io/job-completion-index",
     "apps.kubernetes.io/pod-index",
     "volcano.sh/task-index",
-    "replica-index",
+    *(each.index for each in dropins.DROP_INS),
 )
-"""Labels or annotations that carry a worker's index, most telling first; the last is of `elastic.pytorch.org`."""
+"""Labels or annotations that carry a worker's index, most telling first."""
 _DISRUPTIONS = {
     "PreemptionByScheduler": "was preempted by a pod of higher priority",
     "DeletionByTaintManager": "was removed because its node is tainted",

@@ -13,7 +13,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from outlast.kube.kinds import ELASTIC_JOB, LEASE, LEGACY_JOB, POD, Kind
+from outlast.kube import dropins
+from outlast.kube.kinds import ELASTIC_JOB, LEASE, POD, Kind
 
 Document = dict[str, Any]
 
@@ -25,9 +26,9 @@ LARGEST = 128 * 1024
 """Largest spec of a job that is read, in bytes of JSON."""
 _ANNOTATED = 3
 """Largest metadata, as a multiple of that: Kubernetes accepts 256 KiB of annotations."""
-FREE = (ELASTIC_JOB, LEGACY_JOB)
+FREE = (ELASTIC_JOB, *dropins.KINDS)
 """Kinds with fields of any shape, which may be nested deeply. Typed kinds are as deep as their type."""
-_BOUNDED: dict[Kind, int] = {ELASTIC_JOB: LARGEST, LEGACY_JOB: LARGEST, POD: 4 * LARGEST, LEASE: LARGEST}
+_BOUNDED: dict[Kind, int] = {**dict.fromkeys((*FREE, LEASE), LARGEST), POD: 4 * LARGEST}
 """Largest document that is read, for the kinds that users create and the operator caches. A pod contains its job's file."""
 _IDENTITY = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
 """Metadata that the API server writes, or bounds."""
