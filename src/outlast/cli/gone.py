@@ -17,6 +17,7 @@ GONE: dict[str, str] = {
     "node-watch --dry-run": "it says what it does in its log; leave the option out",
     "node-watch --log": "its log is text; leave the option out",
     "node-watch --notice-url": "name another address of the metadata service with --metadata",
+    "node-watch --port": "it has no probes and needs no port; leave the option out",
     "node-watch --queue": "an EventBridge rule of the account sends notices to the queue (docs/guide/spot.md)",
 }
 """A command (`"cluster create"`), or a command with an option (`"install --etcd"`), and one sentence for its users."""

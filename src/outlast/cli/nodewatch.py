@@ -17,9 +17,6 @@ def node_watch(
     ] = "1s",
     rebalance: Annotated[bool, typer.Option(help="Also leave when AWS recommends it, before any interruption.")] = True,
     metadata: Annotated[str, typer.Option(metavar="URL", help="Address of the metadata service.")] = "http://169.254.169.254",
-    port: Annotated[
-        int, typer.Option(envvar=Env.PROBE_PORT, metavar="PORT", min=0, max=65535, help="Of the probes; 0: any free one.")
-    ] = 0,
     context: ContextOption = None,
 ) -> None:
     """Watch an AWS machine for notices; move its pods while there is time.
@@ -30,8 +27,7 @@ def node_watch(
     cordoned, with the deadline as an annotation. The operator has its workers save
     and leave. All other pods are evicted, those of DaemonSets excepted, with the
     grace that is left; PodDisruptionBudgets are respected until a pod would be
-    lost with the machine. A notice that is withdrawn is taken back. It serves
-    /healthz, /readyz and /metrics.
+    lost with the machine. A notice that is withdrawn is taken back.
 
     \b
     Examples:
@@ -42,7 +38,7 @@ def node_watch(
     import signal
     import threading
 
-    from outlast import kube, probes, units
+    from outlast import kube, units
     from outlast.clock import Clock
     from outlast.errors import OutlastError
     from outlast.loglines import write_log
@@ -60,8 +56,8 @@ def node_watch(
     cluster = kube.connect(context)
     source = Metadata(metadata.rstrip("/"), rebalance)
     watcher = Watcher(cluster.get(kube.NODE, node), source, cluster, clock=Clock(), every_s=every_s)
-    address = probes.serve(watcher.health, {"node": node}, host="", port=port)
-    logging.getLogger(__name__).info("node %s is watched every %g s; probes on %s", node, every_s, address)
+    source.read(Clock()())  # a service that is switched off is said by a container that does not start
+    logging.getLogger(__name__).info("node %s is watched every %g s", node, every_s)
     while not stop.wait(watcher.tick()):
         pass
     cluster.close()

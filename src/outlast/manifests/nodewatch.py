@@ -6,13 +6,11 @@ It needs the host's network: AWS's metadata service answers nobody else (a hop l
 from __future__ import annotations
 
 from outlast.contract import Env
-from outlast.manifests import pods, rbac, volumes
+from outlast.manifests import rbac, volumes
 from outlast.manifests.request import Document
 
 NAME = "outlast-node-watch"
 """The DaemonSet, its account, its role and its namespace."""
-PORT = 9751
-"""Of the probes, on every node; 8080 is taken on many."""
 _CRITICAL = "system-node-critical"
 _LEVELS = {f"pod-security.kubernetes.io/{mode}": "privileged" for mode in ("enforce", "audit", "warn")}
 
@@ -61,13 +59,8 @@ def _pod(image: str) -> Document:
                 "name": "node-watch",
                 "image": image,
                 "command": ["outlast", "node-watch"],
-                "env": [
-                    {"name": Env.NODE, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
-                    {"name": Env.PROBE_PORT, "value": str(PORT)},
-                ],
-                "ports": [{"name": "probes", "containerPort": PORT, "hostPort": PORT}],
+                "env": [{"name": Env.NODE, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}],
                 "resources": {"requests": {"cpu": "10m", "memory": "96Mi"}, "limits": {"memory": "256Mi"}},
-                **pods.probes(start=30, live=3),
                 "securityContext": volumes.confined(),
                 "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
             }

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from outlast import backoff, probes
+from outlast import backoff
 from outlast.contract import LeavingKind
 from outlast.errors import Absent, ClusterError, Conflict
 from outlast.kube import NODE, POD, Cluster, pods
@@ -22,14 +22,12 @@ log = logging.getLogger(__name__)
 LONGEST_BACKOFF_S = 30.0
 PASS_S = 2.0
 """Interval of attempts to mark a node and to evict its pods."""
-STUCK_S = 120.0
-"""A round that takes longer fails the liveness probe."""
 EVICT_S = 5.0
 """Timeout of an eviction: one that hangs must not cost the other pods their time."""
 
 
 class Watcher:
-    """Watches one node. Not thread-safe, but for `health`."""
+    """Watches one node."""
 
     def __init__(
         self, node: Mapping[str, Any], metadata: Metadata, cluster: Cluster, *, clock: Callable[[], float], every_s: float = 1.0
@@ -37,44 +35,39 @@ class Watcher:
         self.name, self.metadata, self.cluster, self.clock, self.every_s = pods.name(node), metadata, cluster, clock, every_s
         self.said = notices.read(node)
         self._found: list[Notice] | None = None
-        self._failures, self._next, self._evicted = 0, 0.0, 0
+        self._failures, self._next = 0, 0.0
         self._logged: set[str] = set()
-        self._began = self._ended = clock()
 
     def tick(self) -> float:
         """One round; seconds until the next."""
-        self._began = now = self.clock()
+        now = self.clock()
         if now >= self._next:
             self._ask(now)
         notice = self.said if self._found is None else notices.due(self._found, self.said, now)
         done = notice == self.said or self._mark(notice, now)
-        if notice is not None and notice.kind is not LeavingKind.REBALANCE:  # only workers follow advice; they see the taint
-            done = self._drain(notice, self.clock()) and done
-        self._ended = now = self.clock()
-        return max(0.0, self._next - now if done else min(self._next - now, PASS_S))
-
-    def health(self) -> probes.Health:
-        """What the probes answer."""
-        alive = self._began <= self._ended or self.clock() - self._began < STUCK_S
-        reason = f"the node leaves: {self.said.reason}" if self.said else "watching"
-        metrics = {"node_leaving": float(self.said is not None), "pods_evicted": float(self._evicted)}
-        return probes.Health(alive, self._found is not None and not self._failures, reason, metrics)
+        if notice is not None and (notice.kind is LeavingKind.SPOT or (notice.kind is not LeavingKind.REBALANCE and self._found)):
+            done = self._drain(notice, self.clock()) and done  # only workers follow advice: they see the taint
+        left_s = max(0.0, self._next - self.clock())
+        return left_s if done else min(left_s, PASS_S)
 
     def _ask(self, now: float) -> None:
         try:
             self._found = self.metadata.read(now)
+            if self._failures:
+                self._logged.clear()
+                log.info("AWS's metadata service answers again")
             self._failures, self._next = 0, now + self.every_s
         except MetadataAway as error:
             self._once(f"{error}; trying again")
             self._next = self.clock() + max(self.every_s, backoff.exponential(self._failures, 1.0, LONGEST_BACKOFF_S))
             self._failures += 1
 
-    def _mark(self, notice: Notice | None, now: float) -> bool:
+    def _mark(self, notice: Notice | None, now: float, tries: int = 5) -> bool:
         """Have the node say this notice, or none; whether it does."""
         try:
             self.cluster.patch(NODE, self.name, notices.marked(self.cluster.get(NODE, self.name), notice))
         except Conflict:
-            return self._mark(notice, now) if self.clock() - self._began < PASS_S else False  # somebody else wrote it just now
+            return tries > 1 and self._mark(notice, now, tries - 1)  # somebody else wrote it just now
         except ClusterError as error:
             self._once(f"node {self.name} cannot be marked: {error}; trying again")
             return False
@@ -114,7 +107,6 @@ class Watcher:
                 self.cluster.delete(POD, meta["name"], **where)
         except ClusterError as error:
             return self._once(f"{name} stays for now: {error}", f"{name} {type(error).__name__}")
-        self._evicted += 1
         self._once(f"evicts {name}, which has {step.grace_s} s to end", name)
 
     def _once(self, sentence: str, key: str = "") -> None:
