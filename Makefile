@@ -80,5 +80,5 @@ $(TRAINS): pyproject.toml constraints.txt
 
 $(READY): $(TRAINS)
 	@echo "$(VENV): installing what outlast is developed with (once, a large download) ..."
-	@$(PIP) --group dev --editable ".[train,digits,data,llm,plots,tracking,spark,notebook,store,kubernetes,install]"
+	@$(PIP) --group dev --editable ".[train,digits,data,llm,plots,tracking,spark,notebook,store,kubernetes]"
 	@touch $@

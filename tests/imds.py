@@ -1,4 +1,4 @@
-"""The metadata services of three clouds: real HTTP, documents in memory, answers that can be held back. For tests.
+"""The metadata service of an AWS machine: real HTTP, documents in memory, answers that can be held back. For tests.
 
 with imds.serving(Imds()) as service:
     service.documents[imds.SPOT] = imds.spot("2026-01-01T00:02:00Z")
@@ -23,16 +23,15 @@ def spot(time: str, action: str = "terminate") -> str:
 
 
 class Imds:
-    """What a machine's metadata service holds. AWS's paths ask for a token."""
+    """What a machine's metadata service holds. All paths ask for a token."""
 
     def __init__(self) -> None:
         self.documents: dict[str, str] = {SCHEDULED: "[]"}
-        """By path, with its query; all others are 404."""
+        """By path; all others are 404."""
         self.tokens: set[str] = set()
         """Those that count."""
         self.asked: list[str] = []
         """Methods and paths."""
-        self.posted: list[str] = []
         self.refused = False
         """Whether it answers everything with 403, as where the metadata is switched off."""
         self.silent = threading.Event()
@@ -42,7 +41,6 @@ class Imds:
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         self.asked.append(f"{handler.command} {handler.path}")
-        body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0)).decode()
         if self.silent.is_set():
             self.released.wait(60)
             return
@@ -53,14 +51,8 @@ class Imds:
                 return _send(handler, 400, "Bad Request")
             self.tokens.add(token := f"token-{len(self.asked)}")
             return _send(handler, 200, token)
-        flavour = handler.headers.get("Metadata-Flavor") == "Google" or handler.headers.get("Metadata") == "true"
-        if handler.path.startswith("/latest/") and handler.headers.get("X-aws-ec2-metadata-token") not in self.tokens:
+        if handler.headers.get("X-aws-ec2-metadata-token") not in self.tokens:
             return _send(handler, 401, "Unauthorized")
-        if not handler.path.startswith("/latest/") and not flavour and handler.path != "/notice":
-            return _send(handler, 403, "Forbidden")
-        if handler.command == "POST":
-            self.posted.append(body)
-            return _send(handler, 200, "")
         found = self.documents.get(handler.path)
         _send(handler, *((404, "Not Found") if found is None else (200, found)))
 
@@ -81,7 +73,7 @@ def serving(service: Imds) -> Iterator[Imds]:
         def _any(self) -> None:
             service.answer(self)
 
-        do_GET = do_PUT = do_POST = _any
+        do_GET = do_PUT = _any
 
         def log_message(self, format: str, *args: object) -> None:
             pass

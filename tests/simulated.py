@@ -26,7 +26,6 @@ from outlast.operator.queues import ClusterFeatures, KueueObjects, WorkloadSlice
 from outlast.operator.snapshot import HEARD
 from outlast.rendezvous.transports.kubernetes import PROGRESS_S
 from outlast.report import goodput
-from simulated_deciders import Deciders, Node
 
 Document = dict[str, Any]
 BEGAN = 1_000_000.0123456789
@@ -131,8 +130,6 @@ class Cluster:
         self.found: frozenset[str] = frozenset()
         """API groups of other systems."""
         self.kueue: Kueue | None = None
-        self.deciders = Deciders(self.now) if (fields.get("rendezvous") or {}).get("backend") == "etcd" else None
-        """Who decides in the operator's place."""
         for n in range(nodes):
             self.put(
                 {
@@ -311,12 +308,6 @@ class Cluster:
     def gone(self, pod: Document) -> None:
         self.documents.pop(("Pod", pod["metadata"]["name"]), None)
         self.agents.pop(pod["metadata"]["uid"], None)
-        self.silence(pod["metadata"]["uid"])
-
-    def silence(self, uid: str, *, said: bool = False) -> None:
-        """Its agent has gone, and has said so or not."""
-        if self.deciders and (node := self.deciders.nodes.pop(uid, None)) and said:
-            node.leave()
 
     def killed_at(self, agent: Agent) -> float:
         """When its kubelet kills an agent that does not answer."""
@@ -349,7 +340,6 @@ class Cluster:
                 }
             ]
         self.agents.pop(pod["metadata"]["uid"], None)
-        self.silence(pod["metadata"]["uid"], said=code in (0, 75))
         if "deletionTimestamp" in pod["metadata"]:
             self.gone(pod)
 
@@ -359,7 +349,6 @@ class Cluster:
         beside = {"name": "proxy", "state": {"running": {}}}
         pod["status"] = {"phase": "Running", "containerStatuses": [{"name": "trainer", "state": state}, beside]}
         self.agents.pop(pod["metadata"]["uid"], None)
-        self.silence(pod["metadata"]["uid"], said=code in (0, 75))
 
     def lose(self, node: str) -> None:
         """A node is no more to be reached; as far as anybody knows its pods are as they were, and for GRACE_S the node itself."""
@@ -367,7 +356,6 @@ class Cluster:
         for pod in self.pods:
             if pod["spec"].get("nodeName") == node:
                 self.agents.pop(pod["metadata"]["uid"], None)
-                self.silence(pod["metadata"]["uid"])
 
     def agent_of(self, index: int) -> Agent | None:
         return next((agent for agent in self.agents.values() if agent.index == index), None)
@@ -443,8 +431,6 @@ class Cluster:
                 agent.answered = self.now
             elif agent and self.answers(pod) and self.now > self.killed_at(agent):
                 self.end(pod, 137)
-        if self.deciders:
-            self.decide(self.deciders)
         for agent in list(self.agents.values()):
             if not agent.frozen:
                 self.live(agent)
@@ -453,31 +439,9 @@ class Cluster:
             if not agent.frozen and self.reaches(agent):
                 self.report(agent)
 
-    def decide(self, deciders: Deciders) -> None:
-        """Agents that are well decide among themselves."""
-        deciders.pass_(self.now)
-        seen = max((generation for generation, _ in self.done_steps), default=0)
-        for agent in self.agents.values():
-            if agent.frozen or self.now < agent.begins:
-                continue
-            if agent.uid not in deciders.nodes:
-                deciders.nodes[agent.uid] = Node(deciders.etcd, agent.index, agent.uid, self.job["spec"], seen)
-            if self.reaches(agent):
-                agent.wanted = (self.status.get("rendezvous") or {}).get("wanted")
-            failure = agent.failure if agent.failed else None
-            unheard, refused = self.unheard(agent)
-            deciders.nodes[agent.uid].act(agent.standing, agent.generation, failure, agent.wanted, unheard, refused)
-        for node in deciders.nodes.values():
-            node.listen()
-
     def told(self, agent: Agent) -> Document:
         """What an agent is told."""
-        operator = self.status.get("rendezvous") or {} if self.reaches(agent) else {}
-        if self.deciders is None:
-            return operator
-        if (closed := operator.get("closed")) and closed["code"] != 75:
-            return {"closed": closed}
-        return self.deciders.told(agent.uid) if agent.uid in self.deciders.nodes else {}
+        return self.status.get("rendezvous") or {} if self.reaches(agent) else {}
 
     def live(self, agent: Agent) -> None:
         pod = next(pod for pod in self.pods if pod["metadata"]["uid"] == agent.uid)
@@ -556,8 +520,6 @@ class Cluster:
     def train(self, seconds: float) -> None:
         """Every world whose members all train makes its steps."""
         world = (self.status.get("rendezvous") or {}).get("world")
-        if self.deciders:
-            world = dataclasses.asdict(self.deciders.world) if self.deciders.world else None
         inside = [
             a for a in self.agents.values() if world and a.index in world["members"] and a.generation == world["generation"]
         ]
@@ -587,8 +549,6 @@ class Cluster:
     def unheard(self, agent: Agent) -> tuple[list[int], list[int]]:
         """The members of its world that an agent does not hear, and those of them whose machine says that they are gone."""
         world = (self.status.get("rendezvous") or {}).get("world")
-        if self.deciders:
-            world = dataclasses.asdict(self.deciders.world) if self.deciders.world else None
         if (
             not self.mesh
             or agent.again
@@ -634,11 +594,9 @@ class Cluster:
         first = agent.index in ((self.status.get("rendezvous") or {}).get("world") or {}).get("members", ())[:1]
         renew_s = PROGRESS_S if first else renew_s
         text = json.dumps(said)
-        node = self.deciders.nodes.get(agent.uid) if self.deciders else None
-        decided = node.decided if node else ""
-        if text + decided == agent.reported and self.now - agent.beat < renew_s:
+        if text == agent.reported and self.now - agent.beat < renew_s:
             return
-        agent.reported, agent.beat = text + decided, self.now
+        agent.reported, agent.beat = text, self.now
         progress = {
             "generation": agent.generation, "step": self.step, "steps": self.steps, "committed": self.committed,
             "snapshot": self.step, "every": 1, "time": self.now, "bytes": 1000,
@@ -657,7 +615,6 @@ class Cluster:
                     "annotations": {
                         Annotation.REPORT: text,
                         Annotation.PROGRESS: json.dumps(progress),
-                        **({Annotation.DECIDED: decided} if decided else {}),
                     },
                 },
                 "spec": {
@@ -675,8 +632,6 @@ class Cluster:
         self.now += seconds
         self.since, self.clock = self.now, self.started()
         self.lost = {node: since + seconds for node, since in self.lost.items()}
-        if self.deciders:
-            self.deciders.jumped += seconds
         for agent in self.agents.values():
             agent.begins += seconds
             agent.beat += seconds

@@ -44,7 +44,7 @@ class Team:
 
     def written(self) -> Document:
         """The job as it is by now."""
-        return self.cluster.get(kube.LEGACY_JOB, "cifar")
+        return self.cluster.get(kube.kinds.LEGACY_JOB, "cifar")
 
 
 CONTAINERS = (
@@ -96,7 +96,7 @@ def test_it_is_scaled_suspended_resumed_and_cancelled(team: Team) -> None:
     assert pods.workers(team.written())["replicas"] == 4
     with pytest.raises(OutlastError, match="cifar is not suspended"):
         team.place.resume("cifar")
-    with pytest.raises(OutlastError, match=r"cifar is of elastic.pytorch.org and has a script of its own"):
+    with pytest.raises(OutlastError, match=r"cifar is of elastic.pytorch.org/v1alpha1 and has a script of its own"):
         team.place.evaluate("cifar", ())
     team.place.cancel("cifar")
     assert team.place.list() == []

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from outlast.contract import Annotation, Label
+import simulated
+from outlast.contract import Annotation, Env, Label
 from outlast.kube import kinds
 from outlast.operator import job_status, metrics
 from outlast.operator.metrics import Metrics
@@ -1016,3 +1017,36 @@ def test_that_steps_were_lost_is_said_once(monkeypatch: pytest.MonkeyPatch) -> N
     again(cluster, 3, by=lambda: cluster.job["spec"]["workers"].update(replicas=3))
     assert 0 < cluster.step < 200
     assert len(said) == 1
+
+
+@pytest.mark.parametrize("after_s", [2, 5])
+def test_a_newcomer_waits_for_the_save_of_the_last_worker_that_has_the_state(monkeypatch, after_s: int) -> None:
+    cluster = Cluster({"replicas": 1, "min": 1, "max": 3})
+    cluster.every = 10**6
+    cluster.until(trains(1))
+    cluster.run(10)
+    cluster.change(replicas=2)
+    cluster.run(after_s)
+    before = len(cluster.done_steps)
+    monkeypatch.setattr(simulated, "SAVE_S", 20.0)
+    cluster.delete(kinds.POD, "train-worker-0", pod(cluster, 0)["metadata"]["uid"])
+    cluster.run(60)
+    steps = [step for _, step in cluster.done_steps[before:]]
+    assert steps == list(range(cluster.done_steps[before - 1][1] + 1, steps[-1] + 1))
+    assert not any("begins again" in write for write in cluster.writes)
+
+
+def test_workers_that_the_version_before_had_meet_at_an_etcd_leave_for_others_and_no_step_is_lost() -> None:
+    cluster = Cluster({"replicas": 2, "min": 1, "max": 4}, rendezvous={"backend": "etcd", "endpoint": "etcd:2379"}, steps=10_000)
+    cluster.until(trains(2))
+    cluster.run(10)
+    env = {each["name"]: each.get("value") for each in pod(cluster, 0)["spec"]["containers"][0]["env"]}
+    assert env[Env.RENDEZVOUS] == "kubernetes://train"  # a stored job may still ask for it
+    before, generation = {each["metadata"]["uid"] for each in cluster.pods}, cluster.status["generation"]
+    cluster.status["rendezvous"]["wanted"] = {"number": 3, "replicas": 2, "sizes": [1, 2, 3, 4], "expected": [0, 1]}
+    cluster.until(lambda c: c.status["generation"] > generation and trains(2)(c), 120)
+    assert not before & {each["metadata"]["uid"] for each in cluster.pods}
+    assert "wanted" not in cluster.status["rendezvous"]
+    assert cluster.status["restarts"] == 0
+    steps = [step for _, step in cluster.done_steps]
+    assert sorted(steps) == list(range(1, max(steps) + 1))

@@ -201,27 +201,10 @@ class Chaos(RuleBasedStateMachine):
         assert steps == set(range(1, cluster.steps + 1))
 
 
-class WithAnEtcd(Chaos):
-    """The same where agents decide who trains together."""
-
-    FIELDS: ClassVar[dict[str, Any]] = {"rendezvous": {"backend": "etcd", "endpoint": "etcd:2379"}}
-
-    @rule(seconds=st.integers(1, 60), empty=st.booleans())
-    def the_etcd_is_away(self, seconds: int, empty: bool) -> None:
-        deciders = self.cluster.deciders
-        assert deciders
-        deciders.etcd.up = False
-        self.cluster.run(seconds)
-        if empty:
-            deciders.etcd.lose_data()
-        deciders.etcd.restart()
-
-
 @pytest.mark.hypothesis
-@pytest.mark.parametrize("situations", [Chaos, pytest.param(WithAnEtcd, marks=pytest.mark.slow)])
-def test_every_situation_settles(situations: type[Chaos]) -> None:
+def test_every_situation_settles() -> None:
     examples = settings.default.max_examples * 15 // 100
     run_state_machine_as_test(
-        situations,
+        Chaos,
         settings=settings(max_examples=examples, stateful_step_count=20, suppress_health_check=list(HealthCheck)),
     )

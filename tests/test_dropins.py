@@ -1,4 +1,4 @@
-"""The drop-in for elastic.pytorch.org is one folder: without it, and without its line in `kube.dropins`, the rest works."""
+"""The drop-in for elastic.pytorch.org is one folder: without it, and without its entry in `kube.dropins`, the rest works."""
 
 import os
 import re
@@ -29,10 +29,17 @@ def test_the_folder_of_the_drop_in_can_be_deleted(tmp_path: Path) -> None:
     package = tmp_path / "outlast"
     shutil.copytree(Path(outlast.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "legacy"))
     registry = package / "kube" / "dropins.py"
-    text, registered = re.subn(r'^    DropIn\(.*"outlast\.legacy.*\n', "", registry.read_text(), flags=re.MULTILINE)
+    text, registered = re.subn(r'^    DropIn\([^)]*"outlast\.legacy[^)]*\),\n', "", registry.read_text(), flags=re.MULTILINE)
     assert registered == 1
     registry.write_text(text)
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", REST], env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [str(package / "__init__.py"), "outlast.dev", "outlast.dev"]
+
+
+def test_nobody_but_the_registry_and_the_kinds_names_the_api_of_the_drop_in() -> None:
+    package = Path(outlast.__file__).parent
+    named = re.compile(r"LEGACY_JOB|outlast\.legacy|elastic\.pytorch\.org")
+    files = [path.relative_to(package).as_posix() for path in package.rglob("*.py") if named.search(path.read_text())]
+    assert sorted(each for each in files if not each.startswith("legacy/")) == ["kube/dropins.py", "kube/kinds.py"]

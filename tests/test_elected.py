@@ -119,9 +119,10 @@ def fails(member: Membership, reason: str = "it failed", *, time: float = 0.0, e
 
 def test_what_is_written_is_read_again() -> None:
     report = sockets.Report("r", 3, "waiting", failure={"code": 1})
-    wanted = schema.Wanted(3, 2, (1, 2), (0, 4))
-    record = schema.Record(report, "t", "2:4", "b", world.World(1, (1, 2), "a:1", "x"), ("t", "u"), wanted)
+    record = schema.Record(report, "t", "2:4", "b", world.World(1, (1, 2), "a:1", "x"), ("t", "u"))
     assert schema.Record.loads(record.dumps()) == record
+    older = {**json.loads(record.dumps()), "wanted": {"number": 3, "replicas": 2, "sizes": [1, 2], "expected": [0]}}
+    assert schema.Record.loads(json.dumps(older)) == record  # of a version that had an operator beside the etcd
     call = world.Call(2, "r", True, 1.0, (3,), lost=(1,))
     said = schema.Said(
         "t", "b", "c", "2:4", record.world, ("t", "u"), call, 2.0, sockets.Closed("a", 0), "why", 1, (2,), 1, 1,
@@ -180,7 +181,6 @@ def test_a_kind_that_is_not_known_costs_nothing_of_what_is_published(kind: objec
 def test_what_is_nested_without_end_is_nothing() -> None:
     text = "[" * 100_000
     assert (schema.Record.loads(text), schema.Said.loads(text), schema.Leader.loads(text)) == (None, None, None)
-    assert schema.Wanted.of({"number": 1, "replicas": 1, "sizes": [], "expected": []}) is None
 
 
 def test_who_decides_goes_by_a_clock_that_never_steps() -> None:
@@ -448,20 +448,8 @@ def test_a_process_in_the_place_of_one_that_was_killed_counts_once(bench: Bench)
     assert (said.restarts, said.judged, said.ended) == (1, generation, {})
 
 
-@pytest.mark.parametrize("operated", [True, False])
-def test_what_only_echoes_the_loss_of_a_member_is_left_to_an_operator_that_sees_its_pod(bench: Bench, operated: bool) -> None:
-    (decides, _), a, b = bench.candidate("d", limit=9, operated=operated, replicas=2), bench.member("a", 0), bench.member("b", 1)
-    bench.turn(decides, seconds=5, keep=(a, b))
-    trains(bench, a, b)
-    fails(a, echo=True)
-    bench.turn(decides, seconds=12, keep=(a,))  # b says nothing any more, and its lease ends
-    world, failure = bench.said().world, bench.said().failure
-    assert (world.members, world.generation) == ((0,), 2)  # type: ignore[union-attr]
-    assert (bench.said().restarts, failure is None) == ((0, True) if operated else (1, False))
-
-
 def test_a_process_that_the_others_do_not_hear_is_told_to_end_also_by_the_next_coordinator(bench: Bench) -> None:
-    pods = {"limit": 9, "operated": True, "replicas": 3}
+    pods = {"limit": 9, "replicas": 3}
     decides, _ = bench.candidate("d", **pods)
     a, b, c = (bench.member(token, id) for id, token in enumerate("abc"))
     bench.turn(decides, seconds=5, keep=(a, b, c))
@@ -506,7 +494,7 @@ def test_a_clock_that_is_set_back_while_a_cause_is_awaited_holds_up_nothing(benc
 
 
 def test_a_failure_that_is_none_of_an_echo_is_judged_at_once_and_said(bench: Bench) -> None:
-    (decides, _), a, b = bench.candidate("d", limit=9, operated=True, replicas=2), bench.member("a", 0), bench.member("b", 1)
+    (decides, _), a, b = bench.candidate("d", limit=9, replicas=2), bench.member("a", 0), bench.member("b", 1)
     bench.turn(decides, seconds=5, keep=(a, b))
     trains(bench, a, b)
     fails(a)
@@ -514,7 +502,7 @@ def test_a_failure_that_is_none_of_an_echo_is_judged_at_once_and_said(bench: Ben
     failure = bench.said().failure or {}
     assert (bench.said().restarts, failure["worker"], failure["reason"], failure["counted"]) == (1, 0, "it failed", True)
     decides.resign()
-    bench.turn(bench.candidate("second", limit=9, operated=True, replicas=2)[0], seconds=1, keep=(a, b))
+    bench.turn(bench.candidate("second", limit=9, replicas=2)[0], seconds=1, keep=(a, b))
     assert bench.said().failure == failure
 
 
@@ -529,21 +517,6 @@ def test_a_failure_that_cannot_be_read_counts_and_is_decided_on(bench: Bench) ->
     assert bench.said().restarts == 1
     said = "worker 0 failed, and its report of how cannot be read: its agent is of another version"
     assert (bench.said().failure or {})["reason"] == said
-
-
-def test_what_the_operator_wants_is_what_the_newest_word_of_it_says(bench: Bench) -> None:
-    (decides, _), a, b = bench.candidate("d", operated=True, replicas=1), bench.member("a", 0), bench.member("b", 1)
-    a.wanted, b.wanted = schema.Wanted(2, 2, (2,), (0, 1)), schema.Wanted(1, 1, (1,), (0,))
-    for member in (a, b):
-        member.tell()
-    bench.turn(decides, seconds=5, keep=(a, b))
-    trains(bench, a, b)
-    b.wanted = schema.Wanted(3, 1, (1, 2), (1,))
-    b.tell()
-    bench.turn(decides, seconds=1, keep=(a, b))
-    called = bench.said().called
-    assert called
-    assert (called.reason, called.planned, called.leaving) == ("shrinking from 2 to 1", True, (1,))
 
 
 def test_the_time_for_a_planned_call_counts_from_when_it_is_heard(bench: Bench) -> None:

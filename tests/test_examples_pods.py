@@ -37,7 +37,7 @@ class Pods:
         (container,) = pod["spec"]["containers"]
         assert container["command"] == ["torchrun"]
         there = {
-            "etcds://outlast-etcd.outlast-system:2379": self._etcd.endpoint,
+            "etcds://etcd-server:2379": self._etcd.endpoint,
             "$(POD_IP)": "127.0.0.1",
             "$(NAMESPACE)": self.directory.name,
             "/code/train.py": str(ROOT / "examples" / "train.py"),

@@ -21,7 +21,8 @@ import apiserver
 import imds
 from imds import Imds
 from outlast import contract, kube
-from outlast.nodewatch import sources, watch
+from outlast.nodewatch import watch
+from outlast.nodewatch.metadata import Metadata
 from outlast.operator import reconcilers
 from outlast.operator.leader import Leadership
 from outlast.operator.operator import Operator, Settings
@@ -199,16 +200,15 @@ def test_a_failed_pod_is_asked_to_go_by_its_uid(kubeconfig: Path) -> None:
     assert gone.data["preconditions"] == {"uid": "uid-1"}
 
 
-def test_what_the_node_watcher_asks_for(kubeconfig: Path) -> None:
+def test_what_the_node_watcher_asks_for(kubeconfig: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "EVICT_S", 60.0)
     node = a_node()
     pods = [a_pod("web"), a_pod("kube-proxy", "DaemonSet")]
     with Mock({"v1/nodes": [node], "v1/pods": pods}) as mock:
         apiserver.kubeconfig(kubeconfig, mock.url)
         with imds.serving(Imds()) as service, contextlib.closing(kube.connect()) as cluster:
             service.documents[imds.SPOT] = imds.spot("2026-01-01T00:02:00Z")
-            source = sources.of("aws", address=service.address, timeout_s=60)
-            given = watch.Settings(order_s=60, evict_s=60)
-            watch.Watcher(node, source, cluster, given, clock=lambda: T0).tick()
+            watch.Watcher(node, Metadata(service.address, timeout_s=60), cluster, clock=lambda: T0).tick()
     (change,) = mock.requests(action="UPDATE", resource=NODES) or mock.requests(method="PATCH", resource=NODES)
     assert (change.name, change.data["metadata"]["resourceVersion"], change.data["spec"]["unschedulable"]) == ("n1", "7", True)
     (evicted,) = mock.requests(method="POST", resource=PODS)

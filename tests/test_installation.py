@@ -59,8 +59,6 @@ def test_what_is_installed_is_what_deploy_holds() -> None:
     names = ["namespace.yaml", "crd.yaml", "rbac.yaml", "operator.yaml"]
     held = [document for name in names for document in yaml.safe_load_all((ROOT / "deploy" / name).read_text())]
     assert installation.documents() == held
-    etcd = list(yaml.safe_load_all((ROOT / "deploy" / "etcd" / "etcd.yaml").read_text()))
-    assert [each for each in installation.documents(etcd=install.Etcd()) if each not in held] == etcd
     watcher = list(yaml.safe_load_all((ROOT / "deploy" / "node-watch" / "node-watch.yaml").read_text()))
     assert [each for each in installation.documents(watch=True) if each not in held] == watcher
     assert runpy.run_path(str(ROOT / "deploy" / "render.py"))["pages"]().keys() >= set(names)
@@ -74,7 +72,6 @@ def test_a_new_cluster_is_given_everything_in_an_order_that_can_be_made() -> Non
 
 WATCHER = [
     "Namespace outlast-node-watch",
-    "ResourceQuota outlast-node-watch in outlast-node-watch",
     "ServiceAccount outlast-node-watch in outlast-node-watch",
     "ClusterRole outlast-node-watch",
     "ClusterRoleBinding outlast-node-watch",
@@ -85,11 +82,11 @@ WATCHER = [
 def test_the_node_watcher_comes_and_goes_with_the_rest() -> None:
     cluster = established(FakeCluster())
     bring(cluster)
-    fresh = [each for each in bring(cluster, watch=True, queue="https://q/1/n") if not each.startswith("unchanged")]
+    fresh = [each for each in bring(cluster, watch=True) if not each.startswith("unchanged")]
     assert fresh == [f"created    {each}" for each in WATCHER]
     daemons = cluster.get(kinds.DAEMON_SET, "outlast-node-watch", namespace="outlast-node-watch")
     (container,) = daemons["spec"]["template"]["spec"]["containers"]
-    assert container["command"] == ["outlast", "node-watch", "--queue=https://q/1/n"]
+    assert container["command"] == ["outlast", "node-watch"]
     gone = remove(cluster)
     assert [each for each in WATCHER if f"deleted    {each}" in gone] == WATCHER
     assert [each for each in remove(cluster) if "node-watch" in each] == []
@@ -110,13 +107,14 @@ def test_the_node_watcher_is_no_root_and_has_no_more_rights_than_it_uses() -> No
         schemas.validate(document, "1.36", strict=True)
 
 
-def test_the_operator_and_etcd_can_be_kept_off_spot_machines() -> None:
-    wanted = installation.documents(etcd=install.Etcd(), on_demand=True, watch=True)
+def test_the_operator_can_be_kept_off_spot_machines() -> None:
+    wanted = installation.documents(on_demand=True, watch=True)
     kept = {}
     for document in wanted:
         affinity = document.get("spec", {}).get("template", {}).get("spec", {}).get("affinity", {})
         kept[document["kind"]] = json.dumps(affinity.get("nodeAffinity", {}))
-    assert all("karpenter.sh/capacity-type" in kept[kind] and "NotIn" in kept[kind] for kind in ("Deployment", "StatefulSet"))
+    assert "karpenter.sh/capacity-type" in kept["Deployment"]
+    assert "NotIn" in kept["Deployment"]
     assert "karpenter.sh/capacity-type" not in kept["DaemonSet"], "the watcher runs on each"
 
 
@@ -146,7 +144,7 @@ def test_a_dry_run_says_what_would_be_made_and_makes_nothing() -> None:
 
 
 def test_everything_is_in_the_namespace_that_is_asked_for() -> None:
-    made = json.dumps(installation.documents(namespace="ml-platform", etcd=install.Etcd()))
+    made = json.dumps(installation.documents(namespace="ml-platform"))
     assert "outlast-system" not in made
     with pytest.raises(OutlastError, match="--namespace default: that one is the cluster's own; choose another"):
         installation.check_namespace("default")
@@ -340,7 +338,7 @@ def test_without_the_definition_no_rights_to_it_are_kept() -> None:
 
 def test_with_crds_nothing_is_left_and_again_there_is_nothing_to_do() -> None:
     cluster = established(FakeCluster())
-    bring(cluster, etcd=install.Etcd())
+    bring(cluster)
     remove(cluster, crds=True)
     assert cluster.documents == {}
     assert {each.split()[0] for each in remove(cluster, crds=True)} == {"absent"}
@@ -381,40 +379,6 @@ def test_what_every_namespace_has_does_not_keep_it() -> None:
     for each in (token, *published):
         cluster.put({**each, "apiVersion": "v1", "metadata": {**each["metadata"], "namespace": "outlast-system"}})  # type: ignore[dict-item]
     assert "deleted    Namespace outlast-system" in remove(cluster)
-
-
-def test_etcds_volumes_go_with_it() -> None:
-    cluster = established(FakeCluster())
-    bring(cluster, etcd=install.Etcd())
-    members = cluster.get(kinds.STATEFUL_SET, "outlast-etcd", namespace="outlast-system")["spec"]
-    assert members["persistentVolumeClaimRetentionPolicy"]["whenDeleted"] == "Delete"
-    (template,) = members["volumeClaimTemplates"]
-    claim = {"name": "data-outlast-etcd-0", "namespace": "outlast-system", "labels": template["metadata"]["labels"]}
-    cluster.put({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": claim})
-    assert "deleted    Namespace outlast-system" in remove(cluster)
-
-
-@pytest.mark.parametrize(
-    ("first", "then", "said"),
-    [
-        (install.Etcd(), install.Etcd(), ""),
-        (install.Etcd(3, "gp3"), install.Etcd(3, "gp3"), ""),
-        (install.Etcd(3), install.Etcd(1), "--etcd-members 3 and"),
-        (install.Etcd(3, "gp3"), install.Etcd(), "--etcd-members 3 --etcd-storage gp3 and"),
-        (install.Etcd(1, "none"), install.Etcd(), "--etcd-members 1 --etcd-storage none and"),
-    ],
-)
-def test_an_etcd_that_cannot_be_changed_so_is_left_alone(first: install.Etcd, then: install.Etcd, said: str) -> None:
-    cluster = established(FakeCluster())
-    bring(cluster, etcd=first)
-    before = copy.deepcopy(cluster.documents)
-    if not said:
-        assert "changed" not in " ".join(bring(cluster, etcd=then)).replace("unchanged", "")
-    else:
-        with pytest.raises(OutlastError, match=said) as refused:
-            bring(cluster, etcd=then)
-        assert "kubectl -n outlast-system delete statefulset outlast-etcd" in str(refused.value)
-    assert cluster.documents == before
 
 
 # The command line
@@ -481,25 +445,6 @@ def test_install_that_waits_ends_as_soon_as_the_operator_runs(cluster: FakeClust
     assert (code, out.splitlines()[-1]) == (0, "the operator runs")
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            ["--etcd-members", "1"],
-            "--etcd-members, --etcd-storage and --etcd-for configure etcd; add --etcd, or leave them out",
-        ),
-        (["--etcd", "--etcd-storage", "none"], "--etcd-storage none goes with --etcd-members 1 only: of 3, one that comes back"),
-    ],
-)
-def test_an_etcd_that_could_not_be_is_refused(
-    cluster: FakeCluster, capsys: pytest.CaptureFixture[str], words: list[str], said: str
-) -> None:
-    code, _, err = outlast(capsys, "install", *words)
-    assert code == 2
-    assert said in err
-    assert cluster.documents == {}
-
-
 def test_uninstall_does_not_delete_jobs_that_it_was_not_told_to(
     cluster: FakeCluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -535,7 +480,7 @@ def real() -> Iterator[kube.Cluster]:
 @pytest.mark.cluster
 def test_a_real_cluster_is_given_all_once_and_gives_all_back(real: kube.Cluster) -> None:
     """Puts roles into the cluster and removes them, and the definition of ElasticJob where there is none."""
-    wanted = installation.documents(namespace="why-install", etcd=install.Etcd())
+    wanted = installation.documents(namespace="why-install")
     would = [done.what for done in installation.bring(real, wanted, dry_run=True)]
     made = [done.what for done in installation.bring(real, wanted)]
     assert made == would
@@ -543,7 +488,7 @@ def test_a_real_cluster_is_given_all_once_and_gives_all_back(real: kube.Cluster)
     assert {done.what for done in installation.bring(real, wanted)} == {"unchanged"}
     (again,) = installation.bring(real, wanted[:1])
     assert again.what == "unchanged"
-    other = installation.documents(namespace="why-install", etcd=install.Etcd(), image="example.com/operator:2")
+    other = installation.documents(namespace="why-install", image="example.com/operator:2")
     changed = [done for done in installation.bring(real, other) if done.what == "changed"]
     assert [str(done) for done in changed] == ["changed    Deployment outlast-operator in why-install"]
     causes = installation.wait(real, wanted[-1], timeout_s=5)

@@ -23,6 +23,12 @@ def a_node(*taints: str, labels: dict[str, str] | None = None, **annotations: st
     return {"metadata": meta, "spec": {"taints": found}, leaving.TAINTED: NOW}
 
 
+def cordoned(condition: str, *, unschedulable: bool = True, labels: dict[str, str] | None = None) -> dict[str, Any]:
+    node = a_node(labels=labels)
+    conditions = [{"type": condition, "status": "True"}]
+    return {**node, "spec": {"unschedulable": unschedulable}, "status": {"conditions": conditions}}
+
+
 AT = "2023-11-14T22:13:35Z"  # NOW + 15
 SPOT = {"eks.amazonaws.com/capacityType": "SPOT"}
 
@@ -47,6 +53,14 @@ SPOT = {"eks.amazonaws.com/capacityType": "SPOT"}
             a_node("aws-node-termination-handler/rebalance-recommendation", "aws-node-termination-handler/spot-itn"),
             Leave("aws-node-termination-handler/rebalance-recommendation", NOW + 120),
         ),
+        (a_node(f"{LEAVING}=maintenance", at=AT), Leave(f"{LEAVING}=maintenance", NOW + 15)),
+        (a_node(f"{LEAVING}=maintenance", at="2023-11-13T22:13:20Z"), Leave(f"{LEAVING}=maintenance")),  # it has begun
+        (a_node("remediator.kubernetes.azure.com/unschedulable"), Leave("remediator.kubernetes.azure.com/unschedulable")),
+        (
+            cordoned("VMEventScheduled", labels={"kubernetes.azure.com/scalesetpriority": "spot"}),
+            Leave("VMEventScheduled", NOW + 30),
+        ),
+        (cordoned("VMEventScheduled", unschedulable=False), None),  # it still takes pods: a freeze of some seconds
         (a_node("karpenter.sh/disrupted"), Leave("karpenter.sh/disrupted")),
         (a_node("karpenter.sh/disrupted", labels=SPOT), Leave("karpenter.sh/disrupted", NOW + 120)),
         (a_node("karpenter.sh/disrupted", labels=SPOT, at=AT), Leave("karpenter.sh/disrupted", NOW + 15)),

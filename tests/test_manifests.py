@@ -385,12 +385,9 @@ def test_an_etcd_is_asked_by_who_the_job_file_says() -> None:
     assert "/etc/etcd" in [mount["mountPath"] for mount in container["volumeMounts"]]
 
 
-def test_an_elasticjob_may_ask_for_an_etcd_that_its_pods_could_use() -> None:
-    (made,) = manifests.render(a_job(rendezvous={"backend": "etcd", "endpoint": "https://etcd:2379"}), "elasticjob")
-    assert made["spec"]["rendezvous"] == {"backend": "etcd", "endpoint": "https://etcd:2379"}
-    known = "etcd:// or http:// or etcds:// or https://"
-    assert wrong(a_job(rendezvous={"backend": "etcd", "endpoint": "unix://etcd:2379"}), "elasticjob") == [
-        f"rendezvous.endpoint (unix://etcd:2379) begins with unix://; write etcd:2379, or {known}"
+def test_an_elasticjob_meets_at_no_etcd() -> None:
+    assert wrong(a_job(rendezvous={"backend": "etcd", "endpoint": "https://etcd:2379"}), "elasticjob") == [
+        "rendezvous.backend is etcd, but the operator decides here; leave rendezvous out, or say --as indexed-job"
     ]
 
 

@@ -26,7 +26,12 @@ Document = dict[str, Any]
 def a_pod(name: str, *, index: int = 0, restarts: int = 0, state: str = "running", phase: str = "Running") -> Document:
     status = {"name": "worker", "restartCount": restarts, "state": {state: {"exitCode": 0} if state == "terminated" else {}}}
     return {
-        "metadata": {"name": name, "namespace": "n", "uid": name, "annotations": {"batch.kubernetes.io/job-completion-index": str(index)}},
+        "metadata": {
+            "name": name,
+            "namespace": "n",
+            "uid": name,
+            "annotations": {"batch.kubernetes.io/job-completion-index": str(index)},
+        },
         "spec": {"nodeName": "a", "containers": [{"name": "worker"}]},
         "status": {"phase": phase, "containerStatuses": [status]},
     }

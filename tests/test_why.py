@@ -1066,13 +1066,6 @@ def test_a_kind_that_is_not_installed_is_not_said_to_be_forbidden() -> None:
     assert gather.job(cluster, "train").unseen == {}  # type: ignore[arg-type]
 
 
-def test_a_namespace_that_was_not_admitted_to_the_etcd_is_told_by_which_command_it_is() -> None:
-    waits = {"reason": "CreateContainerConfigError", "message": 'secret "outlast-etcd" not found'}
-    pod = a_pod(node="node-a", containerStatuses=[{"name": "worker", "state": {"waiting": waits}}])
-    (cause,) = storage.references(Snapshot("train", "team-a", pods=(pod,)), NOW)
-    assert cause.remedy == "admit the namespace to that etcd: outlast install --etcd --etcd-for team-a"
-
-
 def test_secrets_that_outlast_has_made_are_not_offered_in_place_of_a_missing_one() -> None:
     cluster = a_cluster("secret-missing")
     labels = {"app.kubernetes.io/managed-by": "outlast"}

@@ -218,8 +218,6 @@ class Pod:
     CONFIG = "/etc/outlast"
     """Directory of the job file, and of the files of this machine that the job names."""
     JOB_FILE = "/etc/outlast/job.yaml"
-    ETCD = "/etc/outlast-etcd"
-    """Directory of the certificates for the etcd that `outlast install --etcd` brings."""
     SHIPPED = "/etc/outlast-code"
     """Directory of the archive of code that comes in a ConfigMap."""
     PROBE_PORT = 8080
@@ -255,8 +253,6 @@ class Annotation:
     PROGRESS = f"{GROUP}/progress"
     """Of a member's Lease: `{generation, step, steps, committed, snapshot, every, time}` as JSON; `steps` may be null,
     `snapshot` and `every` are absent while there is no snapshot."""
-    DECIDED = f"{GROUP}/decided"
-    """Of a member's Lease where agents coordinate through an etcd: `{revision, said}` as JSON, the last message read."""
     JOB_FILE = f"{GROUP}/job-file"
     """Of a pod that the operator creates: the job file as pods read it."""
     SPARK_TARGET = f"{GROUP}/spark-target"

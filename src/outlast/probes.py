@@ -61,10 +61,6 @@ HELP = {
     "sync_failing_seconds": "Seconds since pushing to the store began to fail, 0 while it works",
     "sync_backlog_bytes": "Bytes of committed checkpoints that are not in the store yet",
     "sync_step": "Step of the newest checkpoint in the store",
-    "node_leaving": "1 while the node is about to go",
-    "node_deadline_seconds": "When the node may be gone, in seconds since 1970",
-    "metadata_failing_seconds": "Seconds since the metadata service of the machine began to fail, 0 while it works",
-    "pods_evicted": "Pods that were evicted or deleted because the node goes",
 }
 
 

@@ -135,7 +135,6 @@ class Coordination:
             coordinator.Settings.of(self._job.spec),
             self,
             replicas=self._job.spec.workers.replicas,
-            operated=Env.MEMBER in environ,
         )
         where, name = servers.address(environ[Env.RENDEZVOUS], environ=environ), schema.run_name(environ[Env.RUN], environ)
         candidate = etcd.Running(where, name, config, id=lambda: self.index)

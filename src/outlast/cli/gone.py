@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+_ETCD = "kubectl apply -f examples/kubernetes/etcd-server.yaml makes one; a job with an operator needs none"
+_OTHER_CLOUDS = "GKE and AKS taint their nodes themselves, and the operator acts on that (docs/guide/spot.md)"
 GONE: dict[str, str] = {
     "cluster create": "`eksctl create cluster -f examples/aws/workshop.yaml` makes it (docs/guide/aws.md)",
     "cluster delete": "`eksctl delete cluster -f FILE` does, after what is in its network (docs/guide/aws.md has the order)",
@@ -16,6 +18,18 @@ GONE: dict[str, str] = {
     "image build": "`docker build --file images/Dockerfile --target cpu --tag NAME .` makes it (docs/guide/kubernetes.md)",
     "image push": "`docker push NAME`; `aws ecr get-login-password` logs in to Amazon's registry (docs/guide/kubernetes.md)",
     "image": "four lines of docker do (docs/guide/kubernetes.md)",
+    "install --etcd": _ETCD,
+    "install --etcd-for": _ETCD,
+    "install --etcd-members": _ETCD,
+    "install --etcd-storage": _ETCD,
+    "install --node-watch-queue": "an EventBridge rule of the account sends notices to the queue (docs/guide/spot.md)",
+    "node-watch --ahead": "maintenance is acted on 15 minutes before it begins; leave the option out",
+    "node-watch --cloud": f"it watches machines of AWS; {_OTHER_CLOUDS}",
+    "node-watch --dry-run": "it says what it does in its log; leave the option out",
+    "node-watch --log": "its log is text; leave the option out",
+    "node-watch --notice-url": "name another address of the metadata service with --metadata",
+    "node-watch --port": "it has no probes and needs no port; leave the option out",
+    "node-watch --queue": "an EventBridge rule of the account sends notices to the queue (docs/guide/spot.md)",
     "simulate": "it has no successor; `outlast report` shows what interruptions cost runs that there were",
     "volume create": "`aws cloudformation deploy` of examples/aws/stacks/efs.yaml makes it (docs/guide/aws.md)",
     "volume delete": "`aws cloudformation delete-stack` does, once no pod uses it (docs/guide/aws.md has the order)",

@@ -1,9 +1,7 @@
-"""`outlast install` and `outlast uninstall`: the API and the operator in a cluster; an etcd and the node watcher if asked for."""
+"""`outlast install` and `outlast uninstall`: the API and the operator in a cluster; the node watcher if asked for."""
 
 from __future__ import annotations
 
-import datetime
-import enum
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,52 +11,25 @@ import typer
 from outlast.cli import terminal
 from outlast.cli.which import ContextOption
 from outlast.contract import OPERATOR_NAMESPACE
-from outlast.errors import OutlastError
 
 if TYPE_CHECKING:
     from outlast import kube
 
 _WAIT_S = 120.0
-_RUNS = {"StatefulSet": "etcd", "Deployment": "the operator", "DaemonSet": "the node watcher"}
-
-
-class Members(enum.StrEnum):
-    """How many members an etcd may have: of two, none may be lost."""
-
-    ONE = "1"
-    THREE = "3"
+_RUNS = {"Deployment": "the operator", "DaemonSet": "the node watcher"}
 
 
 OperatorNamespace = Annotated[str, typer.Option("--namespace", metavar="NAME", help="Namespace of the operator.")]
 
 
 def install(
-    etcd: Annotated[bool, typer.Option("--etcd", help="Also an etcd, for jobs that ask for one.")] = False,
-    etcd_members: Annotated[
-        Members, typer.Option(metavar="1|3", help="Of how many members; three go on when one of their nodes is lost.")
-    ] = Members.THREE,
-    etcd_storage: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CLASS",
-            help="Storage class of its volumes; none: no volumes, for one member, which comes back empty.",
-            show_default="that of the cluster",
-        ),
-    ] = None,
-    etcd_for: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAMESPACE", help="A namespace whose jobs may use that etcd; once for each. It stays so."),
-    ] = None,
     node_watch: Annotated[
-        bool, typer.Option("--node-watch", help="Also a watcher on each node, for spot machines and maintenance.")
+        bool, typer.Option("--node-watch", help="Also a watcher on each node of AWS, for spot machines and maintenance.")
     ] = False,
-    node_watch_queue: Annotated[
-        str, typer.Option(metavar="URL", help="An SQS queue that gets a message about each notice.", show_default=False)
-    ] = "",
     namespace: OperatorNamespace = OPERATOR_NAMESPACE,
     image: Annotated[str | None, typer.Option(metavar="IMAGE", help="Another image of the operator.")] = None,
     on_demand: Annotated[
-        bool, typer.Option("--on-demand", help="The operator, and etcd, run on no spot machine; give it each time.")
+        bool, typer.Option("--on-demand", help="The operator runs on no spot machine; give it each time.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what would be changed, as the API server sees it.")
@@ -72,12 +43,7 @@ def install(
     That is the definition of ElasticJob, a namespace, the operator and its rights. Doing it again changes nothing. The same
     documents are in deploy/, for kustomize: kubectl apply -k deploy.
 
-    With --etcd workers can meet at outlast-etcd.outlast-system:2379 as well. It speaks TLS and lets in nobody without a
-    certificate. A namespace of --etcd-for has a user of its own, for keys of its own, in its Secret outlast-etcd, which its jobs
-    find by themselves. Installing again renews certificates. What etcd knows is about runs that train now: when it is lost they
-    go on, and tell the next one.
-
-    With --node-watch each node is watched for notices of its cloud: see outlast node-watch --help. It runs in the namespace
+    With --node-watch each node of AWS is watched for notices: see outlast node-watch --help. It runs in the namespace
     outlast-node-watch, with the host's network.
 
     \b
@@ -85,44 +51,18 @@ def install(
       outlast install --dry-run
       outlast install --wait
       outlast install --node-watch --on-demand --wait
-      outlast install --etcd --etcd-for team-a --etcd-for team-b
-      outlast install --etcd --etcd-storage gp3 --context production
-      outlast install --etcd --etcd-members 1 --etcd-storage none
     """
     from outlast import kube
-    from outlast.cloud import sqs
-    from outlast.cluster import etcd_users, installation
+    from outlast.cluster import installation
     from outlast.manifests import install
 
     installation.check_namespace(namespace)
-    wished = install.Etcd(int(etcd_members), etcd_storage)
-    if not etcd and (wished != install.Etcd() or etcd_for):
-        raise OutlastError("--etcd-members, --etcd-storage and --etcd-for configure etcd; add --etcd, or leave them out")
-    if node_watch_queue and not node_watch:
-        raise OutlastError("--node-watch-queue is for the node watcher; add --node-watch, or leave it out")
-    if node_watch_queue:
-        sqs.Queue.parse(node_watch_queue)
-    if wished.storage == "none" and wished.members > 1:
-        raise OutlastError(
-            f"--etcd-storage none goes with --etcd-members 1 only: of {wished.members}, one that comes back empty is not let in; "
-            "say 1, or a storage class"
-        )
     cluster = kube.connect(context, namespace)
     try:
-        secrets = []
-        if etcd:
-            now = datetime.datetime.now(datetime.UTC)
-            access = etcd_users.access(cluster, namespace, wished.members, now)
-            admitted = sorted({*etcd_users.admitted(cluster), *(etcd_for or ())})
-            logins = [etcd_users.login(cluster, access, each, now) for each in admitted]
-            secrets = [*access.documents, *(secret for _, secret in logins)]
         wanted = installation.documents(
             namespace=namespace,
             image=image or install.IMAGE,
-            etcd=wished if etcd else None,
-            secrets=secrets,
             watch=node_watch,
-            queue=node_watch_queue,
             on_demand=on_demand,
         )
         count: dict[str, int] = {}
@@ -134,24 +74,15 @@ def install(
         print(f"{cluster.context or cluster.server}: {said}")
         for warning in cluster.warnings:
             print(f"outlast | the server warns: {warning}", file=sys.stderr)
-        if dry_run:
-            return
         begun = time.monotonic()
-        for workload in [each for each in wanted if each["kind"] in _RUNS]:
-            if not wait and workload["kind"] != "StatefulSet":
-                continue
+        for workload in [each for each in wanted if each["kind"] in _RUNS and wait and not dry_run]:
             _wait(cluster, workload, begun, timeout)
-            if workload["kind"] == "StatefulSet":  # users can only be added to a running etcd
-                with etcd_users.as_root(cluster, namespace, access, now) as client:
-                    changed = etcd_users.admit(client, access.root, [user for user, _ in logins])
-                for_whom = f"jobs of {', '.join(admitted)}" if admitted else "no job yet; say --etcd-for NAMESPACE"
-                print(f"etcd has {'changed' if changed else 'the'} users: it is for {for_whom}")
     finally:
         cluster.close()
 
 
 def _wait(cluster: kube.Cluster, workload: dict[str, Any], begun: float, timeout: float) -> None:
-    """Wait until etcd or the operator runs, and say so. Raises typer.Exit when it does not in time, once it is said why."""
+    """Wait until the operator or the node watcher runs. Raises typer.Exit when it does not in time, once it is said why."""
     from outlast import diagnosis
     from outlast.cluster import installation
 

@@ -1,8 +1,8 @@
-"""`outlast node-watch`: the process that watches one machine of a cluster for notices of its cloud."""
+"""`outlast node-watch`: the process that watches one AWS machine of a cluster for notices."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -11,71 +11,53 @@ from outlast.contract import Env
 
 
 def node_watch(
-    node: Annotated[
-        str, typer.Option("--node", envvar=Env.NODE, metavar="NAME", help="The node of this machine.", show_default=False)
-    ],
-    cloud: Annotated[
-        Literal["aws", "gcp", "azure"] | None, typer.Option(help="Whose machine it is. Default: by the node's providerID.")
-    ] = None,
+    node: Annotated[str, typer.Option(envvar=Env.NODE, metavar="NAME", help="The node of this machine.", show_default=False)],
     poll_interval: Annotated[
         str, typer.Option(envvar="POLL_INTERVAL", metavar="TIME", help="Interval between two questions for notices.")
     ] = "1s",
-    ahead: Annotated[
-        str, typer.Option(metavar="TIME", help="How long before its deadline a notice is acted on (maintenance comes early).")
-    ] = "15m",
-    rebalance: Annotated[
-        bool, typer.Option("--rebalance/--no-rebalance", help="Also leave when AWS recommends it, before any interruption.")
-    ] = True,
-    queue: Annotated[
-        str, typer.Option(metavar="URL", help="An SQS queue that gets one JSON message about each notice.", show_default=False)
-    ] = "",
-    notice_url: Annotated[
-        str,
-        typer.Option(
-            envvar="NOTICE_URL",
-            metavar="URL",
-            help="Ask this address instead of a cloud: 200 is a notice, 404 none.",
-            show_default=False,
-        ),
-    ] = "",
-    metadata: Annotated[
-        str, typer.Option(metavar="URL", help="Address of the cloud's metadata service.")
-    ] = "http://169.254.169.254",
-    port: Annotated[
-        int, typer.Option(envvar=Env.PROBE_PORT, metavar="PORT", min=0, max=65535, help="Of the probes; 0: any free one.")
-    ] = 0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only log what would be done.")] = False,
-    log: Annotated[Literal["json", "text"], typer.Option(help="One JSON document per line, or text for people.")] = "json",
+    rebalance: Annotated[bool, typer.Option(help="Also leave when AWS recommends it, before any interruption.")] = True,
+    metadata: Annotated[str, typer.Option(metavar="URL", help="Address of the metadata service.")] = "http://169.254.169.254",
     context: ContextOption = None,
 ) -> None:
-    """Watch a machine for notices of its cloud; move its pods while there is time.
+    """Watch an AWS machine for notices; move its pods while there is time.
 
     It runs on each node, where `outlast install --node-watch` puts it. A notice is
-    an interruption of a spot machine (AWS, Google, Azure), a rebalance
-    recommendation, or scheduled maintenance. Within a second the node is tainted
-    (outlast.dev/leaving) and cordoned, with the deadline as an annotation. The
-    operator has its workers save and leave. All other pods are evicted, those of
-    DaemonSets excepted, with the grace that is left; PodDisruptionBudgets are
-    respected until a pod would be lost with the machine. A notice that is
-    withdrawn is taken back. It serves /healthz, /readyz and /metrics.
+    an interruption of a spot machine, a rebalance recommendation, or scheduled
+    maintenance. Within a second the node is tainted (outlast.dev/leaving) and
+    cordoned, with the deadline as an annotation. The operator has its workers save
+    and leave. All other pods are evicted, those of DaemonSets excepted, with the
+    grace that is left; PodDisruptionBudgets are respected until a pod would be
+    lost with the machine. A notice that is withdrawn is taken back.
 
     \b
     Examples:
-      outlast node-watch --node ip-10-0-0-1.ec2.internal --dry-run --log text
-      outlast node-watch --queue https://sqs.eu-west-1.amazonaws.com/1234/spot
+      outlast node-watch --node ip-10-0-0-1.ec2.internal
       outlast node-watch --no-rebalance --poll-interval 5s
-      outlast node-watch --notice-url http://localhost:8000/notice
     """
-    from outlast.nodewatch import process
+    import logging
+    import signal
+    import threading
 
-    options = process.Options(
-        node,
-        cloud,
-        metadata,
-        notice_url,
-        rebalance,
-        queue,
-        process.settings(poll_interval, ahead, dry_run=dry_run),
-        port,
-    )
-    process.main(options, text=log == "text", context=context)
+    from outlast import kube, units
+    from outlast.clock import Clock
+    from outlast.errors import OutlastError
+    from outlast.loglines import write_log
+    from outlast.nodewatch.metadata import Metadata
+    from outlast.nodewatch.watch import Watcher
+
+    try:
+        every_s = max(0.2, units.duration(poll_interval).total_seconds())
+    except ValueError as error:
+        raise OutlastError(f"--poll-interval {poll_interval} {error}") from error
+    write_log(text=True)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    cluster = kube.connect(context)
+    source = Metadata(metadata.rstrip("/"), rebalance)
+    watcher = Watcher(cluster.get(kube.NODE, node), source, cluster, clock=Clock(), every_s=every_s)
+    source.read(Clock()())  # a service that is switched off is said by a container that does not start
+    logging.getLogger(__name__).info("node %s is watched every %g s", node, every_s)
+    while not stop.wait(watcher.tick()):
+        pass
+    cluster.close()

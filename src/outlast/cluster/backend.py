@@ -21,7 +21,7 @@ from outlast.cluster.submission import Submission, rendered
 from outlast.cluster.workloads import KINDS, NAMED, WORKERS, Workloads, job_name
 from outlast.contract import Label
 from outlast.errors import NotFound, OutlastError
-from outlast.kube import pods
+from outlast.kube import dropins, pods
 from outlast.runs import output as stored
 from outlast.status import JobStatus, State
 
@@ -205,7 +205,7 @@ class KubernetesBackend:
             raise OutlastError(
                 f"{replicas} workers are not between workers.min ({low}) and max ({high}) of {name}; choose another"
             )
-        if kind is kube.LEGACY_JOB:
+        if kind in dropins.KINDS:
             self.workloads.wish(kind, title, None, replicas)
         elif kind is kube.STATEFUL_SET and job_status.suspended(workload):
             self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.WISHED: str(replicas)}}})

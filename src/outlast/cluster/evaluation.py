@@ -23,8 +23,8 @@ Document = kube.Document
 def evaluate(workloads: Workloads, name: str, args: Sequence[str], *, show: Callable[[LogLine], None]) -> int:
     """Run the job's module with `--evaluate` in one pod, show its log, and return its exit code."""
     cluster, workload = workloads.cluster, workloads.known(name)[0]
-    if kube_workloads.archived(workload):
-        raise OutlastError(f"{name} is of {kube.LEGACY_JOB.group} and has a script of its own; evaluate with that")
+    if kube_workloads.agentless(workload):
+        raise OutlastError(f"{name} is of {workload['apiVersion']} and has a script of its own; evaluate with that")
     if not has_claim(workload) and not workloads.store_url(name):
         raise OutlastError(f"the output of {name} is in its pods only; give it one in a store, or a volume, and train again")
     unique = f"{RANDOM.getrandbits(32):08x}"

@@ -11,19 +11,17 @@ nothing is done while they serve an operator in another namespace.
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outlast import foreign
-from outlast.cluster import etcd_users
 from outlast.contract import OPERATOR, OPERATOR_NAMESPACE, Label
 from outlast.errors import Absent, ClusterError, Forbidden, NotServed, OutlastError
-from outlast.kube import kinds, pods, within, without_server_fields
+from outlast.kube import dropins, kinds, pods, within, without_server_fields
 from outlast.kube.kinds import Kind, kind_of
-from outlast.manifests import install, nodewatch, rbac, rendezvous
+from outlast.manifests import install, nodewatch, rbac
 from outlast.manifests.request import Document
 
 if TYPE_CHECKING:
@@ -34,9 +32,6 @@ _ESTABLISHED_S = 60.0
 _GONE_S = 120.0
 """Timeout of a deletion: pods have 15 s to end, and the namespace controller works in rounds."""
 _POLL_S = 0.5
-ARCHIVED_CONTROLLER, _ARCHIVED_NAMESPACE = "elastic-job-k8s-controller", "elastic-job"
-"""The names in the kustomization of https://github.com/pytorch/elastic/tree/master/kubernetes."""
-_ARCHIVED_IMAGE = re.compile(r"(^|/)torchelastic/(kubernetes|elasticjob-controller)\b")
 _LIVED_IN = (
     kinds.DEPLOYMENT,
     kinds.STATEFUL_SET,
@@ -72,22 +67,14 @@ def documents(
     *,
     namespace: str = OPERATOR_NAMESPACE,
     image: str = install.IMAGE,
-    etcd: install.Etcd | None = None,
-    secrets: Sequence[Document] = (),
     watch: bool = False,
-    queue: str = "",
     on_demand: bool = False,
 ) -> list[Document]:
-    """All documents of an installation, in the order of creation; `secrets` are those of etcd, see `etcd_users.access`, `watch`
-    is for the node watcher, `queue` for its messages; `on_demand`: see `install.files`."""
-    files = install.files(into=namespace, image=image, wanted=etcd or install.Etcd(), queue=queue, on_demand=on_demand)
-    for each in secrets:
-        if each["metadata"]["name"] == install.ETCD_TLS and "annotations" in each["metadata"]:
-            (members,) = [document for document in files["etcd/etcd.yaml"] if document["kind"] == kinds.STATEFUL_SET.kind]
-            members["metadata"]["annotations"] = each["metadata"]["annotations"]  # who may read no Secret sees there when it ends
-    optional = ["node-watch/node-watch.yaml"] if watch else []
-    names = ["crd.yaml", "rbac.yaml", *(["etcd/etcd.yaml"] if etcd else []), "operator.yaml", *optional]
-    return [*files["namespace.yaml"], *secrets, *(document for name in names for document in files[name])]
+    """All documents of an installation, in the order of creation; `watch` is for the node watcher, `on_demand`: see
+    `install.files`."""
+    files = install.files(into=namespace, image=image, on_demand=on_demand)
+    names = ["namespace.yaml", "crd.yaml", "rbac.yaml", "operator.yaml", *(["node-watch/node-watch.yaml"] if watch else [])]
+    return [document for name in names for document in files[name]]
 
 
 # Installing
@@ -96,16 +83,15 @@ def documents(
 def bring(cluster: Cluster, wanted: Sequence[Document], *, dry_run: bool = False) -> Iterator[Done]:
     """Apply the documents, and yield what changed, one document after the other.
 
-    Raises ClusterError; OutlastError before anything is changed, when the operator is in another namespace, etcd is another, or
-    the archived controller of elastic.pytorch.org runs.
+    Raises ClusterError; OutlastError before anything is changed, when the operator is in another namespace, or
+    another controller runs that makes the same pods.
     """
-    _check_archived(cluster)
+    _check_rivals(cluster)
+    shared = [kind.resource for kind in dropins.KINDS]  # another controller may have brought the definition
     for document in wanted:
         if document["kind"] == kinds.CLUSTER_ROLE_BINDING.kind and (namespace := holder(document)):
             _check_alone(cluster, namespace)
-        if document["kind"] == kinds.STATEFUL_SET.kind:
-            _check_etcd(_there(cluster, document), document)
-        if document["kind"] != kinds.NAMESPACE.kind and document["metadata"]["name"] != kinds.LEGACY_JOB.resource:
+        if document["kind"] != kinds.NAMESPACE.kind and document["metadata"]["name"] not in shared:
             foreign.check(_there(cluster, document), instead="have it renamed or removed, or install into another --namespace")
     coming = ""
     """The namespace that a dry run would create: the server cannot try to create anything in it."""
@@ -132,36 +118,31 @@ def bring(cluster: Cluster, wanted: Sequence[Document], *, dry_run: bool = False
             _wait_established(cluster, document["metadata"]["name"])
 
 
-def archived_controllers(cluster: Cluster) -> list[str]:
-    """Running Deployments of the archived controller of elastic.pytorch.org, as `namespace/name`; as far as one may look."""
+def rivals(cluster: Cluster) -> list[str]:
+    """Running Deployments of controllers that the operator replaces, as `namespace/name`; as far as one may look."""
     try:
         found = cluster.list_(kinds.DEPLOYMENT, everywhere=True)
     except Forbidden:
-        try:
-            found = [cluster.get(kinds.DEPLOYMENT, ARCHIVED_CONTROLLER, namespace=_ARCHIVED_NAMESPACE)]
-        except (Absent, Forbidden):
-            return []
-    return [f"{each['metadata']['namespace']}/{each['metadata']['name']}" for each in found if _is_archived_controller(each)]
+        found = []
+        for namespace, name in (each.rival.split("/") for each in dropins.DROP_INS):
+            with contextlib.suppress(Absent, Forbidden):
+                found.append(cluster.get(kinds.DEPLOYMENT, name, namespace=namespace))
+    running = [each for each in found if each["spec"].get("replicas", 1)]
+    theirs = [each["metadata"] for each in running if any(one.functions.rival(each) for one in dropins.DROP_INS)]
+    return [f"{meta['namespace']}/{meta['name']}" for meta in theirs]
 
 
-def _is_archived_controller(deployment: Document) -> bool:
-    if deployment["spec"].get("replicas", 1) == 0:
-        return False
-    images = [each.get("image") or "" for each in deployment["spec"]["template"]["spec"]["containers"]]
-    return deployment["metadata"]["name"] == ARCHIVED_CONTROLLER or any(_ARCHIVED_IMAGE.search(image) for image in images)
-
-
-def _check_archived(cluster: Cluster) -> None:
-    """Raises OutlastError while the archived controller runs: it and the operator would both make the pods of its jobs."""
-    if there := archived_controllers(cluster):
+def _check_rivals(cluster: Cluster) -> None:
+    """Raises OutlastError while a controller runs that would make the same pods as the operator."""
+    if there := rivals(cluster):
         raise OutlastError(
-            f"{', '.join(there)} runs here and makes the pods of ElasticJobs of {kinds.LEGACY_JOB.group}, as the operator would; "
-            f"stop it first: {stop_archived(there)}. Its definition and its jobs stay, and train on"
+            f"{', '.join(there)} runs here and makes the pods of ElasticJobs of another API, as the operator would; "
+            f"stop it first: {stop(there)}. Its definition and its jobs stay, and train on"
         )
 
 
-def stop_archived(controllers: Sequence[str]) -> str:
-    """The commands that stop the archived controller."""
+def stop(controllers: Sequence[str]) -> str:
+    """The commands that stop these controllers."""
     names = [controller.split("/") for controller in controllers]
     return " && ".join(f"kubectl -n {namespace} scale deployment {name} --replicas=0" for namespace, name in names)
 
@@ -180,24 +161,6 @@ def _check_alone(cluster: Cluster, namespace: str) -> None:
             f"the operator of this cluster is in namespace {other}; pass --namespace {other}, "
             f"or take it away first: outlast uninstall --namespace {other}"
         )
-
-
-def _check_etcd(old: Document | None, new: Document) -> None:
-    """Raises OutlastError when an etcd is there that cannot become this one: its members know how many they are, and a
-    StatefulSet's volumes cannot be changed."""
-    if old is None or old["metadata"].get("deletionTimestamp"):
-        return
-    there, meta = install.made(old), old["metadata"]
-    if there == install.made(new):
-        return
-    storage = "" if there.storage is None else f" --etcd-storage {there.storage}"
-    said, same = f"--etcd-members {there.members}{storage}", "say the same, or "
-    if not there.tls:
-        said, same = f"{said} by a version that knew no TLS", ""
-    raise OutlastError(
-        f"etcd of this cluster was installed with {said} and cannot be changed; {same}delete it, with what it knows, "
-        f"and install again: kubectl -n {meta['namespace']} delete statefulset {meta['name']}"
-    )
 
 
 def _there(cluster: Cluster, document: Document) -> Document | None:
@@ -253,10 +216,9 @@ def await_(
 
 
 def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Cause]:
-    """Wait until the operator, etcd or the node watcher runs as it is to; otherwise why it does not."""
+    """Wait until the operator or the node watcher runs as it is to; otherwise why it does not."""
     kind, meta = kind_of(workload), workload["metadata"]
     name, namespace = meta["name"], meta["namespace"]
-    ready = "readyReplicas" if kind == kinds.STATEFUL_SET else "availableReplicas"
 
     def runs(now: Document) -> bool:
         status = now.get("status", {})
@@ -264,7 +226,7 @@ def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Caus
         if kind == kinds.DAEMON_SET:
             names = ("updatedNumberScheduled", "numberAvailable")
             return bool(seen and all(status.get(each, 0) == status.get("desiredNumberScheduled") for each in names))
-        return bool(seen and status.get("updatedReplicas", 0) == status.get(ready, 0) == now["spec"]["replicas"])
+        return bool(seen and status.get("updatedReplicas", 0) == status.get("availableReplicas", 0) == now["spec"]["replicas"])
 
     if await_(cluster, kind, name, runs, timeout_s=timeout_s, namespace=namespace):
         return []
@@ -292,7 +254,7 @@ def jobs(cluster: Cluster) -> list[str]:
     return [f"{each['metadata']['namespace']}/{each['metadata']['name']}" for each in found]
 
 
-_JOBS = (kinds.ELASTIC_JOB, kinds.LEGACY_JOB)
+_JOBS = (kinds.ELASTIC_JOB, *dropins.KINDS)
 
 
 def _named(kind: Kind, name: str, namespace: str = "") -> Document:
@@ -307,11 +269,7 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
     Raises OutlastError before anything is changed, when the operator is in another namespace.
     """
     _check_alone(cluster, namespace)
-    secrets: list[Document] = []
-    with contextlib.suppress(Forbidden):  # those in the namespace go with it
-        secrets += [_named(kinds.SECRET, rendezvous.LOGIN, each) for each in etcd_users.admitted(cluster)]
-        secrets += [_named(kinds.SECRET, name, namespace) for name in (etcd_users.AUTHORITY, etcd_users.ROOT, install.ETCD_TLS)]
-    made = documents(namespace=namespace, etcd=install.Etcd(), secrets=secrets, watch=True)
+    made = documents(namespace=namespace, watch=True)
     wanted = [each for each in made if each["kind"] != kinds.CRD.kind]
     named = [_named(kinds.CRD, kind.resource) for kind in _JOBS]
     if crds:
@@ -321,7 +279,7 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
     for document in reversed(wanted):
         old = _there(cluster, document)
         if old is None:
-            if not document["metadata"]["name"].startswith((install.ETCD, nodewatch.NAME)):
+            if not document["metadata"]["name"].startswith(nodewatch.NAME):
                 yield Done("absent", document)
         elif document["kind"] == kinds.NAMESPACE.kind:
             yield from _remove_namespace(cluster, old)

@@ -105,7 +105,7 @@ def status(snapshot: Snapshot) -> JobStatus:
 def _as_written(found: JobStatus, workload: Document) -> JobStatus:
     """The status with what an operator has written into the ElasticJob."""
     written = workload.get("status") or {}
-    if workloads.archived(workload):
+    if workloads.agentless(workload):
         told = {"restarts": written.get("restarts"), "started": pods.seconds(written.get("startTime")) or None}
         return found.model_copy(update={key: value for key, value in told.items() if value is not None})
     if workload.get("kind") != "ElasticJob" or not written.get("state"):
@@ -321,7 +321,7 @@ def _environment(workload: Document) -> dict[str, str]:
 
 
 def _url(snapshot: Snapshot) -> str:
-    if workloads.archived(snapshot.workload):
+    if workloads.agentless(snapshot.workload):
         return ""
     if snapshot.workload.get("kind") == "ElasticJob":
         place = str((snapshot.workload.get("spec") or {}).get("output") or "")
@@ -334,7 +334,7 @@ def _output(snapshot: Snapshot) -> str:
         return str(snapshot.workload["metadata"].get("annotations", {}).get(Annotation.SPARK_TARGET, ""))
     if _brings_data(snapshot.workload):
         return str((workloads.template(snapshot.workload)["spec"]["containers"][0].get("command") or [""])[-1])
-    if workloads.archived(snapshot.workload):
+    if workloads.agentless(snapshot.workload):
         return ""  # wherever its script writes it
     return _url(snapshot) or f"{_environment(snapshot.workload).get(Env.OUTPUT, f'/out/{snapshot.name}')} in its pods"
 

@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 Document = kube.Document
 
-KINDS = (kube.ELASTIC_JOB, kube.LEGACY_JOB, kube.JOB, kube.STATEFUL_SET)
+KINDS = (kube.ELASTIC_JOB, *dropins.KINDS, kube.JOB, kube.STATEFUL_SET)
 """Kinds of workloads that a job can be made as."""
 BESIDE = (kube.CONFIG_MAP, kube.SERVICE, kube.POD_GROUP, kube.VOLCANO_GROUP)
 """Kinds of documents that are created beside a workload and go with it. Claims stay: they hold data and output."""
-NAMED = (kube.ELASTIC_JOB, kube.LEGACY_JOB)
+NAMED = (kube.ELASTIC_JOB, *dropins.KINDS)
 """Kinds of workloads that have the name of their job; the others carry its label."""
 _WORKER = "app.kubernetes.io/component=worker"
 WORKERS = f"app.kubernetes.io/component!={evaluation.COMPONENT},app.kubernetes.io/component!={spark.EXECUTOR}"
-"""Selects the workers among the pods with a job's label: no evaluations, no executors of Spark. Pods of `elastic.pytorch.org`
-have the labels of their template."""
+"""Selects the workers among the pods with a job's label: no evaluations, no executors of Spark. Pods of a
+drop-in have the labels of their template."""
 _ASK_S = 3.0
 """Timeout of asking an agent for its step."""
 _ASKED = 16
@@ -147,7 +147,7 @@ class Workloads:
         current = max(workloads, key=lambda each: each["metadata"]["creationTimestamp"])
         older = [each["metadata"]["name"] for each in workloads if each is not current and job_status.over(each) is None]
         own = [pod for pod in found if (pod["metadata"].get("labels") or {}).get(Label.JOB) == name and part_of(pod, current)]
-        told, unknown = self._metrics(own) if ask and not kube_workloads.archived(current) else ({}, "")
+        told, unknown = self._metrics(own) if ask and not kube_workloads.agentless(current) else ({}, "")
         processes, allowed, executors = 1, None, None
         if ask and job_status.spark_driver(current) and job_status.over(current) is None:
             executors = self.cluster.list_(kube.POD, labels=f"{Label.JOB}={name},{Label.SPARK_ROLE}={spark.EXECUTOR}")
@@ -178,7 +178,7 @@ class Workloads:
     def set_suspended(self, workload: Document, value: bool) -> None:
         """Suspend or resume a workload, in the way of its kind."""
         kind, title = kube.kind_of(workload), workload["metadata"]["name"]
-        if kind not in (kube.STATEFUL_SET, kube.LEGACY_JOB):
+        if kind not in (kube.STATEFUL_SET, *dropins.KINDS):
             self.cluster.patch(kind, title, {"spec": {"suspend": value}})
         elif not value:
             annotation = (workload["metadata"].get("annotations") or {}).get(job_status.WISHED)
@@ -190,7 +190,8 @@ class Workloads:
 
     def wish(self, kind: kube.Kind, title: str, before: str | None, replicas: int) -> None:
         """Set how many pods a workload without a field for suspension has, and note how many it had."""
-        spec = {"replicaSpecs": {"Worker": {"replicas": replicas}}} if kind is kube.LEGACY_JOB else {"replicas": replicas}
+        drop_in = dropins.of({"apiVersion": kind.api_version, "kind": kind.kind})
+        spec = drop_in.scaled(replicas) if drop_in else {"replicas": replicas}
         self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.WISHED: before}}, "spec": spec})
 
     def adopt(self, document: Document, workload: Document) -> None:

@@ -11,7 +11,7 @@ from outlast import kube
 from outlast.contract import Label
 from outlast.diagnosis.snapshot import Snapshot
 from outlast.errors import Absent, Forbidden, NotFound, NotServed, Refused, Unanswered
-from outlast.kube import kinds
+from outlast.kube import dropins, kinds
 from outlast.kube import pods as kube_pods
 from outlast.kube.kinds import Kind
 from outlast.kube.ownership import owned_by
@@ -22,7 +22,7 @@ _LINES = 40
 """Lines that are read of each log."""
 _LOGS = 6
 """Most logs that are read; those of failed pods come first, newest first."""
-_WORKLOADS = (kinds.ELASTIC_JOB, kinds.LEGACY_JOB, kinds.JOB, kinds.STATEFUL_SET)
+_WORKLOADS = (kinds.ELASTIC_JOB, *dropins.KINDS, kinds.JOB, kinds.STATEFUL_SET)
 
 
 def job(cluster: kube.Cluster, name: str, *, namespace: str | None = None) -> Snapshot:
@@ -114,7 +114,7 @@ def _reader(cluster: kube.Cluster, namespace: str, unseen: dict[str, str]) -> _L
 
 def _workloads(listed: _Listed, kind: Kind, name: str, selector: str) -> list[Document]:
     """The workloads of a job: an ElasticJob has its name, the others carry its label."""
-    if kind in (kinds.ELASTIC_JOB, kinds.LEGACY_JOB):
+    if kind in (kinds.ELASTIC_JOB, *dropins.KINDS):
         return [found for found in listed(kind) if kube_pods.name(found) == name]
     return listed(kind, selector)
 

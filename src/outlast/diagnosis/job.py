@@ -23,7 +23,7 @@ _QUEUE = "kueue.x-k8s.io/queue-name"
 def absent(snapshot: Snapshot, _: float) -> Iterator[Cause]:
     """An ElasticJob that no operator has taken up."""
     if snapshot.kind == "ElasticJob" and not snapshot.workload.get("status") and not snapshot.pods:
-        other = "" if snapshot.archived else ", `outlast submit --as indexed-job` needs none"
+        other = "" if snapshot.agentless else ", `outlast submit --as indexed-job` needs none"
         remedy = f"see whether the operator runs (kubectl get deployment -n outlast-system); `outlast install` brings it{other}"
         yield Cause("operator", "no operator has taken up the job: its status is empty", (), remedy)
 
@@ -196,7 +196,7 @@ def wishes(snapshot: Snapshot, _: float) -> Iterator[Cause]:
     if spec.get("suspend") and not queued and not _failed(snapshot):
         yield Cause("suspended", "it is suspended", (), f"go on with: outlast resume {snapshot.name}", wrong=False)
     elif snapshot.kind in ("StatefulSet", "ElasticJob") and snapshot.wanted() == 0:
-        scaled = snapshot.kind == "ElasticJob" and not snapshot.archived
+        scaled = snapshot.kind == "ElasticJob" and not snapshot.agentless
         remedy = f"outlast scale {snapshot.name} 1" if scaled else f"outlast resume {snapshot.name}"
         yield Cause("suspended", "its number of workers is 0", (), f"go on with: {remedy}", wrong=False)
     if deleted := snapshot.workload.get("metadata", {}).get("deletionTimestamp"):

@@ -54,9 +54,9 @@ class Snapshot:
         return str(self.workload.get("kind", ""))
 
     @property
-    def archived(self) -> bool:
-        """Whether it is an ElasticJob of `elastic.pytorch.org`."""
-        return workloads.archived(self.workload)
+    def agentless(self) -> bool:
+        """Whether its pods run without our agent."""
+        return workloads.agentless(self.workload)
 
     def about(self, document: Document, *reasons: str) -> list[Document]:
         """The events about a document, the newest last; of these reasons, if any are given."""

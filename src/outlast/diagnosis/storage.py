@@ -9,7 +9,6 @@ from outlast.diagnosis import scheduling
 from outlast.diagnosis.cause import Cause, grouped, joined, verb, workers_text
 from outlast.diagnosis.snapshot import Snapshot, event_text
 from outlast.kube import pods as kube_pods
-from outlast.manifests import rendezvous
 from outlast.manifests.request import Document
 
 _DEFAULT = "storageclass.kubernetes.io/is-default-class"
@@ -138,8 +137,6 @@ def references(snapshot: Snapshot, _: float) -> Iterator[Cause]:
         if kind == "secret":
             made = f"kubectl create secret generic {name} -n {snapshot.namespace} --from-literal=KEY=VALUE"
             remedy = f"make it ({made}) or correct `secrets`"
-            if name == rendezvous.LOGIN:
-                remedy = f"admit the namespace to that etcd: outlast install --etcd --etcd-for {snapshot.namespace}"
         else:
             remedy = f"make it (kubectl create configmap {name} -n {snapshot.namespace} --from-file=FILE) or correct the template"
         what = f"{whom} for the {word} {name}, which does not exist in namespace {snapshot.namespace}"

@@ -12,7 +12,6 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, date, datetime
 from typing import TYPE_CHECKING
 
 from outlast import accelerators, contract, manifests, spec, units
@@ -26,7 +25,7 @@ from outlast.errors import Absent, ClusterError, Forbidden, NotServed, Refused
 from outlast.kube import kinds
 from outlast.kube import pods as kube_pods
 from outlast.kube.kinds import Kind
-from outlast.manifests import install, rendezvous, scheduling
+from outlast.manifests import scheduling
 from outlast.manifests.request import Document
 
 if TYPE_CHECKING:
@@ -81,11 +80,8 @@ def checks(cluster: Cluster) -> Iterator[Check]:
     yield rights(_absent(cluster, RIGHTS))
     yield definition(served, _absent(cluster, ELASTIC) if served else [])
     yield operator(_operator(cluster), served=served)
-    if there := installation.archived_controllers(cluster):
-        yield archived(there)
-    members = _maybe(lambda: cluster.get(kinds.STATEFUL_SET, install.ETCD, namespace=OPERATOR_NAMESPACE))
-    login = _maybe(lambda: cluster.get(kinds.SECRET, rendezvous.LOGIN)) if isinstance(members, dict) else None
-    yield from certificates(members, login, datetime.now(UTC).date())
+    if there := installation.rivals(cluster):
+        yield rivals(there)
     nodes = listed(cluster, kinds.NODE)
     yield machines(nodes)
     yield devices(nodes)
@@ -97,22 +93,6 @@ def checks(cluster: Cluster) -> Iterator[Check]:
     if (quotas := listed(cluster, kinds.QUOTA)) is not None:
         yield from used_up(quotas)
     yield from worker(cluster)
-
-
-def certificates(members: Document | str | None, login: Document | str | None, today: date) -> Iterator[Check]:
-    """Until when the certificates of our etcd are valid: its own, and that of the namespace; nothing where none are seen."""
-    for whose, document in (("etcd", members), ("login to etcd", login)):
-        annotations = document["metadata"].get("annotations") or {} if isinstance(document, dict) else {}
-        if not (ends := annotations.get(install.ENDS)):
-            continue
-        left = (date.fromisoformat(ends) - today).days
-        renew = "the cluster's administrator renews it: outlast install --etcd"
-        if left < 0:
-            yield failed(whose, f"its certificate has ended on {ends}", renew)
-        elif left < RENEW_DAYS:
-            yield warned(whose, f"its certificate ends on {ends}, in {left} days", renew)
-        else:
-            yield passed(whose, f"its certificate is valid until {ends}")
 
 
 _QUEUES = {"Kueue": kinds.LOCAL_QUEUE, "Volcano": kinds.VOLCANO_GROUP, "coscheduling": kinds.POD_GROUP}
@@ -242,10 +222,9 @@ def operator(found: Document | str | None, *, served: bool) -> Check:
     return failed("operator", f"none of {replicas} runs in namespace {where}, {image}", remedy)
 
 
-def archived(controllers: Sequence[str]) -> Check:
-    """The archived controller of elastic.pytorch.org runs: it would make the same pods as the operator."""
-    said = f"the archived controller of {kinds.LEGACY_JOB.group} runs too ({joined(controllers)}) and makes the same pods"
-    return failed("controller", said, installation.stop_archived(controllers))
+def rivals(controllers: Sequence[str]) -> Check:
+    """A controller that the operator replaces runs too."""
+    return failed("controller", f"{joined(controllers)} runs too and makes the same pods", installation.stop(controllers))
 
 
 def machines(nodes: list[Document] | None) -> Check:

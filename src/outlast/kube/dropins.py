@@ -1,9 +1,10 @@
-"""Kinds of jobs that are not ours and that we run in place of another controller: one line for each package that brings one.
+"""Kinds of jobs that are not ours and that we run in place of another controller: one entry for each package that brings one.
 
     if (drop_in := dropins.of(workload)) is not None:
         drop_in.sizes(workload)
 
-The rest of Outlast knows a drop-in by this module alone: delete its package and its line here, and its kind is gone.
+The rest of Outlast knows a drop-in by this module alone, and none by name: delete its package and its entry here, and its kind is
+gone.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ class Functions(Protocol):
     def end(self, job: Document, /) -> str | None:
         """`Succeeded` or `Failed`; None while the job has not ended."""
 
+    def scaled(self, replicas: int, /) -> dict[str, Any]:
+        """The merge patch of a job's spec for another number of workers."""
+
+    def rival(self, deployment: Document, /) -> bool:
+        """Whether this Deployment is the controller that we replace."""
+
     def definition(self) -> dict[str, Any]:
         """The CustomResourceDefinition."""
 
@@ -44,6 +51,10 @@ class DropIn:
     kind: Kind
     container: str
     """The container of a pod that the training runs in, if there are several."""
+    index: str
+    """Label with the index of a worker, on pods that we have not made."""
+    rival: str
+    """Namespace and usual name of the Deployment of the controller that it replaces: `namespace/name`."""
     module: str
 
     @property
@@ -53,8 +64,18 @@ class DropIn:
 
 
 DROP_INS: list[DropIn] = [
-    DropIn(LEGACY_JOB, "elasticjob-worker", "outlast.legacy.registration"),
+    DropIn(
+        LEGACY_JOB, "elasticjob-worker", "replica-index", "elastic-job/elastic-job-k8s-controller", "outlast.legacy.registration"
+    ),
 ]
+
+
+KINDS = tuple(each.kind for each in DROP_INS)
+
+
+def has(workload: Document) -> bool:
+    """Whether a drop-in runs this workload."""
+    return (workload.get("apiVersion"), workload.get("kind")) in [(kind.api_version, kind.kind) for kind in KINDS]
 
 
 def of(workload: Document) -> Functions | None:

@@ -24,9 +24,9 @@ _INDICES = (
     Label.WORKER,
     "batch.kubernetes.io/job-completion-index",
     "apps.kubernetes.io/pod-index",
-    "replica-index",
+    *(each.index for each in dropins.DROP_INS),
 )
-"""Labels or annotations that carry a worker's index, most telling first; the last is of `elastic.pytorch.org`."""
+"""Labels or annotations that carry a worker's index, most telling first."""
 _DISRUPTIONS = {
     "PreemptionByScheduler": "was preempted by a pod of higher priority",
     "DeletionByTaintManager": "was removed because its node is tainted",

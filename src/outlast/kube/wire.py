@@ -11,7 +11,8 @@ import json
 import re
 from typing import Any
 
-from outlast.kube.kinds import ELASTIC_JOB, LEASE, LEGACY_JOB, POD, Kind
+from outlast.kube import dropins
+from outlast.kube.kinds import ELASTIC_JOB, LEASE, POD, Kind
 
 Document = dict[str, Any]
 
@@ -21,9 +22,9 @@ DEEPEST = 100
 """Deepest nesting that is read. A PodSpec has 12 levels."""
 LARGEST = 128 * 1024
 """Largest spec of a job that is read, in bytes of JSON."""
-FREE = (ELASTIC_JOB, LEGACY_JOB)
+FREE = (ELASTIC_JOB, *dropins.KINDS)
 """Kinds with fields of any shape, which may be nested deeply. Typed kinds are as deep as their type."""
-_BOUNDED: dict[Kind, int] = {ELASTIC_JOB: LARGEST, LEGACY_JOB: LARGEST, POD: 4 * LARGEST, LEASE: LARGEST}
+_BOUNDED: dict[Kind, int] = {**dict.fromkeys((*FREE, LEASE), LARGEST), POD: 4 * LARGEST}
 """Largest part of a document that is read, of the kinds that users create and the operator caches. A pod has its job's file."""
 _KEPT = ("apiVersion", "kind", "metadata", "status")
 """Keys that only the API server and controllers write, or that the API server bounds: they are read whatever their length."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from outlast.kube import dropins
-from outlast.kube.kinds import LEGACY_JOB
 
 
 def replicas(workload: Mapping[str, Any]) -> int:
@@ -28,6 +27,6 @@ def template(workload: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def archived(workload: Mapping[str, Any]) -> bool:
-    """Whether it is an ElasticJob of `elastic.pytorch.org`. Its pods run plain torchrun, without agents."""
-    return bool(workload.get("apiVersion") == LEGACY_JOB.api_version)
+def agentless(workload: Mapping[str, Any]) -> bool:
+    """Whether its pods run without our agent, since a drop-in runs it."""
+    return dropins.has(workload)

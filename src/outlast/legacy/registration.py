@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from typing import Any
 
 from outlast.kube import wire
 from outlast.legacy import decide as legacy
@@ -13,7 +15,21 @@ from outlast.operator.plan import Plan
 from outlast.operator.queues import ClusterFeatures
 from outlast.operator.snapshot import Limits
 
-__all__ = ["definition", "end", "processes", "reconcile", "sizes"]
+__all__ = ["definition", "end", "processes", "reconcile", "rival", "scaled", "sizes"]
+
+_CONTROLLER = re.compile(r"(^|/)torchelastic/(kubernetes|elasticjob-controller)\b")
+"""Images of https://github.com/pytorch/elastic/tree/master/kubernetes."""
+
+
+def scaled(replicas: int) -> dict[str, Any]:
+    """The merge patch of a job's spec for another number of workers."""
+    return {"replicaSpecs": {"Worker": {"replicas": replicas}}}
+
+
+def rival(deployment: dict[str, Any]) -> bool:
+    """Whether this Deployment is the archived controller."""
+    images = [each.get("image") or "" for each in deployment["spec"]["template"]["spec"]["containers"]]
+    return deployment["metadata"]["name"] == "elastic-job-k8s-controller" or any(map(_CONTROLLER.search, images))
 
 
 def reconcile(limits: Limits, cached: CachedJob, now: float, found: ClusterFeatures) -> Plan:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from outlast import contract
 from outlast.contract import OPERATOR
-from outlast.kube.kinds import CLAIM, CONFIG_MAP, ELASTIC_JOB, JOB, LEGACY_JOB, POD, WORKFLOW, Kind
+from outlast.kube import dropins
+from outlast.kube.kinds import CLAIM, CONFIG_MAP, ELASTIC_JOB, JOB, POD, WORKFLOW, Kind
 from outlast.manifests import kueue
 from outlast.manifests.request import Document
 
@@ -15,8 +16,8 @@ NOTEBOOK = "notebook"
 SPARK = "spark"
 """Account, Role and RoleBinding of Spark's drivers."""
 _RBAC, _LEASES = "rbac.authorization.k8s.io", "coordination.k8s.io"
-_GROUPS = (contract.GROUP, LEGACY_JOB.group)
-"""API groups of our ElasticJobs and of torchelastic's."""
+_GROUPS = (contract.GROUP, *(kind.group for kind in dropins.KINDS))
+"""API groups of our ElasticJobs and of those that we run in place of another controller."""
 _READ = ["get", "list", "watch"]
 _WATCHED = ["list", "watch"]
 _OWNED = ["get", "list", "create", "patch", "delete"]

@@ -6,14 +6,9 @@ the store, and wait for ever.
 
 from __future__ import annotations
 
-from typing import Any
-
 from outlast import contract
 from outlast.contract import Env, Pod
 from outlast.manifests.request import Request, wrong
-
-LOGIN = "outlast-etcd"
-"""The Secret of a namespace for the etcd of the same name, see `outlast.cluster.etcd_users`."""
 
 
 def endpoint(request: Request, pod0: str, service: str) -> str:
@@ -33,28 +28,7 @@ def endpoint(request: Request, pod0: str, service: str) -> str:
     if wanted.backend == "c10d" and host.split(".")[0] == service:
         remedy = "leave rendezvous out: it is pod 0 then"
         raise wrong(request.job, f"rendezvous.endpoint ({address}) is the Service of all pods, and each would be host; {remedy}")
-    known = "etcds" if ours(request) else schemes[scheme]
-    return f"{known}://{address.rstrip('/')}"
-
-
-def ours(request: Request) -> bool:
-    """Whether a job uses the etcd of `outlast install --etcd` without credentials of its own."""
-    wanted = request.spec.rendezvous
-    scheme, _, address = (wanted.endpoint or "").rpartition("://")
-    named = any(name.startswith("OUTLAST_ETCD_") for name in request.spec.env)
-    return wanted.backend == "etcd" and address.split(".")[0] == LOGIN and scheme in ("", "etcds", "https") and not named
-
-
-def login(request: Request) -> dict[str, dict[str, Any]]:
-    """The variables with a worker's credentials for that etcd."""
-    if not ours(request):
-        return {}
-    files = {Env.ETCD_CACERT: "ca.crt", Env.ETCD_CERT: "tls.crt", Env.ETCD_KEY: "tls.key"}
-    keys = {Env.ETCD_USER: "user", Env.ETCD_PASSWORD: "password"}
-    return {
-        **{name: {"value": f"{Pod.ETCD}/{file}"} for name, file in files.items()},
-        **{name: {"valueFrom": {"secretKeyRef": {"name": LOGIN, "key": key}}} for name, key in keys.items()},
-    }
+    return f"{schemes[scheme]}://{address.rstrip('/')}"
 
 
 def alone(request: Request) -> str:

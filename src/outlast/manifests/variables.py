@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from outlast import contract, spec
 from outlast.contract import Env, Pod
 from outlast.manifests import resources, volumes
-from outlast.manifests.rendezvous import login
 from outlast.manifests.request import Document, Request
 from outlast.spec import substitution
 
@@ -91,7 +90,6 @@ def _contract(request: Request, *, index: Source, rendezvous: str, stay: bool) -
         Env.PROBE_PORT: plain(str(Pod.PROBE_PORT)),
         Env.RENDEZVOUS: plain(rendezvous),
         **({Env.RENDEZVOUS_KEY: of_secret(request.names.service, KEY)} if several(request, rendezvous) else {}),
-        **login(request),
         **({Env.MEMBER: of_field("metadata.uid")} if request.carried else {}),
         **({Env.STAY: plain("1")} if stay else {}),
         **({Env.FRESH: plain("1")} if request.fresh else {}),

@@ -12,7 +12,7 @@ from typing import Any
 
 from outlast import spec, units
 from outlast.contract import Annotation, Pod
-from outlast.manifests import rendezvous, resources
+from outlast.manifests import resources
 from outlast.manifests.request import Document, Request, wrong
 
 _STATE_SIZE = "256Mi"
@@ -173,8 +173,6 @@ def _own(request: Request) -> Iterator[tuple[str, str, Document]]:
     yield Pod.CONFIG, "config", config
     if digits := checksum(request.spec.code):
         yield Pod.SHIPPED, "archive", {"configMap": {"name": request.names.code(digits)}}
-    if rendezvous.ours(request):
-        yield Pod.ETCD, "etcd", {"secret": {"secretName": rendezvous.LOGIN, "defaultMode": 0o440}}
     yield "/dev/shm", "shm", {"emptyDir": {"medium": "Memory", **limit}}
     yield Pod.STATE, "state", {"emptyDir": {"medium": "Memory", "sizeLimit": _STATE_SIZE}}
     scratch = {

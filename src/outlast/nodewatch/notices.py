@@ -1,50 +1,29 @@
-"""What clouds announce about a machine, as notices: a kind, a deadline, a reason. Pure.
+"""What AWS announces about a machine, and how its node repeats it. Pure; times are seconds since the epoch, whole ones.
 
-    read = aws_spot(text, now)                 parsers: one for each document of a metadata service
-    known = merged(known, read, now)           duplicates dropped, withdrawn notices taken back
-    notice = due(known, now, ahead_s=900)      the one to act on: the earliest deadline
-
-Times are seconds since the epoch. Documents:
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/rebalance-recommendations.html
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/viewing_scheduled_events.html
-https://cloud.google.com/compute/docs/instances/preemptible
-https://cloud.google.com/compute/docs/metadata/getting-live-migration-notice
-https://learn.microsoft.com/en-us/azure/virtual-machines/linux/scheduled-events
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from outlast.contract import LeavingKind
+from outlast.contract import LEAVING, Annotation, LeavingKind
 
-AWS_SPOT_S, AZURE_SPOT_S = 120.0, 30.0
-"""Seconds that a cloud gives a spot machine, where its notice carries no time."""
-GCP_SPOT_S = 15.0
-"""The same of Google, which gives 30: the kubelets of GKE end ordinary pods after half of them.
-https://cloud.google.com/kubernetes-engine/docs/concepts/spot-vms"""
-GCP_MAINTENANCE_S = 60.0
-"""The same for a machine of Google's that cannot be migrated; with GPUs it is an hour, which the notice does not say."""
+SPOT_S = 120.0
+"""Time from an interruption notice to the end, where the notice cannot be read."""
+AHEAD_S = 900.0
+"""Maintenance is announced days before; it is acted on this long before it begins."""
 SURVIVED_S = 60.0
-"""A machine that still runs so long after its deadline has survived it: stopped and started again, for example."""
-_FINAL = (LeavingKind.SPOT, LeavingKind.TERMINATING)
-"""Kinds that no cloud withdraws: an answer without the notice is a mistake, as long as the deadline has not passed."""
+"""A machine that still runs this long after its deadline has survived it: stopped and started again, for example."""
 _ACTIONS = {"terminate": "terminates", "stop": "stops", "hibernate": "hibernates"}
-_AZURE = {
-    "Preempt": (LeavingKind.SPOT, "takes this spot machine back"),
-    "Terminate": (LeavingKind.TERMINATING, "deletes this machine"),
-    "Reboot": (LeavingKind.MAINTENANCE, "reboots this machine"),
-    "Redeploy": (LeavingKind.MAINTENANCE, "moves this machine to other hardware"),
-}
-"""Event types that end what runs; `Freeze` only pauses it for some seconds."""
 
 
 @dataclass(frozen=True)
@@ -53,161 +32,89 @@ class Notice:
 
     kind: LeavingKind
     deadline: float | None
-    """When the machine may be gone; None: the cloud sets no time."""
+    """When the machine may be gone; None: AWS sets no time."""
     reason: str
-    """One sentence."""
-    id: str = ""
-    """The same in two answers about the same event."""
-    alone: bool = False
-    """Whether the event may be acknowledged: it is about this machine alone."""
 
 
-# Of AWS
+REBALANCE = Notice(LeavingKind.REBALANCE, None, "AWS recommends to leave this spot machine: it may soon take it back")
 
 
-def aws_spot(text: str, now: float) -> Notice:
-    """`spot/instance-action`: `{"action": "terminate", "time": "2026-01-01T00:02:00Z"}`.
+def spot(text: str, now: float) -> Notice:
+    """`spot/instance-action`: `{"action": "terminate", "time": "2026-01-01T00:02:00Z"}`. If it cannot be read it still counts."""
+    try:
+        fields = dict(json.loads(text))
+    except (ValueError, TypeError):
+        fields = {}
+    at, does = time(fields.get("time")), _ACTIONS.get(str(fields.get("action")), "takes back")
+    return Notice(LeavingKind.SPOT, math.floor(now + SPOT_S) if at is None else at, f"AWS {does} this spot machine")
 
-    A document that cannot be read still means that the machine goes, within two minutes.
+
+def scheduled(text: str, now: float) -> list[Notice]:
+    """`events/maintenance/scheduled`: a list of events with a code, a window and a state. Raises ValueError for anything else.
+
+    Maintenance that has begun has until the end of its window, and no deadline once that has passed.
     """
-    found = _document(text)
-    fields = found if isinstance(found, dict) else {}
-    action, at = str(fields.get("action", "")), time(fields.get("time"))
-    does = _ACTIONS.get(action, "takes back")
-    deadline = now + AWS_SPOT_S if at is None else at
-    return Notice(LeavingKind.SPOT, deadline, f"AWS {does} this spot machine", f"spot {action} {fields.get('time', '')}")
-
-
-def aws_rebalance(text: str, now: float) -> Notice:
-    """`events/recommendations/rebalance`: `{"noticeTime": "2026-01-01T00:00:00Z"}`."""
-    return Notice(LeavingKind.REBALANCE, None, "AWS recommends to leave this spot machine: it may soon take it back", "rebalance")
-
-
-def aws_scheduled(text: str, now: float) -> list[Notice]:
-    """`events/maintenance/scheduled`: a list; each has a code, a window, and a state. Raises ValueError for anything else."""
-    found = _document(text) if text.strip() else []
+    found = json.loads(text)
     if not isinstance(found, list) or not all(isinstance(event, dict) for event in found):
-        raise ValueError("it is no list of events")
-    read = []
+        raise ValueError("they are no list of events")
+    events = []
     for event in found:
-        at = time(event.get("NotBefore"))
-        if event.get("State", "active") == "active" and not str(event.get("Description", "")).startswith("["):  # [Canceled]
-            code = event.get("Code", "maintenance")
-            reason = f"AWS has scheduled {code} for this machine: {event.get('Description') or 'it does not say why'}"
-            id_ = f"{event.get('EventId', '')} {event.get('NotBefore', '')}"
-            read.append(Notice(LeavingKind.MAINTENANCE, now if at is None else at, reason, id_))
-    return read
+        about = str(event.get("Description") or "it does not say why")
+        if event.get("State", "active") == "active" and not about.startswith("["):  # [Canceled] or [Completed]
+            times = (time(event.get("NotBefore")), time(event.get("NotAfter")))
+            reason = f"AWS has scheduled {event.get('Code', 'maintenance')} for this machine: {about}"
+            events.append(Notice(LeavingKind.MAINTENANCE, next((at for at in times if at and at > now), None), reason))
+    return events
 
 
-# Of Google
+def due(found: Sequence[Notice], said: Notice | None, now: float) -> Notice | None:
+    """The notice to act on, by what AWS says now and what the node says already: the one with the earliest deadline.
+
+    AWS withdraws recommendations and maintenance, but no interruption: an answer without it is a mistake until its time is over.
+    """
+    near = [each for each in found if each.deadline is None or each.deadline - now <= AHEAD_S]
+    if said and said.kind is LeavingKind.SPOT and said.deadline is not None and now < said.deadline + SURVIVED_S:
+        near.append(said)
+    return min(near, key=lambda each: math.inf if each.deadline is None else each.deadline, default=None)
 
 
-def gcp_preempted(text: str, now: float) -> list[Notice]:
-    """`instance/preempted`: `TRUE` from the moment at which its seconds begin."""
-    if text.strip().upper() != "TRUE":
-        return []
-    return [Notice(LeavingKind.SPOT, now + GCP_SPOT_S, "Google takes this spot machine back", "preempted")]
+def marked(node: Mapping[str, Any], notice: Notice | None) -> dict[str, Any]:
+    """The patch by which a node says this notice, or no longer says one. Taints of others stay, and a cordon that is not ours."""
+    meta, spec = node["metadata"], node["spec"]
+    taints = [each for each in spec.get("taints") or () if each["key"] != LEAVING]
+    change: dict[str, Any] = {"taints": taints or None}
+    annotations: dict[str, Any] = dict.fromkeys((Annotation.LEAVING_AT, Annotation.LEAVING_REASON))
+    if notice is not None:
+        taint = {"key": LEAVING, "value": notice.kind.value, "effect": "NoSchedule"}
+        change = {"taints": [*taints, taint], "unschedulable": True}
+        at = None if notice.deadline is None else utc(notice.deadline)
+        annotations = {Annotation.LEAVING_AT: at, Annotation.LEAVING_REASON: notice.reason}
+        annotations |= {} if spec.get("unschedulable") else {Annotation.CORDONED: "true"}
+    elif Annotation.CORDONED in (meta.get("annotations") or {}):
+        change["unschedulable"] = annotations[Annotation.CORDONED] = None
+    return {"metadata": {"resourceVersion": meta["resourceVersion"], "annotations": annotations}, "spec": change}
 
 
-def gcp_maintenance(text: str, now: float) -> list[Notice]:
-    """`instance/maintenance-event`: `NONE`, `MIGRATE_ON_HOST_MAINTENANCE` (only a pause) or `TERMINATE_ON_HOST_MAINTENANCE`."""
-    if text.strip().upper() != "TERMINATE_ON_HOST_MAINTENANCE":
-        return []
-    reason = "Google stops this machine for maintenance of its host"
-    return [Notice(LeavingKind.MAINTENANCE, now + GCP_MAINTENANCE_S, reason, "maintenance-event")]
-
-
-# Of Azure
-
-
-def azure_events(text: str, now: float, machine: str) -> list[Notice]:
-    """`scheduledevents`: events of a whole group of machines. Raises ValueError for a document without them."""
-    found = _document(text)
-    events = found.get("Events") if isinstance(found, dict) else None
-    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-        raise ValueError("it has no list of Events")
-    read = []
-    for event in events:
-        machines = event.get("Resources") or []
-        if machine not in machines or event.get("EventType") not in _AZURE:
-            continue
-        kind, does = _AZURE[event["EventType"]]
-        at = time(event.get("NotBefore"))  # empty as soon as it has begun
-        least = AZURE_SPOT_S if kind is LeavingKind.SPOT else 0.0
-        said = f": {event['Description']}" if event.get("Description") else ""
-        read.append(
-            Notice(
-                kind, now + least if at is None else at, f"Azure {does}{said}", str(event.get("EventId")), machines == [machine]
-            )
-        )
-    return read
-
-
-# Of any other address
-
-
-def from_address(text: str, now: float) -> Notice:
-    """An answer of an address of one's own: a time, `{"time": ...}`, or anything else for a notice without a deadline."""
-    at = time(text)
-    if at is None:
-        found = _document(text)
-        at = time(found.get("time")) if isinstance(found, dict) else None
-    return Notice(LeavingKind.SPOT, at, "a notice says that this machine is taken back", "address")
-
-
-# Together
-
-
-def merged(known: Sequence[Notice], read: Iterable[Notice], now: float) -> tuple[Notice, ...]:
-    """The notices that hold after another answer. Each event once, with the earliest deadline that was given for it: some count
-    from the moment of the question."""
-    held = {each.id: each for each in known}
-    found: dict[str, Notice] = {}
-    for each in read:
-        times = [
-            at.deadline for at in (each, held.get(each.id), found.get(each.id)) if at is not None and at.deadline is not None
-        ]
-        found[each.id] = dataclasses.replace(each, deadline=min(times, default=None))
-    for each in known:
-        final = each.kind in _FINAL and each.deadline is not None and now < each.deadline + SURVIVED_S
-        if final and each.id not in found:
-            found[each.id] = each
-    return tuple(found.values())
-
-
-def due(known: Iterable[Notice], now: float, *, ahead_s: float) -> Notice | None:
-    """The notice to act on: of those whose deadline is at most `ahead_s` away, or that have none, the one with the earliest."""
-    near = [each for each in known if each.deadline is None or each.deadline - now <= ahead_s]
-    return min(near, key=lambda each: (math.inf if each.deadline is None else each.deadline, each.kind, each.id), default=None)
+def read(node: Mapping[str, Any]) -> Notice | None:
+    """The notice that a watcher has written on a node. A taint without a reason is somebody else's, and stays."""
+    taint = next((each for each in node["spec"].get("taints") or () if each["key"] == LEAVING), None)
+    said = node["metadata"].get("annotations") or {}
+    if taint is None or Annotation.LEAVING_REASON not in said:
+        return None
+    return Notice(LeavingKind(taint.get("value", "")), time(said.get(Annotation.LEAVING_AT)), said[Annotation.LEAVING_REASON])
 
 
 def utc(at: float) -> str:
-    """A time as RFC 3339 in UTC, whole seconds: `2026-01-01T00:02:00Z`; a deadline is not moved to later."""
+    """A time as RFC 3339 in UTC: `2026-01-01T00:02:00Z`."""
     return datetime.fromtimestamp(math.floor(at), UTC).isoformat().replace("+00:00", "Z")
 
 
-def _document(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
-
-
 def time(text: object) -> float | None:
-    """Seconds since the epoch of `2026-01-01T00:02:00Z` or `Mon, 19 Sep 2016 18:29:47 GMT`; None for anything else."""
-    said = str(text or "").strip()
+    """Seconds since the epoch of `2026-01-01T00:02:00Z` or `19 Sep 2016 18:29:47 GMT`; None for anything else."""
     for parse in (datetime.fromisoformat, parsedate_to_datetime):
         try:
-            found = parse(said)
+            found = parse(str(text).strip())
         except ValueError:
             continue
-        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+        return math.floor((found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp())
     return None
-
-
-def against(deadline: float | None, now: float) -> str:
-    """How a time lies against a deadline, as the end of a sentence; nothing where there is none."""
-    if deadline is None:
-        return ""
-    left_s = deadline - now
-    return f", {abs(left_s):.0f} s {'before' if left_s >= 0 else 'after'} its deadline"

@@ -21,6 +21,7 @@ from pydantic_core import from_json
 from outlast import contract
 from outlast.contract import Annotation, Label
 from outlast.kube.kinds import LEASE, NODE, POD, Kind
+from outlast.operator import leaving
 
 Document = dict[str, Any]
 NamespacedName = tuple[str, str]
@@ -389,14 +390,15 @@ def _job_of(kind: Kind, document: Document) -> str:
 
 def _urgent(kind: Kind, document: Document, body: bytes) -> bytes:
     """The fields whose change must be reconciled now. Not those of a Lease that change with each renewal and step; of a node only
-    taints, readiness and deletion."""
+    taints, readiness, notices and deletion."""
     meta, spec = document["metadata"], document.get("spec") or {}
     if kind == LEASE:
         said = meta.get("annotations") or {}
-        report = [said.get(Annotation.REPORT), said.get(Annotation.DECIDED)]
-        return _encoded([report, spec.get("holderIdentity"), meta.get("labels"), meta.get("deletionTimestamp")])
+        told = [said.get(Annotation.REPORT), spec.get("holderIdentity")]
+        return _encoded([*told, meta.get("labels"), meta.get("deletionTimestamp")])
     if kind == NODE:
-        ready = [(c["type"], c["status"]) for c in (document.get("status") or {}).get("conditions") or () if c["type"] == "Ready"]
+        conditions = (document.get("status") or {}).get("conditions") or ()
+        ready = [(each["type"], each["status"]) for each in conditions if each["type"] in ("Ready", *leaving.CONDITIONS)]
         said = [meta.get("labels"), meta.get("annotations"), meta.get("deletionTimestamp")]
         return _encoded([*said, spec.get("taints"), spec.get("unschedulable"), ready])
     return body

@@ -41,7 +41,7 @@ RULES: tuple[Callable[[Reconcile], None], ...] = (
     end.finished,
     start.unreadable,
     start.changed_or_new,
-    world.world_learned,
+    start.once_elected,
     kueue.queued,
     end.workers_done,
     failures.repaired,

@@ -16,7 +16,6 @@ from outlast.manifests import (
     objects,
     pods,
     rbac,
-    rendezvous,
     scheduling,
     variables,
     volumes,
@@ -85,26 +84,22 @@ def checkpoints(job: spec.Job) -> str:
 
 def _request(snapshot: JobSnapshot) -> Request:
     assert snapshot.job is not None
+    job = snapshot.job
+    if job.spec.rendezvous.backend == "etcd":  # a job from kubectl: the operator decides all the same
+        job = job.model_copy(update={"spec": job.spec.model_copy(update={"rendezvous": spec.Rendezvous()})})
     fresh = (snapshot.document["metadata"].get("annotations") or {}).get(contract.Annotation.FRESH) == "true"
-    return Request(snapshot.job, names.Names(snapshot.name), snapshot.run, carried=True, fresh=fresh)
+    return Request(job, names.Names(snapshot.name), snapshot.run, carried=True, fresh=fresh)
 
 
 def _worker(snapshot: JobSnapshot, request: Request, index: int = 0) -> pods.Worker:
     return pods.Worker(
         index=variables.plain(str(index)),
-        rendezvous=_endpoint(snapshot, request),
+        rendezvous=f"{contract.KUBERNETES}{snapshot.name}",
         subdomain=request.names.service,
         account=rbac.account(snapshot.name),
         gang=_gang(snapshot, request),
         on_demand=index == 0 and request.spec.scheduling.worker0 == scheduling.ON_DEMAND,
     )
-
-
-def _endpoint(snapshot: JobSnapshot, request: Request) -> str:
-    """The rendezvous of the workers: the operator, or a coordinator elected in an etcd."""
-    if request.spec.rendezvous.backend == "etcd":
-        return rendezvous.endpoint(request, "", "")
-    return f"{contract.KUBERNETES}{snapshot.name}"
 
 
 def _gang(snapshot: JobSnapshot, request: Request) -> gang.Gang:

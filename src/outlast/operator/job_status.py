@@ -22,7 +22,6 @@ from outlast import units
 from outlast.contract import LEASE_S
 from outlast.kube import pods as podwords
 from outlast.manifests import labels
-from outlast.rendezvous.etcd.schema import Wanted
 from outlast.rendezvous.restarts import History, Record
 from outlast.rendezvous.world import Call, World
 from outlast.report import reading
@@ -136,12 +135,8 @@ class Status:
     counted_failures: tuple[CountedFailure, ...] = ()
     restarts: int = 0
     interruptions: int = 0
-    born: str = ""
-    """Incarnation id of the run in etcd, see `rendezvous.etcd.schema`."""
-    elected: int = 0
-    """How many of `restarts` an elected coordinator has counted."""
-    wanted: Wanted | None = None
-    """What an elected coordinator is asked for."""
+    elected: bool = False
+    """Whether an operator of the version before had agents elect a coordinator in an etcd."""
     failure: Mapping[str, Any] | None = None
     """The last failure: a `status.Failure` with the node and the tail of the log."""
     started: float | None = None
@@ -224,9 +219,7 @@ def read(status: Mapping[str, Any]) -> Status:
         counted_failures=tuple(it.counted for fields in status.get("failures") or () if (it := _valid(_Failure, fields))),
         restarts=status.get("restarts", 0),
         interruptions=status.get("interruptions", 0),
-        born=told.get("born", ""),
-        elected=judged.get("elected", 0),
-        wanted=Wanted.of(told.get("wanted")),
+        elected=bool(told.get("wanted")),
         failure=status.get("lastFailure"),
         started=podwords.seconds(status.get("startTime")) or None,
         resumed=told.get("resumed"),
@@ -385,7 +378,6 @@ def _judged(status: Status) -> Document:
         "pods": list(status.handled_pods),
         "silent": silent or None,
         "lost": [{**dataclasses.asdict(each), "at": _ms(each.at)} for each in status.lost] or None,
-        "elected": status.elected or None,
     }
 
 
@@ -408,8 +400,7 @@ def _rendezvous(status: Status, leave_s: float) -> Document:
         "closed": dataclasses.asdict(status.result) if status.result else None,
         "formed": status.formed or None,
         "resumed": _ms(status.resumed),
-        "born": status.born or None,
-        "wanted": dataclasses.asdict(status.wanted) if status.wanted else None,
+        "wanted": {"number": 1} if status.elected else None,
         "leaving": [{**dataclasses.asdict(each), "deadline": _ms(each.deadline)} for each in status.leaves] or None,
     }
 

@@ -1,7 +1,7 @@
-"""Nodes that are about to be terminated: which taints say so, by when, and how long a pod there may take. Pure.
+"""Nodes that are about to be terminated: what says so, by when, and how long a pod there may take. Pure.
 
 A deadline is annotated by who knows it (`contract.Annotation.LEAVING_AT`), on the node or, by those without rights to nodes, on a
-pod. Without one the usual time of the notice counts, from when the operator first saw the taint; see docs/decisions/0045.
+pod. Without one the usual time of the notice counts, from when the operator first saw it; see docs/decisions/0045.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from outlast.contract import LEAVING, Annotation, LeavingKind
 from outlast.kube import pods as podwords
@@ -20,31 +20,46 @@ Document = Mapping[str, Any]
 SPOT_NOTICE_S = 120.0
 """From AWS's interruption notice to the end of the machine.
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html"""
-GKE_NOTICE_S = 15.0
-"""What a kubelet on GKE leaves to pods that are no system pods, of the 30 s of a spot machine.
-https://cloud.google.com/kubernetes-engine/docs/concepts/spot-vms"""
-TAINTS: Mapping[str, float | None] = {
-    LEAVING: None,
-    "karpenter.sh/disrupted": None,
-    "karpenter.sh/disruption": None,
-    "aws-node-termination-handler/spot-itn": SPOT_NOTICE_S,
-    "aws-node-termination-handler/scheduled-maintenance": None,
-    "aws-node-termination-handler/asg-lifecycle-termination": None,
-    "aws-node-termination-handler/rebalance-recommendation": None,
-    "cloud.google.com/impending-node-termination": None,
-    "ToBeDeletedByClusterAutoscaler": None,
-    "node.kubernetes.io/out-of-service": None,
+
+
+class Usual(NamedTuple):
+    """By when a node with a notice is gone, in seconds; None: no sooner than a pod's own grace period ends."""
+
+    any_s: float | None
+    spot_s: float | None
+    """The same on a spot node, for notices that do not tell an interruption from a planned change."""
+    source: str
+
+
+_HANDLER = "https://github.com/aws/aws-node-termination-handler/blob/main/pkg/node/node.go"
+_KARPENTER = "https://karpenter.sh/docs/concepts/disruption/"
+_GKE = "https://cloud.google.com/kubernetes-engine/docs/concepts/spot-vms"  # of 30 s, kubelets leave ordinary pods 15
+_AKS = "https://learn.microsoft.com/en-us/azure/aks/node-auto-drain"  # at least 30 s, by Azure's scheduled events
+TAINTS: Mapping[str, Usual] = {
+    LEAVING: Usual(None, None, "docs/guide/spot.md"),  # its value says the kind
+    "aws-node-termination-handler/spot-itn": Usual(SPOT_NOTICE_S, SPOT_NOTICE_S, _HANDLER),
+    "aws-node-termination-handler/scheduled-maintenance": Usual(None, None, _HANDLER),
+    "aws-node-termination-handler/asg-lifecycle-termination": Usual(None, None, _HANDLER),
+    "aws-node-termination-handler/rebalance-recommendation": Usual(None, None, _HANDLER),
+    "karpenter.sh/disrupted": Usual(None, SPOT_NOTICE_S, _KARPENTER),
+    "karpenter.sh/disruption": Usual(None, SPOT_NOTICE_S, "https://karpenter.sh/v0.37/concepts/disruption/"),
+    "cloud.google.com/impending-node-termination": Usual(None, 15.0, _GKE),
+    "remediator.kubernetes.azure.com/unschedulable": Usual(None, 30.0, _AKS),
+    "remediator.aks.microsoft.com/unschedulable": Usual(None, 30.0, _AKS),
+    "ToBeDeletedByClusterAutoscaler": Usual(
+        None, None, "https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/FAQ.md"
+    ),
+    "node.kubernetes.io/out-of-service": Usual(
+        None, None, "https://kubernetes.io/docs/reference/labels-annotations-taints/#node-kubernetes-io-out-of-service"
+    ),
 }
-"""Taints of nodes that are about to be terminated, and the seconds from their notice to the end; None where there is no limit
-below a pod's own grace period."""
-_SPOT_ONLY = {
-    "karpenter.sh/disrupted": SPOT_NOTICE_S,
-    "karpenter.sh/disruption": SPOT_NOTICE_S,
-    "cloud.google.com/impending-node-termination": GKE_NOTICE_S,
+"""Taints of nodes that are about to be terminated."""
+CONDITIONS: Mapping[str, Usual] = {
+    "VMEventScheduled": Usual(None, 30.0, "https://learn.microsoft.com/en-us/azure/aks/node-problem-detector"),
 }
-"""The same on spot nodes, for taints that do not tell an interruption from a planned change."""
+"""Conditions that say the same when they are True and the node is cordoned: a node that still takes pods stays."""
 TAINTED = "tainted"
-"""Key of the time, by the operator's clock, at which a watch first delivered a node with one of these taints."""
+"""Key of the time, by the operator's clock, at which a watch first delivered a node with one of these notices."""
 KEPT_S = 2.0
 """Of the time left, what the way of a deletion to the kubelet and the end of a pod take."""
 
@@ -54,7 +69,7 @@ class Leave:
     """Why a worker has to go."""
 
     cause: str
-    """The taint's key, with its value if it is ours, or the annotation's key."""
+    """The taint's key, with its value if it is ours, the condition's type, or the annotation's key."""
     deadline: float | None = None
     """Seconds since the epoch; None: no sooner than the pod's own grace period ends."""
     reason: str = ""
@@ -75,21 +90,30 @@ class Leave:
 
 def of_node(node: Document | None) -> Leave | None:
     """Why the workers of a node have to go; None for a node that stays."""
-    taints = ((node or {}).get("spec") or {}).get("taints") or ()
-    found = [taint for taint in taints if taint.get("key") in TAINTS]
+    found = _notices(node or {})
     if node is None or not found:
         return None
     labels = node["metadata"].get("labels") or {}
     annotations = node["metadata"].get("annotations") or {}
     spot = any(labels.get(name) == value for name, value in SPOT.items())
-    deadlines = [_deadline(annotations)] if Annotation.LEAVING_AT in annotations else []
-    if not any(deadlines) and (seen := node.get(TAINTED)) is not None:
-        usual = (_usual(taint, spot=spot) for taint in found)
-        deadlines = [seen + notice_s for notice_s in usual if notice_s is not None]
-    known = [each for each in deadlines if each is not None]
-    first = next((taint for taint in found if taint["key"] == LEAVING), found[0])
-    kind = LeavingKind(first.get("value") or "") if first["key"] == LEAVING else LeavingKind.UNKNOWN
-    return Leave(f"{first['key']}={kind}" if kind else first["key"], min(known, default=None), _reason(annotations))
+    kind = found.get(LEAVING, LeavingKind.UNKNOWN)
+    seen, deadline = node.get(TAINTED), _deadline(annotations)
+    if deadline is not None and kind is LeavingKind.MAINTENANCE and seen is not None and deadline <= seen:
+        deadline = None  # it had begun when we heard of it, and may last for hours: there is time to save
+    elif deadline is None and seen is not None:
+        usual = [_usual(name, each, spot=spot) for name, each in found.items()]
+        deadline = min((seen + each for each in usual if each is not None), default=None)
+    first = LEAVING if LEAVING in found else next(iter(found))
+    return Leave(f"{first}={kind}" if kind else first, deadline, _reason(annotations))
+
+
+def _notices(node: Document) -> dict[str, LeavingKind]:
+    """The taints and conditions of a node that are notices, with the value of our own taint."""
+    spec, status = node.get("spec") or {}, node.get("status") or {}
+    taints = {each["key"]: each.get("value") or "" for each in spec.get("taints") or () if each.get("key") in TAINTS}
+    found = {key: LeavingKind(value) if key == LEAVING else LeavingKind.UNKNOWN for key, value in taints.items()}
+    said = [each["type"] for each in status.get("conditions") or () if each.get("status") == "True"]
+    return found | ({each: LeavingKind.UNKNOWN for each in said if each in CONDITIONS} if spec.get("unschedulable") else {})
 
 
 def of_pod(pod: Document) -> Leave | None:
@@ -106,10 +130,11 @@ def soonest(*leaves: Leave | None) -> Leave | None:
     return min(known, key=lambda each: math.inf if each.deadline is None else each.deadline, default=None)
 
 
-def _usual(taint: Document, *, spot: bool) -> float | None:
-    if taint["key"] == LEAVING:
-        return SPOT_NOTICE_S if taint.get("value") == LeavingKind.SPOT else None
-    return TAINTS[taint["key"]] or (_SPOT_ONLY.get(taint["key"]) if spot else None)
+def _usual(name: str, kind: LeavingKind, *, spot: bool) -> float | None:
+    if kind is LeavingKind.SPOT:
+        return SPOT_NOTICE_S
+    row = TAINTS.get(name) or CONDITIONS[name]
+    return row.spot_s if spot else row.any_s
 
 
 def _deadline(annotations: Mapping[str, str]) -> float | None:

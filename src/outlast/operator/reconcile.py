@@ -55,11 +55,6 @@ class Reconcile:
         return self.snapshot.job.spec
 
     @property
-    def elected(self) -> bool:
-        """Whether a coordinator elected among the agents, in etcd, decides who trains together, and not the operator."""
-        return self.spec.rendezvous.backend == "etcd"
-
-    @property
     def wanted(self) -> int:
         """The number of workers to run now: those asked for, as far as their queue has admitted them."""
         if self.snapshot.queue is not None:

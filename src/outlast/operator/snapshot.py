@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import ValidationError
 from pydantic_core import from_json
 
 from outlast import contract, spec
@@ -23,7 +22,6 @@ from outlast.operator.job_status import Status
 from outlast.operator.leaving import Leave
 from outlast.operator.queues import ClusterFeatures
 from outlast.rendezvous import failures
-from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.transports.sockets import Report, is_count, is_number
 from outlast.rendezvous.world import Member, MemberState
 from outlast.status import Failure
@@ -165,8 +163,6 @@ class MemberReport:
     """The generation of that step, if reported."""
     time: float = 0.0
     """Time of that step by the member's clock; 0 when not reported."""
-    decided: tuple[int, schema.Said] | None = None
-    """The newest state that an elected coordinator has published in etcd, and its revision."""
     lasts: float = LEASE_S
     """Duration of the Lease in seconds, at most LONGEST_S."""
     snapshot: tuple[int, int] = (0, 0)
@@ -352,7 +348,6 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
         failed = report.failure or {}
         start = member.generation, report.attempt
         echo, failure = failures.reported(failed, index, start, member.since) if failed else (False, None)
-        decided = _decided(annotations.get(Annotation.DECIDED, ""))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):  # written by another version, or by others
         return None
     if its_run != run or meta["name"] != contract.worker_name(job, index):
@@ -369,7 +364,6 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
         committed or 0,
         generation,
         time,
-        decided,
         lasts,
         memory,
         report.attempt,
@@ -384,19 +378,3 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
 def _count(value: object) -> int | None:
     """A reported count; None when it is not a count."""
     return value if is_count(value) and isinstance(value, int) else None
-
-
-def _decided(text: str) -> tuple[int, schema.Said] | None:
-    """The published state that a member has heard, and its revision."""
-    heard = json.loads(text) if text else None
-    said = _readable(schema.Said.loads(json.dumps(heard.get("said")))) if heard else None
-    return (int(heard.get("revision") or 0), said) if heard and said else None
-
-
-def _readable(said: schema.Said | None) -> schema.Said | None:
-    """The published state; without its last failure if another version wrote that: it is counted all the same."""
-    try:
-        Failure.model_validate(said.failure if said else None)
-    except ValidationError:
-        return replace(said, failure=None) if said else None
-    return said

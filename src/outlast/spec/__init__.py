@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from outlast.spec.job_file import absent, anchor, dump, load, no_such_file, of, parse
 from outlast.spec.locations import ARCHIVES, STORES, archive, local, pinned, web
-from outlast.spec.model import OWN, Checkpoint, Environment, Job, Metadata, Resources, Restarts, Spec, Workers
+from outlast.spec.model import OWN, Checkpoint, Environment, Job, Metadata, Rendezvous, Resources, Restarts, Spec, Workers
 from outlast.spec.schema import schema
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Environment",
     "Job",
     "Metadata",
+    "Rendezvous",
     "Resources",
     "Restarts",
     "Spec",

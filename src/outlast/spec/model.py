@@ -139,7 +139,7 @@ class Rendezvous(Checked):
 
     backend: contract.Backend = "auto"
     """What coordinates the rendezvous. `auto`: the launcher on this machine; in a cluster the operator, or worker 0 where there
-    is no operator. `etcd`: a worker elected through an etcd v3, even where an operator creates the pods. `c10d`: worker 0."""
+    is no operator. `etcd`: a worker elected through an etcd v3, where there is no operator. `c10d`: worker 0."""
     endpoint: fields.Endpoint | None = None
     """Address of etcd: `etcd:2379`, `https://etcd:2379/prefix`, several separated by commas. Credentials come from the variables
     `OUTLAST_ETCD_USER`, `_PASSWORD`, `_CACERT`, `_CERT` and `_KEY`, set in `env` or by `secrets`. For c10d: `host:29400`."""

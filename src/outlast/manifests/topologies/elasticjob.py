@@ -6,7 +6,7 @@ import json
 
 from outlast import contract
 from outlast.kube import wire
-from outlast.manifests import labels, objects, rendezvous, volumes
+from outlast.manifests import labels, objects, volumes
 from outlast.manifests.request import Document, Request, wrong
 
 
@@ -18,7 +18,9 @@ def documents(request: Request) -> list[Document]:
     if files := volumes.files(job.spec):
         raise wrong(job, f"environment ({files[0]}) is on this machine, which pods do not see; put it into the code, in a store")
     if job.spec.rendezvous.backend == "etcd":
-        rendezvous.endpoint(request, "", "")  # validates it, as the operator would
+        raise wrong(
+            job, "rendezvous.backend is etcd, but the operator decides here; leave rendezvous out, or say --as indexed-job"
+        )
     seen = volumes.document(job).model_dump(mode="json", by_alias=True, exclude_defaults=True)
     if job.spec.suspend:
         seen["spec"]["suspend"] = True

@@ -76,7 +76,7 @@ def count_reported(rec: Reconcile, pending: list[Pending], new: world.World | No
 
 def repaired(rec: Reconcile) -> None:
     """Count what members have repaired by themselves, each failure once and in order."""
-    if rec.elected or rec.status.result is not None:
+    if rec.status.result is not None:
         return
     said = [report for report in rec.snapshot.reports.values() if report.past]
     newest = max((report.member.generation for report in said), default=0)

@@ -10,6 +10,7 @@ from outlast.kube import wire
 from outlast.manifests import gang
 from outlast.operator import desired
 from outlast.operator.reconcile import Reconcile
+from outlast.rendezvous.world import Call, Cause
 from outlast.status import State
 
 
@@ -25,6 +26,21 @@ def unreadable(rec: Reconcile) -> None:
     rec.done = True
     rec.set_state(State.PENDING, f"the job cannot be understood: {rec.snapshot.problem}", "InvalidJob", warning=True)
     rec.update(observed=rec.snapshot.generation)
+
+
+def once_elected(rec: Reconcile) -> None:
+    """An operator of the version before left the decision to an etcd (`rendezvous.backend: etcd`). Its workers hear nobody
+    else, so all of them save and leave for others."""
+    if not rec.status.elected or rec.status.result is not None:
+        return
+    if any(pod.uid not in rec.ends for pod in rec.snapshot.pods):
+        for pod in rec.alive:
+            rec.handled[pod.uid] = None
+            rec.delete(pod, "it leaves for a worker that hears the operator, and no etcd")
+        rec.done = True
+        return rec.set_state(State.RESTARTING, "the operator decides from now on; workers that met at an etcd leave", "Resuming")
+    call = Call(rec.status.generation + 1, "the run goes on", False, rec.now, cause=Cause.RESUME)
+    rec.update(elected=False, world=None, called=call)
 
 
 def changed_or_new(rec: Reconcile) -> None:

@@ -1,4 +1,4 @@
-"""Who trains together: asked of `rendezvous.world`, or learned from agents that elect a coordinator in an etcd. Pure."""
+"""Who trains together: asked of `rendezvous.world`. Pure."""
 
 from __future__ import annotations
 
@@ -12,72 +12,16 @@ from outlast.operator.rules import failures, nodes
 from outlast.operator.rules.workers import desired_indices
 from outlast.rendezvous import failures as judging
 from outlast.rendezvous import world
-from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.world import Call, Cause, MemberState
-from outlast.status import Failure, State
+from outlast.status import State
 
 ARRIVE_S = 2.0
 """Debounce: report who is missing only after no worker has joined for this long."""
 _HELD = (State.SUSPENDED, State.QUEUED)
 
 
-def world_learned(rec: Reconcile) -> None:
-    """Take over what an elected coordinator has published: its world, its result and the failures that it has counted."""
-    pods = {pod.index: pod for pod in rec.snapshot.pods}
-    report = [report for id, report in rec.snapshot.reports.items() if id in pods]
-    heard = [
-        each.decided for each in report if each.decided and (each.decided[1].closed or pods[each.member.id].uid not in rec.ends)
-    ]
-    if not rec.elected or not heard or rec.status.result is not None:
-        return
-    _, said = max(heard, key=lambda each: (each[1].generation, each[0]))
-    if said.born != rec.status.born:  # a new incarnation, which counts from 0
-        rec.update(born=said.born, counted=(0, 0), elected=0, world=None, called=None)
-    _failures_learned(rec, said)
-    new, before = said.world, rec.status.world
-    busy = [each.member.generation for each in report if each.member.standing is not MemberState.WAITING or each.member.failed]
-    if new and new.generation > (before.generation if before else 0) and new.generation <= max(busy, default=0):
-        _formed(rec, dataclasses.replace(new, at=rec.now))
-    call, known, at = said.called, rec.status, rec.now
-    if (
-        call
-        and known.world
-        and call.generation > known.world.generation
-        and (known.called is None or dataclasses.replace(call, at=known.called.at) != known.called)
-    ):
-        if new_lost := [id for id in call.lost if known.called is None or id not in known.called.lost]:
-            state = world.State({}, known.world, known.called, lost=nodes.kept_out(rec))
-            nodes.cut_off(rec, state.after(dataclasses.replace(call, lost=tuple(new_lost), at=at)).lost)
-        _called(rec, dataclasses.replace(call, at=at))
-    if said.closed is None:
-        return
-    reason, code = said.closed.reason, said.closed.code
-    if code == contract.Exit.DONE:
-        return rec.finish(State.SUCCEEDED, reason, code, End.SUCCEEDED)
-    untold = End.MISCONFIGURED if code == contract.Exit.MISCONFIGURED else End.LIMIT
-    rec.finish(State.FAILED, reason, code, End(said.closed.end) or untold)
-
-
-def _failures_learned(rec: Reconcile, said: schema.Said) -> None:
-    """The coordinator counts failed processes; only we count ends of pods."""
-    known = rec.status
-    more = max(0, said.restarts - known.elected)
-    rec.update(elected=said.restarts)
-    failure = Failure.model_validate(said.failure) if said.failure else None
-    if failure and failure.start <= known.counted:
-        more -= bool(more)  # that world's end was counted already, by the end of a pod
-    rec.update(restarts=known.restarts + more)
-    if failure is None or failure.start <= known.counted:
-        return
-    pod = rec.pod(failure.worker)
-    rec.update(counted=failure.start, failure=failures.kept(rec, failure, pod.node if pod else ""))
-    rec.set_state(State.RESTARTING, failure.reason, "WorkerFailed", event=True, warning=True)
-
-
 def world_decided(rec: Reconcile) -> None:
     """Decide who trains together, and publish it for the agents."""
-    if rec.elected:
-        return _world_wanted(rec)
     state = _state(rec)
     wanted = world.Wanted(rec.wanted, rec.spec.workers.allowed(), frozenset(desired_indices(rec)))
     pending = failures.reported(rec)
@@ -112,19 +56,6 @@ def world_decided(rec: Reconcile) -> None:
         if settled is None:
             failures.count_reported(rec, pending)
         rec.requeue_at(settled)
-
-
-def _world_wanted(rec: Reconcile) -> None:
-    """An elected coordinator decides: publish the number of workers that are wanted."""
-    before, known = rec.status.wanted, rec.status
-    sizes, expected = rec.spec.workers.allowed(), tuple(sorted(desired_indices(rec)))
-    wanted = schema.Wanted(before.number if before else 0, rec.wanted, sizes, expected)
-    if wanted != before:
-        rec.update(wanted=dataclasses.replace(wanted, number=wanted.number + 1))
-    if not rec.wanted:
-        return _suspended(rec, "suspended: no workers are wanted")
-    reasons = [report.decided[1].why for report in rec.snapshot.reports.values() if report.decided]
-    _waits(rec, world.State({}, known.world, known.called), next(filter(None, reasons), "waiting for workers"))
 
 
 def _state(rec: Reconcile) -> world.State:
@@ -208,9 +139,7 @@ def _suspended(rec: Reconcile, reason: str) -> None:
         if not rec.status.ledger or rec.status.ledger[-1]["kind"] != "finished":
             rec.note("finished", state=state, reason=reason, code=contract.Exit.INTERRUPTED.value)
         generation = rec.status.generation
-        if rec.elected:
-            rec.update(world=None, called=None)
-        elif rec.status.world is not None:
+        if rec.status.world is not None:
             rec.update(world=None, called=Call(generation + 1, "the run goes on", False, rec.now, cause=Cause.RESUME))
     rec.set_state(State.SUSPENDED, reason if rec.snapshot.pods else "suspended", "Suspended")
 
@@ -229,6 +158,5 @@ def resumed(rec: Reconcile) -> None:
         call = rec.status.called
         if rec.status.world:
             call = Call(generation + 1, "the run goes on", False, rec.now, cause=Cause.RESUME)
-        call = None if rec.elected else call
         rec.update(result=None, world=None, called=call, resumed=rec.now, formed=False)
         rec.prerequisites = desired.prerequisites(rec.snapshot)

@@ -142,18 +142,6 @@ class Client:
         """What the coordinator waits for."""
         return self._membership.why
 
-    @property
-    def said(self) -> tuple[int, schema.Said] | None:
-        """All that was decided, as heard last, and the revision of etcd by which it was."""
-        return self._membership.said
-
-    def want(self, wanted: schema.Wanted) -> None:
-        """Pass on what the operator wants."""
-        with self._changed:
-            self._membership.wanted = wanted
-            self._asked += 1
-            self._changed.notify_all()
-
     def report(self, standing: str, **fields: Any) -> None:
         """Say what this member is now; fields as in `local.Report`, the others stay. Returns before it has been said."""
         with self._changed:

@@ -21,7 +21,7 @@ from outlast.clock import Clock
 from outlast.contract import End
 from outlast.errors import EtcdError
 from outlast.etcd import Gone, KeyValue, LeaseGone, Outcome, created, holds, modified, put, range_
-from outlast.rendezvous import coordinator, failures, partition, restarts, world
+from outlast.rendezvous import coordinator, partition, restarts, world
 from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.etcd.member import TTL_S, Store
 from outlast.rendezvous.transports import sockets
@@ -68,8 +68,6 @@ class ElectionConfig:
     """`min:max` under torchrun: its --max-restarts counts, anybody may come. Empty in pods."""
     replicas: int = 0
     """Workers that are expected, in pods."""
-    operated: bool = False
-    """Whether an operator looks after the pods: members pass on what it wants, and it judges what pods have come to."""
     ttl: int = TTL_S
     """TTL of the leadership."""
     clock: Callable[[], float] = dataclasses.field(default_factory=Clock)
@@ -87,8 +85,6 @@ class Term(coordinator.Coordinator):
         """`leader` is the key by which it was elected; `found` is all that etcd has of the run; `born` is the run that the
         candidate was part of."""
         super().__init__(config.settings, config.clock)
-        if config.operated:
-            self.debounce = replace(self.debounce, answer=math.inf)  # the operator reports what becomes of their pods
         self._store, self._keys, self._config, self.leader = store, keys, config, leader
         self.gives_up = not config.nnodes  # torchrun knows no such code
         self._lease: int | None = None
@@ -107,7 +103,6 @@ class Term(coordinator.Coordinator):
         self._why = ""
         self._failure: Mapping[str, Any] | None = None
         """The last failure that was judged."""
-        self._wanted: schema.Wanted | None = None
         self._ended: dict[str, str] = {}
         """Tokens of processes that were fenced, and why."""
         self._listen_until: float | None = None
@@ -201,8 +196,6 @@ class Term(coordinator.Coordinator):
             self.gone(id)  # there is another now in its place
         self._seen[id] = record.token, kv.modified
         self._learn(record)
-        if record.wanted and record.wanted.number > (self._wanted.number if self._wanted else 0):
-            self._wanted, self.sizes = record.wanted, record.wanted.sizes
         report, now = record.report, self.known.world
         if now and id in now.members and (id, record.token) not in zip(now.members, self._tokens, strict=False):
             if self.known.called is None:  # the index has come to another: the member is lost, and this one may join what follows
@@ -254,9 +247,7 @@ class Term(coordinator.Coordinator):
                 return
             self._unpark()
             expected, replicas = None, self.sizes[-1]
-            if self._wanted:
-                expected, replicas = {*self._wanted.expected}, self._wanted.replicas
-            elif not self._config.nnodes:
+            if not self._config.nnodes:
                 expected = {*range(self._config.replicas), *self.reports}
                 replicas = min(len(expected), replicas)
             decision = self.decide(replicas, expected)
@@ -351,17 +342,6 @@ class Term(coordinator.Coordinator):
         except LeaseGone:
             self._lease = self._written = None
         self._kept = self.clock()
-
-    # Failures, where an operator judges what pods have come to
-
-    def judge(self) -> bool:
-        """As ever, but what only echoes the loss of a member is not judged: the operator sees why its pod was lost."""
-        now, members = self.known.world, self.known.members
-        lost = now and any(id not in members or members[id].generation < now.generation for id in now.members)
-        if self._config.operated and lost and failures.only_echoes(self.pending):
-            self.judged = max(self.judged, *(each.failure.start for each in self.pending))
-            self.pending.clear()
-        return super().judge()
 
     # As a coordinator: what is decided is written for all, and what follows from it happens once etcd has taken it
 

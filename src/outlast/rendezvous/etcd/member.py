@@ -87,8 +87,6 @@ class Membership:
         self.closed: Closed | None = None
         self.why = ""
         """What the coordinator waits for."""
-        self.wanted: schema.Wanted | None = None
-        """What the operator wants, to be passed on."""
         self.said: tuple[int, schema.Said] | None = None
         """All that was decided, as heard last, and the revision of etcd by which it was."""
         self.heard = False
@@ -114,7 +112,7 @@ class Membership:
         """The revision by which our key was there first; 0 for never."""
         self._modified = 0
         """The revision of our key as we have written it last; 0: it has to be registered."""
-        self._written: tuple[Report, schema.Wanted | None] | None = None
+        self._written: Report | None = None
         """What etcd has of what is ours. That we have heard of a newer world is no reason to write: etcd knows it."""
 
     # What it says
@@ -122,7 +120,7 @@ class Membership:
     def record(self) -> schema.Record:
         """What is to be in etcd."""
         report = replace(self.report, id=self.id, generation=self.report.generation or self._floor)
-        return schema.Record(report, self._who.token, self._who.nnodes, self._born, self._newest, self._tokens, self.wanted)
+        return schema.Record(report, self._who.token, self._who.nnodes, self._born, self._newest, self._tokens)
 
     def tell(self) -> None:
         """Have etcd know what we are: register, write what has changed, or renew. Raises EtcdError, Superseded."""
@@ -146,7 +144,7 @@ class Membership:
         live as well. False when it has to be tried once more."""
         assert self._lease is not None
         record, key = self.record(), self._keys.member(self.id)
-        same = (record.report, record.wanted) == self._written
+        same = record.report == self._written
         if same or self._clock() - self._kept >= self._ttl / 3:
             self._store.keep(self._lease)
             self._kept = self._clock()
@@ -154,7 +152,7 @@ class Membership:
             return True
         outcome = self._store.txn([modified(key, self._modified)], [put(key, record.dumps(), self._lease)], [range_(key)])
         if outcome.succeeded:
-            self._modified, self._written = outcome.revision, (record.report, record.wanted)
+            self._modified, self._written = outcome.revision, record.report
             return True
         self._modified, self._written = 0, None
         for there in outcome.found:
@@ -170,7 +168,7 @@ class Membership:
         written = put(key, record.dumps(), self._lease)
         outcome = self._store.txn([] if take else [created(key, 0)], [written], [range_(key)])
         if outcome.succeeded:
-            self._modified, self._written = outcome.revision, (record.report, record.wanted)
+            self._modified, self._written = outcome.revision, record.report
             self._registered = self._registered or outcome.revision
         for there in outcome.found:
             self._find(there)
@@ -182,7 +180,7 @@ class Membership:
         if found and found.token == self._who.token:  # we wrote it, and the answer was lost
             self._registered = self._registered or there.created
             if there.lease == self._lease:
-                self._modified, self._written = there.modified, (found.report, found.wanted)
+                self._modified, self._written = there.modified, found.report
             else:  # under a lease that we have lost sight of
                 self._store.txn([modified(there.key, there.modified)], [delete(there.key)])
         elif self._who.id is not None:

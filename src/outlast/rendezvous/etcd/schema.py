@@ -69,26 +69,6 @@ def run_name(run: str, environ: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What the operator wants of a run for which it does not decide: a `world.Wanted`, which members pass on."""
-
-    number: int
-    """A greater one is newer."""
-    replicas: int
-    """0: the job is suspended."""
-    sizes: tuple[int, ...]
-    expected: tuple[int, ...]
-
-    @classmethod
-    def of(cls, said: object) -> Self | None:
-        """From its JSON form; None if it is not there, or makes no sense here."""
-        fields = _fitting(cls, said, number=is_count, replicas=is_count, sizes=_counts, expected=_counts)
-        if fields is None or not fields["sizes"] or min(fields["sizes"]) < 1:
-            return None
-        return cls(**fields)
-
-
-@dataclass(frozen=True)
 class _Value:
     """The value of a key."""
 
@@ -111,22 +91,18 @@ class Record(_Value):
     """The newest world that it has heard of, whether or not it is in it: so a coordinator learns what etcd has lost."""
     tokens: tuple[str, ...] = ()
     """Of the members of that world, in its order."""
-    wanted: Wanted | None = None
-    """What it has heard last from the operator, if one looks after it."""
 
     @classmethod
     def loads(cls, text: str) -> Self | None:
         """None for what makes no sense here: another program, or a version that is too different."""
-        said = _fitting(
-            cls, _read(text), token=_text, terms=_text, born=_text, tokens=_texts, report=_any, world=_any, wanted=_any
-        )
+        said = _fitting(cls, _read(text), token=_text, terms=_text, born=_text, tokens=_texts, report=_any, world=_any)
         if said is None:
             return None
         try:
             report, world = Report.of(said["report"]), _world(said.get("world"))
         except ValueError:
             return None
-        return cls(**{**said, "report": report, "world": world, "wanted": Wanted.of(said.get("wanted"))})
+        return cls(**{**said, "report": report, "world": world})
 
 
 @dataclass(frozen=True)

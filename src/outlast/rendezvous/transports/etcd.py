@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from outlast import etcd
 from outlast.contract import Env
+from outlast.errors import OutlastError
 from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.etcd.client import Client
 from outlast.rendezvous.etcd.member import Identity
@@ -18,23 +18,15 @@ if TYPE_CHECKING:
 
 
 def client(endpoint: str, member: Member) -> transport.Client:
-    """A client for an endpoint; in an operator's pod one that tells the operator as well."""
+    """A client for an endpoint. Raises OutlastError in a pod whose operator is of a version that left the decision to an etcd."""
+    if Env.MEMBER in member.environ:
+        raise OutlastError(f"this pod's operator has it meet at {endpoint}, which it no longer can; upgrade it: outlast install")
     name = schema.run_name(member.run, member.environ)
-    by_etcd = Client(etcd.address(endpoint), Identity(member.run, member.id, generation=member.generation), name=name)
-    if Env.MEMBER not in member.environ:
-        return by_etcd
-    from outlast.rendezvous.etcd import operated
-    from outlast.rendezvous.transports import kubernetes
-
-    return operated.Client(by_etcd, kubernetes.client(member.environ[Env.JOB], member))
+    return Client(etcd.address(endpoint), Identity(member.run, member.id, generation=member.generation), name=name)
 
 
 def preload() -> None:
-    """Import what an operator's pod needs besides."""
-    if Env.MEMBER in os.environ:
-        from outlast.rendezvous.transports import kubernetes
-
-        kubernetes.preload()
+    """Nothing more is needed."""
 
 
 def torchrun(endpoint: str, *, run: str, sizes: tuple[int, int], conf: Mapping[str, Any]) -> tuple[Client, float]:

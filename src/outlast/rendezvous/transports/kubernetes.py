@@ -97,12 +97,8 @@ class Client:
         """Of our Lease, as we have written it last."""
         self._changed_at = 0.0
         """When what we say changed last."""
-        self._decided = ""
-        """What others than the operator have decided, for it to know."""
         self._noted = ""
         """The deadline for this pod that the agent was told last, as JSON."""
-        self.wanted: Mapping[str, Any] | None = None
-        """What the operator wants of an elected coordinator, a `schema.Wanted`."""
         self.gone = False
         """The run, the job or our place in it is no longer ours: nothing is reported any more."""
         self._reachable = True
@@ -131,13 +127,6 @@ class Client:
         """Change what is reported beside the standing; nothing is said before the first `report`."""
         with self._changed:
             self._report = dataclasses.replace(self._report, **fields)
-            self._written, self._changed_at = self._written + 1, time.monotonic()
-            self._changed.notify_all()
-
-    def tell(self, decided: str) -> None:
-        """Have the operator know what others have decided."""
-        with self._changed:
-            self._decided = decided
             self._written, self._changed_at = self._written + 1, time.monotonic()
             self._changed.notify_all()
 
@@ -226,7 +215,7 @@ class Client:
                 return
             if world and (called is None or called.generation < world.generation):
                 called = Called(world.generation, world.reason, False, world.at)  # it was, whether or not we heard that
-            self.called, self.wanted = called, said.get("wanted")
+            self.called = called
             if world and world.generation > self._before:
                 self.world = world
             self._changed.notify_all()
@@ -353,7 +342,6 @@ class Client:
                 "annotations": {
                     contract.Annotation.REPORT: json.dumps(dataclasses.asdict(report)),
                     **({contract.Annotation.PROGRESS: json.dumps(reached)} if reached else {}),
-                    **({contract.Annotation.DECIDED: self._decided} if self._decided else {}),
                 },
                 "ownerReferences": [self._owner],
             },
