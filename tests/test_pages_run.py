@@ -17,7 +17,7 @@ from test_readme import OUTLAST, ROOT
 
 ELSEWHERE = {
     r"^(install|uninstall|submit|top|operator|node-watch|rdzv|doctor)\b|\b(-n|--on) |--on$": "a cluster",
-    r"^(cluster|volume|dashboard|kubeflow|simulate)\b": "an account of AWS, prices, Kubeflow",
+    r"^(cluster|volume|dashboard|simulate)\b": "an account of AWS, prices",
     r"s3://|^run examples/from-a-store": "a store",
     r"^fetch\b": "a store; test_weights fetches",
     r"(accelerate_loop|lightning_fit)\.py": "libraries that are not installed here; test_hugging_face runs what is",

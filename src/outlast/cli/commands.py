@@ -23,7 +23,6 @@ from outlast.cli import (
     image,
     install,
     jobs,
-    kubeflow,
     nodewatch,
     notebook,
     operator,
@@ -126,7 +125,6 @@ cluster.app.command()(provision.create)
 cluster.app.command()(provision.status)
 cluster.app.command()(provision.delete)
 app.add_typer(cluster.app, name="cluster")
-app.add_typer(kubeflow.app, name="kubeflow")
 app.add_typer(rdzv.app, name="rdzv")
 app.command()(install.install)
 app.command()(install.uninstall)

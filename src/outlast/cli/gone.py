@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-GONE: dict[str, str] = {}
+GONE: dict[str, str] = {
+    "kubeflow": "edit the files of examples/kubeflow and apply them with kubectl (docs/guide/kubeflow.md)",
+}
 """A command (`"cluster create"`), or a command with an option (`"install --etcd"`), and one sentence for its users."""
 
 

@@ -97,35 +97,16 @@ def users() -> list[Document]:
 
     https://kubernetes.io/docs/reference/access-authn-authz/rbac/#aggregated-clusterroles
     """
-    view, edit = _of_jobs()
-    return [
-        _role("ClusterRole", _aggregated("view", "view"), view),
-        _role("ClusterRole", _aggregated("edit", "edit", "admin"), edit),
-    ]
-
-
-def kubeflow_users() -> list[Document]:
-    """The same for all who may view or edit a profile of Kubeflow, and so for the account of its notebooks, `default-editor`.
-
-    Kubeflow's roles add up what has its own labels: https://www.kubeflow.org/docs/components/central-dash/profiles/
-    """
-    into = "rbac.authorization.kubeflow.org/aggregate-to-kubeflow-"
-    view, edit = _of_jobs()
-    return [
-        _role("ClusterRole", {"name": f"outlast-kubeflow-{role}", "labels": {**_LABELS, f"{into}{role}": "true"}}, rules)
-        for role, rules in (("view", view), ("edit", edit))
-    ]
-
-
-def _of_jobs() -> tuple[list[Document], list[Document]]:
-    """What one who may view a namespace, and one who may edit it, may do with its ElasticJobs."""
     view = [_rule(_GROUPS, [ELASTIC_JOB.plural, f"{ELASTIC_JOB.plural}/status", f"{ELASTIC_JOB.plural}/scale"], _READ)]
     edit = [
         _rule(_GROUPS, [ELASTIC_JOB.plural], [*_READ, "create", "update", "patch", "delete", "deletecollection"]),
         _rule(_GROUPS, [f"{ELASTIC_JOB.plural}/scale"], ["get", "update", "patch"]),
         _rule(_GROUPS, [f"{ELASTIC_JOB.plural}/status"], _READ),
     ]
-    return view, edit
+    return [
+        _role("ClusterRole", _aggregated("view", "view"), view),
+        _role("ClusterRole", _aggregated("edit", "edit", "admin"), edit),
+    ]
 
 
 def notebook(namespace: str, labels: dict[str, str]) -> list[Document]:
