@@ -17,7 +17,6 @@ from outlast import __version__, cli
 from outlast.cloud import ecr, images
 from outlast.cloud.images import Build, Repository
 from outlast.errors import OutlastError
-from outlast.manifests import notebook
 from servers import KEY, REGION, SECRET, Place
 
 ROOT = Path(__file__).parents[1]
@@ -196,9 +195,9 @@ def test_the_image_for_notebooks_adds_to_that_for_training_and_starts_as_kubeflo
     lines = known["notebook"]
     assert any("openjdk" in line for line in lines), "a Java for Spark"
     assert [line for line in lines if line.startswith("CMD")][-1] == (
-        f'CMD ["outlast", "notebook", "{notebook.HOME}", "--kubeflow", "--bind", "0.0.0.0", "--port", "{notebook.PORT}"]'
+        'CMD ["outlast", "notebook", "/home/jovyan", "--kubeflow", "--bind", "0.0.0.0", "--port", "8888"]'
     )
-    assert f"ENV HOME={notebook.HOME} JUPYTER_RUNTIME_DIR=/tmp/jupyter" in lines
+    assert "ENV HOME=/home/jovyan JUPYTER_RUNTIME_DIR=/tmp/jupyter" in lines
     assert known["notebook"][-1].startswith("CMD"), "and nothing of the training image's"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 GONE: dict[str, str] = {
     "kubeflow": "edit the files of examples/kubeflow and apply them with kubectl (docs/guide/kubeflow.md)",
+    "notebook --on": "apply examples/notebook, or examples/kubeflow/notebook.yaml, with kubectl (docs/guide/notebooks.md)",
 }
 """A command (`"cluster create"`), or a command with an option (`"install --etcd"`), and one sentence for its users."""
 

@@ -88,7 +88,6 @@ WORKLOAD_PRIORITY = Kind("kueue.x-k8s.io/v1beta1", "WorkloadPriorityClass", "wor
 WORKLOAD_PRIORITY_V1BETA2 = Kind("kueue.x-k8s.io/v1beta2", "WorkloadPriorityClass", "workloadpriorityclasses", namespaced=False)
 LOCAL_QUEUE = Kind("kueue.x-k8s.io/v1beta1", "LocalQueue", "localqueues")
 CLUSTER_QUEUE = Kind("kueue.x-k8s.io/v1beta1", "ClusterQueue", "clusterqueues", namespaced=False)
-NOTEBOOK = Kind("kubeflow.org/v1", "Notebook", "notebooks")
 POD_METRICS = Kind("metrics.k8s.io/v1beta1", "PodMetrics", "pods")
 NODE_METRICS = Kind("metrics.k8s.io/v1beta1", "NodeMetrics", "nodes", namespaced=False)
 WORKFLOW = Kind("argoproj.io/v1alpha1", "Workflow", "workflows")
@@ -103,7 +102,6 @@ INSTALLED_BY = {
     "scheduling.volcano.sh": "ask the cluster's administrator for Volcano (https://volcano.sh)",
     "scheduling.x-k8s.io": "ask the cluster's administrator for the coscheduling plugin, or set scheduling.gang to none",
     "kueue.x-k8s.io": "ask the cluster's administrator for Kueue (https://kueue.sigs.k8s.io)",
-    "kubeflow.org": "ask the cluster's administrator for Kubeflow Notebooks (https://www.kubeflow.org)",
     "metrics.k8s.io": "ask the cluster's administrator for metrics-server",
     "argoproj.io": "ask the cluster's administrator for Argo Workflows (https://argoproj.github.io/workflows)",
 }

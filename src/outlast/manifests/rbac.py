@@ -10,8 +10,6 @@ from outlast.kube.kinds import CLAIM, CONFIG_MAP, ELASTIC_JOB, JOB, LEGACY_JOB, 
 from outlast.manifests import kueue
 from outlast.manifests.request import Document
 
-NOTEBOOK = "notebook"
-"""Account and Role of the notebooks of a namespace."""
 SPARK = "spark"
 """Account, Role and RoleBinding of Spark's drivers."""
 _RBAC, _LEASES = "rbac.authorization.k8s.io", "coordination.k8s.io"
@@ -106,35 +104,6 @@ def users() -> list[Document]:
     return [
         _role("ClusterRole", _aggregated("view", "view"), view),
         _role("ClusterRole", _aggregated("edit", "edit", "admin"), edit),
-    ]
-
-
-def notebook(namespace: str, labels: dict[str, str]) -> list[Document]:
-    """What the commands of Outlast in a notebook may do in its namespace: run jobs, bring and prepare data, see why they wait.
-
-    It reads no Secret and gives no rights: accounts, Roles and RoleBindings are made by the user who makes the notebook. Yet who
-    may create pods may use every account and every Secret of the namespace in one (docs/guide/security.md).
-    """
-    jobs = ELASTIC_JOB.plural
-    made = ["get", "list", "create", "patch", "delete"]
-    rules = [
-        _rule(contract.GROUP, [jobs], made),
-        _rule(contract.GROUP, [f"{jobs}/scale"], ["patch"]),
-        _rule("batch", ["jobs"], made),
-        _rule("", ["pods"], ["get", "list", "watch", "delete"]),  # get: whether the pod of a log that ended runs on
-        _rule("", ["pods/log", "pods/proxy"], ["get"]),  # the log; an agent's step
-        _rule("", ["configmaps", "services"], made),
-        _rule("", ["persistentvolumeclaims"], ["get", "list", "create", "patch"]),
-        _rule("", ["secrets"], ["create"]),  # the key by which a job's workers know each other
-        _rule("", ["events", "resourcequotas", "limitranges"], ["list"]),
-        {**_rule("", ["serviceaccounts"], ["get"]), "resourceNames": [SPARK]},
-        {**_rule(_RBAC, ["roles", "rolebindings"], ["get"]), "resourceNames": [SPARK]},
-    ]
-    meta = {"name": NOTEBOOK, "namespace": namespace, "labels": dict(labels)}
-    return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta, "automountServiceAccountToken": False},
-        _role("Role", meta, rules),
-        _binding("RoleBinding", meta, "Role", NOTEBOOK, namespace),
     ]
 
 
