@@ -26,7 +26,6 @@ from outlast.cli import (
     nodewatch,
     notebook,
     operator,
-    pipeline,
     prepare_data,
     provision,
     rdzv,
@@ -116,7 +115,6 @@ app.command()(render.render)
 data.app.add_typer(prepare_data.app, name="prepare")
 data.app.command()(prepare_data.verify)
 app.add_typer(data.app, name="data")
-app.add_typer(pipeline.app, name="pipeline")
 app.add_typer(image.app, name="image")
 app.add_typer(volume.app, name="volume")
 app.add_typer(dashboard.app, name="dashboard")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 GONE: dict[str, str] = {
     "kubeflow": "edit the files of examples/kubeflow and apply them with kubectl (docs/guide/kubeflow.md)",
     "notebook --on": "apply examples/notebook, or examples/kubeflow/notebook.yaml, with kubectl (docs/guide/notebooks.md)",
+    "pipeline": "a step runs outlast submit --wait, as in examples/pipelines for Argo and Kubeflow (docs/guide/pipelines.md)",
 }
 """A command (`"cluster create"`), or a command with an option (`"install --etcd"`), and one sentence for its users."""
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from outlast import contract
 from outlast.contract import OPERATOR
-from outlast.kube.kinds import CLAIM, CONFIG_MAP, ELASTIC_JOB, JOB, LEGACY_JOB, POD, WORKFLOW, Kind
+from outlast.kube.kinds import ELASTIC_JOB, LEGACY_JOB
 from outlast.manifests import kueue
 from outlast.manifests.request import Document
 
@@ -17,8 +17,6 @@ _GROUPS = (contract.GROUP, LEGACY_JOB.group)
 """API groups of our ElasticJobs and of torchelastic's."""
 _READ = ["get", "list", "watch"]
 _WATCHED = ["list", "watch"]
-_OWNED = ["get", "list", "create", "patch", "delete"]
-"""Verbs for what is applied and removed; a server-side apply that creates needs both `create` and `patch`."""
 _LABELS = {"app.kubernetes.io/name": "outlast", "app.kubernetes.io/part-of": "outlast"}
 
 
@@ -105,29 +103,6 @@ def users() -> list[Document]:
         _role("ClusterRole", _aggregated("view", "view"), view),
         _role("ClusterRole", _aggregated("edit", "edit", "admin"), edit),
     ]
-
-
-def step(name: str, namespace: str, kinds: Sequence[Kind], accounts: Sequence[str]) -> list[Document]:
-    """What a step of a pipeline may do in its namespace: submit a job, wait for it, cancel it, evaluate it.
-
-    `kinds` are those of the job's documents, `accounts` the ServiceAccounts of steps; they are in the same namespace.
-    """
-    meta: Document = {"name": name, "namespace": namespace, "labels": dict(_LABELS)}
-    own = [kind for kind in dict.fromkeys((*kinds, CONFIG_MAP, JOB)) if kind not in (CLAIM, POD)]
-    groups = dict.fromkeys(kind.group for kind in own)
-    rules = [_rule(group, [kind.plural for kind in own if kind.group == group], _OWNED) for group in groups]
-    rules += [
-        _rule("", ["secrets"], ["get", "create", "patch", "delete"]),  # the key by which workers know each other
-        _rule("", ["pods"], ["get", "list"]),
-        _rule("", ["pods/log", "pods/proxy"], ["get"]),  # proxy: the step, which agents tell
-        _rule("", ["events", "persistentvolumeclaims", "resourcequotas", "limitranges"], ["list"]),  # why a job failed
-        *([_rule("", [CLAIM.plural], ["get", "create", "patch"])] if CLAIM in kinds else []),
-        _rule(WORKFLOW.group, ["workflows"], ["get"]),  # whether the pipeline was terminated
-        _rule(WORKFLOW.group, ["workflowtaskresults"], ["create", "patch"]),  # Argo's own process beside the step
-    ]
-    subjects = [{"kind": "ServiceAccount", "name": each, "namespace": namespace} for each in accounts]
-    bound = {**_binding("RoleBinding", meta, "Role", name, namespace), "subjects": subjects}
-    return [_role("Role", meta, rules), bound]
 
 
 def account(job: str) -> str:
