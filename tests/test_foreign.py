@@ -31,10 +31,8 @@ spec:
   output: /out
   workers: {replicas: 2, min: 1, max: 2}
 """
-SPARK = ("--engine", "spark", "--master", "k8s://https://kubernetes.default.svc", "--claim", "efs:/data")
 COMMANDS = {
     "data get": ("data", "get", "cifar10", "--on", "kubernetes", "--claim", "efs:/data", "-n", "team"),
-    "data prepare": ("data", "prepare", "images", "/data/in", "--to", "/data/out", "--size", "64", *SPARK, "-n", "team"),
     "submit": ("submit", "job.yaml", "--as", "statefulset", "-n", "team"),
     "install": ("install", "--node-watch"),
 }

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+_SPARK = "Spark on Kubernetes is started by spark-submit or in a pod of the cluster, as in examples/spark (docs/guide/spark.md)"
+
 GONE: dict[str, str] = {
+    "data prepare --claim": _SPARK,
+    "data prepare --context": _SPARK,
+    "data prepare --follow": _SPARK,
+    "data prepare --image": _SPARK,
+    "data prepare --job": _SPARK,
+    "data prepare --namespace": _SPARK,
+    "data prepare --print": _SPARK,
+    "data prepare --secret": _SPARK,
+    "data prepare -f": _SPARK,
+    "data prepare -n": _SPARK,
     "kubeflow": "edit the files of examples/kubeflow and apply them with kubectl (docs/guide/kubeflow.md)",
     "notebook --on": "apply examples/notebook, or examples/kubeflow/notebook.yaml, with kubectl (docs/guide/notebooks.md)",
     "pipeline": "a step runs outlast submit --wait, as in examples/pipelines for Argo and Kubeflow (docs/guide/pipelines.md)",

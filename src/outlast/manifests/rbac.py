@@ -10,8 +10,6 @@ from outlast.kube.kinds import ELASTIC_JOB, LEGACY_JOB
 from outlast.manifests import kueue
 from outlast.manifests.request import Document
 
-SPARK = "spark"
-"""Account, Role and RoleBinding of Spark's drivers."""
 _RBAC, _LEASES = "rbac.authorization.k8s.io", "coordination.k8s.io"
 _GROUPS = (contract.GROUP, LEGACY_JOB.group)
 """API groups of our ElasticJobs and of torchelastic's."""
@@ -72,19 +70,6 @@ def node_watch(meta: Document, namespace: str) -> list[Document]:
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {**meta, "namespace": namespace}},
         _role("ClusterRole", meta, rules),
         _binding("ClusterRoleBinding", meta, "ClusterRole", str(meta["name"]), namespace),
-    ]
-
-
-def spark(meta: Document, account: str) -> list[Document]:
-    """The account of Spark's drivers, with exactly the rights that they use: to pods of their namespace, for executors.
-
-    RBAC cannot limit them to executors, since their names are not known before.
-    """
-    rules = [_rule("", ["pods"], [*_READ, "create", "delete", "deletecollection"])]
-    return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta, "automountServiceAccountToken": False},
-        _role("Role", meta, rules),
-        _binding("RoleBinding", meta, "Role", account, str(meta["namespace"])),
     ]
 
 
