@@ -31,12 +31,9 @@ spec:
   output: /out
   workers: {replicas: 2, min: 1, max: 2}
 """
-SPARK = ("--engine", "spark", "--master", "k8s://https://kubernetes.default.svc", "--claim", "efs:/data")
 COMMANDS = {
     "data get": ("data", "get", "cifar10", "--on", "kubernetes", "--claim", "efs:/data", "-n", "team"),
-    "data prepare": ("data", "prepare", "images", "/data/in", "--to", "/data/out", "--size", "64", *SPARK, "-n", "team"),
     "submit": ("submit", "job.yaml", "--as", "statefulset", "-n", "team"),
-    "notebook": ("notebook", "--on", "kubernetes", "--detach", "-n", "team"),
     "install": ("install", "--node-watch"),
 }
 USED = ("namespaces", "persistentvolumeclaims", "serviceaccounts", "customresourcedefinitions.apiextensions.k8s.io", "secrets")
@@ -49,7 +46,7 @@ class Served(apiserver.ApiServer):
     """A cluster that serves what is defined, and lets in the pods of a dry run."""
 
     def __init__(self) -> None:
-        super().__init__(unserved=("kubeflow.org", "batch.volcano.sh", "scheduling.x-k8s.io", "scheduling.volcano.sh"))
+        super().__init__(unserved=("batch.volcano.sh", "scheduling.x-k8s.io", "scheduling.volcano.sh"))
         self.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team"}})
         self.put({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "efs", "namespace": "team"}})
         self.prescribe("POST .*/pods.*dryRun", *((201, {"metadata": {}}) for _ in range(20)))
@@ -114,7 +111,7 @@ def test_an_object_of_somebody_else_stops_a_command_before_it_changes_anything(
                 assert f" {key[2]}" in err, err
                 stopped += 1
             else:
-                assert key[0] in USED or (words[0], key[2]) == ("notebook", "spark"), key
+                assert key[0] in USED, key
     assert stopped
 
 
@@ -122,7 +119,6 @@ DELETING = {
     "cancel": (COMMANDS["submit"], ("cancel", "train", "-n", "team")),
     "kill": (COMMANDS["submit"], ("kill", "train", "-n", "team")),
     "submit --fresh": (COMMANDS["submit"], (*COMMANDS["submit"], "--fresh")),
-    "notebook --delete": (COMMANDS["notebook"], ("notebook", "--on", "kubernetes", "-n", "team", "--delete", "--yes")),
     "uninstall --crds": (COMMANDS["install"], ("uninstall", "--crds", "--yes")),
 }
 

@@ -182,7 +182,7 @@ def test_a_port_that_is_taken_meanwhile_is_given_up_and_the_token_is_deleted_onc
         monkeypatch.setattr(serving, "child", child)
         monkeypatch.setattr(jupyter, "running", lambda *_: None)
         monkeypatch.setattr(jupyter, "PORT", serving.port(None, "127.0.0.1", 0))
-        notebook._here(tmp_path, None, "127.0.0.1", None, open_=False, kubeflow=False)
+        notebook.notebook(tmp_path)
     assert ports[0] == jupyter.PORT != ports[1]
     assert f"http://localhost:{ports[1]}/lab/tree/first.ipynb?token=" in capsys.readouterr().out
 

@@ -17,14 +17,13 @@ from test_readme import OUTLAST, ROOT
 
 ELSEWHERE = {
     r"^(install|uninstall|submit|top|operator|node-watch|rdzv|doctor)\b|\b(-n|--on) |--on$": "a cluster",
-    r"^kubeflow\b": "Kubeflow",
     r"s3://|^run examples/from-a-store": "a store",
     r"^fetch\b": "a store; test_weights fetches",
     r"(accelerate_loop|lightning_fit)\.py": "libraries that are not installed here; test_hugging_face runs what is",
     r"--engine spark|--master": "a Java",
     r"^(tensorboard|notebook)\b": "serve until somebody ends them; test_tensorboard and test_notebook start both",
     r"https://|^data get (cifar10|kinetics|tiny)|examples/cifar10\.yaml$|^data prepare video": "data that are not here",
-    r"\b[A-Z]{3,}\b|\$\d|\.\.\.|^data (get|prepare)$|^run --fresh$|^pipeline \w+( --rights)?$": "names of a reader",
+    r"\b[A-Z]{3,}\b|\$\d|\.\.\.|^data (get|prepare)$|^run --fresh$": "names of a reader",
     r"^data prepare \w+( --stretch)?$|_[A-Z]+": "the same",
     r" 2500$": "test_hugging_face runs that script",
 }
@@ -138,7 +137,7 @@ def lines() -> set[str]:
 
 def alone(line: str) -> bool:
     """Whether a line reads or writes files only: it needs no story."""
-    return bool(re.match(r"(validate|render|pipeline) .*examples/", line))
+    return bool(re.match(r"(validate|render) .*examples/", line))
 
 
 def test_every_line_of_a_page_runs_or_needs_what_is_not_here() -> None:

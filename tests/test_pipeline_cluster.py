@@ -1,4 +1,4 @@
-"""The step of a pipeline in a real cluster: a pod with the account, the rights and the container of `outlast pipeline argo`.
+"""The step of a pipeline in a real cluster: a pod with the account, the rights and the container of examples/pipelines.
 
     KUBECONFIG=... OUTLAST_TEST_IMAGE=registry/outlast:dev pytest -m cluster tests/test_pipeline_cluster.py
 
@@ -8,8 +8,7 @@ Argo.
 
 from __future__ import annotations
 
-import contextlib
-import io
+import copy
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -20,11 +19,11 @@ import pytest
 import yaml
 
 from namespaces import Namespace
-from outlast import cli
-from outlast.manifests.pipelines import OUTPUTS
+from outlast.cluster.outcome import OUTPUTS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 Document = dict[str, Any]
+EXAMPLES = Path(__file__).parents[1] / "examples" / "pipelines"
 ELASTIC = "elasticjobs.outlast.dev"
 KILL = """
 import os, signal
@@ -35,9 +34,8 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
 """Kills the step, as a node without memory does."""
 
 
-def template(namespace: Namespace, directory: Path, epochs: int) -> Document:
-    """Apply the documents of a job; the template `train`."""
-    file = directory / "job.yaml"
+def template(namespace: Namespace, epochs: int) -> Document:
+    """Apply the account and the ConfigMap with the job; the step that trains, as a pod."""
     fields = {
         "image": os.environ["OUTLAST_TEST_IMAGE"],
         "module": "outlast.recipes.smoke",
@@ -47,13 +45,19 @@ def template(namespace: Namespace, directory: Path, epochs: int) -> Document:
         "checkpoint": {"every": "20 steps"},
     }
     head = {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": "smoke"}}
-    file.write_text(yaml.safe_dump({**head, "spec": fields}))
-    words = ["pipeline", "argo", str(file), "-n", namespace.name, "--image", os.environ["OUTLAST_TEST_IMAGE"]]
-    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
-        cli.main(words)
-    *beside, whole = yaml.safe_load_all(printed.getvalue())
-    namespace.apply(beside)
-    return dict(whole["spec"]["templates"][0])
+    data = {"job.yaml": yaml.safe_dump({**head, "spec": fields})}
+    config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "gpt-job"}, "data": data}
+    account = (EXAMPLES / "account.yaml").read_text().replace("namespace: team-a", f"namespace: {namespace.name}")
+    namespace.apply([*yaml.safe_load_all(account), config])
+    spec = yaml.safe_load((EXAMPLES / "workflow.yaml").read_text())["spec"]
+    (train,) = [each for each in spec["templates"] if each["name"] == "train"]
+    container = {**train["container"], "image": os.environ["OUTLAST_TEST_IMAGE"], "imagePullPolicy": "IfNotPresent"}
+    del container["envFrom"]  # there is no store
+    values = {"restartPolicy": "Never", "containers": [container]}
+    return {
+        "metadata": spec["podMetadata"],
+        "spec": {**values, **{key: spec[key] for key in ("serviceAccountName", "securityContext", "volumes")}},
+    }
 
 
 @pytest.fixture
@@ -74,23 +78,16 @@ def workflow(namespace: Namespace) -> Iterator[Document]:
 
 
 def pod(name: str, made: Document, key: str, after: str, owner: Document | None = None) -> Document:
-    """A pod of the template, its parameters with their defaults. `after`: a shell command when the step has ended."""
-    known = {each["name"]: each["value"] for each in made["inputs"]["parameters"]} | {"key": key}
-    container = dict(made["container"])
+    """A pod of the step, its parameters replaced. `after`: a shell command when the step has ended."""
+    spec = copy.deepcopy(made["spec"])
+    (container,) = spec["containers"]
     words: Sequence[str] = [*container["command"], *container.pop("args")]
-    for parameter, value in known.items():
-        words = [each.replace(f"{{{{inputs.parameters.{parameter}}}}}", value) for each in words]
+    for parameter, value in (("workflow.uid", key), ("workflow.parameters.workers", "1")):
+        words = [each.replace(f"{{{{{parameter}}}}}", value) for each in words]
     # `exec` for the step alone: SIGTERM is for process 1
     container |= {
         "name": "main",
         "command": list(words) if not after else ["sh", "-c", f'"$@"; code=$?; {after}; exit $code', "sh", *words],
-    }
-    spec = {
-        "restartPolicy": "Never",
-        "serviceAccountName": made["serviceAccountName"],
-        "securityContext": made["securityContext"],
-        "containers": [container],
-        "volumes": made["volumes"],
     }
     meta = {"name": name, **made["metadata"]}
     if owner is not None:
@@ -124,8 +121,8 @@ def trains(namespace: Namespace, name: str) -> str:
     return str(job["metadata"]["uid"])
 
 
-def test_a_step_trains_and_leaves_its_outputs(namespace: Namespace, tmp_path: Path) -> None:
-    made = template(namespace, tmp_path, epochs=3)
+def test_a_step_trains_and_leaves_its_outputs(namespace: Namespace) -> None:
+    made = template(namespace, epochs=3)
     namespace.apply([pod("short", made, "run-1", 'for each in /tmp/outputs/*; do echo; echo "== $each"; cat $each; done')])
     code = ended(namespace, "short")
     said = log(namespace, "short")
@@ -151,10 +148,8 @@ def test_a_step_trains_and_leaves_its_outputs(namespace: Namespace, tmp_path: Pa
     namespace.kubectl("delete", ELASTIC, "--all")
 
 
-def test_a_step_that_is_lost_attaches_again_and_one_that_is_terminated_cancels(
-    namespace: Namespace, tmp_path: Path, workflow: Document
-) -> None:
-    made = template(namespace, tmp_path, epochs=100_000)
+def test_a_step_that_is_lost_attaches_again_and_one_that_is_terminated_cancels(namespace: Namespace, workflow: Document) -> None:
+    made = template(namespace, epochs=100_000)
     namespace.apply([pod("first", made, "run-2", "true")])
     uid = trains(namespace, "first")
     namespace.kubectl("exec", "first", "--", "python", "-c", KILL, fails=True)  # the container ends with it

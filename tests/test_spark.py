@@ -50,6 +50,29 @@ def test_options_that_spark_cannot_meet_are_one_sentence() -> None:
     )
 
 
+def test_under_spark_submit_master_and_configuration_are_those_of_the_submission(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYSPARK_GATEWAY_PORT", "1")
+    assert refusal("local[2]", None, ()) == "--master is for spark-submit, which runs this; give it before the program"
+    assert refusal(None, None, ["spark.x=a"]) == "--conf is for spark-submit, which runs this; give it before the program"
+    assert spark.configuration(spark.settings(None, None, ())) == {
+        "spark.executorEnv.RAYON_NUM_THREADS": "1",
+        "spark.executorEnv.TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def test_executors_in_a_cluster_have_to_reach_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    master = "k8s://https://kubernetes.default.svc"
+    with pytest.raises(
+        OutlastError, match=r"must reach this process, which is in no pod of it; run it in one, or by spark-submit"
+    ):
+        spark._check_reached(spark.settings(master, None, ()))
+    spark._check_reached(spark.settings(master, None, ["spark.driver.host=10.0.0.7"]))
+    spark._check_reached(spark.settings("spark://there:7077", None, ()))
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    spark._check_reached(spark.settings(master, None, ()))
+
+
 @pytest.mark.parametrize(
     ("master", "conf", "said"),
     [
@@ -166,14 +189,16 @@ def test_a_master_without_executors_is_told_again_and_again(monkeypatch: pytest.
 
     def looked(master: str) -> int:
         now[0], before = 0.0, len(said)
-        alone = spark._Alone(SimpleNamespace(_jsc=java), master, said.append)
+        alone = spark._Alone(SimpleNamespace(_jsc=java, master=master), said.append)
         for now[0] in range(150):
             alone.look()
         return len(said) - before
 
     assert looked("spark://there:7077") == 2
     assert said[0].startswith("no executor has come for 60 s: spark://there:7077 has no free cores or memory for one, or its")
-    assert looked("local[2]") == looked("k8s://there") == 0
+    assert looked("local[2]") == 0
+    assert looked("k8s://there") == 2
+    assert "(kubectl get pods -l spark-role=executor shows those that wait;" in said[-1]
     known[0] = 2
     assert looked("spark://there:7077") == 0
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import psutil
+import pyspark
 import pytest
 
+from outlast import java
 from outlast.data.prepare import work
 from sparks import CASES, GATED, digests
 
@@ -76,6 +79,14 @@ def below(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
+def of_java(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    found = []
+    for each in below(process):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a shell of spark-submit that has ended meanwhile
+            found += [each] if each.name() == "java" else []
+    return found
+
+
 def gone(processes: list[psutil.Process]) -> None:
     """Check that they end soon."""
     assert psutil.wait_procs(processes, timeout=60)[1] == []
@@ -130,9 +141,10 @@ class Command:
             (directory / name).mkdir()
         CASES["images"].write(directory / "source")
 
-    def start(self, *options: str, to: str = "to") -> subprocess.Popen[str]:
+    def start(self, *options: str, to: str = "to", by: Sequence[str] = (sys.executable,)) -> subprocess.Popen[str]:
+        (program := self.directory / "outlast-cli.py").write_text("from outlast.cli import main\nmain()\n")
         words = ["images", str(self.directory / "source"), "--to", to, "--shard-size", "600", "--engine", "spark", *options]
-        command = [sys.executable, "-c", "from outlast.cli import main; main()", "data", "prepare", *words]
+        command = [*by, str(program), "data", "prepare", *words]
         environ = {**os.environ, "TMPDIR": str(self.directory / "tmp")}
         where = {"env": environ, "cwd": self.directory, "text": True}
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **where)
@@ -146,7 +158,7 @@ class Command:
 def test_the_command_prints_its_result_and_leaves_nothing_behind(master: str, tmp_path: Path) -> None:
     command = Command(tmp_path)
     process = command.start("--master", master, "--verify")
-    while not (java := [each for each in below(process) if each.name() == "java"]):
+    while not (javas := of_java(process)):
         assert process.poll() is None
         time.sleep(0.01)
     out, err = process.communicate(timeout=600)
@@ -156,7 +168,22 @@ def test_the_command_prints_its_result_and_leaves_nothing_behind(master: str, tm
     assert second.startswith("verified ")
     assert [line for line in err.splitlines() if " done (shard), " not in line] == [], "Spark's words are not on the terminal"
     assert command.left() == []
-    gone(java)
+    gone(javas)
+    CASES["images"].prepare(work.Request(tmp_path / "source", tmp_path / "local"))
+    assert digests(tmp_path / "to") == digests(tmp_path / "local")
+
+
+def test_as_the_program_of_spark_submit_it_makes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the driver's pod in cluster mode, where the image's entrypoint runs spark-submit in client mode."""
+    monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
+    monkeypatch.setenv("JAVA_HOME", str(java.home(pyspark.__version__)))
+    submit = Path(pyspark.__path__[0]) / "bin" / "spark-submit"
+    command = Command(tmp_path)
+    process = command.start(by=(str(submit), "--master", "local[2]"))
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, out + err
+    assert "wrote train " in out
+    assert command.left() == []
     CASES["images"].prepare(work.Request(tmp_path / "source", tmp_path / "local"))
     assert digests(tmp_path / "to") == digests(tmp_path / "local")
 

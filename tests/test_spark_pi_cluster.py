@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from namespaces import Namespace, made
+from namespaces import Document, Namespace, made
 from outlast import java
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -37,16 +37,21 @@ SMALL = {
 def zip_() -> Iterator[Namespace]:
     """A namespace with the example's accounts."""
     with made("pi") as found:
-        documents = list(yaml.safe_load_all((SPARK / "accounts.yaml").read_text()))[1:]
-        for document in documents:
-            for meta in (document["metadata"], *document.get("subjects", ())):
-                meta["namespace"] = found.name
-        found.apply(documents)
+        found.apply(accounts(found))
         yield found
 
 
-def submit(namespace: Namespace, directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """The example's script, run with the rights of the account spark-submit."""
+def accounts(namespace: Namespace) -> list[Document]:
+    """The example's accounts, for another namespace."""
+    documents = list(yaml.safe_load_all((SPARK / "accounts.yaml").read_text()))[1:]
+    for document in documents:
+        for meta in (document["metadata"], *document.get("subjects", ())):
+            meta["namespace"] = namespace.name
+    return documents
+
+
+def submit(namespace: Namespace, directory: Path, script: str, *words: str, **given: str) -> subprocess.CompletedProcess[str]:
+    """A script of the example, run with the rights of the account spark-submit."""
     token = namespace.kubectl("create", "token", "spark-submit").strip()
     config = json.loads(namespace.kubectl("config", "view", "--raw", "--minify", "-o", "json"))
     config["users"][0]["user"] = {"token": token}
@@ -58,11 +63,9 @@ def submit(namespace: Namespace, directory: Path, *words: str) -> subprocess.Com
         "KUBERNETES": config["clusters"][0]["cluster"]["server"],
         "JAVA_HOME": str(java.home(importlib.metadata.version("pyspark"))),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PARTITIONS": "20",
+        **given,
     }
-    return subprocess.run(
-        ["sh", str(SPARK / "spark-python-pi.sh"), *words], env=environ, capture_output=True, text=True, check=False
-    )
+    return subprocess.run(["sh", str(SPARK / script), *words], env=environ, capture_output=True, text=True, check=False)
 
 
 def test_pi_is_computed_and_the_driver_stays_completed(zip_: Namespace, tmp_path: Path) -> None:
@@ -71,7 +74,13 @@ def test_pi_is_computed_and_the_driver_stays_completed(zip_: Namespace, tmp_path
         "spark.kubernetes.namespace": zip_.name,
         "spark.kubernetes.container.image": os.environ["OUTLAST_TEST_IMAGE"],
     }
-    done = submit(zip_, tmp_path, *(word for key, value in conf.items() for word in ("--conf", f"{key}={value}")))
+    done = submit(
+        zip_,
+        tmp_path,
+        "spark-python-pi.sh",
+        *(word for key, value in conf.items() for word in ("--conf", f"{key}={value}")),
+        ARGUMENTS="20",
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     driver = json.loads(zip_.kubectl("get", "pod", "spark-python-pi-driver", "-o", "json"))
     assert driver["status"]["phase"] == "Succeeded"

@@ -24,7 +24,6 @@ from outlast.cluster.waiting import Code, Waiter
 from outlast.cluster.workloads import Workloads
 from outlast.errors import Forbidden, NotServed, Unanswered
 from outlast.kube import kubeconfig
-from outlast.manifests.pipelines import OUTPUTS
 from outlast.status import CheckpointStatus, JobStatus, State, StoreStatus
 
 Document = dict[str, Any]
@@ -388,7 +387,7 @@ def test_the_outputs_are_what_the_status_and_the_store_say(tmp_path: Path) -> No
     assert (found_nan.texts()["loss"], found_nan.texts()["metrics"]) == ("nan", '{"loss": null}')
     assert json.loads(found_nan.json(), parse_constant=pytest.fail)["loss"] is None
     found.write(tmp_path / "out")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {*OUTPUTS, outcome.FILE}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*outcome.OUTPUTS, outcome.FILE}
     assert json.loads((tmp_path / "out" / outcome.FILE).read_text())["best_metric"] == 0.25
 
 
@@ -399,7 +398,7 @@ def test_what_is_not_known_is_empty_and_has_its_reason() -> None:
     assert found.missing["checkpoint"] == "the output is in no store (/out/digits in its pods), and this step does not see it"
     assert found.missing["steps"] == "the training does not tell how many"
     assert json.loads(found.json())["loss"] is None
-    assert set(found.values) | set(found.missing) == set(OUTPUTS)
+    assert set(found.values) | set(found.missing) == set(outcome.OUTPUTS)
     lost = outcome.outcome(JobStatus(name="digits", run="", state=State.CANCELLED), "team", "unread", now=1.0)
     assert lost.missing["run"] == "the job was gone before its status could be read"
 

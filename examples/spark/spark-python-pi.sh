@@ -7,8 +7,8 @@
 #   KUBERNETES=https://... sh examples/spark/spark-python-pi.sh --conf spark.executor.instances=2     from elsewhere, by your kubeconfig
 #   kubectl logs -n zip spark-python-pi-driver | grep 'Pi is roughly'
 #
-# KUBERNETES is the API server (kubectl config view --minify -o 'jsonpath={.clusters[0].cluster.server}'), PARTITIONS the number of tasks,
-# PROGRAM the program, in the image. It needs PySpark and a Java, as the image does.
+# KUBERNETES is the API server (kubectl config view --minify -o 'jsonpath={.clusters[0].cluster.server}'), PROGRAM the program, in the
+# image, and ARGUMENTS its words, here the number of tasks. It needs PySpark and a Java, as the image does.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 exec spark-submit --master "k8s://${KUBERNETES:-https://kubernetes.default.svc:443}" \
@@ -33,4 +33,4 @@ exec spark-submit --master "k8s://${KUBERNETES:-https://kubernetes.default.svc:4
   --conf spark.executor.decommission.signal=TERM \
   --conf spark.kubernetes.decommission.script=/bin/true \
   "$@" \
-  "${PROGRAM:-local:///opt/spark/examples/src/main/python/pi.py}" "${PARTITIONS:-128000}"
+  "${PROGRAM:-local:///opt/spark/examples/src/main/python/pi.py}" ${ARGUMENTS:-128000}

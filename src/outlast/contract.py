@@ -182,8 +182,6 @@ class Env:
     """Fencing token of this machine in the store of the run; a process that finds another one there is a zombie."""
     REVIVE = "OUTLAST_REVIVE"
     """JSON list: the command that restarts the launcher when it cannot be reached."""
-    SPARK_DRIVER = "OUTLAST_SPARK_DRIVER"
-    """`1`: this process is in the pod of a driver of Spark, so `data prepare --master k8s://...` runs Spark in client mode."""
 
 
 RESERVED_ENV = re.compile(
@@ -237,8 +235,6 @@ class Label:
     RUN = f"{GROUP}/run"
     DATASET = f"{GROUP}/dataset"
     """Of a Job that brings a dataset instead of training."""
-    SPARK_ROLE = "spark-role"
-    """Spark's own, of its pods: `driver` or `executor`; also of the Job that makes the driver."""
     SETTING = f"args.{GROUP}/"
     """Prefix of the names of arguments: `args.outlast.dev/batch: "128"`."""
 
@@ -255,12 +251,6 @@ class Annotation:
     `snapshot` and `every` are absent while there is no snapshot."""
     JOB_FILE = f"{GROUP}/job-file"
     """Of a pod that the operator creates: the job file as pods read it."""
-    SPARK_TARGET = f"{GROUP}/spark-target"
-    """Of a Job that prepares data with Spark: the place that it makes."""
-    SPARK_DEFAULTS = f"{GROUP}/spark-defaults"
-    """Of a driver's pod: Spark's configuration, as in `spark-defaults.conf`."""
-    SPARK_EXECUTOR = f"{GROUP}/spark-executor"
-    """Of a driver's pod: the pod template of its executors, JSON."""
     LEAVING_AT = f"{GROUP}/leaving-at"
     """Of a node that is about to go, or of a worker's pod that has to leave: the deadline, RFC 3339 in UTC."""
     LEAVING_REASON = f"{GROUP}/leaving-reason"

@@ -139,15 +139,6 @@ class StoreStatus(_Model):
     """What is being pushed now."""
 
 
-class ExecutorsStatus(_Model):
-    """Spark's executors, of a Job that prepares data."""
-
-    running: int = 0
-    pending: int = 0
-    reason: str = ""
-    """Why the first of those that wait does."""
-
-
 class Failure(_Model):
     """The first failing process of the generation that failed last."""
 
@@ -242,8 +233,6 @@ class JobStatus(_Model):
     warnings: list[str] = Field(default_factory=list)
     """What the user should know although training goes on, e.g. a save that found the disk full."""
     workers: list[WorkerStatus] = Field(default_factory=list)
-    executors: ExecutorsStatus | None = None
-    """Of a Job that prepares data with Spark, while it runs."""
     goodput: float | None = None
     """Share of the wall time spent on steps that were kept, 0 ... 1."""
     lost: LostStatus | None = None

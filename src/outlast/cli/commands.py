@@ -22,11 +22,9 @@ from outlast.cli import (
     forget,
     install,
     jobs,
-    kubeflow,
     nodewatch,
     notebook,
     operator,
-    pipeline,
     prepare_data,
     rdzv,
     render,
@@ -112,9 +110,7 @@ app.command()(render.render)
 data.app.add_typer(prepare_data.app, name="prepare")
 data.app.command()(prepare_data.verify)
 app.add_typer(data.app, name="data")
-app.add_typer(pipeline.app, name="pipeline")
 app.command()(sync.sync)
-app.add_typer(kubeflow.app, name="kubeflow")
 app.add_typer(rdzv.app, name="rdzv")
 app.command()(install.install)
 app.command()(install.uninstall)

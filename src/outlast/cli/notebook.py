@@ -1,4 +1,4 @@
-"""`outlast notebook`: JupyterLab with Outlast in it, on this machine; `notebook_pod` has those in clusters."""
+"""`outlast notebook`: JupyterLab with Outlast in it, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast.cli import notebook_pod, serving, terminal
-from outlast.cli.which import ContextOption, NamespaceOption
+from outlast.cli import serving, terminal
 from outlast.errors import NotFound, OutlastError
 
 if TYPE_CHECKING:
@@ -25,15 +24,7 @@ _GRACE_S = 20.0
 
 
 def notebook(
-    ctx: typer.Context,
-    where: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[DIR|NAME]",
-            help="Where the work is kept; in a cluster the notebook's name. Default: notebooks; notebook.",
-            show_default=False,
-        ),
-    ] = None,
+    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where the work is kept.")] = Path("notebooks"),
     port: Annotated[
         int | None, typer.Option(metavar="N", min=0, max=65535, help="Port. Default: 8888, or a free one if that is taken.")
     ] = None,
@@ -48,34 +39,8 @@ def notebook(
             "--kubeflow", help="In a pod of Kubeflow: serve below $NB_PREFIX; without a token of its own unless one is given."
         ),
     ] = False,
-    on: Annotated[
-        str | None, typer.Option("--on", metavar="kubernetes", help="Start it in a pod of a cluster.", show_default=False)
-    ] = None,
-    image: Annotated[str | None, typer.Option(metavar="IMAGE", help="In a cluster: another image with JupyterLab.")] = None,
-    size: Annotated[str | None, typer.Option(metavar="SIZE", help="In a cluster: size of its claim. Default: 10Gi.")] = None,
-    storage_class: Annotated[
-        str | None, typer.Option(metavar="NAME", help="In a cluster: StorageClass of its claim. Default: the cluster's.")
-    ] = None,
-    shared: Annotated[
-        bool, typer.Option("--shared", help="In a cluster: pods on other nodes, as Spark's, may mount its claim (ReadWriteMany).")
-    ] = False,
-    cpu: Annotated[str | None, typer.Option(metavar="N", help="In a cluster: cores. Default: 1, or more if idle.")] = None,
-    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="In a cluster: memory. Default: 4Gi.")] = None,
-    gpu: Annotated[int | None, typer.Option(metavar="N", min=0, help="In a cluster: GPUs. Default: 0.")] = None,
-    secret: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="In a cluster: a Secret with variables; may be repeated.")
-    ] = None,
-    account: Annotated[
-        str | None, typer.Option(metavar="NAME", help="In a cluster: a ServiceAccount that is there. Default: one of its own.")
-    ] = None,
-    detach: Annotated[bool, typer.Option("--detach", help="In a cluster: start it, and do not open it.")] = False,
-    stop: Annotated[bool, typer.Option("--stop", help="In a cluster: stop it, and keep the work.")] = False,
-    delete: Annotated[bool, typer.Option("--delete", help="In a cluster: stop it, and delete the work.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    namespace: NamespaceOption = None,
-    context: ContextOption = None,
 ) -> None:
-    """Start JupyterLab with a first notebook, on this machine until Ctrl-C, or in a cluster.
+    """Start JupyterLab with a first notebook, until Ctrl-C.
 
     The first notebook prepares text on Spark, trains a small GPT on it with two workers, kills one of them, and draws where
     the time went. Its kernel is the Python of this Outlast. A notebook that is there already is not changed, and
@@ -84,34 +49,12 @@ def notebook(
     Whoever has the token can run programs here: it is made anew at each start and printed as part of the URL. The
     variable OUTLAST_NOTEBOOK_TOKEN, or --token-file, gives another one, which is not printed.
 
-    In a cluster it runs in a pod, its work is on a claim, and a port of this machine leads to it until Ctrl-C; it goes on then,
-    and the same command opens it again. Where Kubeflow is, it is a Notebook of Kubeflow.
-
     \b
     Examples:
       outlast notebook
       outlast notebook ~/experiments --port 9000 --open
       outlast notebook work --bind 0.0.0.0 --token-file token.txt
-      outlast notebook --on kubernetes -n team-a --gpu 1 --secret aws
-      outlast notebook --on kubernetes -n team-a --shared --storage-class efs
-      outlast notebook --on kubernetes -n team-a --stop
     """
-    choices = notebook_pod.Choices(
-        image, size, storage_class, shared, cpu, memory, gpu, secret, account, detach, stop, delete, yes, namespace, context
-    )
-    if on is None:
-        if choices.given:
-            raise OutlastError(f"{', '.join(choices.given)}: only for a notebook in a cluster; add --on kubernetes")
-        _here(Path(where or "notebooks"), port, bind, token_file, open_=open_, kubeflow=kubeflow)
-        return
-    notebook_pod.checked(on)
-    if bind != _HERE or token_file or open_ or kubeflow:
-        raise OutlastError("--bind, --token-file, --open and --kubeflow are for a notebook on this machine; leave out --on")
-    notebook_pod.run(ctx, where, choices, port)
-
-
-def _here(directory: Path, port: int | None, bind: str, token_file: Path | None, *, open_: bool, kubeflow: bool) -> None:
-    """Serve until Ctrl-C."""
     from outlast.agent import pid1
     from outlast.notebooks import jupyter
 

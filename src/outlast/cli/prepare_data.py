@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast import contract, units
-from outlast.cli import prepare_in_cluster as in_cluster
-from outlast.cli import show, terminal, transfers, which
+from outlast import units
+from outlast.cli import show, terminal, transfers
 from outlast.errors import Missing, OutlastError
 
 if TYPE_CHECKING:
@@ -112,14 +111,6 @@ class How:
     master: str | None
     partitions: int | None
     conf: tuple[str, ...]
-    where: in_cluster.Where
-    ctx: typer.Context
-
-    @property
-    def submits(self) -> bool:
-        """Whether the driver of Spark is to run in a cluster: with its master, and not from the driver's own pod."""
-        in_driver = os.environ.get(contract.Env.SPARK_DRIVER) == "1"
-        return self.engine is EngineName.SPARK and (self.master or "").startswith("k8s://") and not in_driver
 
     @contextlib.contextmanager
     def engine_opened(self) -> Iterator[Engine | None]:
@@ -135,12 +126,8 @@ class How:
         if self.processes is not None:
             raise OutlastError("--processes is for --engine local; leave it out, and say how many cores with --master local[8]")
         settings = spark.settings(self.master, self.partitions, self.conf)
-        with contextlib.ExitStack() as stack:
-            if settings.master.startswith("k8s://"):  # in the driver's pod
-                from outlast.cluster import preparation
-
-                stack.enter_context(preparation.watched(terminal.say))
-            yield stack.enter_context(spark.opened(settings, terminal.say))
+        with spark.opened(settings, terminal.say) as opened:
+            yield opened
 
 
 def _size(text: str | None) -> int | None:
@@ -154,7 +141,6 @@ def _size(text: str | None) -> int | None:
 
 @app.command()
 def text(
-    ctx: typer.Context,
     source: SourceArgument,
     to: ToOption,
     tokenizer: Annotated[
@@ -177,14 +163,6 @@ def text(
     master: MasterOption = None,
     partitions: PartitionsOption = None,
     conf: ConfOption = None,
-    job: in_cluster.JobOption = None,
-    claim: in_cluster.ClaimOption = None,
-    image: in_cluster.ImageOption = None,
-    secret: in_cluster.SecretOption = None,
-    follow: in_cluster.FollowOption = False,
-    print_: in_cluster.PrintOption = False,
-    namespace: which.NamespaceOption = None,
-    context: which.ContextOption = None,
 ) -> None:
     """Tokenize text: train.bin, val.bin and meta.pkl as nanoGPT reads them, tokenizer.json, and a manifest.
 
@@ -204,14 +182,12 @@ def text(
     settings = texts.Settings(
         tokenizer, vocab_size, val, separator, tuple(glob or ()), field, _size(shard_size), skip_damaged=skip_damaged
     )
-    where = in_cluster.Where(job, claim, image, tuple(secret or ()), follow, print_, namespace, context)
-    how = How(to, processes, verify, work, engine, master, partitions, tuple(conf or ()), where, ctx)
+    how = How(to, processes, verify, work, engine, master, partitions, tuple(conf or ()))
     _made(lambda request: texts.prepare(request, settings), source, how)
 
 
 @app.command()
 def jsonl(
-    ctx: typer.Context,
     source: SourceArgument,
     to: ToOption,
     tokenizer: Annotated[
@@ -236,14 +212,6 @@ def jsonl(
     master: MasterOption = None,
     partitions: PartitionsOption = None,
     conf: ConfOption = None,
-    job: in_cluster.JobOption = None,
-    claim: in_cluster.ClaimOption = None,
-    image: in_cluster.ImageOption = None,
-    secret: in_cluster.SecretOption = None,
-    follow: in_cluster.FollowOption = False,
-    print_: in_cluster.PrintOption = False,
-    namespace: which.NamespaceOption = None,
-    context: which.ContextOption = None,
 ) -> None:
     """Tokenize records for fine-tuning: input_ids and labels, where -100 takes no part in the loss.
 
@@ -261,14 +229,12 @@ def jsonl(
     settings = records.Settings(
         tokenizer, vocab_size, val, separator, max_length, tuple(glob or ("*.jsonl",)), _size(shard_size) or 1, skip_damaged
     )
-    where = in_cluster.Where(job, claim, image, tuple(secret or ()), follow, print_, namespace, context)
-    how = How(to, processes, verify, work, engine, master, partitions, tuple(conf or ()), where, ctx)
+    how = How(to, processes, verify, work, engine, master, partitions, tuple(conf or ()))
     _made(lambda request: records.prepare(request, settings), source, how)
 
 
 @app.command()
 def images(
-    ctx: typer.Context,
     source: SourceArgument,
     to: ToOption,
     size: Annotated[
@@ -289,14 +255,6 @@ def images(
     master: MasterOption = None,
     partitions: PartitionsOption = None,
     conf: ConfOption = None,
-    job: in_cluster.JobOption = None,
-    claim: in_cluster.ClaimOption = None,
-    image: in_cluster.ImageOption = None,
-    secret: in_cluster.SecretOption = None,
-    follow: in_cluster.FollowOption = False,
-    print_: in_cluster.PrintOption = False,
-    namespace: which.NamespaceOption = None,
-    context: which.ContextOption = None,
 ) -> None:
     """Decode images: columns image, uint8 of (height, width, 3), and label.
 
@@ -314,14 +272,12 @@ def images(
     from outlast.data.prepare import images as pictures
 
     settings = pictures.Settings(size, encoded, val, _size(shard_size) or 1, skip_damaged, stretch)
-    where = in_cluster.Where(job, claim, image, tuple(secret or ()), follow, print_, namespace, context)
-    how = How(to, processes, verify, work, engine, master, partitions, tuple(conf or ()), where, ctx)
+    how = How(to, processes, verify, work, engine, master, partitions, tuple(conf or ()))
     _made(lambda request: pictures.prepare(request, settings), source, how)
 
 
 @app.command()
 def video(
-    ctx: typer.Context,
     source: SourceArgument,
     to: ToOption,
     frames: Annotated[int, typer.Option(metavar="N", min=1, help="Frames of a clip, at 25 per second.")] = 16,
@@ -341,14 +297,6 @@ def video(
     master: MasterOption = None,
     partitions: PartitionsOption = None,
     conf: ConfOption = None,
-    job: in_cluster.JobOption = None,
-    claim: in_cluster.ClaimOption = None,
-    image: in_cluster.ImageOption = None,
-    secret: in_cluster.SecretOption = None,
-    follow: in_cluster.FollowOption = False,
-    print_: in_cluster.PrintOption = False,
-    namespace: which.NamespaceOption = None,
-    context: which.ContextOption = None,
 ) -> None:
     """Cut clips out of videos: columns video, uint8 of (16, 224, 224, 3), audio, int16 of (30720,), and label.
 
@@ -364,8 +312,7 @@ def video(
 
     listed = str(labels) if labels else ""
     settings = videos.Settings(frames, size, clips, listed, val, _size(shard_size) or 1, skip_damaged)
-    where = in_cluster.Where(job, claim, image, tuple(secret or ()), follow, print_, namespace, context)
-    how = How(to, processes, verify, work, engine, master, partitions, tuple(conf or ()), where, ctx)
+    how = How(to, processes, verify, work, engine, master, partitions, tuple(conf or ()))
     _made(lambda request: videos.prepare(request, settings), source, how)
 
 
@@ -394,10 +341,6 @@ def verify(
 
 def _made(prepare: Callable[[Request], Manifest], source: Path, how: How) -> None:
     """Prepare, upload, verify, and say so."""
-    if how.submits:
-        in_cluster.submit(how.ctx, source, how.where)
-        return
-    how.where.refuse()
     from outlast.data import shards
     from outlast.data.prepare import work as working
 

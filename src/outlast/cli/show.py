@@ -20,7 +20,7 @@ from outlast.errors import NotFound
 from outlast.workerfiles import saves
 
 if TYPE_CHECKING:
-    from outlast.status import ExecutorsStatus, Failure, JobStatus, LostStatus, RankStatus, StoreStatus
+    from outlast.status import Failure, JobStatus, LostStatus, RankStatus, StoreStatus
 
 
 _WIDEST = 300
@@ -204,12 +204,6 @@ def _training(status: JobStatus, now: float) -> dict[str, str | None]:
     }
 
 
-def executors(found: ExecutorsStatus) -> str:
-    """`1 running, 2 pending: waits for a node`."""
-    waits = f", {found.pending} pending{f': the first {found.reason}' if found.reason else ''}" if found.pending else ""
-    return f"{found.running} running{waits}"
-
-
 def page(status: JobStatus, now: float) -> str:
     """Everything known about a job, for people."""
     running = units.human_seconds(lasted(status, now))
@@ -220,7 +214,6 @@ def page(status: JobStatus, now: float) -> str:
             {
                 "run": status.run,
                 **({} if status.told == "data" else _training(status, now)),
-                "executors": executors(status.executors) if status.executors else None,
                 "restarts": f"{status.restarts}, and {count(status.interruptions, 'interruption')}, not counted",
                 "goodput": goodput(status),
                 "lost": lost(status.lost) if status.lost else None,

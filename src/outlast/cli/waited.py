@@ -1,4 +1,4 @@
-"""Submitting a job and waiting for its end: `outlast submit --wait` and `outlast pipeline step`."""
+"""Submitting a job and waiting for its end: `outlast submit --wait`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -56,35 +56,28 @@ class Wish:
 
     directory: Path | None = None
     """For the outputs."""
-    paths: Mapping[str, Path] = dataclasses.field(default_factory=dict)
-    """Further files for outputs, by name."""
     on_terminate: str = "cancel"
     keyed: bool = False
     """Whether the name of the job is that of this step alone."""
 
     def write(self, found: Outcome) -> None:
         """Write the outputs. Raises OutlastError."""
-        from outlast import files
-
         try:
             if self.directory:
                 found.write(self.directory)
-            texts = found.texts()
-            for name, path in self.paths.items():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                files.replace(path, texts[name])
         except OSError as error:
             raise OutlastError(f"the outputs cannot be written: {error}; give another directory") from error
 
     def prepare(self) -> None:
-        """Make the directories of the outputs. Raises OutlastError, before the training rather than after it."""
-        for directory in [*([self.directory] if self.directory else []), *(path.parent for path in self.paths.values())]:
-            try:
-                directory.mkdir(parents=True, exist_ok=True)
-                if not os.access(directory, os.W_OK):
-                    raise PermissionError(f"{directory} is not writable")
-            except OSError as error:
-                raise OutlastError(f"the outputs cannot be written: {error}; give another directory") from error
+        """Make the directory of the outputs. Raises OutlastError, before the training rather than after it."""
+        if not self.directory:
+            return
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.directory, os.W_OK):
+                raise PermissionError(f"{self.directory} is not writable")
+        except OSError as error:
+            raise OutlastError(f"the outputs cannot be written: {error}; give another directory") from error
 
 
 class _Terminated(BaseException):
@@ -159,7 +152,7 @@ def until_end(place: KubernetesBackend, name: str, apply: Callable[[], Iterator[
     except KeyboardInterrupt:
         terminal.say(f"{name} goes on; wait again with the same command, or end it with: outlast cancel {name}")
         return INTERRUPTED
-    if wish.directory or wish.paths:
+    if wish.directory:
         found = outcome.outcome(ended.status, place.cluster.namespace, outcome.read(ended.status), time.time())
         wish.write(found)
         for output, reason in found.missing.items():

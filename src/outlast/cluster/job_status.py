@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outlast.contract import Annotation, Env, Label
+from outlast.contract import Env, Label
 from outlast.kube import dropins, pods, wire, workloads
 from outlast.ledger import Event
-from outlast.status import CheckpointStatus, ExecutorsStatus, Failure, JobStatus, SnapshotStatus, State, StoreStatus, WorkerStatus
+from outlast.status import CheckpointStatus, Failure, JobStatus, SnapshotStatus, State, StoreStatus, WorkerStatus
 
 Document = Mapping[str, Any]
 Metrics = Mapping[str, float]
@@ -44,8 +44,6 @@ class Snapshot:
     """Why agents could not be asked."""
     now: float = float("inf")
     """Seconds since the epoch."""
-    executors: Sequence[Document] | None = None
-    """Pods of Spark's executors; None where there are none to be, or they were not asked for."""
 
 
 def metrics(exposition: str) -> dict[str, float]:
@@ -88,7 +86,6 @@ def status(snapshot: Snapshot) -> JobStatus:
         warnings=list(_warnings(snapshot)),
         output=_output(snapshot),
         store=_store(snapshot),
-        executors=_executors(snapshot.executors) if snapshot.executors is not None else None,
         submitted=pods.seconds(meta.get("creationTimestamp")),
         started=min(
             (t for pod in snapshot.pods if (t := pods.seconds((pod.get("status") or {}).get("startTime")))), default=None
@@ -189,8 +186,7 @@ def _state(snapshot: Snapshot, newest: Mapping[int, Document], wanted: int) -> t
     if len(alive) + sum(pods.phase(pod) == "Succeeded" for pod in newest.values()) >= wanted:
         ready = sum(pods.ready(pod) for pod in newest.values())
         if _brings_data(snapshot.workload):
-            verb = "prepares" if spark_driver(snapshot.workload) else "brings"
-            return State.RUNNING, f"{verb} the data; its log says how far it is"
+            return State.RUNNING, "brings the data; its log says how far it is"
         return State.RUNNING, f"{ready} of {wanted} workers are in a world" if ready < wanted else f"all {wanted} workers train"
     began = any(pods.began(pod) for pod in snapshot.pods)
     if troubles:
@@ -205,20 +201,8 @@ def _state(snapshot: Snapshot, newest: Mapping[int, Document], wanted: int) -> t
 
 
 def _brings_data(workload: Document) -> bool:
-    """Whether it is a Job of `outlast data get` or `outlast data prepare`, which trains nothing."""
+    """Whether it is a Job of `outlast data get`, which trains nothing."""
     return Label.DATASET in (workload["metadata"].get("labels") or {})
-
-
-def spark_driver(workload: Document) -> bool:
-    """Whether it is a Job whose pod is Spark's driver."""
-    return Label.SPARK_ROLE in (workload["metadata"].get("labels") or {})
-
-
-def _executors(found: Sequence[Document]) -> ExecutorsStatus:
-    """How many of Spark's executors run and wait."""
-    waiting = [pod for pod in found if pods.phase(pod) == "Pending"]
-    reason = next((reason for pod in waiting if (reason := pods.waits(pod))), "")
-    return ExecutorsStatus(running=sum(pods.running(pod) for pod in found), pending=len(waiting), reason=reason)
 
 
 def _unmade(snapshot: Snapshot) -> str:
@@ -330,8 +314,6 @@ def _url(snapshot: Snapshot) -> str:
 
 
 def _output(snapshot: Snapshot) -> str:
-    if spark_driver(snapshot.workload):
-        return str(snapshot.workload["metadata"].get("annotations", {}).get(Annotation.SPARK_TARGET, ""))
     if _brings_data(snapshot.workload):
         return str((workloads.template(snapshot.workload)["spec"]["containers"][0].get("command") or [""])[-1])
     if workloads.agentless(snapshot.workload):

@@ -1,4 +1,4 @@
-"""What a job has come to, as named values: the outputs of a step that trains (`manifests.pipelines.outputs`).
+"""What a job has come to, as named values: the outputs of a step that trains.
 
 `outcome` is pure: a function of the job's status and of what its store says, which `read` brings. What is not known has a reason
 in its place.
@@ -16,9 +16,15 @@ from typing import Any
 
 from outlast import contract, files
 from outlast.errors import Missing, StoreError
-from outlast.manifests.pipelines.outputs import OUTPUTS
 from outlast.status import JobStatus
 
+OUTPUTS = (
+    *("job", "namespace", "run", "state", "reason"),
+    *("step", "steps", "restarts", "interruptions", "seconds", "goodput", "output"),
+    *("checkpoint", "checkpoint_step", "best_checkpoint", "best_step", "best_metric", "best_by"),
+    *("loss", "accuracy", "metrics"),
+)
+"""Their names; docs/guide/pipelines.md says what each means."""
 FILE = "outputs.json"
 """All outputs in one file, beside those with one each."""
 _LINES = 500

@@ -19,7 +19,7 @@ from outlast.contract import Label, Pod
 from outlast.errors import Absent, ClusterError, Forbidden, NotFound, NotServed, OutlastError, Unanswered
 from outlast.kube import dropins, ownership, pods
 from outlast.kube import workloads as kube_workloads
-from outlast.manifests import evaluation, spark
+from outlast.manifests import evaluation
 from outlast.status import JobStatus, State
 
 if TYPE_CHECKING:
@@ -34,9 +34,8 @@ BESIDE = (kube.CONFIG_MAP, kube.SERVICE, kube.POD_GROUP, kube.VOLCANO_GROUP)
 NAMED = (kube.ELASTIC_JOB, *dropins.KINDS)
 """Kinds of workloads that have the name of their job; the others carry its label."""
 _WORKER = "app.kubernetes.io/component=worker"
-WORKERS = f"app.kubernetes.io/component!={evaluation.COMPONENT},app.kubernetes.io/component!={spark.EXECUTOR}"
-"""Selects the workers among the pods with a job's label: no evaluations, no executors of Spark. Pods of a
-drop-in have the labels of their template."""
+WORKERS = f"app.kubernetes.io/component!={evaluation.COMPONENT}"
+"""Selects the workers among the pods with a job's label: no evaluations. Pods of a drop-in have the labels of their template."""
 _ASK_S = 3.0
 """Timeout of asking an agent for its step."""
 _ASKED = 16
@@ -148,15 +147,13 @@ class Workloads:
         older = [each["metadata"]["name"] for each in workloads if each is not current and job_status.over(each) is None]
         own = [pod for pod in found if (pod["metadata"].get("labels") or {}).get(Label.JOB) == name and part_of(pod, current)]
         told, unknown = self._metrics(own) if ask and not kube_workloads.agentless(current) else ({}, "")
-        processes, allowed, executors = 1, None, None
-        if ask and job_status.spark_driver(current) and job_status.over(current) is None:
-            executors = self.cluster.list_(kube.POD, labels=f"{Label.JOB}={name},{Label.SPARK_ROLE}={spark.EXECUTOR}")
+        processes, allowed = 1, None
         if (drop_in := dropins.of(current)) is not None:
             low, _, high = drop_in.sizes(current)
             processes, allowed = drop_in.processes(current), (low, high)
         elif (ask or current["kind"] == "ElasticJob") and (job := self.job(current)):
             processes, allowed = job.spec.processes(), sizes(job)
-        return job_status.Snapshot(name, current, own, told, allowed, processes, older, unknown, time.time(), executors)
+        return job_status.Snapshot(name, current, own, told, allowed, processes, older, unknown, time.time())
 
     def _metrics(self, found: Sequence[Document]) -> tuple[Mapping[str, job_status.Metrics], str]:
         """The metrics of agents by their pods' names, and why some may not be asked."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 
-from outlast.diagnosis import admission, containers, executors, job, nodes, scheduling, storage
+from outlast.diagnosis import admission, containers, job, nodes, scheduling, storage
 from outlast.diagnosis.cause import Cause, joined
 from outlast.diagnosis.snapshot import Snapshot
 from outlast.kube import pods as kube_pods
@@ -38,7 +38,6 @@ RULES: tuple[Callable[[Snapshot, float], Iterator[Cause]], ...] = (
     containers.images,
     containers.starts,
     containers.probing,
-    executors.none,
     job.gangs,
     job.failing,
     job.beginning,

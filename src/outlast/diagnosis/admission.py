@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from outlast import units
 from outlast.contract import Label
 from outlast.diagnosis.cause import Cause
 from outlast.diagnosis.snapshot import Snapshot, event_text, event_time
@@ -148,16 +147,6 @@ def refusal(snapshot: Snapshot, message: str) -> Cause:
     return Cause(
         "refused", f"the API server refused: {message}", (), "change the job as it says, or ask the cluster's administrator"
     )
-
-
-def may_pass(message: str) -> bool:
-    """Whether the API server may let in the same pod later: a quota is used up, but large enough for it."""
-    if not (found := re.search(_EXCEEDED, message)):
-        return False
-    asked, _, limit = (
-        dict(part.partition("=")[::2] for part in text.split(",")) for text in found.group("asked", "used", "limit")
-    )
-    return all(units.quantity(amount) <= units.quantity(limit[name]) for name, amount in asked.items())
 
 
 def _amounts(*texts: str) -> str:

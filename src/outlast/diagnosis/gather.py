@@ -15,7 +15,6 @@ from outlast.kube import dropins, kinds
 from outlast.kube import pods as kube_pods
 from outlast.kube.kinds import Kind
 from outlast.kube.ownership import owned_by
-from outlast.manifests import spark
 from outlast.manifests.request import Document
 
 _LINES = 40
@@ -32,9 +31,7 @@ def job(cluster: kube.Cluster, name: str, *, namespace: str | None = None) -> Sn
     listed = _reader(cluster, where, unseen)
     selector = f"{Label.JOB}={name}"
     workload = _newest(found for kind in _WORKLOADS for found in _workloads(listed, kind, name, selector))
-    every = listed(kinds.POD, selector)
-    executors = tuple(pod for pod in every if pod["metadata"]["labels"].get(Label.SPARK_ROLE) == spark.EXECUTOR)
-    pods = tuple(_of(workload, [pod for pod in every if pod not in executors]))
+    pods = tuple(_of(workload, listed(kinds.POD, selector)))
     if not workload and not pods:
         if not cluster.has_namespace(where):
             raise NotFound(f"there is no namespace {where}; correct --namespace (kubectl get namespaces)")
@@ -49,7 +46,6 @@ def job(cluster: kube.Cluster, name: str, *, namespace: str | None = None) -> Sn
         namespace=where,
         workload=workload,
         pods=pods,
-        executors=executors,
         events=tuple(listed(kinds.EVENT)),
         nodes=tuple(listed(kinds.NODE)),
         claims=tuple(listed(kinds.CLAIM)),

@@ -24,8 +24,6 @@ class Snapshot:
     workload: Document = field(default_factory=dict)
     """The ElasticJob, Job or StatefulSet; empty when there is none."""
     pods: tuple[Document, ...] = ()
-    executors: tuple[Document, ...] = ()
-    """Pods of Spark's executors."""
     events: tuple[Document, ...] = ()
     nodes: tuple[Document, ...] = ()
     claims: tuple[Document, ...] = ()

@@ -84,20 +84,6 @@ WORKLOAD_PRIORITY = Kind("kueue.x-k8s.io/v1beta1", "WorkloadPriorityClass", "wor
 WORKLOAD_PRIORITY_V1BETA2 = Kind("kueue.x-k8s.io/v1beta2", "WorkloadPriorityClass", "workloadpriorityclasses", namespaced=False)
 LOCAL_QUEUE = Kind("kueue.x-k8s.io/v1beta1", "LocalQueue", "localqueues")
 CLUSTER_QUEUE = Kind("kueue.x-k8s.io/v1beta1", "ClusterQueue", "clusterqueues", namespaced=False)
-NOTEBOOK = Kind("kubeflow.org/v1", "Notebook", "notebooks")
-PROFILE = Kind("kubeflow.org/v1", "Profile", "profiles", namespaced=False)
-POD_DEFAULT = Kind("kubeflow.org/v1alpha1", "PodDefault", "poddefaults")
-INGRESS = Kind("networking.k8s.io/v1", "Ingress", "ingresses")
-INGRESS_CLASS = Kind("networking.k8s.io/v1", "IngressClass", "ingressclasses", namespaced=False)
-HTTP_ROUTE = Kind("gateway.networking.k8s.io/v1", "HTTPRoute", "httproutes")
-TLS_ROUTE = Kind("gateway.networking.k8s.io/v1alpha2", "TLSRoute", "tlsroutes")
-TCP_ROUTE = Kind("gateway.networking.k8s.io/v1alpha2", "TCPRoute", "tcproutes")
-TARGET_GROUP_BINDING = Kind("elbv2.k8s.aws/v1beta1", "TargetGroupBinding", "targetgroupbindings")
-GATEWAY = Kind("networking.istio.io/v1beta1", "Gateway", "gateways")
-VIRTUAL_SERVICE = Kind("networking.istio.io/v1beta1", "VirtualService", "virtualservices")
-ENVOY_FILTER = Kind("networking.istio.io/v1alpha3", "EnvoyFilter", "envoyfilters")
-AUTHORIZATION_POLICY = Kind("security.istio.io/v1beta1", "AuthorizationPolicy", "authorizationpolicies")
-REQUEST_AUTHENTICATION = Kind("security.istio.io/v1beta1", "RequestAuthentication", "requestauthentications")
 POD_METRICS = Kind("metrics.k8s.io/v1beta1", "PodMetrics", "pods")
 NODE_METRICS = Kind("metrics.k8s.io/v1beta1", "NodeMetrics", "nodes", namespaced=False)
 WORKFLOW = Kind("argoproj.io/v1alpha1", "Workflow", "workflows")
@@ -112,7 +98,6 @@ INSTALLED_BY = {
     "scheduling.volcano.sh": "ask the cluster's administrator for Volcano (https://volcano.sh)",
     "scheduling.x-k8s.io": "ask the cluster's administrator for the coscheduling plugin, or set scheduling.gang to none",
     "kueue.x-k8s.io": "ask the cluster's administrator for Kueue (https://kueue.sigs.k8s.io)",
-    "kubeflow.org": "ask the cluster's administrator for Kubeflow Notebooks (https://www.kubeflow.org)",
     "metrics.k8s.io": "ask the cluster's administrator for metrics-server",
     "argoproj.io": "ask the cluster's administrator for Argo Workflows (https://argoproj.github.io/workflows)",
 }

@@ -68,22 +68,21 @@ def claimed(option: str) -> tuple[str, str]:
     return claim, path
 
 
-def job(name: str, metadata: Document, pod: Document, *, tries: int = _TRIES, mistakes: Sequence[int] = (2,)) -> Document:
-    """A Job of one pod, kept for a day after its end. `metadata` is the pod's; its labels are the Job's, too. `mistakes` are the
-    exit codes after which no other pod is tried."""
+def job(name: str, metadata: Document, pod: Document) -> Document:
+    """A Job of one pod, kept for a day after its end. `metadata` is the pod's; its labels are the Job's, too."""
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": {"name": name, "labels": metadata["labels"]},
         "spec": {
-            "backoffLimit": tries,
+            "backoffLimit": _TRIES,
             "ttlSecondsAfterFinished": _KEEP_S,
             "podReplacementPolicy": "Failed",  # one writer at a time
             "podFailurePolicy": {
                 "rules": [
                     {
                         "action": "FailJob",  # a mistake: the sentence is the log's last line
-                        "onExitCodes": {"containerName": Pod.CONTAINER, "operator": "In", "values": list(mistakes)},
+                        "onExitCodes": {"containerName": Pod.CONTAINER, "operator": "In", "values": [2]},
                     },
                     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                 ]

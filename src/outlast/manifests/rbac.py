@@ -7,21 +7,15 @@ from collections.abc import Sequence
 from outlast import contract
 from outlast.contract import OPERATOR
 from outlast.kube import dropins
-from outlast.kube.kinds import CLAIM, CONFIG_MAP, ELASTIC_JOB, JOB, POD, WORKFLOW, Kind
+from outlast.kube.kinds import ELASTIC_JOB
 from outlast.manifests import kueue
 from outlast.manifests.request import Document
 
-NOTEBOOK = "notebook"
-"""Account and Role of the notebooks of a namespace."""
-SPARK = "spark"
-"""Account, Role and RoleBinding of Spark's drivers."""
 _RBAC, _LEASES = "rbac.authorization.k8s.io", "coordination.k8s.io"
 _GROUPS = (contract.GROUP, *(kind.group for kind in dropins.KINDS))
 """API groups of our ElasticJobs and of those that we run in place of another controller."""
 _READ = ["get", "list", "watch"]
 _WATCHED = ["list", "watch"]
-_OWNED = ["get", "list", "create", "patch", "delete"]
-"""Verbs for what is applied and removed; a server-side apply that creates needs both `create` and `patch`."""
 _LABELS = {"app.kubernetes.io/name": "outlast", "app.kubernetes.io/part-of": "outlast"}
 
 
@@ -80,105 +74,21 @@ def node_watch(meta: Document, namespace: str) -> list[Document]:
     ]
 
 
-def spark(meta: Document, account: str) -> list[Document]:
-    """The account of Spark's drivers, with exactly the rights that they use: to pods of their namespace, for executors.
-
-    RBAC cannot limit them to executors, since their names are not known before.
-    """
-    rules = [_rule("", ["pods"], [*_READ, "create", "delete", "deletecollection"])]
-    return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta, "automountServiceAccountToken": False},
-        _role("Role", meta, rules),
-        _binding("RoleBinding", meta, "Role", account, str(meta["namespace"])),
-    ]
-
-
 def users() -> list[Document]:
     """ElasticJobs for all who may view, edit or administer a namespace; these roles add themselves to the cluster's own.
 
     https://kubernetes.io/docs/reference/access-authn-authz/rbac/#aggregated-clusterroles
     """
-    view, edit = _of_jobs()
-    return [
-        _role("ClusterRole", _aggregated("view", "view"), view),
-        _role("ClusterRole", _aggregated("edit", "edit", "admin"), edit),
-    ]
-
-
-def kubeflow_users() -> list[Document]:
-    """The same for all who may view or edit a profile of Kubeflow, and so for the account of its notebooks, `default-editor`.
-
-    Kubeflow's roles add up what has its own labels: https://www.kubeflow.org/docs/components/central-dash/profiles/
-    """
-    into = "rbac.authorization.kubeflow.org/aggregate-to-kubeflow-"
-    view, edit = _of_jobs()
-    return [
-        _role("ClusterRole", {"name": f"outlast-kubeflow-{role}", "labels": {**_LABELS, f"{into}{role}": "true"}}, rules)
-        for role, rules in (("view", view), ("edit", edit))
-    ]
-
-
-def _of_jobs() -> tuple[list[Document], list[Document]]:
-    """What one who may view a namespace, and one who may edit it, may do with its ElasticJobs."""
     view = [_rule(_GROUPS, [ELASTIC_JOB.plural, f"{ELASTIC_JOB.plural}/status", f"{ELASTIC_JOB.plural}/scale"], _READ)]
     edit = [
         _rule(_GROUPS, [ELASTIC_JOB.plural], [*_READ, "create", "update", "patch", "delete", "deletecollection"]),
         _rule(_GROUPS, [f"{ELASTIC_JOB.plural}/scale"], ["get", "update", "patch"]),
         _rule(_GROUPS, [f"{ELASTIC_JOB.plural}/status"], _READ),
     ]
-    return view, edit
-
-
-def notebook(namespace: str, labels: dict[str, str]) -> list[Document]:
-    """What the commands of Outlast in a notebook may do in its namespace: run jobs, bring and prepare data, see why they wait.
-
-    It reads no Secret and gives no rights: accounts, Roles and RoleBindings are made by the user who makes the notebook. Yet who
-    may create pods may use every account and every Secret of the namespace in one (docs/guide/security.md).
-    """
-    jobs = ELASTIC_JOB.plural
-    made = ["get", "list", "create", "patch", "delete"]
-    rules = [
-        _rule(contract.GROUP, [jobs], made),
-        _rule(contract.GROUP, [f"{jobs}/scale"], ["patch"]),
-        _rule("batch", ["jobs"], made),
-        _rule("", ["pods"], ["get", "list", "watch", "delete"]),  # get: whether the pod of a log that ended runs on
-        _rule("", ["pods/log", "pods/proxy"], ["get"]),  # the log; an agent's step
-        _rule("", ["configmaps", "services"], made),
-        _rule("", ["persistentvolumeclaims"], ["get", "list", "create", "patch"]),
-        _rule("", ["secrets"], ["create"]),  # the key by which a job's workers know each other
-        _rule("", ["events", "resourcequotas", "limitranges"], ["list"]),
-        {**_rule("", ["serviceaccounts"], ["get"]), "resourceNames": [SPARK]},
-        {**_rule(_RBAC, ["roles", "rolebindings"], ["get"]), "resourceNames": [SPARK]},
-    ]
-    meta = {"name": NOTEBOOK, "namespace": namespace, "labels": dict(labels)}
     return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta, "automountServiceAccountToken": False},
-        _role("Role", meta, rules),
-        _binding("RoleBinding", meta, "Role", NOTEBOOK, namespace),
+        _role("ClusterRole", _aggregated("view", "view"), view),
+        _role("ClusterRole", _aggregated("edit", "edit", "admin"), edit),
     ]
-
-
-def step(name: str, namespace: str, kinds: Sequence[Kind], accounts: Sequence[str]) -> list[Document]:
-    """What a step of a pipeline may do in its namespace: submit a job, wait for it, cancel it, evaluate it.
-
-    `kinds` are those of the job's documents, `accounts` the ServiceAccounts of steps; they are in the same namespace.
-    """
-    meta: Document = {"name": name, "namespace": namespace, "labels": dict(_LABELS)}
-    own = [kind for kind in dict.fromkeys((*kinds, CONFIG_MAP, JOB)) if kind not in (CLAIM, POD)]
-    groups = dict.fromkeys(kind.group for kind in own)
-    rules = [_rule(group, [kind.plural for kind in own if kind.group == group], _OWNED) for group in groups]
-    rules += [
-        _rule("", ["secrets"], ["get", "create", "patch", "delete"]),  # the key by which workers know each other
-        _rule("", ["pods"], ["get", "list"]),
-        _rule("", ["pods/log", "pods/proxy"], ["get"]),  # proxy: the step, which agents tell
-        _rule("", ["events", "persistentvolumeclaims", "resourcequotas", "limitranges"], ["list"]),  # why a job failed
-        *([_rule("", [CLAIM.plural], ["get", "create", "patch"])] if CLAIM in kinds else []),
-        _rule(WORKFLOW.group, ["workflows"], ["get"]),  # whether the pipeline was terminated
-        _rule(WORKFLOW.group, ["workflowtaskresults"], ["create", "patch"]),  # Argo's own process beside the step
-    ]
-    subjects = [{"kind": "ServiceAccount", "name": each, "namespace": namespace} for each in accounts]
-    bound = {**_binding("RoleBinding", meta, "Role", name, namespace), "subjects": subjects}
-    return [_role("Role", meta, rules), bound]
 
 
 def account(job: str) -> str:

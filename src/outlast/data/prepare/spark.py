@@ -3,6 +3,8 @@
 The only module that knows pyspark. Driver and executors see source and target under the same paths; Spark carries descriptions of
 units one way and their notes the other. Which units are in which task, and how often a task is tried, changes no byte.
 
+Under spark-submit this process is the driver's program: Java is there, and master and configuration are those of the submission.
+
 https://spark.apache.org/docs/latest/configuration.html, https://spark.apache.org/docs/latest/submitting-applications.html.
 """
 
@@ -27,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from outlast import contract, java
+from outlast import java
 from outlast.data.prepare import plan, work
 from outlast.errors import OutlastError
 
@@ -46,6 +48,7 @@ _ANSWER_S = 5.0
 """How long a master may take to accept a connection."""
 _ALONE_S = 60.0
 """How long executors may take to come before we say that there are none. Arbitrary: one starts within seconds."""
+_PENDING = " (kubectl get pods -l spark-role=executor shows those that wait; a quota or Pod Security lets none be made)"
 Say = Callable[[str], None]
 _U = TypeVar("_U", bound=work.Work)
 
@@ -55,6 +58,7 @@ class Settings:
     """Which Spark, and how. Use `settings`."""
 
     master: str = "local[*]"
+    """Empty under spark-submit, which has chosen it."""
     partitions: int | None = None
     """Tasks per stage; None is one per unit, PARTITIONS at most."""
     conf: Mapping[str, str] = field(default_factory=dict)
@@ -79,12 +83,21 @@ def settings(master: str | None, partitions: int | None, conf: Sequence[str]) ->
     failures = given.get("spark.task.maxFailures", "1")
     if not failures.isdecimal() or int(failures) < 1:
         raise OutlastError(f"--conf spark.task.maxFailures={failures} is no number of attempts; give 1 or more")
+    if submitted() and (master or given):
+        raise OutlastError(
+            f"{'--master' if master else '--conf'} is for spark-submit, which runs this; give it before the program"
+        )
     if master is not None and not _MASTER.fullmatch(master):
         raise OutlastError(
             f"--master {master} is none that Spark knows; give local[*], local[8], spark://HOST:7077, k8s://https://HOST:443 "
             "or yarn"
         )
-    return Settings(master or "local[*]", partitions, given)
+    return Settings("" if submitted() else master or "local[*]", partitions, given)
+
+
+def submitted() -> bool:
+    """Whether spark-submit runs this process."""
+    return "PYSPARK_GATEWAY_PORT" in os.environ
 
 
 def configuration(settings: Settings) -> dict[str, str]:
@@ -94,7 +107,7 @@ def configuration(settings: Settings) -> dict[str, str]:
     threads = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     ours = {"spark.app.name": "outlast data prepare", "spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false"}
     of_executors = {f"spark.executorEnv.{name}": value for name, value in threads.items()}
-    return {**ours, **of_executors, **settings.conf, "spark.master": master}
+    return {**({} if submitted() else ours), **of_executors, **settings.conf, **({"spark.master": master} if master else {})}
 
 
 # ---- what has to be there
@@ -132,6 +145,16 @@ def _check_answers(master: str) -> None:
         raise OutlastError(
             f"--master {master} does not answer ({problem.strerror or problem}); start Spark's master there, or correct the "
             "address"
+        )
+
+
+def _check_reached(settings: Settings) -> None:
+    """Raises OutlastError if executors on Kubernetes could not reach this driver: they connect to it."""
+    outside = settings.master.startswith("k8s://") and "KUBERNETES_SERVICE_HOST" not in os.environ
+    if outside and "spark.driver.host" not in settings.conf:
+        raise OutlastError(
+            f"--master {settings.master} starts executors that must reach this process, which is in no pod of it; run it in "
+            "one, or by spark-submit, as examples/spark does, or say how they reach it: --conf spark.driver.host=ADDRESS"
         )
 
 
@@ -204,14 +227,15 @@ class Engine:
         parts = min(self._settings.partitions or PARTITIONS, len(units))
         groups = [units[i::parts] for i in range(parts)]
         heard = context.accumulator((0, ()), _Heard())
-        run = functools.partial(_run, task=task, heard=heard, attempts=self._settings.failures)
+        attempts = int(context.getConf().get("spark.task.maxFailures", str(self._settings.failures)))
+        run = functools.partial(_run, task=task, heard=heard, attempts=attempts)
         group = uuid.uuid4().hex
 
         def collected() -> Any:
             context.setJobGroup(group, f"{task.stage} of {task.private.parent}", interruptOnCancel=True)
             return context.parallelize(groups, parts).mapPartitions(run).collect()
 
-        job, said, alone = _Call(collected), 0, _Alone(context, self._settings.master, self._say)
+        job, said, alone = _Call(collected), 0, _Alone(context, self._say)
         try:
             while not job.ended():
                 check()
@@ -251,11 +275,11 @@ class Engine:
 
 
 class _Alone:
-    """Says that a stage has no executors, which Spark itself only writes to its log. Of those on Kubernetes others know more."""
+    """Says that a stage has no executors, which Spark itself only writes to its log."""
 
-    def __init__(self, context: Any, master: str, say: Say) -> None:
-        self._context, self._master, self._say = context, master, say
-        self._at = math.inf if re.match(r"local(\[|$)|k8s://", master) else time.monotonic() + _ALONE_S
+    def __init__(self, context: Any, say: Say) -> None:
+        self._context, self._master, self._say = context, str(context.master), say
+        self._at = math.inf if re.match(r"local(\[|$)", self._master) else time.monotonic() + _ALONE_S
 
     def look(self) -> None:
         if time.monotonic() < self._at:
@@ -265,7 +289,7 @@ class _Alone:
             if self._context._jsc.sc().getExecutorMemoryStatus().size() < 2:  # the driver is one
                 self._say(
                     f"no executor has come for {_ALONE_S:.0f} s: {self._master} has no free cores or memory for one, or its "
-                    "machines do not reach this one; waiting for them"
+                    f"machines do not reach this one{_PENDING if self._master.startswith('k8s://') else ''}; waiting for them"
                 )
 
 
@@ -277,6 +301,7 @@ def opened(settings: Settings, say: Say = lambda line: None) -> Iterator[Engine]
     check_home(version, os.environ.get("SPARK_HOME"))
     java.home(version)
     _check_answers(settings.master)
+    _check_reached(settings)
     engine = Engine(settings, say=say)
     try:
         yield engine
@@ -292,7 +317,7 @@ class _Session:
         self._context: Any = None
         self._gateway: Any = None
         self._log: Path | None = None
-        if os.environ.get(contract.Env.SPARK_DRIVER) != "1":  # there the log of the pod has it
+        if not submitted():  # there Spark's words are where those of this process are
             fd, name = tempfile.mkstemp(prefix="outlast-spark-", suffix=".log")
             os.close(fd)
             self._log = Path(name)
@@ -343,6 +368,8 @@ class _Session:
 
     def _end(self) -> None:
         library, process = pyspark(), self._gateway.proc
+        if submitted():
+            return  # the Java is that of spark-submit
         with contextlib.suppress(Exception):
             self._gateway.shutdown()
         library.SparkContext._gateway = library.SparkContext._jvm = None  # else the next context would use this Java
