@@ -60,7 +60,7 @@ STORIES: dict[str, list[tuple[str, Sequence[str]]]] = {
         ("run job.yaml", []),
     ],
     "digits": [
-        ("data list", []),
+        ("data get", []),
         ("data get digits", []),
         ("run examples/digits.yaml", DIGITS),
         ("status -w", []),
@@ -111,7 +111,7 @@ STORIES: dict[str, list[tuple[str, Sequence[str]]]] = {
         ("run examples/llm.yaml", []),
     ],
     "examples": [
-        ("version", []),
+        ("--version", []),
         ("validate --schema", []),
         ("run examples/smoke.yaml", []),
         ("run examples/own-script.yaml", []),

@@ -67,12 +67,7 @@ def program(
 
 
 def version() -> None:
-    """Print the versions of Outlast, Python and PyTorch.
-
-    \b
-    Examples:
-      outlast version
-    """
+    """Print the versions of Outlast, Python and PyTorch."""
     import platform
     from importlib import metadata
 
@@ -117,7 +112,6 @@ app.command()(install.uninstall)
 app.command()(doctor.doctor)
 app.command()(operator.operator)
 app.command("node-watch")(nodewatch.node_watch)
-app.command()(version)
 app.command(hidden=True)(evaluation)
 
 

@@ -13,7 +13,6 @@ import typer
 
 from outlast import units
 from outlast.cli import show, transfers, which
-from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import ContextOption, NamespaceOption
 from outlast.errors import OutlastError
 
@@ -43,14 +42,14 @@ def _names() -> list[str]:
 def get(
     ctx: typer.Context,
     name: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            metavar="NAME|URL",
-            help="A dataset of `outlast data list`, or the URL of a file, with #sha256=... behind it.",
+            metavar="[NAME|URL]",
+            help="A dataset, or the URL of a file, with #sha256=... behind it. Without it: which datasets have a name.",
             show_default=False,
             autocompletion=_names,
         ),
-    ],
+    ] = None,
     to: Annotated[
         str | None,
         typer.Option(
@@ -85,6 +84,7 @@ def get(
 
     \b
     Examples:
+      outlast data get
       outlast data get digits
       outlast data get cifar10 --to /data/cifar10
       outlast data get cifar10 --from Downloads/cifar-10-python.tar.gz
@@ -95,6 +95,11 @@ def get(
     from outlast.data import get as getting
     from outlast.data import registry
 
+    if name is None:
+        known = [registry.named(each) for each in registry.NAMES]
+        rows = [(each.name, units.human_bytes(each.size) if each.size else None, each.about) for each in known]
+        print(show.table(("NAME", "DOWNLOAD", "WHAT"), rows))
+        return
     dataset = _dataset(name)
     if on is not None:
         show.one_of("place to do it", on, ("kubernetes",), none="")
@@ -129,36 +134,6 @@ def get(
     print(f"{verb} {found.name}: {size} in {to or _directory(dataset, to)}")
     if written and dataset.remotes and not found.checked:
         _say(_unchecked(dataset, found, registry.is_url(name)))
-
-
-@app.command("list")
-def list_(output: OutputOption = Output.TABLE) -> None:
-    """List the datasets that have a name.
-
-    \b
-    Examples:
-      outlast data list
-      outlast data list -o json
-    """
-    from outlast.data import registry
-
-    known = [registry.named(name) for name in registry.NAMES]
-    if output is Output.TABLE:
-        rows = [(each.name, units.human_bytes(each.size) if each.size else None, each.about) for each in known]
-        print(show.table(("NAME", "DOWNLOAD", "WHAT"), rows))
-        return
-    fields = ("url", "size", "sha256", "md5")
-    show.data(
-        [
-            {
-                "name": each.name,
-                "about": each.about,
-                "files": [{field: getattr(remote, field) or None for field in fields} for remote in each.remotes],
-            }
-            for each in known
-        ],
-        output,
-    )
 
 
 def _since_the_beginning(tell: transfers.Tell) -> Progress:

@@ -35,7 +35,7 @@ class Dataset:
     name: str
     """In the registry, or the URL."""
     about: str = ""
-    """One line for `outlast data list`."""
+    """One line for `outlast data get`."""
     made: Made | None = None
     remotes: tuple[Remote, ...] = ()
     """Archives are unpacked, other files are taken as they are."""
