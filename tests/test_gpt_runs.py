@@ -144,15 +144,15 @@ def test_every_block_is_measured_once_by_one_rank_and_the_best_stays_the_best(tm
 
 def measuring(argv: list[str]) -> None:
     """A rank that counts its forward passes without gradient."""
-    forward = gpt.Trainer.forward
+    forward = gpt.Training.forward
 
-    def counted(self: gpt.Trainer, net: Any, tokens: torch.Tensor) -> Any:
+    def counted(self: gpt.Training, net: Any, tokens: torch.Tensor) -> Any:
         if not torch.is_grad_enabled():
             with (self.run.output / f"measured-{self.run.rank}").open("a") as file:
                 file.write(f"{len(tokens)}\n")
         return forward(self, net, tokens)
 
-    gpt.Trainer.forward = counted  # type: ignore[method-assign] # in a process of its own
+    gpt.Training.forward = counted  # type: ignore[method-assign] # in a process of its own
     gpt.main(argv)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,17 +17,6 @@ from outlast.recipes import perceiver_model
 from outlast.recipes.perceiver_data import Clips
 from outlast.recipes.perceiver_model import Config, Decoded, Perceiver, Points
 from outlast.training import Shards, device
-
-
-class Weights(Protocol):
-    """Of the parts of the loss."""
-
-    @property
-    def image_weight(self) -> float: ...
-    @property
-    def audio_weight(self) -> float: ...
-    @property
-    def label_weight(self) -> float: ...
 
 
 class Sums:
@@ -50,7 +39,7 @@ class Sums:
         """Add those of other clips."""
         self.values = [a + b for a, b in zip(self.values, values, strict=True)]
 
-    def means(self, s: Weights) -> dict[str, float]:
+    def means(self, s: Any) -> dict[str, float]:
         """What is reported: the loss, its parts, PSNR in dB (of pixels from 0 to 1), accuracies from 0 to 1."""
         clips, image, audio, label, squares, *right = self.values
         if not clips:
