@@ -230,14 +230,6 @@ def test_a_worker_s_batch_is_that_of_the_beginning_for_the_whole_run() -> None:
     assert other.batch == 50, "who says it for all ranks together may change it"
 
 
-def test_each_epoch_has_an_order_of_its_own() -> None:
-    orders: dict[int, list[int]] = {0: [], 1: []}
-    for batch in cifar10.Images(ARRAYS, Settings(batch=20, epochs=2), 1).batches(0, 1):
-        orders[batch.epoch] += batch.indices.tolist()
-    assert sorted(orders[0]) == sorted(orders[1]) == list(range(100)) != orders[0]
-    assert orders[0] != orders[1]
-
-
 # Worlds
 
 

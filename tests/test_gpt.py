@@ -5,12 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import pickle
 import re
 import shutil
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,11 +20,9 @@ import yaml
 from torch import Tensor
 
 import worlds
-from outlast import checkpoints
 from outlast.errors import OutlastError
 from outlast.recipes import gpt, gpt_data, gpt_model, settings
 from outlast.recipes.gpt_model import GPT, Config, MoE
-from outlast.training import Session
 
 TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    pass\n"
 SMALL = (
@@ -467,34 +462,6 @@ def test_a_sharded_model_computes_what_one_rank_computes(data: Path, tmp_path: P
     sharded = final(world(tmp_path / "sharded", 2, *args, "--parallel=fsdp"))
     for loss in ("loss", "train_eval_loss", "val_loss"):
         assert sharded[loss] == pytest.approx(alone[loss], rel=2e-4), loss
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_killed_in_the_middle_it_ends_with_the_same_bits(data: Path, tmp_path: Path, parallel: str):
-    args = (f"--data={data}", *SMALL, *MOE, "--dropout=0.1", f"--parallel={parallel}", "--eval-interval=4", "--eval-iters=3")
-    args += ("--gradient-accumulation-steps=3",)
-    calm = final(world(tmp_path / "calm", 2, *args, "--max-iters=9"))
-    program = functools.partial(stopped, 6, [*args, "--max-iters=9"])
-    killed = worlds.ended(worlds.started(program, tmp_path / "killed", 2), tmp_path / "killed")
-    assert killed.codes == [-9, -9], killed.errors
-    again = world(tmp_path / "killed", 2, *args, "--max-iters=9", generation=2)
-    assert final(again) == calm
-
-
-def stopped(step: int, args: list[str]) -> None:
-    """Train, and die before the checkpoint of a step, once that of step 4 is committed."""
-    due = Session.due
-
-    def dies(run: Session, at: int) -> bool:
-        if at == step:
-            while not checkpoints.list_(run.output / "checkpoints"):
-                time.sleep(0.005)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return due(run, at)
-
-    Session.due = dies  # type: ignore[method-assign]
-    gpt.main(args)
 
 
 def test_experts_without_tokens_keep_no_rank_waiting(data: Path, tmp_path: Path):

@@ -368,13 +368,6 @@ def test_it_does_not_copy_the_weights_or_wait_for_the_loss_in_every_step(
     assert fetched.count(torch.Size([4])) == 2
 
 
-def test_every_epoch_has_an_order_of_its_own() -> None:
-    from outlast.training import Stream
-
-    batches = list(Stream((np.arange(64),), batch=64, seed=0, epochs=2).batches(0, 1))
-    assert batches[0].indices.tolist() != batches[1].indices.tolist()
-
-
 # What a run expects
 
 

@@ -207,7 +207,7 @@ class Training(loop.Recipe):
         batches = validation(self.s, self.data).batches(run.rank, run.world_size)
         with run.alive():
             part = measured(self.dtype, self.data, self.ema or self.model, batches, run.device)
-        record.values = values(torch.stack(run.gather(part)).sum(0))
+        record.values = values(sum(run.gather(part)))
         self.log.line(f" * {shown(record.values)}")
         run.log(step, **record.values)
         acc1 = float(record.values["acc1"])

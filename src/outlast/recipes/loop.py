@@ -54,9 +54,9 @@ def train(recipe: Callable[[Any, Session], Recipe], s: Any, *, tf32: bool = True
             step = run.resume(r.state())
         run.parameters(dataclasses.asdict(s) | r.used)
         r.begin(step)
+        r.log.clock()
         if r.record.owed:
             measured(r, step)
-        r.log.clock()  # training begins
         for batch in r.batches():
             for group in r.optimizer.param_groups:
                 group["lr"] = r.rate(step, batch)
@@ -161,9 +161,10 @@ class Record(types.SimpleNamespace):
         """Take over what was saved. Raises OutlastError when it was saved by a run that began with something else."""
         kept = {name: ours for name in self._fixed if (ours := getattr(self, name)) not in _UNKNOWN}
         for name, ours in kept.items():
-            pairs = [(name, state[name], ours)]
+            theirs = state.get(name)
+            pairs = [(name, theirs, ours)]
             if isinstance(ours, Mapping):
-                pairs = [(each, state[name].get(each, value), value) for each, value in ours.items()]
+                pairs = [(each, (theirs or {}).get(each), value) for each, value in ours.items()]
             for each, then, now in pairs:
                 if then not in _UNKNOWN and then != now:
                     raise OutlastError(

@@ -224,14 +224,14 @@ class Training(loop.Recipe):
         points = queried(self.model.config, s, -1)
         first, last = dealt(len(val), run.world_size, run.rank)
         self.model.eval()
-        sums = perceiver_measure.Sums()
+        sums = torch.zeros(len(perceiver_measure.NAMES), dtype=torch.float64)
         with run.alive():
             for at, data in perceiver_measure.read(val, first, last, s.test_batch_size, s.workers):
                 weight = usable(s, self.data, self.remarks, data, range(at, len(val)), "val")
                 perceiver_data.checked(data["label"], self.model.config.classes, self.data.place)
-                sums.add(perceiver_measure.measured(self.model, data, weight, points, self.dtype))
+                sums = sums + perceiver_measure.measured(self.model, data, weight, points, self.dtype)
         self.model.train()
-        found = perceiver_measure.Sums.of(run.gather(sums.values)).means(s)
+        found = perceiver_measure.means(sum(run.gather(sums)), s)
         values: dict[str, Any] = {f"val_{name}": value for name, value in found.items()}
         self.record.losses |= values
         run.log(step, **values)
@@ -387,13 +387,13 @@ def evaluate(s: Settings) -> None:
     points, kind = perceiver_measure.every(config), device.dtype(s.dtype, where)
     if s.eval_points:
         points = Points(queried(config, dataclasses.replace(s, image_points=s.eval_points), -1).image, points.audio)
-    sums, remarks = perceiver_measure.Sums(), Remarks()
+    sums, remarks = torch.zeros(len(perceiver_measure.NAMES), dtype=torch.float64), Remarks()
     for at, batch in perceiver_measure.read(data.val, 0, len(data.val), s.test_batch_size, s.workers):
         weight = usable(s, data, remarks, batch, range(at, len(data.val)), "val")
         perceiver_data.checked(batch["label"], config.classes, data.place)
-        sums.add(perceiver_measure.measured(model, batch, weight, points, kind))
-    found = sums.means(s)
-    about = {"weights": path.name, "weights_sha256": results.sha256(model), "clips": int(sums.values[0])}
+        sums = sums + perceiver_measure.measured(model, batch, weight, points, kind)
+    found = perceiver_measure.means(sums, s)
+    about = {"weights": path.name, "weights_sha256": results.sha256(model), "clips": int(sums[0])}
     results.write_json(output / "evaluation.json", {**about, "skipped": remarks.counts()["bad"], **found})
     print(f"{path.name} on {about['clips']} validation clips of {data.place}")
     for name, value in found.items():
