@@ -25,7 +25,7 @@ from outlast.data.prepare import video, work
 from outlast.errors import OutlastError
 from outlast.recipes import perceiver, perceiver_data, perceiver_model, settings
 from outlast.recipes.perceiver_model import Config, Perceiver, Points
-from outlast.training import Shards
+from outlast.training import Session, Shards
 
 SHAPE = {"frames": 2, "image_size": 8, "samples_per_patch": 64, "num_latents": 6, "d_latents": 16, "num_self_attends": 1}
 WIDTH = {"num_heads": 2, "d_output": 8, "image_bands": 2, "audio_bands": 4, "label_channels": 8}
@@ -310,11 +310,19 @@ def test_a_run_trains_measures_resumes_and_writes_a_clip(
         assert (frame.width, frame.height) == (16, 8)
 
 
-def test_it_saves_between_two_measurements(clips: Path, alone: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OUTLAST_CHECKPOINT_EVERY", "1 steps")
-    output = alone(f"--data={clips}", "--eval-every=2")
-    assert [line["step"] for line in lines(output) if "val_loss" in line] == [2, 4]
-    assert checkpoints.list_(output / "checkpoints")[-1].step == 4
+def test_a_measured_model_is_not_saved_in_inference_mode(
+    clips: Path, alone: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy made there would be used again by the next save, which torch refuses outside of that mode."""
+    modes, save = [], Session.save
+
+    def noted(run: Session, step: int, **how: Any) -> None:
+        modes.append(torch.is_inference_mode_enabled())
+        save(run, step, **how)
+
+    monkeypatch.setattr(Session, "save", noted)
+    alone(f"--data={clips}")
+    assert modes == [False, False]
 
 
 def test_the_step_of_a_batch_is_that_of_its_micro_batches(clips: Path, alone: Callable[..., Path]) -> None:
