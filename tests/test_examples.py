@@ -36,7 +36,8 @@ def test_the_commands_in_an_example_name_the_example(file: Path) -> None:
 def test_the_recipe_of_an_example_knows_its_arguments(file: Path) -> None:
     job = spec.load(file).spec
     if job.module:
-        settings.parse(importlib.import_module(job.module).Settings, job.args, None)
+        recipe = importlib.import_module(job.module)
+        settings.parse(recipe.Settings, job.args, None, getattr(recipe, "THEIRS", {}))
 
 
 def python(script: str, *args: str, cwd: Path) -> str:

@@ -87,9 +87,11 @@ def test_the_loss_and_its_gradients_are_those_of_all_logits_at_once(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("experts", [(), EXPERTS], ids=["dense", "moe"])
+@pytest.mark.parametrize(
+    ("experts", "accumulate", "parallel"),
+    [((), 1, "ddp"), (EXPERTS, 3, "ddp"), (EXPERTS, 1, "fsdp")],
+    ids=["dense", "moe", "sharded"],
+)
 def test_killed_20_times_it_ends_with_the_same_bits(
     tmp_path: Path, blocks: Path, experts: tuple[str, ...], accumulate: int, parallel: str
 ) -> None:
@@ -144,15 +146,15 @@ def test_every_block_is_measured_once_by_one_rank_and_the_best_stays_the_best(tm
 
 def measuring(argv: list[str]) -> None:
     """A rank that counts its forward passes without gradient."""
-    forward = gpt.Trainer.forward
+    forward = gpt.Training.forward
 
-    def counted(self: gpt.Trainer, net: Any, tokens: torch.Tensor) -> Any:
+    def counted(self: gpt.Training, net: Any, tokens: torch.Tensor) -> Any:
         if not torch.is_grad_enabled():
             with (self.run.output / f"measured-{self.run.rank}").open("a") as file:
                 file.write(f"{len(tokens)}\n")
         return forward(self, net, tokens)
 
-    gpt.Trainer.forward = counted  # type: ignore[method-assign] # in a process of its own
+    gpt.Training.forward = counted  # type: ignore[method-assign] # in a process of its own
     gpt.main(argv)
 
 

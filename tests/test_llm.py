@@ -555,8 +555,7 @@ def test_resized_1_to_3_to_2_each_sample_is_seen_once_and_the_loss_is_the_same(t
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize(("lora", "parallel"), [(True, "ddp"), (False, "fsdp")], ids=["lora", "full"])
 def test_killed_20_times_it_ends_with_the_same_bits(tmp_path: Path, model: Path, parallel: str, lora: bool) -> None:
     data = lines(tmp_path / "data" / "train.jsonl").parent
     lines(data / "val.jsonl", RECORDS[:5])

@@ -176,16 +176,15 @@ def test_flip_shift_cutout_and_normalised_are_what_loops_do(first: bool) -> None
 
     chosen = u[:, 0] < 0.5
     flipped = last(pixels.flip(given, chosen))
-    for reflect, mode in ((False, "constant"), (True, "reflect")):
-        shifted = last(pixels.shift(given, u, 3, reflect=reflect))
-        seen = set()
-        for i, image in enumerate(x):
-            padded = F.pad(image.permute(2, 0, 1)[None].float(), (3, 3, 3, 3), mode=mode)[0].byte().permute(1, 2, 0)
-            down, across = (int(each * 7) for each in u[i].tolist())
-            seen.add(down)
-            assert torch.equal(shifted[i], padded[down : down + 10, across : across + 8])
-            assert torch.equal(flipped[i], image.flip(1) if chosen[i] else image)
-        assert seen == set(range(7))
+    shifted = last(pixels.shift(given, u, 3))
+    seen = set()
+    for i, image in enumerate(x):
+        padded = F.pad(image, (0, 0, 3, 3, 3, 3))
+        down, across = (int(each * 7) for each in u[i].tolist())
+        seen.add(down)
+        assert torch.equal(shifted[i], padded[down : down + 10, across : across + 8])
+        assert torch.equal(flipped[i], image.flip(1) if chosen[i] else image)
+    assert seen == set(range(7))
     cut = last(pixels.cutout(given, u, 4, fill=(1, 2, 3)))
     for i, image in enumerate(x):
         top, left = int(u[i, 0] * 10) - 2, int(u[i, 1] * 8) - 2
@@ -240,17 +239,12 @@ def test_packed_images_are_those_of_the_folder_and_nothing_is_decoded_twice(tmp_
     assert shards.verify(shards.read(place), shards.Local(Path(place))) == []
 
 
-def test_a_second_start_neither_lists_nor_decodes_and_a_change_is_noticed(tmp_path: Path, capfd: Any) -> None:
+def test_a_changed_directory_is_packed_to_another_place(tmp_path: Path) -> None:
     source = a_folder(tmp_path / "pictures")
     place = pixels.pack(source, size=SIZE)
-    directory, image = source / "train" / "ant", source / "train" / "ant" / "0.jpg"
-    about, kept = directory.stat(), image.read_bytes()
+    image = source / "train" / "ant" / "0.jpg"
+    kept = image.read_bytes()
     image.unlink()
-    os.utime(directory, ns=(about.st_atime_ns, about.st_mtime_ns))
-    capfd.readouterr()
-    assert pixels.pack(source, size=SIZE) == place, "nothing was listed"
-    assert capfd.readouterr().err == ""
-    os.utime(directory)
     other = pixels.pack(source, size=SIZE)
     assert (len(pixels.packed(other)), len(pixels.packed(place))) == (17, 18)
     image.write_bytes(kept)
@@ -338,16 +332,12 @@ def test_what_cannot_be_trained_on_is_one_sentence(tmp_path: Path) -> None:
         assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").glob("packed/*/*")), "nothing half-written"
         return said.replace(str(tmp_path), "TMP")
 
-    (source / "val" / "dog").mkdir()
-    assert refused() == "class dog has no images: TMP/pictures/val/dog holds none; remove that directory, or fill it"
     an_image(source / "val" / "dog" / "1.png", 1)
     assert refused() == (
         "1 of 4 classes are in val and not in train (dog); both parts need the same: add images of them to train, or remove them "
         "from val"
     )
     shutil.rmtree(source / "val" / "dog")
-    (source / "train" / "elk").mkdir()
-    assert refused() == "class elk has no images: TMP/pictures/train/elk holds none; remove that directory, or fill it"
     an_image(source / "train" / "elk" / "1.png", 1)
     assert "in train and not in val (elk)" in refused()
     shutil.rmtree(source / "train" / "elk")

@@ -12,15 +12,18 @@ import re
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 import worlds
 from outlast import contract
-from outlast.recipes import cifar10, results, smoke
+from outlast.errors import OutlastError
+from outlast.recipes import cifar10, loop, results, smoke
+from outlast.training import Session
 
 SMOKE_LINE = re.compile(r"\[(DDP|TRAIN|EPOCH|DONE)\] ")
 
@@ -38,20 +41,13 @@ def said(tmp_path: Path, name: str) -> Any:
     return json.loads((tmp_path / "out" / name).read_text())
 
 
-def a_refusal(done: subprocess.CompletedProcess[str]) -> str:
-    """The one sentence of a process that ended with 78."""
-    assert done.returncode == 78, done.stderr
-    (sentence,) = done.stderr.splitlines()
-    return sentence.removeprefix("outlast: ")
-
-
 @pytest.mark.parametrize("name", ["gpt", "llm", "imagenet", "cifar10", "perceiver"])
 def test_recipes_have_the_same_flags_for_the_same_things(name: str) -> None:
-    fields = dataclasses.fields(importlib.import_module(f"outlast.recipes.{name}").Settings)
-    known = {each for field in fields for each in (field.name, *field.metadata["also"])}
-    where = {"data", "output", "output_dir", "out_dir", "checkpoint", "evaluate", "eval_only", "log_interval"}
-    how = {"seed", "dtype", "batch_size", "lr", "learning_rate", "wd", "weight_decay"}
-    assert where | how <= known
+    recipe = importlib.import_module(f"outlast.recipes.{name}")
+    known = {field.name for field in dataclasses.fields(recipe.Settings)}
+    assert {"data", "output_dir", "checkpoint", "evaluate", "seed", "dtype"} <= known
+    assert not known & recipe.THEIRS.keys(), "what is theirs has no other meaning here"
+    assert all(ours in known or ours == "config" or " " in ours for ours in recipe.THEIRS.values())
 
 
 def test_an_output_that_a_job_does_not_write_to_is_said_to_be_ignored(
@@ -108,15 +104,23 @@ def test_smoke_passes_on_the_gpus_of_this_machine(tmp_path: Path) -> None:
     assert f"[DDP] rank 0 of {ranks} on cuda:0 of " in done.stdout
 
 
-def test_smoke_fails_when_nothing_is_learned(tmp_path: Path) -> None:
-    end = worlds.ended(worlds.started(functools.partial(smoked, ["--lr=0", "--epochs=1"]), tmp_path, 1), tmp_path)
-    assert end.codes != [0]
-    assert re.search(r"the smoke test failed: the loss fell by -?0% from 1\.\d{4} to 1\.\d{4}, less than 30 %\n", end.errors[0])
-
-
-def test_smoke_fails_when_the_world_is_not_what_was_asked(tmp_path: Path) -> None:
-    sentence = a_refusal(started(tmp_path, "smoke", "--world=3"))
-    assert sentence == "the world has 1 ranks and --world asks for 3; start 3 or drop --world"
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--lr=0", "--epochs=1"], r"^the smoke test failed: the loss fell by -?0% from 1\.\d{4} to 1\.\d{4}, less than 30 %$"),
+        (["--world=3"], r"^the world has 1 ranks and --world asks for 3; start 3 or drop --world$"),
+    ],
+)
+def test_smoke_fails_when_nothing_is_learned_or_the_world_is_not_what_was_asked(
+    flags: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(contract.Env.OUTPUT, str(tmp_path))
+    try:
+        with pytest.raises(OutlastError, match=sentence):
+            smoke.main(flags)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 def test_smoke_finds_ranks_that_disagree_and_losses_that_do_not_fall() -> None:
@@ -125,14 +129,6 @@ def test_smoke_finds_ranks_that_disagree_and_losses_that_do_not_fall() -> None:
     assert smoke.problems(1.0, 0.71, ["a"]) == ["the loss fell by 29% from 1.0000 to 0.7100, less than 30 %"]
     assert smoke.problems(1.0, float("nan"), ["a"]) == ["the loss fell by nan% from 1.0000 to nan, less than 30 %"]
     assert smoke.problems(1.0, 0.7, ["a"]) == []
-
-
-# cifar10
-
-
-def test_a_directory_that_is_not_cifar_ends_training_with_78_and_no_traceback(tmp_path: Path) -> None:
-    sentence = a_refusal(started(tmp_path, "cifar10", OUTLAST_DATA=str(tmp_path)))
-    assert sentence.startswith(f"{tmp_path} is not CIFAR-10: it has no batches.meta")
 
 
 # results
@@ -148,6 +144,74 @@ def test_the_fingerprint_sees_one_bit_and_ignores_memory_layout() -> None:
     with torch.no_grad():
         other[0].bias[3] = torch.nextafter(other[0].bias[3], torch.tensor(9.0))
     assert results.sha256(one) != results.sha256(other)
+
+
+def test_a_job_that_writes_elsewhere_or_keeps_the_worst_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OUTLAST_OUTPUT", "/out")
+    monkeypatch.setenv("OUTLAST_WORKER_STATE", "/state")
+    for given, said in [
+        ("2 min acc1", ["the job keeps the checkpoints of the worst acc1; write `mode: max` beside checkpoint.best"]),
+        ("2 max acc1", []), ("2 min loss", []), ("", []),
+    ]:  # fmt: skip
+        monkeypatch.setenv("OUTLAST_CHECKPOINT_BEST", given)
+        results.into("/out", "1 max acc1")
+        assert capsys.readouterr().out.splitlines() == said
+    results.into("here")
+    assert capsys.readouterr().out == "output_dir here is not used: the job writes to /out\n"
+
+
+# the loop
+
+
+def test_a_run_goes_on_only_with_what_it_began_with() -> None:
+    fixed = {"data": "other data", "shape": "another model", "names": "other classes", "ema": "a run of another --ema-decay"}
+    began = loop.Record(fixed, data="a1", shape={"width": 8, "heads": 2}, names=["cat", "dog"], ema=True, best=3.0)
+    state = began.state_dict()
+    for changes, sentence in [
+        ({"data": "b2"}, "other data (data a1) than the one here (data b2)"),
+        ({"shape": {"width": 9, "heads": 2}}, "another model (width 8) than the one here (width 9)"),
+        ({"names": ["cat", "cow"]}, "other classes (names dog) than the one here (names cow)"),
+        ({"ema": False}, "a run of another --ema-decay (ema True) than the one here (ema False)"),
+        ({"data": ""}, ""),
+        ({"shape": {"width": 8}, "names": []}, ""),
+    ]:
+        now = loop.Record(fixed, **(state | {"best": 0.0} | changes))
+        if not sentence:
+            now.load_state_dict(state)
+            assert (now.best, now.data) == (3.0, "a1"), "what is not known is taken over"
+            continue
+        with pytest.raises(OutlastError) as refused:
+            now.load_state_dict(state)
+        assert str(refused.value).startswith(f"the checkpoint belongs to {sentence}; resume with what the run began with")
+    loop.Record().load_state_dict(state)
+
+
+def test_the_learning_rate_rises_then_falls_by_a_cosine_or_stays() -> None:
+    rates = [loop.rate(1.0, step, 14, 4, lowest=0.1) for step in (0, 3, 4, 9, 14, 19)]
+    assert rates == pytest.approx([0.2, 0.8, 1.0, 0.55, 0.1, 0.1])
+    assert [loop.rate(1.0, step, 10, 4, falls=False) for step in (0, 3, 4, 9)] == [0.2, 0.8, 1.0, 1.0]
+
+
+def test_a_log_leaves_out_what_is_no_training_and_goes_on_when_its_file_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
+    (tmp_path / "log.txt").mkdir()
+    log = loop.Log(cast(Session, types.SimpleNamespace(rank=0, output=tmp_path)), "log.txt")
+    for text in ("one", "two"):
+        log.line(text)
+    assert capsys.readouterr().out == "one\nlog.txt cannot be written: Is a directory; training goes on\ntwo\n"
+    for wait, done, measured in ((1.0, 8, False), (50.0, 9, True), (2.0, 8, False)):
+        now[0] += wait
+        log.done += done
+        if measured:
+            log.clock()
+        else:
+            assert log.speed() == 8 / wait
+    assert log.elapsed_s == 3.0
 
 
 def test_results_replace_each_other_whole(tmp_path: Path) -> None:

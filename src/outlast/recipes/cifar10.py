@@ -17,7 +17,6 @@ model.pt and final.json; evaluation.json when it evaluates.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -34,102 +33,56 @@ from torch import Tensor, nn
 
 from outlast import contract
 from outlast.data import cifar
-from outlast.errors import NotFound, OutlastError
-from outlast.recipes import memory, pixels, results, settings
+from outlast.errors import OutlastError
+from outlast.recipes import loop, pixels, results, settings
 from outlast.recipes.settings import flag
-from outlast.training import Session, Stream, checkpoint, device, session
+from outlast.training import Session, Stream, checkpoint, device
 from outlast.training.stream import Batch
 
-# What --setting chooses; a flag of the same name has precedence. `workshop` is what the EKS workshop's script does, so that its
-# page can be followed. `modern` learns more in the same time.
-SETTINGS: dict[str, tuple[Any, Any]] = {
-    #                modern      workshop
-    "batch":        (128,        None),        # images a step, over all ranks
-    "batch_size":   (None,       128),         # the same, said for each worker: 256 for two
-    "lr":           (0.05,       0.001),       # highest learning rate
-    "schedule":     ("triangle", "constant"),  # up in a fifth of the steps, then down in a line to 0
-    "momentum":     (0.9,        0.9),
-    "nesterov":     (True,       False),       # the gradient where momentum will have led to
-    "weight_decay": (5e-4,       1e-4),
-    "smoothing":    (0.1,        0.0),         # share of the label that is spread over all classes
-    "flip":         (True,       False),       # half of the images are mirrored
-    "shift":        (4,          0),           # pixels: images move by up to so many, each way
-    "cutout":       (8,          0),           # pixels: side of a square that is painted over
-    "whiten":       (True,       False),       # the first layer begins with filters that decorrelate pixels
-    "ema":          (0.98,       0.0),         # final weights are an average over about 1 / (1 - ema) steps
-    "dtype":        ("auto",     "float32"),   # of convolutions and matrix products; auto: bfloat16 where that is fast
+THEIRS = {
+    "learning_rate": "lr",
+    "print_freq": "log_every",
+    "workers": "the images are in memory, and no process loads them",
+    "checkpoint_file": "checkpoints are in the output, and a run resumes by itself",
+}
+"""Flags of the workshop's script that have another name here; all others have the same."""
+WORKSHOP = {
+    "lr": 0.001, "schedule": "constant", "nesterov": False, "weight_decay": 1e-4,
+    "smoothing": 0.0, "flip": False, "shift": 0, "cutout": 0, "whiten": False, "ema": 0.0, "dtype": "float32",
 }  # fmt: skip
+"""`--setting workshop`: the defaults of these are what the EKS workshop's script does, so that its page can be followed."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    data: str = flag(
-        "",
-        "directory of the batch files, or the one above cifar-10-batches-py; default $OUTLAST_DATA",
-        group="data and output",
-        first=True,
-    )
-    output_dir: str = flag("", "where to write; a job's output has precedence", also=("out_dir", "output"))
+    data: str = flag("", "directory of the batch files, or the one above; default $OUTLAST_DATA", group="data", first=True)
+    output_dir: str = flag("", "where to write; a job's output has precedence")
     model_file: str = flag("", "write the final weights to this file, too; with --evaluate: measure the weights in it")
     seed: int = flag(0, "seed of the first weights, the order of images and their augmentation")
 
-    setting: Literal["modern", "workshop"] = flag(
-        "modern", "the values of all flags below that are not given: see SETTINGS in the source", group="training"
-    )
+    setting: Literal["modern", "workshop"] = flag("modern", "the values of all flags below that are not given", group="training")
     epochs: int = flag(10, "passes over the training images", least=1)
-    batch: int | None = flag(
-        None, "images a step, over all ranks: resizing the world does not change the mathematics (modern: 128)", least=1
-    )
-    batch_size: int | None = flag(
-        None, "images a step of each rank at the start of the run; later its batch stays as it is (workshop: 128)", least=1
-    )
+    batch: int | None = flag(None, "images a step over all ranks, whatever their number (modern: 128)", least=1)
+    batch_size: int | None = flag(None, "images a step of each rank that begins the run (workshop: 128)", least=1)
     microbatch: int = flag(16, "images that BatchNorm sees at once in any world; at most batch / microbatch ranks", least=1)
-    lr: float | None = flag(None, "highest learning rate (0.05, workshop: 0.001)", least=0, also=("learning_rate",))
-    schedule: Literal["triangle", "constant"] | None = flag(
-        None, "triangle (modern): up in a fifth of the steps, then down in a line to 0; or constant (workshop)"
+    lr: float = flag(0.05, "highest learning rate (workshop: 0.001)", least=0)
+    schedule: Literal["triangle", "constant"] = flag(
+        "triangle", "up in a fifth of the steps, then down to 0 (workshop: constant)"
     )
-    momentum: float | None = flag(None, "share of the last step's direction that is kept (0.9)", least=0)
-    nesterov: bool | None = flag(None, "Nesterov's momentum (on; workshop: off)")
-    weight_decay: float | None = flag(None, "pull of every weight towards 0 (0.0005, workshop: 0.0001)", least=0, also=("wd",))
-    smoothing: float | None = flag(None, "share of the label spread over all classes (0.1, workshop: 0)", least=0, most=1)
-    flip: bool | None = flag(None, "mirror half of the images; --no-flip for digits and texts (on; workshop: off)")
-    shift: int | None = flag(None, "pixels that images move by at most (4, workshop: 0)", least=0, most=31)
-    cutout: int | None = flag(None, "side of the square painted over each image, in pixels (8, workshop: 0)", least=0, most=32)
-    whiten: bool | None = flag(None, "first filters that decorrelate pixels (on; workshop: off)")
-    ema: float | None = flag(
-        None, "final weights are an average over about 1 / (1 - ema) steps; 0: the last ones (0.98, workshop: 0)", least=0, most=1
-    )
-    dtype: Literal["auto", "float32", "bfloat16"] | None = flag(
-        None, "of convolutions; auto (modern): bfloat16 where that is fast, else float32 (workshop)"
-    )
-    log_every: int = flag(5, "steps between two lines of the log", least=1, also=("print_freq", "log_interval"))
+    momentum: float = flag(0.9, "share of the last step's direction that is kept", least=0)
+    nesterov: bool = flag(True, "the gradient where momentum will have led to (workshop: off)")
+    weight_decay: float = flag(5e-4, "pull of every weight towards 0 (workshop: 0.0001)", least=0)
+    smoothing: float = flag(0.1, "share of the label that is spread over all classes (workshop: 0)", least=0, most=1)
+    flip: bool = flag(True, "mirror half of the images; --no-flip for digits and texts (workshop: off)")
+    shift: int = flag(4, "pixels that images move by at most, each way (workshop: 0)", least=0, most=31)
+    cutout: int = flag(8, "side of the square painted over each image, in pixels (workshop: 0)", least=0, most=32)
+    whiten: bool = flag(True, "the first layer begins with filters that decorrelate pixels (workshop: off)")
+    ema: float = flag(0.98, "final weights: a mean over about 1 / (1 - ema) steps; 0: the last (workshop)", least=0, most=1)
+    dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "auto: bfloat16 where that is fast (workshop: float32)")
+    log_every: int = flag(5, "steps between two lines of the log", least=1)
 
-    evaluate: bool = flag(
-        False,
-        "measure model.pt, or else the newest checkpoint, on the test images",
-        group="instead of training",
-        also=("eval_only",),
-    )
+    evaluate: bool = flag(False, "measure model.pt, or else the newest checkpoint", group="instead of training")
     checkpoint: str = flag("", "the checkpoint to measure: best, or a step")
-
-    workers: int | None = flag(
-        None, "ignored: images are in memory, no process loads them", least=0, group="flags of the workshop's script"
-    )
-    checkpoint_file: str = flag("", "ignored: checkpoints/ in the output has the newest ones, each complete")
-
-
-def chosen(s: Settings) -> Settings:
-    """The settings with what --setting chooses filled in. Raises OutlastError for two sizes of a batch."""
-    if s.batch and s.batch_size:
-        raise OutlastError(f"--batch {s.batch} and --batch-size {s.batch_size} are two sizes of a step; leave one of them out")
-    sized = s.batch or s.batch_size
-    column = ("modern", "workshop").index(s.setting)
-    values = {
-        name: row[column]
-        for name, row in SETTINGS.items()
-        if getattr(s, name) is None and not (sized and name in ("batch", "batch_size"))
-    }
-    return dataclasses.replace(s, **values)
 
 
 # The network
@@ -219,82 +172,88 @@ def whiten(first: nn.Conv2d, x: Tensor) -> None:
 # Training
 
 
-def train(s: Settings) -> None:
-    """Train from the newest checkpoint, or from the beginning, to the last step."""
-    torch.backends.cudnn.deterministic = True  # a resumed run has the same bits, on a GPU too
-    s = chosen(s)
-    writable(s.model_file)
-    say(*ignored(s), f"reading {directory(s)}")
-    images = cifar.train(directory(s))
-    with session.open(seed=s.seed, quiet=True) as run:
-        model = network(s.microbatch)
+class Training(loop.Recipe):
+    """A run: `loop.train` calls the methods."""
+
+    unmeasured = None  # the loss that was logged
+
+    def __init__(self, s: Settings, run: Session) -> None:
+        super().__init__(s, run)
+        self.log.line(f"reading {directory(s)}")
+        images = cifar.train(directory(s))
+        self.model = network(s.microbatch)
         if s.whiten:
-            whiten(cast(nn.Conv2d, model[0]), torch.from_numpy(images.x[:256]))
-        model.to(run.device)
-        if run.device.type == "cpu":
-            memory.keep_freed()
-        net = run.ddp(model) if run.world_size > 1 else model
-        optimizer = sgd(model, s)
-        stream = Images((images.x, images.y), s, run.world_size)
-        with results.hyperparameters(optimizer):
-            step = first = run.resume({"model": net, "optimizer": optimizer, "stream": stream})
-        where, dtype = device.of(run.device), device.dtype(str(s.dtype), run.device, run.gather)
-        used = {"batch": stream.batch, "batch_size": None, "dtype": str(dtype).removeprefix("torch.")}
-        run.parameters(settings.values(s) | used | {"classes": short(images.names)})
-        steps, started, final = stream.total_steps, time.monotonic(), None
-        clock, since = started, step
+            whiten(cast(nn.Conv2d, self.model[0]), torch.from_numpy(images.x[:256]))
+        self.model.to(run.device)
+        self.net = loop.parallel("ddp", run, self.model)
+        self.optimizer = sgd(self.model, s)
+        self.stream = Images((images.x, images.y), s, run.world_size)
+        self.where, self.dtype = device.of(run.device), device.dtype(s.dtype, run.device, run.gather)
+        self.used = {"dtype": str(self.dtype).removeprefix("torch."), "classes": short(images.names)}
+        self.loss: float | None = None  # null in final.json when this process had no step left to do
+        self.first, self.started = 0, time.monotonic()
 
-        for batch in stream:
-            for group in optimizer.param_groups:
-                group["lr"] = rate(s, step, steps)
-            x, y, share = mine(batch, run.device)  # (b, 3, 32, 32) bytes, (b,)
-            x = shown(augmented(s, x, batch))  # (b, 3, 32, 32)
-            with where.autocast(dtype):
-                logits = net(x)  # (b, 10)
-            loss = F.cross_entropy(logits.float(), y, label_smoothing=s.smoothing or 0.0) * share
-            loss.backward()  # shares add up to the mean over the global batch
-            optimizer.step()
-            optimizer.zero_grad()
-            statistics(model, share / run.world_size)
-            average(optimizer, s.ema, step)
-            where.mark_step()
-            step += 1
+    def state(self) -> dict[str, Any]:
+        return {name: each for name, each in super().state().items() if name != "record"}
 
-            iteration = (step - 1) % stream.steps_per_epoch + 1
-            if iteration % s.log_every == 0 or step == steps:
-                now = time.monotonic()
-                speed = (step - since) * stream.batch / (now - clock)
-                clock, since = now, step
-                final = run.log(step, reduce=True, loss=loss.detach(), images_per_s=speed)["loss"]  # of this step's global batch
-                say(f"[{batch.epoch + 1}, {iteration:5d}] loss: {final:.3f}")
-            else:
-                run.log(step)
-            leaving = run.interrupted()
-            if leaving or run.due(step):
-                run.save(step)
+    def begin(self, step: int) -> None:
+        self.run.parameters({"batch": self.stream.batch, "batch_size": None})
+        self.first, self.started = step, time.monotonic()
 
-        finish(s, run, averaged(model, optimizer), step, final)
-        say(f"Finished Training: {step - first} steps in {time.monotonic() - started:.1f} s, world of {run.world_size}")
+    def rate(self, step: int, batch: Batch) -> float:
+        return rate(self.s, step, self.stream.total_steps)
 
+    def update(self, step: int, batch: Batch) -> None:
+        s, run = self.s, self.run
+        x, y, share = mine(batch, run.device)  # (b, 3, 32, 32) bytes, (b,)
+        x = shown(augmented(s, x, batch))  # (b, 3, 32, 32)
+        with self.where.autocast(self.dtype):
+            logits = self.net(x)  # (b, 10)
+        self.mine = F.cross_entropy(logits.float(), y, label_smoothing=s.smoothing) * share
+        self.mine.backward()  # shares add up to the mean over the global batch
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        statistics(self.model, share / run.world_size)
+        average(self.optimizer, s.ema, step)
+        self.where.mark_step()
 
-def finish(s: Settings, run: Session, model: nn.Module, step: int, loss: float | None) -> None:
-    """Write the final weights, by rank 0 and whole or not at all."""
-    for name in filter(None, ("model.pt", s.model_file)):
-        path = Path(name).absolute() if name == s.model_file else run.output / name
-        say(f"saving model: {path}")
-        run.export(model, path)
-    if run.rank == 0:
-        # null when this process had no step left to do
-        results.write_json(run.output / "final.json", {"step": step, "loss": loss, "weights_sha256": results.sha256(model)})
+    def report(self, step: int, batch: Batch) -> None:
+        self.log.done += batch.size
+        iteration = (step - 1) % self.stream.steps_per_epoch + 1
+        if iteration % self.s.log_every and step != self.stream.total_steps:
+            self.run.log(step)
+            return
+        values = self.run.log(step, reduce=True, loss=self.mine.detach(), images_per_s=self.log.speed())
+        self.loss = values["loss"]  # of this step's global batch
+        self.log.line(f"[{batch.epoch + 1}, {iteration:5d}] loss: {self.loss:.3f}")
+
+    def due(self, step: int, batch: Batch) -> bool:
+        return False
+
+    def finish(self, step: int) -> None:
+        """Write the final weights, by rank 0 and whole or not at all."""
+        run, model = self.run, averaged(self.model, self.optimizer)
+        for path in (run.output / "model.pt", *filter(None, [self.s.model_file and Path(self.s.model_file).absolute()])):
+            self.log.line(f"saving model: {path}")
+            run.export(model, path)
+        if run.rank == 0:
+            document = {"step": step, "loss": self.loss, "weights_sha256": results.sha256(model)}
+            results.write_json(run.output / "final.json", document)
+        took = f"{step - self.first} steps in {time.monotonic() - self.started:.1f} s"
+        self.log.line(f"Finished Training: {took}, world of {run.world_size}")
 
 
 class Images(Stream):
     """The order of images. A batch that was given for each rank is that of the ranks which began the run, to its end."""
 
     def __init__(self, arrays: tuple[NDArray[np.uint8], NDArray[np.int64]], s: Settings, ranks: int) -> None:
-        batch = s.batch or (s.batch_size or 0) * ranks
+        if s.batch and s.batch_size:
+            raise OutlastError(
+                f"--batch {s.batch} and --batch-size {s.batch_size} are two sizes of a step; leave one of them out"
+            )
+        self._kept = bool(s.batch_size) or (s.setting == "workshop" and not s.batch)
+        batch = (s.batch_size or 128) * ranks if self._kept else s.batch or 128
         super().__init__(arrays, batch, microbatch=s.microbatch, seed=s.seed, epochs=s.epochs)
-        self._kept = not s.batch
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
@@ -329,15 +288,13 @@ def shown(x: Tensor) -> Tensor:
 
 def rate(s: Settings, step: int, steps: int) -> float:
     """The learning rate of a step."""
-    assert s.lr is not None
     return s.lr if s.schedule == "constant" else s.lr * min((step + 1) / (0.2 * steps), (steps - step) / (0.8 * steps), 1)
 
 
 def sgd(model: nn.Module, s: Settings) -> torch.optim.SGD:
     """Stochastic gradient descent."""
-    momentum, decay = s.momentum or 0.0, s.weight_decay or 0.0
-    nesterov, fused = bool(s.nesterov and momentum), next(model.parameters()).device.type != "xla"
-    return torch.optim.SGD(model.parameters(), s.lr or 0.0, momentum, weight_decay=decay, nesterov=nesterov, fused=fused)
+    nesterov, fused = bool(s.nesterov and s.momentum), next(model.parameters()).device.type != "xla"
+    return torch.optim.SGD(model.parameters(), s.lr, s.momentum, weight_decay=s.weight_decay, nesterov=nesterov, fused=fused)
 
 
 AVERAGE = "average"
@@ -345,7 +302,7 @@ AVERAGE = "average"
 
 
 @torch.no_grad()
-def average(optimizer: torch.optim.Optimizer, ema: float | None, step: int) -> None:
+def average(optimizer: torch.optim.Optimizer, ema: float, step: int) -> None:
     """Add the weights after a step to their averages; over fewer steps in the beginning, whose weights are the worst."""
     if not ema:
         return
@@ -364,41 +321,13 @@ def averaged(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> nn.Seque
     return model
 
 
-def say(*lines: str) -> None:
-    """Lines of the log, from rank 0."""
-    if os.environ.get("RANK", "0") == "0":
-        for line in lines:
-            print(line, flush=True)
-
-
-def ignored(s: Settings) -> list[str]:
-    """What settings ask for, and a run does otherwise: a sentence for each."""
-    found = []
-    if s.workers is not None:
-        found.append(f"workers {s.workers} is ignored: the images are in memory, and no process loads them")
-    if s.checkpoint_file:
-        found.append(
-            f"checkpoint_file {s.checkpoint_file} is ignored: checkpoints are in the output, and a run resumes by itself"
-        )
-    return found
-
-
-def writable(file: str) -> None:
-    """Raise OutlastError for a file that cannot be written when the training has ended."""
-    path = Path(file).absolute()
-    there = next(each for each in path.parents if each.exists())
-    if file and (path.is_dir() or not there.is_dir() or not os.access(there, os.W_OK)):
-        reason = "it is a directory" if path.is_dir() else f"{there} cannot be written"
-        raise OutlastError(f"--model-file {file} cannot be written: {reason}; name a file in another directory")
-
-
 # Evaluation
 
 
 @torch.inference_mode()
 def evaluate(s: Settings) -> None:
     """Accuracy on the held-out images, overall and per class."""
-    output = Path(os.environ.get(contract.Env.OUTPUT, "out"))
+    output = results.output()
     print(f"reading {directory(s)}")
     images = cifar.test(directory(s))
     where = device.computing()
@@ -445,28 +374,17 @@ def trained(output: Path, file: str = "", name: str = "") -> tuple[nn.Sequential
         load(model, path)
         return model, path.name
     path = results.checkpoint(output, name)
-    optimizer = sgd(model, chosen(Settings()))
+    optimizer = sgd(model, Settings())
     checkpoint.restore(path, {"model": model, "optimizer": optimizer})
     return averaged(model, optimizer), path.name
 
 
 def load(model: nn.Module, path: Path) -> None:
     """Load a file of weights, also one of the workshop's script. Raises OutlastError."""
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)  # a GPU's weights on a CPU; no code from a pickle
-    except FileNotFoundError as error:
-        raise NotFound(f"{path} does not exist; give the file that --model-file or a run has written") from error
-    except Exception as error:  # whatever bytes that are no weights make torch do
-        reason = str(error).splitlines()[0][:200]
-        raise OutlastError(f"{path} cannot be read as weights: {reason}; give a file that torch.save has written") from error
+    found = results.read(path)
     found = found.get("state_dict", found) if isinstance(found, dict) else {}
     found = {name.removeprefix("module.").removeprefix("network."): value for name, value in found.items()}
-    wanted = {name: value.shape for name, value in model.state_dict().items()}
-    wrong = [name for name in wanted if getattr(found.get(name), "shape", None) != wanted[name]]
-    if wrong or set(found) - set(wanted):
-        which = ", ".join((wrong or sorted(set(found) - set(wanted)))[:3])
-        raise OutlastError(f"{path} does not hold weights of this network ({which}); give those that this recipe has written")
-    model.load_state_dict(found)
+    model.load_state_dict(results.fitted(found, model, f"the weights in {path}"))
 
 
 def directory(s: Settings) -> Path:
@@ -479,10 +397,15 @@ def directory(s: Settings) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train or evaluate."""
-    s = settings.parse(Settings, argv, __doc__)
+    s = settings.parse(Settings, argv, __doc__, THEIRS, {"workshop": WORKSHOP})
     results.into(s.output_dir)
-    (evaluate if s.evaluate else train)(s)
+    if s.evaluate:
+        evaluate(s)
+    else:
+        results.writable(s.model_file, "--model-file")
+        torch.backends.cudnn.deterministic = True  # a resumed run has the same bits, on a GPU too
+        loop.train(Training, s, tf32=False)
 
 
 if __name__ == "__main__":
-    settings.run(main)
+    results.run(main)

@@ -25,7 +25,7 @@ from outlast import contract
 from outlast.data.prepare import images
 from outlast.data.prepare.plan import BadSource
 from outlast.errors import OutlastError
-from outlast.recipes import cifar10, settings
+from outlast.recipes import cifar10, results
 from outlast.training import device
 
 CLASSES = ["plane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
@@ -129,4 +129,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    settings.run(main)
+    results.run(main)

@@ -9,21 +9,19 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
-import pickle
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from outlast.data import shards
 from outlast.errors import OutlastError
-from outlast.recipes import gpt_model
+from outlast.recipes import gpt_model, results
 from outlast.recipes.gpt_model import Config
+from outlast.recipes.loop import Record
 from outlast.training import Shards, checkpoint, weights
 
 VOCABULARY = 50304
@@ -94,30 +92,10 @@ def _characters(ids: Mapping[str, int], file: Path) -> Callable[[str], list[int]
     return encode
 
 
-class Record:
-    """What a run remembers beside weights: its shape and tokenizer, and what it has measured."""
-
-    def __init__(self, config: Config | None = None, digest: str = "") -> None:
-        self.config, self.digest = config, digest
-        self.best = float("inf")
-        """Lowest loss on the validation blocks."""
-        self.measured = -1
-        """The last step at which that was measured."""
-        self.losses: dict[str, float] = {}
-        """The newest of each kind."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values, the same on every rank."""
-        shape = dataclasses.asdict(self.config) if self.config else {}
-        measured = {"best": self.best, "measured": self.measured, "losses": dict(self.losses)}
-        return {"config": shape, "tokenizer": self.digest, **measured}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was saved. Raises OutlastError when it was saved by a run of another tokenizer."""
-        same_tokenizer(state["tokenizer"], self.digest, "the checkpoint")
-        self.config = self.config or Config(**state["config"])
-        self.digest, self.losses = state["tokenizer"], dict(state["losses"])
-        self.best, self.measured = state["best"], state["measured"]
+def record(config: Config, digest: str = "") -> Record:
+    """What a run remembers: its shape and tokenizer, and what it has measured. It is owed a measurement before its first step."""
+    about = {"config": dataclasses.asdict(config), "tokenizer": digest, "best": float("inf")}
+    return Record({"tokenizer": "another tokenizer"}, owed=True, **about)
 
 
 def same_tokenizer(theirs: str, ours: str, whose: str) -> None:
@@ -151,9 +129,7 @@ def pretrained(named: str, block: int | None = None, dropout: float = 0.0) -> Pr
 
     A name without such a path is looked for below $OUTLAST_MODELS. Raises OutlastError; downloads nothing.
     """
-    path = Path(named).expanduser()
-    if not path.exists():
-        path = Path(os.environ.get("OUTLAST_MODELS", "."), named)
+    path = results.place(named)
     if path.is_dir() and (path / CHECKPOINT).exists():
         path = path / CHECKPOINT
     if not path.exists():
@@ -176,14 +152,7 @@ def pretrained(named: str, block: int | None = None, dropout: float = 0.0) -> Pr
 
 
 def _nanogpt(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor], str]:
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # torch advises to load it in a way that may run code
-        reason = "it is none, or it holds objects, which may run code, beside tensors and plain values"
-        raise OutlastError(f"{path} cannot be read as a checkpoint of nanoGPT: {reason}") from error
-    except (RuntimeError, EOFError, OSError) as error:
-        reason = str(error).partition("\n")[0]
-        raise OutlastError(f"{path} cannot be read as a checkpoint of nanoGPT: {reason}") from error
+    found = results.read(path)
     if not (isinstance(found, dict) and {"model", "model_args"} <= found.keys()):
         raise OutlastError(f"{path} is no checkpoint of nanoGPT: it lacks model and model_args")
     known = {field.name for field in dataclasses.fields(Config)}
@@ -205,15 +174,7 @@ def _hugging_face(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor], str
         shape = {ours: said[theirs] for ours, theirs in names.items()} | {"bias": True}
     except (OSError, ValueError, KeyError) as error:
         raise OutlastError(f"{path} is no directory of GPT-2: its config.json cannot be read ({error!r})") from error
-    if (file := path / "model.safetensors").exists():
-        try:
-            from safetensors.torch import load_file
-        except ImportError:
-            raise OutlastError(f"{file} needs the package safetensors: pip install 'outlast[data]'") from None
-        return shape, load_file(file), ""
-    if not (file := path / "pytorch_model.bin").exists():
-        raise OutlastError(f"{path} has neither model.safetensors nor pytorch_model.bin; copy the weights there")
-    return shape, torch.load(file, map_location="cpu", weights_only=True), ""
+    return shape, results.read(path), ""
 
 
 def write_nanogpt(path: Path, tensors: Mapping[str, Tensor], record: Record, more: Mapping[str, Any]) -> None:
@@ -221,26 +182,24 @@ def write_nanogpt(path: Path, tensors: Mapping[str, Tensor], record: Record, mor
 
     A dense model has the arguments that nanoGPT knows; one with experts has further ones, which only we read.
     """
-    config = cast(Config, record.config)
-    shape = dataclasses.asdict(config)
-    if not config.num_experts:
+    shape = dict(record.config)
+    if not shape["num_experts"]:
         ours = ("num_experts", "num_experts_per_tok", "static_experts", "expert_hidden", "moe_loss_type")
         shape = {name: value for name, value in shape.items() if name not in ours}
     document = {
         "model": gpt_model.exported(tensors),
         "model_args": shape,
         "best_val_loss": record.best,
-        "tokenizer": record.digest,
+        "tokenizer": record.tokenizer,
     }
     weights.write(path, cast(Any, {**document, **more}))
 
 
 def trained(path: Path) -> Pretrained:
     """The model in a checkpoint of a run."""
-    record = Record()
-    checkpoint.restore(path, {"record": record})
-    assert record.config is not None
-    return Pretrained(path.name, record.config, checkpoint.read(path, "model"), record.digest)
+    known = Record()
+    checkpoint.restore(path, {"record": known})
+    return Pretrained(path.name, Config(**known.config), checkpoint.read(path, "model"), known.tokenizer)
 
 
 def keep_tokenizer(tokenizer: Tokenizer | None, output: Path) -> None:

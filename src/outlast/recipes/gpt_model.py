@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outlast.errors import OutlastError
+from outlast.recipes import results
 
 BALANCES = ("entropy_regularization", "variance_penalty", "diversity_regularization")
 SIZES = {
@@ -387,11 +388,4 @@ def imported(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]
     if "wpe.weight" in ours:
         ours["wpe.weight"] = ours["wpe.weight"][: config.block_size]
     with torch.device("meta"):
-        wanted = {name: tensor.shape for name, tensor in GPT(config).state_dict().items()}
-    for name, shape in wanted.items():
-        if name not in ours or ours[name].shape != shape:
-            found = f"has shape {tuple(ours[name].shape)}" if name in ours else "is missing"
-            raise OutlastError(f"the weights are not of this model: {name} {found}, and {tuple(shape)} is needed")
-    if surplus := sorted(ours.keys() - wanted.keys()):
-        raise OutlastError(f"the weights are not of this model: it has no {surplus[0]}")
-    return {name: ours[name].contiguous() for name in wanted}
+        return results.fitted(ours, GPT(config), "the weights")

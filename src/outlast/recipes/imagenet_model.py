@@ -7,15 +7,13 @@ so published weights load.
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
-import pickle
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from outlast.errors import OutlastError
+from outlast.recipes import results
 
 WIDTH = 64
 """Channels of the first stage; every further one has twice those of the one before."""
@@ -171,41 +169,13 @@ def load(model: ResNet, file: Path) -> str:
 
     The last layer is left out if it has another number of classes. Raises OutlastError when they are those of another model.
     """
-    found = {name.removeprefix("module."): tensor for name, tensor in _read(file).items()}
+    found = results.read(file)
+    found = found.get("state_dict", found) if isinstance(found, dict) else {}  # as scripts for ImageNet save checkpoints
+    found = {name.removeprefix("module."): tensor for name, tensor in found.items()}
     ours = model.state_dict()
-    strange = sorted(name for name in ours.keys() ^ found.keys() if not name.endswith("num_batches_tracked"))
-    if strange:
-        whose = f"the file has {strange[0]}" if strange[0] in found else f"the file lacks {strange[0]}"
-        raise OutlastError(
-            f"--weights {file} are no weights of {model.arch}: {whose}; name the --arch that they were trained with"
-        )
-    other = [name for name, tensor in found.items() if tensor.shape != ours[name].shape]
-    if other and not all(name.startswith("fc.") for name in other):
-        shapes = f"{tuple(found[other[0]].shape)}, and {model.arch} wants {tuple(ours[other[0]].shape)}"
-        raise OutlastError(f"--weights {file}: {other[0]} is {shapes}; name the --arch that they were trained with")
-    model.load_state_dict({**ours, **{name: tensor for name, tensor in found.items() if name not in other}})
-    classes = len(found["fc.weight"])
-    return f"fc, as it is for {classes} classes and the data have {model.classes}" if other else ""
-
-
-def _read(file: Path) -> Mapping[str, Tensor]:
-    if not file.is_file():
-        raise OutlastError(
-            f"--weights {file}: there is no such file; give torchvision's or a run's model.pt (nothing is downloaded)"
-        )
-    if file.suffix == ".safetensors":
-        try:
-            from safetensors.torch import load_file
-        except ImportError:
-            raise OutlastError(f"{file} needs the package safetensors: pip install 'outlast[data]'") from None
-        return load_file(file)
-    try:
-        found = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        raise OutlastError(f"--weights {file} cannot be read: {str(error).partition(chr(10))[0]}") from error
-    found = found.get("state_dict", found) if isinstance(found, dict) else found  # as scripts for ImageNet save checkpoints
-    if not (isinstance(found, dict) and found and all(isinstance(each, Tensor) for each in found.values())):
-        raise OutlastError(
-            f"--weights {file} holds no weights by name; give a state_dict, as torch.save(model.state_dict()) has it"
-        )
-    return found
+    found |= {name: tensor for name, tensor in ours.items() if name.endswith("num_batches_tracked") and name not in found}
+    classes = len(found.get("fc.bias", ours["fc.bias"]))
+    if classes != model.classes:
+        found |= {name: tensor for name, tensor in ours.items() if name.startswith("fc.")}
+    model.load_state_dict(results.fitted(found, model, f"--weights {file} (name the --arch that they were trained with)"))
+    return f"fc, as it is for {classes} classes and the data have {model.classes}" if classes != model.classes else ""

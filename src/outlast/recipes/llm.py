@@ -31,17 +31,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from outlast import contract
 from outlast.data.prepare import chat
 from outlast.errors import OutlastError
-from outlast.recipes import llm_data, memory, results, settings
+from outlast.recipes import llm_data, loop, results, settings
 from outlast.recipes.llm_data import Row, Samples
+from outlast.recipes.loop import Record
 from outlast.recipes.settings import flag
-from outlast.training import Session, Stream, checkpoint, device, session
+from outlast.training import Session, Stream, checkpoint, device
 from outlast.training.stream import Batch, dealt
 
 if TYPE_CHECKING:
@@ -50,6 +49,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("llm")
 BEST = "best.json"
 """Names the directory of the epoch with the lowest validation loss."""
+THEIRS = {"output": "output_dir"}
+"""Flags of train_framework.py that have another name here; all others have the same."""
 
 
 @dataclass(frozen=True)
@@ -59,30 +60,23 @@ class Settings:
     tokenizer_local_dir: str = flag("", "directory of the tokenizer; default: the model's")
     local_files_only: bool = flag(False, "download nothing")
 
-    data: str = flag(
-        "", "train.jsonl, the directory that holds it, or a prepared one; default $OUTLAST_DATA", group="data and output"
-    )
+    data: str = flag("", "train.jsonl, its directory, or a prepared one; default $OUTLAST_DATA", group="data and output")
     val: str = flag("", "validation file, or none; default: val.jsonl beside the training file")
     skip_bad: bool = flag(False, "leave out lines that are no records, count them and name the first")
-    output_dir: str = flag("", "where to write; a job's output has precedence", also=("output", "out_dir"))
+    output_dir: str = flag("", "where to write; a job's output has precedence")
     report_json: str = flag("", "file for world_size, tokens_total, elapsed_sec, tokens_per_sec")
     epoch_results: bool = flag(True, "write epoch-N/ after every epoch")
     merge: bool = flag(False, "with --lora, write merged/ at the end: weights that need no peft")
 
     epochs: int = flag(2, "passes over the training data", least=1, group="training")
     max_steps: int | None = flag(None, "end after so many steps", least=1)
-    batch: int = flag(2, "samples of a micro-batch", least=1, also=("batch_size",))
-    grad_accum: int = flag(
-        8,
-        "micro-batches of a step over all ranks: any number of ranks computes the same step",
-        least=1,
-        also=("gradient_accumulation_steps",),
-    )
+    batch: int = flag(2, "samples of a micro-batch", least=1)
+    grad_accum: int = flag(8, "micro-batches of a step over all ranks, however many these are", least=1)
     seq_len: int = flag(4096, "tokens of a sample; longer ones lose their end", least=2)
     packing: bool = flag(True, "lay samples one after another instead of padding them; attention stays within each")
-    lr: float = flag(2e-4, "highest learning rate", least=0, also=("learning_rate",))
+    lr: float = flag(2e-4, "highest learning rate", least=0)
     warmup: float = flag(0.05, "share of all steps in which it rises to that; then it falls to 0", least=0, most=1)
-    wd: float = flag(0.05, "AdamW's weight decay, of matrices", least=0, also=("weight_decay",))
+    wd: float = flag(0.05, "AdamW's weight decay, of matrices", least=0)
     grad_clip: float = flag(1.0, "longest gradient; 0: any", least=0)
     seed: int = flag(42, "seed of LoRA's first weights, of dropout and of the order of samples")
 
@@ -92,119 +86,227 @@ class Settings:
     lora_dropout: float = flag(0.05, "share of their inputs dropped in training", least=0, most=1)
     target_modules: tuple[str, ...] = flag(("q_proj", "k_proj", "v_proj", "o_proj"), "the modules that get them")
 
-    dtype: Literal["auto", "float32", "bfloat16"] = flag(
-        "auto", "of matrix products; auto: bfloat16 where the device has it. Frozen weights are kept in it", group="machine"
-    )
+    dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "auto: bfloat16 where the device has it", group="machine")
     bf16: bool = flag(False, "the same as --dtype bfloat16")
     parallel: Literal["ddp", "fsdp"] = flag("ddp", "whole model on every rank, or sharded by layer (FSDP2)")
     gradient_checkpointing: bool = flag(False, "compute activations twice instead of keeping them: less memory, a third slower")
 
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = flag("INFO", "which lines to print", group="logs")
-    log_interval: int = flag(50, "steps between two lines [TRAIN]", least=1, also=("log_every",))
+    log_interval: int = flag(50, "steps between two lines [TRAIN]", least=1)
     log_batches: Literal["all", "first-last", "none"] = flag("first-last", "which batches of an epoch get a line [COLLATE]")
 
-    evaluate: bool = flag(False, "measure a checkpoint on the validation file", group="instead of training", also=("eval_only",))
+    evaluate: bool = flag(False, "measure a checkpoint on the validation file", group="instead of training")
     checkpoint: str = flag("", "the checkpoint to measure: best, or a step; default: the newest")
 
-    @property
-    def accumulated(self) -> int:
-        """Samples of a step over all ranks."""
-        return self.batch * self.grad_accum
 
+class Training(loop.Recipe):
+    """A run: `loop.train` calls the methods."""
 
-# Training
-
-
-def train(s: Settings) -> None:
-    """Train from the newest checkpoint, or from the beginning, to the last step."""
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs
-    with session.open(seed=s.seed, quiet=True) as run:
+    def __init__(self, s: Settings, run: Session) -> None:
+        super().__init__(s, run)
         logged(s, run.rank)
         results.writable(s.report_json, "--report-json")
-        if run.device.type == "cpu":
-            memory.keep_freed()
-        parts = Parts.found(s, run.device, run)
-        tuned, record = parts.tuned, parts.record
-        net = parallel(s, run, tuned)
-        trains = parts.training()
-        optimizer = adamw(s, trains, run.device)
-        pieces = s.batch if not parts.packing and s.grad_accum >= run.world_size else None
-        stream = Stream(
-            parts.train, s.accumulated, seed=s.seed, epochs=s.epochs, steps=s.max_steps, microbatch=pieces, collate=list
+        self.parts = Parts.found(s, run.device, run)
+        self.tuned, self.record = self.parts.tuned, self.parts.record
+        self.net = self.parallel()
+        self.trains = self.parts.training()
+        fused = run.device.type in ("cpu", "cuda")
+        self.optimizer = torch.optim.AdamW(loop.groups(self.trains, s.wd), lr=s.lr, betas=(0.9, 0.95), fused=fused)
+        pieces = s.batch if not self.parts.packing and s.grad_accum >= run.world_size else None
+        step = s.batch * s.grad_accum  # samples over all ranks
+        self.stream = Stream(
+            self.parts.train, step, seed=s.seed, epochs=s.epochs, steps=s.max_steps, microbatch=pieces, collate=list
         )
-        with results.hyperparameters(optimizer):
-            step = run.resume({"model": trains, "optimizer": optimizer, "stream": stream, "record": record})
-        run.parameters(settings.values(s) | {"dtype": "bfloat16" if parts.bfloat16 else "float32", "packing": parts.packing})
-        trainer = Trainer(s, run, parts, net, optimizer, stream)
-        trainer.begin(step)
-        if record.epoch < stream.epoch:  # killed, or interrupted, before its results were written
-            trainer.results(step, stream.epoch)
-        for batch in stream.batches(run.rank, run.world_size):  # by hand: the state does not show that FSDP shards over all ranks
-            trainer.update(step, batch)
-            step += 1
-            trainer.report(step, batch)
-            leaving = run.interrupted()
-            if not leaving and (batch.ends_epoch or step == s.max_steps):
-                trainer.results(step, batch.epoch + 1, whole=batch.ends_epoch)
-            elif leaving or run.due(step):
-                record.elapsed_s = trainer.clock.elapsed_s
-                run.save(step, metric=math.nan)  # not measured, so it is never the best
-        trainer.finish(step)
+        self.steps = self.stream.total_steps
+        self.epochs = -(-self.steps // self.stream.steps_per_epoch) if s.max_steps else s.epochs
+        self.dtype = "bfloat16" if self.parts.bfloat16 else "float32"
+        self.used = {"dtype": self.dtype, "packing": self.parts.packing}
 
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"model": self.trains}
 
-class Record:
-    """What a run remembers beside weights: what it began with, and what it has measured."""
+    def parallel(self) -> nn.Module:
+        """What trains the model on all ranks."""
+        s, tuned = self.s, self.tuned
+        if s.parallel == "fsdp":
+            return loop.parallel("fsdp", self.run, tuned, _llm_model().layers(tuned.base))
+        frozen = [name for name, each in tuned.named_parameters() if not each.requires_grad]
+        frozen += [name for name, _ in tuned.named_buffers()]  # every rank has read them
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(tuned, frozen)
+        return loop.parallel("ddp", self.run, tuned)
 
-    def __init__(self, base: str = "", data: str = "") -> None:
-        self.base, self.data = base, data
-        self.epoch = 0
-        """Epochs whose results are written."""
-        self.measured = -1
-        """The last step at which the validation loss was measured."""
-        self.best: dict[str, Any] = {}
-        """Epoch, step, loss and perplexity of the best, and its directory if it has one."""
-        self.losses: dict[str, float] = {}
-        """The newest of each kind."""
-        self.tokens = 0
-        """Tokens trained on, over all ranks and without padding."""
-        self.elapsed_s = 0.0
-        """Time of the steps of all generations."""
+    def begin(self, step: int) -> None:
+        s, run = self.s, self.run
+        self.before_s, self.whole = self.record.elapsed_s, self.stream.epoch > self.record.epoch
+        say("CFG", world_size=run.world_size, device=run.device, dtype=self.dtype, parallel=s.parallel,
+            packing=self.parts.packing, gradient_checkpointing=s.gradient_checkpointing)  # fmt: skip
+        say("CFG", batch=s.batch, grad_accum=s.grad_accum, samples_a_step=s.batch * s.grad_accum, steps=self.steps,
+            epochs=self.epochs, lr=s.lr, warmup_steps=math.ceil(s.warmup * self.steps), wd=s.wd, grad_clip=s.grad_clip,
+            seq_len=s.seq_len)  # fmt: skip
+        if s.lora:
+            targets = ",".join(s.target_modules)
+            say("CFG", lora_r=s.lora_r, lora_alpha=s.lora_alpha, lora_dropout=s.lora_dropout, target_modules=targets)
+        if step >= self.steps:
+            log.info(f"[CFG] all {step} steps are done; --epochs or --max-steps sets more")
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values, the same on every rank but for the time."""
-        return {name: dict(value) if isinstance(value, dict) else value for name, value in vars(self).items()}
+    def batches(self) -> Iterator[Batch]:
+        """By hand: the state does not show that FSDP shards over all ranks."""
+        return self.stream.batches(self.run.rank, self.run.world_size)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what was saved. Raises OutlastError when it was saved by a run on other weights or other data."""
-        for name, what, remedy in (
-            ("base", "another base model", "its base"),
-            ("data", "other training data", "the same data and --seq-len"),
-        ):
-            theirs, ours = state[name], getattr(self, name)
-            if theirs and ours and theirs != ours:
-                raise OutlastError(
-                    f"the checkpoint belongs to {what} ({theirs}) than the one here ({ours}); resume with {remedy}, or "
-                    "start a new run in another output"
-                )
-        vars(self).update({**state, "base": self.base or state["base"], "data": self.data or state["data"]})
+    def rate(self, step: int, batch: Batch | None = None) -> float:
+        return rate(self.s, step, self.steps)
 
+    def update(self, step: int, batch: Batch) -> None:
+        """One step: gradients of the mean loss over all learned tokens of the global batch, then AdamW."""
+        s, world = self.s, self.run.world_size
+        rows = self.parts.rows([data for data, _ in batch.pieces], s.batch * s.seq_len)
+        real = bool(len(batch.indices))  # else they are another rank's, and take part without counting
+        ours = [sum(len(row.targets) for row in rows) * real, sum(row.real for row in rows) * real]
+        passes = [len(rows) if rank == self.run.rank else 0 for rank in range(world)]
+        counts = torch.tensor([*ours, *passes], device=self.run.device)
+        if world > 1:
+            dist.all_reduce(counts)
+        learned, tokens, *passes = counts.tolist()
+        share = world / learned if real else 0.0  # DDP and FSDP average over the ranks
+        total = torch.zeros((), device=self.run.device)
+        batch = dataclasses.replace(batch, pieces=tuple((row, share) for row in rows), most=max(passes))
+        for row, share in batch.split(self.net):
+            loss: Tensor = self.net(row) * share
+            loss.backward()
+            total += loss.detach()
+        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        self.norm = nn.utils.clip_grad_norm_(trained, s.grad_clip or math.inf)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        device.of(self.run.device).mark_step()
+        self.loss = sum(self.run.gather(total.item())) / world if world > 1 else total.item()
+        self.record.tokens += tokens
+        self.log.done += tokens
+        if s.log_batches == "all" or (s.log_batches == "first-last" and (batch.ends_epoch or batch.start == 0)):
+            collated(step + 1, batch, rows)
 
-class Clock:
-    """The time that steps take, without evaluations and what comes before the first step."""
+    def report(self, step: int, batch: Batch) -> None:
+        speed: dict[str, Any] = {}
+        if step % self.s.log_interval == 0 or batch.ends_epoch or step == self.steps:
+            speed = {"tokens_per_s": self.log.speed()}
+        lr, tokens = self.rate(step - 1), self.record.tokens
+        values: dict[str, Any] = {"loss": self.loss, "lr": lr, "grad_norm": loop.plain(self.norm), "epoch": batch.epoch + 1}
+        self.run.log(step, **values, tokens=tokens, **speed)
+        self.record.losses["loss"] = self.loss
+        if speed:
+            about = f"epoch={batch.epoch + 1}/{self.epochs} step={step} tokens/s={speed['tokens_per_s']:.0f}"
+            log.info(f"[TRAIN] {about} loss={self.loss:.4f} lr={lr:.3g}")
 
-    def __init__(self, elapsed_s: float) -> None:
-        self._before, self._since = elapsed_s, time.monotonic()
+    def due(self, step: int, batch: Batch) -> bool:
+        self.whole = batch.ends_epoch
+        return super().due(step, batch)
+
+    def measure(self, step: int) -> float:
+        """Write what an epoch made, and measure it; at the end, also a part of one. The loss is NaN without validation data."""
+        s, record, elapsed = self.s, self.record, self.elapsed_s
+        epoch = record.epoch + 1
+        directory = f"epoch-{epoch}" if self.whole and s.epoch_results else ""
+        if directory:
+            self.write(directory)
+        loss = self.validate(step, directory, epoch)
+        said = f" val_loss={loss:.4f} perplexity={perplexity(loss):.2f}" if math.isfinite(loss) else ""
+        log.info(f"[EPOCH] {epoch}/{self.epochs} tokens_seen={record.tokens} time={elapsed:.2f}s{said}")
+        record.epoch = epoch if self.whole else record.epoch
+        return loss
 
     @property
     def elapsed_s(self) -> float:
-        return self._before + time.monotonic() - self._since
+        """Time of the steps of all starts."""
+        return float(self.before_s + self.log.elapsed_s)
 
-    @contextlib.contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Leave out what is done meanwhile."""
-        before = self.elapsed_s
-        yield
-        self._before, self._since = before, time.monotonic()
+    def remember(self) -> None:
+        self.record.elapsed_s = self.elapsed_s
+
+    def validate(self, step: int, directory: str, epoch: int) -> float:
+        """The validation loss, NaN without validation data; notes the best, and the directory that keeps it. A collective."""
+        record = self.record
+        if self.parts.val is None:
+            return math.nan
+        loss = self.mean(self.parts.val)
+        measured: dict[str, Any] = {"val_loss": loss, "perplexity": perplexity(loss)}
+        record.losses |= measured
+        self.run.log(step, **measured)
+        if not record.best or loss < record.best["val_loss"]:
+            kept = {"directory": directory} if directory else {}  # never `model`, which the next run overwrites
+            record.best = {"epoch": epoch, "step": step, **kept, **measured}
+            if self.run.rank == 0:
+                results.write_json(self.run.output / BEST, record.best)
+        return loss
+
+    def mean(self, samples: Samples) -> float:
+        """Mean loss over the learned tokens of all samples, each computed by one rank. A collective."""
+        run = self.run
+        begin, end = dealt(len(samples), run.world_size, run.rank)
+        rows = validation(self.parts, samples, range(begin, end), self.s)
+        passes = max(run.gather(len(rows)))
+        stand_in = validation(self.parts, samples, range(1), self.s)[:1]
+        total = torch.zeros((), device=run.device, dtype=torch.float64)
+        net = self.net if self.s.parallel == "fsdp" else self.tuned  # FSDP gathers weights in every pass, on all ranks
+        net.eval()
+        with torch.no_grad():
+            for number in range(passes):
+                row = rows[number] if number < len(rows) else stand_in[0]
+                loss: Tensor = net(_llm_model().moved(row, run.device))
+                if number < len(rows):
+                    total += loss.double()
+                run.alive()
+        net.train()
+        found = run.gather((total.item(), sum(len(row.targets) for row in rows)))
+        return float(sum(each for each, _ in found) / sum(count for _, count in found))
+
+    def write(self, name: str) -> dict[str, Tensor]:
+        """Write a directory as Hugging Face reads it. Returns what trains on rank 0. A collective."""
+        llm_model, run, parts = _llm_model(), self.run, self.parts
+        tensors: dict[str, Tensor] = llm_model.whole(self.tuned.model, keep=run.rank == 0)
+        with results.by_rank_0(run) as ours:
+            if ours:
+                dtype = llm_model.stored(parts.directory)
+                llm_model.write(self.tuned.model, parts.tokenizer, run.output / name, tensors, dtype)
+        return tensors
+
+    def finish(self, step: int) -> None:
+        s, run, record = self.s, self.run, self.record
+        elapsed, tokens = self.elapsed_s, record.tokens
+        tensors = self.write("model")
+        speed = tokens / max(1e-9, elapsed)
+        about = f"epochs={self.epochs} total_tokens={tokens} elapsed={elapsed:.2f}s (~{speed:.0f} tok/s)"
+        log.info(f"[DONE] training finished: {about}")
+        if run.rank:
+            return
+        if s.merge and s.lora:
+            with run.alive():
+                _llm_model().merge(self.parts.directory, run.output / "model", run.output / "merged", self.parts.tokenizer)
+        known = {"step": step, **record.losses, "tokens_total": tokens, "best": record.best}
+        results.write_json(run.output / "final.json", {**known, "weights_sha256": results.sha256(tensors)})
+        if s.report_json:
+            report = {"world_size": run.world_size, "tokens_total": tokens, "elapsed_sec": round(elapsed, 3)}
+            results.write_json(Path(s.report_json), {**report, "tokens_per_sec": round(speed, 3)})
+
+
+def say(kind: str, **values: Any) -> None:
+    """A line of values by name."""
+    log.info(f"[{kind}] " + " ".join(f"{name}={value}" for name, value in values.items()))
+
+
+def collated(step: int, batch: Batch, rows: Sequence[Row]) -> None:
+    """Describe rank 0's part of a batch."""
+    cells, real = sum(row.tokens.numel() for row in rows), sum(row.real for row in rows)
+    shapes = ",".join("x".join(map(str, row.tokens.shape)) for row in rows[:4])
+    say("COLLATE", epoch=batch.epoch + 1, step=step, samples=len(batch.indices), rows=len(rows), shapes=shapes, tokens=real,
+        learned=sum(len(row.targets) for row in rows), padding=f"{1 - real / cells:.1%}")  # fmt: skip
+
+
+def rate(s: Settings, step: int, steps: int) -> float:
+    """The learning rate of a step: a line upwards, then one down to 0 at the last of all `steps`."""
+    rising = math.ceil(s.warmup * steps)
+    if step < rising:
+        return s.lr * (step + 1) / rising
+    return s.lr * (steps - step) / max(1, steps - rising)
 
 
 @dataclass
@@ -232,13 +334,15 @@ class Parts:
         tokenizer = directory
         if s.tokenizer_local_dir:
             tokenizer = Path(llm_model.place("", s.tokenizer_local_dir, offline=offline, what="tokenizer"))
-        known = chat.load(tokenizer.resolve(), chat.digest(tokenizer))
-        log.info(f"[STEP] tokenizer {tokenizer}: {len(known):,} tokens")
+        words = chat.load(tokenizer.resolve(), chat.digest(tokenizer))
+        log.info(f"[STEP] tokenizer {tokenizer}: {len(words):,} tokens")
         low = bfloat16(s, where, run)
         model = llm_model.load(directory, torch.bfloat16 if low and s.lora else torch.float32, s.seq_len, where)
         model.name_or_path = str(directory.resolve()) if Path(named).is_dir() else named  # what an adapter says it belongs to
         train, val = data(s, tokenizer, model.get_input_embeddings().num_embeddings, run)
-        record = Record(llm_model.fingerprint(model) if s.lora else "", train.digest)
+        about = {"base": llm_model.fingerprint(model) if s.lora else "", "data": train.digest}
+        known = {"epoch": 0, "best": {}, "tokens": 0, "elapsed_s": 0.0}  # epochs whose results are written, the best of them, ...
+        record = Record({"base": "another base model", "data": "other training data"}, **about, **known)
         if s.lora:
             model = llm_model.adapted(model, llm_model.Lora(s.lora_r, s.lora_alpha, s.lora_dropout, s.target_modules))
         whole = run is None or s.parallel == "ddp" or llm_model.needs_gpu(model)
@@ -252,7 +356,7 @@ class Parts:
         trains, every = (sum(p.numel() for p in model.parameters() if p.requires_grad or all_) for all_ in (False, True))
         kind, seconds = type(tuned.base).__name__, time.monotonic() - started
         log.info(f"[STEP] model {directory}: {kind}, {trains:,} of {every:,} parameters train, {seconds:.1f}s")
-        return cls(tuned, known, train, val, directory, record, low, s.packing and not cannot)
+        return cls(tuned, words, train, val, directory, record, low, s.packing and not cannot)
 
     def training(self) -> nn.Module:
         """What a checkpoint holds of the model."""
@@ -314,232 +418,6 @@ def bfloat16(s: Settings, where: torch.device, run: Session | None) -> bool:
     return s.bf16 or device.dtype(s.dtype, where, run.gather if run else None) == torch.bfloat16
 
 
-def parallel(s: Settings, run: Session, tuned: Tuned) -> nn.Module:
-    """What trains the model on all ranks."""
-    if s.parallel == "fsdp":
-        mesh = init_device_mesh(run.device.type, (run.world_size,))
-        for layer in _llm_model().layers(tuned.base):
-            fully_shard(layer, mesh=mesh)
-        fully_shard(tuned, mesh=mesh)
-        return tuned
-    if run.world_size == 1:
-        return tuned
-    frozen = [name for name, each in tuned.named_parameters() if not each.requires_grad] + [
-        name for name, _ in tuned.named_buffers()
-    ]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(tuned, frozen)  # every rank has read them
-    return run.ddp(tuned)
-
-
-def adamw(s: Settings, model: nn.Module, where: torch.device) -> torch.optim.AdamW:
-    """AdamW, in one kernel where there is one. Matrices decay, norms and biases do not."""
-    parameters = list(model.parameters())
-    decayed, others = ([p for p in parameters if (p.dim() > 1) == wanted] for wanted in (True, False))
-    groups = [{"params": some, "weight_decay": wd} for some, wd in ((decayed, s.wd), (others, 0.0)) if some]
-    return torch.optim.AdamW(groups, lr=s.lr, betas=(0.9, 0.95), eps=1e-8, fused=where.type in ("cpu", "cuda"))
-
-
-def rate(s: Settings, step: int, steps: int) -> float:
-    """The learning rate of a step: a line upwards, then one down to 0 at the last of all `steps`."""
-    rising = math.ceil(s.warmup * steps)
-    if step < rising:
-        return s.lr * (step + 1) / rising
-    return s.lr * (steps - step) / max(1, steps - rising)
-
-
-@dataclass
-class Trainer:
-    """The parts of a step."""
-
-    s: Settings
-    run: Session
-    parts: Parts
-    net: nn.Module
-    """What exchanges gradients."""
-    optimizer: torch.optim.Optimizer
-    stream: Stream
-
-    def __post_init__(self) -> None:
-        self.tuned, self.record = self.parts.tuned, self.parts.record
-        self.room = self.s.batch * self.s.seq_len
-        self.epochs = -(-self.stream.total_steps // self.stream.steps_per_epoch) if self.s.max_steps else self.s.epochs
-        self.clock = Clock(self.record.elapsed_s)
-        self.printed = self.record.tokens, self.record.elapsed_s
-
-    def begin(self, step: int) -> None:
-        """Say what is trained."""
-        s, run = self.s, self.run
-        steps = self.stream.total_steps
-        self.say("CFG", world_size=run.world_size, device=run.device, dtype="bfloat16" if self.parts.bfloat16 else "float32",
-                 parallel=s.parallel, packing=self.parts.packing, gradient_checkpointing=s.gradient_checkpointing)  # fmt: skip
-        self.say("CFG", batch=s.batch, grad_accum=s.grad_accum, samples_a_step=s.accumulated, steps=steps,
-                 epochs=self.epochs, lr=s.lr, warmup_steps=math.ceil(s.warmup * steps), wd=s.wd,
-                 grad_clip=s.grad_clip, seq_len=s.seq_len)  # fmt: skip
-        if s.lora:
-            targets = ",".join(s.target_modules)
-            self.say("CFG", lora_r=s.lora_r, lora_alpha=s.lora_alpha, lora_dropout=s.lora_dropout, target_modules=targets)
-        if step >= self.stream.total_steps:
-            log.info(f"[CFG] all {step} steps are done; --epochs or --max-steps sets more")
-
-    def say(self, kind: str, **values: Any) -> None:
-        """A line of values by name."""
-        log.info(f"[{kind}] " + " ".join(f"{name}={value}" for name, value in values.items()))
-
-    def update(self, step: int, batch: Batch) -> None:
-        """One step: gradients of the mean loss over all learned tokens of the global batch, then AdamW."""
-        s, world = self.s, self.run.world_size
-        rows = self.parts.rows([data for data, _ in batch.pieces], self.room)
-        real = bool(len(batch.indices))  # else they are another rank's, and take part without counting
-        ours = [sum(len(row.targets) for row in rows) * real, sum(row.real for row in rows) * real]
-        passes = [len(rows) if rank == self.run.rank else 0 for rank in range(world)]
-        counts = torch.tensor([*ours, *passes], device=self.run.device)
-        if world > 1:
-            dist.all_reduce(counts)
-        learned, tokens, *passes = counts.tolist()
-        share = world / learned if real else 0.0  # DDP and FSDP average over the ranks
-        total = torch.zeros((), device=self.run.device)
-        batch = dataclasses.replace(batch, pieces=tuple((row, share) for row in rows), most=max(passes))
-        for row, share in batch.split(self.net):
-            loss: Tensor = self.net(row) * share
-            loss.backward()
-            total += loss.detach()
-        self.norm = nn.utils.clip_grad_norm_(self.trained, s.grad_clip or math.inf)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate(s, step, self.stream.total_steps)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        device.of(self.run.device).mark_step()
-        self.loss = sum(self.run.gather(total.item())) / world if world > 1 else total.item()
-        self.record.tokens += tokens
-        self.collated(step + 1, batch, rows)
-
-    @property
-    def trained(self) -> list[nn.Parameter]:
-        """The parameters that train."""
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
-    def collated(self, step: int, batch: Batch, rows: Sequence[Row]) -> None:
-        """Describe rank 0's part of a batch, if that is wanted."""
-        if self.s.log_batches == "none" or not (self.s.log_batches == "all" or batch.ends_epoch or batch.start == 0):
-            return
-        cells = sum(row.tokens.numel() for row in rows)
-        real = sum(row.real for row in rows)
-        learned = sum(len(row.targets) for row in rows)
-        shapes = ",".join("x".join(map(str, row.tokens.shape)) for row in rows[:4])
-        self.say("COLLATE", epoch=batch.epoch + 1, step=step, samples=len(batch.indices), rows=len(rows), shapes=shapes,
-                 tokens=real, learned=learned, padding=f"{1 - real / cells:.1%}")  # fmt: skip
-
-    def report(self, step: int, batch: Batch) -> None:
-        """Log a step."""
-        last = batch.ends_epoch or step == self.stream.total_steps
-        speed: dict[str, float] = {}
-        if step % self.s.log_interval == 0 or last:
-            elapsed = self.clock.elapsed_s
-            tokens, since = self.printed
-            speed = {"tokens_per_s": (self.record.tokens - tokens) / max(1e-9, elapsed - since)}
-            self.printed = self.record.tokens, elapsed
-        norm = self.norm.full_tensor() if hasattr(self.norm, "full_tensor") else self.norm
-        lr = rate(self.s, step - 1, self.stream.total_steps)
-        values: dict[str, Any] = {"loss": self.loss, "lr": lr, "grad_norm": norm, "epoch": batch.epoch + 1}
-        values |= {"tokens": self.record.tokens, **speed}
-        self.run.log(step, **values)
-        self.record.losses["loss"] = self.loss
-        if speed:
-            about = f"epoch={batch.epoch + 1}/{self.epochs} step={step} tokens/s={speed['tokens_per_s']:.0f}"
-            log.info(f"[TRAIN] {about} loss={self.loss:.4f} lr={lr:.3g}")
-
-    def results(self, step: int, epoch: int, *, whole: bool = True) -> None:
-        """Measure an epoch or, at the end, a part of one; write what it made; save, with the validation loss as metric."""
-        run, record = self.run, self.record
-        with self.clock.stopped():
-            elapsed = self.clock.elapsed_s
-            directory = f"epoch-{epoch}" if whole and self.s.epoch_results else ""
-            if directory:
-                self.write(directory)
-            measured = self.measure(step, directory, epoch)
-            said = f" val_loss={measured:.4f} perplexity={perplexity(measured):.2f}" if math.isfinite(measured) else ""
-            log.info(f"[EPOCH] {epoch}/{self.epochs} tokens_seen={record.tokens} time={elapsed:.2f}s{said}")
-            record.epoch, record.elapsed_s = epoch if whole else record.epoch, elapsed
-            run.save(step, metric=measured)
-
-    def measure(self, step: int, directory: str, epoch: int) -> float:
-        """The validation loss, NaN without validation data; notes the best, and the directory that keeps it. A collective."""
-        record = self.record
-        if self.parts.val is None:
-            return math.nan
-        loss, _ = self.mean(self.parts.val)
-        record.measured = step
-        record.losses |= {"val_loss": loss, "perplexity": perplexity(loss)}
-        self.run.log(step, val_loss=loss, perplexity=perplexity(loss))
-        if not record.best or loss < record.best["val_loss"]:
-            kept = {"directory": directory} if directory else {}  # never `model`, which the next run overwrites
-            record.best = {"epoch": epoch, "step": step, **kept, "val_loss": loss, "perplexity": perplexity(loss)}
-            if self.run.rank == 0:
-                results.write_json(self.run.output / BEST, record.best)
-        return loss
-
-    def mean(self, samples: Samples) -> tuple[float, int]:
-        """Mean loss over the learned tokens of all samples, each computed by one rank, and their number. A collective."""
-        run = self.run
-        begin, end = dealt(len(samples), run.world_size, run.rank)
-        rows = validation(self.parts, samples, range(begin, end), self.s)
-        passes = max(run.gather(len(rows)))
-        stand_in = validation(self.parts, samples, range(1), self.s)[:1]
-        total = torch.zeros((), device=run.device, dtype=torch.float64)
-        net = self.net if self.s.parallel == "fsdp" else self.tuned  # FSDP gathers weights in every pass, on all ranks
-        net.eval()
-        with torch.no_grad():
-            for number in range(passes):
-                row = rows[number] if number < len(rows) else stand_in[0]
-                loss: Tensor = net(_llm_model().moved(row, run.device))
-                if number < len(rows):
-                    total += loss.double()
-                run.alive()
-        net.train()
-        found = run.gather((total.item(), sum(len(row.targets) for row in rows)))
-        learned = sum(count for _, count in found)
-        return sum(each for each, _ in found) / learned, learned
-
-    def write(self, name: str) -> dict[str, Tensor]:
-        """Write a directory as Hugging Face reads it. Returns what trains on rank 0. A collective."""
-        llm_model, run = _llm_model(), self.run
-        tensors: dict[str, Tensor] = llm_model.whole(self.tuned.model, keep=run.rank == 0)
-        problem = ""
-        if run.rank == 0:
-            with run.alive():
-                try:
-                    dtype = llm_model.stored(self.parts.directory)
-                    llm_model.write(self.tuned.model, self.parts.tokenizer, run.output / name, tensors, dtype)
-                except OutlastError as error:
-                    problem = str(error)
-        if problem := run.gather(problem)[0]:
-            raise OutlastError(problem)
-        return tensors
-
-    def finish(self, step: int) -> None:
-        """Write the results."""
-        s, run, record = self.s, self.run, self.record
-        with self.clock.stopped():
-            elapsed = self.clock.elapsed_s
-            if record.measured < step:  # --max-steps may end within an epoch
-                record.elapsed_s = elapsed
-                self.measure(step, "", record.epoch + 1)
-            tensors = self.write("model")
-        speed = record.tokens / max(1e-9, elapsed)
-        about = f"epochs={self.epochs} total_tokens={record.tokens} elapsed={elapsed:.2f}s (~{speed:.0f} tok/s)"
-        log.info(f"[DONE] training finished: {about}")
-        if run.rank:
-            return
-        if s.merge and s.lora:
-            with run.alive():
-                _llm_model().merge(self.parts.directory, run.output / "model", run.output / "merged", self.parts.tokenizer)
-        known = {"step": step, **record.losses, "tokens_total": record.tokens, "best": record.best}
-        results.write_json(run.output / "final.json", {**known, "weights_sha256": results.sha256(tensors)})
-        if s.report_json:
-            report = {"world_size": run.world_size, "tokens_total": record.tokens, "elapsed_sec": round(elapsed, 3)}
-            results.write_json(Path(s.report_json), {**report, "tokens_per_sec": round(speed, 3)})
-
-
 def validation(parts: Parts, samples: Samples, numbers: range, s: Settings) -> list[Row]:
     """The forward passes for some validation samples."""
     pieces = [[samples[i] for i in numbers[at : at + s.batch]] for at in range(0, len(numbers), s.batch)]
@@ -558,7 +436,7 @@ def perplexity(loss: float) -> float:
 def evaluate(s: Settings) -> None:
     """Loss and perplexity of a checkpoint on the validation file."""
     logged(dataclasses.replace(s, log_level="WARNING"), 0)
-    output, where = Path(os.environ.get(contract.Env.OUTPUT, "out")), device.computing()
+    output, where = results.output(), device.computing()
     found = results.checkpoint(output, s.checkpoint)
     parts = Parts.found(s, where, None)
     if parts.val is None:
@@ -588,10 +466,13 @@ def logged(s: Settings, rank: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train or evaluate."""
-    s = settings.parse(Settings, argv, __doc__)
+    s = settings.parse(Settings, argv, __doc__, THEIRS)
     results.into(s.output_dir, "1 min val_loss")
-    (evaluate if s.evaluate else train)(s)
+    if s.evaluate:
+        evaluate(s)
+    else:
+        loop.train(Training, s)
 
 
 if __name__ == "__main__":
-    settings.run(main)
+    results.run(main)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,11 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from outlast import contract, file_locks
+from outlast import file_locks
 from outlast.data import shards
 from outlast.data.prepare import chat, jsonl, plan, work
 from outlast.errors import OutlastError
 from outlast.training import Shards
+from outlast.workerfiles import wants
 
 NONE = "none"
 """As `--val`: do not measure."""
@@ -82,13 +82,14 @@ def cached(source: Source, tokenizer: Path, *, skip_bad: bool, ours: bool, say: 
     settings = jsonl.Settings(str(tokenizer), val=0, skip_damaged=skip_bad)
     found = source.path.stat()
     about = str(source.path.resolve()), found.st_size, found.st_mtime_ns, settings.described
-    directory = _cache() / hashlib.sha256(repr(about).encode()).hexdigest()[:32]
+    directory = wants.cache(os.environ) / "llm" / hashlib.sha256(repr(about).encode()).hexdigest()[:32]
     if not ours:
         return directory
     with source.path.open("rb") as file:
         empty = not any(line.strip() for line in file)
     if empty:
         raise OutlastError(f"{source.path} is empty; give it records, one a line")
+    directory.parent.mkdir(parents=True, exist_ok=True)
     waiting = lambda: say(f"another process of this machine tokenizes {source.path}; waiting for it")  # noqa: E731
     with file_locks.exclusive(directory.with_suffix(".lock"), waiting=waiting, stop=threading.Event()):
         made = jsonl.prepare(work.Request(source.path, directory, 0), settings)
@@ -96,19 +97,6 @@ def cached(source: Source, tokenizer: Path, *, skip_bad: bool, ours: bool, say: 
         first = "; ".join(made.source.get("left_out", ()))
         say(f"{left_out} of the lines of {source.path} are no records and are left out (--skip-bad): {first}")
     return directory
-
-
-def _cache() -> Path:
-    """Where this machine keeps tokens of its jobs."""
-    home = os.environ.get(contract.Env.CACHE)
-    cache = Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outlast"
-    try:
-        (cache / "llm").mkdir(parents=True, exist_ok=True)
-        if os.access(cache / "llm", os.W_OK):
-            return cache / "llm"
-    except OSError:
-        pass
-    return Path(tempfile.gettempdir()) / f"outlast-{os.getuid()}" / "llm"
 
 
 class Samples(Dataset[Sample]):

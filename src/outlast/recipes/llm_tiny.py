@@ -22,7 +22,7 @@ import torch
 from outlast import files
 from outlast.data.prepare import chat, plan, tokenizer
 from outlast.errors import OutlastError
-from outlast.recipes import settings
+from outlast.recipes import results, settings
 from outlast.recipes.settings import flag
 
 MODULES = (
@@ -35,7 +35,7 @@ QUESTION = "What does {name}({arguments}) of {module} do?"
 
 @dataclass(frozen=True)
 class Settings:
-    to: str = flag(..., "directory to write", also=("output",), first=True)
+    to: str = flag("data/llm", "directory to write", first=True)
     layers: int = flag(2, "decoder layers", least=1)
     width: int = flag(128, "of the residual stream; heads are 32 wide", least=32)
     vocab_size: int = flag(1024, "tokens", least=300)
@@ -123,4 +123,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    settings.run(main)
+    results.run(main)

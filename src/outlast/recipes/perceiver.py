@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,31 +32,37 @@ from torch import Tensor, nn
 
 from outlast import contract
 from outlast.errors import OutlastError
-from outlast.recipes import perceiver_data, perceiver_measure, perceiver_model, results, settings
+from outlast.recipes import loop, perceiver_data, perceiver_measure, perceiver_model, results, settings
+from outlast.recipes.loop import Record
 from outlast.recipes.perceiver_data import Clips, Data, Remarks
 from outlast.recipes.perceiver_model import Config, Perceiver, Points
 from outlast.recipes.settings import flag
-from outlast.training import Session, Stream, checkpoint, device, session
-from outlast.training.stream import dealt
+from outlast.training import Session, Stream, checkpoint, device
+from outlast.training.stream import Batch, dealt
+
+THEIRS = {
+    "dataset_dir": "data",
+    "logdir": "output_dir",
+    "batch_size": "batch",
+    "num_epochs": "epochs",
+    "num_workers": "workers",
+    "expected_average_throughput": "expected_throughput",
+    "config_file_path": "config",
+    "drop_last": "a short last step counts as what it is, and nothing is dropped",
+}
+"""Flags of train_trn.py that have another name here; all others have the same."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    data: str = flag(
-        "",
-        "directory of videos, or directory or URL of prepared shards; default $OUTLAST_DATA, then $DATASET_DIR",
-        group="data and output",
-        also=("dataset_dir",),
-    )
+    data: str = flag("", "directory of videos, or of prepared shards, or their URL; default $OUTLAST_DATA", group="data")
     dataset: Literal["synthetic", "kinetics-small", "kinetics"] | None = flag(
-        None,
-        "synthetic: small videos that are made here; kinetics: those of --data, kinetics-small: 1,100 of them; default kinetics "
-        "where there are data",
+        None, "videos that are made here, those of --data, or 1,100 of them; default kinetics where there are data"
     )
     labels: str = flag("", "CSV with the classes of the videos (file,label, or a list of Kinetics); default: their directories")
     val: float = flag(0.1, "share of the videos to measure on, where no directory is named val", least=0, most=0.9)
     skip_bad: bool = flag(False, "leave out clips that cannot be read, and name and count them, instead of stopping")
-    output_dir: str = flag("", "where to write; a job's output has precedence", also=("logdir", "out_dir", "output"))
+    output_dir: str = flag("", "where to write; a job's output has precedence")
     init_from: str = flag("", "directory with a Perceiver of Hugging Face (config.json, weights) to begin with")
     seed: int = flag(0, "seed of the first weights, of the order of clips and of their moments")
 
@@ -82,19 +86,15 @@ class Settings:
     dropout: float = flag(0.1, "share of attention weights dropped in training", least=0, most=0.9)
 
     batch: int | None = flag(
-        None,
-        "clips of a step over all ranks; default 8, or $BATCH_SIZE x $NPROC_PER_NODE",
-        least=1,
-        group="training",
-        also=("batch_size",),
+        None, "clips a step over all ranks; default 8, or $BATCH_SIZE x $NPROC_PER_NODE", least=1, group="training"
     )
     microbatch: int | None = flag(None, "most clips that a rank computes at once; default: its whole share of a step", least=1)
-    epochs: int = flag(2, "passes over the training clips", least=1, also=("num_epochs",))
+    epochs: int = flag(2, "passes over the training clips", least=1)
     max_steps: int | None = flag(None, "stop after so many steps; default $MAX_STEPS, else after the epochs", least=1)
-    lr: float = flag(5e-5, "highest learning rate", least=0, also=("learning_rate",))
+    lr: float = flag(5e-5, "highest learning rate", least=0)
     warmup_steps: int = flag(0, "steps in which it rises to that", least=0)
     lr_schedule: Literal["constant", "cosine"] = flag("constant", "how it goes on: cosine falls to 0 at the last step")
-    weight_decay: float = flag(0.1, "pull of every weight towards 0", least=0, also=("wd",))
+    weight_decay: float = flag(0.1, "pull of every weight towards 0", least=0)
     grad_clip: float = flag(10.0, "longest gradient; 0: any", least=0)
     image_points: int = flag(512, "pixels that are decoded in a step, the same for all clips", least=1)
     audio_points: int = flag(512, "patches of sound that are decoded in a step", least=1)
@@ -106,29 +106,14 @@ class Settings:
     do_eval: bool = flag(True, "measure on the validation clips after every epoch", group="evaluation and logs")
     eval_every: int | None = flag(None, "steps between two measurements instead", least=1)
     test_batch_size: int = flag(8, "clips that a rank measures at once", least=1)
-    log_steps: int = flag(
-        20, "steps between two lines of the log; only there the loss is waited for", least=1, also=("log_interval",)
-    )
+    log_steps: int = flag(20, "steps between two lines of the log; only there the loss is waited for", least=1)
     metrics_debug: bool = flag(False, "also log the length of the gradient and of the weights")
-    expected_throughput: float = flag(
-        0.0,
-        "clips a second: the run fails at its end if the mean of its last 10 log lines is below 0.95 of that; 0: any",
-        least=0,
-        also=("expected_average_throughput",),
-    )
+    expected_throughput: float = flag(0.0, "clips a second: the run fails at its end below 0.95 of that; 0: any", least=0)
 
-    dtype: Literal["auto", "float32", "bfloat16"] = flag(
-        "auto", "of matrix products; auto: bfloat16 where it is fast", group="machine"
-    )
-    workers: int = flag(0, "processes that decode videos, per rank", least=0, also=("num_workers",))
-    drop_last: bool = flag(False, "the source's; a short last step counts as what it is, and nothing is dropped")
+    dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "auto: bfloat16 where it is fast", group="machine")
+    workers: int = flag(0, "processes that decode videos, per rank", least=0)
 
-    evaluate: bool = flag(
-        False,
-        "measure the newest weights on all points of all validation clips",
-        group="instead of training",
-        also=("eval_only",),
-    )
+    evaluate: bool = flag(False, "measure the newest weights on all validation clips", group="instead of training")
     checkpoint: str = flag("", "the checkpoint to measure: best, or a step")
     eval_points: int = flag(0, "pixels of a clip to measure; 0: all", least=0)
     reconstruct: str = flag("", "with --evaluate: an .mp4 file to write, a clip and beside it what the model makes of it")
@@ -140,128 +125,58 @@ class Settings:
         return self.batch or 8
 
 
-# Training
+class Training(loop.Recipe):
+    """A run: `loop.train` calls the methods."""
 
+    def __init__(self, s: Settings, run: Session) -> None:
+        super().__init__(s, run)
+        self.model, self.data = first(s, run)
+        self.model.to(run.device)
+        self.net = loop.parallel("ddp", run, self.model)
+        self.optimizer = self.model.optimizer(s.lr, s.weight_decay)
+        self.record = record(self.model.config, self.data.digest)
+        self.remarks = Remarks(self.record.remarks)
+        how: dict[str, Any] = {"batch": s.samples, "microbatch": s.microbatch, "seed": s.seed, "workers": s.workers}
+        self.stream = Stream(self.data.train, epochs=s.epochs, **how)
+        if s.max_steps and s.max_steps < self.stream.total_steps:
+            self.stream = Stream(self.data.train, steps=s.max_steps, **how)
+        self.device, self.dtype = device.of(run.device), device.dtype(s.dtype, run.device, run.gather)
+        self.used = {"batch": s.samples, "computed_in": str(self.dtype).removeprefix("torch.")}
+        self.norm = torch.zeros((), device=run.device)
+        self.speed = Speed()
 
-def train(s: Settings) -> None:
-    """Train from the newest checkpoint, or from the beginning, to the last step."""
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs
-    with session.open(seed=s.seed, quiet=True) as run:
-        log = Log(run)
-        for sentence in ignored(s, run):
-            log.line(sentence)
-        model, data = first(s, run)
-        model.to(run.device)
-        net = run.ddp(model) if run.world_size > 1 else model
-        optimizer = model.optimizer(s.lr, s.weight_decay)
-        record = Record(model.config, data.digest)
-        stream = Stream(data.train, batch=s.samples, microbatch=s.microbatch, seed=s.seed, epochs=s.epochs, workers=s.workers)
-        if s.max_steps and s.max_steps < stream.total_steps:
-            stream = Stream(
-                data.train, batch=s.samples, microbatch=s.microbatch, seed=s.seed, steps=s.max_steps, workers=s.workers
-            )
-        with results.hyperparameters(optimizer):
-            step = run.resume({"record": record, "model": net, "optimizer": optimizer, "stream": stream})
-        trainer = Trainer(s, run, log, model, net, optimizer, stream, data, record)
-        run.parameters(settings.values(s) | {"batch": s.samples, "computed_in": str(trainer.dtype).removeprefix("torch.")})
-        log.begin(model, data, s)
-        if record.owed and s.do_eval:
-            trainer.measure(step)
-        for batch in stream:
-            trainer.update(step, batch)
-            log.trained(batch.size)
-            step += 1
-            trainer.report(step, batch.epoch)
-            leaving = run.interrupted()
-            record.owed = trainer.measures(step, batch.ends_epoch)
-            if record.owed and not leaving:
-                trainer.measure(step)
-            elif leaving or run.due(step) or step == stream.total_steps:
-                trainer.save(step)
-        problem = trainer.finish(step)
-    if problem:
-        raise OutlastError(problem)
+    def begin(self, step: int) -> None:
+        c, data, count = self.model.config, self.data, sum(p.numel() for p in self.model.parameters())
+        self.record.owed = self.record.owed and self.s.do_eval
+        self.remarks = Remarks(self.record.remarks)
+        self.log.line(
+            f"{count / 1e6:.2f}M parameters; clips of {c.frames} frames of {c.image_size} x {c.image_size} and {c.samples} "
+            f"samples of sound: {len(data.train)} to train on and {len(data.val) if data.val is not None else 0} to measure; "
+            f"{c.classes} classes; {self.s.samples} clips a step"
+        )
 
+    def rate(self, step: int, batch: Batch | None = None) -> float:
+        return rate(self.s, step, self.stream.total_steps)
 
-class Record:
-    """What a run remembers beside weights."""
-
-    def __init__(self, config: Config | None = None, digest: str = "") -> None:
-        self.config, self.digest = config, digest
-        self.losses: dict[str, float] = {}
-        """The newest of each kind."""
-        self.remarks = Remarks()
-        self.owed = False
-        """Whether the validation clips are due: the run had to leave before it could measure them."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values, the same on every rank."""
-        shape = dataclasses.asdict(self.config) if self.config else {}
-        known = {"losses": dict(self.losses), "remarks": self.remarks.state_dict(), "owed": self.owed}
-        return {"config": shape, "data": self.digest, **known}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was saved. Raises OutlastError when it was saved over other videos."""
-        if self.digest and state["data"] != self.digest:
-            raise OutlastError(
-                f"the checkpoint was trained on other clips ({state['data']}) than those there now ({self.digest}); resume with "
-                "the same data, or start a new run"
-            )
-        saved = Config(**state["config"])
-        self.config = self.config or saved
-        for field in dataclasses.fields(Config):
-            then, now = getattr(saved, field.name), getattr(self.config, field.name)
-            if then != now and field.name != "dropout":
-                raise OutlastError(
-                    f"the checkpoint is of a model with {field.name} {then}, and the settings say {now}; resume with {then}, or "
-                    "start a new run in another output directory"
-                )
-        self.digest, self.losses = state["data"], dict(state["losses"])
-        self.remarks.load_state_dict(state["remarks"])
-        self.owed = state["owed"]
-
-
-@dataclass
-class Trainer:
-    """The parts of a step."""
-
-    s: Settings
-    run: Session
-    log: Log
-    model: Perceiver
-    """The module itself, on which nothing is exchanged between ranks."""
-    net: nn.Module
-    """What exchanges gradients."""
-    optimizer: torch.optim.Optimizer
-    stream: Stream
-    data: Data
-    record: Record
-
-    def __post_init__(self) -> None:
-        self.device = device.of(self.run.device)
-        self.dtype = device.dtype(self.s.dtype, self.run.device, self.run.gather)
-        self.totals = torch.zeros(4, device=self.run.device)
-        self.norm = torch.zeros((), device=self.run.device)
-
-    def update(self, step: int, batch: Any) -> None:
-        """One step: gradients of all micro-batches, then AdamW."""
+    def update(self, step: int, batch: Batch) -> None:
         s, where = self.s, self.run.device
         points = queried(self.model.config, s, step)
         points = Points(*(each.to(where, non_blocking=True) for each in points))
         beside = []
-        indices = batch.indices if len(batch.indices) else np.zeros(s.samples, np.int64)  # of a rank that stands in
+        indices: Any = batch.indices if len(batch.indices) else np.zeros(s.samples, np.int64)  # of a rank that stands in
         for data, _ in batch.pieces:
             n = len(data["label"])
-            weight = self.usable(data, indices[:n])
+            weight = usable(s, self.data, self.remarks, data, indices[:n])
+            perceiver_data.checked(data["label"], self.model.config.classes, self.data.place)
             beside.append((weight.to(where, non_blocking=True), hidden(s, step, indices[:n]).to(where, non_blocking=True)))
             indices = indices[n:]
         more = torch.ones((), device=where)  # 1 / the part of the global batch that is usable
         if s.skip_bad:
-            usable = sum(share * weight.mean() for (_, share), (weight, _) in zip(batch.pieces, beside, strict=True)) + 0 * more
+            counted = sum(share * weight.mean() for (_, share), (weight, _) in zip(batch.pieces, beside, strict=True)) + 0 * more
             if self.run.world_size > 1:
-                dist.all_reduce(usable)
-            more = self.run.world_size / usable.clamp(min=1e-6)
-        totals = torch.zeros_like(self.totals)
+                dist.all_reduce(counted)
+            more = self.run.world_size / counted.clamp(min=1e-6)
+        self.totals = torch.zeros(4, device=where)
         for (data, share), (weight, masked) in zip(batch.split(self.net), beside, strict=True):
             label = data["label"] * weight.long()
             with self.device.autocast(self.dtype):
@@ -270,118 +185,131 @@ class Trainer:
             each = perceiver_model.losses(made, image, audio, label, weight)
             loss = s.image_weight * each.image + s.audio_weight * each.audio + s.label_weight * each.label
             (loss * share * more).backward()  # shares add up to the mean over the usable clips of the global batch
-            totals += torch.stack((loss, *each)).detach() * share * more
-        self.totals = totals
+            self.totals += torch.stack((loss, *each)).detach() * share * more
         if s.grad_clip:
             self.norm = nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate(s, step, self.stream.total_steps)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def usable(self, data: Mapping[str, Any], indices: Any, part: str = "train") -> Tensor:
-        """Which clips of a batch on the CPU count: (b,) of 1 or 0. Raises OutlastError for a bad one, unless told to skip it."""
-        dataset = self.data.train if part == "train" else self.data.val
-        weight = torch.ones(len(data["label"]))
-        if isinstance(dataset, Clips):
-            for row, problem in enumerate(data["problem"]):
-                name = dataset.name(int(indices[row]))
-                if problem and not self.s.skip_bad:
-                    raise OutlastError(problem)
-                for kind, found in (("bad", problem), ("silent", data["silent"][row]), ("short", data["short"][row])):
-                    if found and (sentence := self.record.remarks.see(kind, name)):
-                        print(sentence + (f" ({problem})" if problem else ""), file=sys.stderr, flush=True)
-                weight[row] = not problem
-        perceiver_data.checked(data["label"], self.model.config.classes, self.data.place)
-        return weight
-
-    def report(self, step: int, epoch: int) -> None:
-        """Log a step that is due."""
-        s, run = self.s, self.run
+    def report(self, step: int, batch: Batch) -> None:
+        s, run, log = self.s, self.run, self.log
+        log.done += batch.size
         if step % s.log_steps and step != self.stream.total_steps:
             run.log(step)
             return
         names = ("loss", "image_loss", "audio_loss", "label_loss")
         found = dict(zip(names, self.totals.tolist(), strict=True))  # waits for the device
-        lr, speed = rate(s, step - 1, self.stream.total_steps), self.log.speed()
+        lr, speed = self.rate(step - 1), self.speed.add(log.speed())
         more: dict[str, Any] = {"lr": lr, "throughput": speed}
         if s.metrics_debug:
             squares = [p.detach().float().square().sum() for p in self.model.parameters()]
             more |= {"grad_norm": self.norm, "weight_norm": torch.stack(squares).sum().sqrt()}
         logged = run.log(step, reduce=True, **found, **more)  # means over ranks: losses of the global batch
         self.record.losses |= {name: logged[name] for name in names}
-        self.log.step(step, epoch, lr, logged["loss"], speed)
+        log.line(
+            f"| Training Device={run.device} Epoch={batch.epoch + 1} Step={step} Learning_Rate={lr:g} Loss={logged['loss']:.5f} "
+            f"Throughput={speed:.5f} Time={log.elapsed_s:.1f}"
+        )
 
-    def measures(self, step: int, ends_epoch: bool) -> bool:
-        """Whether the validation clips are due."""
-        if not self.s.do_eval:
-            return False
-        due = step % self.s.eval_every == 0 if self.s.eval_every else ends_epoch
-        return due or step == self.stream.total_steps
+    def due(self, step: int, batch: Batch) -> bool:
+        s = self.s
+        ends = step % s.eval_every == 0 if s.eval_every else batch.ends_epoch
+        return bool(s.do_eval and (ends or step == self.stream.total_steps))
 
     @torch.inference_mode()
-    def measure(self, step: int) -> None:
-        """Losses on the validation clips, each on one rank, at points that are always the same; then a checkpoint."""
+    def measure(self, step: int) -> float:
+        """Losses on the validation clips, each on one rank, at points that are always the same."""
         s, run, val = self.s, self.run, self.data.val
         assert val is not None
         points = queried(self.model.config, s, -1)
         first, last = dealt(len(val), run.world_size, run.rank)
         self.model.eval()
-        sums = perceiver_measure.Sums()
+        sums = torch.zeros(len(perceiver_measure.NAMES), dtype=torch.float64)
         with run.alive():
             for at, data in perceiver_measure.read(val, first, last, s.test_batch_size, s.workers):
-                weight = self.usable(data, range(at, at + len(data["label"])), "val")
-                sums.add(perceiver_measure.measured(self.model, data, weight, points, self.dtype))
+                weight = usable(s, self.data, self.remarks, data, range(at, len(val)), "val")
+                perceiver_data.checked(data["label"], self.model.config.classes, self.data.place)
+                sums = sums + perceiver_measure.measured(self.model, data, weight, points, self.dtype)
         self.model.train()
-        found = perceiver_measure.Sums.of(run.gather(sums.values)).means(s)
-        self.record.losses |= {f"val_{name}": value for name, value in found.items()}
-        self.record.owed = False
+        found = perceiver_measure.means(sum(run.gather(sums)), s)
         values: dict[str, Any] = {f"val_{name}": value for name, value in found.items()}
+        self.record.losses |= values
         run.log(step, **values)
         self.log.line(f"Step={step} " + " ".join(f"Val_{name}={value:.5f}" for name, value in found.items()))
-        self.save(step, found["loss"])
-        self.log.clock()
+        return found["loss"]
 
-    def save(self, step: int, metric: float = math.nan) -> None:
-        """A checkpoint; `metric` nan: not measured, so it is never the best."""
-        self.record.remarks.add(self.run.gather(self.record.remarks.state_dict()))
-        self.run.save(step, metric=metric)
+    def remember(self) -> None:
+        """The clips that any rank could not use as they are."""
+        self.remarks.add(self.run.gather(self.remarks.found))
+        self.record.remarks = self.remarks.found
 
-    def finish(self, step: int) -> str:
-        """Write the results; what is wrong with the speed, on all ranks, or nothing."""
+    def finish(self, step: int) -> None:
         s, run = self.s, self.run
+        self.remember()
         run.export(self.model)
-        speed = run.gather(self.log.average())[0]
-        counts = self.record.remarks.counts()
+        speed, counts = run.gather(self.speed.mean)[0], self.remarks.counts()
         if run.rank == 0:
             document = {"step": step, **self.record.losses, "throughput": speed, **counts}
             results.write_json(run.output / "final.json", {**document, "weights_sha256": results.sha256(self.model)})
         if counts["bad"]:
-            names = ", ".join(sorted(self.record.remarks.found["bad"])[:3])
+            names = ", ".join(self.remarks.found["bad"][:3])
             self.log.line(
                 f"{counts['bad']} clips could not be read and were left out: {names}{', ...' if counts['bad'] > 3 else ''}"
             )
-        if not s.expected_throughput:
-            return ""
-        if speed is None:
+        if s.expected_throughput and speed is None:
             self.log.line(f"expected_throughput is not checked: this start made fewer than {s.log_steps} steps after its first")
-            return ""
-        if speed >= 0.95 * s.expected_throughput:
-            return ""
-        return (
-            f"throughput {speed:.2f} clips/s is below 0.95 of the expected {s.expected_throughput:g}; the results are written. "
-            "Find out what is slow, or expect less with --expected-throughput"
-        )
+        elif s.expected_throughput and speed < 0.95 * s.expected_throughput:
+            self.problem = (
+                f"throughput {speed:.2f} clips/s is below 0.95 of the expected {s.expected_throughput:g}; the results are "
+                "written. Find out what is slow, or expect less with --expected-throughput"
+            )
+
+
+def usable(s: Settings, d: Data, remarks: Remarks, data: Mapping[str, Any], indices: Any, part: str = "train") -> Tensor:
+    """Which clips of a batch on the CPU count: (b,) of 1 or 0. Raises OutlastError for a bad one, unless told to skip it."""
+    dataset = d.train if part == "train" else d.val
+    weight = torch.ones(len(data["label"]))
+    if isinstance(dataset, Clips):
+        for row, problem in enumerate(data["problem"]):
+            if problem and not s.skip_bad:
+                raise OutlastError(problem)
+            for kind, found in (("bad", problem), ("silent", data["silent"][row]), ("short", data["short"][row])):
+                if found and (sentence := remarks.see(kind, dataset.name(int(indices[row])))):
+                    print(sentence + (f" ({problem})" if problem else ""), file=sys.stderr, flush=True)
+            weight[row] = not problem
+    return weight
+
+
+class Speed:
+    """Clips a second: the mean of the last ten lines of the log. The first one of a start is none: it compiles."""
+
+    def __init__(self) -> None:
+        self._windows: collections.deque[float] = collections.deque(maxlen=10)
+        self._compiled = False
+
+    @property
+    def mean(self) -> float | None:
+        """None before there is one."""
+        return sum(self._windows) / len(self._windows) if self._windows else None
+
+    def add(self, speed: float) -> float:
+        """That of another line; the mean, or 0."""
+        if self._compiled and speed:
+            self._windows.append(speed)
+        self._compiled = True
+        return self.mean or 0.0
+
+
+def record(config: Config, digest: str) -> Record:
+    """What a run remembers beside weights."""
+    fixed = {"data": "other clips", "config": "another model"}
+    shape = {name: value for name, value in dataclasses.asdict(config).items() if name != "dropout"}  # may change
+    return Record(fixed, config=shape, data=digest, remarks={})
 
 
 def rate(s: Settings, step: int, steps: int) -> float:
     """The learning rate of a step: a line upwards, then constant or a cosine down to 0."""
-    if step < s.warmup_steps:
-        return s.lr * (step + 1) / (s.warmup_steps + 1)
-    if s.lr_schedule == "constant":
-        return s.lr
-    done = min(1.0, (step - s.warmup_steps) / max(1, steps - s.warmup_steps))
-    return s.lr * (1 + math.cos(math.pi * done)) / 2
+    return loop.rate(s.lr, step, steps, s.warmup_steps, falls=s.lr_schedule == "cosine")
 
 
 def queried(config: Config, s: Settings, step: int) -> Points:
@@ -438,131 +366,52 @@ def place(s: Settings, config: Config, output: Path) -> Data:
     return perceiver_data.opened(named, config, labels=s.labels, share=s.val, small=s.dataset == "kinetics-small")
 
 
-def ignored(s: Settings, run: Session) -> list[str]:
-    """What settings and variables ask for, and a run does otherwise: a sentence for each."""
-    found = []
-    if s.drop_last:
-        found.append(
-            "drop_last is ignored: a short last step counts as what it is; let --batch divide the clips if it must not be"
-        )
-    processes = os.environ.get("NPROC_PER_NODE", "")
-    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    if processes and processes != local:
-        found.append(f"NPROC_PER_NODE {processes} is ignored: this machine has {local} processes, as torchrun or the job says")
-    if s.init_from and s.size != "base":
-        found.append(f"size {s.size} is ignored: the sizes are those of {s.init_from}")
-    return found
-
-
-class Log:
-    """Lines for people, from rank 0, and the speed."""
-
-    WINDOWS = 10
-    """Log lines over which the throughput is averaged."""
-
-    def __init__(self, run: Session) -> None:
-        self._run = run
-        self._begun = self._since = time.monotonic()
-        self._compiled = False
-        self._clips = 0
-        self._windows: collections.deque[float] = collections.deque(maxlen=self.WINDOWS)
-
-    def line(self, text: str) -> None:
-        """Print on rank 0."""
-        if self._run.rank == 0:
-            print(text, flush=True)
-
-    def begin(self, model: Perceiver, data: Data, s: Settings) -> None:
-        """What is trained, on what."""
-        c, count = model.config, sum(p.numel() for p in model.parameters())
-        self.line(
-            f"{count / 1e6:.2f}M parameters; clips of {c.frames} frames of {c.image_size} x {c.image_size} and {c.samples} "
-            f"samples of sound: {len(data.train)} to train on and {len(data.val) if data.val is not None else 0} to measure; "
-            f"{c.classes} classes; {s.samples} clips a step"
-        )
-
-    def trained(self, clips: int) -> None:
-        """Count the clips of a step, over all ranks."""
-        self._clips += clips
-
-    def clock(self) -> None:
-        """Leave out the time and the clips up to here: it was no training alone."""
-        self._since, self._clips = time.monotonic(), 0
-
-    def speed(self) -> float:
-        """Clips a second over all ranks: the mean of the last windows. The first window of a start is none: it compiles."""
-        now = time.monotonic()
-        if self._compiled and self._clips:
-            self._windows.append(self._clips / (now - self._since))
-        self._compiled = True
-        self.clock()
-        return self.average() or 0.0
-
-    def average(self) -> float | None:
-        """The mean of the last windows; None before the first."""
-        return sum(self._windows) / len(self._windows) if self._windows else None
-
-    def step(self, step: int, epoch: int, lr: float, loss: float, speed: float) -> None:
-        """A line of a step."""
-        seconds = time.monotonic() - self._begun
-        self.line(
-            f"| Training Device={self._run.device} Epoch={epoch + 1} Step={step} Learning_Rate={lr:g} Loss={loss:.5f} "
-            f"Throughput={speed:.5f} Time={seconds:.1f}"
-        )
-
-
 # Afterwards
 
 
 @torch.inference_mode()
 def evaluate(s: Settings) -> None:
     """Reconstruction losses, PSNR and accuracy on the validation clips, at all of their points."""
-    output, where = Path(os.environ.get(contract.Env.OUTPUT, "out")), device.computing()
-    path = results.checkpoint(output, s.checkpoint)
-    record = Record()
-    checkpoint.restore(path, {"record": record})
-    assert record.config is not None
-    model = Perceiver(record.config)
+    output, where = results.output(), device.computing()
+    path, known = results.checkpoint(output, s.checkpoint), Record()
+    checkpoint.restore(path, {"record": known})
+    config = Config(**known.config)
+    model = Perceiver(config)
     model.load_state_dict(checkpoint.read(path, "model"))
     model.to(where).eval()
-    data = place(s, record.config, output)
+    data = place(s, config, output)
     if data.val is None:
         raise OutlastError(f"{data.place} has no validation clips; give a directory val, or raise --val")
     if s.reconstruct and s.clip >= len(data.val):
         raise OutlastError(f"--clip {s.clip} is not there: {data.place} has {len(data.val)} validation clips, counted from 0")
-    points, kind = perceiver_measure.every(record.config), device.dtype(s.dtype, where)
+    points, kind = perceiver_measure.every(config), device.dtype(s.dtype, where)
     if s.eval_points:
-        points = Points(queried(record.config, dataclasses.replace(s, image_points=s.eval_points), -1).image, points.audio)
-    sums, remarks = perceiver_measure.Sums(), Remarks()
+        points = Points(queried(config, dataclasses.replace(s, image_points=s.eval_points), -1).image, points.audio)
+    sums, remarks = torch.zeros(len(perceiver_measure.NAMES), dtype=torch.float64), Remarks()
     for at, batch in perceiver_measure.read(data.val, 0, len(data.val), s.test_batch_size, s.workers):
-        problems = batch.get("problem", [""] * len(batch["label"]))
-        for row, problem in enumerate(problems):
-            if problem and not s.skip_bad:
-                raise OutlastError(problem)
-            if problem and isinstance(data.val, Clips) and (sentence := remarks.see("bad", data.val.name(at + row))):
-                print(sentence, file=sys.stderr)
-        perceiver_data.checked(batch["label"], record.config.classes, data.place)
-        weight = torch.tensor([float(not problem) for problem in problems])
-        sums.add(perceiver_measure.measured(model, batch, weight, points, kind))
-    found = sums.means(s)
-    known = {"weights": path.name, "weights_sha256": results.sha256(model), "clips": int(sums.values[0])}
-    results.write_json(output / "evaluation.json", {**known, "skipped": remarks.counts()["bad"], **found})
-    print(f"{path.name} on {known['clips']} validation clips of {data.place}")
+        weight = usable(s, data, remarks, batch, range(at, len(data.val)), "val")
+        perceiver_data.checked(batch["label"], config.classes, data.place)
+        sums = sums + perceiver_measure.measured(model, batch, weight, points, kind)
+    found = perceiver_measure.means(sums, s)
+    about = {"weights": path.name, "weights_sha256": results.sha256(model), "clips": int(sums[0])}
+    results.write_json(output / "evaluation.json", {**about, "skipped": remarks.counts()["bad"], **found})
+    print(f"{path.name} on {about['clips']} validation clips of {data.place}")
     for name, value in found.items():
         print(f"  {name:<10s} {value:10.5f}{perceiver_measure.UNITS.get(name, '')}")
     if s.reconstruct:
         shown = perceiver_measure.beside(model, data.val, s.clip, kind)
         perceiver_data.write(Path(s.reconstruct), *shown)
-        print(f"{s.reconstruct}: clip {s.clip}, and beside it what {known['weights']} makes of it")
+        print(f"{s.reconstruct}: clip {s.clip}, and beside it what {path.name} makes of it")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train or evaluate."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    given = [each.replace("--config_file_path", "--config").replace("--config-file-path", "--config") for each in given]
-    s = from_variables(settings.parse(Settings, given, __doc__))
+    s = from_variables(settings.parse(Settings, argv, __doc__, THEIRS))
     results.into(s.output_dir)
-    (evaluate if s.evaluate or s.reconstruct else train)(s)
+    if s.evaluate or s.reconstruct:
+        evaluate(s)
+    else:
+        loop.train(Training, s)
 
 
 def from_variables(s: Settings) -> Settings:
@@ -581,4 +430,4 @@ def from_variables(s: Settings) -> Settings:
 
 
 if __name__ == "__main__":
-    settings.run(main)
+    results.run(main)

@@ -28,6 +28,7 @@ from outlast.data import shards
 from outlast.data.prepare import plan, video
 from outlast.data.prepare.plan import TRAIN, VAL, BadSource
 from outlast.errors import OutlastError
+from outlast.recipes import results
 from outlast.recipes.perceiver_model import Config, config_of
 from outlast.training import Shards
 
@@ -164,29 +165,21 @@ class Remarks:
         "short": "is shorter than a clip: its last frame is repeated",
     }
 
-    def __init__(self) -> None:
-        self.found: dict[str, set[str]] = {kind: set() for kind in self.KINDS}
+    def __init__(self, found: Mapping[str, Sequence[str]] | None = None) -> None:
+        self.found = {kind: list((found or {}).get(kind, ())) for kind in self.KINDS}
+        """Names of each kind, sorted."""
 
     def see(self, kind: str, name: str) -> str:
         """Note a clip; a sentence for the first three of each kind, else an empty one."""
         if name in self.found[kind]:
             return ""
-        self.found[kind].add(name)
+        self.add([{kind: [name]}])
         return f"{name} {self.KINDS[kind]}" if len(self.found[kind]) <= 3 else ""
 
     def add(self, others: Sequence[Mapping[str, Sequence[str]]]) -> None:
         """Take over what other ranks have found."""
-        for other in others:
-            for kind, names in other.items():
-                self.found[kind].update(names)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The names, sorted."""
-        return {kind: sorted(names) for kind, names in self.found.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was saved."""
-        self.found = {kind: set(state.get(kind, ())) for kind in self.KINDS}
+        for kind, names in self.found.items():
+            self.found[kind] = sorted({*names, *(name for other in others for name in other.get(kind, ()))})
 
     def counts(self) -> dict[str, int]:
         """How many of each kind."""
@@ -279,9 +272,7 @@ def pretrained(named: str, given: Mapping[str, Any]) -> tuple[Config, Mapping[st
 
     A name without such a path is looked for below $OUTLAST_MODELS. Raises OutlastError; downloads nothing.
     """
-    path = Path(named).expanduser()
-    if not path.exists():
-        path = Path(os.environ.get("OUTLAST_MODELS", "."), named)
+    path = results.place(named)
     try:
         config = config_of(json.loads((path / "config.json").read_text()), given.get("dropout"))
     except (OSError, ValueError) as error:
@@ -294,12 +285,4 @@ def pretrained(named: str, given: Mapping[str, Any]) -> tuple[Config, Mapping[st
             raise OutlastError(
                 f"--{name.replace('_', '-')} {value} is not what {named} was trained with: {getattr(config, name)}"
             )
-    if (file := path / "model.safetensors").exists():
-        try:
-            from safetensors.torch import load_file
-        except ImportError:
-            raise OutlastError(f"{file} needs the package safetensors: pip install 'outlast[data]'") from None
-        return config, load_file(file)
-    if not (file := path / "pytorch_model.bin").exists():
-        raise OutlastError(f"{path} has neither model.safetensors nor pytorch_model.bin; copy the weights there")
-    return config, torch.load(file, map_location="cpu", weights_only=True)
+    return config, results.read(path)

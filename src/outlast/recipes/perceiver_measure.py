@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,52 +18,20 @@ from outlast.recipes.perceiver_data import Clips
 from outlast.recipes.perceiver_model import Config, Decoded, Perceiver, Points
 from outlast.training import Shards, device
 
-
-class Weights(Protocol):
-    """Of the parts of the loss."""
-
-    @property
-    def image_weight(self) -> float: ...
-    @property
-    def audio_weight(self) -> float: ...
-    @property
-    def label_weight(self) -> float: ...
+NAMES = ("clips", "image_l1", "audio_l1", "label_ce", "squares", "top1", "top5")
+"""Sums over clips, (7,) float64, from which means are made."""
 
 
-class Sums:
-    """Sums over clips, from which means are made."""
-
-    NAMES = ("clips", "image_l1", "audio_l1", "label_ce", "squares", "top1", "top5")
-
-    def __init__(self) -> None:
-        self.values = [0.0] * len(self.NAMES)
-
-    @classmethod
-    def of(cls, several: Sequence[Sequence[float]]) -> Sums:
-        """The sum over ranks, in their order."""
-        made = cls()
-        for each in several:
-            made.add(each)
-        return made
-
-    def add(self, values: Sequence[float]) -> None:
-        """Add those of other clips."""
-        self.values = [a + b for a, b in zip(self.values, values, strict=True)]
-
-    def means(self, s: Weights) -> dict[str, float]:
-        """What is reported: the loss, its parts, PSNR in dB (of pixels from 0 to 1), accuracies from 0 to 1."""
-        clips, image, audio, label, squares, *right = self.values
-        if not clips:
-            raise OutlastError("no validation clip can be read; see the sentences above")
-        image, audio, label, squares = (each / clips for each in (image, audio, label, squares))
-        return {
-            "loss": s.image_weight * image + s.audio_weight * audio + s.label_weight * label,
-            "image_l1": image,
-            "audio_l1": audio,
-            "label_ce": label,
-            "psnr": -10 * math.log10(max(squares, 1e-12)),
-            **{name: each / clips for name, each in zip(("top1", "top5"), right, strict=True)},
-        }
+def means(sums: Tensor, s: Any) -> dict[str, float]:
+    """What is reported: the loss, its parts, PSNR in dB (of pixels from 0 to 1), accuracies from 0 to 1."""
+    clips = float(sums[0])
+    if not clips:
+        raise OutlastError("no validation clip can be read; see the sentences above")
+    found = {name: each / clips for name, each in zip(NAMES[1:], sums.tolist()[1:], strict=True)}
+    loss = s.image_weight * found["image_l1"] + s.audio_weight * found["audio_l1"] + s.label_weight * found["label_ce"]
+    psnr = -10 * math.log10(max(found.pop("squares"), 1e-12))
+    right = {name: found.pop(name) for name in ("top1", "top5")}
+    return {"loss": loss, **found, "psnr": psnr, **right}
 
 
 def read(dataset: Clips | Shards, begin: int, end: int, size: int, workers: int) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -78,12 +46,12 @@ def read(dataset: Clips | Shards, begin: int, end: int, size: int, workers: int)
             yield at, dataset.take(np.arange(at, min(at + size, end)))
 
 
-def measured(model: Perceiver, data: Mapping[str, Any], weight: Tensor, points: Points, kind: torch.dtype) -> list[float]:
-    """Sums over a batch on the CPU, in the order of `Sums.NAMES`. The label is hidden."""
+def measured(model: Perceiver, data: Mapping[str, Any], weight: Tensor, points: Points, kind: torch.dtype) -> Tensor:
+    """Sums over a batch on the CPU, in the order of `NAMES`. The label is hidden."""
     where = model.latents.device
     keep = weight.bool()
     if not keep.any():
-        return [0.0] * len(Sums.NAMES)
+        return torch.zeros(len(NAMES), dtype=torch.float64)
     video, audio, label = (data[name][keep].to(where) for name in ("video", "audio", "label"))
     made = decoded(model, video, audio, points, kind)
     image, sound = perceiver_model.targets(video, audio, Points(*(each.to(where) for each in points)), model.config)
@@ -92,7 +60,8 @@ def measured(model: Perceiver, data: Mapping[str, Any], weight: Tensor, points: 
     squares = (made.image.float().clamp(0, 1) - image).square().mean((1, 2)).sum()
     best = made.label.topk(min(5, made.label.shape[1])).indices == label[:, None]
     n = len(label)
-    return [n, *(float(loss) * n for loss in each), float(squares), int(best[:, 0].sum()), int(best.sum())]
+    found = [n, *(float(loss) * n for loss in each), float(squares), int(best[:, 0].sum()), int(best.sum())]
+    return torch.tensor(found, dtype=torch.float64)
 
 
 def decoded(model: Perceiver, video: Tensor, audio: Tensor, points: Points, kind: torch.dtype, chunk: int = 8192) -> Decoded:

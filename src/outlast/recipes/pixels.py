@@ -377,34 +377,20 @@ def flip(x: Tensor, chosen: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def shift(x: Tensor, u: Tensor, pad: int = 4, *, reflect: bool = False) -> Tensor:
-    """Move each image by up to `pad` pixels, as to pad it and to cut out a random part of its own size. `u`: `draws`, (b, 2).
-
-    What comes in at the edges is black, or with `reflect` the image mirrored there.
-    """
+def shift(x: Tensor, u: Tensor, pad: int = 4) -> Tensor:
+    """Move each image by up to `pad` pixels; what comes in at the edges is black. `u`: `draws`, (b, 2)."""
     rows, columns = _plane(x)
     b, height, width = len(x), x.shape[rows], x.shape[columns]
     by = (u * (2 * pad + 1)).long().clamp(max=2 * pad) - pad  # (b, 2), -pad ... pad
     down = torch.arange(height, device=x.device) + by[:, :1]  # (b, H)
     across = torch.arange(width, device=x.device) + by[:, 1:]  # (b, W)
-    there = None
-    if reflect:
-        down, across = _reflected(down, height), _reflected(across, width)
-    else:
-        there = ((down >= 0) & (down < height))[:, :, None] & ((across >= 0) & (across < width))[:, None]  # (b, H, W)
-        down, across = down.clamp(0, height - 1), across.clamp(0, width - 1)
+    there = ((down >= 0) & (down < height))[:, :, None] & ((across >= 0) & (across < width))[:, None]  # (b, H, W)
+    down, across = down.clamp(0, height - 1), across.clamp(0, width - 1)
     which = torch.arange(b, device=x.device)[:, None, None]
     if rows == 1:
-        out = x[which, down[:, :, None], across[:, None]]  # (b, H, W, 3)
-        return out if there is None else out.mul_(there[..., None])
+        return x[which, down[:, :, None], across[:, None]].mul_(there[..., None])  # (b, H, W, 3)
     channel = torch.arange(3, device=x.device)[None, :, None, None]
-    out = x[which[..., None], channel, down[:, None, :, None], across[:, None, None]]  # (b, 3, H, W)
-    return out if there is None else out.mul_(there[:, None])
-
-
-def _reflected(places: Tensor, count: int) -> Tensor:
-    places = places.abs()
-    return torch.minimum(places, 2 * (count - 1) - places)
+    return x[which[..., None], channel, down[:, None, :, None], across[:, None, None]].mul_(there[:, None])  # (b, 3, H, W)
 
 
 @torch.no_grad()

@@ -125,4 +125,4 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    settings.run(main)
+    results.run(main)
