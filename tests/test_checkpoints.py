@@ -776,9 +776,10 @@ def test_a_forged_checkpoint_runs_nothing(tmp_path: Path, place: str) -> None:
     assert holder.held == {"a": 1}
 
 
-def test_the_newest_is_the_last_of_the_newest_world_and_one_that_cannot_be_read_is_told_of_first():
+def test_the_newest_is_the_last_of_the_newest_world_and_one_that_cannot_be_read_has_a_place_by_its_step():
     offer = newest._Offer
     whole = [offer(12, 2, "a"), offer(9, 3, "b"), offer(10, 3, "c")]
-    rotten, other = offer(20, 0, "", "it cannot be read"), offer(12, 0, "", "it cannot be read")
-    disks = [{each.step: each for each in (*whole, rotten)}, {12: other, 9: offer(9, 1, "d")}]
-    assert newest._candidates(disks) == [rotten, offer(10, 3, "c"), offer(9, 3, "b"), offer(12, 2, "a"), offer(9, 1, "d")]
+    rotten, other, old = (offer(step, 0, "", "it cannot be read") for step in (20, 12, 3))
+    disks = [{each.step: each for each in (*whole, rotten, old)}, {12: other, 9: offer(9, 1, "d")}]
+    readable = [offer(10, 3, "c"), offer(9, 3, "b"), offer(12, 2, "a"), offer(9, 1, "d")]
+    assert newest._candidates(disks) == [rotten, *readable, old]

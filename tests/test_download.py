@@ -111,7 +111,7 @@ def test_a_server_with_a_fault_costs_time_but_no_byte(web: Web, said: Said, tmp_
         # ruff: noqa: E501
         (lambda r: Fault(404), {}, "{url}: 404 Not Found; there is no such file; correct the URL"),
         (lambda r: Fault(403), {}, "{url}: 403 Forbidden; the server does not allow it; check the URL, or use a browser and"),
-        (lambda r: Fault(503), {}, "{url}: it answers 503 Service Unavailable, again and again; run the same command later, which"),
+        (lambda r: Fault(503), {}, "{url}: it answers 503 Service Unavailable, again and again; run the same command later"),
         (lambda r: Fault(503, {"Retry-After": "7200"}), {}, "{url}: it answers 503 Service Unavailable, and asks to come back in 2h00m"),
         (lambda r: Fault(cut=0), {}, "{url}: the connection ended at byte "),
         (lambda r: Fault(ranges=False, cut=999), {}, "{url}: the connection ended at byte 999 of 95,123, again and again"),

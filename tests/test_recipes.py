@@ -62,7 +62,7 @@ def test_an_output_that_a_job_does_not_write_to_is_said_to_be_ignored(
 
 
 def test_an_evaluation_whose_reader_has_enough_ends_in_silence() -> None:
-    program = "import sys; from outlast.recipes import settings; settings.run(lambda: print('x' * (1 << 20)))"
+    program = "import sys; from outlast.recipes import results; results.run(lambda: print('x' * (1 << 20)))"
     with subprocess.Popen([sys.executable, "-c", program, "--evaluate"], stdout=-1, stderr=-1) as evaluation:
         assert evaluation.stdout
         assert evaluation.stderr
@@ -159,7 +159,7 @@ def test_a_job_that_writes_elsewhere_or_keeps_the_worst_says_so(
         results.into("/out", "1 max acc1")
         assert capsys.readouterr().out.splitlines() == said
     results.into("here")
-    assert capsys.readouterr().out == "output_dir here is not used: the job writes to /out\n"
+    assert capsys.readouterr().out == "--output_dir here is ignored: the job writes to /out\n"
 
 
 # the loop

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast import contract, status
-from outlast.rendezvous import failures
+from outlast.rendezvous import failures, restarts
 from outlast.rendezvous.failures import Pending
 from outlast.rendezvous.restarts import History, Kills, Policy, Record, Restart, Stop, judge
 
@@ -62,7 +62,8 @@ def test_a_step_that_runs_out_of_memory_three_times_in_a_row_ends_the_job_like_o
     assert isinstance(judged(starved, (NOW, 20, 39), (NOW, 20, 40)), Restart)
     assert isinstance(judged(a_kill(), (NOW, 20, 40), (NOW, 20, 40)), Restart), "a kill says nothing of its step"
     full = a_failure(cause=contract.FailureCause.DISK_FULL)
-    assert isinstance(judged(full, (NOW, 20, 40), (NOW, 20, 40)), Restart), "nor does a full disk"
+    assert isinstance(judged(full, *[(NOW, 20, 40)] * 8, policy=a_policy(limit=99)), Restart), "somebody may make room"
+    assert isinstance(judged(full, *[(NOW, 20, 40)] * 9, policy=a_policy(limit=99)), Stop)
 
 
 def test_processes_that_are_killed_again_and_again_without_progress_wait_ever_longer():
@@ -265,7 +266,7 @@ def test_a_job_is_restarted_at_most_limit_times_without_progress(failures, limit
             assert verdict.code == code
             break
         history = verdict.history
-        assert len(history) <= max(limit, policy.same_step)
+        assert len(history) <= max(limit, policy.same_step, restarts.FULL_DISK)
         without_progress = [min(time, now) for time in without_progress if now - time < 3600]
         if verdict.counted:
             without_progress.append(now)

@@ -133,7 +133,7 @@ class Download:
             problem = mismatch(self.path, self._remote, self._address.shown, self._stop)
             if not problem:
                 return self.path
-            proven = self._parts == 1
+            proven = self._parts == 1 and self._version.strong and self._size > 0
             self._forget()
             if proven or not left:
                 raise OutlastError(problem)
@@ -306,7 +306,8 @@ class Download:
         if problem.after_s > self._options.patience_s:
             wish = units.human_seconds(problem.after_s)
             return f"{self._address.shown}: {problem}, and asks to come back in {wish}; run the same command then"
-        return f"{self._address.shown}: {problem}, again and again; run the same command later, which goes on from here"
+        later = "run the same command later" + (", which goes on from here" if self._resumable else "")
+        return f"{self._address.shown}: {problem}, again and again; {later}"
 
 
 def mismatch(path: Path, remote: Remote, name: str, stop: threading.Event) -> str:

@@ -66,7 +66,7 @@ class Api:
         return Asked(verb, kind, shown, inside, self.server, subresource), "/".join(parts)
 
     def pages(self, selection: Selection) -> Iterator[tuple[Iterator[Document], str]]:
-        """The pages of a list, each with its version. Raises `requests.Expired` when the list
+        """The pages of a list, each with its version; documents are parsed one at a time. Raises `requests.Expired` when the list
         has expired: the pages before are of no use then."""
         kind = selection.kind
         asked, path = self.address("list", kind, "", selection.namespace, everywhere=selection.everywhere)

@@ -31,7 +31,7 @@ from outlast.errors import OutlastError
 from outlast.launch import titles
 from outlast.local.live_status import LiveStatus
 from outlast.local.state_dir import ENDINGS, Request, Run, StateDir
-from outlast.local.workers import Ended, WorkerPool
+from outlast.local.workers import Ended, Worker, WorkerPool
 from outlast.rendezvous import failures, partition, restarts, world
 from outlast.rendezvous.coordinator import Coordinator, Settings, after
 from outlast.rendezvous.transports import sockets
@@ -50,6 +50,8 @@ UPLOAD_TIMEOUT_S = 30.0
 """How long the launcher tries to upload what the workers could not."""
 EXIT_TIMEOUT_S = 15.0
 """How long workers may take to exit after the end of the job."""
+BACK_S = 60.0
+"""How long an agent may take to start another elastic agent for one that was killed."""
 
 
 class Launcher(Coordinator):
@@ -94,6 +96,8 @@ class Launcher(Coordinator):
         self.live = LiveStatus(state_dir, record, self.pool, self.status, self.clock)
         self._started = 0, 0
         """`newest_start` of the launcher before this one."""
+        self.mute: dict[int, tuple[Worker, float]] = {}
+        """Workers whose elastic agent was killed for its silence, and until when another one is waited for."""
         self.output_lock: int | None = None
         """Descriptor that holds the lock of the output."""
         self.heartbeat: alive.Heart | None = None
@@ -124,10 +128,7 @@ class Launcher(Coordinator):
             loop.add_signal_handler(number, self._close, State.INTERRUPTED, f"the launcher received {number.name}", 75)
         while True:
             self._wake.clear()
-            for worker in self.pool.silent():
-                self.pool.kill(worker.index, "has an agent that does nothing")
-            for id, pid in self.server.drop_silent().items():
-                self.pool.kill_elastic(id, pid, f"was silent for {sockets.SILENCE_S:g} s")
+            self._end_silent()
             self._collect_ended()
             self._apply_request()
             if self.closing is None:
@@ -217,6 +218,23 @@ class Launcher(Coordinator):
                 continue
             self.ledger.write("worker", worker=index, pid=worker.pid, attempt=worker.attempt, forked=worker.child is None)
             self.remember()
+
+    def _end_silent(self) -> None:
+        """Kill agents that do nothing, and elastic agents that say nothing: these their agents start again, beside the memory."""
+        for worker in self.pool.silent():
+            self.pool.kill(worker.index, "has an agent that does nothing")
+        for id, pid in self.server.drop_silent().items():
+            why = f"was silent for {sockets.SILENCE_S:g} s"
+            if pid and id in self.pool.present:
+                self.pool.kill_elastic(id, pid, why)
+                self.mute[id] = self.pool.present[id], self.clock() + BACK_S
+            else:
+                self.pool.kill(id, why)
+        for id, (worker, until) in list(self.mute.items()):
+            if id in self.reports or self.pool.present.get(id) is not worker:
+                del self.mute[id]
+            elif self.clock() > until:
+                self.pool.kill(id, "says nothing although its elastic agent was killed")
 
     def _collect_ended(self) -> None:
         """Record the workers that have ended."""

@@ -210,11 +210,10 @@ class WorkerPool:
 
     def kill_elastic(self, index: int, pid: int, why: str) -> None:
         """Kill a worker's elastic agent alone: its agent, which has the newest step in memory, starts another."""
-        if index in self.present:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(OSError):
-                print(f"the elastic agent of worker {index} {why}; killed it", flush=True)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            print(f"the elastic agent of worker {index} {why}; killed it", flush=True)
 
     def uploader_environ(self) -> dict[str, str]:
         """The environment of an uploader that belongs to no worker."""

@@ -100,7 +100,7 @@ def of_node(node: Document | None) -> Leave | None:
     seen, deadline = node.get(TAINTED), _deadline(annotations)
     if deadline is not None and kind is LeavingKind.MAINTENANCE and seen is not None and deadline <= seen:
         deadline = None  # it had begun when we heard of it, and may last for hours: there is time to save
-    elif deadline is None and seen is not None:
+    if deadline is None and seen is not None:
         usual = [_usual(name, each, spot=spot) for name, each in found.items()]
         deadline = min((seen + each for each in usual if each is not None), default=None)
     first = LEAVING if LEAVING in found else next(iter(found))
@@ -112,7 +112,8 @@ def _notices(node: Document) -> dict[str, LeavingKind]:
     spec, status = node.get("spec") or {}, node.get("status") or {}
     taints = {each["key"]: each.get("value") or "" for each in spec.get("taints") or () if each.get("key") in TAINTS}
     found = {key: LeavingKind(value) if key == LEAVING else LeavingKind.UNKNOWN for key, value in taints.items()}
-    said = [each["type"] for each in status.get("conditions") or () if each.get("status") == "True"]
+    told = [each for each in status.get("conditions") or () if each.get("status") == "True"]
+    said = [each["type"] for each in told if "freeze" not in f"{each.get('reason')} {each.get('message')}".lower()]  # seconds
     return found | ({each: LeavingKind.UNKNOWN for each in said if each in CONDITIONS} if spec.get("unschedulable") else {})
 
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from outlast import backoff, contract, status, units
 
-SAME_STEP = 3
-"""Errors in a row at one step that end a job."""
+SAME_STEP, FULL_DISK = 3, 10
+"""Errors in a row at one step that end a job, and of a full disk, which somebody may clear: their pauses take minutes."""
 LIVED_S, LONGEST_PAUSE_S = 30.0, 30.0
 """Of `Kills`; arbitrary."""
 
@@ -41,8 +41,8 @@ class Record(NamedTuple):
     committed_step: int
     """The newest committed step then."""
     failed_step: int | None
-    """The step that raised, hung or ran out of memory; None when it is not known, or the process was killed otherwise or found a
-    full disk, which says nothing about the step."""
+    """The step that raised, hung or ran out of memory; None when it is not known, or the process was killed otherwise, which says
+    nothing about the step."""
 
 
 History = tuple[Record, ...]
@@ -115,24 +115,24 @@ def judge(
         does = "does so" if failure.early == "SystemExit" else "raises it"
         again = f"every rank {does} before the first step, a restart would not help"
         return Stop(f"{failure.reason}; {again}", contract.Exit.MISCONFIGURED, contract.End.MISCONFIGURED)
-    outside = failure.cause is contract.FailureCause.DISK_FULL or (contract.killed(failure.code) and not failure.hung)
-    step = None if outside and not starved else failure.step
+    step = None if contract.killed(failure.code) and not failure.hung and not starved else failure.step
     past, number = (*past, Record(now, committed_step, step)), used + 1
-    if step is not None and _in_a_row(past) >= policy.same_step:
+    tries = FULL_DISK if failure.cause is contract.FailureCause.DISK_FULL else policy.same_step
+    if step is not None and _in_a_row(past) >= tries:
         again = "it has hung here" if failure.hung else "this step has failed" if step else "it has failed soon after its start"
         if starved:
             again = f"it has run out of memory {f'at step {step}' if step else 'soon after its start'}"
-        why = f"{again} {policy.same_step} times in a row"
+        why = f"{again} {tries} times in a row"
         return Stop(f"{what}; {why}", failure.code, contract.End.NO_PROGRESS)
     if number > policy.limit:
         budget = f"{policy.limit} within {units.duration_text(policy.window)} without a new checkpoint"
         return Stop(f"{what}; restarts.limit ({budget}) is used up", failure.code, contract.End.LIMIT)
-    return Restart(past[-max(policy.limit, policy.same_step) :], number, f"{what}; restart {number} of {policy.limit}")
+    return Restart(past[-max(policy.limit, policy.same_step, FULL_DISK) :], number, f"{what}; restart {number} of {policy.limit}")
 
 
 def _that_matter(failures: list[Record], now: float, window: float, policy: Policy) -> tuple[Record, ...]:
     """Those in the window, and the last that raised: who allows a million of them must not keep a million."""
-    raised = [record for record in failures if record.failed_step is not None][-policy.same_step :]
+    raised = [record for record in failures if record.failed_step is not None][-max(policy.same_step, FULL_DISK) :]
     return tuple(record for record in failures if now - record.time < window or record in raised)
 
 

@@ -7,6 +7,7 @@ script may write its own into `tensorboard/`. Needs the package `tensorboard` (e
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -44,15 +45,14 @@ class EventFile:
             record_writer.RecordWriter,
         )
         self._directory.mkdir(parents=True, exist_ok=True)
-        before = False
+        earlier = list(self._directory.glob(f"{self._name}.*"))
         for other in self._directory.glob(f"{PREFIX}-*"):
-            if other.name.startswith(f"{self._name}."):
-                before = True
-            else:  # a run that has begun again: two in one directory would be mixed
+            if other not in earlier:  # a run that has begun again: two in one directory would be mixed
                 other.unlink()
-        position = self._kept.position() if before else {}
+        position = self._kept.position() if earlier else {}
         self._settings, self._step = "", max(position.values(), default=0)
-        self._path = self._directory / f"{self._name}.{time.time_ns() // 1_000_000}"
+        begun = [int(other.suffix[1:]) for other in earlier if other.suffix[1:].isdecimal()]
+        self._path = self._directory / f"{self._name}.{max([time.time_ns() // 1_000_000, *(at + 1 for at in begun)])}"
         begins = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         version = self._event(wall_time=0.0, file_version="brain.Event:2")
         self._write([version, self._event(wall_time=time.time(), step=self._step + 1 if position else 0, session_log=begins)])
@@ -92,3 +92,4 @@ class EventFile:
             for event in events:
                 writer.write(event.SerializeToString())
             file.flush()
+            os.fsync(file.fileno())  # before the position says so

@@ -126,11 +126,16 @@ def _offers(directory: Path, run: str) -> _Offers:
 
 def _candidates(offers: list[_Offers]) -> list[_Offer]:
     """Candidates, newest first: of the newest world, its last. An unreadable one is a candidate only if it is the only one of its
-    step; it comes before them, to be told of."""
+    step, and counts as of the world of those before it."""
     known = {offer for disk in offers for offer in disk.values()}
     readable = {offer.step for offer in known if not offer.problem}
     candidates = {offer for offer in known if not offer.problem or offer.step not in readable}
-    return sorted(candidates, key=lambda offer: (bool(offer.problem), offer.generation, offer), reverse=True)
+
+    def place(offer: _Offer) -> tuple[int, _Offer]:
+        before = (other.generation for other in candidates if not other.problem and other.step < offer.step)
+        return (max(before, default=0) if offer.problem else offer.generation), offer
+
+    return sorted(candidates, key=place, reverse=True)
 
 
 def _checked(path: Path, wanted: _Offer, offers: _Offers, share: tuple[int, int], held: contextlib.ExitStack) -> str:

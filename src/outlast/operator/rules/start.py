@@ -33,6 +33,9 @@ def once_elected(rec: Reconcile) -> None:
     else, so all of them save and leave for others."""
     if not rec.status.elected or rec.status.result is not None:
         return
+    newest = max([rec.status.generation, *(report.member.generation for report in rec.snapshot.reports.values())])
+    if newest > rec.status.generation:  # a world that the operator has not heard of: the next one is beyond it
+        rec.update(called=Call(newest, "the run goes on", False, rec.now, cause=Cause.RESUME))
     if any(pod.uid not in rec.ends for pod in rec.snapshot.pods):
         for pod in rec.alive:
             rec.handled[pod.uid] = None

@@ -560,11 +560,12 @@ class Server:
 
 
 def _process_of(sock: socket.socket) -> int:
-    """The process at the other end of a Unix socket; 0 for a socket of another kind."""
-    if sock.family != socket.AF_UNIX:
+    """The process at the other end of a Unix socket; 0 where nobody knows."""
+    try:
+        pid: int = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[0]
+    except OSError:  # it is closed, or a socket of another kind
         return 0
-    pid: int = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[0]
-    return pid
+    return 0 if pid == os.getpid() else pid  # a sandbox that does not tell processes apart
 
 
 def listening(path: Path) -> socket.socket:
