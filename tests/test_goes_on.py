@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -152,20 +151,6 @@ def test_what_counted_against_a_run_that_failed_is_forgotten_but_not_its_generat
     assert not here.state_dir.recovery.exists()
     assert (Run.read(here.state_dir).run, Run.read(here.state_dir).generation) == (run, 5)
     assert here.backend.notices[0].startswith("goes on from step 10 of the run that failed ")
-
-
-def test_a_run_that_was_begun_when_its_code_lay_in_the_state_keeps_what_it_wrote(here: Here) -> None:  # noqa: F811
-    here.submit()
-    here.leave(State.INTERRUPTED)
-    work, old = here.output / contract.WORK, here.state_dir.path / "code"
-    work.rename(old)
-    (old / ".outlast-files").unlink()
-    (old / "checkpoint.pt").write_text("step 10")
-    dataclasses.replace(Run.read(here.state_dir), code=str(old)).write(here.state_dir)
-    here.write("train.py", "mended")
-    here.submit()
-    assert here.code() == {"train.py": "mended", "checkpoint.pt": "step 10"}
-    assert (Run.read(here.state_dir).code, old.exists()) == (str(work), False)
 
 
 def test_only_a_run_that_has_succeeded_is_begun_anew(here: Here) -> None:  # noqa: F811
