@@ -80,7 +80,6 @@ OF_EXAMPLES = [
     for line in re.findall(r"^(?:#   )?(outlast [a-z-]+ .*)", file.read_text(), flags=re.M)
 ]
 """The commands in the first lines of the examples."""
-OF_EXAMPLES += re.findall(r'"!(outlast [^"\\]+)', (ROOT / "src/outlast/notebooks/first.ipynb").read_text())
 
 COMMANDS: Any = get_command(app)
 OUTLAST = [words[1:] for words in commands() if Path(words[0]).name == "outlast"]
