@@ -57,9 +57,8 @@ def commands() -> list[list[str]]:
     return [test_readme.shell(line.strip())[1:] for line in lines if line.startswith("!outlast ")]
 
 
-@pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_a_command_of_the_first_notebook_exists_and_takes_its_options(words: list[str]) -> None:
-    assert not test_readme.mistake(words)
+def test_the_commands_of_the_first_notebook_exist_and_take_their_options() -> None:
+    assert [mistake for words in commands() if (mistake := test_readme.mistake(words))] == []
 
 
 def test_a_token_is_random_unless_a_file_or_a_variable_gives_it(tmp_path: Path) -> None:
