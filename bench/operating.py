@@ -411,7 +411,7 @@ def serve(config: Path, latency_s: float) -> None:
                 time.sleep(latency_s)
             super().answer(handler)
 
-    with apiserver.serving(Server(unserved=("kueue.x-k8s.io", "batch.volcano.sh", "scheduling.x-k8s.io"))) as url:
+    with apiserver.serving(Server(unserved=("kueue.x-k8s.io", "scheduling.x-k8s.io"))) as url:
         apiserver.kubeconfig(config.with_suffix(".new"), url)
         config.with_suffix(".new").rename(config)
         threading.Event().wait()

@@ -49,7 +49,7 @@ class Watcher:
 class ApiServer:
     """Documents by kind, namespace and name."""
 
-    def __init__(self, *, unserved: tuple[str, ...] = ("outlast.dev", "batch.volcano.sh", "scheduling.x-k8s.io")) -> None:
+    def __init__(self, *, unserved: tuple[str, ...] = ("outlast.dev", "scheduling.x-k8s.io")) -> None:
         self.unserved = unserved
         self.documents: dict[tuple[str, str, str], Document] = {}
         self.version = 100

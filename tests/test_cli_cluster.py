@@ -31,7 +31,7 @@ Outlast = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[apiserver.ApiServer]:
     """A namespace `n` that a kubeconfig names, and no job on this machine."""
-    api = apiserver.ApiServer(unserved=("batch.volcano.sh",))
+    api = apiserver.ApiServer(unserved=())
     with apiserver.serving(api) as url:
         monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
         monkeypatch.setenv("OUTLAST_STATE_DIR", str(tmp_path / "state"))

@@ -46,7 +46,7 @@ class Served(apiserver.ApiServer):
     """A cluster that serves what is defined, and lets in the pods of a dry run."""
 
     def __init__(self) -> None:
-        super().__init__(unserved=("batch.volcano.sh", "scheduling.x-k8s.io", "scheduling.volcano.sh"))
+        super().__init__(unserved=("scheduling.x-k8s.io", "scheduling.volcano.sh"))
         self.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team"}})
         self.put({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "efs", "namespace": "team"}})
         self.prescribe("POST .*/pods.*dryRun", *((201, {"metadata": {}}) for _ in range(20)))

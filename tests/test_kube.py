@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import hashlib
 import json
 import re
 import shutil
-import socket
 import stat
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
 
 import certifi
 import httpx2
@@ -23,7 +19,7 @@ import pytest
 import apiserver
 import ports
 from outlast import errors, kube
-from outlast.kube import error_mapping, kubeconfig, requests, streams, watch
+from outlast.kube import error_mapping, kubeconfig, requests, watch
 from outlast.kube.error_mapping import Asked
 from outlast.rendezvous.transports import kubernetes as rendezvous
 
@@ -360,62 +356,6 @@ def test_rights_are_asked_for(cluster: kube.Cluster) -> None:
     assert cluster.may("list", kube.POD)
     assert not cluster.may("delete", kube.POD)
     assert cluster.version() == "v1.36.0"
-
-
-def upgraded(handler: BaseHTTPRequestHandler, protocol: str) -> None:
-    """Make a websocket of a request."""
-    key = handler.headers["Sec-WebSocket-Key"] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
-    handler.send_response(101)
-    for name, value in (("Upgrade", "websocket"), ("Connection", "Upgrade"), ("Sec-WebSocket-Protocol", protocol)):
-        handler.send_header(name, value)
-    handler.send_header("Sec-WebSocket-Accept", base64.b64encode(hashlib.sha1(key.encode()).digest()).decode())
-    handler.end_headers()
-    handler.close_connection = True
-
-
-def received(handler: BaseHTTPRequestHandler) -> bytes:
-    """The next short message over a websocket."""
-    length = handler.rfile.read(2)[1] & 0x7F
-    mask, message = handler.rfile.read(4), handler.rfile.read(length)
-    return bytes(byte ^ mask[n % 4] for n, byte in enumerate(message))
-
-
-def test_a_port_answers_who_has_said_all_and_then_ends(
-    api: apiserver.ApiServer, cluster: kube.Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said_all = threading.Event()
-    heard: list[bytes] = []
-    upload = streams._upload
-
-    def noticed(*arguments: Any) -> None:
-        upload(*arguments)
-        said_all.set()
-
-    def forwarded(handler: BaseHTTPRequestHandler) -> bool:
-        """What a node does: the port on both channels, an answer to what it is sent, and the end."""
-        upgraded(handler, "v4.channel.k8s.io")
-        for message in (b"\0\x50\0", b"\1\x50\0"):
-            handler.wfile.write(bytes([0x82, len(message)]) + message)
-        heard.append(received(handler))
-        assert said_all.wait(60)
-        handler.wfile.write(bytes([0x82, 7]) + b"\0answer" + bytes([0x88, 0]))
-        handler.wfile.flush()
-        handler.rfile.read(1)
-        return True
-
-    monkeypatch.setattr(streams, "_upload", noticed)
-    api.prescribe("GET .*/pods/one/portforward", forwarded)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.settimeout(10)
-        thread = threading.Thread(target=cluster.forward, args=("one", 80, theirs), daemon=True)
-        thread.start()
-        ours.sendall(b"ask")
-        ours.shutdown(socket.SHUT_WR)
-        assert ours.recv(100) == b"answer"
-        thread.join(60)
-    assert heard == [b"\0ask"]
-    assert not thread.is_alive()
 
 
 class Watched:

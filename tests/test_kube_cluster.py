@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 import uuid
@@ -69,25 +68,6 @@ def test_commands_are_run_with_input_output_and_exit_code(cluster: kube.Cluster,
         cluster.exec_(pod, ["no-such-command"])
     with pytest.raises(errors.Absent, match="Pod nobody"):
         cluster.exec_("nobody", ["true"])
-
-
-def test_ports_are_reached(cluster: kube.Cluster, pod: str) -> None:
-    ours, theirs = socket.socketpair()
-    ours.settimeout(20)
-    thread = threading.Thread(target=cluster.forward, args=(pod, 8080, theirs))
-    thread.start()
-    ours.sendall(b"GET / HTTP/1.0\r\n\r\n")
-    ours.shutdown(socket.SHUT_WR)
-    assert ours.recv(12) == b"HTTP/1.0 200"
-    ours.close()
-    thread.join(20)
-    theirs.close()
-    assert not thread.is_alive()
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.sendall(b"?")
-        with pytest.raises(errors.Unanswered, match="port 8099 does not answer"):
-            cluster.forward(pod, 8099, theirs)
 
 
 def test_pods_answer_by_way_of_the_api_server(cluster: kube.Cluster, pod: str) -> None:

@@ -118,7 +118,7 @@ NAMESPACE: Document = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"na
 @pytest.fixture
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[apiserver.ApiServer]:
     """A cluster with the operator's definition, and a namespace `team` in it."""
-    api = apiserver.ApiServer(unserved=("batch.volcano.sh", "scheduling.x-k8s.io", "scheduling.volcano.sh"))
+    api = apiserver.ApiServer(unserved=("scheduling.x-k8s.io", "scheduling.volcano.sh"))
     monkeypatch.chdir(tmp_path)
     api.put(json.loads(json.dumps(NAMESPACE)))
     with apiserver.serving(api) as url:

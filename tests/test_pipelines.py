@@ -41,7 +41,7 @@ class Ending(apiserver.ApiServer):
     """A cluster whose operator ends every job at once."""
 
     def __init__(self) -> None:
-        super().__init__(unserved=("batch.volcano.sh", "scheduling.x-k8s.io"))
+        super().__init__(unserved=("scheduling.x-k8s.io",))
 
     def put(self, document: Document) -> Document:
         if document["kind"] == kube.ELASTIC_JOB.kind and "status" not in document:

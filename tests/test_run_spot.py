@@ -110,7 +110,7 @@ def a_node(name: str) -> Document:
 @pytest.fixture
 def training(machine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kubelets]:
     """A job of two workers on two of three nodes, with its operator."""
-    api = ApiServer(unserved=("kueue.x-k8s.io", "batch.volcano.sh", "scheduling.volcano.sh", "scheduling.x-k8s.io"))
+    api = ApiServer(unserved=("kueue.x-k8s.io", "scheduling.volcano.sh", "scheduling.x-k8s.io"))
     api.graceful = True
     for name in ("n1", "n2", "n3"):
         api.put(a_node(name))

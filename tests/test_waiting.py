@@ -427,7 +427,7 @@ spec: {image: example.org/outlast:1, module: outlast.recipes.smoke, workers: {re
 
 @pytest.fixture
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[apiserver.ApiServer]:
-    api = apiserver.ApiServer(unserved=("batch.volcano.sh", "scheduling.x-k8s.io"))
+    api = apiserver.ApiServer(unserved=("scheduling.x-k8s.io",))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.yaml").write_text(JOB)
     with apiserver.serving(api) as url:

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Prepares data by spark-submit, in cluster mode: the driver's pod runs `outlast data prepare ... --engine spark` on a claim that all
-# pods mount at /data (ReadWriteMany). When the driver is lost, delete it and submit again: the same command goes on from what is finished.
+# Prepares data by spark-submit, in cluster mode: the driver's pod runs `outlast data prepare ... --engine spark` on a claim of the
+# namespace zip that all pods mount at /data (ReadWriteMany). When the driver is lost, delete it and submit again: the same command goes on from what is finished.
 #
 #   kubectl apply -f examples/spark/accounts.yaml
 #   export PREPARE='text /data/corpus --to /data/tokens --shard-size 64Mi' CLAIM=efs-pvc

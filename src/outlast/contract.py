@@ -265,7 +265,6 @@ class LeavingKind(enum.StrEnum):
     SPOT = "spot"
     REBALANCE = "rebalance"
     MAINTENANCE = "maintenance"
-    TERMINATING = "terminating"
     UNKNOWN = ""
     """Not given, or a kind of another version."""
 

@@ -324,15 +324,6 @@ def beyond(ids: NDArray[Any], vocab_size: int) -> tuple[int, int] | None:
     return None
 
 
-def check_tokens(ids: NDArray[Any], vocab_size: int, file: str) -> None:
-    """Raises BadDataset if there is a token beyond the vocabulary."""
-    if found := beyond(ids, vocab_size):
-        raise BadDataset(
-            f"{file} has the token {found[1]} at position {found[0]}, and the vocabulary has {vocab_size}: it was made "
-            f"with another tokenizer; prepare it again with this one"
-        )
-
-
 def columns(path: Path) -> dict[str, NDArray[Any]]:
     """The columns of a safetensors shard, mapped into memory and read only. Raises BadDataset."""
     try:

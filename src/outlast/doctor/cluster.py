@@ -31,8 +31,6 @@ from outlast.manifests.request import Document
 if TYPE_CHECKING:
     from outlast.kube import Cluster
 
-RENEW_DAYS = 60
-"""Days before the end of a certificate from which on we warn."""
 LEAST_MINOR, TESTED_MINOR = 29, 34
 """Kubernetes 1.29 takes the rules of the definition; from 1.34 on all that we render is a stable feature."""
 

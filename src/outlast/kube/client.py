@@ -7,7 +7,6 @@ Documents are not parsed into models, so fields that we do not know stay as they
 from __future__ import annotations
 
 import email.utils
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -216,14 +215,6 @@ class Cluster(Api):
     ) -> Ended:
         """Run a command in a container, with `stdin` as its input."""
         return streams.execute(self, pod, command, namespace=namespace, container=container, stdin=stdin)
-
-    def forward(self, pod: str, port: int, connection: socket.socket, *, namespace: str | None = None) -> None:
-        """Carry a connection to a port of a pod, and its answers back, until the pod ends it.
-
-        A client may end its side and still read; it is taken for gone when nothing has come for a while. Raises Unanswered with
-        the node's message when nothing listens there.
-        """
-        streams.forward(self, pod, port, connection, namespace=namespace)
 
     # The cluster
 

@@ -43,7 +43,7 @@ class Asked:
     """What a request is about, in words for its errors."""
 
     verb: str
-    """get, list, watch, create, apply, patch, update, delete, or of a pod: log, exec, proxy, portforward."""
+    """get, list, watch, create, apply, patch, update, delete, or of a pod: log, exec, proxy."""
     kind: Kind | None = None
     name: str = ""
     namespace: str = ""
@@ -84,7 +84,7 @@ def mistake(status: int, body: bytes, asked: Asked) -> ClusterError:
         return Unanswered(f"{asked.thing} does not answer on its port (HTTP {status}: {message})")
     if "failed to create typed" in message:  # 500, of what is applied
         return Refused(f"{undone}: {message.partition('): ')[2] or message}")
-    if status >= 500 and asked.verb in ("log", "exec", "portforward"):  # the server only hands these on
+    if status >= 500 and asked.verb in ("log", "exec"):  # the server only hands these on
         return Unanswered(f"{undone}: its node does not answer, or is not well (HTTP {status}: {message}); try again later")
     if status == 429 and asked.verb == "evict":
         return Refused(f"{undone} now: {message}")

@@ -61,7 +61,6 @@ STATEFUL_SET = Kind("apps/v1", "StatefulSet", "statefulsets")
 DAEMON_SET = Kind("apps/v1", "DaemonSet", "daemonsets")
 LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
 DISRUPTION_BUDGET = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
-NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
 ROLE = Kind("rbac.authorization.k8s.io/v1", "Role", "roles")
 ROLE_BINDING = Kind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings")
 CLUSTER_ROLE = Kind("rbac.authorization.k8s.io/v1", "ClusterRole", "clusterroles", namespaced=False)
@@ -83,7 +82,6 @@ FLAVOR_V1BETA2 = Kind("kueue.x-k8s.io/v1beta2", "ResourceFlavor", "resourceflavo
 WORKLOAD_PRIORITY = Kind("kueue.x-k8s.io/v1beta1", "WorkloadPriorityClass", "workloadpriorityclasses", namespaced=False)
 WORKLOAD_PRIORITY_V1BETA2 = Kind("kueue.x-k8s.io/v1beta2", "WorkloadPriorityClass", "workloadpriorityclasses", namespaced=False)
 LOCAL_QUEUE = Kind("kueue.x-k8s.io/v1beta1", "LocalQueue", "localqueues")
-CLUSTER_QUEUE = Kind("kueue.x-k8s.io/v1beta1", "ClusterQueue", "clusterqueues", namespaced=False)
 POD_METRICS = Kind("metrics.k8s.io/v1beta1", "PodMetrics", "pods")
 NODE_METRICS = Kind("metrics.k8s.io/v1beta1", "NodeMetrics", "nodes", namespaced=False)
 WORKFLOW = Kind("argoproj.io/v1alpha1", "Workflow", "workflows")
@@ -94,7 +92,6 @@ KINDS = tuple(value for value in list(globals().values()) if isinstance(value, K
 INSTALLED_BY = {
     contract.GROUP: "install it with: outlast install; outlast submit --as indexed-job needs none",
     "elastic.pytorch.org": "install it with: outlast install",
-    "batch.volcano.sh": "ask the cluster's administrator for Volcano (https://volcano.sh)",
     "scheduling.volcano.sh": "ask the cluster's administrator for Volcano (https://volcano.sh)",
     "scheduling.x-k8s.io": "ask the cluster's administrator for the coscheduling plugin, or set scheduling.gang to none",
     "kueue.x-k8s.io": "ask the cluster's administrator for Kueue (https://kueue.sigs.k8s.io)",

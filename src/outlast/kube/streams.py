@@ -1,9 +1,7 @@
-"""Commands and ports in pods, over websockets."""
+"""Commands in pods, over websockets."""
 
 from __future__ import annotations
 
-import socket
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,9 +14,6 @@ from outlast.kube.kinds import POD
 
 if TYPE_CHECKING:
     from httpx2.websockets import WebSocketSession
-
-_GONE_S = 30.0
-"""Timeout of a forwarded connection whose client has ended its side and over which nothing more comes from the pod."""
 
 
 @dataclass(frozen=True)
@@ -51,57 +46,19 @@ def execute(api: Api, pod: str, command: Sequence[str], *, namespace: str | None
     raise Unanswered(f"{asked.thing}: the connection ended before the command did; the command may still run")
 
 
-def forward(api: Api, pod: str, port: int, connection: socket.socket, *, namespace: str | None) -> None:
-    """See `Cluster.forward`."""
-    asked, path = api.address("portforward", POD, pod, namespace, subresource="portforward")
-    with api.connection.websocket(asked, path, [("ports", str(port))], "v4.channel.k8s.io") as there:
-        gone = threading.Event()
-        threading.Thread(target=_upload, args=(connection, there, gone), daemon=True).start()
-        begun: set[int] = set()
-        for message in _messages(there, asked, gone):
-            channel, rest = message[0], message[1:]
-            if channel not in begun:  # the first message of each is the port
-                begun.add(channel)
-            elif channel == 1 and rest:
-                raise Unanswered(f"{asked.thing}: port {port} does not answer: {rest.decode(errors='replace').strip()}")
-            elif channel == 0:
-                try:
-                    connection.sendall(rest)
-                except OSError:  # the client has gone
-                    return
-
-
-def _messages(connection: WebSocketSession, asked: Asked, gone: threading.Event | None = None) -> Iterator[bytes]:
-    """Messages of a websocket until it is closed, or nothing has come for a while after the client has `gone`."""
+def _messages(connection: WebSocketSession, asked: Asked) -> Iterator[bytes]:
+    """Messages of a websocket until it is closed."""
     from httpx2.websockets import WebSocketDisconnect, WebSocketNetworkError
 
     while True:
         try:
-            message = connection.receive_bytes(timeout=None if gone is None else _GONE_S)
+            message = connection.receive_bytes()
         except WebSocketDisconnect:
             return
-        except TimeoutError:
-            if gone is not None and gone.is_set():
-                return
-            continue
         except (WebSocketNetworkError, OSError) as error:
-            if gone is not None and gone.is_set():
-                return
             raise Unanswered(f"{asked.thing}: the connection to the API server was lost; try again") from error
         if message:
             yield message
-
-
-def _upload(source: socket.socket, there: WebSocketSession, gone: threading.Event) -> None:
-    """Send what comes over a connection, and set `gone` at its end. The protocol cannot tell the pod of that end; what the pod
-    still answers is read."""
-    try:
-        while part := source.recv(32 * 1024):
-            there.send_bytes(b"\0" + part)
-        gone.set()
-    except Exception:  # either side has gone altogether
-        gone.set()
-        requests.end(there)
 
 
 def _exit_code(content: bytes, asked: Asked) -> int:
