@@ -37,18 +37,10 @@ _UPLOADED = ".uploaded.json"
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Make shards for training out of raw files.")
 
 
-@app.callback()
-def group() -> None:
-    """Make shards for training out of raw files."""
-
-
 ValOption = Annotated[float, typer.Option(min=0.0, max=0.99, help="Share that goes into val, 0 for none.")]
-VocabularyOption = Annotated[
-    int | None, typer.Option(metavar="N", help="Tokens of a BPE trained here. Default: 4096.", show_default=False)
-]
+VocabularyOption = Annotated[int | None, typer.Option(metavar="N", help="Tokens of a BPE trained here. Default: 4096.")]
 SeparatorOption = Annotated[
-    str | None,
-    typer.Option(metavar="TOKEN", help="Token after each document, '' for none. Default: <|endoftext|>.", show_default=False),
+    str | None, typer.Option(metavar="TOKEN", help="Token after each document, '' for none. Default: <|endoftext|>.")
 ]
 
 
@@ -59,15 +51,12 @@ class How:
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A directory, or one file.")]
     to: Annotated[str, typer.Option(metavar="PLACE", help="Directory, or URL of a place in a store, to write to.")]
     processes: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Processes. Default: one per core that has memory.", show_default=False)
+        int | None, typer.Option(metavar="N", min=1, help="Processes. Default: one per core that has memory.")
     ] = None
     verify: Annotated[bool, typer.Option("--verify", help="Read everything again at the end and compare checksums.")] = False
     skip_damaged: Annotated[bool, typer.Option("--skip-damaged", help="Leave out what cannot be read, and count it.")] = False
     work: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Where to make a dataset for a store. Default: ~/.cache/outlast/prepare.", show_default=False
-        ),
+        Path | None, typer.Option(metavar="DIR", help="Where to make a dataset for a store. Default: ~/.cache/outlast/prepare.")
     ] = None
     engine: Annotated[
         Literal["local", "spark"],
@@ -79,12 +68,10 @@ class How:
             metavar="URL",
             help="Spark's master: local[8], spark://HOST:7077, k8s://https://HOST:443. "
             "Default: local[*], all cores of this machine.",
-            show_default=False,
         ),
     ] = None
     partitions: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Spark's tasks per stage. Default: one per unit of work.", show_default=False),
+        int | None, typer.Option(metavar="N", min=1, help="Spark's tasks per stage. Default: one per unit of work.")
     ] = None
     conf: Annotated[
         list[str] | None,
@@ -146,8 +133,7 @@ def text(
     ] = None,
     field: Annotated[str, typer.Option(metavar="NAME", help="The text of .jsonl records.")] = "text",
     shard_size: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Bytes per shard: 64Mi. Default: one file per part, as nanoGPT.", show_default=False),
+        str | None, typer.Option(metavar="SIZE", help="Bytes per shard: 64Mi. Default: one file per part, as nanoGPT.")
     ] = None,
 ) -> None:
     """Tokenize text: train.bin, val.bin and meta.pkl as nanoGPT reads them, tokenizer.json, and a manifest.
@@ -184,7 +170,7 @@ def jsonl(
     val: ValOption = 0.1,
     separator: SeparatorOption = None,
     max_length: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Cut samples to N tokens. Default: keep all.", show_default=False)
+        int | None, typer.Option(metavar="N", min=1, help="Cut samples to N tokens. Default: keep all.")
     ] = None,
     glob: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Which files. Default: '*.jsonl'.")] = None,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of records per shard.")] = "8Mi",
@@ -212,8 +198,7 @@ def jsonl(
 def images(
     how: How,
     size: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Resize the shorter side to N pixels and cut out the centre.", show_default=False),
+        int | None, typer.Option(metavar="N", min=1, help="Resize the shorter side to N pixels and cut out the centre.")
     ] = None,
     stretch: Annotated[
         bool, typer.Option("--stretch", help="Resize all of the image to N x N, and keep its width / height as column aspect.")
@@ -248,8 +233,7 @@ def video(
     size: Annotated[int, typer.Option(metavar="N", min=1, help="Pixels of a frame's side.")] = 224,
     clips: Annotated[int, typer.Option(metavar="N", min=1, help="Clips per video, evenly spaced.")] = 1,
     labels: Annotated[
-        Path | None,
-        typer.Option(metavar="CSV", help="List of labels: Kinetics', or file,label. Default: directories.", show_default=False),
+        Path | None, typer.Option(metavar="CSV", help="List of labels: Kinetics', or file,label. Default: directories.")
     ] = None,
     val: ValOption = 0.1,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of samples per shard.")] = "256Mi",
@@ -347,7 +331,7 @@ class _Stages:
             self._stack.close()
             self._stage, self._tell = stage, self._stack.enter_context(transfers.shown(f"done ({stage})"))
             if not total:
-                print(f"outlast | {stage}", file=sys.stderr, flush=True)
+                terminal.say(stage)
         if self._tell and total:
             self._tell(done, total, stage if terminal.interactive(sys.stderr) else "")
 

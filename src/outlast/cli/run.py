@@ -72,7 +72,9 @@ def run(
         schedules.load(chaos)
     place = which.backend(ctx)
     name = wanted.metadata.name
-    before = _known(place, name)
+    before: JobStatus | None = None
+    with contextlib.suppress(NotFound):
+        before = place.status(name)
     if fresh and before is not None and not before.state.final:
         _end(place, name)
         before = None
@@ -116,13 +118,6 @@ def _explained(job: Job) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _known(place: Backend, name: str) -> JobStatus | None:
-    try:
-        return place.status(name)
-    except NotFound:
-        return None
 
 
 def _end(place: Backend, name: str) -> None:
