@@ -247,22 +247,18 @@ def show_(
     if output is not Output.TABLE:
         show.data({**said, "files": newest.sizes()}, output)
         return
-    print(
-        show.fields(
-            {
-                "step": said["step"],
-                "directory": said["path"],
-                "in the store": said["url"],
-                "saved": show.moment(said["time"]) if said["time"] else None,
-                "size": units.human_bytes(said["bytes"]) if said["bytes"] is not None else None,
-                said["by"] or "metric": f"{said['metric']:.6g}" if said["metric"] is not None else None,
-                "run": said["run"],
-                "world": f"{said['world_size']} ranks, generation {said['generation']}" if said["world_size"] else None,
-                "problem": said["problem"],
-            }
-        )
-    )
-    print()
+    fields = {
+        "step": said["step"],
+        "directory": said["path"],
+        "in the store": said["url"],
+        "saved": show.moment(said["time"]) if said["time"] else None,
+        "size": units.human_bytes(said["bytes"]) if said["bytes"] is not None else None,
+        said["by"] or "metric": f"{said['metric']:.6g}" if said["metric"] is not None else None,
+        "run": said["run"],
+        "world": f"{said['world_size']} ranks, generation {said['generation']}" if said["world_size"] else None,
+        "problem": said["problem"],
+    }
+    print(f"{show.fields(fields)}\n")
     print(show.table(("FILE", "SIZE"), ((file, units.human_bytes(size)) for file, size in newest.sizes().items())))
 
 

@@ -250,8 +250,7 @@ def video(
     """
     from outlast.data.prepare import video as videos
 
-    listed = str(labels) if labels else ""
-    settings = videos.Settings(frames, size, clips, listed, val, _size(shard_size) or 1, how.skip_damaged)
+    settings = videos.Settings(frames, size, clips, str(labels or ""), val, _size(shard_size) or 1, how.skip_damaged)
     _made(lambda request: videos.prepare(request, settings), how)
 
 

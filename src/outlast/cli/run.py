@@ -95,7 +95,7 @@ def run(
         return
     from outlast.cli import view
 
-    with view.Signals() as signals, view.screen() as screen:
+    with view.signals() as signals, view.screen() as screen:
         status, code = view.follow(place, name, screen, signals, tail=0 if going_on else None)
     refused = status.failure is not None and status.failure.code == 2
     for sentence in (*view.summary(status, time.time()), *(misplaced if refused else ())):
