@@ -67,10 +67,10 @@ def looks_whole(directory: Path) -> bool:
 
 def test_a_download_that_was_killed_goes_on_where_it_was(web: Web, start: Start, tmp_path: Path) -> None:
     url = f"{web.put('set.tar.gz', ARCHIVE)}#sha256={hashlib.sha256(ARCHIVE).hexdigest()}"
-    web.fault = lambda request: Fault(rate=1000) if request.number else None  # the first part comes, the others do not
+    web.fault = lambda request: Fault(rate=100_000)
     process = start(url, "--to", "to")
     state = tmp_path / "to" / place.COMING / "0" / "state.json"
-    while not (state.exists() and json.loads(state.read_text())["done"]):  # after the first part
+    while not (state.exists() and json.loads(state.read_text())["done"]):
         assert process.poll() is None
         time.sleep(0.05)
     process.kill()

@@ -51,7 +51,7 @@ def test_the_api_server_takes_the_documents(topology: str, name: str) -> None:
     [
         ({"workers": {"replicas": 9, "max": 2}}, "workers.replicas is above workers.max; lower replicas or raise max"),
         ({"processesPerWorker": 4, "resources": {"gpu": 2}}, "processesPerWorker is above resources.gpu"),
-        ({"rendezvous": {"endpoint": "etcd:2379"}}, "rendezvous.endpoint has no use with backend auto"),
+        ({"rendezvous": {"endpoint": "etcd:2379"}}, "rendezvous.endpoint has no effect with backend auto"),
     ],
 )
 def test_the_api_server_says_what_the_job_file_says(fields: dict[str, Any], sentence: str) -> None:

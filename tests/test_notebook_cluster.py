@@ -130,7 +130,7 @@ def test_a_notebook_of_kubeflow_is_accepted_by_its_definition(namespace: Namespa
         kept: Document = json.loads(namespace.kubectl("get", resource, "notebook", "-o", "json"))
         template = kept["spec"]["template"]
         assert template["spec"]["containers"][0]["args"] == own["spec"]["template"]["spec"]["containers"][0]["args"]
-        pod = {"apiVersion": "v1", "kind": "Pod", **template, "metadata": {"name": "notebook-0"}}
+        pod = {"apiVersion": "v1", "kind": "Pod", **template, "metadata": {"name": "notebook-of-kubeflow"}}
         pod["spec"]["serviceAccountName"] = "default"  # Kubeflow's default-editor is not here
         namespace.kubectl("create", "--dry-run=server", "-f", "-", given=pod)
     finally:

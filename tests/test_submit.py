@@ -411,7 +411,7 @@ def test_an_unknown_namespace_or_context_is_usage(api: apiserver.ApiServer, outl
 
 @pytest.mark.parametrize("words", [("list",), ("list", "-o", "json"), ("status",), ("status", "train"), ("logs", "-f", "train")])
 def test_a_namespace_that_does_not_exist_is_named(api: apiserver.ApiServer, outlast: Outlast, words: tuple[str, ...]) -> None:
-    said = "Error: there is no namespace nosuch in here; create it, or choose another with -n\n"
+    said = "Error: there is no namespace nosuch in here; create it (kubectl create namespace nosuch), or choose another with -n\n"
     assert outlast(*words, "-n", "nosuch") == (2, "", said)
 
 

@@ -115,7 +115,8 @@ def test_every_way_to_print_is_guarded(capsys: pytest.CaptureFixture[str], monke
 
     app = typer.Typer(rich_markup_mode=None, add_completion=False)
     app.command()(naive)
-    monkeypatch.setattr(commands, "command", lambda: typer.main.get_command(app))
+    monkeypatch.setattr(commands, "app", app)
+    monkeypatch.setattr(commands, "command", commands.command.__wrapped__)  # built anew, of this app
     said = printed(capsys, None)
     assert not CONTROL.search(said)
     assert said.count("owned") == 9

@@ -16,7 +16,7 @@ import typer
 from outlast import contract, units
 from outlast.cli import show, transfers, which
 from outlast.cli.show import Output, OutputOption
-from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
+from outlast.cli.which import BestOption, ContextOption, NameArgument, NamespaceOption, StepOption, YesOption
 from outlast.errors import NotFound, OutlastError, StoreError
 
 if TYPE_CHECKING:
@@ -25,11 +25,8 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, verify, restore, export and remove checkpoints.")
 
 StoreOption = Annotated[
-    str | None,
-    typer.Option(metavar="URL", help="URL of the job's output in a store, if it is not the one in the job.", show_default=False),
+    str | None, typer.Option(metavar="URL", help="URL of the job's output in a store, if it is not the one in the job.")
 ]
-BestOption = Annotated[bool, typer.Option("--best", help="The best checkpoint, by its metric.")]
-StepOption = Annotated[int | None, typer.Option(metavar="N", min=0, help="The checkpoint of this step.", show_default=False)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,22 +247,18 @@ def show_(
     if output is not Output.TABLE:
         show.data({**said, "files": newest.sizes()}, output)
         return
-    print(
-        show.fields(
-            {
-                "step": said["step"],
-                "directory": said["path"],
-                "in the store": said["url"],
-                "saved": show.moment(said["time"]) if said["time"] else None,
-                "size": units.human_bytes(said["bytes"]) if said["bytes"] is not None else None,
-                said["by"] or "metric": f"{said['metric']:.6g}" if said["metric"] is not None else None,
-                "run": said["run"],
-                "world": f"{said['world_size']} ranks, generation {said['generation']}" if said["world_size"] else None,
-                "problem": said["problem"],
-            }
-        )
-    )
-    print()
+    fields = {
+        "step": said["step"],
+        "directory": said["path"],
+        "in the store": said["url"],
+        "saved": show.moment(said["time"]) if said["time"] else None,
+        "size": units.human_bytes(said["bytes"]) if said["bytes"] is not None else None,
+        said["by"] or "metric": f"{said['metric']:.6g}" if said["metric"] is not None else None,
+        "run": said["run"],
+        "world": f"{said['world_size']} ranks, generation {said['generation']}" if said["world_size"] else None,
+        "problem": said["problem"],
+    }
+    print(f"{show.fields(fields)}\n")
     print(show.table(("FILE", "SIZE"), ((file, units.human_bytes(size)) for file, size in newest.sizes().items())))
 
 
@@ -343,11 +336,7 @@ def restore(
     best: BestOption = False,
     to: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Target directory. Default: where the job looks for it; ./checkpoints for a URL.",
-            show_default=False,
-        ),
+        typer.Option(metavar="DIR", help="Target directory. Default: where the job looks for it; ./checkpoints for a URL."),
     ] = None,
     store: StoreOption = None,
     namespace: NamespaceOption = None,
@@ -407,7 +396,7 @@ def export(
     to: Annotated[Path, typer.Option(metavar="FILE", help="File to write; the suffix .safetensors selects that format.")] = Path(
         "model.pt"
     ),
-    key: Annotated[str, typer.Option(metavar="NAME", help="Name of the module in run.resume().", show_default=False)] = "",
+    key: Annotated[str, typer.Option(metavar="NAME", help="Name of the module in run.resume().")] = "",
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:
@@ -450,7 +439,7 @@ def prune(
     keep: Annotated[int, typer.Option(metavar="N", min=2, help="Number of newest checkpoints to keep; at least 2.")] = 2,
     best: Annotated[int, typer.Option(metavar="N", min=0, help="Number of best checkpoints to keep besides.")] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: YesOption = False,
     store: StoreOption = None,
     namespace: NamespaceOption = None,
     context: ContextOption = None,

@@ -47,14 +47,22 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Distributed PyTorch training that outlasts its machines.",
 )
 
 
 def _versions(wanted: bool) -> None:
-    if wanted:
-        version()
-        raise typer.Exit
+    """Print the versions of Outlast, Python and PyTorch."""
+    if not wanted:
+        return
+    import platform
+    from importlib import metadata
+
+    try:
+        torch = f"torch {metadata.version('torch')}"
+    except metadata.PackageNotFoundError:
+        torch = "no torch"
+    print(f"outlast {__version__}, Python {platform.python_version()}, {torch}, {platform.platform()}")
+    raise typer.Exit
 
 
 @app.callback()
@@ -66,19 +74,7 @@ def program(
     """Distributed PyTorch training that outlasts its machines."""
 
 
-def version() -> None:
-    """Print the versions of Outlast, Python and PyTorch."""
-    import platform
-    from importlib import metadata
-
-    try:
-        torch = f"torch {metadata.version('torch')}"
-    except metadata.PackageNotFoundError:
-        torch = "no torch"
-    print(f"outlast {__version__}, Python {platform.python_version()}, {torch}, {platform.platform()}")
-
-
-def evaluation(args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", show_default=False)] = None) -> None:
+def evaluation(args: Annotated[list[str] | None, typer.Argument(metavar="ARGS")] = None) -> None:
     """Evaluate a job's model in this pod, configured by its environment."""
     from outlast.agent import evaluation
 

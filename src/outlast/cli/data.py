@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outlast import units
-from outlast.cli import show, transfers, which
+from outlast.cli import show, terminal, transfers, which
 from outlast.cli.which import ContextOption, NamespaceOption
 from outlast.errors import OutlastError
 
@@ -25,11 +24,6 @@ if TYPE_CHECKING:
     from outlast.manifests.dataset import Wanted
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Get datasets, and prepare them for training.")
-
-
-@app.callback()
-def group() -> None:
-    """Get datasets, and prepare them for training."""
 
 
 def _names() -> list[str]:
@@ -46,25 +40,16 @@ def get(
         typer.Argument(
             metavar="[NAME|URL]",
             help="A dataset, or the URL of a file, with #sha256=... behind it. Without it: which datasets have a name.",
-            show_default=False,
             autocompletion=_names,
         ),
     ] = None,
     to: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR|URL", help="Directory or place in a store to write to. Default: data/NAME.", show_default=False
-        ),
+        str | None, typer.Option(metavar="DIR|URL", help="Directory or place in a store to write to. Default: data/NAME.")
     ] = None,
     given: Annotated[
-        Path | None,
-        typer.Option(
-            "--from", metavar="FILE", help="The file, downloaded before, or a directory with several.", show_default=False
-        ),
+        Path | None, typer.Option("--from", metavar="FILE", help="The file, downloaded before, or a directory with several.")
     ] = None,
-    on: Annotated[
-        str | None, typer.Option("--on", metavar="kubernetes", help="Do it in a pod of a cluster.", show_default=False)
-    ] = None,
+    on: Annotated[str | None, typer.Option(metavar="kubernetes", help="Do it in a pod of a cluster.")] = None,
     claim: Annotated[
         str | None, typer.Option(metavar="NAME:/PATH", help="In a cluster: the claim, and where it is mounted.")
     ] = None,
@@ -115,12 +100,7 @@ def get(
     if claim or secret or image or namespace or context:
         raise OutlastError("--claim, --secret, --image, --namespace and --context are for a pod; add --on kubernetes")
     with transfers.interruptible() as stop, transfers.shown("received") as tell:
-        how = getting.How(
-            say=_say,
-            progress=_since_the_beginning(tell),
-            stop=stop,
-            archive=given,
-        )
+        how = getting.How(say=terminal.say, progress=_since_the_beginning(tell), stop=stop, archive=given)
         if to and "://" in to and not to.startswith("file://"):
             found, written = _to_store(dataset, to, how)
         elif name == "digits" and not given:
@@ -133,7 +113,7 @@ def get(
     verb, size = "got" if written else "already there:", f"{show.count(found.files, 'file')}, {units.human_bytes(found.size)}"
     print(f"{verb} {found.name}: {size} in {to or _directory(dataset, to)}")
     if written and dataset.remotes and not found.checked:
-        _say(_unchecked(dataset, found, registry.is_url(name)))
+        terminal.say(_unchecked(dataset, found, registry.is_url(name)))
 
 
 def _since_the_beginning(tell: transfers.Tell) -> Progress:
@@ -192,7 +172,7 @@ def _to_store(dataset: Dataset, url: str, how: How) -> tuple[Marker, bool]:
     home = cache.writable(os.environ) / "get" / hashlib.sha256(f"{dataset.name} {there.url}".encode()).hexdigest()[:16]
     found, _ = getting.get(dataset, home / "tree", how)
     there.put(place.COMING, dataset.name.encode())  # until the marker is there, nobody takes a part for the dataset
-    _say(f"sending {show.count(found.files, 'file')}, {units.human_bytes(found.size)}, to {url}")
+    terminal.say(f"sending {show.count(found.files, 'file')}, {units.human_bytes(found.size)}, to {url}")
     with transfers.shown("sent") as tell:
         report = sync.push(
             home / "tree",
@@ -210,10 +190,6 @@ def _to_store(dataset: Dataset, url: str, how: How) -> tuple[Marker, bool]:
     there.delete([place.COMING])
     shutil.rmtree(home, ignore_errors=True)
     return found, True
-
-
-def _say(sentence: str) -> None:
-    print(f"outlast | {sentence}", file=sys.stderr, flush=True)
 
 
 def _unchecked(dataset: Dataset, found: Marker, url: bool) -> str:

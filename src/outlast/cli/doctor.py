@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast.cli import show
+from outlast.cli import show, terminal
 from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import ContextOption, NamespaceOption
 from outlast.errors import ClusterError, NoCluster, OutlastError
@@ -46,9 +46,8 @@ def doctor(
     """
     if image is None and (store or secret):
         raise OutlastError("--store and --secret are tried in a pod; say of which image: --image IMAGE")
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # pods are deleted then, as after Ctrl-C
     found: dict[str, list[Check]] = {}
-    try:
+    with terminal.handled(signal.default_int_handler, signal.SIGTERM):  # pods are deleted then, as after Ctrl-C
         for section, checks in _asked(image, store, secret or [], network, namespace, context, timeout):
             if output is Output.TABLE:
                 print(("\n" if found else "") + section, flush=True)
@@ -57,8 +56,6 @@ def doctor(
                 found[section].append(check)
                 if output is Output.TABLE:
                     print(check, flush=True)
-    finally:
-        signal.signal(signal.SIGTERM, before)
     if output is not Output.TABLE:
         show.data([{"where": where, **dataclasses.asdict(each)} for where, checks in found.items() for each in checks], output)
     if any(check.outcome == "fail" for checks in found.values() for check in checks):

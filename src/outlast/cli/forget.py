@@ -12,7 +12,7 @@ import typer
 
 from outlast import units
 from outlast.cli import show, terminal, which
-from outlast.cli.which import ContextOption, NamespaceOption
+from outlast.cli.which import ContextOption, NamespaceOption, YesOption
 from outlast.errors import OutlastError
 
 if TYPE_CHECKING:
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 def forget(
     ctx: typer.Context,
     names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="NAME", help="Jobs, or URLs of outputs.", show_default=False, autocompletion=which.names),
+        list[str] | None, typer.Argument(metavar="NAME", help="Jobs, or URLs of outputs.", autocompletion=which.names)
     ] = None,
     all_finished: Annotated[bool, typer.Option("--all-finished", help="All jobs that have ended.")] = False,
     older_than: Annotated[
@@ -33,7 +32,7 @@ def forget(
     output: Annotated[
         bool, typer.Option("--output", help="Also remove their output on this machine, with what earlier runs left in previous/.")
     ] = False,
-    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
+    yes: YesOption = False,
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:

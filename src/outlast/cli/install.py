@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outlast.cli import terminal
-from outlast.cli.which import ContextOption
+from outlast.cli.which import ContextOption, YesOption
 from outlast.contract import OPERATOR_NAMESPACE
 
 if TYPE_CHECKING:
@@ -59,12 +59,7 @@ def install(
     installation.check_namespace(namespace)
     cluster = kube.connect(context, namespace)
     try:
-        wanted = installation.documents(
-            namespace=namespace,
-            image=image or install.IMAGE,
-            watch=node_watch,
-            on_demand=on_demand,
-        )
+        wanted = installation.documents(namespace=namespace, image=image or install.IMAGE, watch=node_watch, on_demand=on_demand)
         count: dict[str, int] = {}
         for done in installation.bring(cluster, wanted, dry_run=dry_run):
             print(done, flush=True)
@@ -73,7 +68,7 @@ def install(
         said = ", ".join(f"{number} {would}{what}" for what, number in count.items())
         print(f"{cluster.context or cluster.server}: {said}")
         for warning in cluster.warnings:
-            print(f"outlast | the server warns: {warning}", file=sys.stderr)
+            terminal.say(f"the server warns: {warning}")
         begun = time.monotonic()
         for workload in [each for each in wanted if each["kind"] in _RUNS and wait and not dry_run]:
             _wait(cluster, workload, begun, timeout)
@@ -102,7 +97,7 @@ def _wait(cluster: kube.Cluster, workload: dict[str, Any], begun: float, timeout
 def uninstall(
     namespace: OperatorNamespace = OPERATOR_NAMESPACE,
     crds: Annotated[bool, typer.Option("--crds", help="Also the definition of ElasticJob, and with it all ElasticJobs.")] = False,
-    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
+    yes: YesOption = False,
     context: ContextOption = None,
 ) -> None:
     """Take away what `outlast install` has brought into a cluster.

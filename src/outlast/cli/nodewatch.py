@@ -11,7 +11,7 @@ from outlast.contract import Env
 
 
 def node_watch(
-    node: Annotated[str, typer.Option(envvar=Env.NODE, metavar="NAME", help="The node of this machine.", show_default=False)],
+    node: Annotated[str, typer.Option(envvar=Env.NODE, metavar="NAME", help="The node of this machine.")],
     poll_interval: Annotated[
         str, typer.Option(envvar="POLL_INTERVAL", metavar="TIME", help="Interval between two questions for notices.")
     ] = "1s",

@@ -7,8 +7,9 @@ last.
 from __future__ import annotations
 
 import contextlib
-import enum
+import functools
 import hashlib
+import inspect
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -36,86 +37,51 @@ _UPLOADED = ".uploaded.json"
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Make shards for training out of raw files.")
 
 
-@app.callback()
-def group() -> None:
-    """Make shards for training out of raw files."""
-
-
-SourceArgument = Annotated[Path, typer.Argument(metavar="SOURCE", help="A directory, or one file.")]
-ToOption = Annotated[str, typer.Option("--to", metavar="PLACE", help="Directory, or URL of a place in a store, to write to.")]
-ProcessesOption = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Processes. Default: one per core that has memory.", show_default=False)
-]
-VerifyOption = Annotated[bool, typer.Option("--verify", help="Read everything again at the end and compare checksums.")]
-SkipOption = Annotated[bool, typer.Option("--skip-damaged", help="Leave out what cannot be read, and count it.")]
-WorkOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--work",
-        metavar="DIR",
-        help="Where to make a dataset for a store. Default: ~/.cache/outlast/prepare.",
-        show_default=False,
-    ),
-]
 ValOption = Annotated[float, typer.Option(min=0.0, max=0.99, help="Share that goes into val, 0 for none.")]
-VocabularyOption = Annotated[
-    int | None, typer.Option(metavar="N", help="Tokens of a BPE trained here. Default: 4096.", show_default=False)
-]
+VocabularyOption = Annotated[int | None, typer.Option(metavar="N", help="Tokens of a BPE trained here. Default: 4096.")]
 SeparatorOption = Annotated[
-    str | None,
-    typer.Option(metavar="TOKEN", help="Token after each document, '' for none. Default: <|endoftext|>.", show_default=False),
-]
-GlobOption = Annotated[
-    list[str] | None, typer.Option("--glob", metavar="PATTERN", help="Which files: '*.py'. May be repeated. Default: all.")
-]
-
-
-class EngineName(enum.StrEnum):
-    """Who does the work."""
-
-    LOCAL = "local"
-    SPARK = "spark"
-
-
-EngineOption = Annotated[EngineName, typer.Option("--engine", help="Who does the work: processes of this machine, or Spark.")]
-MasterOption = Annotated[
-    str | None,
-    typer.Option(
-        "--master",
-        metavar="URL",
-        help="Spark's master: local[8], spark://HOST:7077, k8s://https://HOST:443. Default: local[*], all cores of this machine.",
-        show_default=False,
-    ),
-]
-PartitionsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--partitions", metavar="N", min=1, help="Spark's tasks per stage. Default: one per unit of work.", show_default=False
-    ),
-]
-ConfOption = Annotated[
-    list[str] | None,
-    typer.Option("--conf", metavar="KEY=VALUE", help="Spark's configuration: spark.executor.memory=4g. May be repeated."),
+    str | None, typer.Option(metavar="TOKEN", help="Token after each document, '' for none. Default: <|endoftext|>.")
 ]
 
 
 @dataclass(frozen=True)
 class How:
-    """The options that all kinds have."""
+    """The options that all kinds have, as they are on the command line."""
 
-    to: str
-    processes: int | None
-    verify: bool
-    work: Path | None
-    engine: EngineName
-    master: str | None
-    partitions: int | None
-    conf: tuple[str, ...]
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A directory, or one file.")]
+    to: Annotated[str, typer.Option(metavar="PLACE", help="Directory, or URL of a place in a store, to write to.")]
+    processes: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Processes. Default: one per core that has memory.")
+    ] = None
+    verify: Annotated[bool, typer.Option("--verify", help="Read everything again at the end and compare checksums.")] = False
+    skip_damaged: Annotated[bool, typer.Option("--skip-damaged", help="Leave out what cannot be read, and count it.")] = False
+    work: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where to make a dataset for a store. Default: ~/.cache/outlast/prepare.")
+    ] = None
+    engine: Annotated[
+        Literal["local", "spark"],
+        typer.Option(help="Who does the work: processes of this machine, or Spark."),
+    ] = "local"
+    master: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Spark's master: local[8], spark://HOST:7077, k8s://https://HOST:443. "
+            "Default: local[*], all cores of this machine.",
+        ),
+    ] = None
+    partitions: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Spark's tasks per stage. Default: one per unit of work.")
+    ] = None
+    conf: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Spark's configuration: spark.executor.memory=4g. May be repeated."),
+    ] = None
 
     @contextlib.contextmanager
     def engine_opened(self) -> Iterator[Engine | None]:
         """Who does the units of work; None: processes of this machine. Raises OutlastError for options that do not fit."""
-        if self.engine is EngineName.LOCAL:
+        if self.engine == "local":
             given = {"--master": self.master, "--partitions": self.partitions, "--conf": self.conf}
             if wrong := [name for name, value in given.items() if value]:
                 raise OutlastError(f"{wrong[0]} is for Spark; add --engine spark, or leave it out")
@@ -125,9 +91,23 @@ class How:
 
         if self.processes is not None:
             raise OutlastError("--processes is for --engine local; leave it out, and say how many cores with --master local[8]")
-        settings = spark.settings(self.master, self.partitions, self.conf)
+        settings = spark.settings(self.master, self.partitions, self.conf or ())
         with spark.opened(settings, terminal.say) as opened:
             yield opened
+
+
+def _kind(made: Callable[..., None]) -> None:
+    """Add the command of a kind; its own options are shown after --to, before the others that all kinds have."""
+    source, to, *others = inspect.signature(How, eval_str=True).parameters.values()
+    _, *own = inspect.signature(made, eval_str=True).parameters.values()
+
+    @functools.wraps(made)
+    def command(**given: Any) -> None:
+        options = {each.name: given.pop(each.name) for each in own}
+        made(How(**given), **options)
+
+    command.__signature__ = inspect.Signature([source, to, *own, *others])  # type: ignore[attr-defined]  # which typer reads
+    app.command()(command)
 
 
 def _size(text: str | None) -> int | None:
@@ -139,30 +119,22 @@ def _size(text: str | None) -> int | None:
         raise OutlastError(f"--shard-size {text} {error}") from error
 
 
-@app.command()
+@_kind
 def text(
-    source: SourceArgument,
-    to: ToOption,
+    how: How,
     tokenizer: Annotated[
         str, typer.Option(metavar="WHICH", help="char, bpe (trained here), gpt2-like (50,257 tokens), or a tokenizer.json.")
     ] = "bpe",
     vocab_size: VocabularyOption = None,
     val: ValOption = 0.1,
     separator: SeparatorOption = None,
-    glob: GlobOption = None,
+    glob: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Which files: '*.py'. May be repeated. Default: all.")
+    ] = None,
     field: Annotated[str, typer.Option(metavar="NAME", help="The text of .jsonl records.")] = "text",
     shard_size: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Bytes per shard: 64Mi. Default: one file per part, as nanoGPT.", show_default=False),
+        str | None, typer.Option(metavar="SIZE", help="Bytes per shard: 64Mi. Default: one file per part, as nanoGPT.")
     ] = None,
-    processes: ProcessesOption = None,
-    verify: VerifyOption = False,
-    skip_damaged: SkipOption = False,
-    work: WorkOption = None,
-    engine: EngineOption = EngineName.LOCAL,
-    master: MasterOption = None,
-    partitions: PartitionsOption = None,
-    conf: ConfOption = None,
 ) -> None:
     """Tokenize text: train.bin, val.bin and meta.pkl as nanoGPT reads them, tokenizer.json, and a manifest.
 
@@ -180,16 +152,14 @@ def text(
     from outlast.data.prepare import text as texts
 
     settings = texts.Settings(
-        tokenizer, vocab_size, val, separator, tuple(glob or ()), field, _size(shard_size), skip_damaged=skip_damaged
+        tokenizer, vocab_size, val, separator, tuple(glob or ()), field, _size(shard_size), skip_damaged=how.skip_damaged
     )
-    how = How(to, processes, verify, work, engine, master, partitions, tuple(conf or ()))
-    _made(lambda request: texts.prepare(request, settings), source, how)
+    _made(lambda request: texts.prepare(request, settings), how)
 
 
-@app.command()
+@_kind
 def jsonl(
-    source: SourceArgument,
-    to: ToOption,
+    how: How,
     tokenizer: Annotated[
         str,
         typer.Option(
@@ -200,18 +170,10 @@ def jsonl(
     val: ValOption = 0.1,
     separator: SeparatorOption = None,
     max_length: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Cut samples to N tokens. Default: keep all.", show_default=False)
+        int | None, typer.Option(metavar="N", min=1, help="Cut samples to N tokens. Default: keep all.")
     ] = None,
-    glob: Annotated[list[str] | None, typer.Option("--glob", metavar="PATTERN", help="Which files. Default: '*.jsonl'.")] = None,
+    glob: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Which files. Default: '*.jsonl'.")] = None,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of records per shard.")] = "8Mi",
-    processes: ProcessesOption = None,
-    verify: VerifyOption = False,
-    skip_damaged: SkipOption = False,
-    work: WorkOption = None,
-    engine: EngineOption = EngineName.LOCAL,
-    master: MasterOption = None,
-    partitions: PartitionsOption = None,
-    conf: ConfOption = None,
 ) -> None:
     """Tokenize records for fine-tuning: input_ids and labels, where -100 takes no part in the loss.
 
@@ -227,19 +189,16 @@ def jsonl(
     from outlast.data.prepare import jsonl as records
 
     settings = records.Settings(
-        tokenizer, vocab_size, val, separator, max_length, tuple(glob or ("*.jsonl",)), _size(shard_size) or 1, skip_damaged
+        tokenizer, vocab_size, val, separator, max_length, tuple(glob or ("*.jsonl",)), _size(shard_size) or 1, how.skip_damaged
     )
-    how = How(to, processes, verify, work, engine, master, partitions, tuple(conf or ()))
-    _made(lambda request: records.prepare(request, settings), source, how)
+    _made(lambda request: records.prepare(request, settings), how)
 
 
-@app.command()
+@_kind
 def images(
-    source: SourceArgument,
-    to: ToOption,
+    how: How,
     size: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Resize the shorter side to N pixels and cut out the centre.", show_default=False),
+        int | None, typer.Option(metavar="N", min=1, help="Resize the shorter side to N pixels and cut out the centre.")
     ] = None,
     stretch: Annotated[
         bool, typer.Option("--stretch", help="Resize all of the image to N x N, and keep its width / height as column aspect.")
@@ -247,14 +206,6 @@ def images(
     encoded: Annotated[bool, typer.Option("--encoded", help="Keep the files' bytes instead of pixels.")] = False,
     val: ValOption = 0.1,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of samples per shard.")] = "64Mi",
-    processes: ProcessesOption = None,
-    verify: VerifyOption = False,
-    skip_damaged: SkipOption = False,
-    work: WorkOption = None,
-    engine: EngineOption = EngineName.LOCAL,
-    master: MasterOption = None,
-    partitions: PartitionsOption = None,
-    conf: ConfOption = None,
 ) -> None:
     """Decode images: columns image, uint8 of (height, width, 3), and label.
 
@@ -271,32 +222,21 @@ def images(
     """
     from outlast.data.prepare import images as pictures
 
-    settings = pictures.Settings(size, encoded, val, _size(shard_size) or 1, skip_damaged, stretch)
-    how = How(to, processes, verify, work, engine, master, partitions, tuple(conf or ()))
-    _made(lambda request: pictures.prepare(request, settings), source, how)
+    settings = pictures.Settings(size, encoded, val, _size(shard_size) or 1, how.skip_damaged, stretch)
+    _made(lambda request: pictures.prepare(request, settings), how)
 
 
-@app.command()
+@_kind
 def video(
-    source: SourceArgument,
-    to: ToOption,
+    how: How,
     frames: Annotated[int, typer.Option(metavar="N", min=1, help="Frames of a clip, at 25 per second.")] = 16,
     size: Annotated[int, typer.Option(metavar="N", min=1, help="Pixels of a frame's side.")] = 224,
     clips: Annotated[int, typer.Option(metavar="N", min=1, help="Clips per video, evenly spaced.")] = 1,
     labels: Annotated[
-        Path | None,
-        typer.Option(metavar="CSV", help="List of labels: Kinetics', or file,label. Default: directories.", show_default=False),
+        Path | None, typer.Option(metavar="CSV", help="List of labels: Kinetics', or file,label. Default: directories.")
     ] = None,
     val: ValOption = 0.1,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of samples per shard.")] = "256Mi",
-    processes: ProcessesOption = None,
-    verify: VerifyOption = False,
-    skip_damaged: SkipOption = False,
-    work: WorkOption = None,
-    engine: EngineOption = EngineName.LOCAL,
-    master: MasterOption = None,
-    partitions: PartitionsOption = None,
-    conf: ConfOption = None,
 ) -> None:
     """Cut clips out of videos: columns video, uint8 of (16, 224, 224, 3), audio, int16 of (30720,), and label.
 
@@ -310,10 +250,8 @@ def video(
     """
     from outlast.data.prepare import video as videos
 
-    listed = str(labels) if labels else ""
-    settings = videos.Settings(frames, size, clips, listed, val, _size(shard_size) or 1, skip_damaged)
-    how = How(to, processes, verify, work, engine, master, partitions, tuple(conf or ()))
-    _made(lambda request: videos.prepare(request, settings), source, how)
+    settings = videos.Settings(frames, size, clips, str(labels or ""), val, _size(shard_size) or 1, how.skip_damaged)
+    _made(lambda request: videos.prepare(request, settings), how)
 
 
 def verify(
@@ -339,12 +277,12 @@ def verify(
     _verified(stored.manifest(), stored, place)
 
 
-def _made(prepare: Callable[[Request], Manifest], source: Path, how: How) -> None:
+def _made(prepare: Callable[[Request], Manifest], how: How) -> None:
     """Prepare, upload, verify, and say so."""
     from outlast.data import shards
     from outlast.data.prepare import work as working
 
-    to = how.to
+    source, to = how.source, how.to
     if "://" in to:
         from outlast import store
 
@@ -392,7 +330,7 @@ class _Stages:
             self._stack.close()
             self._stage, self._tell = stage, self._stack.enter_context(transfers.shown(f"done ({stage})"))
             if not total:
-                print(f"outlast | {stage}", file=sys.stderr, flush=True)
+                terminal.say(stage)
         if self._tell and total:
             self._tell(done, total, stage if terminal.interactive(sys.stderr) else "")
 

@@ -32,13 +32,9 @@ EndpointOption = Annotated[
         metavar="URL",
         envvar=contract.Env.RENDEZVOUS,
         help="The etcd: etcd://host:2379, etcds:// for TLS; several hosts with commas, then /PREFIX if it is not /outlast.",
-        show_default=False,
     ),
 ]
-RunOption = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Only this run: its --rdzv-id, or NAMESPACE/JOB for pods.", show_default=False),
-]
+RunOption = Annotated[str | None, typer.Option(metavar="NAME", help="Only this run: its --rdzv-id, or NAMESPACE/JOB for pods.")]
 
 
 @app.command()

@@ -16,7 +16,7 @@ import typer
 from outlast import contract
 from outlast.cli import show, terminal, transfers, which
 from outlast.cli.show import Output, OutputOption
-from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
+from outlast.cli.which import BestOption, ContextOption, NameArgument, NamespaceOption, StepOption
 from outlast.errors import OutlastError
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ NamesArgument = Annotated[
     typer.Argument(
         metavar="NAME",
         help="Name of the job; several are compared. Default: the only unfinished one, else the newest; in a cluster the only.",
-        show_default=False,
         autocompletion=which.names,
     ),
 ]
@@ -40,8 +39,7 @@ def report(
     namespace: NamespaceOption = None,
     context: ContextOption = None,
     plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw the comparison of several runs, too: .svg, .png or .pdf.", show_default=False),
+        Path | None, typer.Option(metavar="FILE", help="Draw the comparison of several runs, too: .svg, .png or .pdf.")
     ] = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
@@ -159,8 +157,8 @@ def _metrics(output: Path | str) -> Iterable[str | bytes]:
 def fetch(
     ctx: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the job.", autocompletion=which.names)],
-    patterns: Annotated[list[str] | None, typer.Argument(metavar="PATTERN", help="Only these files.", show_default=False)] = None,
-    to: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: ./NAME.", show_default=False)] = None,
+    patterns: Annotated[list[str] | None, typer.Argument(metavar="PATTERN", help="Only these files.")] = None,
+    to: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: ./NAME.")] = None,
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:
@@ -199,11 +197,9 @@ def fetch(
 def evaluate(
     ctx: typer.Context,
     name: NameArgument = None,
-    args: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="Further arguments for the job's module.", show_default=False)
-    ] = None,
-    best: Annotated[bool, typer.Option("--best", help="The best checkpoint, by its metric.")] = False,
-    step: Annotated[int | None, typer.Option(metavar="N", min=0, help="The checkpoint of this step.", show_default=False)] = None,
+    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Further arguments for the job's module.")] = None,
+    best: BestOption = False,
+    step: StepOption = None,
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:

@@ -72,7 +72,9 @@ def run(
         schedules.load(chaos)
     place = which.backend(ctx)
     name = wanted.metadata.name
-    before = _known(place, name)
+    before: JobStatus | None = None
+    with contextlib.suppress(NotFound):
+        before = place.status(name)
     if fresh and before is not None and not before.state.final:
         _end(place, name)
         before = None
@@ -93,7 +95,7 @@ def run(
         return
     from outlast.cli import view
 
-    with view.Signals() as signals, view.screen() as screen:
+    with view.signals() as signals, view.screen() as screen:
         status, code = view.follow(place, name, screen, signals, tail=0 if going_on else None)
     refused = status.failure is not None and status.failure.code == 2
     for sentence in (*view.summary(status, time.time()), *(misplaced if refused else ())):
@@ -116,13 +118,6 @@ def _explained(job: Job) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _known(place: Backend, name: str) -> JobStatus | None:
-    try:
-        return place.status(name)
-    except NotFound:
-        return None
 
 
 def _end(place: Backend, name: str) -> None:

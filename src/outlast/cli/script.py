@@ -47,9 +47,7 @@ def named(file: str | Path, *, module: bool = False) -> bool:
 
 def init(
     ctx: typer.Context,
-    file: Annotated[
-        str, typer.Argument(metavar="SCRIPT", help="A Python script, followed by its arguments.", show_default=False)
-    ],
+    file: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script, followed by its arguments.")],
     module: ModuleOption = False,
     workers: Annotated[int, typer.Option(metavar="N", min=1, help="Number of workers.")] = 1,
     name: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job. Default: that of the script.")] = None,

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from outlast.cli import terminal
 from outlast.errors import NotFound, OutlastError
 
 _START_S = 60.0
@@ -52,14 +53,8 @@ def until_stopped() -> Iterator[None]:
         raise KeyboardInterrupt
 
     numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN]  # not with nohup
-    before = {number: signal.signal(number, stopped) for number in numbers}
-    try:
+    with contextlib.suppress(KeyboardInterrupt), terminal.handled(stopped, *numbers):
         yield
-    except KeyboardInterrupt:
-        return
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

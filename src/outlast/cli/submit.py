@@ -81,8 +81,8 @@ def submit(
         content = source.read_bytes() if not module else file
         job = waited.named(job, key, content, *ctx.args, workers, *(set_ or ()))
     place = backend(ctx, job, topology, namespace, context)
-    if not wait:  # whose requests are repeated while the API server is away
-        _check_namespace(place.cluster)
+    if not wait and not place.cluster.has_namespace():  # with --wait, requests are repeated while the API server is away
+        raise place.workloads.nowhere()
     title = job.metadata.name
     for sentence in (*script.misplaced(ctx, file), *unused.anywhere(job), *manifests.warnings(job, topology)):
         terminal.say(f"{title}: {sentence}")
@@ -140,14 +140,6 @@ def backend(ctx: typer.Context, job: Job, topology: str, namespace: str | None, 
             return found
 
     return KubernetesBackend(cluster, documents=made)
-
-
-def _check_namespace(cluster: Cluster) -> None:
-    if not cluster.has_namespace():
-        raise Absent(
-            f"there is no namespace {cluster.namespace} in {cluster.context}; "
-            f"create it (kubectl create namespace {cluster.namespace}), or choose another with -n"
-        )
 
 
 def _change(cluster: Cluster, document: Document) -> str:

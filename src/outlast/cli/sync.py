@@ -63,7 +63,8 @@ def sync(
         def progress(now: engine.Progress) -> None:
             tell(now.bytes, now.bytes_total, f"{now.files:,}/{now.files_total:,} files")
 
-        if pushing and not check and not _begun(state):
+        begun = any(state.parent.glob(f"{state.name}.*"))  # also if that was killed before it wrote a manifest
+        if pushing and not check and not begun:
             names = place.names()
             own = "" if engine.MANIFEST in names else None
             foreign.check_place(place.url, names, own, instead="choose a new or empty place, or --check, which replaces them")
@@ -120,11 +121,6 @@ def _state(pushing: bool, directory: Path, url: str) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = f"{'push' if pushing else 'pull'} {os.path.realpath(directory)} {url.rstrip('/')}"
     return cache / "outlast" / "sync" / hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
-
-
-def _begun(state: Path) -> bool:
-    """Whether these two have been synchronized before, even if that was killed before it wrote a manifest."""
-    return any(state.parent.glob(f"{state.name}.*"))
 
 
 def summary(report: Report, verb: str, seconds: float, *, dry_run: bool) -> str:

@@ -39,9 +39,7 @@ def tensorboard(
     ctx: typer.Context,
     names: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[JOB]...", help="Names of jobs, URLs of outputs in a store, or directories of outputs.", show_default=False
-        ),
+        typer.Argument(metavar="[JOB]...", help="Names of jobs, URLs of outputs in a store, or directories of outputs."),
     ] = None,
     port: Annotated[
         int | None, typer.Option(metavar="N", min=0, max=65535, help="Port. Default: 6006, or a free one if that is taken.")

@@ -13,17 +13,18 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import sys
 import termios
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from outlast import contract
 from outlast.errors import OutlastError
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from types import FrameType, TracebackType
 
     from rich.console import Console
 
@@ -213,6 +214,17 @@ def prefix(worker: int, *, colour: bool) -> str:
     """`worker-0 | `, what stands before each line of a worker."""
     text = f"worker-{worker} | "
     return f"\033[{_PREFIXES[worker % len(_PREFIXES)]}m{text}{_RESET}" if colour else text
+
+
+@contextlib.contextmanager
+def handled(by: Callable[[int, FrameType | None], object], *numbers: signal.Signals) -> Iterator[None]:
+    """Signals are handled by this function in the block."""
+    before = {number: signal.signal(number, by) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def confirm(what: str) -> None:

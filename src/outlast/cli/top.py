@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from outlast import accelerators, contract, units
-from outlast.cli import show, which
+from outlast.cli import show, terminal, which
 from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
 from outlast.errors import Forbidden, NotServed, Unanswered
@@ -54,7 +54,7 @@ def top(
     if not found["workers"]:
         print(f"{name} has no workers now", file=sys.stderr)
     for note in found["notes"]:
-        print(f"outlast | {note}", file=sys.stderr)
+        terminal.say(note)
 
 
 def _here(place: Backend, name: str) -> dict[str, Any]:

@@ -58,15 +58,12 @@ def interruptible() -> Iterator[threading.Event]:
         signal.signal(number, signal.SIG_DFL)
         backoff.interrupt("stopped; the same command goes on from here")
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    except Stopped:
-        print("stopped; the same command goes on from here", file=sys.stderr)
-        raise typer.Exit(128 + caught[0] if caught else 1) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with terminal.handled(ask, signal.SIGINT, signal.SIGTERM):
+        try:
+            yield stop
+        except Stopped:
+            print("stopped; the same command goes on from here", file=sys.stderr)
+            raise typer.Exit(128 + caught[0] if caught else 1) from None
 
 
 @contextlib.contextmanager

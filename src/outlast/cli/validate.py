@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def validate(
-    files: Annotated[list[Path] | None, typer.Argument(metavar="FILE", help="Job files.", show_default=False)] = None,
+    files: Annotated[list[Path] | None, typer.Argument(metavar="FILE", help="Job files.")] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of job files, for editors.")] = False,
 ) -> None:
     """Check job files, and print every mistake in them.

@@ -22,8 +22,6 @@ from outlast.errors import OutlastError
 from outlast.status import JobStatus, State
 
 if TYPE_CHECKING:
-    from types import FrameType, TracebackType
-
     from outlast.backend import Backend, LogLine
 
 _POLL_S = 0.2
@@ -81,25 +79,15 @@ def screen() -> Iterator[Screen]:
         yield panel
 
 
-class Signals:
-    """Counts SIGINT and SIGTERM instead of dying of them."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __enter__(self) -> Signals:
-        self._before = {number: signal.signal(number, self._count) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _count(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
+@contextlib.contextmanager
+def signals() -> Iterator[list[int]]:
+    """Yields the SIGINTs and SIGTERMs that have come, none of which ends us in the block."""
+    came: list[int] = []
+    with terminal.handled(lambda number, _: came.append(number), signal.SIGINT, signal.SIGTERM):
+        yield came
 
 
-def follow(place: Backend, name: str, shown: Screen, signals: Signals, *, tail: int | None) -> tuple[JobStatus, int]:
+def follow(place: Backend, name: str, shown: Screen, signals: Sequence[int], *, tail: int | None) -> tuple[JobStatus, int]:
     """Show a run until it ends or is killed; returns its last status and the exit code.
 
     `tail` is that of `Backend.logs`.
@@ -127,7 +115,7 @@ def follow(place: Backend, name: str, shown: Screen, signals: Signals, *, tail: 
                 shown.lines([*folded.take(lines), *folded.rest()])
             return status, exit_code(status)
         shown.lines(list(folded.take(logs.take(_POLL_S))))
-        while obeyed < signals.count:
+        while obeyed < len(signals):
             obeyed += 1
             if obeyed > 1:
                 killed = _kill(place, name)

@@ -26,8 +26,7 @@ WaitOption = Annotated[
     typer.Option("--wait", help="Wait until the job ends. Exit code 0: it has succeeded, 3: failed, 4: cancelled by others."),
 ]
 OutputsOption = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="With --wait: write outputs there, a file each and outputs.json.", show_default=False),
+    Path | None, typer.Option(metavar="DIR", help="With --wait: write outputs there, a file each and outputs.json.")
 ]
 TerminateOption = Annotated[
     Literal["cancel", "leave"],
@@ -42,7 +41,6 @@ KeyOption = Annotated[
         "--idempotency-key",
         metavar="KEY",
         help="One job for each KEY, such as the id of a pipeline's run: its name ends with a digest of KEY and the job.",
-        show_default=False,
     ),
 ]
 

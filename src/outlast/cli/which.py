@@ -27,11 +27,8 @@ if TYPE_CHECKING:
     from outlast.status import JobStatus
     from outlast.store import Store
 
-FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The job file.", show_default=False)]
-FileOrScript = Annotated[
-    str,
-    typer.Argument(metavar="FILE", help="A job file, or a Python script followed by its arguments.", show_default=False),
-]
+FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The job file.")]
+FileOrScript = Annotated[str, typer.Argument(metavar="FILE", help="A job file, or a Python script followed by its arguments.")]
 TitleOption = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job, instead of that in the file.")]
 SetOption = Annotated[
     list[str] | None,
@@ -39,12 +36,12 @@ SetOption = Annotated[
 ]
 TopologyOption = Annotated[str, typer.Option("--as", metavar="TOPOLOGY", help="elasticjob, job, indexed-job or statefulset.")]
 NamespaceOption = Annotated[
-    str | None,
-    typer.Option("-n", "--namespace", metavar="NAME", help="The job is in this namespace of a cluster.", show_default=False),
+    str | None, typer.Option("-n", "--namespace", metavar="NAME", help="The job is in this namespace of a cluster.")
 ]
-ContextOption = Annotated[
-    str | None, typer.Option(metavar="NAME", help="The job is in the cluster of this kubeconfig context.", show_default=False)
-]
+ContextOption = Annotated[str | None, typer.Option(metavar="NAME", help="The job is in the cluster of this kubeconfig context.")]
+BestOption = Annotated[bool, typer.Option("--best", help="The best checkpoint, by its metric.")]
+StepOption = Annotated[int | None, typer.Option(metavar="N", min=0, help="The checkpoint of this step.")]
+YesOption = Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")]
 
 
 def this_machine() -> Backend:
@@ -117,7 +114,6 @@ NameArgument = Annotated[
     typer.Argument(
         metavar="NAME",
         help="Name of the job. Default: the only unfinished one, else the newest; in a cluster the only one.",
-        show_default=False,
         autocompletion=names,
     ),
 ]

@@ -90,7 +90,8 @@ class Workloads:
     def nowhere(self) -> Absent:
         """The error that its namespace does not exist."""
         here, there = self.cluster.namespace, self.cluster.context
-        return Absent(f"there is no namespace {here} in {there}; create it, or choose another with -n")
+        instead = f"create it (kubectl create namespace {here}), or choose another with -n"
+        return Absent(f"there is no namespace {here} in {there}; {instead}")
 
     def active(self, name: str) -> tuple[Document, kube.Kind, str]:
         """The current workload of a job that has not ended. Raises OutlastError for one that has."""
