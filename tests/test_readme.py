@@ -77,7 +77,7 @@ def shell(line: str) -> list[str]:
 OF_EXAMPLES = [
     line.split("#")[0]
     for file in sorted((ROOT / "examples").rglob("*.*"))
-    if file.suffix in (".md", ".py", ".sh", ".yaml")
+    if file.suffix in (".conf", ".py", ".sh", ".yaml")
     for line in re.findall(r"^(?:#   )?(outlast [a-z-]+ .*)", file.read_text(), flags=re.M)
 ]
 """The commands in the first lines of the examples."""
