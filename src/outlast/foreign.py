@@ -1,4 +1,4 @@
-"""What is somebody else's: objects in clusters and places in stores, which no command of ours replaces or deletes. Pure.
+"""Objects in clusters and places in stores that belong to somebody else: no command of ours replaces or deletes them. Pure.
 
 An object is ours by its labels. A place in a store is ours when it is empty, or has the mark that this very command leaves there:
 a marker, a manifest, a note.

@@ -56,7 +56,7 @@ GONE: dict[str, str] = {
 
 
 def sentence(args: Sequence[str]) -> str | None:
-    """What to do instead of the command that these arguments ask for, if it is gone."""
+    """A sentence on the way out for arguments that ask for a command or option that is gone; None for others."""
     words = [word.partition("=")[0] for word in args]
     for gone in sorted(GONE, key=len, reverse=True):  # "cluster create" before "cluster"
         verbs = [word for word in gone.split() if not word.startswith("-")]

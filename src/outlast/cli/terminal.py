@@ -183,7 +183,7 @@ class Folded:
                 yield from self.rest() if "outlast | " in line.text else ()
 
     def rest(self) -> list[LogLine]:
-        """What was kept."""
+        """The lines that were kept back."""
         below, self._below = [*self._below.values()], {}
         return below
 

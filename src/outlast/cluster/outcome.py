@@ -1,4 +1,4 @@
-"""What a job has come to, as named values: the outputs of a step that trains.
+"""The outcome of a job as named values: the outputs of a step that trains.
 
 `outcome` is pure: a function of the job's status and of what its store says, which `read` brings. What is not known has a reason
 in its place.

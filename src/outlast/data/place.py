@@ -27,7 +27,7 @@ from outlast.errors import OutlastError
 MARKER = ".outlast-data.json"
 COMING = ".outlast-get"
 MANIFEST = "manifest.json"
-"""Of shards; written last."""
+"""The manifest of shards, which is written last."""
 _VAIN = 100
 """Attempts at a directory that is removed each time."""
 _NOTED = 1000

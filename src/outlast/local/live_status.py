@@ -49,7 +49,7 @@ class LiveStatus:
         self.warning = ""
         """A problem that the training reports, e.g. a full disk."""
         self.begun_anew = self.alone = ""
-        """That a plain script trains from the beginning after a restart, or without a process group."""
+        """Warnings that a plain script trains from the beginning after a restart, and without a process group."""
         self._process = 0
         """The pid of the plain script's rank 0."""
         self._reached: saves.Logged | None = None

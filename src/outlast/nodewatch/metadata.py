@@ -43,7 +43,7 @@ class Metadata:
         return [*([notices.REBALANCE] if advised else []), *planned]
 
     def _get(self, path: str) -> str | None:
-        """What is at a path; None when nothing is."""
+        """The document at a path; None when there is none."""
         status, text = self._ask("GET", path, {"X-aws-ec2-metadata-token": self._token})
         if status == 401:  # there is no token yet, or it has expired
             status, self._token = self._ask("PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "21600"})

@@ -1,4 +1,4 @@
-"""What AWS announces about a machine, and how its node repeats it. Pure; times are seconds since the epoch, whole ones.
+"""Notices of AWS about a machine, and how its node repeats them. Pure; times are seconds since the epoch, whole ones.
 
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/rebalance-recommendations.html

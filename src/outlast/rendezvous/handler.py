@@ -186,15 +186,13 @@ class Handler(RendezvousHandler):
         self._clock()
         if self._client.closed is not None:
             return 1
-        asked = notice.read(self._notice)
+        asked, called = notice.read(self._notice), self._client.called
         if asked.get("kind") == "leave":
             self._refuse("this worker was told to leave")
             self._say_leaving()
-            called = self._client.called
-            broken = self.called() and called is not None and not called.planned  # a rank of another may have left already
+            broken = called is not None and self.called() and not called.planned  # a rank of another may have left already
             saves = self._listening() or self._owes() if broken else self._saves()
             return int(not saves or self._too_late("leave", 0, asked["deadline"]))
-        called = self._client.called
         if called is None or not self.called():
             return int(self.repairs is not None and self.repairs.asked() and not self.dies())
         self._refuse(called.reason)
