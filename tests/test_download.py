@@ -186,6 +186,17 @@ def test_parts_without_a_strong_version_that_do_not_fit_are_fetched_once_more(we
     assert said[-1].endswith("fetching it once more, as a whole")
 
 
+@pytest.mark.parametrize(("etag", "asked"), [('"1"', 1), ('W/"1"', 2), (None, 2)])
+def test_a_wrong_file_that_came_whole_in_one_answer_is_asked_for_again_only_without_a_strong_version(
+    web: Web, said: Said, tmp_path: Path, etag: str | None, asked: int
+) -> None:
+    url = web.put("data.bin", OTHER, etag=etag)
+    requests: list[int] = []
+    web.fault = lambda request: requests.append(request.number)
+    assert "has the SHA-256" in said.refusal(url, tmp_path, sha256=SHA256)
+    assert len(requests) == asked
+
+
 def test_a_download_that_was_stopped_goes_on_with_what_is_missing(web: Web, said: Said, tmp_path: Path) -> None:
     url = web.put("data.bin", CONTENT)
     stop = threading.Event()

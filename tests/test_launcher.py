@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 import json
 import os
+import signal
+import subprocess
 import threading
 import time as wall
 from datetime import timedelta
@@ -145,6 +147,40 @@ def test_an_agent_is_silent_when_its_file_has_not_changed_while_we_looked(tmp_pa
         assert pool.silent() == []
         machine.goes_on(1.0)
     assert [worker.index for worker in pool.silent()] == [0]
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_silent_elastic_agent_is_killed_alone_and_its_worker_only_when_nobody_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_back: bool
+) -> None:
+    machine = Machine()
+    launcher = a_launcher(tmp_path, machine)
+    agent, elastic_agent = (subprocess.Popen(["sleep", "600"], start_new_session=True) for _ in range(2))
+    try:
+        launcher.pool.adopt([{"index": 0, "pid": agent.pid, "attempt": 1}])
+        silent = iter([{0: elastic_agent.pid}])
+        monkeypatch.setattr(launcher.server, "drop_silent", lambda: next(silent, {}))
+        monkeypatch.setattr(launcher.pool, "silent", list)
+        launcher._end_silent()
+        assert elastic_agent.wait(10) == -signal.SIGKILL
+        for _ in range(60):
+            machine.goes_on(1.0)
+            launcher._end_silent()
+        assert agent.poll() is None, "it has the newest step in memory, and starts another elastic agent"
+        if comes_back:
+            launcher.reports[0] = Report(run=launcher.run_id, id=0, standing="waiting")
+        machine.goes_on(1.0)
+        launcher._end_silent()
+        assert launcher.mute == {} or not comes_back
+        if comes_back:
+            with pytest.raises(subprocess.TimeoutExpired):
+                agent.wait(0.3)
+        else:
+            assert agent.wait(10) == -signal.SIGKILL
+    finally:
+        for each in (agent, elastic_agent):
+            each.kill()
+            each.wait()
 
 
 @pytest.mark.parametrize("how", DISTURBANCES)

@@ -23,9 +23,11 @@ def a_node(*taints: str, labels: dict[str, str] | None = None, **annotations: st
     return {"metadata": meta, "spec": {"taints": found}, leaving.TAINTED: NOW}
 
 
-def cordoned(condition: str, *, unschedulable: bool = True, labels: dict[str, str] | None = None) -> dict[str, Any]:
+def cordoned(
+    condition: str, *, unschedulable: bool = True, labels: dict[str, str] | None = None, message: str = ""
+) -> dict[str, Any]:
     node = a_node(labels=labels)
-    conditions = [{"type": condition, "status": "True"}]
+    conditions = [{"type": condition, "status": "True", "message": message}]
     return {**node, "spec": {"unschedulable": unschedulable}, "status": {"conditions": conditions}}
 
 
@@ -61,6 +63,8 @@ SPOT = {"eks.amazonaws.com/capacityType": "SPOT"}
             Leave("VMEventScheduled", NOW + 30),
         ),
         (cordoned("VMEventScheduled", unschedulable=False), None),  # it still takes pods: a freeze of some seconds
+        (cordoned("VMEventScheduled", message="Freeze is scheduled for this VM"), None),  # seconds, although somebody cordoned it
+        (cordoned("VMEventScheduled", message="Preempt is scheduled for this VM"), Leave("VMEventScheduled")),
         (a_node("karpenter.sh/disrupted"), Leave("karpenter.sh/disrupted")),
         (a_node("karpenter.sh/disrupted", labels=SPOT), Leave("karpenter.sh/disrupted", NOW + 120)),
         (a_node("karpenter.sh/disrupted", labels=SPOT, at=AT), Leave("karpenter.sh/disrupted", NOW + 15)),

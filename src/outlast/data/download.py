@@ -133,7 +133,7 @@ class Download:
             problem = mismatch(self.path, self._remote, self._address.shown, self._stop)
             if not problem:
                 return self.path
-            proven = self._parts == 1 and self._version.strong and self._size > 0
+            proven = self._parts == 1 and self._size > 0 and (self._version.strong or self._whole)
             self._forget()
             if proven or not left:
                 raise OutlastError(problem)
