@@ -12,8 +12,8 @@ import contextlib
 import dataclasses
 import functools
 import json
+import multiprocessing.connection
 import random
-import select
 import socket
 import socketserver
 import threading
@@ -97,7 +97,7 @@ class Way(socketserver.BaseRequestHandler):
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.server.to)) as other:
             ends = {self.request: other, other: self.request}
             while not self.server.cut:
-                for end in select.select(list(ends), [], [], 0.1)[0]:
+                for end in multiprocessing.connection.wait(list(ends), 0.1):
                     if not (data := end.recv(1 << 16)):
                         return
                     ends[end].sendall(data)
