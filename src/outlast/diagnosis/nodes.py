@@ -1,34 +1,56 @@
-"""Workers that lost their node: it is lost, drained or full, or they were preempted."""
+"""Nodes: which take workers and what they offer; workers that lost theirs, which is lost, drained or full."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from outlast.diagnosis.cause import Cause, grouped, joined, verb, workers_text
+from outlast import accelerators, units
+from outlast.diagnosis import messages
+from outlast.diagnosis.finding import Finding, grouped, joined, workers
 from outlast.diagnosis.snapshot import Snapshot
 from outlast.kube import pods as kube_pods
+from outlast.manifests import scheduling
 from outlast.manifests.request import Document
 
+TOLERATED = scheduling.tolerated(accelerators.RESOURCES.values())
+"""Taints that workers tolerate by default: those of the accelerators that they ask for."""
 _LOST = ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", "node.cloudprovider.kubernetes.io/shutdown")
 
 
-def lost(snapshot: Snapshot, now: float) -> Iterator[Cause]:
+def offered(node: Document) -> dict[str, float]:
+    """How much of each resource a node has for pods."""
+    return {name: units.quantity(amount) for name, amount in node["status"].get("allocatable", {}).items()}
+
+
+def usable(node: Document) -> bool:
+    """Whether workers may be put there: ready, not cordoned, no taint that keeps them off."""
+    taints = [taint for taint in node["spec"].get("taints", []) if taint.get("effect") != "PreferNoSchedule"]
+    ready = bool(kube_pods.condition(node, "Ready")) and not node["spec"].get("unschedulable")
+    return ready and all(any(_covers(each, taint) for each in TOLERATED) for taint in taints)
+
+
+def _covers(toleration: Document, taint: Document) -> bool:
+    """Whether one of ours, which ask for no value, is of this taint."""
+    return bool(toleration["key"] == taint["key"] and toleration.get("effect") in (None, taint.get("effect")))
+
+
+def lost(snapshot: Snapshot, now: float) -> Iterator[Finding]:
     """Nodes that do not answer, or are gone, with pods that have not ended."""
     nodes = {kube_pods.name(node): node for node in snapshot.nodes}
-    alive = [pod for pod in snapshot.pods if kube_pods.phase(pod) not in ("Succeeded", "Failed") and pod["spec"].get("nodeName")]
+    alive = [pod for pod in snapshot.pods if not kube_pods.over(pod) and pod["spec"].get("nodeName")]
     for where, group in grouped((pod["spec"]["nodeName"], pod) for pod in alive).items():
         node, unseen = nodes.get(where), "nodes" in snapshot.unseen
         pods = [pod for pod in group if kube_pods.unreachable(pod)] if unseen else group
         if not pods:
             continue
-        whom = f"{workers_text(pods)} {verb(pods, 'is', 'are')} on node {where}"
+        whom = f"{workers(pods, 'is')} on node {where}"
         if unseen:
-            yield Cause("node-lost", f"{whom}, which does not answer", (), _back(pods))
+            yield Finding("node-lost", f"{whom}, which does not answer", _back(pods))
             continue
         if node is None:
             names = " ".join(map(kube_pods.name, pods))
             remedy = f"kubectl delete pod {names} --force -n {snapshot.namespace}: then they are replaced"
-            yield Cause("node-lost", f"{whom}, which no longer exists", (), remedy)
+            yield Finding("node-lost", f"{whom}, which no longer exists", remedy)
             continue
         ready = next(kube_pods.conditions(node, "Ready"), {})
         if ready.get("status") == "True":
@@ -39,7 +61,7 @@ def lost(snapshot: Snapshot, now: float) -> Iterator[Cause]:
         taints = [taint["key"] for taint in node["spec"].get("taints", []) if taint["key"] in _LOST]
         evidence = f"Ready is {ready.get('status')}: {ready.get('reason', '')}: {ready.get('message', '')}"
         what = f"{whom}, which {answers}{ago}"
-        yield Cause("node-lost", what, (evidence, *dict.fromkeys(f"taint {key}" for key in taints)), _back(pods))
+        yield Finding("node-lost", what, _back(pods), (evidence, *dict.fromkeys(f"taint {key}" for key in taints)))
 
 
 def _back(pods: list[Document]) -> str:
@@ -51,7 +73,7 @@ def _back(pods: list[Document]) -> str:
     )
 
 
-def taken(snapshot: Snapshot, _: float) -> Iterator[Cause]:
+def taken(snapshot: Snapshot, _: float) -> Iterator[Finding]:
     """Pods that were evicted, preempted or drained, and have not been replaced."""
     found: list[tuple[str, Document]] = []
     for pod in snapshot.pods:
@@ -64,31 +86,6 @@ def taken(snapshot: Snapshot, _: float) -> Iterator[Cause]:
             found.append((reason, pod))
     for reason, pods in grouped(found).items():
         message = pods[0]["status"].get("message") or (kube_pods.disruption(pods[0]) or {}).get("message", "")
-        yield _taken(reason, pods, str(message))
-
-
-def _taken(reason: str, pods: list[Document], message: str) -> Cause:
-    whom = f"{workers_text(pods)} {verb(pods, 'was', 'were')}"
-    where = joined(sorted({str(pod["spec"].get("nodeName", "")) for pod in pods}))
-    evidence = (f"{reason}: {message}",)
-    if reason in ("PreemptionByScheduler", "Preempting"):
-        remedy = "give the job a higher scheduling.priorityClassName, or wait: it continues when there is room"
-        return Cause("preempted", f"{whom} preempted by a pod of higher priority on {where}", evidence, remedy)
-    if reason == "EvictionByEvictionAPI":
-        remedy = "nothing needs to be done if it continues elsewhere; else uncordon the node or add another"
-        return Cause("drained", f"{whom} asked to leave {where}, by a drain or an autoscaler", evidence, remedy)
-    if reason in ("DeletionByTaintManager", "NodeLost"):
-        return Cause("node-lost", f"{whom} taken away because node {where} was lost", evidence, _back(pods))
-    if reason == "DeletionByPodGC":
-        what = f"{whom} taken away because node {where} no longer exists"
-        return Cause("node-lost", what, evidence, "wait until it is replaced")
-    if "ephemeral" in message or "emptyDir" in message or "disk" in message.lower():
-        remedy = "write less to /tmp, /out and caches, raise the volume's sizeLimit in the template, or put them on a claim"
-        return Cause("evicted", f"{whom} evicted from {where}: too much was written to the node's disk", evidence, remedy)
-    if "memory" in message.lower():
-        remedy = "set resources.memory to what the training needs, so that the node is not overfilled"
-        return Cause("evicted", f"{whom} evicted from {where}, whose memory was used up", evidence, remedy)
-    if "hutdown" in reason or "hutdown" in message:
-        remedy = "it continues when there is another node"
-        return Cause("drained", f"{whom} ended because {where} was shut down", evidence, remedy)
-    return Cause("evicted", f"{whom} evicted from {where}", evidence, "see what the node says (kubectl describe node)")
+        said = f"{reason}: {message}"
+        where = joined(sorted({str(pod["spec"].get("nodeName", "")) for pod in pods}))
+        yield messages.meaning("taken", said, (said,), whom=workers(pods, "was"), where=where, back=_back(pods))

@@ -1,4 +1,4 @@
-"""What a cluster shows of a job, as the rules of `outlast why` read it.
+"""What a cluster shows of a job, or of a place for jobs, as the rules of `outlast why` and `outlast doctor` read it.
 
 A `Snapshot` holds plain documents of the API server, read by `diagnosis.gather`; the rules read nothing else. Any of them may be
 missing: a controller may be older, a list may have been forbidden (then it is empty and named in `unseen`), and an event may
@@ -10,32 +10,50 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from outlast.errors import ClusterError
 from outlast.kube import pods as kube_pods
 from outlast.kube import workloads
+from outlast.kube.kinds import Kind
 from outlast.manifests.request import Document
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """The documents of one job, in no order; kinds that could not be read are empty and in `unseen`."""
+class Right:
+    """Something that a verb of ours does."""
 
-    name: str
+    verb: str
+    kind: Kind
+    subresource: str = ""
+    needed: bool = True
+    """False: `submit` works without."""
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.kind.resource}" + (f"/{self.subresource}" if self.subresource else "")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The documents of one job or one namespace, in no order; kinds that could not be read are empty and in `unseen`."""
+
+    name: str = ""
     namespace: str = "default"
+    nodes: tuple[Document, ...] = ()
+    classes: tuple[Document, ...] = ()
+    """StorageClasses."""
+    unseen: Mapping[str, str] = field(default_factory=dict)
+    """Kinds that could not be read (`jobs.batch`), and why."""
+
+    # Of a job
+
     workload: Document = field(default_factory=dict)
     """The ElasticJob, Job or StatefulSet; empty when there is none."""
     pods: tuple[Document, ...] = ()
     events: tuple[Document, ...] = ()
-    nodes: tuple[Document, ...] = ()
     claims: tuple[Document, ...] = ()
-    classes: tuple[Document, ...] = ()
-    """StorageClasses."""
-    quotas: tuple[Document, ...] = ()
-    limits: tuple[Document, ...] = ()
-    """LimitRanges."""
     queued: tuple[Document, ...] = ()
     """Workloads of Kueue."""
     queues: tuple[Document, ...] = ()
-    """LocalQueues of Kueue, or Queues of Volcano."""
+    """LocalQueues of Kueue."""
     groups: tuple[Document, ...] = ()
     """PodGroups."""
     secrets: frozenset[str] = frozenset()
@@ -43,8 +61,24 @@ class Snapshot:
     """Names of ConfigMaps."""
     logs: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """The last lines of pods that failed, by the pod's name."""
-    unseen: Mapping[str, str] = field(default_factory=dict)
-    """Kinds that could not be read (`jobs.batch`), and why."""
+
+    # Of a place for jobs
+
+    version: str = ""
+    """Of the API server."""
+    home: Document | None = None
+    """The namespace itself."""
+    quotas: tuple[Document, ...] = ()
+    served: frozenset[Kind] = frozenset()
+    """Kinds that something installed brings, of those that we can use."""
+    lacking: tuple[Right, ...] = ()
+    """What we may not do, of what our verbs do."""
+    operator: Document | None = None
+    """Its Deployment."""
+    rivals: tuple[str, ...] = ()
+    """Running controllers that the operator replaces: `namespace/name`."""
+    trial: ClusterError | None = None
+    """How the API server answered when a small worker was tried; None: it would be let in."""
 
     @property
     def kind(self) -> str:

@@ -1,0 +1,36 @@
+"""What the messages of API servers, schedulers, queues, kubelets and container runtimes mean; messages.yaml has them. Pure."""
+
+from __future__ import annotations
+
+import functools
+import re
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from outlast.diagnosis.finding import Finding
+
+
+@functools.cache
+def tables() -> dict[str, Any]:
+    """The meanings of messages, by who speaks."""
+    text = resources.files("outlast.diagnosis").joinpath("messages.yaml").read_text()
+    return dict(yaml.safe_load(text))
+
+
+def knows(speaker: str, message: str) -> bool:
+    """Whether the message has a meaning besides its own words."""
+    return any(re.search(each["says"], message) for each in tables()[speaker]["meanings"] if "says" in each)
+
+
+def meaning(speaker: str, message: str, evidence: tuple[str, ...] = (), **words: Any) -> Finding:
+    """What a message means. Raises KeyError for a word that a sentence needs and that is not given."""
+    table = tables()[speaker]
+    each, found = next(
+        (each, found) for each in table["meanings"] if (found := re.search(each.get("says", ""), message, re.DOTALL))
+    )
+    known = {"said": message, **words, **found.groupdict()}
+    known["what"] = each.get("what", "").format(**known)
+    what, remedy = table.get("what", "{what}").format(**known), each["remedy"].format(**known)
+    return Finding(each.get("name") or table["name"], what, remedy, evidence)
