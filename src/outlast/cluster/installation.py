@@ -21,7 +21,7 @@ from outlast.contract import OPERATOR, OPERATOR_NAMESPACE, Label
 from outlast.diagnosis import cluster as conditions
 from outlast.diagnosis import gather
 from outlast.errors import Absent, ClusterError, Forbidden, NotServed, OutlastError
-from outlast.kube import dropins, kinds, pods, within, without_server_fields
+from outlast.kube import applied, dropins, kinds, pods, within
 from outlast.kube.kinds import Kind, kind_of
 from outlast.manifests import install, nodewatch, rbac
 from outlast.manifests.request import Document
@@ -93,15 +93,15 @@ def bring(cluster: Cluster, wanted: Sequence[Document], *, dry_run: bool = False
     for document in wanted:
         if document["kind"] == kinds.CLUSTER_ROLE_BINDING.kind and (namespace := gather.holder(document)):
             _check_alone(cluster, namespace)
-        if document["kind"] != kinds.NAMESPACE.kind and document["metadata"]["name"] not in shared:
-            foreign.check(_there(cluster, document), instead="have it renamed or removed, or install into another --namespace")
+    ours = [each for each in wanted if each["kind"] != kinds.NAMESPACE.kind and each["metadata"]["name"] not in shared]
+    applied.check(cluster, ours, instead="have it renamed or removed, or install into another --namespace")
     coming = ""
     """The namespace that a dry run would create: the server cannot try to create anything in it."""
     for document in wanted:
         if dry_run and coming and document["metadata"].get("namespace") == coming:
             yield Done("created", document)
             continue
-        old = _there(cluster, document)
+        old = applied.there(cluster, document)
         if old is not None and old["metadata"].get("deletionTimestamp"):
             if not dry_run and not _gone(cluster, old):
                 raise ClusterError(f"{_going(document)}; install again when it is gone")
@@ -111,11 +111,7 @@ def bring(cluster: Cluster, wanted: Sequence[Document], *, dry_run: bool = False
             continue
         if document["kind"] == kinds.NAMESPACE.kind:
             coming = document["metadata"]["name"] if old is None else ""
-        made = cluster.apply(document, dry_run=dry_run)
-        if old is None:
-            yield Done("created", document)
-        else:
-            yield Done("unchanged" if without_server_fields(old) == without_server_fields(made) else "changed", document)
+        yield Done(applied.apply(cluster, document, old=old, dry_run=dry_run).what, document)
         if document["kind"] == kinds.CRD.kind and not dry_run:
             _wait_established(cluster, document["metadata"]["name"])
 
@@ -139,16 +135,11 @@ def _check_alone(cluster: Cluster, namespace: str) -> None:
         )
 
 
-def _there(cluster: Cluster, document: Document) -> Document | None:
-    meta = document["metadata"]
-    return cluster.find(kind_of(document), meta["name"], namespace=meta.get("namespace"))
-
-
 def _gone(cluster: Cluster, document: Document) -> bool:
     """Wait until a document that is being deleted is no longer there; whether it is gone in time."""
     with within(_GONE_S) as stop:
         while not stop.is_set():
-            now = _there(cluster, document)
+            now = applied.there(cluster, document)
             if now is None or now["metadata"].get("uid") != document["metadata"].get("uid"):
                 return True
             stop.wait(_POLL_S)
@@ -247,10 +238,10 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
     named = [_named(kinds.CRD, kind.resource) for kind in _JOBS]
     if crds:
         yield from (_delete(cluster, each) for each in named)
-    left = [] if crds else [each for each in named if (there := _there(cluster, each)) is not None and foreign.ours(there)]
+    left = [] if crds else [each for each in named if (there := applied.there(cluster, each)) is not None and foreign.ours(there)]
     roles = [each["metadata"]["name"] for each in rbac.users()]
     for document in reversed(wanted):
-        old = _there(cluster, document)
+        old = applied.there(cluster, document)
         if old is None:
             if not document["metadata"]["name"].startswith(nodewatch.NAME):
                 yield Done("absent", document)
@@ -266,7 +257,7 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
 
 def _delete(cluster: Cluster, document: Document) -> Done:
     meta = document["metadata"]
-    there = _there(cluster, document)
+    there = applied.there(cluster, document)
     if there is not None and not foreign.ours(there):
         return Done("kept", document, "somebody else made it")
     try:
@@ -283,7 +274,7 @@ def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Done]:
             yield Done("kept", namespace, reason)
             return
         _delete(cluster, namespace)
-    if _there(cluster, namespace):
+    if applied.there(cluster, namespace):
         yield Done("deleting", namespace, "what is in it ends first")
     yield Done("deleted", namespace) if _gone(cluster, namespace) else Done("deleting", namespace, _going(namespace))
 
