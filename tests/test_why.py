@@ -19,7 +19,7 @@ from fake_cluster import FakeCluster
 from outlast import cli, contract, diagnosis, kube
 from outlast.cli import show
 from outlast.contract import End, FailureCause
-from outlast.diagnosis import Finding, Snapshot, admission, containers, gather, local_job, messages, nodes, scheduling, storage
+from outlast.diagnosis import Finding, Snapshot, admission, containers, gather, local_job, messages, nodes, storage
 from outlast.diagnosis.finding import passed
 from outlast.errors import Forbidden, NotFound
 from outlast.kube import kinds
@@ -243,7 +243,7 @@ TEXTS = st.sampled_from(
 def test_a_message_of_the_scheduler_is_taken_apart(parts: list[tuple[int, str]], tail: str) -> None:
     total = sum(count for count, _ in parts)
     message = f"0/{total} nodes are available: {', '.join(f'{count} {text}' for count, text in parts)}.{tail}"
-    assert scheduling.parts(message) == parts
+    assert nodes.parts(message) == parts
 
 
 SAYS = {

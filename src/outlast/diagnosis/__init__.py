@@ -17,7 +17,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 
-from outlast.diagnosis import admission, containers, job, nodes, scheduling, storage
+from outlast.diagnosis import admission, containers, job, nodes, storage
 from outlast.diagnosis.finding import Finding, joined, passed
 from outlast.diagnosis.snapshot import Snapshot
 from outlast.kube import pods as kube_pods
@@ -36,7 +36,7 @@ RULES: tuple[Callable[[Snapshot, float], Iterator[Finding]], ...] = (
     admission.creations,
     storage.claims,
     storage.references,
-    scheduling.unschedulable,
+    nodes.unschedulable,
     storage.mounts,
     containers.images,
     containers.starts,

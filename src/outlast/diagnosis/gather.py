@@ -188,27 +188,27 @@ def holder(binding: Document) -> str:
 
 def _operator(read: _Reader) -> Document | None:
     """The operator's Deployment: where its rights say that it is, or wherever it is, as far as one may look."""
-    if where := holder(read.one(kinds.CLUSTER_ROLE_BINDING, OPERATOR) or {}):
-        return read.one(kinds.DEPLOYMENT, OPERATOR, where)
-    try:
-        found = read.cluster.list_(kinds.DEPLOYMENT, everywhere=True, labels="app.kubernetes.io/name=outlast")
-    except Forbidden:
-        return read.one(kinds.DEPLOYMENT, OPERATOR, OPERATOR_NAMESPACE)
-    return next((each for each in found if kube_pods.name(each) == OPERATOR), None)
+    where = holder(read.one(kinds.CLUSTER_ROLE_BINDING, OPERATOR) or {})
+    named = [each for each in _deployments(read.cluster) if kube_pods.name(each) == OPERATOR] if not where else []
+    return named[0] if named else read.one(kinds.DEPLOYMENT, OPERATOR, where or OPERATOR_NAMESPACE)
 
 
 def rivals(cluster: kube.Cluster) -> list[str]:
     """Running Deployments of controllers that the operator replaces, as `namespace/name`; as far as one may look."""
-    try:
-        found = cluster.list_(kinds.DEPLOYMENT, everywhere=True)
-    except Forbidden:
-        found = []
-        for namespace, name in (each.rival.split("/") for each in dropins.DROP_INS):
-            with contextlib.suppress(Absent, Forbidden):
-                found.append(cluster.get(kinds.DEPLOYMENT, name, namespace=namespace))
-    running = [each for each in found if each["spec"].get("replicas", 1)]
+    running = [each for each in _deployments(cluster) if each["spec"].get("replicas", 1)]
     theirs = [each["metadata"] for each in running if any(one.functions.rival(each) for one in dropins.DROP_INS)]
     return [f"{meta['namespace']}/{meta['name']}" for meta in theirs]
+
+
+def _deployments(cluster: kube.Cluster) -> list[Document]:
+    """All Deployments of the cluster; if these may not be listed, the rivals' under their usual names."""
+    with contextlib.suppress(Forbidden):
+        return cluster.list_(kinds.DEPLOYMENT, everywhere=True)
+    found = []
+    for namespace, name in (each.rival.split("/") for each in dropins.DROP_INS):
+        with contextlib.suppress(Absent, Forbidden):
+            found.append(cluster.get(kinds.DEPLOYMENT, name, namespace=namespace))
+    return found
 
 
 def _tried(cluster: kube.Cluster) -> ClusterError | None:
