@@ -78,8 +78,8 @@ def until_answered(
     sleep: Callable[[float], None] = time.sleep,
     hopeless: Callable[[ClusterError], bool] = lambda error: not isinstance(error, Unanswered),
 ) -> T:
-    """The answer to a request to a cluster, repeated while it raises Unanswered, or what else is not `hopeless`; says once that it
-    is unreachable, and once that it is back."""
+    """The answer to a request to a cluster, repeated while it raises Unanswered, or what else is not `hopeless`; says once that
+    the cluster is unreachable, and once that it is back."""
     away = False
     while True:
         try:
