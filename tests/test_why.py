@@ -274,11 +274,11 @@ def test_what_the_scheduler_says_has_a_meaning(said: str) -> None:
 
 WORDS = {
     "admission": ("namespace", "amounts"),
-    "scheduler": ("whom", "count", "number"),
+    "scheduler": ("count", "number"),
     "kueue": ("told", "queue", "known"),
-    "images": ("whom", "image"),
-    "starts": ("whom",),
-    "mounts": ("whom", "node"),
+    "images": ("image",),
+    "starts": (),
+    "mounts": ("node",),
     "taken": ("whom", "where", "back"),
 }
 """What the rules give to the sentences of each who speaks."""

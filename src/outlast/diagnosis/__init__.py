@@ -15,16 +15,16 @@ being made, from getting a node, from starting, from training. What others' mess
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 
 from outlast.diagnosis import admission, containers, job, nodes, storage
 from outlast.diagnosis.finding import Finding, joined, passed
-from outlast.diagnosis.snapshot import Snapshot
+from outlast.diagnosis.snapshot import Rule, Snapshot
 from outlast.kube import pods as kube_pods
 
 __all__ = ["RULES", "Finding", "Snapshot", "causes", "line", "text"]
 
-RULES: tuple[Callable[[Snapshot, float], Iterator[Finding]], ...] = (
+RULES: tuple[Rule, ...] = (
     job.given_up,
     job.absent,
     job.wishes,
@@ -42,6 +42,7 @@ RULES: tuple[Callable[[Snapshot, float], Iterator[Finding]], ...] = (
     containers.starts,
     containers.probing,
     job.gangs,
+    job.gates,
     job.failing,
     job.beginning,
     job.others,

@@ -10,7 +10,7 @@ from outlast import contract
 from outlast.contract import Label
 from outlast.diagnosis import messages, storage
 from outlast.diagnosis.finding import Finding, grouped, workers
-from outlast.diagnosis.snapshot import Snapshot, event_text
+from outlast.diagnosis.snapshot import Snapshot, event_text, of_pods
 from outlast.kube import pods as kube_pods
 from outlast.manifests.request import Document
 
@@ -19,31 +19,19 @@ from outlast.manifests.request import Document
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "RegistryUnavailable", "ErrImageNeverPull", "InvalidImageName", "ImageInspectError")
 _START = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError", "PostStartHookError")
 _NEVER_RAN = ("StartError", "ContainerCannotRun")
-_PER_POD = re.compile(r"[0-9a-f]{64}|/proc/\d+\S*")
-"""The parts of a message that differ between pods."""
 
 
-def images(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """Images that cannot be pulled."""
-    found: list[tuple[str, Document]] = []
-    for pod in snapshot.pods:
-        for status in kube_pods.statuses(pod):
-            reason = (status.get("state", {}).get("waiting") or {}).get("reason")
-            if reason in _IMAGE:
-                found.append((f"{reason} {status.get('image', '')}", pod))
-    for key, pods in grouped(found).items():
-        reason, image = key.split(" ", 1)
-        words = {"whom": workers(pods, "waits"), "image": image}
-        said = [f"{reason}: {text}" for text in _pull_messages(snapshot, pods)] or [reason]
-        text = next((each for each in said if messages.knows("images", _without_image(each))), said[0])
-        yield messages.meaning("images", _without_image(text), (text,), **words)
-
-
-def _pull_messages(snapshot: Snapshot, pods: Sequence[Document]) -> list[str]:
-    """What the runtime says of a failed pull, which the kubelet repeats in some of several places."""
-    texts = [message for pod in pods for reason, message in kube_pods.waiting(pod) if reason in _IMAGE]
-    texts += [str(event.get("message", "")) for pod in pods for event in reversed(snapshot.about(pod, "Failed", "InspectFailed"))]
-    return [text for text in texts if text]
+@of_pods
+def images(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
+    """Images that cannot be pulled. The kubelet repeats the runtime's message about that in some of several places."""
+    for status in kube_pods.statuses(pod):
+        waits = status.get("state", {}).get("waiting") or {}
+        if (reason := waits.get("reason")) in _IMAGE:
+            events = reversed(snapshot.about(pod, "Failed", "InspectFailed"))
+            texts = [str(each.get("message") or "") for each in (waits, *events)]
+            said = [f"{reason}: {text}" for text in texts if text] or [str(reason)]
+            text = next((each for each in said if messages.knows("images", _without_image(each))), said[0])
+            yield messages.meaning("images", _without_image(text), (text,), image=status.get("image", ""))
 
 
 def _without_image(message: str) -> str:
@@ -51,29 +39,21 @@ def _without_image(message: str) -> str:
     return re.sub(r'"[^"]*"|https?://\S+|\S+/\S+:\S+', "", message)
 
 
-def starts(snapshot: Snapshot, _: float) -> Iterator[Finding]:
+@of_pods
+def starts(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
     """Containers that cannot be created or started."""
-    found: list[tuple[str, Document]] = []
-    for pod in snapshot.pods:
-        found += [(f"{reason}: {message}", pod) for reason, message in kube_pods.waiting(pod) if reason in _START]
-        over = kube_pods.termination(pod) or {}
-        if over.get("reason") in _NEVER_RAN:
-            found.append((f"{over['reason']}: {over.get('message', '')}", pod))
-    for text, pods in grouped((_PER_POD.sub("...", text), pod) for text, pod in found).items():
+    found = [f"{reason}: {message}" for reason, message in kube_pods.waiting(pod) if reason in _START]
+    over = kube_pods.termination(pod) or {}
+    found += [f"{over['reason']}: {over.get('message', '')}"] if over.get("reason") in _NEVER_RAN else []
+    for text in found:
         if storage.missing(text):
             continue  # `storage.references` reports it
-        whom = workers(pods)
         if (named := kube_pods.command_missing(text)) is None:
-            yield messages.meaning("starts", text, (text,), whom=whom)
+            yield messages.meaning("starts", text, (text,))
             continue
         remedy = "use an image that has Outlast, or correct the template's command; `outlast doctor --image` tries an image"
-        image = kube_pods.container(pods[0]).get("image", "")
-        yield Finding(
-            "command-missing",
-            f"{whom} cannot be started: there is no {named or 'the command'} in the image {image}",
-            kube_pods.WITHOUT_OUTLAST if named == "outlast" else remedy,
-            (text,),
-        )
+        what = f"cannot be started: there is no {named or 'the command'} in the image {kube_pods.container(pod).get('image', '')}"
+        yield Finding("command-missing", what, kube_pods.WITHOUT_OUTLAST if named == "outlast" else remedy, (text,))
 
 
 # Ends
@@ -191,17 +171,16 @@ def _said(snapshot: Snapshot, pods: Sequence[Document]) -> tuple[str, ...]:
 # Probes
 
 
-def probing(snapshot: Snapshot, _: float) -> Iterator[Finding]:
+@of_pods
+def probing(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
     """Containers that were killed because they did not answer their probes."""
-    found = grouped((killer, pod) for pod in snapshot.pods if (killer := _killed_by_probe(snapshot, pod)))
-    for killer, pods in found.items():
-        when = "any more"
-        remedy = "see its log: a native call that never returns, or a node without cores left"
+    if killer := _killed_by_probe(snapshot, pod):
+        when, remedy = "any more", "see its log: a native call that never returns, or a node without cores left"
         if killer == "Startup":
             when = "at the start"
             remedy = "the command must be `outlast agent`; on a busy node give it more cores (resources.cpu)"
-        what = f"{workers(pods, 'was')} killed, not having answered {when}"
-        yield Finding("probe", what, remedy, (event_text(_failing(snapshot, pods[-1])[-1]),))
+        said = event_text(_failing(snapshot, pod)[-1])
+        yield Finding("probe", f"was killed, not having answered {when}", remedy, (said,))
 
 
 def _failing(snapshot: Snapshot, pod: Document) -> list[Document]:

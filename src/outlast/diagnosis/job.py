@@ -9,7 +9,7 @@ from outlast import contract, units
 from outlast.contract import End
 from outlast.diagnosis import containers, messages
 from outlast.diagnosis.finding import Finding, joined, passed, repeated_failures, workers
-from outlast.diagnosis.snapshot import Snapshot, event_text
+from outlast.diagnosis.snapshot import Snapshot, event_text, of_pods
 from outlast.kube import dropins
 from outlast.kube import pods as kube_pods
 from outlast.manifests.request import Document
@@ -125,15 +125,19 @@ def gangs(snapshot: Snapshot, _: float) -> Iterator[Finding]:
         remedy = f"the first cause said here for a worker, or lower workers.min ({least}) to what there is room for"
         what = f"its {least} workers start together, and there is not room for all of them"
         yield Finding("gang", what, remedy, said)
-    for pod in pods:
-        scheduler = pod["spec"].get("schedulerName", "default-scheduler")
-        if scheduler != "default-scheduler" and not snapshot.about(pod) and not kube_pods.condition(pod, "PodScheduled", "False"):
-            remedy = f"install it, or remove scheduling.gang ({scheduler}) from the job file"
-            yield Finding("scheduler", f"{workers([pod], 'waits')} for the scheduler {scheduler}, which says nothing", remedy)
-            return
-        if gates := [gate["name"] for gate in pod["spec"].get("schedulingGates", [])]:
-            yield Finding("gate", f"{workers([pod], 'is')} held back by {joined(gates)}", "wait for whoever removes it")
-            return
+
+
+@of_pods
+def gates(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
+    """Pods that no scheduler looks at."""
+    if kube_pods.phase(pod) != "Pending":
+        return
+    scheduler = pod["spec"].get("schedulerName", "default-scheduler")
+    if scheduler != "default-scheduler" and not snapshot.about(pod) and not kube_pods.condition(pod, "PodScheduled", "False"):
+        remedy = f"install it, or remove scheduling.gang ({scheduler}) from the job file"
+        yield Finding("scheduler", f"waits for the scheduler {scheduler}, which says nothing", remedy)
+    if names := [gate["name"] for gate in pod["spec"].get("schedulingGates", [])]:
+        yield Finding("gate", f"is held back by {joined(names)}", "wait for whoever removes it")
 
 
 # Workers that wait for others

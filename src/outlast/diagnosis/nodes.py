@@ -8,13 +8,13 @@ nodes; `messages` knows the rest.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 from outlast import accelerators, units
 from outlast.diagnosis import messages
 from outlast.diagnosis.finding import Finding, amount_text, grouped, joined, workers
-from outlast.diagnosis.snapshot import Snapshot
+from outlast.diagnosis.snapshot import Snapshot, of_pods
 from outlast.kube import pods as kube_pods
 from outlast.manifests import scheduling
 from outlast.manifests.request import Document
@@ -67,52 +67,36 @@ def parts(message: str) -> list[tuple[int, str]]:
     return result
 
 
-def unschedulable(snapshot: Snapshot, _: float) -> Iterator[Finding]:
+@of_pods
+def unschedulable(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
     """Pods that fit on no node."""
-    refused = grouped((message, pod) for pod in snapshot.waiting() if (message := _refusal(snapshot, pod)))
-    for message, pods in refused.items():
-        for count, text in parts(message):
-            if found := _blocked(Blocked(snapshot, pods, count), text):
-                yield replace(found, evidence=(*found.evidence, f"FailedScheduling: {message}"))
-
-
-def _refusal(snapshot: Snapshot, pod: Document) -> str:
-    """The scheduler's last message about a pod; empty if there is none."""
+    if kube_pods.phase(pod) != "Pending" or pod["spec"].get("nodeName"):
+        return
     events = snapshot.about(pod, "FailedScheduling", "Unschedulable")
     held = kube_pods.condition(pod, "PodScheduled", "False") or {}
-    message = held.get("message") if held.get("reason") != "SchedulingGated" else ""
-    return str(message or (events[-1].get("message", "") if events else "")).strip()
+    said = held.get("message") if held.get("reason") != "SchedulingGated" else ""
+    message = str(said or (events[-1].get("message", "") if events else "")).strip()
+    for count, text in parts(message) if message else ():
+        if found := _blocked(snapshot, pod, count, text):
+            yield replace(found, evidence=(*found.evidence, f"FailedScheduling: {message}"))
 
 
-@dataclass(frozen=True)
-class Blocked:
-    """Pods that do not fit on `count` nodes for one reason."""
-
-    snapshot: Snapshot
-    pods: list[Document]
-    count: int
-
-    @property
-    def whom(self) -> str:
-        """`worker 1 finds`."""
-        return workers(self.pods, "finds")
-
-
-def _blocked(it: Blocked, text: str) -> Finding | None:
-    """What one part of a message means; None when another rule reports it."""
-    for says, compare in _COMPARED:
-        if found := re.search(says, text):
-            return compare(it, found)
+def _blocked(snapshot: Snapshot, pod: Document, count: int, text: str) -> Finding | None:
+    """What one part of a message, about `count` nodes, means; None when another rule reports it."""
+    if found := re.search(r"Insufficient (\S+)", text):
+        return _resource(snapshot, pod, found[1])
+    if re.search(r"didn't match Pod's node affinity/selector|didn't match node selector", text):
+        return _selector(snapshot, pod)
+    if found := re.search(r"had (?:untolerated )?taints?(?:\(s\))? \{(?P<key>[^:}]+):? ?(?P<value>[^}]*)\}", text):
+        return _taint(snapshot, count, found["key"], found["value"].strip())
     if _OF_OTHERS.search(text) and not messages.knows("scheduler", text):
         return None
-    number = f"{it.count} " if it.count else ""
-    return messages.meaning("scheduler", text, whom=it.whom, count=it.count, number=number)
+    return messages.meaning("scheduler", text, count=count, number=f"{count} " if count else "")
 
 
-def _resource(it: Blocked, said: re.Match[str]) -> Finding:
-    resource = said["resource"]
-    wanted = max(kube_pods.requested(pod, resource) for pod in it.pods)
-    offers = {kube_pods.name(node): offered(node).get(resource, 0.0) for node in it.snapshot.nodes}
+def _resource(snapshot: Snapshot, pod: Document, resource: str) -> Finding:
+    wanted = kube_pods.requested(pod, resource)
+    offers = {kube_pods.name(node): offered(node).get(resource, 0.0) for node in snapshot.nodes}
     most = max(offers.values(), default=0.0)
     noun = "cores" if resource == "cpu" else resource
     short = resource if resource in ("cpu", "memory", "ephemeral-storage") else "resource"
@@ -123,14 +107,14 @@ def _resource(it: Blocked, said: re.Match[str]) -> Finding:
     lower = f"lower {field}" if not name.endswith("-resource") else f"lower what the template requests of {resource}"
     if not offers:
         remedy = f"{lower}, or ask the cluster's administrator which nodes offer it (you may not see them)"
-        return Finding(name, f"{it.whom} no node with room, or none at all: each {asks}", remedy)
+        return Finding(name, f"finds no node with room, or none at all: each {asks}", remedy)
     if most == 0:
-        return Finding(name, f"{it.whom} no node: none has any {resource}", _absent(it.snapshot, resource), had)
+        return Finding(name, f"finds no node: none has any {resource}", _absent(snapshot, resource), had)
     if most < wanted:
         remedy = f"{lower} to less than {amount_text(resource, most)}, or add larger nodes"
-        return Finding(name, f"{it.whom} no node that is large enough: each {asks}", remedy, had)
+        return Finding(name, f"finds no node that is large enough: each {asks}", remedy, had)
     remedy = f"wait until others leave, add nodes, or {lower} or workers.replicas"
-    return Finding(name, f"{it.whom} no node with room: each {asks}, and others use it", remedy, had)
+    return Finding(name, f"finds no node with room: each {asks}, and others use it", remedy, had)
 
 
 def _absent(snapshot: Snapshot, resource: str) -> str:
@@ -141,10 +125,9 @@ def _absent(snapshot: Snapshot, resource: str) -> str:
     return f"{has}add nodes with such devices and their device plugin (which makes {resource} known), or set resources.gpu: 0"
 
 
-def _selector(it: Blocked, _: re.Match[str]) -> Finding:
-    pod = it.pods[0]["spec"]
-    chosen = pod.get("nodeSelector", {})
-    required = pod.get("affinity", {}).get("nodeAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution", {})
+def _selector(snapshot: Snapshot, pod: Document) -> Finding:
+    chosen = pod["spec"].get("nodeSelector", {})
+    required = pod["spec"].get("affinity", {}).get("nodeAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution", {})
     asked = [(f"{key}={value}", key) for key, value in chosen.items()]
     for term in required.get("nodeSelectorTerms", []):
         for each in term.get("matchExpressions", []):
@@ -152,9 +135,9 @@ def _selector(it: Blocked, _: re.Match[str]) -> Finding:
     where = "nodeSelector" if chosen and not required else "resources.instanceTypes or the template's affinity"
     return Finding(
         "unschedulable-selector",
-        f"{it.whom} no node: none has the labels that it needs",
+        "finds no node: none has the labels that it needs",
         f"correct {where} to labels that nodes have (kubectl get nodes --show-labels), or label the nodes",
-        tuple(f"{wish}{_values(it.snapshot, key)}" for wish, key in asked),
+        tuple(f"{wish}{_values(snapshot, key)}" for wish, key in asked),
     )
 
 
@@ -166,28 +149,17 @@ def _values(snapshot: Snapshot, key: str) -> str:
     return f": nodes have {joined(found)}" if found else ": no node has this label"
 
 
-def _taint(it: Blocked, said: re.Match[str]) -> Finding:
-    key, value = said["key"], (said["value"] or "").strip()
+def _taint(snapshot: Snapshot, count: int, key: str, value: str) -> Finding:
     taint = f"{key}={value}" if value else key
-    carrying = [
-        kube_pods.name(node) for node in it.snapshot.nodes if any(t["key"] == key for t in node["spec"].get("taints", []))
-    ]
+    carrying = [kube_pods.name(node) for node in snapshot.nodes if any(t["key"] == key for t in node["spec"].get("taints", []))]
     evidence = (f"tainted {taint}: {joined(carrying)}",) if carrying else ()
-    some = "1 node" if it.count == 1 else f"{it.count} nodes"
+    some = "1 node" if count == 1 else f"{count} nodes"
     if own := messages.tables()["taints"].get(key):
-        return Finding("unschedulable-node", f"{it.whom} no node: {some} cannot take any ({key})", own, evidence)
+        return Finding("unschedulable-node", f"finds no node: {some} cannot take any ({key})", own, evidence)
     operator = f'key: {key}, operator: Equal, value: "{value}"' if value else f"key: {key}, operator: Exists"
-    what = f"{it.whom} no node: {some} {'is' if it.count == 1 else 'are'} kept for others by the taint {taint}"
+    what = f"finds no node: {some} {'is' if count == 1 else 'are'} kept for others by the taint {taint}"
     remedy = f"if the job may run there, add `tolerations: [{{{operator}}}]` to the job file; if not, add nodes without it"
     return Finding("unschedulable-taint", what, remedy, evidence)
-
-
-_COMPARED: tuple[tuple[str, Callable[[Blocked, re.Match[str]], Finding]], ...] = (
-    (r"Insufficient (?P<resource>\S+)", _resource),
-    (r"didn't match Pod's node affinity/selector|didn't match node selector", _selector),
-    (r"had (?:untolerated )?taints?(?:\(s\))? \{(?P<key>[^:}]+):? ?(?P<value>[^}]*)\}", _taint),
-)
-"""What the scheduler says of resources, labels and taints, and what compares it with the nodes."""
 
 
 # Nodes that are lost, or take their pods away

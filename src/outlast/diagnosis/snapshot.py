@@ -7,9 +7,11 @@ outlive its pod.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from outlast.diagnosis.finding import Finding, workers
 from outlast.errors import ClusterError
 from outlast.kube import pods as kube_pods
 from outlast.kube import workloads
@@ -102,10 +104,6 @@ class Snapshot:
         ]
         return sorted(found, key=event_time)
 
-    def waiting(self) -> list[Document]:
-        """Pods that have no node yet."""
-        return [pod for pod in self.pods if kube_pods.phase(pod) == "Pending" and not pod["spec"].get("nodeName")]
-
     def of_worker(self, pod: Document) -> list[Document]:
         """All pods of this pod's worker; none for a pod without an index."""
         index = kube_pods.labelled_index(pod)
@@ -114,6 +112,27 @@ class Snapshot:
     def wanted(self) -> int:
         """How many workers the workload asks for."""
         return workloads.replicas(self.workload)
+
+
+Rule = Callable[[Snapshot, float], Iterator[Finding]]
+"""What is said of a snapshot at a time, in seconds since the epoch."""
+
+
+def of_pods(rule: Callable[[Snapshot, Document], Iterator[Finding]]) -> Rule:
+    """The rule about all pods, from one about a single pod. Its sentences begin with their verb; pods of which the same is said
+    are named together, with the evidence of the first."""
+
+    @functools.wraps(rule)
+    def of_all(snapshot: Snapshot, _: float) -> Iterator[Finding]:
+        found: dict[tuple[str, str], tuple[Finding, list[Document]]] = {}
+        for pod in snapshot.pods:
+            for each in rule(snapshot, pod):
+                found.setdefault((each.what, each.remedy), (each, []))[1].append(pod)
+        for each, pods in found.values():
+            verb, _blank, rest = each.what.partition(" ")
+            yield replace(each, what=f"{workers(pods, verb)} {rest}")
+
+    return of_all
 
 
 def event_time(event: Document) -> str:

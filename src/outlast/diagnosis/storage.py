@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 
 from outlast.diagnosis import messages
-from outlast.diagnosis.finding import Finding, grouped, joined, workers
-from outlast.diagnosis.snapshot import Snapshot, event_text
+from outlast.diagnosis.finding import Finding, joined
+from outlast.diagnosis.snapshot import Snapshot, event_text, of_pods
 from outlast.kube import pods as kube_pods
 from outlast.manifests.request import Document
 
@@ -19,19 +19,18 @@ def default_class(snapshot: Snapshot) -> str:
     return kube_pods.name(annotated[0]) if annotated else ""
 
 
-def claims(snapshot: Snapshot, _: float) -> Iterator[Finding]:
+@of_pods
+def claims(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
     """Claims without a volume, or missing ones, that pods wait for."""
     known = {kube_pods.name(claim): claim for claim in snapshot.claims}
-    pods = [pod for pod in snapshot.pods if kube_pods.phase(pod) == "Pending"]
-    for name, group in grouped((name, pod) for pod in pods for name in claimed(pod)).items():
-        claim, whom = known.get(name), f"{workers(group, 'waits')} for the claim {name}"
+    for name in claimed(pod) if kube_pods.phase(pod) == "Pending" else ():
+        claim, what = known.get(name), f"waits for the claim {name}"
         if claim is not None and claim.get("status", {}).get("phase") != "Bound":
-            yield _unbound(snapshot, claim, whom)
+            yield _unbound(snapshot, claim, what)
         elif claim is None and "persistentvolumeclaims" not in snapshot.unseen:
             has = f"there are: {joined(sorted(known))}" if known else "the namespace has no claims"
             remedy = "correct `claim` under volumes, give it a `size` so that it is created, or create the PersistentVolumeClaim"
-            what = f"{whom}, which does not exist in namespace {snapshot.namespace}"
-            yield Finding("claim-missing", what, remedy, (has,))
+            yield Finding("claim-missing", f"{what}, which does not exist in namespace {snapshot.namespace}", remedy, (has,))
 
 
 def claimed(pod: Document) -> list[str]:
@@ -41,8 +40,8 @@ def claimed(pod: Document) -> list[str]:
     return [volume["persistentVolumeClaim"]["claimName"] for volume in volumes if "persistentVolumeClaim" in volume] + made
 
 
-def _unbound(snapshot: Snapshot, claim: Document, whom: str) -> Finding:
-    wanted, what = claim["spec"].get("storageClassName"), f"{whom}, which has no volume"
+def _unbound(snapshot: Snapshot, claim: Document, waits: str) -> Finding:
+    wanted, what = claim["spec"].get("storageClassName"), f"{waits}, which has no volume"
     events = tuple(event_text(event) for event in snapshot.about({**claim, "kind": "PersistentVolumeClaim"})[-2:])
     classes = {kube_pods.name(each): each for each in snapshot.classes}
     unseen = "storageclasses.storage.k8s.io" in snapshot.unseen
@@ -51,7 +50,7 @@ def _unbound(snapshot: Snapshot, claim: Document, whom: str) -> Finding:
     chosen = classes.get(wanted or default, {})
     provisioner = chosen.get("provisioner", "the provisioner")
     if claim.get("status", {}).get("phase") == "Lost":
-        return Finding("claim-lost", f"{whom}, whose volume is gone", "restore the volume or make a new claim", events)
+        return Finding("claim-lost", f"{waits}, whose volume is gone", "restore the volume or make a new claim", events)
     if wanted is None and (any("no storage class is set" in event for event in events) if unseen else not default):
         remedy = "set storageClass to one of the cluster's, make one the default, or make a PersistentVolume for it"
         return Finding("claim-class", f"{what}: it names no storage class, and the cluster has no default one", remedy, said)
@@ -91,32 +90,28 @@ def _messages(snapshot: Snapshot, pod: Document) -> Iterator[str]:
             yield str(event.get("message", ""))
 
 
-def references(snapshot: Snapshot, _: float) -> Iterator[Finding]:
+@of_pods
+def references(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
     """Secrets and ConfigMaps, or keys in them, that do not exist."""
-    absent: dict[tuple[str, str, str], list[Document]] = {}
-    for pod in snapshot.pods:
-        for found in dict.fromkeys(filter(None, map(missing, _messages(snapshot, pod)))):
-            absent.setdefault(found, []).append(pod)
-    for (kind, name, key), pods in absent.items():
-        whom, word, where = workers(pods, "waits"), _WORDS[kind], f"-n {snapshot.namespace}"
+    for kind, name, key in dict.fromkeys(filter(None, map(missing, _messages(snapshot, pod)))):
+        word, where = _WORDS[kind], f"-n {snapshot.namespace}"
         if key:
             remedy = f"add the key to it, or correct the name of the key (kubectl describe {kind} {name} {where})"
-            yield Finding(f"{kind}-missing", f"{whom} for the key {key} of the {word} {name}, which has none", remedy)
+            yield Finding(f"{kind}-missing", f"waits for the key {key} of the {word} {name}, which has none", remedy)
             continue
         there = sorted(snapshot.secrets if kind == "secret" else snapshot.configs)
         has = (f"there are: {joined(there)}",) if there else ()
         remedy = f"make it (kubectl create configmap {name} {where} --from-file=FILE) or correct the template"
         if kind == "secret":
             remedy = f"make it (kubectl create secret generic {name} {where} --from-literal=KEY=VALUE) or correct `secrets`"
-        what = f"{whom} for the {word} {name}, which does not exist in namespace {snapshot.namespace}"
+        what = f"waits for the {word} {name}, which does not exist in namespace {snapshot.namespace}"
         yield Finding(f"{kind}-missing", what, remedy, has)
 
 
-def mounts(snapshot: Snapshot, _: float) -> Iterator[Finding]:
+@of_pods
+def mounts(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
     """Volumes that exist but cannot be mounted."""
-    for pod in snapshot.pods:
-        if kube_pods.phase(pod) != "Pending" or not (events := snapshot.about(pod, "FailedMount", "FailedAttachVolume")):
-            continue
-        if not missing(message := str(events[-1].get("message", ""))):
-            words = {"whom": workers([pod], "waits"), "node": pod["spec"].get("nodeName")}
-            yield messages.meaning("mounts", message, (event_text(events[-1]),), **words)
+    events = snapshot.about(pod, "FailedMount", "FailedAttachVolume") if kube_pods.phase(pod) == "Pending" else []
+    for event in events[-1:]:
+        if not missing(message := str(event.get("message", ""))):
+            yield messages.meaning("mounts", message, (event_text(event),), node=pod["spec"].get("nodeName"))
