@@ -13,12 +13,12 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from outlast import __version__, accelerators, contract, diagnosis
 from outlast.accelerators import Accelerator
-from outlast.diagnosis import gather, sample
-from outlast.diagnosis.finding import Finding, warned
+from outlast.diagnosis import gather, inspection, sample
+from outlast.diagnosis.finding import Finding, Outcome, warned
 from outlast.diagnosis.inspection import MARK
 from outlast.diagnosis.nodes import TOLERATED, usable
 from outlast.errors import Absent, ClusterError, Forbidden
@@ -144,18 +144,23 @@ def source() -> str:
 
 def answers(lines: Sequence[str]) -> list[Finding]:
     """The checks in the log of a pod."""
-    found = [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
-    return [Finding(name, what, remedy, outcome=outcome) for name, outcome, what, remedy in found]
+    return [found(json.loads(line.removeprefix(MARK))) for line in lines if line.startswith(MARK)]
+
+
+def found(check: inspection.Check) -> Finding:
+    """The finding that a check is."""
+    name, outcome, what, remedy = check
+    return Finding(name, what, remedy, outcome=cast(Outcome, outcome))
 
 
 def _answers(cluster: Cluster, pods: Sequence[str]) -> list[Finding]:
     """What the pods have found so far; what the second only repeats is left out."""
-    found: dict[tuple[str, str], Finding] = {}
+    checks: list[Finding] = []
     for pod in pods:
+        told = {(check.name, check.outcome) for check in checks}
         with contextlib.suppress(ClusterError):  # it has not begun: `_unfinished` says why
-            for check in answers(list(cluster.logs(pod))):
-                found.setdefault((check.name, check.outcome), check)
-    return sorted(found.values(), key=lambda check: check.name == "all-reduce")  # one pod says that, the other what comes before
+            checks += [each for each in answers(list(cluster.logs(pod))) if (each.name, each.outcome) not in told]
+    return sorted(checks, key=lambda check: check.name == "all-reduce")  # one pod says that, the other what comes before
 
 
 def _unfinished(cluster: Cluster, name: str, options: Options) -> Iterator[Finding]:

@@ -3,8 +3,8 @@
     python -c SOURCE '[["image", {"asking": "0.1"}], ["dns", {"names": ["kubernetes.default"]}]]'
 
 Each check is a line of JSON on standard output, after MARK: name, outcome (pass, warn, fail), what, remedy. The text of this file
-is sent along, so that an image may be asked that has an older Outlast, or none: nothing is imported at the top but the standard
-library, and everything else where it is tried.
+is sent along, so that an image may be asked that has an older Outlast and Python, or none: nothing is imported at the top but the
+standard library, and everything else where it is tried.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 MARK = "outlast-doctor "
 """What the lines of checks begin with."""
@@ -34,8 +34,9 @@ SEND_S = 2.0
 REDUCED = 4 * 2**20
 """Numbers in the tensor of the all-reduce: 16 MiB."""
 ROUNDS = 5
-Check = tuple[str, str, str, str]
-"""Name, outcome, what, remedy."""
+if TYPE_CHECKING:
+    Check = tuple[str, str, str, str]
+    """Name, outcome, what, remedy."""
 
 
 def judged(name: str, good: bool, what: str, remedy: str, otherwise: str = "fail") -> Check:
@@ -264,7 +265,8 @@ def _all_reduce(rank: int, address: str, port: int, backend: str, timeout_s: flo
 
 def store(url: str) -> Iterator[Check]:
     """Put, get, list, conditional put and delete, of a small object below a URL."""
-    name, key, done = "store", f".outlast-doctor-{uuid.uuid4().hex}", list[str]()
+    name, key = "store", f".outlast-doctor-{uuid.uuid4().hex}"
+    done: list[str] = []
     place: Any = None
 
     def timed(step: str, call: Callable[[], Any]) -> Any:
