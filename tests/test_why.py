@@ -19,7 +19,7 @@ from fake_cluster import FakeCluster
 from outlast import cli, contract, diagnosis, kube
 from outlast.cli import show
 from outlast.contract import End, FailureCause
-from outlast.diagnosis import Finding, Snapshot, admission, containers, gather, local_job, messages, nodes
+from outlast.diagnosis import Finding, Snapshot, containers, gather, local_job, messages, nodes
 from outlast.errors import Forbidden, NotFound
 from outlast.kube import kinds
 from outlast.kube import pods as kube_pods
@@ -380,7 +380,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("message", REFUSALS)
 def test_what_admission_says_has_a_meaning(message: str) -> None:
-    cause = admission.refusal("team", f"Error creating: {message}")
+    cause = messages.refusal("team", f"Error creating: {message}")
     assert (cause.name, cause.what.replace("Error creating: ", "")) == REFUSALS[message]
     assert cause.remedy
     assert ("resources.cpuLimit" in cause.remedy) == ("cpu limit" in message or "limits.cpu" in message)

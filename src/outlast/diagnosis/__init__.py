@@ -17,7 +17,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 
-from outlast.diagnosis import admission, containers, job, nodes, storage
+from outlast.diagnosis import containers, job, nodes, storage
 from outlast.diagnosis.finding import Finding, joined, passed
 from outlast.diagnosis.snapshot import Rule, Snapshot
 from outlast.kube import pods as kube_pods
@@ -33,7 +33,7 @@ RULES: tuple[Rule, ...] = (
     nodes.lost,
     nodes.taken,
     job.cut_off,
-    admission.creations,
+    job.creations,
     storage.claims,
     storage.references,
     nodes.unschedulable,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from outlast import accelerators, units
 from outlast.contract import OPERATOR_NAMESPACE
-from outlast.diagnosis import admission, sample
+from outlast.diagnosis import messages, sample
 from outlast.diagnosis.finding import Finding, amount_text, joined, passed, warned
 from outlast.diagnosis.nodes import offered, usable
 from outlast.diagnosis.snapshot import Snapshot
@@ -206,7 +206,7 @@ def worker(it: Snapshot) -> Iterator[Finding]:
     elif "does not support dry run" in said:
         yield warned("worker", f"not tried: {said}", "`outlast why` says what refuses a job's pods")
     elif not isinstance(error, Absent):  # `namespace` says that
-        found = admission.refusal(it.namespace, said)
+        found = messages.refusal(it.namespace, said)
         within = found.name == "limit-range"  # a worker that asks for more, or less, may be
         what = f"one with {sample.LITTLE} would not be let in: {found.what}"
         yield Finding("worker", what, found.remedy, outcome="warn" if within else "fail")

@@ -1,15 +1,16 @@
-"""The job as a whole: suspended, in a queue, waiting for a gang or for other workers; and how jobs end."""
+"""The job as a whole: suspended, not admitted, in a queue, waiting for a gang or for other workers; and how jobs end."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import takewhile
 
 from outlast import contract, units
-from outlast.contract import End
+from outlast.contract import End, Label
 from outlast.diagnosis import containers, messages
 from outlast.diagnosis.finding import Finding, joined, passed, repeated_failures, workers
-from outlast.diagnosis.snapshot import Snapshot, event_text, of_pods
+from outlast.diagnosis.snapshot import Snapshot, event_text, event_time, of_pods
 from outlast.kube import dropins
 from outlast.kube import pods as kube_pods
 from outlast.manifests.request import Document
@@ -62,6 +63,32 @@ def cut_off(snapshot: Snapshot, now: float) -> Iterator[Finding]:
     where = f" of node {joined(sorted(nodes))}" if nodes else ""
     remedy = f"wait; if it happens again, look at the network{where}"
     yield Finding("cut-off", what, remedy, ("the others did not hear it",))
+
+
+# Pods that cannot be created
+
+
+def creations(snapshot: Snapshot, _: float) -> Iterator[Finding]:
+    """Pods that could not be created, while there are fewer than the job asks for."""
+    alive = [pod for pod in snapshot.pods if kube_pods.phase(pod) in ("Pending", "Running", "Succeeded")]
+    missing, wanted = snapshot.wanted() - len(alive), snapshot.wanted()
+    if missing <= 0:
+        return
+    one = "the worker" if Label.JOB in (snapshot.workload.get("metadata", {}).get("labels") or {}) else "it"
+    some = f"{missing} of {wanted} workers" if wanted > 1 else one
+    told: dict[str, Finding] = {}
+    for event in sorted((each for each in snapshot.events if _failed_to_make(each, snapshot)), key=event_time, reverse=True):
+        found = messages.refusal(snapshot.namespace, event.get("message", ""))
+        what = f"{some} {'have' if missing > 1 else 'has'} no pod: {found.what}"
+        told.setdefault(what, replace(found, what=what, evidence=(event_text(event),)))
+    yield from told.values()
+
+
+def _failed_to_make(event: Document, snapshot: Snapshot) -> bool:
+    """Whether it is about a pod of the workload that could not be created; ReplicaSets create those of a Deployment."""
+    about, name = event.get("involvedObject", {}), kube_pods.name(snapshot.workload)
+    mine = about.get("name") == name or (about.get("kind") == "ReplicaSet" and str(about.get("name")).startswith(f"{name}-"))
+    return bool(event.get("reason") == "FailedCreate" and name and mine)
 
 
 # Queues

@@ -34,3 +34,17 @@ def meaning(speaker: str, message: str, evidence: tuple[str, ...] = (), **words:
     known["what"] = each.get("what", "").format(**known)
     what, remedy = table.get("what", "{what}").format(**known), each["remedy"].format(**known)
     return Finding(each.get("name") or table["name"], what, remedy, evidence)
+
+
+def refusal(namespace: str, message: str) -> Finding:
+    """What a refusal of the API server means."""
+    return meaning("admission", message, namespace=namespace, amounts=_amounts(message))
+
+
+def _amounts(message: str) -> str:
+    """`pods: a pod asks for 1, 3 of 3 are used`, from `requested: pods=1, used: pods=3, limited: pods=3`."""
+    if (found := re.search(r"requested: (\S+), used: (\S+), limited: (\S+)", message)) is None:
+        return ""
+    asked, used, limit = (dict(part.partition("=")[::2] for part in text.split(",")) for text in found.groups())
+    said = (f"{name}: a pod asks for {amount}, {used.get(name)} of {limit.get(name)} are used" for name, amount in asked.items())
+    return "; ".join(said)
