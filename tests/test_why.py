@@ -1094,6 +1094,18 @@ def a_namespace() -> Document:
     return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team"}}
 
 
+def test_a_job_that_nobody_takes_up_tells_of_the_operator() -> None:
+    meta = {"name": "train", "creationTimestamp": "2026-11-21T16:00:00Z"}
+    job = {"apiVersion": contract.API_VERSION, "kind": "ElasticJob", "metadata": meta, "spec": {"workers": {"replicas": 2}}}
+    template = {"spec": {"containers": [{"image": "operator:1"}]}}
+    where = {"name": "outlast-operator", "namespace": "ml"}
+    operator = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": where, "spec": {"replicas": 2, "template": template}}
+    defined = {"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition", "metadata": {"name": "x"}}
+    (cause,) = causes(gather.job(FakeCluster(a_namespace(), defined, job, operator), "train"))  # type: ignore[arg-type]
+    assert (cause.name, cause.evidence) == ("operator", ("operator: none of 2 runs in namespace ml, operator:1",))
+    assert cause.remedy == "outlast install --wait --namespace ml says why"
+
+
 def test_why_tells_of_a_job_in_a_cluster(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kube, "connect", lambda context, namespace: a_cluster("gpu", forbidden=(kinds.CLAIM,)))
     with pytest.raises(SystemExit) as ended:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from outlast import kube
@@ -109,7 +110,7 @@ def _snapshot(read: _Reader, name: str, workload: Document, pods: Iterable[Docum
     # A list of Secrets contains their data: it is read only while pods wait for some.
     waiting = any(kube_pods.phase(pod) == "Pending" and pod["spec"].get("nodeName") for pod in pods)
     queue = workload.get("metadata", {}).get("labels", {}).get("kueue.x-k8s.io/queue-name")
-    return Snapshot(
+    found = Snapshot(
         name=name,
         namespace=read.namespace,
         workload=workload,
@@ -126,6 +127,7 @@ def _snapshot(read: _Reader, name: str, workload: Document, pods: Iterable[Docum
         logs=_logs(read.cluster, read.namespace, pods),
         unseen=read.unseen,
     )
+    return replace(found, served=frozenset({kinds.ELASTIC_JOB}), operator=_operator(read)) if found.untaken() else found
 
 
 def _labels(document: Document) -> Mapping[str, Any]:

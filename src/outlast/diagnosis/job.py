@@ -8,7 +8,7 @@ from itertools import takewhile
 
 from outlast import contract, units
 from outlast.contract import End, Label
-from outlast.diagnosis import containers, messages
+from outlast.diagnosis import cluster, containers, messages
 from outlast.diagnosis.finding import Finding, joined, passed, repeated_failures, workers
 from outlast.diagnosis.snapshot import Snapshot, event_text, event_time, of_pods
 from outlast.kube import dropins
@@ -22,11 +22,11 @@ _QUEUE = "kueue.x-k8s.io/queue-name"
 
 
 def absent(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """An ElasticJob that no operator has taken up."""
-    if snapshot.kind == "ElasticJob" and not snapshot.workload.get("status") and not snapshot.pods:
-        other = "" if snapshot.agentless else ", `outlast submit --as indexed-job` needs none"
-        remedy = f"see whether the operator runs (kubectl get deployment -n outlast-system); `outlast install` brings it{other}"
-        yield Finding("operator", "no operator has taken up the job: its status is empty", remedy)
+    """An ElasticJob that no operator has taken up, and what `outlast doctor` says of the operator."""
+    if snapshot.untaken():
+        (there,) = cluster.operator(snapshot)
+        remedy = there.remedy or "see what it says: `kubectl logs` of its pods"
+        yield Finding("operator", "no operator has taken up the job: its status is empty", remedy, (f"operator: {there.what}",))
 
 
 def failing(snapshot: Snapshot, _: float) -> Iterator[Finding]:

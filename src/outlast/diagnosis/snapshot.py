@@ -109,6 +109,10 @@ class Snapshot:
         index = kube_pods.labelled_index(pod)
         return [other for other in self.pods if kube_pods.labelled_index(other) == index is not None]
 
+    def untaken(self) -> bool:
+        """Whether it is an ElasticJob that no operator has acted on."""
+        return self.kind == "ElasticJob" and not self.workload.get("status") and not self.pods
+
     def wanted(self) -> int:
         """How many workers the workload asks for."""
         return workloads.replicas(self.workload)
