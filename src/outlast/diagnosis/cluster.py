@@ -117,13 +117,13 @@ def stop(controllers: Sequence[str]) -> str:
 def nodes(it: Snapshot) -> Iterator[Finding]:
     """Whether there are nodes that take pods."""
     ready = [node for node in it.nodes if usable(node)]
+    out = joined(sorted(kube_pods.name(node) for node in it.nodes if not usable(node)))
     if "nodes" in it.unseen:
         yield warned("nodes", "you may not list them", "`why` and this check need the right to list nodes")
     elif not ready:
         remedy = "add nodes, uncordon them, or see why they are not ready"
         yield Finding("nodes", f"none of {len(it.nodes)} takes pods", remedy)
-    elif len(ready) < len(it.nodes):
-        out = joined(sorted(kube_pods.name(node) for node in it.nodes if node not in ready))
+    elif out:
         yield warned("nodes", f"{len(ready)} of {len(it.nodes)} take pods; not {out}", "kubectl describe node says why")
     else:
         yield passed("nodes", f"{len(ready)}, all take pods: {joined(sorted({_size(node) for node in ready}))}")
