@@ -36,8 +36,7 @@ FIRST = {
     "image-unreachable": (
         "image",
         "workers 0 and 1 wait for the image 127.0.0.1:5056/team/train:v9, which cannot be pulled: its registry does "
-        "not answer the "
-        "nodes",
+        "not answer the nodes",
     ),
     "image-invalid": ("image", "workers 0 and 1 wait for the image Team/Train:v9, which is no name of an image"),
     "image-never": (
@@ -51,9 +50,8 @@ FIRST = {
     "claim-missing": ("claim-missing", "workers 0 and 1 wait for the claim datasets, which does not exist in namespace team"),
     "claim-no-class": (
         "claim-class",
-        "workers 0 and 1 wait for the claim datasets, which has no volume: it names no storage class, and the cluster "
-        "has no default "
-        "one",
+        "workers 0 and 1 wait for the claim datasets, which has no volume: it names no storage class, and the cluster"
+        " has no default one",
     ),
     "claim-wrong-class": (
         "claim-class",
@@ -75,21 +73,18 @@ FIRST = {
     "quota-unset": (
         "quota",
         "2 of 2 workers have no pod: the quota team of the namespace lets in only pods that say what they need: "
-        "requests.cpu is not "
-        "set",
+        "requests.cpu is not set",
     ),
     "limit-range": (
         "limit-range",
         "2 of 2 workers have no pod: a LimitRange of the namespace refuses the pods: maximum memory usage per "
-        "Container is 1Gi, but "
-        "limit is 2Gi",
+        "Container is 1Gi, but limit is 2Gi",
     ),
     "pod-security": (
         "pod-security",
-        "2 of 2 workers have no pod: the Pod Security level restricted:latest of the namespace refuses the pods: privileged "
-        '(container "worker" must not set securityContext.privileged=true), allowPrivilegeEscalation != false '
-        '(container "worker" '
-        "must set securityContext.allowPrivilegeEscalation=false)",
+        "2 of 2 workers have no pod: the Pod Security level restricted:latest of the namespace refuses the pods: "
+        'privileged (container "worker" must not set securityContext.privileged=true), allowPrivilegeEscalation != '
+        'false (container "worker" must set securityContext.allowPrivilegeEscalation=false)',
     ),
     "account-missing": (
         "account-missing",
@@ -107,8 +102,8 @@ FIRST = {
     ),
     "configuration-wrong": (
         "configuration",
-        "worker 0 ended with exit code 78: /etc/outlast/jobs.yaml: there is no such file; did you mean /etc/outlast/job.yaml?; "
-        "starting again would not help",
+        "worker 0 ended with exit code 78: /etc/outlast/jobs.yaml: there is no such file; did you mean "
+        "/etc/outlast/job.yaml?; starting again would not help",
     ),
     "probe-fails": ("probe", "workers 0 and 1 were killed, not having answered at the start"),
     "suspended": ("suspended", "it is suspended"),
@@ -246,19 +241,23 @@ def test_a_message_of_the_scheduler_is_taken_apart(parts: list[tuple[int, str]],
 
 
 SAYS = {
-    "1 node(s) had untolerated taint {nvidia.com/gpu: present}": "1 node is kept for others by the taint nvidia.com/gpu=present",
+    "1 node(s) had untolerated taint {nvidia.com/gpu: present}": (
+        "1 node is kept for others by the taint nvidia.com/gpu=present"
+    ),
     "2 node(s) had untolerated taint {team: }": "2 nodes are kept for others by the taint team",
     "1 node(s) had untolerated taint(s) {team: }": "1 node is kept for others by the taint team",
     "1 node(s) had taint {spot: true}, that the pod didn't tolerate": "1 node is kept for others by the taint spot=true",
-    "1 node(s) had untolerated taint {node.kubernetes.io/unreachable: }": "1 node cannot take any "
-    "(node.kubernetes.io/unreachable)",
+    "1 node(s) had untolerated taint {node.kubernetes.io/unreachable: }": (
+        "1 node cannot take any (node.kubernetes.io/unreachable)"
+    ),
     "3 node(s) were unschedulable": "3 are cordoned",
     "3 Too many pods": "3 run as many pods as they may",
-    "3 node(s) didn't match pod topology spread constraints": "it would make the spread of pods over zones or nodes too uneven",
+    "3 node(s) didn't match pod topology spread constraints": ("it would make the spread of pods over zones or nodes too uneven"),
     "3 node(s) didn't match pod affinity rules": "it may only be where certain pods are, and there are none with room",
     "3 node(s) had volume node affinity conflict": "its volume is in another zone or on another machine than the free nodes",
-    "3 node(s) didn't match PersistentVolume's node affinity": "its volume is in another zone or on another machine than the "
-    "free nodes",
+    "3 node(s) didn't match PersistentVolume's node affinity": (
+        "its volume is in another zone or on another machine than the free nodes"
+    ),
     "3 node(s) are on fire": "3 node(s) are on fire",
 }
 
@@ -297,11 +296,12 @@ def test_every_sentence_about_a_message_is_made_of_words_that_are_given() -> Non
 
 
 PULLS = {
-    'failed to resolve reference "docker.io/library/trian:9": docker.io/library/trian:9: not found': "does not exist "
-    "in its registry",
+    'failed to resolve reference "docker.io/library/trian:9": docker.io/library/trian:9: not found': (
+        "does not exist in its registry"
+    ),
     "reading manifest v9 in example.com/a: manifest unknown": "does not exist in its registry",
-    "pull access denied, repository does not exist or may require authorization: server message: insufficient_scope: "
-    "authorization failed": ("does not exist, or its registry wants a login"),
+    "pull access denied, repository does not exist or may require authorization: server message: "
+    "insufficient_scope: authorization failed": "does not exist, or its registry wants a login",
     "unexpected status from HEAD request to https://example.com/v2/a/manifests/v9: 403 Forbidden": (
         "may not be pulled: its registry wants a login"
     ),
@@ -336,12 +336,10 @@ def test_what_a_runtime_says_of_an_image_has_a_meaning(message: str) -> None:
 
 REFUSALS = {
     'pods "a" is forbidden: exceeded quota: team, requested: requests.cpu=8,requests.memory=4Gi, used: '
-    "requests.cpu=4,requests.memory=1Gi, "
-    "limited: requests.cpu=8,requests.memory=8Gi": (
+    "requests.cpu=4,requests.memory=1Gi, limited: requests.cpu=8,requests.memory=8Gi": (
         "quota",
         "the quota team of the namespace leaves too little: requests.cpu: a pod asks for 8, 4 of 8 are used; "
-        "requests.memory: a pod "
-        "asks for 4Gi, 1Gi of 8Gi are used",
+        "requests.memory: a pod asks for 4Gi, 1Gi of 8Gi are used",
     ),
     'admission webhook "validate.kyverno.svc" denied the request: no latest tags': (
         "webhook",
@@ -351,8 +349,7 @@ REFUSALS = {
     "context deadline exceeded": (
         "webhook",
         "the webhook pods.istio.io, which must admit all pods, does not answer: failed to call webhook: Post "
-        '"https://x": context '
-        "deadline exceeded",
+        '"https://x": context deadline exceeded',
     ),
     "pods \"a\" is forbidden: ValidatingAdmissionPolicy 'team-label' with binding 'b' denied request: label team is missing": (
         "policy",
