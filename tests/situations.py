@@ -198,8 +198,6 @@ def seen(name: str) -> Snapshot:
         nodes=tuple(found["nodes"]),
         claims=tuple(found["persistentvolumeclaims"]),
         classes=tuple(found["storageclasses"]),
-        quotas=tuple(found["resourcequotas"]),
-        limits=tuple(found["limitranges"]),
         secrets=frozenset(found["secrets"]),
         configs=frozenset(found["configmaps"]),
         logs=found["logs"],

@@ -19,9 +19,11 @@ from kubernetes_validate import utils as schemas
 import fake
 import ports
 from fake_cluster import Document, FakeCluster
-from outlast import __version__, accelerators, cli, doctor, kube, manifests, spec
-from outlast.doctor import Check, inside, inspection, machine
-from outlast.doctor import cluster as asked
+from outlast import __version__, accelerators, cli, kube, manifests, spec
+from outlast.diagnosis import Finding, Snapshot, gather, inside, inspection, machine
+from outlast.diagnosis import cluster as judged
+from outlast.diagnosis.finding import passed, warned
+from outlast.diagnosis.nodes import TOLERATED
 from outlast.errors import Forbidden, Refused, Unanswered
 from outlast.kube import kinds
 from outlast.launch import bytecode
@@ -41,158 +43,71 @@ def test_this_machine_can_run_this_test() -> None:
 
 
 def test_a_python_that_is_too_old_is_told() -> None:
-    assert machine.python((3, 9)) == doctor.failed("python", "3.9; 3.11 or newer is needed", "install Python 3.11")
-
-
-def test_what_torch_answers_is_judged() -> None:
-    assert machine.judged_torch("2.13.0|True|8|NVIDIA H100") == doctor.passed("torch", "2.13.0, 8 × NVIDIA H100")
-    assert machine.judged_torch("2.13.0|True|None|None") == doctor.passed("torch", "2.13.0, no GPU")
-    assert machine.judged_torch("2.13.0|False|None|None").outcome == "fail"
+    assert inspection.python((3, 9)) == ("python", "fail", "3.9", "install Python 3.11 or newer")
 
 
 def test_a_torch_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'ModuleNotFoundError: No module named torch' >&2\nexit 1\n")
     python.chmod(0o755)
-    assert machine.torch(str(python)) == doctor.failed(
-        "torch", "ModuleNotFoundError: No module named torch", "pip install 'outlast[train]'"
-    )
+    assert machine.torch(str(python)) == [
+        Finding("torch", "ModuleNotFoundError: No module named torch", "pip install 'outlast[train]'")
+    ]
 
 
 def test_an_extra_that_is_not_there_says_what_needs_it() -> None:
-    assert machine.installed("moon", ("lunar_lander",), "landing") == doctor.warned(
+    assert machine.installed("moon", ("lunar_lander",), "landing") == warned(
         "moon", "lunar_lander is not installed: needed for landing", "pip install 'outlast[moon]'"
     )
 
 
 def test_a_disk_that_is_nearly_full_is_told(tmp_path: Path) -> None:
-    (check,) = machine.free(tmp_path, "disk", 2**62, "free some")
+    check = machine.free(tmp_path, "disk", 2**62, "free some")
     assert (check.outcome, check.remedy) == ("warn", "free some")
 
 
 @pytest.mark.parametrize(("written", "together"), [("1\n", True), ("0\n", False), (None, False)])
-def test_a_kernel_that_kills_a_container_as_a_whole_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str | None, together: bool
-) -> None:
+def test_a_kernel_that_kills_a_container_as_a_whole_is_told(tmp_path: Path, written: str | None, together: bool) -> None:
     if written:
         (tmp_path / "memory.oom.group").write_text(written)
-    found = inspection.killed_together(str(tmp_path / "memory.oom.group"))
-    assert found == together
-    monkeypatch.setattr(inspection, "killed_together", lambda: found)
-    monkeypatch.setattr(machine, "torch", lambda _: doctor.passed("torch", ""))
-    told = {check.name: (check.outcome, check.said.partition(",")[0]) for check in machine.checks()}
-    said = "when this container's memory runs out"
-    assert told.get("out of memory") == (("warn", said) if together else None)
-
-
-# A cluster
+    found = [(outcome, what.partition(",")[0]) for _, outcome, what, _ in inspection.memory(str(tmp_path / "memory.oom.group"))]
+    assert found == ([("warn", "when this container's memory runs out")] if together else [])
 
 
 @pytest.mark.parametrize(
-    ("version", "outcome"),
-    [("v1.36.2", "pass"), ("v1.34.0-eks-1", "pass"), ("v1.31.1", "warn"), ("v1.24.0", "fail")],
+    ("client", "outcome"), [("v1.36.0", "pass"), ("v1.32.4-dispatcher", "warn"), ("", "warn")], ids=lambda each: each or "broken"
 )
-def test_the_servers_version_is_judged(version: str, outcome: str) -> None:
-    assert asked.server(version).outcome == outcome
+def test_a_kubectl_of_another_age_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: str, outcome: str) -> None:
+    program = tmp_path / "kubectl"
+    said = json.dumps({"clientVersion": {"gitVersion": client}})
+    program.write_text(f"#!/bin/sh\necho '{said}'\nexit {0 if client else 1}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert [check.outcome for check in machine.kubectl("v1.36.2")] == [outcome]
 
 
-def test_a_kubectl_of_another_age_is_told() -> None:
-    assert asked.skew("v1.36.0", "v1.35.1").outcome == "pass"
-    assert asked.skew("v1.32.4-dispatcher", "v1.36.2").outcome == "warn"
+# A cluster
 
 
 def a_namespace(**labels: str) -> Document:
     return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team", "labels": labels}}
 
 
-def test_a_namespace_is_judged() -> None:
-    level = {"pod-security.kubernetes.io/enforce": "restricted"}
-    assert asked.namespace(a_namespace(**level), "team").said.startswith("team, Pod Security level restricted")
-    assert asked.namespace(a_namespace(), "team").outcome == "pass"
-    assert asked.namespace("you may not", "team").outcome == "pass"
-    assert asked.namespace(None, "team") == doctor.failed(
-        "namespace", "team does not exist", "make it (kubectl create namespace team), or choose one with -n"
-    )
-    going = a_namespace()
-    going["metadata"]["deletionTimestamp"] = "2026-11-21T16:00:00Z"
-    assert asked.namespace(going, "team").outcome == "fail"
-
-
-def test_rights_that_submit_needs_fail_and_others_warn() -> None:
-    assert asked.rights([]).outcome == "pass"
-    create, *_, last = asked.RIGHTS
-    assert asked.rights([create, last]).said == "you may not create jobs.batch"
-    assert asked.rights([create, last]).outcome == "fail"
-    assert asked.rights([last]) == doctor.warned(
-        "rights", "enough to submit; you may not list storageclasses.storage.k8s.io", asked.rights([last]).remedy
-    )
-
-
-def a_node(name: str = "node-a", *, ready: str = "True", labels: Document | None = None, **allocatable: str) -> Document:
-    status = {"conditions": [{"type": "Ready", "status": ready}], "allocatable": {"cpu": "8", "memory": "32Gi", **allocatable}}
-    return {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels or {}}, "spec": {}, "status": status}
-
-
-def test_nodes_are_judged() -> None:
-    cordoned = a_node("node-b")
-    cordoned["spec"]["unschedulable"] = True
-    assert asked.machines([a_node()]) == doctor.passed("nodes", "1, all take pods: 8 cores and 32 GiB")
-    assert asked.machines([a_node(), cordoned]).said == "1 of 2 take pods; not node-b"
-    assert asked.machines([cordoned, a_node("c", ready="Unknown")]).said == "none of 2 takes pods"
-    assert asked.machines(None).outcome == "warn"
+def a_node(
+    name: str = "node-a", *, ready: str = "True", labels: Document | None = None, spec: Document | None = None, **has: str
+) -> Document:
+    status = {"conditions": [{"type": "Ready", "status": ready}], "allocatable": {"cpu": "8", "memory": "32Gi", **has}}
+    meta = {"name": name, "labels": labels or {}}
+    return {"apiVersion": "v1", "kind": "Node", "metadata": meta, "spec": spec or {}, "status": status}
 
 
 def tainted(key: str, effect: str = "NoSchedule") -> Document:
-    node = a_node()
-    node["spec"]["taints"] = [{"key": key, "value": "present", "effect": effect}]
-    return node
-
-
-def test_nodes_with_the_taints_that_workers_tolerate_take_pods() -> None:
-    for taken in (
-        tainted("nvidia.com/gpu"),
-        tainted("aws.amazon.com/neuron"),
-        tainted("cloud.google.com/gke-spot"),
-        tainted("kubernetes.azure.com/scalesetpriority", "NoExecute"),
-        tainted("theirs", "PreferNoSchedule"),
-    ):
-        assert asked.machines([taken]).outcome == "pass"
-    for kept in (tainted("theirs"), tainted("nvidia.com/gpu", "NoExecute")):
-        assert asked.machines([kept]).said == "none of 1 takes pods"
-    rendered = manifests.render(spec.parse(json.dumps(A_JOB)), "job")[-1]
-    assert all(each in asked.TOLERATED for each in rendered["spec"]["template"]["spec"]["tolerations"])
-    assert inside.pod("outlast-doctor-a", 0, WANTED, rank=False)["spec"]["tolerations"] == asked.TOLERATED
-
-
-A_JOB = {
-    "apiVersion": "outlast.dev/v1alpha1",
-    "kind": "ElasticJob",
-    "metadata": {"name": "a"},
-    "spec": {"image": "a", "module": "train", "resources": {"gpu": 1}},
-}
-
-
-def test_accelerators_are_counted_and_hidden_ones_are_a_mistake() -> None:
-    assert asked.devices([a_node(**{"nvidia.com/gpu": "8"}), a_node(**{"nvidia.com/gpu": "8"})]).said == "16 × nvidia.com/gpu"
-    assert asked.devices([a_node()]).said == "none is offered by any node"
-    assert asked.devices(None).said == "you may not list nodes"
-    parts = a_node(**{"nvidia.com/mig-1g.10gb": "7", "nvidia.com/gpu": "0", "ephemeral-storage": "90Gi"})
-    others = a_node(**{"amd.com/gpu": "4", "aws.amazon.com/neuroncore": "32", "aws.amazon.com/neurondevice": "16"})
-    assert asked.devices([parts]).said == "7 × nvidia.com/mig-1g.10gb"
-    said = "4 × amd.com/gpu, 32 × aws.amazon.com/neuroncore, 16 × aws.amazon.com/neurondevice and 7 × nvidia.com/mig-1g.10gb"
-    assert asked.devices([parts, others]).said == said
-    hidden = asked.devices([a_node(labels={"nvidia.com/gpu.present": "true"})])
-    assert (hidden.outcome, hidden.said) == ("fail", "node-a have GPUs that no device plugin offers")
+    return a_node(spec={"taints": [{"key": key, "value": "present", "effect": effect}]})
 
 
 def a_class(name: str, *, default: bool = False) -> Document:
     annotations = {"storageclass.kubernetes.io/is-default-class": "true"} if default else {}
     return {"metadata": {"name": name, "annotations": annotations}}
-
-
-def test_storage_classes_are_judged() -> None:
-    assert asked.storage([a_class("ebs", default=True), a_class("efs")]).said == "ebs and efs; ebs is the default"
-    assert asked.storage([a_class("ebs")]).outcome == asked.storage([]).outcome == asked.storage(None).outcome == "warn"
 
 
 def a_deployment(available: int, namespace: str = "outlast-system") -> Document:
@@ -208,19 +123,98 @@ def a_deployment(available: int, namespace: str = "outlast-system") -> Document:
     }
 
 
-def test_an_operator_is_needed_as_soon_as_jobs_for_it_can_be_stored() -> None:
-    assert asked.operator(a_deployment(2), served=True) == doctor.passed(
-        "operator", "2 of 2 run in namespace outlast-system, operator:1"
-    )
-    assert asked.operator(a_deployment(0, "ml"), served=True).remedy == "outlast install --wait --namespace ml says why"
-    assert asked.operator(a_deployment(0), served=True).outcome == "fail"
-    assert asked.operator(None, served=True).outcome == "fail"
-    assert asked.operator(None, served=False).outcome == "warn"
-    assert asked.operator("forbidden", served=True).outcome == "warn"
+GOING = {**a_namespace(), "metadata": {"name": "team", "deletionTimestamp": "2026-11-21T16:00:00Z"}}
+RESTRICTED = a_namespace(**{"pod-security.kubernetes.io/enforce": "restricted"})
+CORDONED, SILENT = a_node("node-b", spec={"unschedulable": True}), a_node("c", ready="Unknown")
+FULL = {"metadata": {"name": "team"}, "status": {"hard": {"pods": "4", "cpu": "8"}, "used": {"pods": "4", "cpu": "500m"}}}
+CREATE, LIST = gather.RIGHTS[0], gather.RIGHTS[-1]
+DEFINED = frozenset({kinds.ELASTIC_JOB})
+PARTS = a_node(**{"nvidia.com/mig-1g.10gb": "7", "nvidia.com/gpu": "0", "ephemeral-storage": "90Gi"})
+OTHERS = a_node(**{"amd.com/gpu": "4", "aws.amazon.com/neuroncore": "32", "aws.amazon.com/neurondevice": "16"})
+BLIND = {kind.resource: "you may not" for kind in (kinds.NAMESPACE, kinds.NODE, kinds.STORAGE_CLASS, kinds.DEPLOYMENT)}
+FACTS: tuple[tuple[Any, dict[str, Any], str, str], ...] = (
+    (judged.server, {"version": "v1.36.2"}, "pass", "Kubernetes v1.36.2"),
+    (judged.server, {"version": "v1.34.0-eks-1"}, "pass", "Kubernetes v1.34.0-eks-1"),
+    (judged.server, {"version": "v1.31.1"}, "warn", "Kubernetes v1.31.1; what we render is tested with 1.34 and newer"),
+    (judged.server, {"version": "v1.24.0"}, "fail", "Kubernetes v1.24.0 is too old"),
+    (judged.namespace, {"home": a_namespace()}, "pass", "team, Pod Security level not set: workers need none of what it allows"),
+    (
+        judged.namespace,
+        {"home": RESTRICTED},
+        "pass",
+        "team, Pod Security level restricted: workers fit; a `template` may not ask",
+    ),
+    (judged.namespace, {"unseen": BLIND}, "pass", "team (its Pod Security level may not be read; workers fit the strictest)"),
+    (judged.namespace, {}, "fail", "team does not exist"),
+    (judged.namespace, {"home": GOING}, "fail", "team is being deleted"),
+    (judged.rights, {}, "pass", "all that submit, logs and why need"),
+    (judged.rights, {"lacking": (CREATE, LIST)}, "fail", "you may not create jobs.batch"),
+    (judged.rights, {"lacking": (LIST,)}, "warn", "enough to submit; you may not list storageclasses.storage.k8s.io"),
+    (judged.definition, {}, "warn", "is not defined here"),
+    (judged.definition, {"served": DEFINED}, "pass", "is defined"),
+    (judged.operator, {"operator": a_deployment(2)}, "pass", "2 of 2 run in namespace outlast-system, operator:1"),
+    (judged.operator, {"operator": a_deployment(0, "ml")}, "fail", "none of 2 runs in namespace ml, operator:1"),
+    (judged.operator, {"served": DEFINED}, "fail", "there is none: ElasticJobs are stored, and no operator acts on them"),
+    (judged.operator, {}, "warn", "there is none"),
+    (judged.operator, {"unseen": BLIND}, "warn", "you may not see it (outlast-system)"),
+    (judged.nodes, {"nodes": (a_node(),)}, "pass", "1, all take pods: 8 cores and 32 GiB"),
+    (judged.nodes, {"nodes": (a_node(), CORDONED)}, "warn", "1 of 2 take pods; not node-b"),
+    (judged.nodes, {"nodes": (CORDONED, SILENT)}, "fail", "none of 2 takes pods"),
+    (judged.nodes, {"unseen": BLIND}, "warn", "you may not list them"),
+    (judged.nodes, {"nodes": (tainted("nvidia.com/gpu"),)}, "pass", "1, all take pods"),
+    (judged.nodes, {"nodes": (tainted("aws.amazon.com/neuron"),)}, "pass", "1, all take pods"),
+    (judged.nodes, {"nodes": (tainted("cloud.google.com/gke-spot"),)}, "pass", "1, all take pods"),
+    (judged.nodes, {"nodes": (tainted("kubernetes.azure.com/scalesetpriority", "NoExecute"),)}, "pass", "1, all take pods"),
+    (judged.nodes, {"nodes": (tainted("theirs", "PreferNoSchedule"),)}, "pass", "1, all take pods"),
+    (judged.nodes, {"nodes": (tainted("theirs"),)}, "fail", "none of 1 takes pods"),
+    (judged.nodes, {"nodes": (tainted("nvidia.com/gpu", "NoExecute"),)}, "fail", "none of 1 takes pods"),
+    (judged.devices, {"nodes": (a_node(**{"nvidia.com/gpu": "8"}),) * 2}, "pass", "16 × nvidia.com/gpu"),
+    (judged.devices, {"nodes": (PARTS,)}, "pass", "7 × nvidia.com/mig-1g.10gb"),
+    (
+        judged.devices,
+        {"nodes": (PARTS, OTHERS)},
+        "pass",
+        "4 × amd.com/gpu, 32 × aws.amazon.com/neuroncore, 16 × aws.amazon.com/neurondevice and 7 × nvidia.com/mig-1g.10gb",
+    ),
+    (judged.devices, {"nodes": (a_node(),)}, "warn", "none is offered by any node"),
+    (judged.devices, {"unseen": BLIND}, "warn", "you may not list nodes"),
+    (
+        judged.devices,
+        {"nodes": (a_node(labels={"nvidia.com/gpu.present": "true"}),)},
+        "fail",
+        "node-a have GPUs that no device plugin offers",
+    ),
+    (judged.storage, {"classes": (a_class("ebs", default=True), a_class("efs"))}, "pass", "ebs and efs; ebs is the default"),
+    (judged.storage, {"classes": (a_class("ebs"),)}, "warn", "ebs; none is the default"),
+    (judged.storage, {}, "warn", "there are no storage classes: new claims stay pending"),
+    (judged.storage, {"unseen": BLIND}, "warn", "you may not list storage classes"),
+    (judged.quotas, {"quotas": (FULL,)}, "warn", "team: pods is used up (4 of 4)"),
+)
 
 
-def found(cluster: FakeCluster) -> dict[str, Check]:
-    return {check.name: check for check in asked.checks(cluster)}  # type: ignore[arg-type]
+@pytest.mark.parametrize(("check", "shown", "outcome", "what"), FACTS)
+def test_what_a_cluster_shows_is_judged(check: Any, shown: dict[str, Any], outcome: str, what: str) -> None:
+    (found,) = check(Snapshot(namespace="team", **shown))
+    assert (found.outcome, found.what[: len(what)]) == (outcome, what)
+    assert bool(found.remedy) == (outcome != "pass")
+
+
+def test_workers_tolerate_what_doctor_takes_for_tolerated() -> None:
+    rendered = manifests.render(spec.parse(json.dumps(A_JOB)), "job")[-1]
+    assert all(each in TOLERATED for each in rendered["spec"]["template"]["spec"]["tolerations"])
+    assert inside.pod("outlast-doctor-a", 0, WANTED, rank=False)["spec"]["tolerations"] == TOLERATED
+
+
+A_JOB = {
+    "apiVersion": "outlast.dev/v1alpha1",
+    "kind": "ElasticJob",
+    "metadata": {"name": "a"},
+    "spec": {"image": "a", "module": "train", "resources": {"gpu": 1}},
+}
+
+
+def found(cluster: FakeCluster) -> dict[str, Finding]:
+    return {check.name: check for check in judged.checks(gather.place(cluster))}  # type: ignore[arg-type]
 
 
 def a_binding(namespace: str) -> Document:
@@ -238,9 +232,9 @@ def test_the_operator_is_found_in_whichever_namespace_it_is() -> None:
     said = "2 of 2 run in namespace ml, operator:1"
     stale = a_deployment(0, "before")
     deployment = a_deployment(2, "ml")
-    assert found(FakeCluster(stale, deployment, a_binding("ml")))["operator"].said == said
-    assert found(FakeCluster(deployment))["operator"].said == said
-    assert found(FakeCluster(deployment, forbidden=(kinds.CLUSTER_ROLE_BINDING,)))["operator"].said == said
+    assert found(FakeCluster(stale, deployment, a_binding("ml")))["operator"].what == said
+    assert found(FakeCluster(deployment))["operator"].what == said
+    assert found(FakeCluster(deployment, forbidden=(kinds.CLUSTER_ROLE_BINDING,)))["operator"].what == said
 
 
 @pytest.mark.parametrize("forbidden", [False, True])
@@ -271,7 +265,7 @@ class Defined(FakeCluster):
 def test_who_may_not_make_elasticjobs_is_told_of_the_role_and_that_jobs_work_without() -> None:
     checks = found(Defined(a_deployment(2), forbidden=(kinds.ELASTIC_JOB,)))
     assert checks["rights"].outcome == "pass"
-    assert checks["ElasticJob"] == doctor.warned(
+    assert checks["ElasticJob"] == warned(
         "ElasticJob",
         "is defined; you may not create, list, patch or delete elasticjobs",
         "the ClusterRole outlast-edit (of `outlast install`) adds that to `edit`; ask your administrator for both; "
@@ -319,7 +313,7 @@ def test_what_lets_no_worker_in_is_told(error: Exception, outcome: str, said: st
     cluster = Refusing(a_namespace(), a_node())
     cluster.error = error
     worker = found(cluster)["worker"]
-    assert (worker.outcome, worker.said) == (outcome, said)
+    assert (worker.outcome, worker.what) == (outcome, said)
     assert worker.remedy
 
 
@@ -328,32 +322,26 @@ def test_the_worker_that_is_tried_is_a_pod_and_restricted(version: str) -> None:
     tried: list[Document] = []
     cluster = FakeCluster(a_namespace())
     cluster.apply = lambda document, dry_run: tried.append(document) or document  # type: ignore[func-returns-value,method-assign,misc]
-    assert found(cluster)["worker"] == doctor.passed("worker", f"{SMALL} would be let in")
+    assert found(cluster)["worker"] == passed("worker", f"{SMALL} would be let in")
     schemas.validate(tried[0], version, strict=True)
     assert tried[0]["spec"]["securityContext"]["runAsNonRoot"]
     assert tried[0]["spec"]["containers"][0]["resources"]["limits"] == {"memory": "256Mi"}
 
 
-def test_a_quota_that_is_used_up_is_told() -> None:
-    quota = {"metadata": {"name": "team"}, "status": {"hard": {"pods": "4", "cpu": "8"}, "used": {"pods": "4", "cpu": "500m"}}}
-    (check,) = asked.used_up([quota])
-    assert check.said == "team: pods is used up (4 of 4)"
-
-
 def test_a_whole_cluster_is_looked_at_and_nothing_changed() -> None:
     cluster = FakeCluster(a_namespace(), a_node(), served=(kinds.LOCAL_QUEUE,))
-    found = {check.name: check for check in asked.checks(cluster)}  # type: ignore[arg-type]
-    assert found["queues and gangs"].said == "Kueue"
-    assert found["ElasticJob"].outcome == found["metrics"].outcome == "warn"
-    assert [check for check in found.values() if check.outcome == "fail"] == []
+    shown = found(cluster)
+    assert shown["queues and gangs"].what == "Kueue"
+    assert shown["ElasticJob"].outcome == shown["metrics"].outcome == "warn"
+    assert [check for check in shown.values() if check.outcome == "fail"] == []
     assert cluster.order == []
 
 
 def test_someone_who_may_read_nothing_is_told_what_that_costs() -> None:
     blind = (kinds.NODE, kinds.STORAGE_CLASS, kinds.QUOTA, kinds.NAMESPACE, kinds.DEPLOYMENT)
-    found = {check.name: check.outcome for check in asked.checks(FakeCluster(forbidden=blind))}  # type: ignore[arg-type]
-    assert (found["rights"], found["nodes"], found["storage"], found["operator"]) == ("warn", "warn", "warn", "warn")
-    assert found["namespace"] == "pass"
+    outcomes = {name: check.outcome for name, check in found(FakeCluster(forbidden=blind)).items()}
+    names = ("rights", "nodes", "storage", "operator")
+    assert {name: outcomes[name] for name in (*names, "namespace")} == {**dict.fromkeys(names, "warn"), "namespace": "pass"}
 
 
 # Pods
@@ -373,7 +361,7 @@ def test_kubernetes_takes_the_pods_and_they_are_restricted(index: int, version: 
     assert not container["securityContext"]["allowPrivilegeEscalation"]
     assert (spec["activeDeadlineSeconds"], spec["restartPolicy"], spec["automountServiceAccountToken"]) == (10, "Never", False)
     assert container["envFrom"] == [{"secretRef": {"name": "s3-keys"}}]
-    assert ("affinity" in spec) == (index == 1)
+    assert bool(spec["affinity"]) == (index == 1)
 
 
 def test_what_runs_in_pods_fits_into_a_command_and_names_no_variable_of_kubernetes() -> None:
@@ -383,7 +371,7 @@ def test_what_runs_in_pods_fits_into_a_command_and_names_no_variable_of_kubernet
 
 
 def line(name: str, outcome: str = "pass") -> str:
-    return inside.MARK + json.dumps({"name": name, "outcome": outcome, "said": "so", "remedy": ""})
+    return inspection.MARK + json.dumps((name, outcome, "so", ""))
 
 
 def ending(cluster: FakeCluster, phase: str = "Succeeded", lines: tuple[str, ...] = ()) -> FakeCluster:
@@ -430,7 +418,7 @@ def test_pods_whose_image_cannot_be_had_say_so_and_are_deleted() -> None:
     cluster.then = hang
     (check,) = inside.checks(cluster, WANTED)  # type: ignore[arg-type]
     assert (check.outcome, check.name) == ("fail", "pods")
-    assert check.said.endswith(f"for the image {IMAGE}, which cannot be pulled: the name of its registry is unknown (DNS)")
+    assert check.what.endswith(f"for the image {IMAGE}, which cannot be pulled: the name of its registry is unknown (DNS)")
     assert cluster.list_(kinds.POD) == []
 
 
@@ -438,7 +426,7 @@ def test_pods_that_never_end_are_given_up_and_deleted() -> None:
     cluster = FakeCluster(a_node("a"))
     cluster.then = lambda document: document.update(status={"phase": "Running", "podIP": "10.0.0.1"})
     *_, check = inside.checks(cluster, inside.Options(IMAGE, network=False, timeout_s=0.1))  # type: ignore[arg-type]
-    assert check == doctor.failed("pods", "they had not ended after 0 s", check.remedy)
+    assert check == Finding("pods", "they had not ended after 0 s", check.remedy)
     assert cluster.list_(kinds.POD) == []
 
 
@@ -457,20 +445,20 @@ def test_ctrl_c_deletes_the_pods() -> None:
 # What runs in them
 
 
-def run(*words: str) -> subprocess.Popen[str]:
+def run(name: str, **arguments: Any) -> subprocess.Popen[str]:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    command = [sys.executable, "-c", inside.source(), "--mark", inside.MARK, *words]
+    command = [sys.executable, "-c", inside.source(), json.dumps([(name, arguments)])]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
 
 
-def told(process: subprocess.Popen[str]) -> dict[str, Check]:
+def told(process: subprocess.Popen[str]) -> dict[str, Finding]:
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0
     return {check.name: check for check in inside.answers(out.splitlines())}
 
 
 def test_an_image_is_looked_at_from_inside() -> None:
-    found = told(run("--image", "--outlast", __version__))
+    found = told(run("image", asking=__version__))
     names = ("python", "outlast", "torch", "obstore", "bytecode")
     assert {name: found[name].outcome for name in names} == dict.fromkeys(names, "pass")
 
@@ -491,13 +479,11 @@ def test_a_gpu_for_which_torch_has_no_kernels_is_found(capability: tuple[int, in
     assert inspection.runs_on(capability, built) is runs
 
 
-def test_an_image_of_another_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = inside.pod("outlast-doctor-a", 0, WANTED, rank=False)["spec"]["containers"][0]["command"]
-    assert arguments[arguments.index("--outlast") + 1] == __version__
-    inspection.image("99.0")
-    told = {each["name"]: each for each in map(json.loads, capsys.readouterr().out.splitlines())}
-    assert told["outlast"]["outcome"] == "warn"
-    assert told["outlast"]["said"].startswith(f"outlast {__version__}, and who asks has 99.0")
+def test_an_image_of_another_version_is_told() -> None:
+    asked = dict(inside.calls(0, WANTED, {}, None))
+    assert asked["image"]["asking"] == __version__
+    ((_, outcome, what, _),) = inspection.outlast("99.0")
+    assert (outcome, what.partition(",")[0]) == ("warn", f"outlast {__version__}")
 
 
 @pytest.mark.parametrize(
@@ -533,55 +519,43 @@ def test_packages_that_are_compiled_at_every_start_are_found(
 def test_two_processes_measure_what_is_between_them(address: str) -> None:
     if address == "::1" and not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")
-    words = ("--address", address, "--port", str(ports.free(2)), "--timeout", "60")
-    first, second = run("--rank", "0", *words), run("--rank", "1", *words)
+    asked = {"address": address, "port": ports.free(2), "backend": "gloo", "timeout_s": 60.0}
+    first, second = run("peer", rank=0, **asked), run("peer", rank=1, **asked)
     try:
-        assert told(first)["all-reduce"].said.startswith("gloo of 16 MiB over two pods: ")
-        assert told(second)["network"].said.endswith("Gbit/s over one connection")
+        assert told(first)["all-reduce"].what.startswith("gloo of 16 MiB over two pods: ")
+        assert told(second)["network"].what.endswith("Gbit/s over one connection")
     finally:
         for process in (first, second):
             process.kill()
             process.communicate()
 
 
-def test_a_peer_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_peer_that_is_not_there_is_told() -> None:
     port = ports.free()
-    inspection.peer(1, "127.0.0.1", port, "gloo", 0.1)
-    found = [json.loads(each) for each in capsys.readouterr().out.splitlines()]
-    assert (found[0]["name"], found[0]["outcome"]) == ("network", "fail")
-    assert "refused" in found[0]["said"]
-    assert f"{port} was tried" in found[0]["remedy"]
+    name, outcome, what, remedy = next(inspection.peer(1, "127.0.0.1", port, "gloo", 0.1))
+    assert (name, outcome) == ("network", "fail")
+    assert "refused" in what
+    assert f"{port} was tried" in remedy
 
 
-def test_a_name_that_nobody_knows_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    inspection.dns(["localhost"])
-    inspection.dns(["nowhere.invalid"])
-    known, unknown = (json.loads(each) for each in capsys.readouterr().out.splitlines())
-    assert known["said"].startswith(("localhost is 127.0.0.1", "localhost is ::1"))
-    assert (unknown["outcome"], unknown["name"]) == ("fail", "dns")
+def test_a_name_that_nobody_knows_is_told() -> None:
+    (known,), (unknown,) = inspection.dns(["localhost"]), inspection.dns(["nowhere.invalid"])
+    assert known[2].startswith(("localhost is 127.0.0.1", "localhost is ::1"))
+    assert unknown[:2] == ("dns", "fail")
 
 
-def test_a_store_is_tried_and_left_as_it_was(moto: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_is_tried_and_left_as_it_was(moto: Any, tmp_path: Path) -> None:
     from outlast import store
 
-    inspection.store(f"{moto.url}/runs")
-    conditional, whole = (json.loads(each) for each in capsys.readouterr().out.splitlines())
-    assert (conditional["name"], conditional["outcome"]) == ("store conditional", "pass")
-    assert (whole["name"], whole["outcome"]) == ("store", "pass")
+    def outcomes(url: str) -> list[tuple[str, str]]:
+        return [check[:2] for check in inspection.store(url)]
+
+    assert outcomes(f"{moto.url}/runs") == [("store conditional", "pass"), ("store", "pass")]
     assert list(store.open_(moto.url).entries()) == []
-
-
-def test_a_store_that_does_not_exist_is_told(moto: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    inspection.store("s3://no-such-bucket-here/runs")
-    (found,) = (json.loads(each) for each in capsys.readouterr().out.splitlines())
-    assert (found["name"], found["outcome"]) == ("store put", "fail")
-    assert "there is no bucket s3://no-such-bucket-here" in found["said"]
-
-
-def test_a_store_without_conditional_writes_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    inspection.store(f"file://{tmp_path}")
-    conditional, whole = (json.loads(each) for each in capsys.readouterr().out.splitlines())
-    assert (conditional["outcome"], whole["outcome"]) == ("warn", "pass")
+    assert outcomes(f"file://{tmp_path}") == [("store conditional", "warn"), ("store", "pass")]  # it knows no conditions
+    ((name, outcome, what, _),) = inspection.store("s3://no-such-bucket-here/runs")
+    assert (name, outcome) == ("store put", "fail")
+    assert "there is no bucket s3://no-such-bucket-here" in what
 
 
 # The command line
@@ -590,7 +564,7 @@ def test_a_store_without_conditional_writes_is_a_warning(tmp_path: Path, capsys:
 @pytest.fixture
 def outlast(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
     """Runs `outlast doctor` on a cluster; that of this machine is not looked at."""
-    monkeypatch.setattr(machine, "checks", lambda: iter([doctor.passed("python", "3.11")]))
+    monkeypatch.setattr(machine, "checks", lambda: iter([passed("python", "3.11")]))
 
     def call(cluster: FakeCluster, *words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(kube, "connect", lambda context=None, namespace=None: cluster)
@@ -647,7 +621,7 @@ def test_a_real_cluster_is_looked_at_from_inside() -> None:
 
 
 def look_at(cluster: kube.Cluster) -> None:
-    bad = [check for check in asked.checks(cluster) if check.outcome == "fail" and check.name != "operator"]
+    bad = [check for check in judged.checks(gather.place(cluster)) if check.outcome == "fail" and check.name != "operator"]
     assert bad == []  # whether an operator is there is the cluster's business
     found = {
         check.name: check

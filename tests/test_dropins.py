@@ -15,7 +15,7 @@ from outlast.manifests import install
 from outlast.operator import reconcilers
 from outlast.operator.snapshot import Limits
 
-for name in ("cli", "cluster", "diagnosis", "doctor", "kube", "manifests", "operator"):
+for name in ("cli", "cluster", "diagnosis", "kube", "manifests", "operator"):
     package = importlib.import_module(f"outlast.{name}")
     for module in pkgutil.walk_packages(package.__path__, f"outlast.{name}."):
         importlib.import_module(module.name)

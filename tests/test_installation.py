@@ -17,6 +17,7 @@ from kubernetes_validate import utils as schemas
 from fake_cluster import Document, FakeCluster
 from outlast import cli, kube
 from outlast.cluster import installation
+from outlast.diagnosis import gather
 from outlast.errors import ClusterError, OutlastError
 from outlast.kube import kinds
 from outlast.manifests import install, nodewatch
@@ -271,7 +272,7 @@ def test_a_binding_that_an_operator_has_left_behind_is_taken_over() -> None:
     bring(cluster, namespace="op1")
     cluster.delete(kinds.DEPLOYMENT, "outlast-operator", namespace="op1")
     assert "changed    ClusterRoleBinding outlast-operator" in bring(cluster)
-    assert installation.holder(cluster.get(kinds.CLUSTER_ROLE_BINDING, "outlast-operator")) == "outlast-system"
+    assert gather.holder(cluster.get(kinds.CLUSTER_ROLE_BINDING, "outlast-operator")) == "outlast-system"
 
 
 def test_a_definition_that_is_refused_is_told_and_nothing_is_built_on_it() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 import situations
 from outlast import cli, diagnosis, kube
-from outlast.diagnosis import Cause, gather
+from outlast.diagnosis import Finding, gather
 from outlast.errors import NotFound
 
 pytestmark = pytest.mark.cluster
@@ -31,7 +31,7 @@ def namespace(request: pytest.FixtureRequest) -> Iterator[str]:
     subprocess.run(["kubectl", "delete", "namespace", name, "--wait=false", "--ignore-not-found"], check=True)
 
 
-def causes(namespace: str) -> list[Cause]:
+def causes(namespace: str) -> list[Finding]:
     cluster = kube.connect(namespace=namespace)
     try:
         return diagnosis.causes(gather.job(cluster, "train"), time.time())
@@ -43,13 +43,13 @@ def causes(namespace: str) -> list[Cause]:
 def test_the_first_cause_is_the_one_that_was_made(name: str, namespace: str) -> None:
     expected = diagnosis.causes(situations.seen(name), situations.noted(situations.seen(name)))[0]
     what = expected.what.replace("namespace team", f"namespace {namespace}").replace(situations.RECORDED_IMAGE, situations.IMAGE)
-    wanted = (expected.rule, what)
+    wanted = (expected.name, what)
     situations.begin(name, namespace)
-    found: list[Cause] = []
+    found: list[Finding] = []
 
     def told() -> bool:
         found[:] = causes(namespace)
-        return (found[0].rule, found[0].what) == wanted
+        return (found[0].name, found[0].what) == wanted
 
     assert situations.wait(told, LAST.get(name, 120)), f"{name}: {diagnosis.text(found)}"
 

@@ -21,7 +21,7 @@ from functools import partial
 from itertools import count
 from typing import TypeVar
 
-from outlast.errors import Stopped, StoreError, Unanswered, Unreachable
+from outlast.errors import ClusterError, Stopped, StoreError, Unanswered, Unreachable
 
 T = TypeVar("T")
 
@@ -70,18 +70,27 @@ def retried(attempt: Callable[[], T], mapped: Callable[[Exception], StoreError],
     raise AssertionError
 
 
-def until_answered(request: Callable[[], T], say: Callable[[str], None], *, every_s: float) -> T:
-    """The answer to a request to a cluster, repeated while it raises Unanswered; says once that the cluster is unreachable, and
-    once that it is back."""
+def until_answered(
+    request: Callable[[], T],
+    say: Callable[[str], None],
+    *,
+    every_s: float,
+    sleep: Callable[[float], None] = time.sleep,
+    hopeless: Callable[[ClusterError], bool] = lambda error: not isinstance(error, Unanswered),
+) -> T:
+    """The answer to a request to a cluster, repeated while it raises Unanswered, or what else is not `hopeless`; says once that
+    the cluster is unreachable, and once that it is back."""
     away = False
     while True:
         try:
             answer = request()
-        except Unanswered as error:
+        except ClusterError as error:
+            if hopeless(error):
+                raise
             if not away:
                 say(f"{error}; trying again")
             away = True
-            time.sleep(every_s)
+            sleep(every_s)
             continue
         if away:
             say("the cluster answers again")

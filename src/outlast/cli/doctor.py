@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +14,8 @@ from outlast.cli.which import ContextOption, NamespaceOption
 from outlast.errors import ClusterError, NoCluster, OutlastError
 
 if TYPE_CHECKING:
-    from outlast.doctor import Check
+    from outlast.diagnosis import Finding
+    from outlast.kube import Cluster
 
 _TIMEOUT_S = 300.0
 
@@ -44,21 +44,23 @@ def doctor(
       outlast doctor --image IMAGE --store s3://bucket/runs --secret s3-keys
       outlast doctor --image IMAGE --no-network
     """
+    from outlast import diagnosis
+
     if image is None and (store or secret):
         raise OutlastError("--store and --secret are tried in a pod; say of which image: --image IMAGE")
-    found: dict[str, list[Check]] = {}
+    found: list[tuple[str, Finding]] = []
     with terminal.handled(signal.default_int_handler, signal.SIGTERM):  # pods are deleted then, as after Ctrl-C
         for section, checks in _asked(image, store, secret or [], network, namespace, context, timeout):
             if output is Output.TABLE:
                 print(("\n" if found else "") + section, flush=True)
-            found[section] = []
             for check in checks:
-                found[section].append(check)
+                found.append((section, check))
                 if output is Output.TABLE:
-                    print(check, flush=True)
+                    print(diagnosis.line(check), flush=True)
     if output is not Output.TABLE:
-        show.data([{"where": where, **dataclasses.asdict(each)} for where, checks in found.items() for each in checks], output)
-    if any(check.outcome == "fail" for checks in found.values() for check in checks):
+        keys = ("where", "name", "outcome", "said", "remedy")
+        show.data([dict(zip(keys, (where, e.name, e.outcome, e.what, e.remedy), strict=True)) for where, e in found], output)
+    if any(check.wrong for _, check in found):
         raise typer.Exit(1)
 
 
@@ -70,11 +72,10 @@ def _asked(
     namespace: str | None,
     context: str | None,
     timeout: float,
-) -> Iterator[tuple[str, Iterable[Check]]]:
+) -> Iterator[tuple[str, Iterable[Finding]]]:
     """The sections, each with its checks, which run as they are read."""
-    from outlast import doctor, kube
-    from outlast.doctor import cluster as asked
-    from outlast.doctor import inside, machine
+    from outlast import kube
+    from outlast.diagnosis import finding, inside, machine
 
     yield "This machine", machine.checks()
     try:
@@ -82,10 +83,10 @@ def _asked(
     except NoCluster as error:
         if namespace or context or image:
             raise
-        yield "Cluster", [doctor.warned("access", f"not checked: {error}", "nothing, when training is to be on this machine")]
+        yield "Cluster", [finding.warned("access", f"not checked: {error}", "nothing, when training is to be on this machine")]
         return
     try:
-        yield f"Cluster {cluster.context or cluster.server}, namespace {cluster.namespace}", _reached(asked.checks(cluster))
+        yield f"Cluster {cluster.context or cluster.server}, namespace {cluster.namespace}", _reached(_of(cluster))
         if image:
             wanted = inside.Options(image, store, secrets, network, timeout)
             yield f"In pods of {image}", _reached(inside.checks(cluster, wanted))
@@ -93,11 +94,21 @@ def _asked(
         cluster.close()
 
 
-def _reached(checks: Iterator[Check]) -> Iterator[Check]:
+def _of(cluster: Cluster) -> Iterator[Finding]:
+    """What a cluster itself shows."""
+    from outlast.diagnosis import cluster as judged
+    from outlast.diagnosis import gather, machine
+
+    seen = gather.place(cluster)
+    yield from judged.checks(seen)
+    yield from machine.kubectl(seen.version)
+
+
+def _reached(checks: Iterator[Finding]) -> Iterator[Finding]:
     """The checks, the last of which says that the cluster did not let us go on, when it did not."""
-    from outlast import doctor
+    from outlast.diagnosis import Finding
 
     try:
         yield from checks
     except ClusterError as error:
-        yield doctor.failed("access", str(error), "fix that, and check again")
+        yield Finding("access", str(error), "fix that, and check again")

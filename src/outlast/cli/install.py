@@ -85,7 +85,7 @@ def _wait(cluster: kube.Cluster, workload: dict[str, Any], begun: float, timeout
     if causes := installation.wait(cluster, workload, timeout_s=max(1.0, begun + timeout - time.monotonic())):
         said = f"{name[0].upper()}{name[1:]} does not run after {timeout:.0f} s"
         print(f"\n{said}:\n\n{diagnosis.text(causes)}", file=sys.stderr)
-        if any(cause.rule == "image" for cause in causes):
+        if any(cause.name == "image" for cause in causes):
             print(
                 "\nName another image with: outlast install --image IMAGE (make one: docs/guide/kubernetes.md#images)",
                 file=sys.stderr,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import time
@@ -17,7 +16,7 @@ from outlast.cli import render, script, terminal, waited, which
 from outlast.cli.script import ModuleOption, WorkersOption
 from outlast.cli.waited import KeyOption, OutputsOption, TerminateOption, WaitOption
 from outlast.cli.which import ContextOption, FileOrScript, NamespaceOption, SetOption, TitleOption, TopologyOption
-from outlast.errors import Absent, NotFound, NotServed, OutlastError, StoreError
+from outlast.errors import NotFound, OutlastError, StoreError
 
 if TYPE_CHECKING:
     from outlast.cluster.backend import KubernetesBackend
@@ -145,20 +144,16 @@ def backend(ctx: typer.Context, job: Job, topology: str, namespace: str | None, 
 def _change(cluster: Cluster, document: Document) -> str:
     """What applying a document would do: a word, and a diff if it is changed."""
     from outlast import kube
+    from outlast.kube import applied
     from outlast.manifests import objects
 
-    old = None
-    with contextlib.suppress(Absent, NotServed):
-        old = cluster.get(kube.kind_of(document), document["metadata"]["name"])
+    old = applied.there(cluster, document)
     if old is not None and kube.kind_of(document) is kube.CLAIM:
         return objects.kept(document, old)
-    new = cluster.apply(document, dry_run=True)
-    title = f"{document['kind']} {document['metadata']['name']}"
-    if old is None:
-        return f"{title} would be created"
-    if kube.without_server_fields(old) == kube.without_server_fields(new):
-        return f"{title} is unchanged"
-    return "\n".join([f"{title} would be changed", *_diff(kube.without_server_fields(old), kube.without_server_fields(new))])
+    done = applied.apply(cluster, document, old=old, dry_run=True)
+    verb = "is" if done.what == "unchanged" else "would be"
+    difference = _diff(*map(kube.without_server_fields, (old, done.new))) if old else ()
+    return "\n".join([f"{document['kind']} {document['metadata']['name']} {verb} {done.what}", *difference])
 
 
 def _diff(old: Document, new: Document) -> Iterator[str]:

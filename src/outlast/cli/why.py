@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 
 import typer
@@ -43,5 +42,6 @@ def why(
         causes, unseen = diagnosis.causes(seen, time.time()), dict(seen.unseen)
     if output is Output.TABLE:
         print(diagnosis.text(causes, unseen=unseen))
-    else:
-        show.data({"causes": [dataclasses.asdict(cause) for cause in causes], "unseen": unseen}, output)
+        return
+    told = [{"rule": e.name, "what": e.what, "evidence": e.evidence, "remedy": e.remedy, "wrong": e.wrong} for e in causes]
+    show.data({"causes": told, "unseen": unseen}, output)

@@ -109,8 +109,7 @@ class KubernetesBackend:
             command = ["sh", "-c", script, "sh", path, str(start + 1)]
             ended = self.cluster.exec_(meta["name"], command, namespace=meta["namespace"], container=pods.container_name(pod))
             if ended.code:
-                said = ended.error.decode(errors="replace").strip().splitlines()
-                raise OutlastError(f"{path} cannot be read in pod {meta['name']}: {said[-1] if said else ended.code}")
+                raise OutlastError(f"{path} cannot be read in pod {meta['name']}: {ended.said}")
             return ended.output
 
         return read

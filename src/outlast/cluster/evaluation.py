@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from outlast import foreign, kube, manifests
+from outlast import kube, manifests
 from outlast.backend import LogLine
 from outlast.backoff import RANDOM
 from outlast.cluster import job_status
@@ -13,7 +13,7 @@ from outlast.cluster import logs as podlogs
 from outlast.cluster.workloads import Workloads, has_claim, job_name, workload_in
 from outlast.contract import Label
 from outlast.errors import OutlastError
-from outlast.kube import pods
+from outlast.kube import applied, pods
 from outlast.kube import workloads as kube_workloads
 from outlast.manifests import evaluation
 
@@ -64,8 +64,7 @@ def _template(workloads: Workloads, workload: Document) -> Document:
     documents = manifests.render(job.model_copy(update={"spec": job.spec.model_copy(update=one)}), "job", run=run)
     for document in documents:
         if kube.kind_of(document) is kube.CONFIG_MAP:
-            there = workloads.cluster.find(kube.CONFIG_MAP, document["metadata"]["name"])
-            foreign.check(there, {Label.JOB: job_name(workload)}, instead="have it renamed or removed")
+            applied.check(workloads.cluster, [document], {Label.JOB: job_name(workload)}, instead="have it renamed or removed")
             workloads.adopt(workloads.cluster.apply(document), workload)
     template: Document = workload_in(documents)["spec"]["template"]
     return template

@@ -42,8 +42,7 @@ def inject(cluster: kube.Cluster, pod: kube.Document, action: str, rng: random.R
     if ended.code == _NOBODY:
         raise NotFound(f"{worker} has no training process now; wait until it trains")
     if ended.code:
-        said = ended.error.decode(errors="replace").strip().splitlines()
-        raise OutlastError(f"{action} failed in pod {name}: {said[-1] if said else f'exit code {ended.code}'}")
+        raise OutlastError(f"{action} failed in pod {name}: {ended.said}")
     hit = json.loads(ended.output)
     verb = {"kill-process": "killed", "stop": "stopped", "slow": "slowed down"}[action]
     return f"{verb} rank {hit['rank']} on {worker} (pid {hit['pid']} in pod {name})"

@@ -16,16 +16,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outlast import foreign
+from outlast import diagnosis, foreign
 from outlast.contract import OPERATOR, OPERATOR_NAMESPACE, Label
+from outlast.diagnosis import cluster as conditions
+from outlast.diagnosis import gather
 from outlast.errors import Absent, ClusterError, Forbidden, NotServed, OutlastError
-from outlast.kube import dropins, kinds, pods, within, without_server_fields
+from outlast.kube import applied, dropins, kinds, pods, within
 from outlast.kube.kinds import Kind, kind_of
 from outlast.manifests import install, nodewatch, rbac
 from outlast.manifests.request import Document
 
 if TYPE_CHECKING:
-    from outlast.diagnosis import Cause
+    from outlast.diagnosis import Finding
     from outlast.kube import Cluster
 
 _ESTABLISHED_S = 60.0
@@ -89,17 +91,17 @@ def bring(cluster: Cluster, wanted: Sequence[Document], *, dry_run: bool = False
     _check_rivals(cluster)
     shared = [kind.resource for kind in dropins.KINDS]  # another controller may have brought the definition
     for document in wanted:
-        if document["kind"] == kinds.CLUSTER_ROLE_BINDING.kind and (namespace := holder(document)):
+        if document["kind"] == kinds.CLUSTER_ROLE_BINDING.kind and (namespace := gather.holder(document)):
             _check_alone(cluster, namespace)
-        if document["kind"] != kinds.NAMESPACE.kind and document["metadata"]["name"] not in shared:
-            foreign.check(_there(cluster, document), instead="have it renamed or removed, or install into another --namespace")
+    ours = [each for each in wanted if each["kind"] != kinds.NAMESPACE.kind and each["metadata"]["name"] not in shared]
+    applied.check(cluster, ours, instead="have it renamed or removed, or install into another --namespace")
     coming = ""
     """The namespace that a dry run would create: the server cannot try to create anything in it."""
     for document in wanted:
         if dry_run and coming and document["metadata"].get("namespace") == coming:
             yield Done("created", document)
             continue
-        old = _there(cluster, document)
+        old = applied.there(cluster, document)
         if old is not None and old["metadata"].get("deletionTimestamp"):
             if not dry_run and not _gone(cluster, old):
                 raise ClusterError(f"{_going(document)}; install again when it is gone")
@@ -109,53 +111,23 @@ def bring(cluster: Cluster, wanted: Sequence[Document], *, dry_run: bool = False
             continue
         if document["kind"] == kinds.NAMESPACE.kind:
             coming = document["metadata"]["name"] if old is None else ""
-        made = cluster.apply(document, dry_run=dry_run)
-        if old is None:
-            yield Done("created", document)
-        else:
-            yield Done("unchanged" if without_server_fields(old) == without_server_fields(made) else "changed", document)
+        yield Done(applied.apply(cluster, document, old=old, dry_run=dry_run).what, document)
         if document["kind"] == kinds.CRD.kind and not dry_run:
             _wait_established(cluster, document["metadata"]["name"])
 
 
-def rivals(cluster: Cluster) -> list[str]:
-    """Running Deployments of controllers that the operator replaces, as `namespace/name`; as far as one may look."""
-    try:
-        found = cluster.list_(kinds.DEPLOYMENT, everywhere=True)
-    except Forbidden:
-        found = []
-        for namespace, name in (each.rival.split("/") for each in dropins.DROP_INS):
-            with contextlib.suppress(Absent, Forbidden):
-                found.append(cluster.get(kinds.DEPLOYMENT, name, namespace=namespace))
-    running = [each for each in found if each["spec"].get("replicas", 1)]
-    theirs = [each["metadata"] for each in running if any(one.functions.rival(each) for one in dropins.DROP_INS)]
-    return [f"{meta['namespace']}/{meta['name']}" for meta in theirs]
-
-
 def _check_rivals(cluster: Cluster) -> None:
     """Raises OutlastError while a controller runs that would make the same pods as the operator."""
-    if there := rivals(cluster):
+    if there := gather.rivals(cluster):
         raise OutlastError(
             f"{', '.join(there)} runs here and makes the pods of ElasticJobs of another API, as the operator would; "
-            f"stop it first: {stop(there)}. Its definition and its jobs stay, and train on"
+            f"stop it first: {conditions.stop(there)}. Its definition and its jobs stay, and train on"
         )
-
-
-def stop(controllers: Sequence[str]) -> str:
-    """The commands that stop these controllers."""
-    names = [controller.split("/") for controller in controllers]
-    return " && ".join(f"kubectl -n {namespace} scale deployment {name} --replicas=0" for namespace, name in names)
-
-
-def holder(binding: Document) -> str:
-    """The namespace of the operator that has the rights of a binding; empty when none has."""
-    accounts = [each for each in binding.get("subjects") or () if each.get("name") == OPERATOR]
-    return str(accounts[0].get("namespace", "")) if accounts else ""
 
 
 def _check_alone(cluster: Cluster, namespace: str) -> None:
     """Raises OutlastError when the roles of the cluster serve an operator in another namespace."""
-    other = holder(cluster.find(kinds.CLUSTER_ROLE_BINDING, OPERATOR) or {})
+    other = gather.holder(cluster.find(kinds.CLUSTER_ROLE_BINDING, OPERATOR) or {})
     if other and other != namespace and cluster.find(kinds.DEPLOYMENT, OPERATOR, namespace=other):
         raise OutlastError(
             f"the operator of this cluster is in namespace {other}; pass --namespace {other}, "
@@ -163,16 +135,11 @@ def _check_alone(cluster: Cluster, namespace: str) -> None:
         )
 
 
-def _there(cluster: Cluster, document: Document) -> Document | None:
-    meta = document["metadata"]
-    return cluster.find(kind_of(document), meta["name"], namespace=meta.get("namespace"))
-
-
 def _gone(cluster: Cluster, document: Document) -> bool:
     """Wait until a document that is being deleted is no longer there; whether it is gone in time."""
     with within(_GONE_S) as stop:
         while not stop.is_set():
-            now = _there(cluster, document)
+            now = applied.there(cluster, document)
             if now is None or now["metadata"].get("uid") != document["metadata"].get("uid"):
                 return True
             stop.wait(_POLL_S)
@@ -215,7 +182,7 @@ def await_(
     return None
 
 
-def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Cause]:
+def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Finding]:
     """Wait until the operator or the node watcher runs as it is to; otherwise why it does not."""
     kind, meta = kind_of(workload), workload["metadata"]
     name, namespace = meta["name"], meta["namespace"]
@@ -230,12 +197,9 @@ def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Caus
 
     if await_(cluster, kind, name, runs, timeout_s=timeout_s, namespace=namespace):
         return []
-    from outlast import diagnosis
-    from outlast.diagnosis import gather
-
     selected = ",".join(f"{key}={value}" for key, value in workload["spec"]["selector"]["matchLabels"].items())
     seen = gather.workload(cluster, name, namespace, labels=selected, kind=kind)
-    return [cause for cause in diagnosis.causes(seen, time.time()) if cause.rule != "absent"]
+    return [cause for cause in diagnosis.causes(seen, time.time()) if cause.name != "absent"]
 
 
 # Removing
@@ -274,10 +238,10 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
     named = [_named(kinds.CRD, kind.resource) for kind in _JOBS]
     if crds:
         yield from (_delete(cluster, each) for each in named)
-    left = [] if crds else [each for each in named if (there := _there(cluster, each)) is not None and foreign.ours(there)]
+    left = [] if crds else [each for each in named if (there := applied.there(cluster, each)) is not None and foreign.ours(there)]
     roles = [each["metadata"]["name"] for each in rbac.users()]
     for document in reversed(wanted):
-        old = _there(cluster, document)
+        old = applied.there(cluster, document)
         if old is None:
             if not document["metadata"]["name"].startswith(nodewatch.NAME):
                 yield Done("absent", document)
@@ -293,7 +257,7 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
 
 def _delete(cluster: Cluster, document: Document) -> Done:
     meta = document["metadata"]
-    there = _there(cluster, document)
+    there = applied.there(cluster, document)
     if there is not None and not foreign.ours(there):
         return Done("kept", document, "somebody else made it")
     try:
@@ -310,7 +274,7 @@ def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Done]:
             yield Done("kept", namespace, reason)
             return
         _delete(cluster, namespace)
-    if _there(cluster, namespace):
+    if applied.there(cluster, namespace):
         yield Done("deleting", namespace, "what is in it ends first")
     yield Done("deleted", namespace) if _gone(cluster, namespace) else Done("deleting", namespace, _going(namespace))
 

@@ -35,23 +35,6 @@ _ACCURACY = ("accuracy", "val_accuracy", "acc@1", "val_acc@1")
 
 
 @dataclass(frozen=True)
-class Stored:
-    """What the store of a job says about its run."""
-
-    url: str
-    run: str = ""
-    checkpoint: tuple[str, int] | None = None
-    """URL and step of the newest one."""
-    best: tuple[str, int, float, str] | None = None
-    """URL, step, metric, and the name of the metric."""
-    evaluations: Sequence[Mapping[str, Any]] = ()
-    """In the order of `_EVALUATIONS`."""
-    logged: Sequence[Mapping[str, Any]] = ()
-    """Lines of metrics.jsonl, the newest last."""
-    goodput: float | None = None
-
-
-@dataclass(frozen=True)
 class Outcome:
     """The values of outputs, and why some are not known."""
 
@@ -75,14 +58,12 @@ class Outcome:
         files.replace(directory / FILE, self.json())
 
 
-def outcome(status: JobStatus, namespace: str, stored: Stored | str, now: float) -> Outcome:
-    """The outputs of a job that has ended. `stored` is what its store says, or why that is not known."""
-    there = stored if isinstance(stored, Stored) else None
-    unread = stored if isinstance(stored, str) else ""
+def outcome(status: JobStatus, namespace: str, stored: Mapping[str, Any] | str, now: float) -> Outcome:
+    """The outputs of a job that has ended. `stored` are those that its store knows, see `read`, or why that cannot be asked."""
     found: dict[str, Any] = {
         "job": status.name,
         "namespace": namespace,
-        "run": (there.run if there else "") or status.run or None,
+        "run": status.run or None,
         "state": str(status.state),
         "reason": status.reason,
         "step": status.step,
@@ -90,34 +71,30 @@ def outcome(status: JobStatus, namespace: str, stored: Stored | str, now: float)
         "restarts": status.restarts,
         "interruptions": status.interruptions,
         "seconds": round(max(0.0, (status.finished or now) - status.submitted), 3) if status.submitted else None,
-        "goodput": status.goodput if there is None or there.goodput is None else there.goodput,
-        "output": there.url if there else status.output or None,
+        "goodput": status.goodput,
+        "output": status.output or None,
         "checkpoint_step": status.checkpoint.step if status.checkpoint else None,
     }
     reasons = {"steps": "the training does not tell how many"}
     reasons |= dict.fromkeys(("run", "seconds"), "the job was gone before its status could be read")
-    if there:
-        found |= _of_store(there)
+    unread = "not known"
+    if isinstance(stored, str):
+        unread = stored
+    else:
+        found |= stored
         reasons |= dict.fromkeys(("checkpoint", "checkpoint_step"), "the register in the store has none")
         reasons |= dict.fromkeys(("best_checkpoint", "best_step", "best_metric", "best_by"), "no checkpoint has a metric")
         reasons |= dict.fromkeys(("loss", "accuracy", "metrics"), "the training has logged none")
         reasons["goodput"] = "the store has no ledger of the run"
     values = {name: value for name, value in found.items() if value is not None}
-    return Outcome(values, {name: reasons.get(name) or unread or "not known" for name in OUTPUTS if name not in values})
+    return Outcome(values, {name: reasons.get(name, unread) for name in OUTPUTS if name not in values})
 
 
-def _of_store(there: Stored) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if there.checkpoint:
-        found |= dict(zip(("checkpoint", "checkpoint_step"), there.checkpoint, strict=True))
-    if there.best:
-        found |= dict(zip(("best_checkpoint", "best_step", "best_metric", "best_by"), there.best, strict=True))
-    newest = [*there.evaluations, *reversed(there.logged)]
-    found["loss"] = _first(newest, ("loss", "val_loss"))
-    found["accuracy"] = _first(newest, _ACCURACY)
-    if there.logged:
-        found["metrics"] = json.dumps(_finite(there.logged[-1]))
-    return found
+def numbers(evaluations: Sequence[Mapping[str, Any]], logged: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The outputs with metrics, of the recipes' documents, those that count more first, and of lines of metrics.jsonl."""
+    newest = [*evaluations, *reversed(logged)]
+    found = {"loss": _first(newest, ("loss", "val_loss")), "accuracy": _first(newest, _ACCURACY)}
+    return {**found, "metrics": json.dumps(_finite(logged[-1])) if logged else None}
 
 
 def _finite(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,8 +111,8 @@ def _first(documents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> floa
     return None
 
 
-def read(status: JobStatus) -> Stored | str:
-    """What the store of a job says, or why it cannot be asked."""
+def read(status: JobStatus) -> dict[str, Any] | str:
+    """The outputs that the store of a job knows, or why it cannot be asked."""
     if status.store is None:
         where = status.output or "wherever its script writes"
         return f"the output is in no store ({where}), and this step does not see it"
@@ -147,7 +124,7 @@ def read(status: JobStatus) -> Stored | str:
         return f"{status.store.url} cannot be read: {error}"
 
 
-def _read(place: Any, status: JobStatus) -> Stored:
+def _read(place: Any, status: JobStatus) -> dict[str, Any]:
     from outlast import runs
     from outlast.checkpoints import ranked, remote
     from outlast.report import goodput
@@ -161,18 +138,16 @@ def _read(place: Any, status: JobStatus) -> Stored:
     def url(checkpoint: remote.Checkpoint) -> str:
         return f"{place.url}/{contract.CHECKPOINTS}/{checkpoint.place.key}"
 
-    best = next(((url(c), c.step, c.metric.value, c.metric.by) for c in ranked(kept) if c.metric), None)
-    lines = growing.tail(place, contract.METRICS, _LINES)
+    logged = [each for line in growing.tail(place, contract.METRICS, _LINES) if (each := _parsed(line))]
+    evaluations = [each for name in _EVALUATIONS if (each := _document(place, name))]
+    found = {"output": place.url, "run": run or None, **numbers(evaluations, logged)}
+    if kept:
+        found |= {"checkpoint": url(kept[-1]), "checkpoint_step": kept[-1].step}
+    best = next((each for each in ranked(kept) if each.metric), None)
+    if best and (metric := best.metric):
+        found |= {"best_checkpoint": url(best), "best_step": best.step, "best_metric": metric.value, "best_by": metric.by}
     account = goodput.buckets(output.events(place), None)
-    return Stored(
-        place.url,
-        run,
-        (url(kept[-1]), kept[-1].step) if kept else None,
-        best,
-        tuple(filter(None, (_document(place, name) for name in _EVALUATIONS))),
-        tuple(filter(None, map(_parsed, lines))),
-        account.goodput if account.worlds else None,
-    )
+    return found | ({"goodput": account.goodput} if account.worlds else {})
 
 
 def _document(place: Any, name: str) -> Mapping[str, Any]:

@@ -13,8 +13,8 @@ from outlast.backoff import RANDOM
 from outlast.cluster import job_status
 from outlast.cluster.workloads import BESIDE, KINDS, NAMED, Workloads, has_claim, job_name, workload_in
 from outlast.contract import Label
-from outlast.errors import Absent, AlreadyRunning, Conflict, Forbidden, NotServed, OutlastError, StoreError, Taken
-from outlast.kube import ownership
+from outlast.errors import Absent, AlreadyRunning, Conflict, Forbidden, OutlastError, StoreError, Taken
+from outlast.kube import applied, ownership
 from outlast.manifests import objects
 from outlast.status import State
 
@@ -86,18 +86,17 @@ class Submission:
                 beside += key
                 yield sentence
             title = f"{kind} {meta['name']}"
-            old = self._there(kind, meta, alive)
+            old = self._there(document, alive)
             if old is not None and kind is kube.CLAIM:
                 yield objects.kept(document, old)
                 continue
-            new = self.cluster.apply(document)
-            same = old is not None and kube.without_server_fields(old) == kube.without_server_fields(new)
-            yield f"{title} {'created' if old is None else 'unchanged' if same else 'changed'}"
+            done = applied.apply(self.cluster, document, old=old)
+            yield f"{title} {done.what}"
             if kind in BESIDE:
-                beside.append(new)
+                beside.append(done.new)
             elif kind in KINDS:
                 for each in beside:
-                    self.workloads.adopt(each, new)
+                    self.workloads.adopt(each, done.new)
 
     def _continued(self, job: Job) -> Iterator[str]:
         """Reopen the run of a job that has succeeded if it now asks for more steps or epochs, so that workers go on with it."""
@@ -146,7 +145,7 @@ class Submission:
         readable = True
         try:
             try:
-                old = self._there(kube.SECRET, secret["metadata"], alive)
+                old = self._there(secret, alive)
             except Forbidden:  # as in a notebook: it may create Secrets, and read none
                 old, readable = None, False
             if old is not None:
@@ -192,16 +191,14 @@ class Submission:
             return f"{there['kind']} {title} is resumed"
         return f"{there['kind']} {title} runs this very file already"
 
-    def _there(self, kind: kube.Kind, meta: Document, alive: AbstractSet[str]) -> Document | None:
+    def _there(self, document: Document, alive: AbstractSet[str]) -> Document | None:
         """A document as the cluster has it; None when there is none, or when its owners are gone.
 
         The latter is deleted: garbage collection may be about to, and would take it from the new workload.
         """
-        try:
-            found = self.cluster.get(kind, meta["name"], namespace=meta.get("namespace"))
-        except (Absent, NotServed):
+        if (found := applied.there(self.cluster, document)) is None:
             return None
-        owners = ownership.owners(found)
+        kind, meta, owners = kube.kind_of(document), document["metadata"], ownership.owners(found)
         if kind not in (*BESIDE, kube.SECRET) or not foreign.ours(found) or not owners or owners & alive:
             return found
         try:
@@ -231,19 +228,9 @@ class Submission:
             if (fresh or (same and job_status.over(old))) and not dry_run:  # nothing trains an ElasticJob that has ended
                 self.workloads.delete(kind, old, grace_s=None)
                 self.workloads.wait_until_gone(kind, old)
-        for document in documents:
-            self._ours(name, document)
+        ours = [each for each in documents if kube.kind_of(each) not in (kube.CLAIM, *NAMED)]
+        applied.check(self.cluster, ours, {Label.JOB: name}, instead="submit under another --name, or in another namespace (-n)")
         return done
-
-    def _ours(self, name: str, document: Document) -> None:
-        """Raises OutlastError for a document that exists and is not of this job."""
-        kind, title = kube.kind_of(document), document["metadata"]["name"]
-        try:
-            there = self.cluster.get(kind, title, namespace=document["metadata"].get("namespace"))
-        except (Absent, NotServed):  # the latter is said when it is applied
-            return
-        if kind is not kube.CLAIM and kind not in NAMED:
-            foreign.check(there, {Label.JOB: name}, instead="submit under another --name, or in another namespace (-n)")
 
 
 def _trained(elastic_job: Document) -> Document:

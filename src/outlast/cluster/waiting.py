@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from outlast import kube
+from outlast import backoff, kube
 from outlast.cluster import job_status
 from outlast.cluster.workloads import Workloads
 from outlast.contract import Env
@@ -158,25 +158,20 @@ class Waiter:
         return job_status.status(found)
 
     def _answered(self, request: Callable[[], T], timeout_s: float = float("inf")) -> T:
-        """The answer to a request, repeated while the API server is away."""
-        since, unserved, away = self.time.now(), 0.0, False
-        while True:
-            begun = self.time.now()
-            try:
-                answer = request()
-            except (Unanswered, NotServed) as error:
-                unserved = (unserved or begun) if isinstance(error, NotServed) else 0.0
-                lost = not self._uid and isinstance(error, NotServed)  # it was never there
-                if lost or begun - since > timeout_s or (unserved and begun - unserved > _UNSERVED_S):
-                    raise
-                if not away:
-                    self.say(f"{error}; trying again")
-                away = True
-                self.time.sleep(EVERY_S)
-                continue
-            if away:
-                self.say("the cluster answers again")
-            return answer
+        """The answer to a request, repeated while the API server is away, or does not know the kind of a job that was there."""
+        since = self.time.now()
+        unserved: float | None = None
+
+        def hopeless(error: ClusterError) -> bool:
+            nonlocal unserved
+            now = self.time.now()
+            if isinstance(error, NotServed):
+                unserved = now if unserved is None else unserved
+                return not self._uid or now - since > timeout_s or now - unserved > _UNSERVED_S
+            unserved = None
+            return not isinstance(error, Unanswered) or now - since > timeout_s
+
+        return backoff.until_answered(request, self.say, every_s=EVERY_S, sleep=self.time.sleep, hopeless=hopeless)
 
     def _ended(self, status: JobStatus) -> Ended:
         if status.state is State.SUCCEEDED:

@@ -1,27 +1,30 @@
-"""Why a job does not train: from a snapshot of it to causes, each with its evidence and a remedy.
+"""What is wrong, and what to do: why a job does not train (`outlast why`), and whether one would (`outlast doctor`).
 
-    gather.job(cluster, name) -> Snapshot      reads documents from a cluster
-    causes(snapshot, now)           -> [Cause]   decides; pure
-    local_job.causes(status, events, now)         the same for a job of this machine
-    text(causes, about)                      what `outlast why` prints
+    gather.job(cluster, name) -> Snapshot        reads what a cluster shows of a job
+    causes(snapshot, now)     -> [Finding]       why it does not train; pure
+    local_job.causes(status, events, now)        the same for a job of this machine
 
-A rule is a function from a `Snapshot` to causes; `RULES` is their order: first what ended the job, then what keeps workers from
-being made, from getting a node, from starting, from training. Several rules may find a cause.
+    gather.place(cluster)     -> Snapshot        reads what a cluster shows of a place for jobs
+    cluster.checks(snapshot)  -> [Finding]       whether jobs would train there; pure
+    machine.checks(), inside.checks(cluster)     the same of this machine, and seen from pods that are deleted again
+
+A rule is a function from a `Snapshot` to findings; `RULES` is their order: first what ended the job, then what keeps workers from
+being made, from getting a node, from starting, from training. What others' messages mean stands in messages.yaml.
 """
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 
-from outlast.diagnosis import admission, containers, job, nodes, scheduling, storage
-from outlast.diagnosis.cause import Cause, joined
-from outlast.diagnosis.snapshot import Snapshot
+from outlast.diagnosis import containers, job, nodes, storage
+from outlast.diagnosis.finding import Finding, joined, passed
+from outlast.diagnosis.snapshot import Rule, Snapshot
 from outlast.kube import pods as kube_pods
 
-__all__ = ["RULES", "Cause", "Snapshot", "causes", "text"]
+__all__ = ["RULES", "Finding", "Snapshot", "causes", "line", "text"]
 
-RULES: tuple[Callable[[Snapshot, float], Iterator[Cause]], ...] = (
+RULES: tuple[Rule, ...] = (
     job.given_up,
     job.absent,
     job.wishes,
@@ -30,66 +33,69 @@ RULES: tuple[Callable[[Snapshot, float], Iterator[Cause]], ...] = (
     nodes.lost,
     nodes.taken,
     job.cut_off,
-    admission.creations,
+    job.creations,
     storage.claims,
     storage.references,
-    scheduling.unschedulable,
+    nodes.unschedulable,
     storage.mounts,
     containers.images,
     containers.starts,
     containers.probing,
     job.gangs,
+    job.gates,
     job.failing,
     job.beginning,
     job.others,
 )
 _FOLLOWS = ("failed", "gang", "others")
-"""Rules that tell what follows from other causes: these come first, if there are any."""
+"""Findings that follow from others: these come first, if there are any."""
 _WIDTH = 110
 
 
-def causes(snapshot: Snapshot, now: float) -> list[Cause]:
+def causes(snapshot: Snapshot, now: float) -> list[Finding]:
     """What keeps a job on a cluster from training, most important first; when it trains, that."""
     if done := job.finished(snapshot):
         return [done]
-    found = [cause for rule in RULES for cause in rule(snapshot, now)]
-    found.sort(key=lambda cause: cause.rule in _FOLLOWS)
-    if any(cause.rule == "suspended" for cause in found):
-        found = [cause for cause in found if cause.rule in ("suspended", "deleted")]  # what went before is why, or over
-    if any(cause.wrong for cause in found):
-        found = [cause for cause in found if cause.wrong or cause.rule not in ("starting",)]
+    found = [each for rule in RULES for each in rule(snapshot, now)]
+    found.sort(key=lambda each: each.name in _FOLLOWS)
+    if any(each.name == "suspended" for each in found):
+        found = [each for each in found if each.name in ("suspended", "deleted")]  # what went before is why, or over
+    if any(each.wrong for each in found):
+        found = [each for each in found if each.wrong or each.name != "starting"]
     return found or [_well(snapshot)]
 
 
-def _well(snapshot: Snapshot) -> Cause:
+def _well(snapshot: Snapshot) -> Finding:
     if not snapshot.workload and not snapshot.pods:
         what = f"there is no job {snapshot.name} in namespace {snapshot.namespace}"
-        return Cause("absent", what, (), "`outlast list` shows those there are")
+        return Finding("absent", what, "`outlast list` shows those there are")
     running = [pod for pod in snapshot.pods if kube_pods.phase(pod) == "Running"]
     if not running:
-        return Cause("starting", "no worker has a pod yet, and no event says why", (), "look again in a few seconds", wrong=False)
+        return passed("starting", "no worker has a pod yet, and no event says why", "look again in a few seconds")
     inside, wanted = (snapshot.workload.get("status") or {}).get("world"), snapshot.wanted()
     if snapshot.kind == "ElasticJob" and inside and len(inside) < wanted:
-        return Cause("training", f"it trains with {len(inside)} of {wanted} workers; the others are joining", wrong=False)
-    return Cause("training", f"nothing is wrong: {len(running)} of {wanted} workers run", wrong=False)
+        return passed("training", f"it trains with {len(inside)} of {wanted} workers; the others are joining")
+    return passed("training", f"nothing is wrong: {len(running)} of {wanted} workers run")
 
 
-def text(causes: Iterable[Cause], *, unseen: Iterable[str] = ()) -> str:
-    """One paragraph a cause: the sentence, its evidence and its remedy."""
+def text(found: Iterable[Finding], *, unseen: Iterable[str] = ()) -> str:
+    """One paragraph for each finding: the sentence, its evidence and its remedy."""
     paragraphs = []
-    for cause in causes:
-        lines = _wrapped(cause.what[:1].upper() + cause.what[1:], "", "")
-        for each in cause.evidence:
-            if each.startswith(" "):  # of a log: as it is
-                lines.append(f"  {each}")
-            else:
-                lines += _wrapped(each, "  ", "    ")
-        if cause.remedy:
-            lines += _wrapped(cause.remedy, "  → ", "    ")
-        paragraphs.append("\n".join(lines))
+    for each in found:
+        lines = _wrapped(each.what[:1].upper() + each.what[1:], "", "")
+        for said in each.evidence:  # a line of a log stays as it is
+            lines += [f"  {said}"] if said.startswith(" ") else _wrapped(said, "  ", "    ")
+        paragraphs.append("\n".join([*lines, *_wrapped(each.remedy, "  → ", "    ")]))
     if blind := joined(unseen):
         paragraphs.append(f"Not checked, because you may not read them: {blind}.")
     return "\n\n".join(paragraphs)
+
+
+def line(check: Finding) -> str:
+    """Outcome, name and sentence in one line, as far as it goes, and the remedy below."""
+    head = f"{check.outcome}  {check.name:<18}  "
+    deep = " " * len(head)
+    return "\n".join([*_wrapped(check.what, head, deep), *_wrapped(check.remedy, f"{deep}→ ", f"{deep}  ")])
 
 
 def _wrapped(text: str, first: str, others: str) -> list[str]:

@@ -5,95 +5,33 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from outlast import contract
 from outlast.contract import Label
-from outlast.diagnosis.cause import Cause, grouped, verb, workers_text
-from outlast.diagnosis.snapshot import Snapshot, event_text
+from outlast.diagnosis import messages, storage
+from outlast.diagnosis.finding import Finding, grouped, workers
+from outlast.diagnosis.snapshot import Snapshot, event_text, of_pods
 from outlast.kube import pods as kube_pods
 from outlast.manifests.request import Document
 
-# Images
+# Images and starts
 
-
-@dataclass(frozen=True)
-class ImageRule:
-    """A message about an image, of containerd, CRI-O or the kubelet, and its meaning."""
-
-    says: str
-    what: str
-    remedy: str
-
-
-_LOGIN = "make a Secret (kubectl create secret docker-registry) and name it in the template's imagePullSecrets"
-IMAGES = (
-    ImageRule(
-        r"no match for platform|exec format error",
-        "is not built for the processors of that node",
-        "build it for them (docker buildx build --platform linux/amd64,linux/arm64), or choose nodes by kubernetes.io/arch",
-    ),
-    ImageRule(
-        r"429|toomanyrequests|rate limit",
-        "may not be pulled so often: its registry limits us",
-        "log in with an imagePullSecret, or mirror it",
-    ),
-    ImageRule(
-        r"insufficient_scope|pull access denied|requested access to the resource is denied",
-        "does not exist, or its registry wants a login",
-        f"correct `image`; if it is private {_LOGIN}",
-    ),
-    ImageRule(
-        r"40[13]|[Uu]nauthorized|[Ff]orbidden|no basic auth|denied",
-        "may not be pulled: its registry wants a login",
-        f"{_LOGIN}, or let the nodes pull",
-    ),
-    ImageRule(
-        r"not found|manifest unknown|name unknown|NAME_UNKNOWN|404",
-        "does not exist in its registry",
-        "correct the name or the tag of `image`, or push it",
-    ),
-    ImageRule(
-        r"no such host|server misbehaving",
-        "cannot be pulled: the name of its registry is unknown (DNS)",
-        "correct the registry in `image`, or the DNS of the nodes",
-    ),
-    ImageRule(
-        r"x509|certificate|TLS handshake|server gave HTTP response",
-        "cannot be pulled: there is no secure connection to its registry",
-        "give the nodes the registry's certificate, or configure it as an insecure one in their container runtime",
-    ),
-    ImageRule(
-        r"connection refused|i/o timeout|timed? ?out|deadline exceeded|unreachable|connection reset|EOF",
-        "cannot be pulled: its registry does not answer the nodes",
-        "correct the registry in `image`, or let the nodes reach it (proxy, firewall, NAT)",
-    ),
-    ImageRule(
-        r"no space left", "does not fit on the node's disk", "free the disk of the node, use a smaller image or larger disks"
-    ),
-)
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "RegistryUnavailable", "ErrImageNeverPull", "InvalidImageName", "ImageInspectError")
+_START = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError", "PostStartHookError")
+_NEVER_RAN = ("StartError", "ContainerCannotRun")
 
 
-def images(snapshot: Snapshot, _: float) -> Iterator[Cause]:
-    """Images that cannot be pulled."""
-    found: list[tuple[str, Document]] = []
-    for pod in snapshot.pods:
-        for status in kube_pods.statuses(pod):
-            waits = status.get("state", {}).get("waiting") or {}
-            if waits.get("reason") in _IMAGE:
-                found.append((f"{waits['reason']} {status.get('image', '')}", pod))
-    for key, pods in grouped(found).items():
-        reason, image = key.split(" ", 1)
-        yield _image(reason, image, pods, _pull_message(snapshot, pods))
-
-
-def _pull_message(snapshot: Snapshot, pods: Sequence[Document]) -> str:
-    """The runtime's message about a failed pull, which the kubelet repeats in some of several places."""
-    texts = [message for pod in pods for reason, message in kube_pods.waiting(pod) if reason in _IMAGE]
-    texts += [str(event.get("message", "")) for pod in pods for event in reversed(snapshot.about(pod, "Failed", "InspectFailed"))]
-    telling = [text for text in texts if any(re.search(rule.says, _without_image(text)) for rule in IMAGES)]
-    return (telling or texts or [""])[0]
+@of_pods
+def images(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
+    """Images that cannot be pulled. The kubelet repeats the runtime's message about that in some of several places."""
+    for status in kube_pods.statuses(pod):
+        waits = status.get("state", {}).get("waiting") or {}
+        if (reason := waits.get("reason")) in _IMAGE:
+            events = reversed(snapshot.about(pod, "Failed", "InspectFailed"))
+            texts = [str(each.get("message") or "") for each in (waits, *events)]
+            said = [f"{reason}: {text}" for text in texts if text] or [str(reason)]
+            text = next((each for each in said if messages.knows("images", _without_image(each))), said[0])
+            yield messages.meaning("images", _without_image(text), (text,), image=status.get("image", ""))
 
 
 def _without_image(message: str) -> str:
@@ -101,61 +39,21 @@ def _without_image(message: str) -> str:
     return re.sub(r'"[^"]*"|https?://\S+|\S+/\S+:\S+', "", message)
 
 
-def _image(reason: str, image: str, pods: Sequence[Document], message: str) -> Cause:
-    held = f"{workers_text(pods)} {verb(pods, 'waits', 'wait')} for the image {image}"
-    evidence = (f"{reason}: {message}",) if message else (reason,)
-    if reason == "InvalidImageName":
-        return Cause("image", f"{held}, which is no name of an image", evidence, "correct `image`; names are in lower case")
-    if reason == "ErrImageNeverPull":
-        remedy = "load it into the nodes, or remove imagePullPolicy: Never from the template"
-        return Cause("image", f"{held}, which is not on the node and may not be pulled", evidence, remedy)
-    for rule in IMAGES:
-        if re.search(rule.says, _without_image(message)):
-            return Cause("image", f"{held}, which {rule.what}", evidence, rule.remedy)
-    return Cause("image", f"{held}, which cannot be pulled", evidence, "correct `image`, or see what the node says")
-
-
-# Starting
-
-_PER_POD = re.compile(r"[0-9a-f]{64}|/proc/\d+\S*")
-"""The parts of a message that differ between pods."""
-
-
-def starts(snapshot: Snapshot, _: float) -> Iterator[Cause]:
+@of_pods
+def starts(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
     """Containers that cannot be created or started."""
-    found: list[tuple[str, Document]] = []
-    for pod in snapshot.pods:
-        for reason, message in kube_pods.waiting(pod):
-            if reason in ("CreateContainerConfigError", "CreateContainerError", "RunContainerError", "PostStartHookError"):
-                found.append((f"{reason}: {message}", pod))
-        over = kube_pods.termination(pod)
-        if over and over.get("reason") in ("StartError", "ContainerCannotRun"):
-            found.append((f"{over['reason']}: {over.get('message', '')}", pod))
-    for text, pods in grouped((_PER_POD.sub("...", text), pod) for text, pod in found).items():
-        if re.search(r"(secret|configmap) \"[^\"]+\" not found|couldn't find key", text):
+    found = [f"{reason}: {message}" for reason, message in kube_pods.waiting(pod) if reason in _START]
+    over = kube_pods.termination(pod) or {}
+    found += [f"{over['reason']}: {over.get('message', '')}"] if over.get("reason") in _NEVER_RAN else []
+    for text in found:
+        if storage.missing(text):
             continue  # `storage.references` reports it
-        whom = f"{workers_text(pods)} cannot be started"
-        if (named := kube_pods.command_missing(text)) is not None:
-            remedy = "use an image that has Outlast, or correct the template's command; `outlast doctor --image` tries an image"
-            if named == "outlast":
-                remedy = kube_pods.WITHOUT_OUTLAST
-            named = named or "the command"
-            yield Cause(
-                "command-missing",
-                f"{whom}: there is no {named} in the image {kube_pods.container(pods[0]).get('image', '')}",
-                (text,),
-                remedy,
-            )
-        elif "exec format error" in text:
-            yield Cause("image", f"{whom}: the image is not built for that processor", (text,), IMAGES[0].remedy)
-        elif "will run as root" in text or "non-numeric user" in text:
-            remedy = "build the image with a numeric user (USER 1000), or set runAsUser in the template's securityContext"
-            yield Cause("root", f"{whom}: the image wants to run as root, and the pod may not", (text,), remedy)
-        elif "permission denied" in text:
-            remedy = "give it the x bit in the image, and to user 1000"
-            yield Cause("start", f"{whom}: the command may not be executed", (text,), remedy)
-        else:
-            yield Cause("start", f"{whom}", (text,), "correct what the message names in the template or the image")
+        if (named := kube_pods.command_missing(text)) is None:
+            yield messages.meaning("starts", text, (text,))
+            continue
+        remedy = "use an image that has Outlast, or correct the template's command; `outlast doctor --image` tries an image"
+        what = f"cannot be started: there is no {named or 'the command'} in the image {kube_pods.container(pod).get('image', '')}"
+        yield Finding("command-missing", what, kube_pods.WITHOUT_OUTLAST if named == "outlast" else remedy, (text,))
 
 
 # Ends
@@ -166,7 +64,7 @@ _LAST_LINES = 12
 _SIGNALS = {each.value: each.name for each in signal.Signals}
 
 
-def ends(snapshot: Snapshot, _: float) -> Iterator[Cause]:
+def ends(snapshot: Snapshot, _: float) -> Iterator[Finding]:
     """Workers whose container failed: out of memory, misconfigured, or any other failure."""
     found = grouped(
         ("OOMKilled" if how.get("reason") == "OOMKilled" else str(how["exitCode"]), pod)
@@ -177,10 +75,9 @@ def ends(snapshot: Snapshot, _: float) -> Iterator[Cause]:
         yield _out_of_memory(snapshot, pods)
     if pods := found.pop(str(contract.Exit.MISCONFIGURED), None):
         reason = _reason(snapshot, pods) or "the configuration is wrong"
-        what = f"{workers_text(pods)} ended with exit code 78: {reason}; starting again would not help"
+        what = f"{workers(pods)} ended with exit code 78: {reason}; starting again would not help"
         remedy = "correct the job file as the log says and submit it again"
-        evidence = tuple(line for line in _said(snapshot, pods) if reason not in line)
-        yield Cause("configuration", what, evidence, remedy)
+        yield Finding("configuration", what, remedy, tuple(line for line in _said(snapshot, pods) if reason not in line))
     for code, pods in found.items():
         yield _failed(snapshot, pods, int(code))
 
@@ -208,36 +105,38 @@ def _bad(snapshot: Snapshot, pod: Document, how: Document) -> bool:
         code not in (0, contract.Exit.INTERRUPTED, 143)
         and not _recovered(snapshot, pod)
         and not _killed_by_probe(snapshot, pod)
-        and how.get("reason") not in ("StartError", "ContainerCannotRun")
+        and how.get("reason") not in _NEVER_RAN
         and pod["status"].get("reason") != "Evicted"
     )
 
 
-def _out_of_memory(snapshot: Snapshot, pods: Sequence[Document]) -> Cause:
+def _out_of_memory(snapshot: Snapshot, pods: Sequence[Document]) -> Finding:
     limit = kube_pods.container(pods[0]).get("resources", {}).get("limits", {}).get("memory")
     had, remedy = "the node's memory was used up", "set resources.memory, so that the pod is put where there is room"
     if limit:
         had = f"it may use {limit}"
         remedy = "raise resources.memory, or lower the batch or resources.sharedMemory, which counts as memory"
-    what = f"{workers_text(pods)} {verb(pods, 'was', 'were')} killed for lack of memory: {had}"
-    return Cause("out-of-memory", what, _said(snapshot, pods), remedy)
+    what = f"{workers(pods, 'was')} killed for lack of memory: {had}"
+    return Finding("out-of-memory", what, remedy, _said(snapshot, pods))
 
 
-def _failed(snapshot: Snapshot, pods: Sequence[Document], code: int) -> Cause:
+_CRASHED = "a native library crashed: see the log; /dev/shm that is too small shows as SIGBUS (resources.sharedMemory)"
+_REMEDIES = {
+    int(contract.Exit.GIVEN_UP): "fix why the workers failed, or raise restarts.limit, and submit it again",
+    137: "see whether the node ran out of memory or somebody deleted the pod; if it recurs, set resources.memory",
+    **dict.fromkeys((132, 134, 135, 136, 139), _CRASHED),
+}
+"""What to do about exit codes that are not the script's own."""
+
+
+def _failed(snapshot: Snapshot, pods: Sequence[Document], code: int) -> Finding:
     by = f" ({name})" if (name := _SIGNALS.get(code - 128)) else ""
     reason = ": ".join(filter(None, (_reason(snapshot, pods), _exception(snapshot, pods))))
-    what = f"{workers_text(pods)} ended with exit code {code}{by}" + (f": {reason}" if reason else "")
-    if code == contract.Exit.GIVEN_UP:
-        remedy = "fix why the workers failed, or raise restarts.limit, and submit it again"
-    elif code == 137:
-        remedy = "see whether the node ran out of memory or somebody deleted the pod; if it recurs, set resources.memory"
-    elif code in (132, 134, 135, 136, 139):
-        remedy = "a native library crashed: see the log; /dev/shm that is too small shows as SIGBUS (resources.sharedMemory)"
-    elif Label.DATASET in (snapshot.workload.get("metadata", {}).get("labels") or {}):
+    what = f"{workers(pods)} ended with exit code {code}{by}" + (f": {reason}" if reason else "")
+    remedy = f"correct the script: `outlast logs {snapshot.name}` shows all; `outlast run` tries it on this machine"
+    if Label.DATASET in (snapshot.workload.get("metadata", {}).get("labels") or {}):
         remedy = f"correct what it says, and give the command that made it again; `outlast logs {snapshot.name}` shows all"
-    else:
-        remedy = f"correct the script: `outlast logs {snapshot.name}` shows all; `outlast run` tries it on this machine"
-    return Cause("failing-script", what, _said(snapshot, pods), remedy)
+    return Finding("failing-script", what, _REMEDIES.get(code, remedy), _said(snapshot, pods))
 
 
 def _reason(snapshot: Snapshot, pods: Sequence[Document]) -> str:
@@ -265,41 +164,23 @@ def _said(snapshot: Snapshot, pods: Sequence[Document]) -> tuple[str, ...]:
     for pod in pods:
         lines = [line for line in snapshot.logs.get(kube_pods.name(pod), ()) if line.strip()]
         if lines:
-            return (f"the log of {workers_text([pod])} ends with:", *(f"    {line}" for line in lines[-_LAST_LINES:]))
+            return (f"the log of {workers([pod])} ends with:", *(f"    {line}" for line in lines[-_LAST_LINES:]))
     return ()
 
 
 # Probes
 
 
-def probing(snapshot: Snapshot, _: float) -> Iterator[Cause]:
-    """Containers that run and do not answer their probes, or were killed for it."""
-    found: list[tuple[str, Document]] = []
-    for pod in snapshot.pods:
-        if killer := _killed_by_probe(snapshot, pod):
-            found.append((f"killed {killer}", pod))
-        elif (
-            (asked := _failing(snapshot, pod))
-            and kube_pods.any_running(pod)
-            and not _started(pod)
-            and (asked[-1].get("count") or 1) > 3
-        ):
-            found.append(("silent", pod))
-    for key, pods in grouped(found).items():
-        evidence = (event_text(_failing(snapshot, pods[-1])[-1]),)
-        if key == "silent":
-            remedy = "wait; if it stays so, the command is not `outlast agent`, or the node has no cores left for it"
-            whom = f"{workers_text(pods)} {verb(pods, 'runs', 'run')}"
-            yield Cause("probe", f"{whom}, and {verb(pods, 'does', 'do')} not answer the startup probe yet", evidence, remedy)
-            continue
-        at_start = key == "killed Startup"
-        what = f"{workers_text(pods)} {verb(pods, 'was', 'were')} killed, not having answered"
-        remedy = (
-            "the command must be `outlast agent`; on a busy node give it more cores (resources.cpu)"
-            if at_start
-            else "see its log: a native call that never returns, or a node without cores left"
-        )
-        yield Cause("probe", f"{what} {'at the start' if at_start else 'any more'}", evidence, remedy)
+@of_pods
+def probing(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
+    """Containers that were killed because they did not answer their probes."""
+    if killer := _killed_by_probe(snapshot, pod):
+        when, remedy = "any more", "see its log: a native call that never returns, or a node without cores left"
+        if killer == "Startup":
+            when = "at the start"
+            remedy = "the command must be `outlast agent`; on a busy node give it more cores (resources.cpu)"
+        said = event_text(_failing(snapshot, pod)[-1])
+        yield Finding("probe", f"was killed, not having answered {when}", remedy, (said,))
 
 
 def _failing(snapshot: Snapshot, pod: Document) -> list[Document]:
@@ -320,7 +201,3 @@ def _killed_by_probe(snapshot: Snapshot, pod: Document) -> str:
     if "probe" not in str(killing[-1].get("message")) and (removed or not kube_pods.termination(pod)):
         return ""
     return str(asked[-1]["message"]).split()[0]
-
-
-def _started(pod: Document) -> bool:
-    return any(status.get("started") for status in kube_pods.statuses(pod) if status.get("name") in contract.Pod.AGENT)

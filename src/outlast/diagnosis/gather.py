@@ -5,12 +5,16 @@ A list that is forbidden, or of a kind that is not installed, is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
 
 from outlast import kube
-from outlast.contract import Label
-from outlast.diagnosis.snapshot import Snapshot
-from outlast.errors import Absent, Forbidden, NotFound, NotServed, Refused, Unanswered
+from outlast.contract import OPERATOR, OPERATOR_NAMESPACE, Label
+from outlast.diagnosis import sample
+from outlast.diagnosis.snapshot import Right, Snapshot
+from outlast.errors import Absent, ClusterError, Forbidden, NotFound, NotServed, Refused, Unanswered
 from outlast.kube import dropins, kinds
 from outlast.kube import pods as kube_pods
 from outlast.kube.kinds import Kind
@@ -21,128 +25,129 @@ _LINES = 40
 """Lines that are read of each log."""
 _LOGS = 6
 """Most logs that are read; those of failed pods come first, newest first."""
-_WORKLOADS = (kinds.ELASTIC_JOB, *dropins.KINDS, kinds.JOB, kinds.STATEFUL_SET)
+_NAMED = (kinds.ELASTIC_JOB, *dropins.KINDS)
+"""Workloads that have the name of their job; the others carry its label."""
+
+RIGHTS = (
+    *(Right(verb, kinds.JOB) for verb in ("create", "list", "delete", "patch")),
+    *(Right(verb, kind) for kind in (kinds.CONFIG_MAP, kinds.SERVICE) for verb in ("create", "patch")),
+    Right("list", kinds.POD),
+    Right("watch", kinds.POD),
+    Right("get", kinds.POD, "log"),
+    Right("create", kinds.POD, "exec", needed=False),
+    *(Right(verb, kinds.SECRET, needed=False) for verb in ("get", "create", "patch")),  # the key of workers at worker 0
+    *(Right("list", kind, needed=False) for kind in (kinds.EVENT, kinds.CLAIM, kinds.QUOTA, kinds.NODE, kinds.STORAGE_CLASS)),
+)
+"""What our verbs do in a namespace."""
+_ELASTIC = tuple(Right(verb, kinds.ELASTIC_JOB) for verb in ("create", "list", "patch", "delete"))
+_OPTIONAL = (kinds.ELASTIC_JOB, kinds.POD_METRICS, kinds.LOCAL_QUEUE, kinds.VOLCANO_GROUP, kinds.POD_GROUP)
 
 
-def job(cluster: kube.Cluster, name: str, *, namespace: str | None = None) -> Snapshot:
+class _Reader:
+    """Lists kinds of one namespace, and notes in `unseen` what is forbidden."""
+
+    def __init__(self, cluster: kube.Cluster, namespace: str) -> None:
+        self.cluster, self.namespace = cluster, namespace
+        self.unseen: dict[str, str] = {}
+
+    def __call__(self, kind: Kind, labels: str = "") -> tuple[Document, ...]:
+        """The documents of a kind; none when it is forbidden or not installed."""
+        try:
+            return tuple(self.cluster.list_(kind, namespace=self.namespace, labels=labels))
+        except (NotServed, Absent):
+            return ()
+        except Forbidden as error:
+            # rights are asked for before the kind: to one that the cluster lacks, too
+            if kind.group not in kinds.INSTALLED_BY or self.cluster.serves(kind):
+                self.unseen[kind.resource] = str(error)
+            return ()
+
+    def one(self, kind: Kind, name: str, namespace: str | None = None) -> Document | None:
+        """One document; None when it is not there or forbidden."""
+        try:
+            return self.cluster.find(kind, name, namespace=namespace)
+        except NotServed:
+            return None
+        except Forbidden as error:
+            self.unseen[kind.resource] = str(error)
+            return None
+
+
+# Of a job
+
+
+def job(cluster: kube.Cluster, name: str) -> Snapshot:
     """The snapshot of a job. Raises NotFound when there is nothing of it, ClusterError when the cluster cannot be asked."""
-    where = namespace or cluster.namespace
-    unseen: dict[str, str] = {}
-    listed = _reader(cluster, where, unseen)
-    selector = f"{Label.JOB}={name}"
-    workload = _newest(found for kind in _WORKLOADS for found in _workloads(listed, kind, name, selector))
-    pods = tuple(_of(workload, listed(kinds.POD, selector)))
+    where, selector = cluster.namespace, f"{Label.JOB}={name}"
+    read = _Reader(cluster, where)
+    found = [each for kind in _NAMED for each in read(kind) if kube_pods.name(each) == name]
+    found += [each for kind in (kinds.JOB, kinds.STATEFUL_SET) for each in read(kind, selector)]
+    # the newest, but an ElasticJob before what its operator has created
+    found.sort(key=lambda each: (each.get("kind") == kinds.ELASTIC_JOB.kind, each["metadata"]["creationTimestamp"]))
+    workload = found[-1] if found else {}
+    run = workload.get("metadata", {}).get("labels", {}).get(Label.RUN)
+    pods = [pod for pod in read(kinds.POD, selector) if not run or pod["metadata"]["labels"].get(Label.RUN, run) == run]
     if not workload and not pods:
         if not cluster.has_namespace(where):
             raise NotFound(f"there is no namespace {where}; correct --namespace (kubectl get namespaces)")
-        if kinds.POD.resource in unseen:
-            raise Forbidden(unseen[kinds.POD.resource])
+        if kinds.POD.resource in read.unseen:
+            raise Forbidden(read.unseen[kinds.POD.resource])
         raise NotFound(f"there is no job {name} in namespace {where}; `outlast list` shows those there are")
-    # A list of Secrets contains their data: it is read only while pods wait for some.
-    waiting = any(kube_pods.phase(pod) == "Pending" and pod["spec"].get("nodeName") for pod in pods)
-    queue = workload.get("metadata", {}).get("labels", {}).get("kueue.x-k8s.io/queue-name")
-    return Snapshot(
-        name=name,
-        namespace=where,
-        workload=workload,
-        pods=pods,
-        events=tuple(listed(kinds.EVENT)),
-        nodes=tuple(listed(kinds.NODE)),
-        claims=tuple(listed(kinds.CLAIM)),
-        classes=tuple(listed(kinds.STORAGE_CLASS)),
-        quotas=tuple(listed(kinds.QUOTA)),
-        limits=tuple(listed(kinds.LIMIT_RANGE)),
-        queued=tuple(each for each in listed(kinds.WORKLOAD) if owned_by(each, workload)),
-        queues=tuple(listed(kinds.LOCAL_QUEUE)) if queue else (),
-        groups=tuple(_groups(listed, name, workload)),
-        secrets=_theirs(listed(kinds.SECRET)) if waiting else frozenset(),
-        configs=_theirs(listed(kinds.CONFIG_MAP)),
-        logs=_logs(cluster, where, pods),
-        unseen=unseen,
-    )
-
-
-def _theirs(documents: Iterable[Document]) -> frozenset[str]:
-    """The names of those that users have made, and not Outlast."""
-    ours = "app.kubernetes.io/managed-by", "outlast"
-    return frozenset(kube_pods.name(each) for each in documents if ours not in (each["metadata"].get("labels") or {}).items())
+    return _snapshot(read, name, workload, pods)
 
 
 def workload(cluster: kube.Cluster, name: str, namespace: str, *, labels: str, kind: Kind) -> Snapshot:
     """The snapshot of a workload that is no job, of this kind and name, and of the pods with these labels."""
-    unseen: dict[str, str] = {}
-    listed = _reader(cluster, namespace, unseen)
-    pods = tuple(listed(kinds.POD, labels))
-    workload = next((each for each in listed(kind) if kube_pods.name(each) == name), {})
-    return Snapshot(
+    read = _Reader(cluster, namespace)
+    found = next((each for each in read(kind) if kube_pods.name(each) == name), {})
+    return _snapshot(read, name, found, read(kinds.POD, labels))
+
+
+def _snapshot(read: _Reader, name: str, workload: Document, pods: Iterable[Document]) -> Snapshot:
+    """A workload and its pods, with what may keep them from running."""
+    pods = tuple(pods)
+    groups = [*read(kinds.POD_GROUP), *read(kinds.VOLCANO_GROUP)]
+    # A list of Secrets contains their data: it is read only while pods wait for some.
+    waiting = any(kube_pods.phase(pod) == "Pending" and pod["spec"].get("nodeName") for pod in pods)
+    queue = workload.get("metadata", {}).get("labels", {}).get("kueue.x-k8s.io/queue-name")
+    found = Snapshot(
         name=name,
-        namespace=namespace,
+        namespace=read.namespace,
         workload=workload,
         pods=pods,
-        events=tuple(listed(kinds.EVENT)),
-        nodes=tuple(listed(kinds.NODE)),
-        claims=tuple(listed(kinds.CLAIM)),
-        classes=tuple(listed(kinds.STORAGE_CLASS)),
-        logs=_logs(cluster, namespace, pods),
-        unseen=unseen,
+        events=read(kinds.EVENT),
+        nodes=read(kinds.NODE),
+        claims=read(kinds.CLAIM),
+        classes=read(kinds.STORAGE_CLASS),
+        queued=tuple(each for each in read(kinds.WORKLOAD) if owned_by(each, workload)),
+        queues=read(kinds.LOCAL_QUEUE) if queue else (),
+        groups=tuple(each for each in groups if _labels(each).get(Label.JOB) == name or owned_by(each, workload)),
+        secrets=_theirs(read(kinds.SECRET)) if waiting else frozenset(),
+        configs=_theirs(read(kinds.CONFIG_MAP)),
+        logs=_logs(read.cluster, read.namespace, pods),
+        unseen=read.unseen,
     )
+    return replace(found, served=frozenset({kinds.ELASTIC_JOB}), operator=_operator(read)) if found.untaken() else found
 
 
-_Listed = Callable[..., list[Document]]
+def _labels(document: Document) -> Mapping[str, Any]:
+    return document["metadata"].get("labels") or {}
 
 
-def _reader(cluster: kube.Cluster, namespace: str, unseen: dict[str, str]) -> _Listed:
-    """A function that lists a kind: empty if it is not installed, or forbidden, which is noted in `unseen`."""
-
-    def listed(kind: Kind, labels: str = "") -> list[Document]:
-        try:
-            return cluster.list_(kind, namespace=namespace, labels=labels)
-        except (NotServed, Absent):
-            return []
-        except Forbidden as error:
-            # rights are asked for before the kind: to one that the cluster lacks, too
-            if kind.group not in kinds.INSTALLED_BY or cluster.serves(kind):
-                unseen[kind.resource] = str(error)
-            return []
-
-    return listed
+def _theirs(documents: Iterable[Document]) -> frozenset[str]:
+    """The names of those that users have made, and not Outlast."""
+    return frozenset(kube_pods.name(each) for each in documents if _labels(each).get("app.kubernetes.io/managed-by") != "outlast")
 
 
-def _workloads(listed: _Listed, kind: Kind, name: str, selector: str) -> list[Document]:
-    """The workloads of a job: an ElasticJob has its name, the others carry its label."""
-    if kind in (kinds.ELASTIC_JOB, *dropins.KINDS):
-        return [found for found in listed(kind) if kube_pods.name(found) == name]
-    return listed(kind, selector)
-
-
-def _newest(found: Iterable[Document]) -> Document:
-    """The newest workload; an ElasticJob before what its operator has created."""
-    order = sorted(found, key=lambda each: (each.get("kind") == kinds.ELASTIC_JOB.kind, each["metadata"]["creationTimestamp"]))
-    return order[-1] if order else {}
-
-
-def _of(workload: Document, pods: list[Document]) -> list[Document]:
-    """The pods of this run, without those of an earlier one."""
-    run = workload.get("metadata", {}).get("labels", {}).get(Label.RUN)
-    return [pod for pod in pods if not run or pod["metadata"]["labels"].get(Label.RUN, run) == run]
-
-
-def _groups(listed: _Listed, name: str, workload: Document) -> list[Document]:
-    found = [*listed(kinds.POD_GROUP), *listed(kinds.VOLCANO_GROUP)]
-    labelled = [each for each in found if each["metadata"].get("labels", {}).get(Label.JOB) == name]
-    return labelled + [each for each in found if owned_by(each, workload) and each not in labelled]
-
-
-def _logs(cluster: kube.Cluster, namespace: str, pods: tuple[Document, ...]) -> dict[str, list[str]]:
+def _logs(cluster: kube.Cluster, namespace: str, pods: Iterable[Document]) -> dict[str, list[str]]:
     """The last lines of pods whose worker runs or has ended, failed ones first."""
 
     def order(pod: Document) -> tuple[bool, str]:
         return bool((kube_pods.termination(pod) or {}).get("exitCode")), str(pod["metadata"].get("creationTimestamp", ""))
 
     found: dict[str, list[str]] = {}
-    for pod in sorted((pod for pod in pods if kube_pods.termination(pod) or kube_pods.any_running(pod)), key=order, reverse=True)[
-        :_LOGS
-    ]:
+    begun = [pod for pod in pods if kube_pods.termination(pod) or kube_pods.any_running(pod)]
+    for pod in sorted(begun, key=order, reverse=True)[:_LOGS]:
         again = any((each.get("lastState") or {}).get("terminated") for each in kube_pods.statuses(pod))
         name = kube_pods.name(pod)
         options = kube.LogOptions(container=kube_pods.container_name(pod), tail=_LINES, previous=again)
@@ -151,3 +156,67 @@ def _logs(cluster: kube.Cluster, namespace: str, pods: tuple[Document, ...]) -> 
         except (Absent, Forbidden, Refused, Unanswered) as error:
             found[name] = [f"(the log cannot be read: {error})"]
     return found
+
+
+# Of a place for jobs
+
+
+def place(cluster: kube.Cluster) -> Snapshot:
+    """The snapshot of the cluster's namespace, changing nothing. Raises Unanswered or Unauthorized when it cannot be asked."""
+    read = _Reader(cluster, cluster.namespace)
+    served = frozenset(kind for kind in _OPTIONAL if cluster.serves(kind))
+    rights = (*RIGHTS, *(_ELASTIC if kinds.ELASTIC_JOB in served else ()))
+    return Snapshot(
+        namespace=cluster.namespace,
+        version=cluster.version(),
+        home=read.one(kinds.NAMESPACE, cluster.namespace),
+        served=served,
+        lacking=tuple(each for each in rights if not cluster.may(each.verb, each.kind, subresource=each.subresource)),
+        operator=_operator(read),
+        rivals=tuple(rivals(cluster)),
+        nodes=read(kinds.NODE),
+        classes=read(kinds.STORAGE_CLASS),
+        quotas=read(kinds.QUOTA),
+        trial=_tried(cluster),
+        unseen=read.unseen,
+    )
+
+
+def holder(binding: Document) -> str:
+    """The namespace of the operator that has the rights of a binding; empty when none has."""
+    accounts = [each for each in binding.get("subjects") or () if each.get("name") == OPERATOR]
+    return str(accounts[0].get("namespace", "")) if accounts else ""
+
+
+def _operator(read: _Reader) -> Document | None:
+    """The operator's Deployment: where its rights say that it is, or wherever it is, as far as one may look."""
+    where = holder(read.one(kinds.CLUSTER_ROLE_BINDING, OPERATOR) or {})
+    named = [each for each in _deployments(read.cluster) if kube_pods.name(each) == OPERATOR] if not where else []
+    return named[0] if named else read.one(kinds.DEPLOYMENT, OPERATOR, where or OPERATOR_NAMESPACE)
+
+
+def rivals(cluster: kube.Cluster) -> list[str]:
+    """Running Deployments of controllers that the operator replaces, as `namespace/name`; as far as one may look."""
+    running = [each for each in _deployments(cluster) if each["spec"].get("replicas", 1)]
+    theirs = [each["metadata"] for each in running if any(one.functions.rival(each) for one in dropins.DROP_INS)]
+    return [f"{meta['namespace']}/{meta['name']}" for meta in theirs]
+
+
+def _deployments(cluster: kube.Cluster) -> list[Document]:
+    """All Deployments of the cluster; if these may not be listed, the rivals' under their usual names."""
+    with contextlib.suppress(Forbidden):
+        return cluster.list_(kinds.DEPLOYMENT, everywhere=True)
+    found = []
+    for namespace, name in (each.rival.split("/") for each in dropins.DROP_INS):
+        with contextlib.suppress(Absent, Forbidden):
+            found.append(cluster.get(kinds.DEPLOYMENT, name, namespace=namespace))
+    return found
+
+
+def _tried(cluster: kube.Cluster) -> ClusterError | None:
+    """How the API server answers a small worker: with quotas, LimitRanges, Pod Security, policies, webhooks."""
+    try:
+        cluster.apply(sample.worker(namespace=cluster.namespace), dry_run=True)
+    except (Absent, Forbidden, Refused) as error:
+        return error
+    return None

@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from outlast import contract, units
 from outlast.contract import End, FailureCause
-from outlast.diagnosis.cause import Cause, repeated_failures
+from outlast.diagnosis.finding import Finding, passed, repeated_failures
 from outlast.ledger import Event
 from outlast.status import Failure, JobStatus, State
 
@@ -18,41 +18,41 @@ _TOLD = ("launcher", "submitted", "resumed", "hang", "failure", "committed")
 """The kinds of events that the rules use; a ledger has many others."""
 
 
-def causes(status: JobStatus, events: Iterable[Event], now: float) -> list[Cause]:
+def causes(status: JobStatus, events: Iterable[Event], now: float) -> list[Finding]:
     """What keeps the job from training, most important first; a job that trains has one cause that is not wrong."""
     told = [event for event in events if event["kind"] in _TOLD]
-    found = [cause for rule in (_state, _store, _warnings) for cause in rule(status, told, now)]
-    return sorted(found, key=lambda cause: not cause.wrong)
+    found = [each for rule in (_state, _store, _warnings) for each in rule(status, told, now)]
+    return sorted(found, key=lambda each: not each.wrong)
 
 
-def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[Cause]:
+def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[Finding]:
     name, reason = status.name, status.reason
     match status.state:
         case State.SUCCEEDED if status.unsaved:
-            yield Cause("unsaved", f"it is finished, but {status.unsaved}")
+            yield Finding("unsaved", f"it is finished, but {status.unsaved}")
         case State.SUCCEEDED:
-            yield Cause("finished", f"it is finished{'' if status.warnings else ', and all is well'}: {reason}", wrong=False)
+            yield passed("finished", f"it is finished{'' if status.warnings else ', and all is well'}: {reason}")
         case State.CANCELLED:
-            yield Cause("cancelled", reason or "it was cancelled", (), _go_on(status), wrong=False)
+            yield passed("cancelled", reason or "it was cancelled", _go_on(status))
         case State.SUSPENDED:
-            yield Cause("suspended", f"it is suspended: {reason}", (), f"go on with: outlast resume {name}", wrong=False)
+            yield passed("suspended", f"it is suspended: {reason}", f"go on with: outlast resume {name}")
         case State.INTERRUPTED:
-            yield Cause("interrupted", f"it has left: {reason}", (), f"go on with: outlast resume {name}")
+            yield Finding("interrupted", f"it has left: {reason}", f"go on with: outlast resume {name}")
         case State.FAILED:
             yield _failed(status, events)
         case State.RESTARTING:
             remedy = f"wait; `outlast logs -f {name}` shows what the workers do"
-            yield Cause("restarting", f"it forms a new world: {reason}", _said(status.failure, events), remedy)
+            yield Finding("restarting", f"it forms a new world: {reason}", remedy, _said(status.failure, events))
         case State.PENDING:
             since = next((event["t"] for event in reversed(events) if event["kind"] in ("launcher", "submitted", "resumed")), now)
             late = now - since > _SLOW_START_S
             doing = "; ".join(f"worker {each.index} is {each.state}" for each in status.workers)
             what = f"it has been starting for {units.human_seconds(now - since)}: {reason}"
             remedy = f"see what it does with: outlast logs -f {name}" if late else "wait"
-            yield Cause("starting", what, (doing,) if doing else (), remedy, wrong=late)
+            yield Finding("starting", what, remedy, (doing,) if doing else (), "fail" if late else "pass")
         case _ if status.launcher is None:
-            remedy = f"go on with: outlast resume {name}"
-            yield Cause("launcher", f"its launcher is gone, so nothing drives it ({reason})", (), remedy)
+            what = f"its launcher is gone, so nothing drives it ({reason})"
+            yield Finding("launcher", what, f"go on with: outlast resume {name}")
         case _:
             epoch = f"epoch {status.epoch}, " if (status.epoch or -1) >= 0 else ""
             at = f"at {epoch}step {status.step}" + (f" of {status.steps}" if status.steps else "")
@@ -61,14 +61,14 @@ def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[C
             if (repeated := _repeated(status, events, now)) and status.failure:
                 stacks = _stacks(events) if status.failure.cause is FailureCause.HANG else ""
                 remedy = f"correct it{stacks}; `outlast logs {name}` shows all"
-                yield Cause("failing", f"{train}, but {repeated}", _said(status.failure, events), remedy)
+                yield Finding("failing", f"{train}, but {repeated}", remedy, _said(status.failure, events))
                 return
             if still := next((worker.reason for worker in status.workers if worker.reason), ""):
                 remedy = "wait; after hang.limit it is a hang, and the training restarts"
-                yield Cause("still", f"{train}, and it {still}", (), remedy)
+                yield Finding("still", f"{train}, and it {still}", remedy)
                 return
             what = f"{'' if status.warnings else 'nothing is wrong: '}{train}{restarts}"
-            yield Cause("training", what, _said(status.failure, events) if status.restarts else (), wrong=False)
+            yield passed("training", what, "", _said(status.failure, events) if status.restarts else ())
 
 
 def _go_on(status: JobStatus) -> str:
@@ -76,22 +76,22 @@ def _go_on(status: JobStatus) -> str:
     return f"go on{status.from_step} with: {status.again}{which}"
 
 
-def _failed(status: JobStatus, events: Sequence[Event]) -> Cause:
-    name, failure = status.name, status.failure
+def _failed(status: JobStatus, events: Sequence[Event]) -> Finding:
+    failure, again = status.failure, _go_on(status)
     code = status.exit_code if failure is None or failure.code < 0 else failure.code
-    what, said, again = f"it has failed: {status.reason}", _said(failure, events), _go_on(status)
-    tried = f"`outlast logs {name}` shows all; correct it and {again}"
+    tried = f"`outlast logs {status.name}` shows all; correct it and {again}"
+    name, remedy = "failing-script", tried
     if code == contract.Exit.MISCONFIGURED:
-        return Cause("configuration", what, said, f"correct the job file or the script as it says, and {again}")
-    if failure is not None and failure.cause is FailureCause.HANG and any(event["kind"] == "hang" for event in events):
+        name, remedy = "configuration", f"correct the job file or the script as it says, and {again}"
+    elif failure is not None and failure.cause is FailureCause.HANG and any(event["kind"] == "hang" for event in events):
         same = "ranks that wait for each other must make the same collective calls in the same order"
-        return Cause("hang", what, said, f"see what it waits for; {same}{_stacks(events)}; {tried}")
-    if code == 137:
+        name, remedy = "hang", f"see what it waits for; {same}{_stacks(events)}; {tried}"
+    elif code == 137:
         memory = "unless you killed it, the machine had no memory left (see dmesg): lower the batch or processesPerWorker"
-        return Cause("killed", what, said, f"{memory}, and {again}")
-    if status.end in (End.DEADLINE, End.STARTUP_DEADLINE):
-        return Cause("deadline", what, said, f"raise the deadline and {again}")
-    return Cause("failing-script", what, said, tried)
+        name, remedy = "killed", f"{memory}, and {again}"
+    elif status.end in (End.DEADLINE, End.STARTUP_DEADLINE):
+        name, remedy = "deadline", f"raise the deadline and {again}"
+    return Finding(name, f"it has failed: {status.reason}", remedy, _said(failure, events))
 
 
 def _repeated(status: JobStatus, events: Sequence[Event], now: float) -> str:
@@ -119,15 +119,15 @@ def _said(failure: Failure | None, events: Sequence[Event]) -> tuple[str, ...]:
     return tuple(str(event.get("reason", "")) for event in events if event["kind"] == "failure")[-_LAST:]
 
 
-def _store(status: JobStatus, _: Sequence[Event], now: float) -> Iterator[Cause]:
+def _store(status: JobStatus, _: Sequence[Event], now: float) -> Iterator[Finding]:
     there = status.store
     if there is not None and there.since is not None:
         held = f", {units.human_bytes(there.backlog)} of checkpoints wait" if there.backlog else ""
         what = f"its output cannot be uploaded to {there.url} since {units.human_seconds(now - there.since)}{held}"
-        yield Cause("store", what, (there.error,), "fix what the store reports; training continues, and the upload is retried")
+        yield Finding("store", what, "fix what the store reports; training continues, and the upload is retried", (there.error,))
 
 
-def _warnings(status: JobStatus, _: Sequence[Event], __: float) -> Iterator[Cause]:
+def _warnings(status: JobStatus, _: Sequence[Event], __: float) -> Iterator[Finding]:
     for warning in status.warnings:
         if warning not in status.unsaved:
-            yield Cause("warning", warning, (), "")
+            yield Finding("warning", warning)

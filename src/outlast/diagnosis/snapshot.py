@@ -1,4 +1,4 @@
-"""What a cluster shows of a job, as the rules of `outlast why` read it.
+"""What a cluster shows of a job, or of a place for jobs, as the rules of `outlast why` and `outlast doctor` read it.
 
 A `Snapshot` holds plain documents of the API server, read by `diagnosis.gather`; the rules read nothing else. Any of them may be
 missing: a controller may be older, a list may have been forbidden (then it is empty and named in `unseen`), and an event may
@@ -7,35 +7,55 @@ outlive its pod.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from outlast.diagnosis.finding import Finding, workers
+from outlast.errors import ClusterError
 from outlast.kube import pods as kube_pods
 from outlast.kube import workloads
+from outlast.kube.kinds import Kind
 from outlast.manifests.request import Document
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """The documents of one job, in no order; kinds that could not be read are empty and in `unseen`."""
+class Right:
+    """Something that a verb of ours does."""
 
-    name: str
+    verb: str
+    kind: Kind
+    subresource: str = ""
+    needed: bool = True
+    """False: `submit` works without."""
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.kind.resource}" + (f"/{self.subresource}" if self.subresource else "")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The documents of one job or one namespace, in no order; kinds that could not be read are empty and in `unseen`."""
+
+    name: str = ""
     namespace: str = "default"
+    nodes: tuple[Document, ...] = ()
+    classes: tuple[Document, ...] = ()
+    """StorageClasses."""
+    unseen: Mapping[str, str] = field(default_factory=dict)
+    """Kinds that could not be read (`jobs.batch`), and why."""
+
+    # Of a job
+
     workload: Document = field(default_factory=dict)
     """The ElasticJob, Job or StatefulSet; empty when there is none."""
     pods: tuple[Document, ...] = ()
     events: tuple[Document, ...] = ()
-    nodes: tuple[Document, ...] = ()
     claims: tuple[Document, ...] = ()
-    classes: tuple[Document, ...] = ()
-    """StorageClasses."""
-    quotas: tuple[Document, ...] = ()
-    limits: tuple[Document, ...] = ()
-    """LimitRanges."""
     queued: tuple[Document, ...] = ()
     """Workloads of Kueue."""
     queues: tuple[Document, ...] = ()
-    """LocalQueues of Kueue, or Queues of Volcano."""
+    """LocalQueues of Kueue."""
     groups: tuple[Document, ...] = ()
     """PodGroups."""
     secrets: frozenset[str] = frozenset()
@@ -43,8 +63,24 @@ class Snapshot:
     """Names of ConfigMaps."""
     logs: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """The last lines of pods that failed, by the pod's name."""
-    unseen: Mapping[str, str] = field(default_factory=dict)
-    """Kinds that could not be read (`jobs.batch`), and why."""
+
+    # Of a place for jobs
+
+    version: str = ""
+    """Of the API server."""
+    home: Document | None = None
+    """The namespace itself."""
+    quotas: tuple[Document, ...] = ()
+    served: frozenset[Kind] = frozenset()
+    """Kinds that something installed brings, of those that we can use."""
+    lacking: tuple[Right, ...] = ()
+    """What we may not do, of what our verbs do."""
+    operator: Document | None = None
+    """Its Deployment."""
+    rivals: tuple[str, ...] = ()
+    """Running controllers that the operator replaces: `namespace/name`."""
+    trial: ClusterError | None = None
+    """How the API server answered when a small worker was tried; None: it would be let in."""
 
     @property
     def kind(self) -> str:
@@ -68,18 +104,39 @@ class Snapshot:
         ]
         return sorted(found, key=event_time)
 
-    def waiting(self) -> list[Document]:
-        """Pods that have no node yet."""
-        return [pod for pod in self.pods if kube_pods.phase(pod) == "Pending" and not pod["spec"].get("nodeName")]
-
     def of_worker(self, pod: Document) -> list[Document]:
         """All pods of this pod's worker; none for a pod without an index."""
         index = kube_pods.labelled_index(pod)
         return [other for other in self.pods if kube_pods.labelled_index(other) == index is not None]
 
+    def untaken(self) -> bool:
+        """Whether it is an ElasticJob that no operator has acted on."""
+        return self.kind == "ElasticJob" and not self.workload.get("status") and not self.pods
+
     def wanted(self) -> int:
         """How many workers the workload asks for."""
         return workloads.replicas(self.workload)
+
+
+Rule = Callable[[Snapshot, float], Iterator[Finding]]
+"""What is said of a snapshot at a time, in seconds since the epoch."""
+
+
+def of_pods(rule: Callable[[Snapshot, Document], Iterator[Finding]]) -> Rule:
+    """The rule about all pods, from one about a single pod. Its sentences begin with their verb; pods of which the same is said
+    are named together, with the evidence of the first."""
+
+    @functools.wraps(rule)
+    def of_all(snapshot: Snapshot, _: float) -> Iterator[Finding]:
+        found: dict[tuple[str, str], tuple[Finding, list[Document]]] = {}
+        for pod in snapshot.pods:
+            for each in rule(snapshot, pod):
+                found.setdefault((each.what, each.remedy), (each, []))[1].append(pod)
+        for each, pods in found.values():
+            verb, _blank, rest = each.what.partition(" ")
+            yield replace(each, what=f"{workers(pods, verb)} {rest}")
+
+    return of_all
 
 
 def event_time(event: Document) -> str:

@@ -24,6 +24,12 @@ class Ended:
     output: bytes
     error: bytes
 
+    @property
+    def said(self) -> str:
+        """The last line of its errors; its exit code when it wrote none."""
+        lines = self.error.decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"exit code {self.code}"
+
 
 def execute(api: Api, pod: str, command: Sequence[str], *, namespace: str | None, container: str, stdin: bytes | None) -> Ended:
     """See `Cluster.exec_`."""

@@ -1,0 +1,59 @@
+"""Documents brought to a cluster: whose is what is there, and what became of each.
+
+applied.check(cluster, documents, instead="choose another name")     nothing has changed when one is somebody else's
+done = applied.apply(cluster, document, old=applied.there(cluster, document))
+done.what                                                            created, changed or unchanged
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outlast import foreign
+from outlast.errors import NotServed
+from outlast.kube.client import without_server_fields
+from outlast.kube.kinds import kind_of
+
+if TYPE_CHECKING:
+    from outlast.kube.client import Cluster
+    from outlast.kube.requests import Document
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What became of one document, or would become of it in a dry run."""
+
+    old: Document | None
+    """As the cluster had it; None when it had none."""
+    new: Document
+    """As the cluster has it."""
+
+    @property
+    def what(self) -> str:
+        """created | changed | unchanged"""
+        if self.old is None:
+            return "created"
+        return "unchanged" if without_server_fields(self.old) == without_server_fields(self.new) else "changed"
+
+
+def there(cluster: Cluster, document: Document) -> Document | None:
+    """A document as the cluster has it; None when there is none, or its kind is not served."""
+    meta = document["metadata"]
+    try:
+        return cluster.find(kind_of(document), meta["name"], namespace=meta.get("namespace"))
+    except NotServed:  # that is said when it is applied
+        return None
+
+
+def check(cluster: Cluster, documents: Iterable[Document], labels: Mapping[str, str] = {}, *, instead: str) -> None:
+    """Raise Taken for the first document whose name an object has that we have not made with these labels; `instead` is the way
+    out."""
+    for document in documents:
+        foreign.check(there(cluster, document), labels, instead=instead)
+
+
+def apply(cluster: Cluster, document: Document, *, old: Document | None, dry_run: bool = False) -> Applied:
+    """Server-side apply. Raises ClusterError."""
+    return Applied(old, cluster.apply(document, dry_run=dry_run))
