@@ -47,7 +47,8 @@ def restarted_containers(rec: Reconcile) -> None:
         if not (pod.index > 0 and ended.get("exitCode") == 1) and ended.get("reason") not in _NODE_STARTED:
             more += counts.get(pod.uid, 0) - before
     rec.update(restarted=counts, restarts=rec.status.restarts + more)
-    _check_limit(rec, "")
+    if used_up := _used_up(rec):
+        _fail(rec, used_up, End.LIMIT)
 
 
 def ended_workers(rec: Reconcile) -> None:
@@ -188,19 +189,22 @@ def _count(rec: Reconcile, pod: Pod, code: int, what: str) -> None:
     recent = [each for each in rec.status.counted_failures if rec.until(each.record.time, rec.policy.window.total_seconds())]
     rec.update(restarts=rec.status.restarts + 1, counted_failures=(*recent, failure)[-_KEPT:])
     if policy == "Never":
-        return rec.finish(State.FAILED, f"{what}, and restartPolicy is Never", contract.Exit.GIVEN_UP, End.LIMIT)
-    if policy == "ExitCode" and _permanent(code):
+        _fail(rec, f"{what}, and restartPolicy is Never", End.POLICY)
+    elif policy == "ExitCode" and _permanent(code):
         codes = ", ".join(map(str, RETRYABLE))
-        why = f"{what}, which is permanent: restartPolicy ExitCode restarts after {codes}"
-        return rec.finish(State.FAILED, why, contract.Exit.GIVEN_UP, End.LIMIT)
-    _check_limit(rec, f"{what}, and ")
-    if not rec.done:
+        _fail(rec, f"{what}, which is permanent: restartPolicy ExitCode restarts after {codes}", End.POLICY)
+    elif used_up := _used_up(rec):
+        _fail(rec, f"{what}, and {used_up}", End.LIMIT)
+    else:
         reason = f"{what}; restart {rec.status.restarts} of {rec.policy.limit}"
         rec.set_state(State.RESTARTING, reason, "WorkerFailed", event=True, warning=True)
 
 
-def _check_limit(rec: Reconcile, what: str) -> None:
+def _used_up(rec: Reconcile) -> str:
+    """That there are no more restarts; empty while there are."""
     restarts, limit = rec.status.restarts, rec.policy.limit
-    if restarts > limit:
-        reason = f"{what}backoffLimit ({limit}) is used up by {restarts} restarts"
-        rec.finish(State.FAILED, reason, contract.Exit.GIVEN_UP, End.LIMIT)
+    return f"backoffLimit ({limit}) is used up by {restarts} restarts" if restarts > limit else ""
+
+
+def _fail(rec: Reconcile, reason: str, end: End) -> None:
+    rec.finish(State.FAILED, reason, contract.Exit.GIVEN_UP, end)
