@@ -72,4 +72,4 @@ PLAIN_RULES: tuple[Callable[[Reconcile], None], ...] = (
     plain.missing_workers,
     plain.told_by_pods,
 )
-"""Those of a job whose workers have no agent: torchrun decides who trains together."""
+"""For a job whose workers have no agent: torchrun decides who trains together."""

@@ -1,4 +1,4 @@
-"""What `kube.dropins` uses of this package: an ElasticJob of `elastic.pytorch.org`, decided about as one of ours without agents.
+"""The functions that `kube.dropins` asks for: an ElasticJob of `elastic.pytorch.org`, decided as one of ours without agents.
 
 Its fields are translated for `operator.decide`, and the status that this writes is kept under `job` in its own, which shows the
 same as the archived controller wrote it. Pods and Service belong to it, so that pods of that controller train on. Pure.
@@ -94,7 +94,7 @@ def plain(job: Document) -> Plain:
 
 
 def limits(job: Document) -> Iterator[str]:
-    """What of a job cannot be honoured, as sentences."""
+    """Sentences on what of a job cannot be honoured."""
     fields, worker, name = job["spec"], pods.worker(job), job["metadata"]["name"]
     if len(name) > names.LONGEST:
         has = f"the job's name has {len(name)} characters, and labels hold at most {names.LONGEST}"

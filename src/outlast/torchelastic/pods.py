@@ -77,7 +77,7 @@ def policy(job: Document) -> str:
 
 
 def restart_policy(job: Document) -> str:
-    """That of its pods: kubelets start no container again that the operator judges."""
+    """The policy of its pods: kubelets start no container again that the operator judges."""
     return "Never" if policy(job) == "ExitCode" else policy(job)
 
 

@@ -201,7 +201,7 @@ def _count(rec: Reconcile, pod: Pod, code: int, what: str) -> None:
 
 
 def _used_up(rec: Reconcile) -> str:
-    """That there are no more restarts; empty while there are."""
+    """The sentence that no restarts are left; empty while some are."""
     restarts, limit = rec.status.restarts, rec.policy.limit
     return f"backoffLimit ({limit}) is used up by {restarts} restarts" if restarts > limit else ""
 
