@@ -531,14 +531,18 @@ def test_a_pod_that_is_being_deleted_is_gone_once_its_containers_have_ended() ->
     assert [each["metadata"]["name"] for each in plan.creates] == ["train-worker-1"]
 
 
-def test_all_workers_are_done_although_other_containers_of_their_pods_run_on() -> None:
+@pytest.mark.parametrize("fail", [False, True])
+def test_all_workers_are_done_although_other_containers_of_their_pods_run_on_or_fail(fail: bool) -> None:
     cluster = training(2)
     for each in list(cluster.pods):
         cluster.end_beside(each, 0)
+        if fail:
+            each["status"]["phase"] = "Failed"
+            each["status"]["containerStatuses"][1]["state"] = {"terminated": {"exitCode": 2}}
     cluster.run(5)
-    assert cluster.status["state"] == "Succeeded"
+    assert (cluster.status["state"], cluster.status["interruptions"]) == ("Succeeded", 0)
     cluster.run(70)
-    assert cluster.pods == [], "they are told to go, as cleanPodPolicy says"
+    assert len(cluster.pods) == (2 if fail else 0), "those that run are told to go, as cleanPodPolicy says"
 
 
 def test_a_pod_that_finalizers_of_others_keep_is_deleted_once_and_named() -> None:

@@ -27,9 +27,11 @@ print(*[kind.group for kind in reconcilers.of(Limits())])
 
 def test_the_folder_of_the_drop_in_can_be_deleted(tmp_path: Path) -> None:
     package = tmp_path / "outlast"
-    shutil.copytree(Path(outlast.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "legacy"))
+    shutil.copytree(Path(outlast.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "torchelastic"))
     registry = package / "kube" / "dropins.py"
-    text, registered = re.subn(r'^    DropIn\([^)]*"outlast\.legacy[^)]*\),\n', "", registry.read_text(), flags=re.MULTILINE)
+    text, registered = re.subn(
+        r'^    DropIn\([^)]*"outlast\.torchelastic[^)]*\),\n', "", registry.read_text(), flags=re.MULTILINE
+    )
     assert registered == 1
     registry.write_text(text)
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
@@ -40,6 +42,6 @@ def test_the_folder_of_the_drop_in_can_be_deleted(tmp_path: Path) -> None:
 
 def test_nobody_but_the_registry_and_the_kinds_names_the_api_of_the_drop_in() -> None:
     package = Path(outlast.__file__).parent
-    named = re.compile(r"LEGACY_JOB|outlast\.legacy|elastic\.pytorch\.org")
+    named = re.compile(r"LEGACY_JOB|outlast\.torchelastic|elastic\.pytorch\.org")
     files = [path.relative_to(package).as_posix() for path in package.rglob("*.py") if named.search(path.read_text())]
-    assert sorted(each for each in files if not each.startswith("legacy/")) == ["kube/dropins.py", "kube/kinds.py"]
+    assert sorted(each for each in files if not each.startswith("torchelastic/")) == ["kube/dropins.py", "kube/kinds.py"]

@@ -33,7 +33,7 @@ from outlast.clock import Clock
 from outlast.contract import Annotation, Label
 from outlast.errors import ClusterError, OutlastError, Unanswered
 from outlast.kube import kinds
-from outlast.kube.kinds import ELASTIC_JOB, LEASE, LEGACY_JOB, NODE, POD
+from outlast.kube.kinds import ELASTIC_JOB, LEASE, NODE, POD
 from outlast.operator import cache, leader, metrics, operator, process, reconcilers
 from outlast.operator.cache import Cache, CachedJob, Key
 from outlast.operator.leader import Leadership, Seen, judge
@@ -1128,30 +1128,6 @@ def test_told_to_stop_it_ends_what_has_begun_and_gives_its_lease_back(world: Wor
     assert world.api.documents[LEASE.resource, "default", contract.OPERATOR]["spec"]["holderIdentity"] == ""
 
 
-SILENT = {"status": {"conditions": [{"type": "Ready", "status": "Unknown", "lastTransitionTime": "2026-01-01T00:00:00Z"}]}}
-"""A node that has not answered since NOW."""
-
-
-def test_a_node_of_an_old_job_is_lost_when_it_has_not_answered_for_a_while_or_is_gone() -> None:
-    spec = {"replicaSpecs": {"Worker": {"template": {"spec": {"containers": [{"name": "w"}]}}}}}
-    job = a_document(LEGACY_JOB, "train", 1, spec=spec)
-    owner = {"ownerReferences": [{"uid": job["metadata"]["uid"]}], "creationTimestamp": "2026-01-01T00:00:10Z"}
-    pod = a_document(POD, "train-worker-0", 1, spec={"nodeName": "n1", "containers": [{"name": "w"}]}, metadata=owner)
-    pod["metadata"]["labels"]["replica-index"] = "0"
-
-    def plan(node: Document | None, seconds: float, since: float = NOW - 99) -> tuple[list[str], float | None]:
-        nodes = {"n2": a_node(2), **({"n1": node} if node else {})}
-        found = reconcilers.of(Limits(lost_s=20))[LEGACY_JOB](CachedJob(job, [pod], [], nodes, since), NOW + seconds, frozenset())
-        return [deletion.name for deletion in found.deletes], found.requeue_at
-
-    assert plan(a_node(1), 99) == ([], None)
-    assert plan(SILENT, 19) == ([], NOW + 20)
-    assert plan(SILENT, 20) == (["train-worker-0"], None)
-    assert plan(SILENT, 20, since=NOW + 5) == ([], NOW + 25)
-    assert plan(None, 29) == ([], NOW + 30)  # it may have joined with this pod
-    assert plan(None, 30) == (["train-worker-0"], None)
-
-
 # ------------------------------------------------------------------------------------------------------------- the process
 
 
@@ -1174,6 +1150,10 @@ def test_the_port_and_the_name_come_from_the_environment() -> None:
         process.port({"OUTLAST_PROBE_PORT": "http"})
     assert process.identity({"OUTLAST_POD": "operator-1"}) == "operator-1"
     assert process.identity({}) != process.identity({})
+
+
+SILENT = {"status": {"conditions": [{"type": "Ready", "status": "Unknown", "lastTransitionTime": "2026-01-01T00:00:00Z"}]}}
+"""A node that has not answered since NOW."""
 
 
 def test_only_pods_of_ours_that_go_on_a_lost_node_are_deleted_when_their_job_is_gone() -> None:

@@ -21,7 +21,7 @@ import ports
 import processes
 from outlast import contract, manifests, spec
 from outlast.contract import Env, Pod
-from outlast.legacy import pods as legacy
+from outlast.torchelastic import pods as torchelastic
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = "from outlast import cli; cli.main(['agent'])"
@@ -162,12 +162,14 @@ def test_workers_of_a_job_of_torchelastic_that_asks_for_its_etcd_meet_there(tmp_
     worker = {"replicas": 2, "template": {"spec": {"containers": [container]}}}
     asks = {"outlast.dev/rendezvous": "etcd"}
     job = {
+        "apiVersion": "elastic.pytorch.org/v1alpha1",
+        "kind": "ElasticJob",
         "metadata": {"name": "cifar", "namespace": "team", "uid": "0123456789ab", "annotations": asks},
         "spec": {"rdzvEndpoint": f"127.0.0.1:{shared_etcd.port}", "minReplicas": 1, "replicaSpecs": {"Worker": worker}},
     }
     pods = []
     for index in range(2):
-        (made,) = legacy.pod(job, index)["spec"]["containers"]
+        (made,) = torchelastic.pod(job, index)["spec"]["containers"]
         env = {each["name"]: each["value"] for each in made["env"]}
         words = [sys.executable, "-m", "torch.distributed.run", *made["args"], f"--out={tmp_path / str(index)}"]
         with (tmp_path / f"{index}.log").open("wb") as log:

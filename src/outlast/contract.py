@@ -74,6 +74,8 @@ class End(enum.StrEnum):
     MISCONFIGURED = "WrongConfiguration"
     LIMIT = "BackoffLimitExceeded"
     """`restarts.limit` is used up."""
+    POLICY = "PodFailurePolicy"
+    """The job's restartPolicy restarts no such failure; a Kubernetes Job calls it so."""
     DEADLINE = "DeadlineExceeded"
     STARTUP_DEADLINE = "StartupDeadlineExceeded"
     INVALID = "InvalidJob"

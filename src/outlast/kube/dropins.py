@@ -65,7 +65,7 @@ class DropIn:
 
 DROP_INS: list[DropIn] = [
     DropIn(
-        LEGACY_JOB, "elasticjob-worker", "replica-index", "elastic-job/elastic-job-k8s-controller", "outlast.legacy.registration"
+        LEGACY_JOB, "elasticjob-worker", "replica-index", "elastic-job/elastic-job-k8s-controller", "outlast.torchelastic.adapter"
     ),
 ]
 

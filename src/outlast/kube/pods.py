@@ -1,7 +1,7 @@
 """The one reader of pods: which worker a pod is, its phase, its containers, what it waits for and how it ended.
 
-Pure: pods are documents as the API server has them, and any part of their status may be missing. The operator, `cluster`,
-`legacy` and `diagnosis` read pods through these functions. The sentences are those that users see in `status`, `logs` and `list`.
+Pure: pods are documents as the API server has them, and any part of their status may be missing. The operator, `cluster` and
+`diagnosis` read pods through these functions. The sentences are those that users see in `status`, `logs` and `list`.
 """
 
 from __future__ import annotations
@@ -124,6 +124,12 @@ def disruption(pod: Document) -> dict[str, Any] | None:
     return condition(pod, "DisruptionTarget")
 
 
+def disrupted(pod: Document) -> bool:
+    """Whether the pod was ended from outside: by the cluster, or by its kubelet."""
+    why = (pod.get("status") or {}).get("reason") or ""
+    return disruption(pod) is not None or why == "Evicted" or refused(why)
+
+
 def unreachable(pod: Document) -> bool:
     """Whether the pod's node does not answer: the node controller then sets Ready to False and leaves the containers as they were
     seen last (kubernetes/pkg/controller/util/node, MarkPodsNotReady)."""
@@ -143,9 +149,11 @@ def statuses(pod: Document) -> Iterator[Document]:
 
 
 def container_status(pod: Document) -> Document:
-    """The status of the worker's container, else of the first; empty when there is none."""
+    """The status of the worker's container, else of the first that failed, else of the first; empty when there is none."""
     found = (pod.get("status") or {}).get("containerStatuses") or ()
-    return next((each for each in found if each["name"] in CONTAINERS), found[0] if found else {})
+    named = [each for each in found if each["name"] in CONTAINERS]
+    failed = [each for each in found if ((each.get("state") or {}).get("terminated") or {}).get("exitCode")]
+    return next(iter([*named, *failed, *found]), {})
 
 
 def container(pod: Document) -> Document:
@@ -278,6 +286,12 @@ def _unfinished_init(pod: Document) -> Document:
     return next((each for each in found if (each["state"].get("terminated") or {}).get("exitCode") != 0), {})
 
 
+def _failed_init(pod: Document) -> Document | None:
+    """The status of the init container that failed: the last, since sidecars before it end with it."""
+    found = (pod.get("status") or {}).get("initContainerStatuses") or ()
+    return next((each for each in reversed(found) if terminated(each).get("exitCode")), None)
+
+
 _REFUSALS = (
     "NodeAffinity",
     "NodeLost",
@@ -310,6 +324,9 @@ def end(pod: Document) -> End | None:
         return End(code, "was ended: activeDeadlineSeconds has passed", True, when)
     if refused(status.get("reason", "")):
         return End(code, f"was refused or lost by its node ({status['reason']}){_more(status.get('message'))}", False, when)
+    if not ended and (before := _failed_init(pod)) is not None:
+        code = int(terminated(before)["exitCode"])
+        return End(code, f"failed with exit code {code} in its init container {before['name']}", True, when)
     if not ended:
         return End(-1, f"failed before it began{_more(status.get('message'))}", True, when)
     if ended.get("reason") in ("StartError", "ContainerCannotRun"):

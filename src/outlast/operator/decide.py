@@ -17,7 +17,7 @@ from collections.abc import Callable
 from outlast import contract
 from outlast.operator.plan import Plan
 from outlast.operator.reconcile import Reconcile
-from outlast.operator.rules import end, failures, kueue, nodes, progress, start, workers, world
+from outlast.operator.rules import end, failures, kueue, nodes, plain, progress, start, workers, world
 from outlast.operator.snapshot import JobSnapshot
 
 
@@ -28,7 +28,7 @@ def decide(seen: JobSnapshot) -> Plan:
     if seen.document["metadata"].get("deletionTimestamp"):
         return end.orphans(seen.pods, seen.now, seen.since, seen.limits)
     rec = Reconcile(seen)
-    for rule in RULES:
+    for rule in RULES if seen.plain is None else PLAIN_RULES:
         rule(rec)
         if rec.done:
             break
@@ -58,3 +58,18 @@ RULES: tuple[Callable[[Reconcile], None], ...] = (
     workers.missing_workers,
 )
 """In this order: what has become of pods is learned before the world is decided, and pods are created last."""
+PLAIN_RULES: tuple[Callable[[Reconcile], None], ...] = (
+    end.finished,
+    plain.taken_up,
+    end.too_late,
+    plain.restarted_containers,
+    plain.ended_workers,
+    plain.done_workers,
+    nodes.lost_workers,
+    plain.overdue_workers,
+    nodes.leaving_nodes,
+    plain.needless_workers,
+    plain.missing_workers,
+    plain.told_by_pods,
+)
+"""For a job whose workers have no agent: torchrun decides who trains together."""

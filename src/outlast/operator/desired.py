@@ -65,6 +65,9 @@ def workload(snapshot: JobSnapshot, kind: Kind, name: str, count: int, least: in
 
 def workers(snapshot: JobSnapshot, indices: Sequence[int], generation: int, avoided: Sequence[str]) -> Iterator[Document]:
     """The pods of these workers, with a preference for other nodes than `avoided`."""
+    if snapshot.plain is not None:
+        yield from (snapshot.plain.pod(index) for index in indices)
+        return
     request = _request(snapshot)
     file = volumes.file(request.job)  # dumping YAML is the slowest part of this
     for index in indices:

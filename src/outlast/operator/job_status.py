@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, TypeVar, cast
 
@@ -129,6 +129,8 @@ class Status:
     """The newest start of processes (generation, attempt) whose failure is counted."""
     handled_pods: tuple[str, ...] = ()
     """Uids of pods that may still exist and whose end is counted."""
+    restarted: Mapping[str, int] = field(default_factory=dict)
+    """How often kubelets have started containers again, as far as that is counted, by the uid of the pod; of plain workers."""
     silent: tuple[Silent, ...] = ()
     lost: tuple[Lost, ...] = ()
     leaves: tuple[Leaving, ...] = ()
@@ -213,6 +215,7 @@ def read(status: Mapping[str, Any]) -> Status:
         result=_valid(Result, told.get("closed")),
         counted=(judged.get("generation", 0), judged.get("attempt") or 0),
         handled_pods=tuple(judged.get("pods") or ()),
+        restarted=judged.get("restarted") or {},
         silent=tuple(each for fields in judged.get("silent") or () if (each := _valid(Silent, fields))),
         lost=tuple(one for fields in judged.get("lost") or () if (one := _valid(Lost, fields))),
         leaves=tuple(its for fields in told.get("leaving") or () if (its := _valid(Leaving, fields))),
@@ -376,6 +379,7 @@ def _judged(status: Status) -> Document:
         "generation": status.counted[0],
         "attempt": status.counted[1] or None,
         "pods": list(status.handled_pods),
+        "restarted": dict(status.restarted) or None,
         "silent": silent or None,
         "lost": [{**dataclasses.asdict(each), "at": _ms(each.at)} for each in status.lost] or None,
     }

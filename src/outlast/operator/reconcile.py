@@ -72,7 +72,7 @@ class Reconcile:
     def using(self) -> list[Mapping[str, Any]]:
         """Pods that use resources, or are about to."""
         gone = {uid for uid, deletion in self.deletes.items() if deletion.grace_s == 0}
-        gone |= self.ends.keys() | {pod.uid for pod in self.ended_pods if pod.succeeded}
+        gone |= self.ends.keys() | {pod.uid for pod in self.succeeded}
         there = (pod for pod in self.snapshot.pods if pod.uid not in gone)
         return [*(pod.document for pod in there), *self.creates]
 
@@ -88,6 +88,11 @@ class Reconcile:
         if self._members[0] is not newest:
             self._members = newest, frozenset(newest.members if newest else ())
         return self._members[1]
+
+    @functools.cached_property
+    def succeeded(self) -> list[Pod]:
+        """Pods whose worker has ended with success."""
+        return [pod for pod in self.ended_pods if pod.succeeded]
 
     @functools.cached_property
     def unheard(self) -> list[MemberReport]:
@@ -147,6 +152,8 @@ class Reconcile:
 
     def note(self, kind: str, t: float | None = None, **fields: Any) -> None:
         """Write an event of the run's ledger into the status; before the first world also since when there were pods."""
+        if self.snapshot.plain is not None:
+            return  # nobody copies it into a ledger
         ledger, now = self.status.ledger, self.now
         begun = next((each["t"] for each in reversed(ledger) if each.get("kind") in ("submitted", "resumed")), None)
         if begun is not None and not self.status.formed and kind != "resumed":

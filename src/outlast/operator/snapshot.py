@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,8 @@ Document = Mapping[str, Any]
 HEARD = "heard"
 """Key of the time, by the operator's clock, at which a watch delivered a renewal of a Lease, or that a node is unready: clocks of
 other machines are not compared with ours."""
+NNODES = f"{contract.GROUP}/nnodes"
+"""Annotation of a pod without an agent: --nnodes of its torchrun."""
 LONGEST_S = 600.0
 """Upper bound of a Lease's duration, whatever its worker wrote."""
 
@@ -97,7 +99,8 @@ class Pod:
         if self.document["spec"].get("restartPolicy") != "Never":
             return False
         worker = podwords.container_status(self.document)
-        ended = worker.get("name") in contract.Pod.AGENT and "terminated" in (worker.get("state") or {})
+        alone = len(self.document["spec"].get("containers") or ()) == 1
+        ended = (alone or worker.get("name") in podwords.CONTAINERS) and "terminated" in (worker.get("state") or {})
         return ended and not podwords.over(self.document)
 
     @property
@@ -112,8 +115,9 @@ class Pod:
 
     @property
     def succeeded(self) -> bool:
-        ended = self.end if self.lingering else None
-        return podwords.phase(self.document) == "Succeeded" or (ended is not None and ended.code == 0)
+        ended = self.end
+        well = ended is not None and ended.code == 0 and (self.lingering or not podwords.disrupted(self.document))
+        return podwords.phase(self.document) == "Succeeded" or well
 
     @property
     def waiting(self) -> str:
@@ -181,6 +185,22 @@ class MemberReport:
 
 
 @dataclass(frozen=True)
+class Plain:
+    """A job whose workers have no agent: their pods run plain torchrun."""
+
+    job: spec.Job
+    """How many workers there are, how many restarts, which deadlines."""
+    nnodes: str
+    """--nnodes of torchrun, `1:4`; pods carry it as the annotation `NNODES`. With different values they do not meet."""
+    policy: str
+    """Which failures are restarted: `Never` none, `ExitCode` those of pods that were killed or lost, or never began."""
+    service: Document
+    """By which the workers find worker 0."""
+    pod: Callable[[int], dict[str, Any]]
+    """The pod of a worker."""
+
+
+@dataclass(frozen=True)
 class JobSnapshot:
     """A job and everything that belongs to it, at one time."""
 
@@ -205,6 +225,8 @@ class JobSnapshot:
     nodes: Mapping[str, Document] = field(default_factory=dict)
     refused: str = ""
     """Why its pods could not be created on the last attempt: a sentence."""
+    plain: Plain | None = None
+    """If its workers have no agent."""
 
     @property
     def name(self) -> str:
@@ -234,12 +256,19 @@ class JobSnapshot:
         return ownership.reference(self.document)
 
 
-def take(cached: CachedJob, now: float, features: ClusterFeatures | None = None, limits: Limits | None = None) -> JobSnapshot:
-    """The snapshot of a job that exists."""
+def take(
+    cached: CachedJob,
+    now: float,
+    features: ClusterFeatures | None = None,
+    limits: Limits | None = None,
+    *,
+    plain: Plain | None = None,
+) -> JobSnapshot:
+    """The snapshot of a job that exists; `plain`: one whose workers have no agent."""
     job, features = cached.job, features or ClusterFeatures()
     assert job is not None, "reconcilers are only called for jobs that exist"
     broken = str(job.get(wire.UNREADABLE) or "")
-    read, problem = (None, broken) if broken else _read(json.dumps(_document(job)))
+    read, problem = (plain.job, "") if plain else (None, broken) if broken else _read(json.dumps(_document(job)))
     run = f"{job['metadata']['name']}-{job['metadata']['uid'][:8]}"
     pods = pods_of(cached)
     owned = {id(pod) for pod in pods if ownership.owned_by(pod.document, job)}
@@ -262,6 +291,7 @@ def take(cached: CachedJob, now: float, features: ClusterFeatures | None = None,
         limits=limits or Limits(),
         nodes=cached.nodes,
         refused=cached.refused,
+        plain=plain,
     )
 
 

@@ -31,6 +31,7 @@ def finished(rec: Reconcile) -> None:
         else:
             rec.statuses = rec.snapshot.queue.ended(known.state is State.SUCCEEDED, known.reason, rec.now)
     policy = rec.spec.clean_pod_policy if rec.snapshot.job else "Running"
+    leave_s = LEAVE_S if rec.snapshot.plain is None else 0.0
     for pod in rec.snapshot.pods:
         if pod.terminating:
             force(rec, pod)
@@ -38,21 +39,20 @@ def finished(rec: Reconcile) -> None:
             rec.delete(pod, "the job is over, cleanPodPolicy is All")
         elif policy != "None" and (pod.alive or pod.lingering):
             # Its agent knows and flushes its uploads; the end of its log is worth waiting for.
-            if rec.now >= known.finished + LEAVE_S:
+            if rec.now >= known.finished + leave_s:
                 rec.delete(pod, f"the job is over, cleanPodPolicy is {policy}")
-            rec.requeue_at(known.finished + LEAVE_S)
+            rec.requeue_at(known.finished + leave_s)
     ttl = rec.spec.ttl_seconds_after_finished if rec.snapshot.job else None
     if ttl is not None:
         if rec.now >= known.finished + ttl:
-            rec.remove = Deletion(
-                rec.snapshot.name, rec.snapshot.uid, f"ttlSecondsAfterFinished ({ttl}) has passed", kind=kinds.ELASTIC_JOB
-            )
+            kind, sentence = kinds.kind_of(rec.snapshot.document), f"ttlSecondsAfterFinished ({ttl}) has passed"
+            rec.remove = Deletion(rec.snapshot.name, rec.snapshot.uid, sentence, kind=kind)
         rec.requeue_at(known.finished + ttl)
 
 
 def workers_done(rec: Reconcile) -> None:
     """All workers have exited with success without a final world: an earlier run was complete."""
-    done = {pod.index for pod in rec.ended_pods if pod.succeeded}
+    done = {pod.index for pod in rec.succeeded}
     if rec.wanted and done and len(done) >= rec.wanted and not rec.alive:
         rec.finish(State.SUCCEEDED, "all workers are done", contract.Exit.DONE, End.SUCCEEDED)
 

@@ -59,13 +59,13 @@ def ended_workers(rec: Reconcile) -> None:
                         told = {"generation": generation, "worker": pod.index, "code": end.code}
                         rec.note("failure", **told, reason=f"worker {pod.index} {end.sentence}", counted=False)
                 failures.expect_others(rec, pod)
-        if not counted and rec.wanted and (rest := rec.until(_lost_fast_at(pod, end.time), FAST_LOSS_S)) is not None:
+        if not counted and rec.wanted and (rest := rec.until(lost_fast_at(pod, end.time), FAST_LOSS_S)) is not None:
             rec.requeue_at(rest)  # keeps the name, so that the next pod waits
             continue
         rec.delete(pod, f"it has ended: {end.sentence}", grace_s=0 if podwords.all_ended(pod.document) else None)
 
 
-def _lost_fast_at(pod: Pod, ended: float) -> float:
+def lost_fast_at(pod: Pod, ended: float) -> float:
     """Start of the pause after a pod that ended soon after its creation; for others long ago."""
     return ended if ended - pod.created < FAST_LOSS_S else float("-inf")
 
@@ -141,7 +141,7 @@ def surplus_workers(rec: Reconcile) -> None:
 def missing_workers(rec: Reconcile) -> None:
     """Create pods for free indices, the smallest first; a terminating pod keeps its name until it is gone."""
     alive = rec.alive
-    lacking = rec.wanted - len(alive) - sum(pod.succeeded for pod in rec.ended_pods)
+    lacking = rec.wanted - len(alive) - len(rec.succeeded)
     if lacking <= 0 or rec.status.result is not None:
         return
     if (pause := backoff_until(rec)) is not None:

@@ -14,9 +14,9 @@ import apiserver
 from outlast import cli, kube
 from outlast.cluster import backend, logs
 from outlast.errors import AlreadyRunning, OutlastError
-from outlast.legacy import pods
 from outlast.status import State
-from test_legacy import a_job
+from outlast.torchelastic import pods
+from test_torchelastic import a_job
 
 Document = dict[str, Any]
 JOB = "elasticjobs.elastic.pytorch.org"
@@ -85,15 +85,15 @@ def test_it_is_scaled_suspended_resumed_and_cancelled(team: Team) -> None:
     with pytest.raises(OutlastError, match=r"200 workers are not between workers.min \(1\) and max \(128\) of cifar"):
         team.place.scale("cifar", 200)
     team.place.scale("cifar", 4)
-    assert pods.workers(team.written())["replicas"] == 4
+    assert pods.worker(team.written())["replicas"] == 4
     team.place.suspend("cifar")
-    assert pods.workers(team.written())["replicas"] == 0
+    assert pods.worker(team.written())["replicas"] == 0
     assert team.place.status("cifar").replicas == 4
     team.api.remove("pods", "cifar-worker-0", "team")
     team.api.remove("pods", "cifar-worker-1", "team")
     assert team.place.status("cifar").state is State.SUSPENDED
     team.place.resume("cifar")
-    assert pods.workers(team.written())["replicas"] == 4
+    assert pods.worker(team.written())["replicas"] == 4
     with pytest.raises(OutlastError, match="cifar is not suspended"):
         team.place.resume("cifar")
     with pytest.raises(OutlastError, match=r"cifar is of elastic.pytorch.org/v1alpha1 and has a script of its own"):
@@ -152,7 +152,7 @@ def test_following_ends_with_the_job_whatever_becomes_of_its_pods(
 def test_why_knows_it(team: Team, capsys: pytest.CaptureFixture[str], status: Document, replicas: int, said: str) -> None:
     for index in range(2):
         team.api.remove("pods", f"cifar-worker-{index}", "team")
-    pods.workers(team.job)["replicas"] = replicas
+    pods.worker(team.job)["replicas"] = replicas
     team.api.put({**team.job, "status": status})
     with pytest.raises(SystemExit):
         cli.main(["why", "cifar"], backend=team.place)

@@ -1,7 +1,7 @@
 """A job of torchelastic on a real cluster: a document for the archived controller, its script and its torchrun.
 
 outlast install --image registry/outlast:dev --wait
-KUBECONFIG=... OUTLAST_TEST_IMAGE=registry/outlast:dev pytest -m cluster tests/test_legacy_cluster.py
+KUBECONFIG=... OUTLAST_TEST_IMAGE=registry/outlast:dev pytest -m cluster tests/test_torchelastic_cluster.py
 """
 
 from __future__ import annotations

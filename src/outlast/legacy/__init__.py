@@ -1,1 +1,0 @@
-"""The drop-in for ElasticJobs of `elastic.pytorch.org`. Nothing else depends on it but the registrations."""
