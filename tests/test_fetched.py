@@ -118,7 +118,7 @@ def test_shards_are_fetched_ahead_and_no_further(home: Path, tmp_path: Path):
     shards = Shards(f"file://{a_text(tmp_path / 'data', 4000, shard=100)}", block=10, window=4)
     stream = Stream(shards, 16)
     next(iter(stream))
-    wait_for(lambda: not any(thread.is_alive() for thread in shards._place.threads))  # type: ignore[attr-defined]
+    wait_for(lambda: len(shards._place._kept) == 12)  # type: ignore[attr-defined]
     here = {path.name for path in home.glob("shards/*") if not file_locks.free(path)}
     three = shards.windows(4, seed=0).ahead(0, 0, 3)  # type: ignore[union-attr]
     assert here == {path.name for path in home.glob("shards/*")} == {shards._shards[number].sha256 for number in three}

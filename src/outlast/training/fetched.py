@@ -104,7 +104,6 @@ class Fetched:
         """The announced shards that are here, by their sha256."""
         self.ahead: deque[tuple[Shard, bool]] = deque()
         """Those that are not, and whether they are needed now."""
-        self.threads: list[threading.Thread] = []
 
     def manifest(self) -> Manifest:
         """The manifest as it is in the store now; if the store cannot be reached, the last one seen."""
@@ -151,11 +150,9 @@ class Fetched:
         for name in set(kept) - {shard.sha256 for shard in shards}:
             kept.pop(name, None)
         self.ahead = deque((shard, rank < now) for rank, shard in enumerate(shards) if shard.sha256 not in kept)
-        self.threads = [thread for thread in self.threads if thread.is_alive()]  # they end with what they fetch now
-        for _ in range(min(_THREADS, len(self.ahead))):
+        for _ in range(min(_THREADS, len(self.ahead))):  # those of the announcement before end with what they fetch now
             ours = weakref.ref(self), self.ahead
-            self.threads.append(threading.Thread(target=_read_ahead, args=ours, name="outlast-shards", daemon=True))
-            self.threads[-1].start()
+            threading.Thread(target=_read_ahead, args=ours, name="outlast-shards", daemon=True).start()
 
     def fetch_ahead(self) -> float:
         """Fetch an announced shard; returns the pause before the next one, in seconds."""
@@ -225,12 +222,16 @@ class Fetched:
             return path
         _used = True
         timeout_s = min(_STORE_S, backoff.timeout_from_environment())
-        self._store = self._store or store.open_(self.name, timeout_s=timeout_s)
-        if size is None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            files.replace(path, self._store.get(key), durable=True)
-        else:
-            transfer.receive(self._store, [(key, size, path)], durable=True, stop=_leaving)
+        _under_way.add(path)
+        try:
+            self._store = self._store or store.open_(self.name, timeout_s=timeout_s)
+            if size is None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                files.replace(path, self._store.get(key), durable=True)
+            else:
+                transfer.receive(self._store, [(key, size, path)], durable=True, stop=_leaving)
+        finally:
+            _under_way.discard(path)
         return path
 
     def _patiently(self, what: str, attempt: Callable[[], T | None]) -> T:
@@ -297,14 +298,16 @@ _all: weakref.WeakSet[Fetched] = weakref.WeakSet()
 _used = _forked = False
 """Whether this process has used a store; whether it is the fork of one that had."""
 _leaving = threading.Event()
+_under_way: set[Path] = set()
+"""What is being downloaded."""
 
 
 def _leave() -> None:
     """At the end of the process: no thread may be in a store's client when Python goes away."""
     _leaving.set()
     deadline = time.monotonic() + _LEAVE_S
-    for thread in [thread for place in list(_all) for thread in place.threads]:
-        thread.join(max(0.0, deadline - time.monotonic()))
+    while _under_way and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
 
 
 def _begin_in_fork() -> None:
