@@ -189,9 +189,8 @@ def test_a_hang_begins_with_the_last_step():
 
 
 def test_a_hang_before_the_first_step_lasts_as_long_as_the_process_was_silent():
-    account = (
-        Story().submitted().world(1).session(1).say("restoring", generation=1).say("hang", 9, worker=0, rank=0, silent_s=6.0, reason="hung").account()
-    )
+    story = Story().submitted().world(1).session(1).say("restoring", generation=1)
+    account = story.say("hang", 9, worker=0, rank=0, silent_s=6.0, reason="hung").account()
     assert spent(account) == {"queue": 1, "startup": 2, "restore": 3, "hang": 6}
 
 
