@@ -35,8 +35,7 @@ from outlast.training.order import VERSION, Indices, Windows, permuted
 from outlast.training.shards import Shards
 
 _LEAVE_S = 1.0
-"""How long a stream waits for its thread when it is left, and at the end of the process: torch aborts a process that ends while a
-thread is in it. A thread that waits for a store is not."""
+"""Longest wait for the thread of a stream that is left: torch aborts a process that ends while a thread is in torch."""
 
 
 def dealt(count: int, ranks: int, rank: int) -> tuple[int, int]:
