@@ -6,8 +6,8 @@
 A small transformer (one thread) trains on tokens in shards, over a `Stream` of `Shards`, from three places: `local`, a directory;
 `warm`, one `rclone serve s3` on this machine, all shards of which are in the cache; `cold`, the same with an empty cache. In one
 process, two streams take turns, 20 steps each, so that what disturbs the machine disturbs both: `local` and `warm`, then `local`
-and `cold`. All have the same order and must see the same samples. A step begins before its batch is asked for. `cold` pays for a
-fetcher and a server that need the same cores.
+and `cold`. All have the same order and must see the same samples. A step begins before its batch is asked for. `cold` pays for
+fetching and a server that need the same cores.
 
 The figure that counts is warm / local, the median of the repeats' ratios of median step times. Of `cold` the mean is shown, since
 its stalls are few and long. Prints the table and appends it to bench/results/<date>-shards.md.
@@ -150,7 +150,6 @@ def main() -> None:
                     trials.append((name, done))
                     print(f"{repeat + 1}/{args.repeats} {name}: {_short(done)}", flush=True)
     finally:
-        time.sleep(11)  # fetchers leave ten seconds after their last reader
         shutil.rmtree(directory, ignore_errors=True)
 
     size = (

@@ -1,31 +1,32 @@
-"""Shards that come from a store: fetched by a process apart, through a cache of bounded size, whatever happens to either."""
+"""Shards that come from a store: through a cache of bounded size that many processes share, whatever happens to any of them."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import os
+import random
 import shutil
-import signal
+import subprocess
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from faults import Proxy
+import small_disks
+from faults import Proxy, always, hang, slow
 from outlast import file_locks, store
 from outlast.data import shards as prepared
 from outlast.errors import OutlastError
 from outlast.hangs import stall
-from outlast.prepare import cache, fetcher, room
+from outlast.prepare import cache, room
 from outlast.prepare.room import Thing
 from outlast.training import Shards, Stream, fetched
-from outlast.workerfiles import wants
-from outlast.workerfiles.wants import Place, Reader, Want
 from test_stream_shards import a_text
 
 SHARD = 200
@@ -33,21 +34,27 @@ SHARD = 200
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The cache of a machine of its own; its fetchers end with the test."""
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of a machine of its own."""
     directory = tmp_path / "cache"
     monkeypatch.setenv("OUTLAST_CACHE", str(directory))
     monkeypatch.setenv("OUTLAST_STORE_TIMEOUT", "1")
     monkeypatch.setattr(fetched, "_LONGEST_POLL_S", 0.03)
-    yield directory
-    for place in directory.glob("places/*"):
-        deadline = time.monotonic() + 60
-        while not file_locks.free(place / "lock"):
-            assert time.monotonic() < deadline
-            with contextlib.suppress(ProcessLookupError):
-                if pid := wants.heard(place).pid:
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.01)
+    return directory
+
+
+READER = """
+import sys
+from outlast.training import Shards, Stream
+for batch in Stream(Shards(sys.argv[1], block=10, window=4), 16, steps=int(sys.argv[2])):
+    print(*batch.indices, flush=True)
+"""
+
+
+def reader(place: str, steps: int) -> subprocess.Popen[str]:
+    """Another process that reads so many batches, and prints the indices of each."""
+    command = [sys.executable, "-c", READER, place, str(steps)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def read(place: str, window: int = 4, epochs: int = 1) -> Iterator[tuple[list[int], list[list[int]]]]:
@@ -107,28 +114,73 @@ def first(tokens: torch.Tensor) -> int:
     return int(tokens[0])
 
 
+def test_shards_are_fetched_ahead_and_no_further(home: Path, tmp_path: Path):
+    shards = Shards(f"file://{a_text(tmp_path / 'data', 4000, shard=100)}", block=10, window=4)
+    stream = Stream(shards, 16)
+    next(iter(stream))
+    wait_for(lambda: len(shards._place._kept) == 12)  # type: ignore[attr-defined]
+    here = {path.name for path in home.glob("shards/*") if not file_locks.free(path)}
+    three = shards.windows(4, seed=0).ahead(0, 0, 3)  # type: ignore[union-attr]
+    assert here == {path.name for path in home.glob("shards/*")} == {shards._shards[number].sha256 for number in three}
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.slow
-def test_a_fetcher_that_is_killed_is_replaced_and_leaves_nothing_half(home: Path, tmp_path: Path):
-    data, killed, over = a_text(tmp_path / "data", 4000, shard=100), [], threading.Event()
-    place = Place(f"file://{data}", home)
-
-    def kill() -> None:
-        while len(killed) < 4 and not over.is_set():
-            if (pid := place.said().pid) and pid not in killed and len(list(home.glob("shards/*"))) > 5 * len(killed):
-                os.kill(pid, signal.SIGKILL)
-                killed.append(pid)
-            over.wait(0.002)
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    try:
-        first = list(read(place.url))
-    finally:
-        over.set()
-        thread.join()
-    assert killed
-    assert first == list(read(str(data)))
+def test_processes_fetch_each_shard_once_and_one_that_is_killed_leaves_nothing_half(
+    home: Path, tmp_path: Path, moto_proxy: Proxy
+):
+    data, chance = a_text(tmp_path / "data", 4000, shard=100), random.Random(0)
+    url = uploaded(data, moto_proxy.place.url)
+    moto_proxy.fault = always(slow(20_000), path="train-")
+    victims = [reader(url, 23) for _ in range(3)]
+    for number, victim in enumerate(victims, start=1):
+        wait_for(lambda number=number: len(list(home.glob("shards/*"))) >= 4 * number)  # type: ignore[misc]
+        time.sleep(chance.random() * 0.1)  # any moment will do
+        victim.kill()
+        victim.communicate()
+    moto_proxy.requests.clear()
+    here = len(list(home.glob("shards/*")))
+    assert here < 40
+    others = [reader(url, 23) for _ in range(3)]
+    expected = "".join(" ".join(map(str, indices)) + "\n" for indices, _ in read(str(data)))
+    assert [other.communicate() for other in others] == [(expected, "")] * 3
+    asked = Counter(request.path.partition("?")[0] for request in moto_proxy.requests if "train-" in request.path)
+    assert asked.total() == len(asked) == 40 - here
     assert whole(home)
+    assert room._coming(home) == 0
+    assert list(home.glob("coming/*")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [slow(20), hang], ids=["slow", "hung"])
+def test_a_process_ends_in_the_middle_of_a_fetch(home: Path, tmp_path: Path, moto_proxy: Proxy, fault: object):
+    data = a_text(tmp_path / "data", 4000, shard=100)
+    url = uploaded(data, moto_proxy.place.url)
+    numbers = Shards(data, block=10).windows(4, seed=0).ahead(0, 0, 1)  # type: ignore[union-attr]
+    needed = tuple(f"train-{number:05d}" for number in numbers)
+    moto_proxy.fault = lambda request: fault if "train-" in request.path and not any(n in request.path for n in needed) else None  # type: ignore[assignment,return-value]
+    one = reader(url, 1)
+    assert (one.communicate(timeout=60)[1], one.returncode, len(list(home.glob("shards/*")))) == ("", 0, 4)
+
+
+@pytest.mark.slow
+def test_processes_that_were_forked_read_shards_that_are_not_here(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    data = a_text(tmp_path / "data", 600, shard=100)
+    shards = Shards(f"file://{data}", block=10)
+    assert [int(sample[0]) for sample in DataLoader(shards, batch_size=None, num_workers=2)] == [
+        int(s[0]) for s in Shards(data, block=10)
+    ]
+    (data / "train-00003.bin").unlink()
+    for path in home.glob("shards/*"):
+        path.unlink()
+    with pytest.raises(OutlastError, match=r"file://\S+ has no train-00003.bin; see that nothing writes there"):
+        list(DataLoader(Shards(f"file://{data}", block=10), batch_size=None, num_workers=1))
 
 
 @pytest.mark.parametrize(
@@ -191,29 +243,28 @@ def test_a_store_that_is_away_is_waited_for_with_signs_of_life(
     data = a_text(tmp_path / "data", 4000, shard=100)
     url = uploaded(data, moto_proxy.place.url)
     expected = list(read(str(data), window=2))
-    batches, got = read(url, window=2), []
+    batches, got, held = read(url, window=2), [], []
     got.append(next(batches))
     moto_proxy.down()
     for path in (home / "shards").iterdir():
         path.unlink()
-    signs, back = stall.watch().signs, threading.Event()
 
     def return_() -> None:
-        deadline = time.monotonic() + 100
-        while not Place(url, home).said().away and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_for(lambda: any(text.startswith("outlast: waiting for train-") for text in caplog.messages))
+        held.append(stall.watch().held)
         moto_proxy.up()
-        back.set()
 
-    threading.Thread(target=return_).start()
+    returning = threading.Thread(target=return_)
+    returning.start()
     got += batches
-    assert back.wait(1)
+    returning.join()
     assert got == expected
-    assert stall.watch().signs > signs + 5
-    assert any(text.startswith("outlast: waiting for train-") for text in caplog.messages)
+    assert held == [1], "it counts as moving"
     moto_proxy.down()
     assert len(Shards(url, block=10)) == len(Shards(data, block=10)), "the manifest is in the cache"
-    with pytest.raises(OutlastError, match=r"waited \S+ for its manifest of s3://nowhere-\S+; see that the store can be reached"):
+    with pytest.raises(
+        OutlastError, match=r"waited \S+ for manifest.json of s3://nowhere-\S+; see that the store can be reached"
+    ):
         Shards(moto_proxy.place.url.replace("s3://", "s3://nowhere-"), block=10, patience=0.1)
 
 
@@ -232,20 +283,28 @@ def a_thing(name: str, size: int, used: float, gone: list[str], in_use: bool = F
 def test_what_was_used_least_recently_goes_first_and_what_is_used_stays(tmp_path: Path):
     gone: list[str] = []
     things = [a_thing("new", 10, 9, gone), a_thing("old", 10, 1, gone), a_thing("older", 10, 0, gone, in_use=True)]
-    ranks = {"soon": 3, "late": 7, "now": -1}
-    things += [a_thing("late", 10, 0, gone), a_thing("soon", 10, 0, gone), a_thing("now", 10, 0, gone)]
-    size = {"OUTLAST_CACHE_SIZE": "70"}
+    size = {"OUTLAST_CACHE_SIZE": "40"}
 
     def make(needed: int) -> tuple[int, list[str]]:
         gone.clear()
-        return room.make(tmp_path, needed, things, size, lambda thing: ranks.get(thing.path.name)), list(gone)
+        return room.make(tmp_path, needed, lambda _: things, size), list(gone)
 
     assert make(10) == (0, [])
     assert make(15) == (0, ["old"])
-    assert make(35) == (0, ["old", "new", "late"])
-    assert make(60) == (10, ["old", "new", "late", "soon"])
+    assert make(40) == (10, ["old", "new"])
+    with room.claimed(tmp_path, "ab", 10, lambda _: things, size) as (path, missing):
+        assert (path is not None, missing) == (True, 0)
+        with room.claimed(tmp_path, "ab", 10, lambda _: things, size) as (path, missing):
+            assert (path, missing) == (None, 0), "somebody else fetches it"
+        with room.claimed(tmp_path, "cd", 30, lambda _: things, size) as (path, missing):
+            assert (path is not None, missing) == (True, 10), "what is being fetched counts"
+    assert make(10) == (0, [])
+    assert list(tmp_path.glob("coming/*")) == []
     with pytest.raises(OutlastError, match=r"OUTLAST_CACHE_SIZE is much; it must be a size, e.g. 200GiB"):
-        room.make(tmp_path, 1, things, {"OUTLAST_CACHE_SIZE": "much"})
+        room.make(tmp_path, 1, lambda _: things, {"OUTLAST_CACHE_SIZE": "much"})
+    assert (
+        room.limit(tmp_path, {"OUTLAST_CACHE_SIZE": "4KiB"}, 0) == room.limit(tmp_path, {"OUTLAST_CACHE_SIZE": "4Ki"}, 0) == 4096
+    )
     disk = shutil.disk_usage(tmp_path)
     assert disk.free / 2 < room.limit(tmp_path, {"OUTLAST_CACHE_SIZE": f"{disk.total}"}, 0) < disk.total - disk.used
     assert 0 < room.limit(tmp_path, {}, 0) < os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize / 2 + 1
@@ -296,29 +355,37 @@ def test_what_a_worker_takes_while_it_is_being_removed_stays(tmp_path: Path, mon
     assert taken == [None] or not removed, "a worker has a version that is removed"
 
 
-def test_a_full_disk_refuses_what_is_needed_now_and_only_delays_what_is_read_ahead(tmp_path: Path):
-    one = fetcher.Fetcher(Place("file:///data", tmp_path), {})
-    one._place.home.mkdir(parents=True)
-    one._ranks = {"later": 3, "now": -1}
-    for sha256 in one._ranks:
-        one._troubled(sha256, "train-00000.bin", OSError(errno.ENOSPC, "No space left on device"))
-    said = one._place.said()
-    assert list(said.refused) == ["now"]
-    assert "is full, of which the cache has 0 B; make room" in said.refused["now"]
-    assert said.full
+def test_a_full_disk_is_one_sentence_and_read_ahead_gives_way_to_what_is_needed_now(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_disk: Path
+):
+    monkeypatch.setattr(fetched, "_TRY_S", 0.01)
+    monkeypatch.setenv("OUTLAST_CACHE", str(small_disk / "cache"))
+    monkeypatch.setenv("OUTLAST_CACHE_SIZE", "1GiB")
+    data = a_text(tmp_path / "data", 10 * 500_000, shard=500_000)
+    shards = Shards(f"file://{data}", block=10, window=1)
+    first, *ahead, last = shards._shards
+    place, ours = shards._place, home.parent / "disk" / "cache" / "shards"
+    place.want([first, *ahead], 1)
+    wait_for(lambda: len(list(ours.iterdir())) == 5)
+    assert whole(small_disk / "cache"), "no more than fit"
+    place.hold(last)
+    assert (ours / last.sha256).exists()
+    place.want([], 1)
+    held = [place.hold(shard) for shard in shards._shards[:5]]
+    small_disks.fill(small_disk)
+    with pytest.raises(OutlastError, match=r"the disk of the cache \S+ is full, of which the cache has .*; make room"):
+        place.hold(shards._shards[5])
+    small_disks.repair(small_disk)
+    place.hold(shards._shards[5])
+    assert held
 
 
-def test_the_wants_of_a_reader_end_with_it(tmp_path: Path):
-    place = Place("s3://b/data", tmp_path)
-    reader, other = Reader(place), Reader(place)
-    reader.want(Want([("train.bin", 3, "ab")], 1, ["tokenizer.json"]))
-    expected = {reader.name: Want([["train.bin", 3, "ab"]], 1, ["tokenizer.json"]), other.name: Want([], 0, [])}
-    assert wants.readers(place.home) == expected
-    child = os.fork()
-    if not child:
-        del reader, other
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert len(wants.readers(place.home)) == 2, "a fork that ends takes nothing away"
-    del reader
-    assert list(wants.readers(place.home)) == [other.name]
+def test_only_data_in_a_store_need_one(tmp_path: Path):
+    code = """
+import sys
+from outlast.training import Shards
+Shards(sys.argv[1], block=10)[0]
+print(*{"outlast.store", "obstore"} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code, a_text(tmp_path / "data")], stdout=subprocess.PIPE, check=True)
+    assert done.stdout == b"\n"

@@ -20,12 +20,11 @@ import pytest
 
 from outlast import contract, file_locks, spec, store
 from outlast.errors import OutlastError, Stopped
-from outlast.prepare import cache, code, fetch
+from outlast.prepare import cache, code, fetch, room
 from outlast.prepare.prepare import Preparation
 from outlast.shipping import archives
 from outlast.store import Store
 from outlast.sync import sync
-from outlast.workerfiles import wants
 from servers import Place
 
 
@@ -328,9 +327,9 @@ def test_a_long_fetch_says_how_far_it_is():
 
 
 def test_the_cache_is_where_the_environment_says():
-    assert wants.cache({"OUTLAST_CACHE": "/c", "XDG_CACHE_HOME": "/x"}) == Path("/c")
-    assert wants.cache({"XDG_CACHE_HOME": "/x"}) == Path("/x/outlast")
-    assert wants.cache({}) == Path.home() / ".cache" / "outlast"
+    assert room.cache({"OUTLAST_CACHE": "/c", "XDG_CACHE_HOME": "/x"}) == Path("/c")
+    assert room.cache({"XDG_CACHE_HOME": "/x"}) == Path("/x/outlast")
+    assert room.cache({}) == Path.home() / ".cache" / "outlast"
 
 
 # Code

@@ -46,6 +46,12 @@ def exclusive(path: Path, *, waiting: Callable[[], None], stop: threading.Event)
         os.close(fd)
 
 
+def release(fd: int) -> None:
+    """Unlock and close, also where a fork of this process still has the file open."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
 @contextlib.contextmanager
 def attempted(path: Path, *, wait: bool = False) -> Iterator[bool]:
     """Hold the exclusive lock of a file or directory; yields False if it is taken. With `wait`, blocks until it is free.
@@ -53,10 +59,15 @@ def attempted(path: Path, *, wait: bool = False) -> Iterator[bool]:
     A file is created if there is none.
     """
     fd = os.open(path, (os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT) | os.O_CLOEXEC, 0o666)
+    ours = False
     try:
-        yield acquire(fd, wait=wait)
+        ours = acquire(fd, wait=wait)
+        yield ours
     finally:
-        os.close(fd)
+        if ours:
+            release(fd)
+        else:
+            os.close(fd)
 
 
 def shared(path: Path) -> int | None:
@@ -74,7 +85,8 @@ def free(path: Path) -> bool:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return True
-    try:
-        return acquire(fd)
-    finally:
-        os.close(fd)
+    if acquire(fd):
+        release(fd)
+        return True
+    os.close(fd)
+    return False

@@ -16,13 +16,14 @@ has been fetched, no worker uses it, and no pin names it; also when room is need
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,6 @@ from outlast import file_locks, files, spec, store, units
 from outlast.errors import OutlastError
 from outlast.prepare import fetch, room
 from outlast.prepare.fetch import Listing, Say
-from outlast.workerfiles import wants
 
 _ELSEWHERE = "correct its permissions, or let OUTLAST_CACHE name another directory"
 _LISTING, _PARTIAL = "listing.json", "listing.partial"
@@ -50,7 +50,7 @@ class _Row(NamedTuple):
 
 def writable(environ: Mapping[str, str]) -> Path:
     """The cache directory, created if missing; raises OutlastError if it is not writable."""
-    directory = wants.cache(environ)
+    directory = room.cache(environ)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
@@ -181,7 +181,7 @@ class Source:
 
     def _make_room(self, needed: int) -> None:
         """Remove what is not used, the oldest first, so that the cache keeps within its bound."""
-        if missing := room.make(self._cache, needed, [*room.shards(self._cache), *things(self._cache)], os.environ):
+        if missing := room.make(self._cache, needed, things, os.environ):
             more = f"{units.human_bytes(missing)} more than OUTLAST_CACHE_SIZE"
             name = f"{self._field} ({self._url})"
             self._say(f"{name} makes the cache {self._cache} larger than it should be: {more} are in use")
@@ -216,15 +216,23 @@ class Source:
                 _cleared(directory)
 
 
-def things(cache: Path) -> Iterator[room.Thing]:
-    """The versions in the cache, whole ones and others, which can be removed to make room."""
+def things(cache: Path) -> list[room.Thing]:
+    """All that can be removed to make room: shards, and versions, whole ones and others."""
+    found = list(room.shards(cache))
     for directory in cache.glob("data/*/*/"):
         with contextlib.suppress(OSError):
             listing = directory / _LISTING if (directory / _LISTING).is_file() else directory / _PARTIAL
-            size = sum(row.size for row in _read(listing))
+            size = _size(listing, listing.stat().st_mtime_ns) if listing.exists() else 0
             lock = directory / "lock"  # which one that has never been whole does not have
             used = (lock if lock.exists() else directory).stat().st_mtime
-            yield room.Thing(directory, size, used, partial(_removed, directory))
+            found.append(room.Thing(directory, size, used, partial(_removed, directory)))
+    return found
+
+
+@functools.lru_cache
+def _size(listing: Path, _: int) -> int:
+    """The bytes of a version whose listing is of this time: listings are long, and stay as they are."""
+    return sum(row.size for row in _read(listing))
 
 
 def _removed(directory: Path) -> bool:

@@ -1,7 +1,11 @@
-"""The size of this machine's cache: things that were used least recently go when room is needed.
+"""This machine's cache: where it is, how large it may be, and what goes when room is needed.
 
-What may go: shards that no process reads, and versions of data and models (`cache`) that no worker uses and no run has pinned.
-OUTLAST_CACHE_SIZE limits all of these together; Python environments do not count. Whoever is about to write calls `make`.
+    <cache>/shards/<sha256>             a shard, whole and checked; whoever reads it holds its shared lock
+    <cache>/coming/<sha256>.<bytes>/    what a shard is fetched into; locked by the process that fetches it
+
+What may go, from what was used least recently on: shards that no process reads, and versions of data and models (`cache`) that no
+worker uses and no run has pinned. OUTLAST_CACHE_SIZE limits all of these together; Python environments do not count. Whoever is
+about to write calls `make`, or `claimed` for a shard.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +21,6 @@ from pathlib import Path
 from outlast import file_locks, units
 from outlast.contract import Env
 from outlast.errors import OutlastError
-from outlast.workerfiles import wants
 
 _SHARE = 0.5
 """Of the disk, what the cache may use if OUTLAST_CACHE_SIZE is not set; arbitrary."""
@@ -38,13 +42,21 @@ class Thing:
     """Removes it unless it is in use; returns whether it did."""
 
 
+def cache(environ: Mapping[str, str]) -> Path:
+    """The cache directory of this machine."""
+    if given := environ.get(Env.CACHE):
+        return Path(given).expanduser()
+    home = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(home) / "outlast"
+
+
 def limit(cache: Path, environ: Mapping[str, str], used: int) -> int:
     """Bytes that the cache may hold, of which `used` are there: OUTLAST_CACHE_SIZE, else half of the disk; less if the disk has
     not so much left. Raises OutlastError."""
     disk = shutil.disk_usage(cache)
     if text := environ.get(Env.CACHE_SIZE):
         try:
-            most, spare = units.memory(text), _LEAST_SPARE
+            most, spare = units.memory(text.removesuffix("B")), _LEAST_SPARE
         except ValueError as error:
             raise OutlastError(f"OUTLAST_CACHE_SIZE is {text}; it must be a size, e.g. 200GiB") from error
     else:
@@ -52,41 +64,60 @@ def limit(cache: Path, environ: Mapping[str, str], used: int) -> int:
     return max(0, min(most, used + disk.free - spare))
 
 
-def make(
-    cache: Path,
-    needed: int,
-    things: Sequence[Thing],
-    environ: Mapping[str, str],
-    keep: Callable[[Thing], int | None] = lambda _: None,
-) -> int:
-    """Remove things until `needed` more bytes fit below the limit; returns the bytes that are still missing.
+Things = Callable[[Path], Sequence[Thing]]
+"""All that a cache holds, but for what is being fetched."""
 
-    `things` are all that the cache holds. `keep` returns the rank of one that a reader wants, None for others: those go first,
-    from the one that was used least recently on; then wanted ones, from the highest rank on. A negative rank: it stays.
-    """
+
+def make(cache: Path, needed: int, things: Things, environ: Mapping[str, str]) -> int:
+    """Remove things until `needed` more bytes fit below the limit; returns the bytes that are still missing."""
     with file_locks.attempted(cache / ".room", wait=True):
-        total = sum(thing.size for thing in things)
-        missing = total + needed - limit(cache, environ, total)
-        ranked = [(keep(thing), thing) for thing in things]
-        unwanted = sorted((thing for rank, thing in ranked if rank is None), key=lambda thing: thing.used)
-        wanted = sorted(((rank, thing) for rank, thing in ranked if rank is not None and rank >= 0), key=lambda each: -each[0])
-        for thing in [*unwanted, *(thing for _, thing in wanted)]:
-            if missing <= 0:
-                break
-            if thing.remove():
-                missing -= thing.size
-        return max(0, missing)
+        return _made(cache, needed, things, environ)
+
+
+@contextlib.contextmanager
+def claimed(cache: Path, sha256: str, size: int, things: Things, environ: Mapping[str, str]) -> Iterator[tuple[Path | None, int]]:
+    """Make room for a shard, and let no other process fetch it meanwhile. Yields where to write it, and the bytes that are still
+    missing; None if another process fetches it, or just has."""
+    with contextlib.ExitStack() as claim:
+        with file_locks.attempted(cache / ".room", wait=True):  # so that nobody takes what is not locked yet for a leftover
+            home = cache / "coming" / f"{sha256}.{size}"
+            home.mkdir(parents=True, exist_ok=True)
+            ours = claim.enter_context(file_locks.attempted(home)) and not (cache / "shards" / sha256).exists()
+            missing = _made(cache, 0, things, environ) if ours else 0
+        # A name of its own: a thread that an earlier attempt has left behind may still write.
+        yield home / uuid.uuid4().hex if ours else None, missing
+
+
+def _made(cache: Path, needed: int, things: Things, environ: Mapping[str, str]) -> int:
+    needed += _coming(cache)  # first: what arrives meanwhile counts twice, and not never
+    found = things(cache)
+    total = sum(thing.size for thing in found)
+    missing = total + needed - limit(cache, environ, total)
+    for thing in sorted(found, key=lambda thing: thing.used):
+        if missing <= 0:
+            break
+        if thing.remove():
+            missing -= thing.size
+    return max(0, missing)
+
+
+def _coming(cache: Path) -> int:
+    """The bytes of the shards that are being fetched; removes what processes that were killed have left."""
+    size = 0
+    for home in cache.glob("coming/*"):
+        if file_locks.free(home):
+            shutil.rmtree(home, ignore_errors=True)
+        else:
+            size += int(home.name.rpartition(".")[2])
+    return size
 
 
 def shards(cache: Path) -> Iterator[Thing]:
-    """The shards of this machine, and those that are being fetched, which stay."""
-    for path in wants.shards(cache).glob("*"):
+    """The shards of this machine."""
+    for path in cache.glob("shards/*"):
         with contextlib.suppress(OSError):
             status = path.stat()
             yield Thing(path, status.st_size, status.st_atime, lambda path=path: _removed(path))  # type: ignore[misc]
-    for path in cache.glob("places/*/coming/*"):
-        with contextlib.suppress(OSError):
-            yield Thing(path, path.stat().st_size, float("inf"), lambda: False)
 
 
 def _removed(path: Path) -> bool:

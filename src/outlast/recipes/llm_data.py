@@ -23,8 +23,8 @@ from outlast import file_locks
 from outlast.data import shards
 from outlast.data.prepare import chat, jsonl, plan, work
 from outlast.errors import OutlastError
+from outlast.prepare import room
 from outlast.training import Shards
-from outlast.workerfiles import wants
 
 NONE = "none"
 """As `--val`: do not measure."""
@@ -82,7 +82,7 @@ def cached(source: Source, tokenizer: Path, *, skip_bad: bool, ours: bool, say: 
     settings = jsonl.Settings(str(tokenizer), val=0, skip_damaged=skip_bad)
     found = source.path.stat()
     about = str(source.path.resolve()), found.st_size, found.st_mtime_ns, settings.described
-    directory = wants.cache(os.environ) / "llm" / hashlib.sha256(repr(about).encode()).hexdigest()[:32]
+    directory = room.cache(os.environ) / "llm" / hashlib.sha256(repr(about).encode()).hexdigest()[:32]
     if not ours:
         return directory
     with source.path.open("rb") as file:

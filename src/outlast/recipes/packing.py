@@ -18,7 +18,7 @@ from outlast.data import shards
 from outlast.data.place import unwritable
 from outlast.data.prepare import images, plan, work
 from outlast.errors import OutlastError
-from outlast.workerfiles import wants
+from outlast.prepare import room
 
 _FEW = 32 << 20
 """Bytes of files that one process decodes sooner than several have started; measured: 2 s for those to start."""
@@ -49,7 +49,7 @@ def pack(
         laid_out(root, found, val)
     about = f"{root} {sorted(settings.about().items())} {plan.described(found)['listing']}"
     key = hashlib.sha256(about.encode(errors="surrogateescape")).hexdigest()[:16]
-    place = Path(to).absolute() if to is not None else wants.cache(os.environ).absolute() / "packed" / f"{root.name}-{key}"
+    place = Path(to).absolute() if to is not None else room.cache(os.environ).absolute() / "packed" / f"{root.name}-{key}"
     began, said = time.monotonic(), [0.0]
 
     def progress(stage: str, done: int, total: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from outlast.ledger import Event
 from outlast.report.incidents import Incident
-from outlast.report.reading import in_order, microseconds, survey, usable
+from outlast.report.reading import in_order, microseconds, survey
 from outlast.report.steps import Bucket, Step
 from outlast.report.timeline import Snapshots, Timeline
 
@@ -88,7 +88,7 @@ def buckets(events: Iterable[Event], now: float | None) -> Goodput:
     passes, which bounds memory. For a job without a launcher `now` is None: its account ends with its last event.
     """
     if isinstance(events, Sequence):
-        events = sorted(filter(usable, events), key=lambda event: microseconds(event["t"]))
+        events = sorted(events, key=lambda event: microseconds(event["t"]))
     known = survey(in_order(events))
     start = microseconds(now or 0.0) if known.start is None else known.start
     timeline = Timeline(start, known)

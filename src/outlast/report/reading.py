@@ -1,4 +1,4 @@
-"""Reads the events of a ledger: what is usable, in which order, and which numbers are numbers. Used by `report.timeline`."""
+"""Reads the events of a ledger: which ones, and in which order. Used by `report.timeline`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ KINDS = frozenset(
 )
 """The events that the account is made of."""
 _REOPENS = ("submitted", "launcher", "resumed", "worker")
-FOREVER = 1e12
-"""Numbers above this are no numbers that a process has written."""
 Timed = tuple[int, Event]
 """An event and its time in microseconds since the epoch."""
 
@@ -29,32 +27,13 @@ def microseconds(t: float) -> int:
     return round(t * 1e6)
 
 
-def integer(event: Event, field: str) -> int | None:
-    """A whole number that a process may have written."""
-    value = event.get(field)
-    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < FOREVER else None
-
-
-def seconds(event: Event, field: str) -> float:
-    """A duration; 0 without one."""
-    value = event.get(field)
-    return value if isinstance(value, (int, float)) and 0 <= value < FOREVER else 0.0
-
-
-def text(event: Event, field: str, otherwise: str) -> str:
-    """A text that is not empty."""
-    value = event.get(field)
-    return value if isinstance(value, str) and value else otherwise
-
-
 def usable(event: Mapping[str, Any]) -> bool:
     """Whether an event has a time and a kind that we know."""
-    t, kind = event.get("t"), event.get("kind")
-    return isinstance(t, (int, float)) and -FOREVER < t < FOREVER and isinstance(kind, str) and kind in KINDS
+    return isinstance(event.get("t"), (int, float)) and event.get("kind") in KINDS
 
 
 def in_order(events: Iterable[Event]) -> Iterator[Timed]:
-    """The usable ones of `events`, which come in the order of time, each once: the same words at the same instant are one event.
+    """What the account is made of, of `events` in the order of time, each once: the same words at the same instant are one event.
 
     What other machines' clocks put after `finished` happened before it, unless the job was taken up again.
     """
@@ -78,7 +57,7 @@ def in_order(events: Iterable[Event]) -> Iterator[Timed]:
 def _once(events: Iterable[Event]) -> Iterator[Timed]:
     now, heard = None, []
     for event in events:
-        if not usable(event):
+        if event["kind"] not in KINDS:
             continue
         t = microseconds(event["t"])
         if t != now:
@@ -110,13 +89,13 @@ def survey(ordered: Iterable[Timed]) -> Survey:
         kind = event["kind"]
         found.blind = found.blind and kind not in ("session", "step")
         if kind in ("world", "session", "step", "attempt"):
-            generation = integer(event, "generation")
-            if (generation or 0) > newest:
-                newest, announced, begun = generation or 0, 0, 0
-            if generation not in (newest, None):
+            generation = event.get("generation", max(0, newest))
+            if generation > newest:
+                newest, announced, begun = generation, 0, 0
+            if generation < newest:
                 continue
             if kind == "attempt":
-                announced = max(announced, integer(event, "attempt") or 0)
+                announced = max(announced, event["attempt"])
             elif kind == "session" and event.get("rank") in (0, None):
                 begun = announced
             elif kind == "step":

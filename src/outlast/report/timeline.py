@@ -1,7 +1,8 @@
 """The timeline of a job: the ledger's events folded, in order, into stretches of time that each have an owner.
 
-Called by `report.goodput` only. No event is trusted: it may be late, repeated, torn, out of order, missing, or from a generation
-that was replaced. In every case each instant between the first event and the end has one owner.
+Called by `report.goodput` only. Events come in the order of time, each once (`reading`), with the fields that `ledger` lists. One
+may be missing, since its writer was killed, or come from a generation that was replaced, or from a clock that is a little off. In
+every case each instant between the first event and the end has one owner.
 
 A step owns the time from the end of the step before it to its own end. That time is training if the step is kept, but for what
 it has waited for data; and replayed if a restore takes it back or a failure cuts it short. All other time has the bucket of the
@@ -15,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 
 from outlast.ledger import Event
-from outlast.report import incidents, reading
+from outlast.report import incidents
 from outlast.report.incidents import Incident, Lost
 from outlast.report.reading import Survey, microseconds
 from outlast.report.steps import WAITING, Bucket, Durations, Step
@@ -177,19 +178,16 @@ class Timeline:
 
     def _current(self, event: Event, t: int) -> bool:
         """Whether an event of the training is of the present world; one of a newer world proves that it was formed."""
-        generation = reading.integer(event, "generation")
-        if generation is None:
-            generation = max(0, self._generation)
+        generation = event.get("generation", max(0, self._generation))
         if generation > self._generation:
             self._form(generation, t)
-        return generation == self._generation
+        return bool(generation == self._generation)
 
     def _concerns(self, event: Event) -> bool:
         """Whether an event of the launcher or an agent is about a member of the present world, or may be."""
-        generation, worker = reading.integer(event, "generation"), reading.integer(event, "worker")
-        if generation is not None and generation < self._generation:
-            return False
-        return self._members is None or worker is None or worker in self._members
+        generation, worker = event.get("generation"), event.get("worker")
+        late = generation is not None and generation < self._generation
+        return not late and (self._members is None or worker is None or worker in self._members)
 
     def _roll_back(self, step: int) -> None:
         """The results of all steps after this one are lost."""
@@ -214,6 +212,11 @@ class Timeline:
             if (lost := self._open[0].lost) is not None:
                 lost.again_us += again_us
 
+    def _keep(self, step: Step) -> None:
+        self.kept.append(step)
+        self.steps_executed += step.count
+        self.steps_kept += step.count
+
     def _ordinary(self, step: Step) -> int:
         """What steps took, less what a first one took longer than others."""
         usual = self.durations.median() if step.first else None
@@ -227,9 +230,7 @@ class Timeline:
         usual = self.durations.median()
         done.kept_us = done.us if usual is None else min(done.us, round(usual * (step - last)))
         done.bucket, done.before, done.number, done.count, done.life = Bucket.TRAINING, last, step, step - last, self._life
-        self.kept.append(done)
-        self.steps_executed += done.count
-        self.steps_kept += done.count
+        self._keep(done)
         (next((i.lost for i in self._open if i.lost is not None), None) or self._lost).was_kept(done.kept_us)
 
     def _recovered(self, t: int) -> None:
@@ -240,7 +241,7 @@ class Timeline:
         self._open = [incident for incident in self._open if incident.recovery_s is None]
 
     def _incident(self, t: int, kind: str, text: str, event: Event, *, stops: bool) -> None:
-        incident = Incident(t / 1e6, kind, text, reading.integer(event, "worker"), self._generation, attempt=self._announced)
+        incident = Incident(t / 1e6, kind, text, event.get("worker"), self._generation, attempt=self._announced)
         self.incidents.append(incident)
         if not stops:
             return
@@ -303,11 +304,10 @@ class Timeline:
             self._enter(phase, t)
 
     def _on_called(self, t: int, event: Event) -> None:
-        generation = reading.integer(event, "generation")
-        if generation is not None and generation <= self._generation:
+        reason = event.get("reason") or "the world was called together again"
+        if event["generation"] <= self._generation:
             return
-        reason = reading.text(event, "reason", "the world was called together again")
-        self._next = _HELD.get(reading.text(event, "suspends", ""), Bucket.RENDEZVOUS)
+        self._next = _HELD.get(event.get("suspends", ""), Bucket.RENDEZVOUS)
         if event.get("planned") and not self._blind and self._phase in (Bucket.TRAINING, Bucket.CHECKPOINT):
             self._why = reason
             return  # it saves first, and says `interrupted` when it has
@@ -321,28 +321,26 @@ class Timeline:
             self._end_world(Bucket.RENDEZVOUS, t)
 
     def _on_world(self, t: int, event: Event) -> None:
-        generation = reading.integer(event, "generation")
-        generation = self._generation + 1 if generation is None else generation
+        generation = event["generation"]
         if generation > self._generation and self._goes_on(t):  # the clock of who decides is behind
             self._early = event
         elif generation > self._generation:
             self._form(generation, t)
         if generation == self._generation:
-            workers = event.get("workers")
-            self._members = frozenset(w for w in workers if isinstance(w, int)) if isinstance(workers, list) else None
+            self._members = frozenset(event["workers"]) if "workers" in event else None
 
     def _on_failure(self, t: int, event: Event) -> None:
         counted = event.get("counted") is not False
         self.failures += counted
-        reason = reading.text(event, "reason", f"worker {event.get('worker')} failed")
-        if reading.integer(event, "repaired") is not None:
+        reason = event.get("reason") or f"worker {event.get('worker')} failed"
+        if event.get("repaired") is not None:
             return  # by the members themselves, as `attempt` has said; counted afterwards
         concerns = self._concerns(event)
-        cause = self._cause() if concerns else self._called_for(reading.integer(event, "generation"))
+        cause = self._cause() if concerns else self._called_for(event.get("generation"))
         if cause is None:
             self._incident(t, "failure" if counted else "interruption", reason, event, stops=concerns)
         elif not self._known(cause, reason, event) and cause.kind == "failure" and cause.worker is None:
-            cause.text, cause.worker = reason, reading.integer(event, "worker")  # so far only the call that followed it was known
+            cause.text, cause.worker = reason, event.get("worker")  # so far only the call that followed it was known
         if concerns:
             self._end_world(Bucket.REPLAYED, t)
 
@@ -356,16 +354,15 @@ class Timeline:
         if cause is None or cause.kind != "unheard":
             return False
         cause.kind, cause.text = "failure", reason
-        cause.worker = cause.worker if reading.integer(event, "worker") is None else reading.integer(event, "worker")
+        cause.worker = event.get("worker", cause.worker)
         return True
 
     def _on_exited(self, t: int, event: Event) -> None:
-        interrupted = bool(event.get("interrupted"))
-        if self._members and reading.integer(event, "worker") in self._members and (interrupted or event.get("code") != 0):
-            self._end_world(Bucket.CHECKPOINT if interrupted else Bucket.REPLAYED, t)
+        if self._members and event["worker"] in self._members and (event["interrupted"] or event["code"] != 0):
+            self._end_world(Bucket.CHECKPOINT if event["interrupted"] else Bucket.REPLAYED, t)
 
     def _on_finished(self, t: int, event: Event) -> None:
-        self.finished = reading.text(event, "state", "finished")
+        self.finished = str(event["state"])
         self._cut(t)
         if self._step is not None and self.finished == "Succeeded":
             for i in range(len(self.spans) - 1, -1, -1):  # after the last step: until the last save was durable, then leaving
@@ -384,36 +381,31 @@ class Timeline:
 
     def _on_hang(self, t: int, event: Event) -> None:
         self.hangs += 1
-        silent = event.get("silent_s")
-        silent = silent if isinstance(silent, (int, float)) and 0 <= silent < reading.FOREVER else None
-        concerns = self._concerns(event)
-        if concerns and silent is not None and self._fault is None:
-            self._fault = t - microseconds(silent)
+        since, concerns = t - microseconds(event["silent_s"]), self._concerns(event)
+        if concerns and self._fault is None:
+            self._fault = since
         if not concerns or self._cause() is None:
-            who = f"rank {event.get('rank')} on worker {event.get('worker')}"
-            self._incident(t, "hang", f"{who} {reading.text(event, 'reason', 'hung')}", event, stops=concerns)
+            text = f"rank {event['rank']} on worker {event['worker']} {event['reason']}"
+            self._incident(t, "hang", text, event, stops=concerns)
         if concerns and not self._goes_on(t) and self._phase not in (*WAITING, Bucket.RENDEZVOUS):
-            if self._step is None and silent is not None:
-                self._cut(max(self._since, t - microseconds(silent)))
+            if self._step is None:
+                self._cut(max(self._since, since))
             self._phase = Bucket.HANG if self._step is None else Bucket.TRAINING
             self._end_world(Bucket.HANG, t)
 
     def _on_unheard(self, t: int, event: Event) -> None:
-        workers = event.get("workers")
-        silent = [w for w in workers if isinstance(w, int)] if isinstance(workers, list) else []
-        of = {**event, "worker": silent[0] if silent else None}
+        of = {**event, "worker": event["workers"][0]}
         if self._generation < 0 or not self._concerns(of) or self._phase in (*WAITING, Bucket.RENDEZVOUS):
             return
         self._noticed = t if self._noticed is None else self._noticed
         if self._cause() is None:
-            said = f"worker {', '.join(map(str, silent)) or '?'} is not heard"
-            self._incident(t, "unheard", reading.text(event, "reason", said), of, stops=not self._goes_on(t))
+            self._incident(t, "unheard", event["reason"], of, stops=not self._goes_on(t))
 
     def _on_attempt(self, t: int, event: Event) -> None:
-        number = reading.integer(event, "attempt")
-        if not self._current(event, t) or number is None or number <= self._announced:
+        number, reason = event["attempt"], event["reason"]
+        if not self._current(event, t) or number <= self._announced:
             return
-        reason, cause = reading.text(event, "reason", f"worker {event.get('worker')} failed"), self._cause()
+        cause = self._cause()
         if cause is None:
             self._incident(t, "failure", reason, event, stops=True)
         else:
@@ -431,10 +423,8 @@ class Timeline:
     # What the training says
 
     def _on_snapshots(self, t: int, event: Event) -> None:
-        every = reading.integer(event, "every")
-        if every is not None and every >= 0 and self._current(event, t):
-            size, replicas = (max(0, reading.integer(event, field) or 0) for field in ("bytes", "replicas"))
-            self.snapshots = Snapshots(every, size, replicas, reading.text(event, "reason", ""))
+        if self._current(event, t):
+            self.snapshots = Snapshots(event["every"], event["bytes"], event["replicas"], event["reason"])
 
     def _on_session(self, t: int, event: Event) -> None:
         if event.get("rank") not in (0, None) or not self._current(event, t):
@@ -457,14 +447,13 @@ class Timeline:
             self._phase = Bucket.RESTORE
 
     def _on_restored(self, t: int, event: Event) -> None:
-        step = reading.integer(event, "step")
-        if not self._current(event, t) or step is None:
+        if not self._current(event, t):
             return
         self._life += 1
-        self._kept_unsaid(step)
-        self._roll_back(step)
+        self._kept_unsaid(event["step"])
+        self._roll_back(event["step"])
         if self._lost is not None:
-            source = reading.text(event, "source", "")  # of events without it that is who wrote them
+            source = event.get("source", "")  # of events without it that is who wrote them
             self._lost.source = source if source in incidents.SOURCES else ""
         if self._phase in (Bucket.STARTUP, Bucket.RESTORE, Bucket.TRAINING):
             self._drop(Bucket.STARTUP, t)
@@ -472,8 +461,7 @@ class Timeline:
             self._step = Step(first=True)
 
     def _on_step(self, t: int, event: Event) -> None:
-        number = reading.integer(event, "step")
-        if number is None or not self._current(event, t):
+        if not self._current(event, t):
             return
         if self._phase is Bucket.STARTUP:
             self._phase = Bucket.TRAINING
@@ -481,18 +469,14 @@ class Timeline:
         self._cut(t)
         step = self._step or Step(first=True)
         self._step, self._phase, self._last_step = Step(), Bucket.TRAINING, t
-        if not self.kept or self.kept[-1].life != self._life or self.kept[-1].number < number:  # else reported twice
-            together = reading.integer(event, "steps") or 1
-            step.count = together if together > 0 else 1
-            step.waited_us = min(step.us, microseconds(reading.seconds(event, "waited_s")))
-            step.copied_us = min(step.us - step.waited_us, microseconds(reading.seconds(event, "copied_s")))
-            step.before, step.number, step.life = number - step.count, number, self._life
-            self._roll_back(step.before)
-            self.kept.append(step)
-            self.steps_executed += step.count
-            self.steps_kept += step.count
-            if not step.first:
-                self.durations.add(step.us, step.count)
+        step.count, step.number, step.life = event.get("steps", 1), event["step"], self._life
+        step.before = step.number - step.count
+        step.waited_us = min(step.us, microseconds(event.get("waited_s", 0.0)))
+        step.copied_us = min(step.us - step.waited_us, microseconds(event.get("copied_s", 0.0)))
+        self._roll_back(step.before)
+        self._keep(step)
+        if not step.first:
+            self.durations.add(step.us, step.count)
         self._goes_on_training(step, t)
         self._recovered(t)
         if self._broken and not self._goes_on(t):
@@ -527,23 +511,23 @@ class Timeline:
 
     def _on_save_failed(self, t: int, event: Event) -> None:
         self.saves_failed += 1
-        self._of_checkpoint(t, "save", f"step {event.get('step')} could not be saved", event)
+        self._of_checkpoint(t, "save", f"step {event['step']} could not be saved", event)
 
     def _on_not_copied(self, t: int, event: Event) -> None:
-        self._of_checkpoint(t, "save", f"step {event.get('step')} was saved, but not on every disk", event)
+        self._of_checkpoint(t, "save", f"step {event['step']} was saved, but not on every disk", event)
 
     def _on_damaged(self, t: int, event: Event) -> None:
-        name = reading.text(event, "path", "a checkpoint").rsplit("/", 1)[-1]
+        name = event["path"].rsplit("/", 1)[-1]
         self._of_checkpoint(t, "damaged", f"{name} is damaged and was skipped", event)
 
     def _of_checkpoint(self, t: int, kind: str, text: str, event: Event) -> None:
-        self._incident(t, kind, f"{text}: {reading.text(event, 'reason', 'no reason given')}", event, stops=False)
+        self._incident(t, kind, f"{text}: {event['reason']}", event, stops=False)
 
     def _on_interrupted(self, t: int, event: Event) -> None:
         self.interruptions += 1
-        late = (reading.integer(event, "generation") or self._generation) < self._generation
+        late = (event.get("generation") or self._generation) < self._generation
         stops = self._phase not in (*WAITING, Bucket.RENDEZVOUS) and not late
-        said = reading.text(event, "reason", "told to leave")
+        said = event.get("reason") or "told to leave"
         self._incident(t, "interruption", f"{self._why}; {said}" if self._why else said, event, stops=stops)
         if stops:
             self._end_world(Bucket.CHECKPOINT, t)

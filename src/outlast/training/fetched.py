@@ -1,41 +1,77 @@
-"""Shards of a store, for training: asked for by files, fetched by a process apart (`prepare.fetcher`), read from the cache.
+"""Shards of a store, for training: fetched into this machine's cache, and read from there.
 
-Training imports no store. The first reader that needs something starts the fetcher of its place, whatever has started training;
-there is one per machine and place, which ends when no reader is left. If it is killed, the next look starts another. Waiting is a
-sign of life: a store that cannot be reached is no hang.
+    <cache>/places/<digest of the URL>/manifest.json                      as it was when somebody asked last
+    <cache>/places/<digest of the URL>/files/<digest of that>/<name>      small files, e.g. tokenizer.json
+
+`prepare.room` has the rest of the cache: one process of a machine fetches a shard, the others wait for it. Who needs a shard now
+fetches it, and may exceed the limit of the cache; threads fetch what is announced (`want`) and hold it until it has been read.
+Waiting is a sign of life: a store that is away is no hang. This is the only module of training that imports stores, and it is
+imported only for data in one.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import errno
+import hashlib
 import logging
 import os
+import pickle
+import re
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import outlast
-from outlast import file_locks, units
-from outlast.contract import Env
+from outlast import backoff, file_locks, files, store, units, unpack
 from outlast.data import shards as prepared
 from outlast.data.shards import Manifest, Shard
-from outlast.errors import OutlastError
+from outlast.errors import Changed, Missing, NoRoom, OutlastError, StoreError
 from outlast.hangs import stall
-from outlast.workerfiles import wants
+from outlast.prepare import cache, room
+from outlast.store import Store
+from outlast.sync import transfer
 
 log = logging.getLogger("outlast")
+T = TypeVar("T")
 
-_POLL_S = 0.02
-_LONGEST_POLL_S = 0.2
+MANIFEST = "manifest.json"
+_THREADS = 4
+"""Shards that a process fetches ahead at a time; arbitrary."""
+_POLL_S, _LONGEST_POLL_S = 0.02, 0.2
 _TELL_S, _AGAIN_S = 10.0, 60.0
 """A wait of this long is reported, and reported again after so long."""
-_STARTS = 5
-"""Fetchers started in vain before we give up."""
-_START_S = 5.0
-"""How long a fetcher may take to start."""
+_STORE_S = 20.0
+"""How long a request is repeated before the store counts as away."""
+_TRIES, _TRY_S = 4, 0.5
+"""Attempts at what is damaged or finds the disk full, and the pause between them: others then give up what they read ahead."""
+_PAUSE_S = 5.0
+"""Pause in reading ahead when the store is away or the cache is full."""
+_LEAVE_S = 5.0
+"""How long the end of the process waits for what is being fetched."""
+_REST = "see that nothing writes there, or prepare the data again and start a new run"
+
+
+class Held:
+    """Protects a shard from removal as long as this object is referenced."""
+
+    def __init__(self, path: Path) -> None:
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.ours = file_locks.acquire(self.fd, share=True)
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            os.close(self.fd)
+
+
+class Damaged(OutlastError):
+    """A shard is not what its checksum says."""
 
 
 class Fetched:
@@ -44,174 +80,248 @@ class Fetched:
     remote = True
 
     def __init__(self, url: str, window: int, patience_s: float) -> None:
-        self.name, self.keeps = url, window
-        self._place = wants.Place(url, wants.cache(os.environ))
+        self.name, self.keeps, self._patience_s = url, window, patience_s
+        self._cache = room.cache(os.environ).absolute()
+        self._home = self._cache / "places" / _digest(url.rstrip("/").encode())
         try:
-            self._place.home.mkdir(parents=True, exist_ok=True)
+            self._home.mkdir(parents=True, exist_ok=True)
+            (self._cache / "shards").mkdir(exist_ok=True)
         except OSError as error:
             raise OutlastError(
-                f"the cache {self._place.cache} cannot be written: {error.strerror}; correct its permissions, or let "
+                f"the cache {self._cache} cannot be written: {error.strerror}; correct its permissions, or let "
                 "OUTLAST_CACHE name another directory"
             ) from error
-        self._patience_s = patience_s
-        self._reader: wants.Reader | None = None
-        self._forget()
+        self.begin()
+        _all.add(self)
 
-    def _forget(self) -> None:
-        """Begin as another reader: at the start, and in a process that was forked or got this by pickle."""
-        self._ahead: list[Shard] = []
-        self._files: list[str] = []
-        self._now, self._pid = 0, os.getpid()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Fetched, (self.name, self.keeps, self._patience_s)
+
+    def begin(self) -> None:
+        """Begin as a new reader: at the start, and in a process that was forked."""
+        self._store: Store | None = None
+        self._kept: dict[str, Held] = {}
+        """The announced shards that are here, by their sha256."""
+        self.ahead: deque[tuple[Shard, bool]] = deque()
+        """Those that are not, and whether they are needed now."""
 
     def manifest(self) -> Manifest:
         """The manifest as it is in the store now; if the store cannot be reached, the last one seen."""
-        for said in self._waiting("its manifest"):
-            if self._known.name in said.looked:
-                break
-            if said.away and (self._place.manifest()):
-                log.warning("outlast: %s; going on with what is in this machine's cache", said.away)
-                break
-            self._refused(said, wants.MANIFEST)
-        manifest = prepared.parse(self._place.manifest(), self.name)
+        path, new = self._home / MANIFEST, files.beside(self._home / MANIFEST)
+
+        def fetch() -> Manifest:
+            try:
+                self._download(MANIFEST, new)
+                manifest = prepared.parse(new.read_bytes(), self.name)
+                new.replace(path)
+            except StoreError as error:
+                if not error.retry or not path.exists():
+                    raise
+                log.warning("outlast: %s; going on with what is in this machine's cache", error)
+                manifest = prepared.parse(path.read_bytes(), self.name)
+            finally:
+                new.unlink(missing_ok=True)
+            return manifest
+
+        manifest = self._patiently(MANIFEST, fetch)
         for shard in (shard for part in manifest.parts.values() for shard in part.shards):
-            if not wants.named(shard.sha256):
+            if not re.fullmatch(r"[0-9a-f]{64}", shard.sha256):
                 raise OutlastError(
                     f"{shard.file} of {self.name} has the sha256 {shard.sha256[:70]!r}, which is none; prepare the data again"
                 )
         return manifest
 
-    def hold(self, shard: Shard) -> tuple[Path, int | None]:
-        """A shard in the cache, with its shared lock."""
-        if (held := self._held(shard)) is None:
-            self._want(first=shard)
-            for said in self._waiting(shard.file):
-                if (held := self._held(shard)) is not None:
-                    break
-                self._refused(said, shard.sha256)
-            self._want()
-        assert held is not None
-        return self._place.shard(shard.sha256), held
-
     def file(self, name: str) -> Path:
         """A small file in the cache."""
-        if not wants.plain(name):
+        if not re.fullmatch(r"\w[\w.-]*", name):
             raise OutlastError(f"{name!r} is not the name of a file beside the shards of {self.name}; correct it")
-        path = self._place.file(name)
+        path = self._home / "files" / _digest((self._home / MANIFEST).read_bytes()) / name
         if not path.exists():
-            self._files.append(name)
-            self._want()
-            for said in self._waiting(name):
-                if path.exists():
-                    break
-                self._refused(said, name)
+            self._patiently(name, lambda: self._download(name, path))
         return path
+
+    def hold(self, shard: Shard) -> tuple[Path, Held]:
+        """A shard in the cache, and what protects it there. Waits for it to arrive."""
+        return self._path(shard), self._patiently(shard.file, lambda: self._held(shard) or self._fetch(shard, True))
 
     def want(self, shards: Sequence[Shard], now: int) -> None:
         """Announce the shards that are read next, the first `now` of them at once."""
-        self._ahead, self.keeps = list(shards), max(self.keeps, now)
-        self._now = now
-        self._want()
-        if any(not self._place.shard(shard.sha256).exists() for shard in shards):
-            self._ensure_fetcher()
+        self.keeps, kept = max(self.keeps, now), self._kept
+        for name in set(kept) - {shard.sha256 for shard in shards}:
+            kept.pop(name, None)
+        self.ahead = deque((shard, rank < now) for rank, shard in enumerate(shards) if shard.sha256 not in kept)
+        for _ in range(min(_THREADS, len(self.ahead))):  # those of the announcement before end with what they fetch now
+            ours = weakref.ref(self), self.ahead
+            threading.Thread(target=_read_ahead, args=ours, name="outlast-shards", daemon=True).start()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_reader": None}
-
-    @property
-    def _known(self) -> wants.Reader:
-        """This process as a reader."""
-        if self._pid != os.getpid():
-            self._reader = None
-            self._forget()
-        if self._reader is None:
-            self._reader = wants.Reader(self._place)
-        return self._reader
-
-    def _want(self, first: Shard | None = None) -> None:
-        known = self._known  # first: a fork begins without what its parent wants
-        ordered = [first, *(shard for shard in self._ahead if shard != first)] if first else self._ahead
-        rows = [(shard.file, shard.bytes, shard.sha256) for shard in ordered]
-        known.want(wants.Want(rows, self._now + bool(first), self._files))
-
-    def _held(self, shard: Shard) -> int | None:
-        """The shared lock of a shard; None if it is not in the cache."""
-        path = self._place.shard(shard.sha256)
+    def fetch_ahead(self) -> float:
+        """Fetch an announced shard; returns the pause before the next one, in seconds."""
+        ahead = self.ahead
         try:
-            held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            shard, now = ahead.popleft()
+        except IndexError:
+            return _LONGEST_POLL_S
+        try:
+            if (held := self._held(shard) or self._fetch(shard, now)) is not None:
+                self._kept[shard.sha256] = held
+                return 0.0
+            pause = _LONGEST_POLL_S
+        except (OutlastError, OSError):  # who needs the shard meets this as well, and says so
+            pause = _PAUSE_S
+        ahead.append((shard, now))
+        return pause
+
+    def _path(self, shard: Shard) -> Path:
+        return self._cache / "shards" / shard.sha256
+
+    def _held(self, shard: Shard) -> Held | None:
+        """A shard that is in the cache; None if it is not."""
+        path = self._path(shard)
+        try:
+            held = Held(path)
         except FileNotFoundError:
             return None
-        if file_locks.acquire(held, share=True) and (status := os.fstat(held)).st_nlink:  # else it is being removed
-            if status.st_size == shard.bytes:
-                with contextlib.suppress(PermissionError):  # it belongs to another user
-                    os.utime(held, ns=(time.time_ns(), status.st_mtime_ns))
-                return held
-            path.unlink(missing_ok=True)  # cut off by a power failure
-        os.close(held)
-        return None
+        status = os.fstat(held.fd)
+        if not held.ours or not status.st_nlink:  # it is being removed
+            return None
+        if status.st_size != shard.bytes:  # cut off by a power failure
+            path.unlink(missing_ok=True)
+            return None
+        with contextlib.suppress(PermissionError):  # it belongs to another user
+            os.utime(held.fd, ns=(time.time_ns(), status.st_mtime_ns))
+        return held
 
-    def _refused(self, said: wants.Said, what: str) -> None:
-        if what in said.refused:
-            raise OutlastError(said.refused[what])
+    def _fetch(self, shard: Shard, now: bool) -> Held | None:
+        """Fetch a shard; None if another process does. Raises NoRoom if it is not needed now and the cache is full."""
+        with room.claimed(self._cache, shard.sha256, shard.bytes, cache.things, os.environ) as (path, missing):
+            if path is None:
+                return None
+            if missing and not now:
+                raise NoRoom(f"the cache {self._cache} is full")
+            if missing:  # no room for what is read ahead
+                self._kept.clear()
+                room.make(self._cache, 0, cache.things, os.environ)
+            self._download(shard.file, path, shard.bytes)
+            if (found := unpack.checksum(path)) != shard.sha256:
+                sums = f"its sha256 is {found[:12]}..., {MANIFEST} says {shard.sha256[:12]}..."
+                raise Damaged(f"{shard.file} of {self.name} is damaged: {sums}; {_REST}")
+            path.chmod(0o444)
+            held = Held(path)
+            path.replace(self._path(shard))
+            return held
 
-    def _waiting(self, what: str) -> Iterator[wants.Said]:
-        """What the fetcher says, again and again, until the caller has what it waits for. Raises OutlastError after too long."""
-        begun = tell = time.monotonic()
-        pause, watch, self._starts, self._started = _POLL_S, stall.watch(), 0, float("-inf")
-        reader = self._known
-        while True:
-            self._ensure_fetcher()
-            said = self._place.said()
-            yield said if reader.name in said.readers else wants.Said()
-            time.sleep(pause)
-            watch.alive()
-            pause, waited = min(_LONGEST_POLL_S, pause * 1.5), time.monotonic() - begun
-            if said.away and waited >= self._patience_s:
-                raise OutlastError(
-                    f"{said.away}; waited {units.human_seconds(waited)} for {what} of {self.name}; "
-                    "see that the store can be reached, and start again: the run goes on where it was"
-                )
-            if waited >= _TELL_S and time.monotonic() >= tell:
-                tell = time.monotonic() + _AGAIN_S
-                why = said.away or said.full or "it is being fetched"
-                log.warning("outlast: waiting for %s of %s, for %s so far: %s", what, self.name, units.human_seconds(waited), why)
-
-    def _ensure_fetcher(self) -> None:
-        """Start the fetcher of this place unless there is one."""
-        lock = self._place.home / "lock"
-        if not file_locks.free(lock):
-            self._starts = 0
-            return
-        with file_locks.attempted(self._place.home / "starting") as ours:
-            if not ours or time.monotonic() - self._started < _START_S:
-                return
-            if self._starts >= _STARTS:
-                raise OutlastError(f"shards of {self.name} cannot be fetched: {self._last_words()}")
-            self._starts, self._started = self._starts + 1, time.monotonic()
-            _start(self._place)
-
-    _starts, _started = 0, float("-inf")
-
-    def _last_words(self) -> str:
-        """The last line that a fetcher printed."""
+    def _download(self, key: str, path: Path, size: int | None = None) -> Path:
+        """An object of the store as a file; `size` is that of a shard. Raises StoreError, OSError."""
+        global _used
+        if _forked:  # a store's client waits for ever in a fork of a process that has used it
+            command = [sys.executable, "-m", __name__, self.name, key, str(path), *([] if size is None else [str(size)])]
+            environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+            done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=True)
+            if done.stdout:
+                raise pickle.loads(done.stdout)
+            return path
+        _used = True
+        timeout_s = min(_STORE_S, backoff.timeout_from_environment())
+        _under_way.add(path)
         try:
-            lines = (self._place.home / "log").read_text(errors="replace").strip().splitlines()
-        except OSError:
-            lines = []
-        return lines[-1] if lines else "the process that fetches ends at once, and does not say why"
+            self._store = self._store or store.open_(self.name, timeout_s=timeout_s)
+            if size is None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                files.replace(path, self._store.get(key), durable=True)
+            else:
+                transfer.receive(self._store, [(key, size, path)], durable=True, stop=_leaving)
+        finally:
+            _under_way.discard(path)
+        return path
+
+    def _patiently(self, what: str, attempt: Callable[[], T | None]) -> T:
+        """What `attempt` returns, repeated while another process fetches (None) or the store is away. Raises OutlastError for
+        what cannot be had, or not after `patience`."""
+        begun, tell = time.monotonic(), time.monotonic() + _TELL_S
+        pause, tries = _POLL_S, 0
+        with stall.watch().alive():
+            while True:
+                why = "another process fetches it"
+                try:
+                    if (result := attempt()) is not None:
+                        return result
+                except (OutlastError, OSError) as error:
+                    why, passes = self._problem(what, error)
+                    away = isinstance(error, StoreError)
+                    pause, tries = _TRY_S, tries + (not away)
+                    if away and passes and (waited := time.monotonic() - begun) >= self._patience_s:
+                        why += (
+                            f"; waited {units.human_seconds(waited)} for {what} of {self.name}; "
+                            "see that the store can be reached, and start again: the run goes on where it was"
+                        )
+                        passes = False
+                    if not passes or tries == _TRIES:
+                        raise OutlastError(why) from error
+                if time.monotonic() >= tell:
+                    tell, waited = time.monotonic() + _AGAIN_S, time.monotonic() - begun
+                    log.warning(
+                        "outlast: waiting for %s of %s, for %s so far: %s", what, self.name, units.human_seconds(waited), why
+                    )
+                time.sleep(pause)
+                pause = min(_LONGEST_POLL_S, pause * 1.5)
+
+    def _problem(self, what: str, error: Exception) -> tuple[str, bool]:
+        """What an error means, and whether it may pass."""
+        if isinstance(error, Missing):
+            remedy = "prepare data there (outlast data prepare), or correct the URL" if what == MANIFEST else _REST
+            return f"{self.name} has no {what}; {remedy}", False
+        if isinstance(error, Changed):
+            return f"{what} of {self.name} is not what {MANIFEST} says: {error}; {_REST}", False
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = "make room, or let OUTLAST_CACHE name a directory of a larger disk"
+            used = units.human_bytes(sum(thing.size for thing in cache.things(self._cache)))
+            return f"the disk of the cache {self._cache} is full, of which the cache has {used}; {remedy}", True
+        if isinstance(error, OSError):
+            return f"{what} cannot be cached: {error}", False
+        return str(error), isinstance(error, Damaged) or (isinstance(error, StoreError) and error.retry)
 
 
-def _start(place: wants.Place) -> None:
-    """Start a fetcher in a session of its own; it is no child of ours, so it is not waited for."""
-    above = str(Path(outlast.__file__).parents[1])
-    path = os.pathsep.join(filter(None, [above, os.environ.get("PYTHONPATH", "")]))
-    with (place.home / "log").open("wb") as output:
-        subprocess.run(
-            ["sh", "-c", '"$@" &', "sh", sys.executable, "-m", wants.FETCHER, place.url],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            cwd="/",
-            env={**os.environ, "PYTHONPATH": path, Env.CACHE: str(place.cache.absolute())},
-            check=True,
-        )
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _read_ahead(known: weakref.ref[Fetched], ahead: deque[tuple[Shard, bool]]) -> None:
+    """Fetch what a place has announced, until all of it is here or something else is announced."""
+    while ahead and (place := known()) is not None and place.ahead is ahead:
+        pause = place.fetch_ahead()
+        del place  # which may be gone before the pause is over
+        if _leaving.wait(pause):
+            return
+
+
+_all: weakref.WeakSet[Fetched] = weakref.WeakSet()
+_used = _forked = False
+"""Whether this process has used a store; whether it is the fork of one that had."""
+_leaving = threading.Event()
+_under_way: set[Path] = set()
+"""What is being downloaded."""
+
+
+def _leave() -> None:
+    """At the end of the process: no thread may be in a store's client when Python goes away."""
+    _leaving.set()
+    deadline = time.monotonic() + _LEAVE_S
+    while _under_way and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def _begin_in_fork() -> None:
+    global _forked
+    _forked = _forked or _used
+    for place in list(_all):
+        place.begin()
+
+
+atexit.register(_leave)
+os.register_at_fork(after_in_child=_begin_in_fork)
+
+if __name__ == "__main__":  # URL KEY PATH [SIZE]: what `_download` does, for a process that was forked
+    try:
+        Fetched(sys.argv[1], 1, 0.0)._download(sys.argv[2], Path(sys.argv[3]), *map(int, sys.argv[4:]))
+    except (OutlastError, OSError) as problem:
+        sys.stdout.buffer.write(pickle.dumps(problem))

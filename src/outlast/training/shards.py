@@ -3,8 +3,8 @@
     stream = Stream(Shards(run.data, block=1024), batch=480)             # tokens: `outlast data prepare text`, nanoGPT's *.bin
     stream = Stream(Shards("s3://bucket/pictures"), batch=256)           # columns: prepare images, jsonl, video
 
-`outlast.data.shards` knows the format. Local shards are mapped into memory, so nothing is copied before a batch is made. Those of
-a store are fetched by a process apart (`fetched`).
+`outlast.data.shards` knows the format. Shards are mapped into memory: nothing is copied before a batch is made. `fetched` brings
+those of a store to this machine; it is imported for them only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from outlast.data import shards as prepared
 from outlast.data.shards import Manifest, Shard
 from outlast.errors import OutlastError
-from outlast.training.fetched import Fetched
 from outlast.training.order import Indices, Windows
 
 WINDOW = 8
@@ -51,8 +50,8 @@ class Place(Protocol):
     def manifest(self) -> Manifest:
         """What there is. Raises OutlastError."""
 
-    def hold(self, shard: Shard) -> tuple[Path, int | None]:
-        """A path to read a shard from, and a descriptor that protects the file until it is closed. Waits for it to arrive."""
+    def hold(self, shard: Shard) -> tuple[Path, object]:
+        """A path to read a shard from, and what protects the file as long as it is referenced. Waits for it to arrive."""
 
     def file(self, name: str) -> Path:
         """A small file beside the shards. Raises OutlastError if there is none."""
@@ -74,7 +73,7 @@ class Directory:
         """The directory's manifest."""
         return prepared.read(self._path)
 
-    def hold(self, shard: Shard) -> tuple[Path, int | None]:
+    def hold(self, shard: Shard) -> tuple[Path, object]:
         """The file itself."""
         return self._path / shard.file, None
 
@@ -157,7 +156,7 @@ class Shards:
     def _forget(self) -> None:
         """Begin without an open shard: at the start, and in a process that was forked or got this by pickle."""
         self._lock, self._pid = threading.Lock(), os.getpid()
-        self._held: OrderedDict[int, tuple[Columns, _Hold]] = OrderedDict()
+        self._held: OrderedDict[int, tuple[Columns, object]] = OrderedDict()
         self._announced: tuple[int, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -210,10 +209,10 @@ class Shards:
             ahead, now = (list(range(count)), count) if count <= self.window else ([], self.window)
         else:
             ahead, now = [number % count for number in range(at, at + min(count, AHEAD * self.window))], 1
-        self._place.want([self._shards[number] for number in ahead], now)
         with self._lock:  # what was read may make room
             for number in self._held.keys() - set(ahead):
                 del self._held[number]
+        self._place.want([self._shards[number] for number in ahead], now)
 
     def await_(self, indices: Indices) -> None:
         """Return once the shards of these samples are in the cache; processes that read them cannot tell that they wait."""
@@ -242,27 +241,19 @@ class Shards:
                 self._held.move_to_end(number)
                 return self._held[number][0]
             path, held = self._place.hold(self._shards[number])
-            holding = _Hold(held)
             columns = {"tokens": prepared.tokens(path, self.manifest.dtype)} if self.block else prepared.columns(path)
-            self._held[number] = columns, holding
+            self._held[number] = columns, held
             while len(self._held) > self._place.keeps:
                 self._held.popitem(last=False)
             return columns
 
 
-class _Hold:
-    """Protects a shard from removal as long as this object is referenced."""
-
-    def __init__(self, fd: int | None) -> None:
-        self._fd = fd
-
-    def __del__(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-
-
 def _opened(place: str, window: int, patience: float) -> Place:
-    return Fetched(place, window, patience) if "://" in place else Directory(Path(place).expanduser())
+    if "://" not in place:
+        return Directory(Path(place).expanduser())
+    from outlast.training.fetched import Fetched
+
+    return Fetched(place, window, patience)
 
 
 def _joined(parts: list[tuple[Indices, Columns, Indices]], count: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ of an epoch exactly once, however often the world changes in between.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import hashlib
@@ -32,6 +33,9 @@ from outlast.errors import OutlastError
 from outlast.training import device, stalls
 from outlast.training.order import VERSION, Indices, Windows, permuted
 from outlast.training.shards import Shards
+
+_LEAVE_S = 1.0
+"""Longest wait for the thread of a stream that is left: torch aborts a process that ends while a thread is in torch."""
 
 
 def dealt(count: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -426,7 +430,14 @@ def _ahead(items: Iterator[Any], count: int) -> Iterator[Any]:
             put(("error", error))
 
     thread = threading.Thread(target=fill, name="outlast-stream", daemon=True)
+
+    def end() -> None:
+        stopped.set()
+        if threading.current_thread() is not thread:  # which may be the one that collects garbage
+            thread.join(_LEAVE_S)
+
     thread.start()
+    atexit.register(end)
     try:
         while True:
             what, item = ready.get()
@@ -436,7 +447,8 @@ def _ahead(items: Iterator[Any], count: int) -> Iterator[Any]:
                 raise item
             yield item
     finally:
-        stopped.set()
+        atexit.unregister(end)
+        end()
 
 
 @dataclasses.dataclass(frozen=True)
