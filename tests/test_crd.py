@@ -52,9 +52,14 @@ def test_kubernetes_takes_the_definition(version: str) -> None:
     schemas.validate(crd.definition(), version, strict=True)
 
 
-@pytest.mark.parametrize("place", PARTS)
-def test_the_schema_is_structural(place: str) -> None:
-    part = PARTS[place]
+def test_the_schema_is_structural() -> None:
+    assert len(PARTS) > 200
+    for place, part in PARTS.items():
+        structural(place, part)
+
+
+def structural(place: str, part: Schema) -> None:
+    """Fails for a part that the API server refuses."""
     either = part.get("x-kubernetes-int-or-string", False)
     assert not part.keys() & {"$ref", "allOf", "oneOf", "not", "const", "title", "nullable", "definitions", "$defs", "examples"}
     whole = part.keys() == {"description", "x-kubernetes-preserve-unknown-fields"} and place.startswith(".spec.template.")
