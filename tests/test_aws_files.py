@@ -294,6 +294,7 @@ def listed(value: Any) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------- CloudFormation
 
 
+@pytest.mark.slow  # moto makes them in the next tests
 def test_cfn_lint_has_nothing_to_say_of_the_stacks() -> None:
     from cfnlint.api import ManualArgs, lint
 

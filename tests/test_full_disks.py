@@ -123,7 +123,7 @@ def test_the_first_start_of_a_run_on_a_disk_that_cannot_be_written_ends_with_one
     assert sentence in end.errors[0]
 
 
-@pytest.mark.parametrize("generation", [1, None])
+@pytest.mark.parametrize("generation", [1, pytest.param(None, marks=pytest.mark.slow)])
 def test_the_first_start_of_a_run_needs_the_disk_of_rank_0_only(tmp_path: Path, small_disk: Path, generation: int | None):
     """In a job, and in a torchrun, which numbers no generations."""
     small_disks.protect(small_disk)
@@ -283,7 +283,11 @@ def test_saves_go_on_after_a_reset_of_their_connections(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("harm", "said"), [(small_disks.fill, "No space left on device"), (small_disks.protect, "Read-only file system")]
+    ("harm", "said"),
+    [
+        (small_disks.fill, "No space left on device"),
+        pytest.param(small_disks.protect, "Read-only file system", marks=pytest.mark.slow),
+    ],
 )
 def test_training_goes_on_from_memory_and_saves_again_once_the_disk_is_well(
     agents: Agents, small_disk: Path, undisturbed: object, harm: Callable[[Path], None], said: str

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes_validate import utils as schemas
 
+from minors import MINORS, each_minor
 from outlast import contract, manifests, spec
 from outlast.agent import lifecycle, upload_handle
 from outlast.cli import render as render_command
@@ -30,7 +31,6 @@ GOLDEN = runpy.run_path(str(ROOT / "tests" / "golden" / "render.py"))
 JOBS: list[str] = GOLDEN["JOBS"]
 TOPOLOGIES = list(manifests.TOPOLOGIES)
 WITH_PODS = [topology for topology in TOPOLOGIES if topology != "elasticjob"]
-MINORS = sorted(set(schemas.all_versions()), key=lambda version: [int(part) for part in version.split(".")])[-4:]
 LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
 DNS = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
@@ -95,7 +95,7 @@ def test_documents_are_what_they_were(topology: str, name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("version", MINORS)
+@each_minor
 @every_topology
 @every_job
 def test_kubernetes_takes_the_documents(topology: str, name: str, version: str) -> None:

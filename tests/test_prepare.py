@@ -551,6 +551,12 @@ def prepared(tmp_path: Path) -> Callable[..., dict[str, str]]:
     return prepared
 
 
+def test_a_module_that_does_not_exist_is_named(tmp_path: Path, prepared, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(OutlastError, match=f"^module: Python finds no 'no' from {tmp_path}; correct the name or install its"):
+        prepared(module="no.such.module")
+
+
 def test_variables_of_the_job_may_refer_to_its_data(tmp_path: Path, prepared):
     (tmp_path / "digits").mkdir()
     data = [{"from": str(tmp_path / "digits"), "to": "/data"}]

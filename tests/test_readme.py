@@ -174,40 +174,37 @@ def test_a_recipe_has_the_flags_that_replace_those_of_a_script(recipe: str, tabl
 FIELDS = [field.alias or name for name, field in spec.Spec.model_fields.items()]
 
 
-@pytest.mark.parametrize("text", [span for name in FIELDS for span in spans(COMING_FROM, f"{name}: ")])
-def test_a_field_of_the_job_file_is_valid(text: str) -> None:
-    given = yaml.safe_load(text)
-    fields = {"image": "train:1", **({} if "module" in given else {"script": "train.py"}), **given}
-    job = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "train"}, "spec": fields}
-    assert spec.parse(yaml.safe_dump(job))
+def test_the_fields_of_the_job_file_are_valid() -> None:
+    texts = [span for name in FIELDS for span in spans(COMING_FROM, f"{name}: ")]
+    assert len(texts) > 40
+    for text in texts:
+        given = yaml.safe_load(text)
+        fields = {"image": "train:1", **({} if "module" in given else {"script": "train.py"}), **given}
+        job = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "train"}, "spec": fields}
+        assert spec.parse(yaml.safe_dump(job)), text
 
 
-@pytest.mark.parametrize("file", sorted({word for words in OUTLAST for word in words if word.startswith("examples/")}))
-def test_a_file_that_is_named_exists(file: str) -> None:
-    assert (ROOT / file).exists()
+def test_the_files_that_are_named_exist() -> None:
+    named = {word for words in OUTLAST for word in words if word.startswith("examples/")}
+    assert len(named) > 20
+    assert {file for file in named if not (ROOT / file).exists()} == set()
 
 
-@pytest.mark.parametrize("target", MAKE)
-def test_make_knows_the_target(target: str) -> None:
+def test_make_knows_the_targets() -> None:
     if shutil.which("make") is None:
         pytest.skip("no make on this machine")
-    subprocess.run(["make", "--dry-run", "--old-file=.venv/.ready", target], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(["make", "--dry-run", "--old-file=.venv/.ready", *MAKE], cwd=ROOT, check=True, capture_output=True)
 
 
-@pytest.mark.parametrize("text", [block for page in WHOLE for block in blocks(page, "yaml")])
-def test_a_job_file_is_valid(text: str) -> None:
-    assert spec.parse(text).kind == contract.KIND
-
-
-@pytest.mark.parametrize("text", [block for page in WHOLE for block in blocks(page, "python")])
-def test_python_compiles(text: str) -> None:
-    compile(text, "README.md", "exec")
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#]+)\)", page.read_text())
-    assert [target for target in targets if "://" not in target and not (page.parent / target).exists()] == []
+def test_the_blocks_of_pages_are_job_files_and_python() -> None:
+    jobs = [block for page in WHOLE for block in blocks(page, "yaml")]
+    programs = [block for page in WHOLE for block in blocks(page, "python")]
+    assert jobs
+    assert programs
+    for text in jobs:
+        assert spec.parse(text).kind == contract.KIND
+    for text in programs:
+        compile(text, "README.md", "exec")
 
 
 def anchors(page: Path) -> set[str]:
@@ -217,7 +214,9 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_lead_to_headings(page: Path) -> None:
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)\)", page.read_text())
+    assert [target for target in targets if "://" not in target and not (page.parent / target).exists()] == []
     found = re.findall(r"\]\(([^):]+\.md)?#([^)]+)\)", page.read_text())
     assert [(file, to) for file, to in found if to not in anchors(page.parent / file if file else page)] == []
 

@@ -37,6 +37,8 @@ def test_scaling_consumes_every_sample_of_every_epoch_once_and_loses_no_step(mac
     workers = {"replicas": 2, "min": 1, "max": 3}
     job = machine.job(args=(*args, "--pause=0.1", "--gate"), workers=workers, checkpoint={"every": "1h"})
     name = machine.submit(job)
+    with pytest.raises(OutlastError, match=r"5 workers are not allowed; the job allows 1 to 3 .*--set workers.max=5"):
+        machine.backend.scale(name, 5)
     for replicas in (1, 3):
         beyond = min(machine.at_step(name, 10).step + 6, 131)
         machine.backend.scale(name, replicas)
@@ -145,16 +147,9 @@ def test_a_plain_torchrun_script_runs_unchanged_and_survives(machine):
     assert "rank 0 of 2 is done" in said
 
 
+@pytest.mark.slow  # tests/test_run_survives.py has one of one worker
 def test_several_processes_of_one_worker_are_ranks_of_one_world(machine):
     status = machine.run(machine.job(script="plain.py", args=("3",), workers={"replicas": 2}, processesPerWorker=2))
     assert status.state is State.SUCCEEDED
     said = [line.text for line in machine.backend.logs(status.name)]
     assert sorted(line for line in said if "starts" in line) == [f"[rank {rank}] rank {rank} of 4 starts" for rank in range(4)]
-
-
-def test_a_size_that_the_job_does_not_allow_is_refused(machine):
-    name = machine.submit(machine.job(args=("--steps=400", "--gate"), workers={"replicas": 2, "min": 1, "max": 3}))
-    with pytest.raises(OutlastError, match=r"5 workers are not allowed; the job allows 1 to 3 .*--set workers.max=5"):
-        machine.backend.scale(name, 5)
-    machine.backend.steer(name, "cancel")
-    assert machine.end(name).state is State.CANCELLED

@@ -230,12 +230,6 @@ def test_a_script_that_disappears_from_the_copy_of_the_code_is_named(machine):
     assert "script: exact.py is not in" in status.reason
 
 
-def test_a_module_that_does_not_exist_is_named(machine):
-    status = machine.run(machine.job(script=None, code=None, module="no.such.module"))
-    assert (status.state, status.exit_code) == (State.FAILED, 78)
-    assert "Python finds no 'no'" in status.reason
-
-
 def test_data_that_does_not_exist_is_named_before_anything_starts(machine):
     with pytest.raises(OutlastError, match=r"data\[0\].from \(.*/nowhere\) does not exist; get the data, or correct the path"):
         machine.submit(machine.job(data=[{"from": "nowhere", "to": "/data"}]))
@@ -298,6 +292,7 @@ def test_a_full_disk_stops_saving_but_not_training_and_is_said(small_disk: Path,
         machine.kill_everything()
 
 
+@pytest.mark.slow  # the sentence: tests/test_probes.py
 def test_a_probe_port_in_use_is_said_and_not_tried_again(machine, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -232,13 +232,6 @@ def test_requirements_that_cannot_be_met_are_told_before_data_is_fetched(machine
     assert gate.count(r"a\.txt$") == 0
 
 
-def test_an_archive_with_another_checksum_ends_the_job_with_both(machine, rclone: Place):
-    upload(rclone, {"code.tgz": a_tgz({"see.py": SCRIPT})})
-    status = machine.run(machine.job(script="see.py", code=f"{rclone.url}/code.tgz#sha256={'0' * 64}"))
-    assert (status.state, status.exit_code) == (State.FAILED, 78)
-    assert re.search(r"has the checksum [0-9a-f]{64}, the job file says 0{64}; correct #sha256= there", status.reason)
-
-
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [

@@ -155,7 +155,7 @@ def restored(machine, name: str) -> list[int]:
 def test_the_elastic_agent_and_the_warm_process_may_die_and_the_snapshots_stay(machine, undisturbed: Final, workers: int):
     """Nothing is saved: the steps are in the memory of agents alone, of a single one where there is one worker."""
     ranks = {"workers": {"replicas": workers}, "processesPerWorker": 2 // workers}
-    name = machine.submit(machine.job(args=ARGS, checkpoint={"every": "1h"}, **ranks))
+    name = machine.submit(machine.job(args=(*ARGS, "--print"), checkpoint={"every": "1h"}, **ranks))
     status = machine.at_step(name, 15)
     home, agents = StateDir(machine.directory / "state" / "jobs" / name), [worker.pid for worker in status.workers]
     for deaths, (victim, index) in enumerate([("elastic agent", 0), ("warm process", workers - 1)], 1):
@@ -170,6 +170,8 @@ def test_the_elastic_agent_and_the_warm_process_may_die_and_the_snapshots_stay(m
     status = machine.end(name, hurry=True)
     assert (status.state, status.restarts) == (State.SUCCEEDED, 2)
     assert machine.final(name) == undisturbed(ARGS, 2)
+    said = {line.text for line in machine.backend.logs(name)}
+    assert {f"{f'[rank {rank}] ' * (workers == 1)}rank {rank} step 60" for rank in (0, 1)} <= said
 
 
 @pytest.fixture

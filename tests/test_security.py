@@ -6,8 +6,6 @@ import re
 import stat
 from pathlib import Path
 
-import pytest
-
 from outlast.rendezvous.transports import sockets
 
 ROOT = Path(__file__).parents[1]
@@ -23,9 +21,9 @@ def test_the_guide_names_tests_that_there_are() -> None:
     assert [name for name in NAMED if name not in TESTS] == []
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[2:40])
-def test_every_row_is_held_by_a_test_or_not_defended(row: str) -> None:
-    assert "**not defended**" in row or re.search(r"`test_\w+`", row)
+def test_every_row_is_held_by_a_test_or_not_defended() -> None:
+    assert len(ROWS) > 30
+    assert [row for row in ROWS if "**not defended**" not in row and not re.search(r"`test_\w+`", row)] == []
 
 
 def test_a_socket_is_its_users_alone(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import time
 from collections import Counter
@@ -128,20 +129,19 @@ def test_another_batch_in_every_world_consumes_every_sample_once_an_epoch(tmp_pa
 
 
 def test_the_loss_of_a_step_does_not_depend_on_the_number_of_ranks(tmp_path: Path):
-    losses = [world(Training("plain"), tmp_path / str(ranks), ranks).results[0]["losses"] for ranks in (1, 2, 3)]
-    for other in losses[1:]:
-        assert other == pytest.approx(losses[0], rel=1e-4)
+    losses = [world(Training("plain"), tmp_path / str(ranks), ranks).results[0]["losses"] for ranks in (1, 3)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 def test_sharded_models_resume_in_worlds_of_other_sizes(tmp_path: Path):
     """FSDP2: a checkpoint of two ranks is put back into two and into one."""
     whole = worlds.ended(worlds.started(sharded, tmp_path / "whole", 2), tmp_path / "whole")
     assert whole.codes == [0, 0], whole.errors
+    left = worlds.ended(worlds.started(functools.partial(sharded, 7), tmp_path / "left", 2), tmp_path / "left")
+    assert left.codes == [75, 75], left.errors
+    worlds.again(left)
     for ranks in (2, 1):
-        output = tmp_path / str(ranks)
-        left = worlds.ended(worlds.started(functools.partial(sharded, 7), output, 2), output)
-        assert left.codes == [75, 75], left.errors
-        worlds.again(left)
+        output = shutil.copytree(left.output, tmp_path / str(ranks))
         again = worlds.ended(worlds.started(sharded, output, ranks, generation=2), output)
         assert again.codes == [0] * ranks, again.errors
         expected = json.loads((tmp_path / "whole" / "sums").read_text())
@@ -294,8 +294,8 @@ def test_a_rank_that_raises_ends_with_its_own_error(tmp_path: Path):
     assert [c.step for c in end.checkpoints] == [5]  # the save that was in flight
 
 
-def test_the_ledger_tells_the_story_of_a_run(tmp_path: Path):
-    end = world(Training(), tmp_path, 2)
+def test_the_ledger_tells_the_story_of_a_run(calm: Calm):
+    end = calm(Training(), 2)
     story = [(e["kind"], e.get("step"), e["source"]) for e in end.events if e["kind"] not in ("step", "staged")]
     assert story[:5] == [
         *sorted([("session", None, "rank-0"), ("session", None, "rank-1")], key=lambda entry: story.index(entry)),
@@ -311,10 +311,10 @@ def test_the_ledger_tells_the_story_of_a_run(tmp_path: Path):
     assert last["bytes"] == end.checkpoints[-1].bytes > 10_000
 
 
-def test_progress_tells_phase_steps_and_the_committed_step(tmp_path: Path):
-    world(Training(), tmp_path, 2)
+def test_progress_tells_phase_steps_and_the_committed_step(calm: Calm):
+    output = calm(Training(), 2).output
     for rank in range(2):
-        record = progress.read(tmp_path / "workers" / str(rank), 0)
+        record = progress.read(output / "workers" / str(rank), 0)
         assert record is not None
         assert (record.generation, record.rank, record.phase, record.step, record.steps) == (1, rank, "done", LAST, LAST)
         assert (record.committed, record.warning) == (LAST, "")

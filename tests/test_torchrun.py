@@ -17,11 +17,13 @@ from typing import Any
 
 import psutil
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousTimeoutError
 
 import ports
 from outlast import contract
+from outlast.errors import OutlastError
 from outlast.launch import elastic
-from outlast.rendezvous import world
+from outlast.rendezvous import entry_point, world
 from outlast.rendezvous.transports import sockets
 
 SCRIPT = """
@@ -117,24 +119,10 @@ def test_torchrun_finds_the_handler_and_recovers_from_a_killed_process(decider: 
     assert json.loads((tmp_path / "state-1" / "world.json").read_text())["generation"] == 2
 
 
-def test_an_endpoint_of_another_kind_is_refused_with_a_sentence(tmp_path: Path):
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--rdzv-backend=outlast",
-            "--rdzv-endpoint=nowhere:1",
-            "--nnodes=1",
-            "x.py",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert run.returncode != 0
-    assert "the rendezvous endpoint 'nowhere:1' is unknown; expected unix:///path" in run.stderr
+def test_an_endpoint_of_another_kind_is_refused_with_a_sentence():
+    asked = RendezvousParameters("outlast", "nowhere:1", "run", 1, 1)
+    with pytest.raises(OutlastError, match=r"^the rendezvous endpoint 'nowhere:1' is unknown; expected unix:///path"):
+        entry_point()(asked)
 
 
 class Offers:
@@ -154,8 +142,6 @@ class Offers:
 
 
 def test_a_member_that_reaches_no_world_gives_up_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
-
     from outlast.rendezvous import handler
 
     monkeypatch.setenv(contract.Env.GENERATION, "0")  # put back what it sets

@@ -292,8 +292,12 @@ Calm = Callable[[Training, int], Ended]
 
 @pytest.fixture(scope="session", autouse=True)
 def fork_server() -> None:
-    """The one server of this process, started before `data.prepare` starts it without torch: then each rank would import that."""
-    fork.set_forkserver_preload(["outlast.training.session", "torch._dynamo", *work._PRELOADED])
+    """The one server of this process, started before `data.prepare` starts it without torch: then each rank would import that.
+
+    It imports as well what the modules of tests import: each rank finds its program in one of them.
+    """
+    ours = ["outlast.training.session", "outlast.agent.upload", "outlast.checkpoints.remote"]
+    fork.set_forkserver_preload([*ours, "torch._dynamo", "pytest", *work._PRELOADED])
     forkserver.ensure_running()
 
 
