@@ -254,13 +254,11 @@ def test_strangers_do_no_harm(made: Callable[..., Mesh]) -> None:
     ):
         with socket.create_connection(where) as stranger:
             stranger.settimeout(SOON_S)
-            stranger.sendall(said)
-            stranger.shutdown(socket.SHUT_WR)
-            try:
+            with contextlib.suppress(OSError):  # it is hung up on, perhaps before it has said all
+                stranger.sendall(said)
+                stranger.shutdown(socket.SHUT_WR)
                 while stranger.recv(4096):
                     pass
-            except ConnectionError:
-                pass
     two.handlers["x"] = lambda id, message: None
     one.send(2, {"kind": "x"}).result(SOON_S)
     assert (one.unheard, two.unheard) == ((), ())

@@ -86,8 +86,8 @@ STORIES: dict[str, list[tuple[str, Sequence[str]]]] = {
         ("run examples/gpt.yaml", ["--set", "checkpoint.every=20 steps"]),
         ("evaluate gpt", []),
         ("data prepare text input.txt --to data/mine --tokenizer char", []),
-        ("data prepare text docs --glob *.jsonl --field text --to data/mine", ["--fresh"]),
     ],
+    "documents": [("data prepare text docs --glob *.jsonl --field text --to data/mine", [])],
     "images": [
         ("run --workers 2 -m outlast.recipes.imagenet --input-path /data/tiny-imagenet-200 --epochs 10", IMAGES),
         ("run --workers 2 -m outlast.recipes.imagenet DIR -a resnet18 -b 64", [*IMAGES, "--num_checkpoints=1"]),
@@ -156,7 +156,7 @@ def place(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "examples" / "train.py", tmp_path)
     textures.write(tmp_path / "images", {"train": 4, "val": 2}, kinds=4, size=36)
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "a.jsonl").write_text('{"text": "to be, or not to be"}\n' * 200)
+    (tmp_path / "docs" / "a.jsonl").write_text("".join(f'{{"text": "to be, or not to be {n}"}}\n' for n in range(2000)))
     (tmp_path / "input.txt").write_text("to be, or not to be\n" * 200)
     return tmp_path
 

@@ -143,7 +143,7 @@ def test_what_passes_is_not_even_noticed(moto_proxy: Proxy, file: Path, name: st
     ],
 )
 def test_half_an_answer_is_no_answer(moto_proxy: Proxy, file: Path, name: str, fault: faults.Fault) -> None:
-    place = filled(moto_proxy, timeout_s=4 if fault is faults.stalled else 20)
+    place = filled(moto_proxy, timeout_s=6 if fault is faults.stalled else 20)
     operation, expected = OPERATIONS[name]
     moto_proxy.fault = first(1, fault)
     assert operation(place, file) == expected
@@ -239,7 +239,7 @@ LASTING = [
 
 @pytest.mark.parametrize(("name", "fault", "why"), pairs(*LASTING, common="unavailable"))
 def test_what_lasts_is_said_after_a_while(moto_proxy: Proxy, file: Path, name: str, fault: faults.Fault | None, why: str) -> None:
-    place = filled(moto_proxy, timeout_s=0.4)
+    place = filled(moto_proxy, timeout_s=1)
     if fault:
         moto_proxy.fault = always(fault)
     else:
@@ -401,7 +401,7 @@ def test_a_place_where_nobody_may_write_is_found_out_in_time(moto_proxy: Proxy) 
         place.conditional()
     moto_proxy.fault = always(faults.unavailable)
     with pytest.raises(Unreachable):
-        store.open_(place.url, timeout_s=0.4).conditional()
+        store.open_(place.url, timeout_s=1).conditional()
 
 
 # Slow lines
