@@ -3,15 +3,56 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from namespaces import Document, Namespace
+from outlast import contract
 
 ELASTIC = "elasticjobs.outlast.dev"
+OUTLAST = str(Path(sys.executable).with_name("outlast"))
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+def submit_exact(namespace: Namespace, directory: Path, name: str, *args: str, **fields: object) -> None:
+    """Submit a job of two workers that trains exact.py, which prints each step and ends when it is `hurried`."""
+    whole = {
+        "image": os.environ["OUTLAST_TEST_IMAGE"],
+        "script": "exact.py",
+        "code": str(PROGRAMS),
+        "args": ["--gate", "--print", *args],
+        "workers": {"replicas": 2, "min": 1, "max": 3},
+        "resources": {"cpu": "0.2", "memory": "2Gi"},
+        **fields,
+    }
+    document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": name}, "spec": whole}
+    (directory / "job.yaml").write_text(json.dumps(document))
+    command = [OUTLAST, "submit", "job.yaml", "-n", namespace.name]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def both_train(namespace: Namespace, name: str) -> None:
+    """Wait until the second rank has trained a few steps."""
+    namespace.wait(lambda: namespace.logs(name).count("rank 1 step ") >= 8, lambda: namespace.logs(name), 400)
+
+
+def hurried(namespace: Namespace, name: str, timeout_s: float = 400) -> Document:
+    """Let exact.py pass its gate, and pause no more, in all pods that there are; the job's status at its end."""
+
+    def over(found: Document) -> bool:
+        for pod in live(namespace, name):
+            namespace.kubectl("exec", pod, "--", "sh", "-c", 'touch "$OUTLAST_OUTPUT/hurry"', fails=True)
+        return found.get("state") in ("Succeeded", "Failed")
+
+    return until(namespace, name, over, timeout_s)
 
 
 def status(namespace: Namespace, name: str) -> Document:

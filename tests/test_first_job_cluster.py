@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from outlast import store
+
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "guide" / "first-cluster-job.md").read_text()
@@ -49,3 +51,4 @@ def test_each_line_of_the_page_runs_and_nothing_is_left(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
     assert (tmp_path / "exact" / "model.pt").exists()
     assert (tmp_path / "exact.pt").exists()
+    assert list(store.open_(output).entries()) == []

@@ -13,8 +13,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -24,15 +22,13 @@ from typing import Any
 import pytest
 
 from namespaces import Namespace
-from operated import ELASTIC, live, until
-from outlast import contract, store
+from operated import ELASTIC, both_train, hurried, submit_exact
+from outlast import store
 from outlast.runs import output as stored
 from seeds import seeds
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 STORE = os.environ.get("OUTLAST_TEST_STORE", "")
-OUTLAST = str(Path(sys.executable).with_name("outlast"))
-PROGRAMS = Path(__file__).parent / "programs"
 STEPS = 200
 FROZEN = 32 << 20
 """Parameters that are saved and not trained, 128 MiB: the steps are short, and the saves are not."""
@@ -51,27 +47,6 @@ def place(namespace: Namespace) -> Iterator[store.Store]:
     found = store.open_(f"{STORE}/{uuid.uuid4().hex[:8]}")
     yield found
     found.delete([entry.key for entry in found.entries()])
-
-
-def submit(directory: Path, namespace: Namespace, name: str, place: store.Store) -> None:
-    """A job of two workers that saves only what it must: the first periodic checkpoint is due in an hour."""
-    fields = {
-        "image": os.environ["OUTLAST_TEST_IMAGE"],
-        "script": "exact.py",
-        "code": str(PROGRAMS),
-        "args": [f"--steps={STEPS}", "--pause=0.3", "--gate", f"--frozen={FROZEN}", "--print"],
-        "workers": {"replicas": 2, "min": 1, "max": 3},
-        "resources": {"cpu": "0.2", "memory": "2Gi"},
-        "checkpoint": {"every": "1h"},
-        "output": place.url,
-        "secrets": [{"name": "store"}],
-    }
-    document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": name}, "spec": fields}
-    (directory / "job.yaml").write_text(json.dumps(document))
-    done = subprocess.run(
-        [OUTLAST, "submit", "job.yaml", "-n", namespace.name], cwd=directory, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def without_training(events: list[Event]) -> list[float]:
@@ -101,25 +76,20 @@ def running(namespace: Namespace, name: str) -> list[str]:
     return [pod["metadata"]["name"] for pod in namespace.pods(name) if pod["status"]["phase"] in ("Pending", "Running")]
 
 
-def hurried(namespace: Namespace, name: str) -> bool:
-    """Let exact.py pass its gate, and pause no more, in all pods that there are."""
-    for pod in live(namespace, name):
-        namespace.kubectl("exec", pod, "--", "sh", "-c", 'touch "$OUTLAST_OUTPUT/hurry"', fails=True)
-    return True
-
-
 @pytest.mark.parametrize("seed", seeds(2))
 def test_a_worker_that_leaves_while_the_other_is_replaced_loses_no_step_that_it_has_saved(
     seed: int, namespace: Namespace, tmp_path: Path, place: store.Store
 ) -> None:
     wait_s = LONGEST_S * ((seed + 1) * 0.618 % 1)  # the golden ratio: any number of trials is spread evenly
     name = f"left-{seed}"
-    submit(tmp_path, namespace, name, place)
-    namespace.wait(lambda: namespace.logs(name).count("rank 1 step ") >= 8, lambda: namespace.logs(name), 400)  # both train
+    args = (f"--steps={STEPS}", "--pause=0.3", f"--frozen={FROZEN}")
+    only_what_it_must = {"checkpoint": {"every": "1h"}, "output": place.url, "secrets": [{"name": "store"}]}
+    submit_exact(namespace, tmp_path, name, *args, **only_what_it_must)
+    both_train(namespace, name)
     namespace.kubectl("delete", "pod", f"{name}-worker-1", "--grace-period=0", "--force")
     time.sleep(wait_s)
     namespace.kubectl("delete", "pod", f"{name}-worker-0")  # returns when it is gone
-    ended = until(namespace, name, lambda found: hurried(namespace, name) and found.get("state") in ("Succeeded", "Failed"), 400)
+    ended = hurried(namespace, name)
     namespace.wait(lambda: not running(namespace, name), lambda: namespace.logs(name))  # then the ledger is in the store
     events = list(stored.events(place.child(name)))
     told = [each for each in events if each["kind"] in ("session", "committed", "interrupted", "restored")]
