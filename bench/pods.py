@@ -1,8 +1,8 @@
 """What a failure costs in real pods, in seconds of training: a process killed, a pod deleted by force, a node frozen.
 
     outlast install --image registry/outlast:dev --wait
-    KUBECONFIG=... OUTLAST_TEST_IMAGE=registry/outlast:dev python bench/pods.py [--repeats 3] [--memory auto --memory off]
-        [--freeze 'docker pause {node}' --thaw 'docker unpause {node}']
+    KUBECONFIG=... OUTLAST_TEST_IMAGE=registry/outlast:dev python bench/pods.py [--repeats 3]
+        [--memory auto --memory off] [--min 3] [--freeze 'docker pause {node}' --thaw 'docker unpause {node}']
 
 Three pods train with `lost.py`, looked after by the operator that is installed, in a namespace of their own; what they write of
 their steps is read from their logs. A frozen node needs a cluster of several nodes, and commands of yours that freeze and thaw
@@ -45,7 +45,7 @@ class Cluster:
             raise SystemExit(f"kubectl {' '.join(words)} exited with {done.returncode}: {done.stderr.strip()}")
         return done.stdout
 
-    def start(self, memory: str, plan: failures.Plan) -> None:
+    def start(self, memory: str, plan: failures.Plan, least: int) -> None:
         """Apply the job, with its script in a ConfigMap."""
         from outlast import manifests, shipping, spec
 
@@ -55,7 +55,7 @@ class Cluster:
             "image": self._image,
             "script": "lost.py",
             "args": arguments,
-            "workers": {"replicas": failures.WORKERS, "min": failures.MIN, "max": failures.WORKERS},
+            "workers": {"replicas": failures.WORKERS, "min": least, "max": failures.WORKERS},
             "resources": {"cpu": "0.2", "memory": "1Gi"},
             "checkpoint": {"every": f"{plan.every_s:g}s", "memory": memory},
         }
@@ -99,7 +99,7 @@ class Cluster:
 def trial(cluster: Cluster, scenario: str, memory: str, options: argparse.Namespace, rng: random.Random) -> failures.Trial:
     """One job and one fault."""
     plan = failures.Plan(options.millions, every_s=options.every, limit_s=options.limit)
-    cluster.start(memory, plan)
+    cluster.start(memory, plan, options.min)
 
     def steady() -> bool:
         there = [each for each in cluster.ended() if each.world_size == failures.WORKERS and each.step >= 5]
@@ -138,6 +138,7 @@ def main() -> None:
     parser.add_argument("--memory", choices=("auto", "off"), action="append", help="default: both, in turn")
     parser.add_argument("--scenario", choices=SCENARIOS, action="append", help="default: all that can be had")
     parser.add_argument("--millions", type=float, default=2.0)
+    parser.add_argument("--min", type=int, default=failures.MIN, help="workers without which nobody trains")
     parser.add_argument("--every", type=float, default=10.0, help="seconds between saves to disk")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds until `never`")
     parser.add_argument("--freeze", default="", help="command that freezes a node: {node} is its name")
@@ -169,9 +170,8 @@ def main() -> None:
     named = {"outlast" if memory == "auto" else "no-memory": done for memory, done in results.items()}
     names = {"outlast": "outlast", "no-memory": "outlast, memory: off"}
     lines = failures.table(named, names, SCENARIOS)
-    text = (
-        f"\n## {time.strftime('%H:%M')}: {failures.WORKERS} pods, {options.millions:g} M parameters\n\n" + "\n".join(lines) + "\n"
-    )
+    begun, asked = time.strftime("%H:%M"), f"{failures.WORKERS} pods, at least {options.min}"
+    text = f"\n## {begun}: {asked}, {options.millions:g} M parameters\n\n" + "\n".join(lines) + "\n"
     print(text)
     with (HERE / "results" / f"{time.strftime('%Y-%m-%d')}-pods.md").open("a") as file:
         file.write(text)
