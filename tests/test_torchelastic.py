@@ -239,6 +239,11 @@ def test_the_range_of_workers() -> None:
 WORKER_0 = "worker 0 (cifar-worker-0.cifar-rdzv.team.svc.cluster.local:29400)"
 
 
+def test_a_deadline_of_0_which_the_archived_definition_let_in_is_none() -> None:
+    assert adapter.plain(a_job(activeDeadlineSeconds=0)).job.spec.active_deadline_seconds is None
+    assert adapter.plain(a_job(activeDeadlineSeconds=9)).job.spec.active_deadline_seconds == 9
+
+
 def test_what_cannot_be_honoured_is_said() -> None:
     job = a_job(200, policy="Always", rdzvEndpoint="etcd-service:2379", schedulingPolicy={"minAvailable": 2})
     job["spec"]["replicaSpecs"] |= {"Etcd": {"template": {"spec": {"containers": [{"name": "etcd"}]}}}, "Master": {"replicas": 1}}

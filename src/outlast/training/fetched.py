@@ -313,6 +313,7 @@ def _leave() -> None:
 def _begin_in_fork() -> None:
     global _forked
     _forked = _forked or _used
+    _under_way.clear()  # by threads that are not here: the end need not wait for them
     for place in list(_all):
         place.begin()
 
