@@ -514,6 +514,21 @@ def test_a_worker_that_is_lost_or_comes_when_others_are_done_is_not_made_again_a
     assert cluster.status["state"] == "Succeeded"
 
 
+@pytest.mark.parametrize(("ended", "state"), [(-1, "Succeeded"), (0, "Running"), (5, "Running")])
+def test_workers_that_end_with_0_since_they_were_told_to_leave_are_not_done(ended: int, state: str) -> None:
+    cluster = running()
+    cluster.job["spec"]["maxReplicas"] = 4
+    assert len(cluster.look().deletes) == 2, "--nnodes differs"
+    for pod in cluster.pods.values():
+        pod["metadata"]["deletionGracePeriodSeconds"] = 30
+        over = {"exitCode": 0, "finishedAt": text(cluster.now + ended)}
+        name = pod["spec"]["containers"][0]["name"]
+        pod["status"] = {"phase": "Succeeded", "containerStatuses": [{"name": name, "state": {"terminated": over}}]}
+    cluster.now += 6
+    cluster.look()
+    assert cluster.job["status"]["state"] == state
+
+
 def test_a_worker_that_has_not_begun_when_others_are_done_is_not_waited_for() -> None:
     cluster = running()
     cluster.scale(4)

@@ -9,12 +9,21 @@ from typing import Any
 from outlast.ledger import Event
 
 _NEEDED = {
-    **{"called": ("generation",), "world": ("generation",), "attempt": ("attempt", "reason"), "unheard": ("workers", "reason")},
-    **{"exited": ("worker", "code", "interrupted"), "finished": ("state",), "hang": ("worker", "rank", "silent_s", "reason")},
-    **{"restored": ("step",), "step": ("step",), "snapshots": ("every", "bytes", "replicas", "reason")},
-    **{"save_failed": ("step", "reason"), "not_copied": ("step", "reason"), "damaged": ("path", "reason")},
+    "called": ("generation",),
+    "world": ("generation",),
+    "exited": ("worker", "code", "interrupted"),
+    "finished": ("state",),
+    "restored": ("step",),
+    "step": ("step",),
+    "snapshots": ("every", "bytes", "replicas", "reason"),
+    "save_failed": ("step", "reason"),
+    "not_copied": ("step", "reason"),
+    "damaged": ("path", "reason"),
+    "hang": ("worker", "rank", "silent_s", "reason"),
+    "unheard": ("workers", "reason"),
+    "attempt": ("attempt", "reason"),
 }
-"""Fields without which an event says nothing: another version, or somebody else, wrote it so."""
+"""Fields without which an event says nothing: somebody else, or another version, wrote it."""
 KINDS = frozenset(
     {
         *("submitted", "asked", "launcher", "worker", "failure", "resumed", "session", "restoring", "interrupted", "chaos"),

@@ -216,7 +216,10 @@ class Fetched:
         if _forked:  # a store's client waits for ever in a fork of a process that has used it
             command = [sys.executable, "-m", __name__, self.name, key, str(path), *([] if size is None else [str(size)])]
             environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-            done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=True)
+            done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+            if done.returncode:
+                how = f"the process that fetches it ended with {done.returncode}; see what it said, and the machine's memory"
+                raise OutlastError(f"{key} of {self.name} cannot be fetched: {how}")
             if done.stdout:
                 raise pickle.loads(done.stdout)
             return path
