@@ -210,8 +210,16 @@ def test_a_shard_that_is_not_what_the_manifest_says_is_refused(
     with pytest.raises(OutlastError, match=sentence):
         list(read(f"file://{data}"))
     assert whole(home)
+    assert not [*home.rglob("coming/*/*")], "each attempt would leave a shard"
     a_text(data, 600, shard=100)
     assert len(list(read(f"file://{data}"))) == 4, "it is asked for again by who starts again"
+
+
+def test_a_fork_whose_fetching_process_dies_says_so(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fetched, "_forked", True)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(OutlastError, match=r"manifest.json of file://\S+ cannot be fetched: the process .* ended with 1; see"):
+        Shards(f"file://{a_text(tmp_path / 'data', 600, shard=100)}", block=10)
 
 
 def test_a_place_without_data_is_refused(home: Path, tmp_path: Path):

@@ -407,6 +407,12 @@ def test_processes_started_again_by_the_members_of_a_world_are_a_failure_of_that
     assert "\n  lost     2 failures cost up to 3.50s of training, 1.75s each\n" in text.plain(again)
 
 
+def test_an_event_that_lacks_what_the_account_needs_is_left_out():
+    story = training().steps(3)
+    lacking = [{"t": story.at, "kind": kind, "source": "another version"} for kind in ALWAYS]
+    assert goodput.buckets([*story.events, *lacking], story.at) == story.account()
+
+
 def test_a_silent_worker_is_noticed_when_its_peers_say_so():
     story = training().steps(3).say("unheard", 3, generation=1, workers=[1], by=0, reason="worker 0 does not hear worker 1")
     story.failure(0.5, reason="lost worker 1")

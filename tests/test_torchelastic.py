@@ -239,6 +239,11 @@ def test_the_range_of_workers() -> None:
 WORKER_0 = "worker 0 (cifar-worker-0.cifar-rdzv.team.svc.cluster.local:29400)"
 
 
+def test_a_deadline_of_0_which_the_archived_definition_let_in_is_none() -> None:
+    assert adapter.plain(a_job(activeDeadlineSeconds=0)).job.spec.active_deadline_seconds is None
+    assert adapter.plain(a_job(activeDeadlineSeconds=9)).job.spec.active_deadline_seconds == 9
+
+
 def test_what_cannot_be_honoured_is_said() -> None:
     job = a_job(200, policy="Always", rdzvEndpoint="etcd-service:2379", schedulingPolicy={"minAvailable": 2})
     job["spec"]["replicaSpecs"] |= {"Etcd": {"template": {"spec": {"containers": [{"name": "etcd"}]}}}, "Master": {"replicas": 1}}
@@ -507,6 +512,21 @@ def test_a_worker_that_is_lost_or_comes_when_others_are_done_is_not_made_again_a
     cluster.end(2, 0)
     cluster.settle()
     assert cluster.status["state"] == "Succeeded"
+
+
+@pytest.mark.parametrize(("ended", "state"), [(-1, "Succeeded"), (0, "Running"), (5, "Running")])
+def test_workers_that_end_with_0_since_they_were_told_to_leave_are_not_done(ended: int, state: str) -> None:
+    cluster = running()
+    cluster.job["spec"]["maxReplicas"] = 4
+    assert len(cluster.look().deletes) == 2, "--nnodes differs"
+    for pod in cluster.pods.values():
+        pod["metadata"]["deletionGracePeriodSeconds"] = 30
+        over = {"exitCode": 0, "finishedAt": text(cluster.now + ended)}
+        name = pod["spec"]["containers"][0]["name"]
+        pod["status"] = {"phase": "Succeeded", "containerStatuses": [{"name": name, "state": {"terminated": over}}]}
+    cluster.now += 6
+    cluster.look()
+    assert cluster.job["status"]["state"] == state
 
 
 def test_a_worker_that_has_not_begun_when_others_are_done_is_not_waited_for() -> None:

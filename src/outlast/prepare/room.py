@@ -85,7 +85,11 @@ def claimed(cache: Path, sha256: str, size: int, things: Things, environ: Mappin
             ours = claim.enter_context(file_locks.attempted(home)) and not (cache / "shards" / sha256).exists()
             missing = _made(cache, 0, things, environ) if ours else 0
         # A name of its own: a thread that an earlier attempt has left behind may still write.
-        yield home / uuid.uuid4().hex if ours else None, missing
+        path = home / uuid.uuid4().hex
+        try:
+            yield path if ours else None, missing
+        finally:
+            path.unlink(missing_ok=True)  # what is damaged, or half: the next attempt would add another one
 
 
 def _made(cache: Path, needed: int, things: Things, environ: Mapping[str, str]) -> int:

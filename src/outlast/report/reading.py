@@ -8,12 +8,26 @@ from typing import Any
 
 from outlast.ledger import Event
 
+_NEEDED = {
+    "called": ("generation",),
+    "world": ("generation",),
+    "exited": ("worker", "code", "interrupted"),
+    "finished": ("state",),
+    "restored": ("step",),
+    "step": ("step",),
+    "snapshots": ("every", "bytes", "replicas", "reason"),
+    "save_failed": ("step", "reason"),
+    "not_copied": ("step", "reason"),
+    "damaged": ("path", "reason"),
+    "hang": ("worker", "rank", "silent_s", "reason"),
+    "unheard": ("workers", "reason"),
+    "attempt": ("attempt", "reason"),
+}
+"""Fields without which an event says nothing: somebody else, or another version, wrote it."""
 KINDS = frozenset(
     {
-        *("submitted", "asked", "launcher", "worker", "exited", "called", "world", "failure", "resumed", "finished"),
-        *("session", "restoring", "restored", "step", "snapshots", "interrupted", "chaos"),
-        *("saving", "staged", "committed", "save_failed", "not_copied", "damaged"),
-        *("hang", "unheard", "attempt"),
+        *("submitted", "asked", "launcher", "worker", "failure", "resumed", "session", "restoring", "interrupted", "chaos"),
+        *("saving", "staged", "committed", *_NEEDED),
     }
 )
 """The events that the account is made of."""
@@ -28,8 +42,10 @@ def microseconds(t: float) -> int:
 
 
 def usable(event: Mapping[str, Any]) -> bool:
-    """Whether an event has a time and a kind that we know."""
-    return isinstance(event.get("t"), (int, float)) and event.get("kind") in KINDS
+    """Whether an event has a time, a kind that we know, and what we need to know of it."""
+    kind = event.get("kind")
+    known = isinstance(event.get("t"), (int, float)) and isinstance(kind, str) and kind in KINDS
+    return known and all(event.get(field) is not None for field in _NEEDED.get(str(kind), ()))
 
 
 def in_order(events: Iterable[Event]) -> Iterator[Timed]:
@@ -57,7 +73,7 @@ def in_order(events: Iterable[Event]) -> Iterator[Timed]:
 def _once(events: Iterable[Event]) -> Iterator[Timed]:
     now, heard = None, []
     for event in events:
-        if event["kind"] not in KINDS:
+        if not usable(event):
             continue
         t = microseconds(event["t"])
         if t != now:

@@ -86,7 +86,9 @@ def plain(job: Document) -> Plain:
         "workers": {"min": least, "replicas": wanted, "max": most},
         "restarts": {"limit": job["spec"].get("backoffLimit", pods.MAX_RESTARTS)},
         "cleanPodPolicy": "All" if job["spec"].get("cleanPodPolicy") == "All" else "Running",
-        **{name: job["spec"][name] for name in ("activeDeadlineSeconds", "ttlSecondsAfterFinished") if name in job["spec"]},
+        # The archived controller's definition let a deadline of 0 in, which is none.
+        "activeDeadlineSeconds": job["spec"].get("activeDeadlineSeconds") or None,
+        "ttlSecondsAfterFinished": job["spec"].get("ttlSecondsAfterFinished"),
     }
     head = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "job"}}
     ours, make = spec.of({**head, "spec": given}), functools.partial(pods.pod, job)

@@ -216,7 +216,10 @@ class Fetched:
         if _forked:  # a store's client waits for ever in a fork of a process that has used it
             command = [sys.executable, "-m", __name__, self.name, key, str(path), *([] if size is None else [str(size)])]
             environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-            done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=True)
+            done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+            if done.returncode:
+                how = f"the process that fetches it ended with {done.returncode}; see what it said, and the machine's memory"
+                raise OutlastError(f"{key} of {self.name} cannot be fetched: {how}")
             if done.stdout:
                 raise pickle.loads(done.stdout)
             return path
@@ -313,6 +316,7 @@ def _leave() -> None:
 def _begin_in_fork() -> None:
     global _forked
     _forked = _forked or _used
+    _under_way.clear()  # by threads that are not here: the end need not wait for them
     for place in list(_all):
         place.begin()
 

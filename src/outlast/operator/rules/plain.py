@@ -83,7 +83,7 @@ def ended_workers(rec: Reconcile) -> None:
 
 def done_workers(rec: Reconcile) -> None:
     """The job is done when a worker is, and no other is left."""
-    done = [pod for pod in rec.succeeded if pod.index < rec.wanted]
+    done = [pod for pod in rec.succeeded if pod.index < rec.wanted and not _left(rec, pod)]
     over = {pod.uid for pod in rec.ended_pods if pod.succeeded or pod.index >= rec.wanted or _late(rec, pod)}
     if done and over >= {pod.uid for pod in rec.snapshot.pods}:
         rec.finish(State.SUCCEEDED, "all workers are done", contract.Exit.DONE, End.SUCCEEDED)
@@ -136,6 +136,13 @@ def told_by_pods(rec: Reconcile) -> None:
 def _plain(rec: Reconcile) -> Plain:
     assert rec.snapshot.plain is not None, "these rules are for no other jobs"
     return rec.snapshot.plain
+
+
+def _left(rec: Reconcile, pod: Pod) -> bool:
+    """Whether a worker ended since it was told to leave: that is no success, though scripts may end with 0 at SIGTERM."""
+    if not pod.terminating or (end := rec.ends.get(pod.uid)) is None:
+        return False
+    return end.time >= pod.ends_at - int(pod.document["metadata"].get("deletionGracePeriodSeconds") or 0)
 
 
 def _late(rec: Reconcile, pod: Pod) -> bool:
