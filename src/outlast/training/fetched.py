@@ -227,6 +227,8 @@ class Fetched:
         timeout_s = min(_STORE_S, backoff.timeout_from_environment())
         _under_way.add(path)
         try:
+            if _leaving.is_set():
+                raise OutlastError("this process ends")
             self._store = self._store or store.open_(self.name, timeout_s=timeout_s)
             if size is None:
                 path.parent.mkdir(parents=True, exist_ok=True)
