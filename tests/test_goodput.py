@@ -618,7 +618,7 @@ def test_a_told_story_is_accounted_for_to_the_microsecond(data):
     recovering = False
     for act in acts:
         left = left or (recovering and act in ("resize", "suspend", "queue", "stop"))  # to wait for a save is a loss, too
-        recovering = act in ("kill", "hang", "delete") or (recovering and act != "train")
+        recovering = act in ("kill", "hang", "delete", "resize") or (recovering and act != "train")
         if act == "train":
             count = data.draw(st.integers(1, 5))
             story.steps(count, each, waited)
