@@ -77,4 +77,4 @@ def test_a_job_that_is_harmed_is_one_account_for_everybody(
     assert (account.steps_kept, shown.step, listed.step, ended["step"]) == (ended["steps"],) * 4
     assert shown.goodput == listed.goodput == ended["goodput"] == pytest.approx(account.goodput, abs=1e-4)
     for harm in ("lost worker 0", "worker 1 was killed", "worker 1 is leaving", "growing from 2 to 3", "suspended"):
-        assert harm in told, told
+        assert told.count(harm) == 1, told
