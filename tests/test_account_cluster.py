@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from namespaces import Namespace
-from operated import both_train, hurried, status, submit_exact, trains, until
+from operated import hurried, status, submit_exact, trains, until
 from outlast import kube, store
 from outlast.cluster.backend import KubernetesBackend
 from outlast.kube import pods
@@ -36,24 +36,24 @@ def test_a_job_that_is_harmed_is_one_account_for_everybody(
     place = f"s3://bucket/{namespace.name}"
     submit_exact(namespace, tmp_path, "job", "--steps=1500", "--pause=0.1", output=place, env=login, checkpoint={"every": "10s"})
     output = store.open_(place).child("job")
-    both_train(namespace, "job")
 
-    def written() -> None:
-        """Wait until the store has a step of the newest world: a worker whose disk is lost takes along what it has not sent."""
-        newest = status(namespace, "job")["generation"]
+    def settled(workers: int, after: int = 0) -> None:
+        """Wait until so many train and the store has a step of theirs: a lost disk takes along what it has not sent."""
 
         def there() -> bool:
-            return any(event["kind"] == "step" and event["generation"] >= newest for event in stored.events(output))
+            found = status(namespace, "job")
+            newest = found.get("generation", 0)
+            events = stored.events(output) if newest > after and trains(workers)(found) else ()
+            return any(event["kind"] == "step" and event["generation"] == newest for event in events)
 
         namespace.wait(there, lambda: namespace.logs("job"))
 
     def again(workers: int, *words: str) -> None:
         before = status(namespace, "job")["generation"]
         namespace.kubectl(*words, fails=True)
-        until(namespace, "job", lambda found: found["generation"] > before and trains(workers)(found))
-        written()
+        settled(workers, before)
 
-    written()
+    settled(2)
     again(2, "delete", "pod", "job-worker-0", "--grace-period=0", "--force")
     again(2, "exec", "job-worker-1", "--", "sh", "-c", "kill -9 -1")
     again(2, "delete", "pod", "job-worker-1", "--wait=false")
@@ -77,4 +77,4 @@ def test_a_job_that_is_harmed_is_one_account_for_everybody(
     assert (account.steps_kept, shown.step, listed.step, ended["step"]) == (ended["steps"],) * 4
     assert shown.goodput == listed.goodput == ended["goodput"] == pytest.approx(account.goodput, abs=1e-4)
     for harm in ("lost worker 0", "worker 1 was killed", "worker 1 is leaving", "growing from 2 to 3", "suspended"):
-        assert harm in told, told
+        assert told.count(harm) == 1, told

@@ -200,8 +200,10 @@ def test_a_hang_that_passes_costs_the_step_its_time_and_nothing_else():
 
 
 def test_time_in_which_a_job_was_suspended_is_its_own_and_does_not_count_against_goodput():
-    story = training().steps(3).save(0.5).say("called", generation=2, planned=True, suspends="Suspended", reason="suspended")
-    story.say("interrupted", step=3, reason="saved step 3").say("exited", 1, worker=0, code=75, interrupted=True)
+    story = training().steps(3).save(0.5).say("called", generation=2, planned=True, reason="suspended")
+    story.say("interrupted", step=3, reason="saved step 3")
+    story.say("called", generation=3, planned=True, suspends="Suspended", reason="suspended")  # the operator, after the workers
+    story.say("exited", 1, worker=0, code=75, interrupted=True)
     story.finished(state="Suspended")
     before = story.account()
     assert (before.state, before.goodput) == ("Suspended", pytest.approx(3 / 6.5))

@@ -131,6 +131,21 @@ def members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         each.end()
 
 
+def test_a_world_gives_the_environment_no_new_name_while_other_threads_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (contract.Env.GENERATION, contract.Env.ATTEMPT, contract.Env.HELD, contract.Env.NOTICE):
+        monkeypatch.delenv(name, raising=False)
+    world = Members(tmp_path, 2, 1.0)  # no thread yet
+    before = set(os.environ)
+    try:
+        world.start()
+        assert set(os.environ) == before
+        assert os.environ[contract.Env.GENERATION] == "1"
+    finally:
+        world.end()
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_members_meet_again_in_the_same_generation_at_a_fresh_store(members: Callable[..., Members], size: int) -> None:
     world = members(size)

@@ -49,6 +49,8 @@ from outlast.rendezvous.world import MemberState, World
 from outlast.workerfiles import notice, progress
 
 BACKEND = "outlast"
+_NUMBERS = (contract.Env.GENERATION, contract.Env.ATTEMPT, contract.Env.HELD)
+"""What processes are told of their world, by our environment: torchrun gives them no other."""
 STORE_TIMEOUT_S = 30.0
 """How long the store of a world's first member may take to answer once it is connected."""
 REACH_S = 5.0
@@ -84,6 +86,8 @@ class Handler(RendezvousHandler):
         self._clock = Awake()
         self._asked: tuple[tuple[str, int, float], float] | None = None
         """What the training was asked last, and until when it may take, by our clock."""
+        for name in _NUMBERS:  # a new name moves the environment, under a thread that reads it in C (glibc before 2.41: SIGSEGV)
+            os.environ.setdefault(name, "0")
         self._state = state
         self._host = host
         self._processes = processes
@@ -315,8 +319,7 @@ class Handler(RendezvousHandler):
         self.joining()
         self._enter_mesh(world, host, int(port), again=again)
         reported = self._take_up(world, again=again)
-        number = {contract.Env.GENERATION: world.generation, contract.Env.ATTEMPT: self.attempt, contract.Env.HELD: world.held}
-        os.environ |= {name: str(value) for name, value in number.items()}
+        os.environ |= dict(zip(_NUMBERS, map(str, (world.generation, self.attempt, world.held)), strict=True))
         if notice.read(self._notice).get("kind") == "call":
             self._notice.unlink(missing_ok=True)
         fields = {**dataclasses.asdict(world), "attempt": self.attempt}

@@ -316,7 +316,7 @@ class Timeline:
                 self._incident(t, "failure", reason, event, stops=True)
             self._end_world(Bucket.REPLAYED, t)
         else:
-            if self._generation >= 0:
+            if self._generation >= 0 and self._cause() is None:
                 self._incident(t, "change", reason, event, stops=True)
             self._end_world(Bucket.RENDEZVOUS, t)
 
