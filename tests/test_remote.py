@@ -257,7 +257,6 @@ def half_pushed(ours: remote.Checkpoints, local: checkpoints.Checkpoint, journal
         ours.push(local, journals=journals, progress=lambda count: stop.set() if count else None, stop=stop)
 
 
-@pytest.mark.usefixtures("small_parts")
 def test_an_upload_that_was_stopped_goes_on_under_the_next_generation(moto: Bucket, tmp_path: Path):
     place = store.open_(f"{moto.url}/job")
     local = written(tmp_path / "here", 10, files={"large": bytes(PARTS * multipart.PART)})
@@ -280,7 +279,6 @@ def test_an_upload_that_was_stopped_goes_on_under_the_next_generation(moto: Buck
     assert ours.verify(newest, deep=True) is None
 
 
-@pytest.mark.usefixtures("small_parts")
 def test_uploads_that_nobody_goes_on_with_are_aborted(moto: Bucket, tmp_path: Path):
     ours = remote.Checkpoints(store.open_(f"{moto.url}/job"), RUN)
     ours.acquire(1)
