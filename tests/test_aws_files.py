@@ -440,7 +440,11 @@ def seen(name: str, client: Callable[[str], Any]) -> None:
 
 
 def test_what_pages_and_examples_name_exists_and_claims_and_accounts_have_the_names_that_jobs_use() -> None:
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(file for file in (ROOT / "examples").rglob("*.*") if file.suffix != ".pyc")]
+    pages = [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(file for file in (ROOT / "examples").rglob("*.*") if file.suffix != ".pyc"),
+    ]
     named = {word for page in pages for word in re.findall(r"examples/aws/[\w/.-]+\.yaml", page.read_text())}
     assert {each for each in named if not (ROOT / each).exists()} == set()
     assert {f"examples/aws/{file.relative_to(AWS)}" for file in AWS.rglob("*.yaml")} <= named
