@@ -21,6 +21,7 @@ from outlast.operator.plan import Document, Plan
 from outlast.operator.queues import ClusterFeatures
 from outlast.operator.snapshot import NNODES, Limits
 from outlast.rendezvous.failures import PLAIN_PODS
+from outlast.spec import job_file as job_files
 from outlast.torchelastic import adapter, definition, pods
 from test_operator import World, world  # noqa: F401  # the fixture
 
@@ -240,8 +241,8 @@ WORKER_0 = "worker 0 (cifar-worker-0.cifar-rdzv.team.svc.cluster.local:29400)"
 
 
 def test_a_deadline_of_0_which_the_archived_definition_let_in_is_none() -> None:
-    assert adapter.plain(a_job(activeDeadlineSeconds=0)).job.spec.active_deadline_seconds is None
-    assert adapter.plain(a_job(activeDeadlineSeconds=9)).job.spec.active_deadline_seconds == 9
+    assert job_files.of(adapter.plain(a_job(activeDeadlineSeconds=0)).job).spec.active_deadline_seconds is None
+    assert job_files.of(adapter.plain(a_job(activeDeadlineSeconds=9)).job).spec.active_deadline_seconds == 9
 
 
 def test_what_cannot_be_honoured_is_said() -> None:
@@ -935,6 +936,15 @@ def test_a_job_may_run_for_so_long_and_no_longer() -> None:
     cluster.settle()
     assert cluster.message("Failed").endswith("the job has run for activeDeadlineSeconds (100)")
     assert cluster.indices == []
+
+
+def test_a_stored_job_that_is_none_of_ours_says_why_and_its_pods_stay() -> None:
+    cluster = running()
+    cluster.job["spec"]["backoffLimit"] = -1  # the archived controller's definition may have let it in
+    plan = cluster.decide()
+    assert (plan.creates, plan.deletes) == ((), ())
+    sentence = "the job cannot be understood: restarts.limit (-1) must be at least 0"
+    assert [(each.reason, each.message) for each in plan.events] == [("InvalidJob", sentence)]
 
 
 @pytest.mark.parametrize(("policy", "left"), [(None, [0, 1]), ("None", [0, 1]), ("Running", [0, 1]), ("All", [])])

@@ -47,7 +47,7 @@ def exclusive(path: Path, *, waiting: Callable[[], None], stop: threading.Event)
 
 
 def release(fd: int) -> None:
-    """Unlock and close, also where a fork of this process still has the file open."""
+    """Close, and unlock what we have locked, also where a fork of this process still has the file open."""
     fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
@@ -59,15 +59,10 @@ def attempted(path: Path, *, wait: bool = False) -> Iterator[bool]:
     A file is created if there is none.
     """
     fd = os.open(path, (os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT) | os.O_CLOEXEC, 0o666)
-    ours = False
     try:
-        ours = acquire(fd, wait=wait)
-        yield ours
+        yield acquire(fd, wait=wait)
     finally:
-        if ours:
-            release(fd)
-        else:
-            os.close(fd)
+        release(fd)
 
 
 def shared(path: Path) -> int | None:
@@ -85,8 +80,7 @@ def free(path: Path) -> bool:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return True
-    if acquire(fd):
+    try:
+        return acquire(fd)
+    finally:
         release(fd)
-        return True
-    os.close(fd)
-    return False

@@ -1,4 +1,4 @@
-"""What is wrong, and what to do: why a job does not train (`outlast why`), and whether one would (`outlast doctor`).
+"""Findings, each with what to do: why a job does not train (`outlast why`), and whether one would (`outlast doctor`).
 
     gather.job(cluster, name) -> Snapshot        reads what a cluster shows of a job
     causes(snapshot, now)     -> [Finding]       why it does not train; pure
@@ -53,7 +53,7 @@ _WIDTH = 110
 
 
 def causes(snapshot: Snapshot, now: float) -> list[Finding]:
-    """What keeps a job on a cluster from training, most important first; when it trains, that."""
+    """The causes that keep a job on a cluster from training, most important first; when it trains, that."""
     if done := job.finished(snapshot):
         return [done]
     found = [each for rule in RULES for each in rule(snapshot, now)]

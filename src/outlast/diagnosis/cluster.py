@@ -174,7 +174,7 @@ def storage(it: Snapshot) -> Iterator[Finding]:
 
 
 def optional(it: Snapshot) -> Iterator[Finding]:
-    """What brings numbers, queues and gangs. None of it is needed."""
+    """Add-ons that bring numbers, queues and gangs. None of them is needed."""
     if kinds.POD_METRICS in it.served:
         yield passed("metrics", "served")
     else:

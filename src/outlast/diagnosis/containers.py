@@ -126,7 +126,7 @@ _REMEDIES = {
     137: "see whether the node ran out of memory or somebody deleted the pod; if it recurs, set resources.memory",
     **dict.fromkeys((132, 134, 135, 136, 139), _CRASHED),
 }
-"""What to do about exit codes that are not the script's own."""
+"""Remedies for exit codes that are not the script's own."""
 
 
 def _failed(snapshot: Snapshot, pods: Sequence[Document], code: int) -> Finding:

@@ -1,4 +1,4 @@
-"""What `outlast why` and `outlast doctor` have to say: findings, and the words for several workers and quantities. Pure."""
+"""The findings of `outlast why` and `outlast doctor`, and the words for several workers and quantities. Pure."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Finding:
     what: str
     """One sentence."""
     remedy: str = ""
-    """What to do about it; empty when there is nothing to do."""
+    """The remedy; empty when there is nothing to do."""
     evidence: tuple[str, ...] = ()
-    """What the API server, the scheduler, the kubelet or the log said, word for word."""
+    """The words of the API server, the scheduler, the kubelet or the log, as they were."""
     outcome: Outcome = "fail"
     """`fail`: it keeps jobs from training; `warn`: it may, or costs something; `pass`: it is as it is to be."""
 

@@ -45,7 +45,7 @@ DEVICES = [
 
 @dataclass(frozen=True)
 class Options:
-    """What the pods check."""
+    """The checks of the pods."""
 
     image: str
     store: str = ""
@@ -154,7 +154,7 @@ def found(check: inspection.Check) -> Finding:
 
 
 def _answers(cluster: Cluster, pods: Sequence[str]) -> list[Finding]:
-    """What the pods have found so far; what the second only repeats is left out."""
+    """Findings of the pods so far; what the second only repeats is left out."""
     checks: list[Finding] = []
     for pod in pods:
         told = {(check.name, check.outcome) for check in checks}

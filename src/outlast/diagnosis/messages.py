@@ -1,4 +1,4 @@
-"""What the messages of API servers, schedulers, queues, kubelets and container runtimes mean; messages.yaml has them. Pure."""
+"""Meanings of messages of API servers, schedulers, queues, kubelets and container runtimes; messages.yaml has them. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def knows(speaker: str, message: str) -> bool:
 
 
 def meaning(speaker: str, message: str, evidence: tuple[str, ...] = (), **words: Any) -> Finding:
-    """What a message means. Raises KeyError for a word that a sentence needs and that is not given."""
+    """The meaning of a message. Raises KeyError for a word that a sentence needs and that is not given."""
     table = tables()[speaker]
     each, found = next(
         (each, found) for each in table["meanings"] if (found := re.search(each.get("says", ""), message, re.DOTALL))
@@ -37,7 +37,7 @@ def meaning(speaker: str, message: str, evidence: tuple[str, ...] = (), **words:
 
 
 def refusal(namespace: str, message: str) -> Finding:
-    """What a refusal of the API server means."""
+    """The meaning of a refusal of the API server."""
     return meaning("admission", message, namespace=namespace, amounts=_amounts(message))
 
 

@@ -1,4 +1,4 @@
-"""What a cluster shows of a job, or of a place for jobs, as the rules of `outlast why` and `outlast doctor` read it.
+"""The view of a job on a cluster, or of a place for jobs, as the rules of `outlast why` and `outlast doctor` read it.
 
 A `Snapshot` holds plain documents of the API server, read by `diagnosis.gather`; the rules read nothing else. Any of them may be
 missing: a controller may be older, a list may have been forbidden (then it is empty and named in `unseen`), and an event may
@@ -67,7 +67,7 @@ class Snapshot:
     # Of a place for jobs
 
     version: str = ""
-    """Of the API server."""
+    """The version of the API server."""
     home: Document | None = None
     """The namespace itself."""
     quotas: tuple[Document, ...] = ()
@@ -119,7 +119,7 @@ class Snapshot:
 
 
 Rule = Callable[[Snapshot, float], Iterator[Finding]]
-"""What is said of a snapshot at a time, in seconds since the epoch."""
+"""The findings on a snapshot at a time, in seconds since the epoch."""
 
 
 def of_pods(rule: Callable[[Snapshot, Document], Iterator[Finding]]) -> Rule:

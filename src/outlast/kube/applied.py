@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Applied:
-    """What became of one document, or would become of it in a dry run."""
+    """The outcome of one document, or would become of it in a dry run."""
 
     old: Document | None
     """As the cluster had it; None when it had none."""

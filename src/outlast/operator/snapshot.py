@@ -188,8 +188,8 @@ class MemberReport:
 class Plain:
     """A job whose workers have no agent: their pods run plain torchrun."""
 
-    job: spec.Job
-    """How many workers there are, how many restarts, which deadlines."""
+    job: Document
+    """As one of ours: how many workers there are, how many restarts, which deadlines."""
     nnodes: str
     """--nnodes of torchrun, `1:4`; pods carry it as the annotation `NNODES`. With different values they do not meet."""
     policy: str
@@ -268,7 +268,7 @@ def take(
     job, features = cached.job, features or ClusterFeatures()
     assert job is not None, "reconcilers are only called for jobs that exist"
     broken = str(job.get(wire.UNREADABLE) or "")
-    read, problem = (plain.job, "") if plain else (None, broken) if broken else _read(json.dumps(_document(job)))
+    read, problem = (None, broken) if broken else _read(json.dumps(plain.job if plain else _document(job)))
     run = f"{job['metadata']['name']}-{job['metadata']['uid'][:8]}"
     pods = pods_of(cached)
     owned = {id(pod) for pod in pods if ownership.owned_by(pod.document, job)}
@@ -291,7 +291,7 @@ def take(
         limits=limits or Limits(),
         nodes=cached.nodes,
         refused=cached.refused,
-        plain=plain,
+        plain=plain if read else None,
     )
 
 

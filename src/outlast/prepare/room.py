@@ -23,9 +23,9 @@ from outlast.contract import Env
 from outlast.errors import OutlastError
 
 _SHARE = 0.5
-"""Of the disk, what the cache may use if OUTLAST_CACHE_SIZE is not set; arbitrary."""
+"""The part of the disk that the cache may use if OUTLAST_CACHE_SIZE is not set; arbitrary."""
 _SPARE = 0.05
-"""Of the disk, what it leaves free then; arbitrary."""
+"""The part of the disk that it leaves free then; arbitrary."""
 _LEAST_SPARE = 1 << 20
 """Bytes that it leaves free in any case: files take whole blocks."""
 

@@ -50,7 +50,7 @@ from outlast.workerfiles import notice, progress
 
 BACKEND = "outlast"
 _NUMBERS = (contract.Env.GENERATION, contract.Env.ATTEMPT, contract.Env.HELD)
-"""What processes are told of their world, by our environment: torchrun gives them no other."""
+"""Variables that tell processes of their world: torchrun gives them our environment, and no other."""
 STORE_TIMEOUT_S = 30.0
 """How long the store of a world's first member may take to answer once it is connected."""
 REACH_S = 5.0

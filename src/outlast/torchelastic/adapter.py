@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from outlast import accelerators, contract, spec
+from outlast import accelerators, contract
 from outlast.kube import wire
 from outlast.manifests import names, scheduling
 from outlast.operator import decide, job_status, snapshot
@@ -91,7 +91,7 @@ def plain(job: Document) -> Plain:
         "ttlSecondsAfterFinished": job["spec"].get("ttlSecondsAfterFinished"),
     }
     head = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "job"}}
-    ours, make = spec.of({**head, "spec": given}), functools.partial(pods.pod, job)
+    ours, make = {**head, "spec": given}, functools.partial(pods.pod, job)
     return Plain(ours, pods.nnodes(job), pods.policy(job), pods.service(job), make)
 
 

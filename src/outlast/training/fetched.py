@@ -103,7 +103,7 @@ class Fetched:
         self._kept: dict[str, Held] = {}
         """The announced shards that are here, by their sha256."""
         self.ahead: deque[tuple[Shard, bool]] = deque()
-        """Those that are not, and whether they are needed now."""
+        """The announced shards that are not here, and whether they are needed now."""
 
     def manifest(self) -> Manifest:
         """The manifest as it is in the store now; if the store cannot be reached, the last one seen."""
@@ -240,7 +240,7 @@ class Fetched:
         return path
 
     def _patiently(self, what: str, attempt: Callable[[], T | None]) -> T:
-        """What `attempt` returns, repeated while another process fetches (None) or the store is away. Raises OutlastError for
+        """The result of `attempt`, repeated while another process fetches (None) or the store is away. Raises OutlastError for
         what cannot be had, or not after `patience`."""
         begun, tell = time.monotonic(), time.monotonic() + _TELL_S
         pause, tries = _POLL_S, 0
@@ -271,7 +271,7 @@ class Fetched:
                 pause = min(_LONGEST_POLL_S, pause * 1.5)
 
     def _problem(self, what: str, error: Exception) -> tuple[str, bool]:
-        """What an error means, and whether it may pass."""
+        """The meaning of an error, and whether it may pass."""
         if isinstance(error, Missing):
             remedy = "prepare data there (outlast data prepare), or correct the URL" if what == MANIFEST else _REST
             return f"{self.name} has no {what}; {remedy}", False
@@ -304,7 +304,7 @@ _used = _forked = False
 """Whether this process has used a store; whether it is the fork of one that had."""
 _leaving = threading.Event()
 _under_way: set[Path] = set()
-"""What is being downloaded."""
+"""Files that are being downloaded."""
 
 
 def _leave() -> None:
