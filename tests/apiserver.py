@@ -9,13 +9,16 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import pytest
+
+from outlast import kube
 from outlast.kube.kinds import KINDS
 
 Document = dict[str, Any]
@@ -339,6 +342,17 @@ def _selected(document: Document, query: dict[str, str]) -> bool:
     if field == "spec.nodeName":
         return bool(document["spec"].get("nodeName") == wanted)
     return not field or bool(document["metadata"]["name"] == wanted)
+
+
+@contextmanager
+def connected(
+    api: ApiServer, directory: Path, monkeypatch: pytest.MonkeyPatch, namespace: str | None = None
+) -> Iterator[kube.Cluster]:
+    """Serve it, and let KUBECONFIG name it; a connection to it."""
+    with serving(api) as url:
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(directory / "config", url)))
+        with closing(kube.connect(namespace=namespace)) as cluster:
+            yield cluster
 
 
 @contextmanager

@@ -36,11 +36,8 @@ def api() -> apiserver.ApiServer:
 
 @pytest.fixture
 def cluster(api: apiserver.ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[kube.Cluster]:
-    with apiserver.serving(api) as url:
-        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
-        cluster = kube.connect(namespace="default")
+    with apiserver.connected(api, tmp_path, monkeypatch, "default") as cluster:
         yield cluster
-        cluster.close()
 
 
 def a_job(api: apiserver.ApiServer, name: str = "train", **status: Any) -> Document:

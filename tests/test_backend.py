@@ -115,11 +115,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
             backend.steer("job", "kill")
     elif request.param == "api":
         api = apiserver.ApiServer()
-        with apiserver.serving(api) as url:
-            monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
-            cluster = kube.connect()
+        with apiserver.connected(api, tmp_path, monkeypatch) as cluster:
             yield Place(kubernetes.KubernetesBackend(cluster, documents=indexed), file, lambda: controller(api))
-            cluster.close()
     else:
         namespace = f"kube-{uuid.uuid4().hex[:8]}"
         cluster = kube.connect(namespace=namespace)

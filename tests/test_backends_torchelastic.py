@@ -56,11 +56,8 @@ CONTAINERS = (
 @pytest.fixture
 def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Team]:
     api = apiserver.ApiServer()
-    with apiserver.serving(api) as url:
-        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
-        cluster = kube.connect(namespace="team")
+    with apiserver.connected(api, tmp_path, monkeypatch, "team") as cluster:
         yield Team(api, cluster)
-        cluster.close()
 
 
 def test_it_is_listed_and_its_status_is_what_its_operator_and_its_pods_say(team: Team) -> None:

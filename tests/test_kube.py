@@ -31,11 +31,8 @@ def api() -> apiserver.ApiServer:
 
 @pytest.fixture
 def cluster(api: apiserver.ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[kube.Cluster]:
-    with apiserver.serving(api) as url:
-        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
-        cluster = kube.connect()
+    with apiserver.connected(api, tmp_path, monkeypatch) as cluster:
         yield cluster
-        cluster.close()
 
 
 def a_pod(name: str, **labels: str) -> kube.Document:

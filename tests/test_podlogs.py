@@ -97,11 +97,8 @@ Connected = tuple[apiserver.ApiServer, kube.Cluster]
 def connected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Connected]:
     """An API server, and what talks to it."""
     api = apiserver.ApiServer()
-    with apiserver.serving(api) as url:
-        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
-        cluster = kube.connect(namespace="n")
+    with apiserver.connected(api, tmp_path, monkeypatch, "n") as cluster:
         yield api, cluster
-        cluster.close()
 
 
 def served(pod: Document) -> Document:
