@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pickle
+import random
 import re
 import subprocess
 import sys
@@ -757,6 +758,23 @@ def test_what_scripts_keep_comes_back_and_their_classes_when_they_say_so() -> No
         checkpoint.capture({"ema": Holder(collections.deque([1]))}, 0, 1)
     with torch.serialization.safe_globals([Own]):
         assert isinstance(checkpoint.unpickled(checkpoint.pickled(Own(), "ema"), "ema"), Own)
+
+
+def test_generators_go_on_from_what_is_saved_now_and_from_what_was_saved_at_first() -> None:
+    at_first = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+
+    def drawn(kept: dict[str, Any]) -> list[float]:
+        checkpoint._set_generators(checkpoint.unpickled(checkpoint.pickled(kept, "rng"), "rng"))
+        return [random.random(), random.gauss(0, 1), float(np.random.normal()), torch.rand(()).item()]
+
+    now = checkpoint.generators()
+    first = drawn(at_first)
+    assert drawn(now) == first
+    later = checkpoint.generators()  # in the middle of a pair of normal numbers
+    more = [random.gauss(0, 1), float(np.random.normal())]
+    drawn(at_first)
+    checkpoint._set_generators(later)
+    assert [random.gauss(0, 1), float(np.random.normal())] == more
 
 
 @pytest.mark.parametrize("place", ["object", "bytes", "metadata"])

@@ -14,7 +14,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.planner import WriteItem
@@ -163,8 +162,6 @@ class Capture:
         self._layout: Layout | None = None
         self._views: dict[tuple[Kind, int], list[torch.Tensor]] = {}
         """By kind and room: a tensor in it for each chunk."""
-        self._random: tuple[dict[str, Any], bytes] | None = None
-        """The random number generators at the last snapshot, and as bytes: most scripts seldom use them, and it takes long."""
         self._rooms: dict[int, tuple[torch.Tensor, bool]] = {}
         """By room, the one used last at the end: all its memory, and whether it is pinned."""
         self._beside = self._accelerator.beside()
@@ -197,10 +194,7 @@ class Capture:
     def _objects(self, layout: Layout) -> dict[str, bytes]:
         """Everything but tensors, as `checkpoint.collected` finds it, without the checks that it has passed before."""
         quickly = checkpoint.quickly_pickled
-        kept = checkpoint.generators()
-        if self._random is None or not _same(kept, self._random[0]):
-            self._random = kept, quickly(kept)
-        found = {f"rng/{self._rank}": self._random[1]}
+        found = {f"rng/{self._rank}": quickly(checkpoint.generators())}
         for name, thing in self._state.items():
             if isinstance(thing, Stateful):
                 found[f"{name}/{self._rank}"] = quickly(thing.loader_state())
@@ -279,14 +273,6 @@ class Capture:
             ]
         self._views[content.kind, room.id] = known
         return known
-
-
-def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two states of random number generators are equal."""
-    arrays = (
-        [*kept["numpy"], *(value for name, value in kept.items() if name not in ("python", "numpy"))] for kept in (one, other)
-    )
-    return one.keys() == other.keys() and one["python"] == other["python"] and all(map(np.array_equal, *arrays))
 
 
 def _changed(state: State) -> set[int]:

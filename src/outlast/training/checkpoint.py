@@ -23,6 +23,7 @@ import pathlib
 import pickle
 import random
 import warnings
+from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -311,18 +312,31 @@ class _Planner(DefaultLoadPlanner):
 
 
 def generators() -> dict[str, Any]:
-    """The states of this rank's random number generators."""
-    kept = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    """The states of this rank's random number generators: words and arrays as bytes, which are pickled and compared fast."""
+    version, words, gauss = random.getstate()
+    kind, keys, *drawn = np.random.get_state()
+    kept: dict[str, Any] = {
+        "python": (version, array("I", words).tobytes(), gauss),
+        "numpy": (kind, np.asarray(keys).tobytes(), *drawn),
+        "torch": torch.get_rng_state().numpy().tobytes(),
+    }
     accelerator = device.find()
     return kept | ({accelerator.type: accelerator.random_state()} if accelerator.type != "cpu" else {})
 
 
 def _set_generators(kept: Mapping[str, Any]) -> None:
-    random.setstate(kept["python"])
-    np.random.set_state(kept["numpy"])
-    torch.set_rng_state(kept["torch"])
+    """Takes what checkpoints had at first, too: Python's words as numbers, arrays as such."""
+    version, words, gauss = kept["python"]
+    kind, keys, *drawn = kept["numpy"]
+    random.setstate((version, tuple(_numbers(words, np.uint32).tolist()), gauss))
+    np.random.set_state((kind, _numbers(keys, np.uint32), *drawn))
+    torch.set_rng_state(torch.from_numpy(_numbers(kept["torch"], np.uint8)))
     if (accelerator := device.find()).type in kept:
         accelerator.set_random_state(kept[accelerator.type])
+
+
+def _numbers(given: Any, dtype: type[np.generic]) -> np.ndarray[Any, Any]:
+    return np.frombuffer(bytearray(given), dtype) if isinstance(given, bytes) else np.asarray(given, dtype)
 
 
 # Restoring
