@@ -468,10 +468,10 @@ def attempt(system: System, scenario: str, scene: Scene, rng: random.Random) -> 
     return Trial(*found, parts=system.parts(scene))
 
 
-def waited(limit_s: float, look: Callable[[], bool]) -> bool:
+def waited(limit_s: float, look: Callable[[], bool], every_s: float = 0.05) -> bool:
     end = time.monotonic() + limit_s
     while not (seen := look()) and time.monotonic() < end:
-        time.sleep(0.05)
+        time.sleep(every_s)
     return seen
 
 

@@ -29,6 +29,8 @@ import failures
 
 HERE = Path(__file__).parent
 SCENARIOS = ("process killed", "pod deleted", "node frozen")
+_LOOK_S = 8.0
+"""Between two looks at the logs, whose lines have times: each look starts three programs beside pods that are to recover."""
 
 
 class Cluster:
@@ -120,11 +122,12 @@ def trial(cluster: Cluster, scenario: str, memory: str, options: argparse.Namesp
         cluster.kubectl("delete", "pod", name, "--grace-period=0", "--force")
     else:
         subprocess.run(shlex.split(options.freeze.format(node=node)), check=True)
+    time.sleep(_LOOK_S)
     try:
         gone = (
             {hash((victim["metadata"]["uid"], str(pid))) for pid in range(1, 1 << 16)} if scenario != "process killed" else set()
         )
-        went_on = failures.waited(plan.limit_s, lambda: failures.cost(cluster.ended(), fault, gone) is not None)
+        went_on = failures.waited(plan.limit_s, lambda: failures.cost(cluster.ended(), fault, gone) is not None, _LOOK_S)
         found = failures.cost(cluster.ended(), fault, gone) if went_on and before else None
         return failures.Trial(*found) if found else failures.Trial(None)
     finally:
