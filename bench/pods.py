@@ -49,7 +49,8 @@ class Cluster:
 
     def start(self, memory: str, plan: failures.Plan, least: int) -> None:
         """Apply the job, with its script in a ConfigMap."""
-        from outlast import manifests, shipping, spec
+        from outlast import manifests, spec
+        from outlast.cluster.parcel import pack
 
         self._lines = {}
         _, *arguments = plan.script("outlast", Path("-"))
@@ -65,7 +66,7 @@ class Cluster:
         with tempfile.TemporaryDirectory() as name:
             (Path(name) / "lost.py").write_bytes((HERE / "lost.py").read_bytes())
             job = spec.anchor(spec.parse(json.dumps(document)), Path(name))
-            with shipping.parcel(job) as parcel:
+            with pack(job) as parcel:
                 documents = manifests.render(parcel.job, "elasticjob", namespace=self.namespace, code=parcel.code)
         self.kubectl(
             "apply", "--server-side", "-f", "-", given=json.dumps({"apiVersion": "v1", "kind": "List", "items": documents})

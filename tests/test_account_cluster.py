@@ -34,7 +34,17 @@ def test_a_job_that_is_harmed_is_one_account_for_everybody(
     for name, value in login.items():
         monkeypatch.setenv(name, value)
     place = f"s3://bucket/{namespace.name}"
-    submit_exact(namespace, tmp_path, "job", "--steps=1500", "--pause=0.1", output=place, env=login, checkpoint={"every": "10s"})
+    submit_exact(
+        namespace,
+        tmp_path,
+        "job",
+        "--steps=3000",
+        "--pause=0.1",
+        "--swell=/tmp/swell",
+        output=place,
+        env=login,
+        checkpoint={"every": "10s"},
+    )
     output = store.open_(place).child("job")
 
     def settled(workers: int, after: int = 0) -> None:
@@ -53,6 +63,14 @@ def test_a_job_that_is_harmed_is_one_account_for_everybody(
         namespace.kubectl(*words, fails=True)
         settled(workers, before)
 
+    def repaired(worker: int, harm: str, words: str) -> None:
+        """Harm a rank, which its world repairs without another, and wait until training has gone on for a while."""
+        namespace.kubectl("exec", f"job-worker-{worker}", "--", "sh", "-c", harm, fails=True)
+        namespace.wait(lambda: words in namespace.logs("job"), lambda: namespace.logs("job"))
+        after = status(namespace, "job")["step"] + 50
+        until(namespace, "job", lambda found: found["step"] > after)
+
+    each = "for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/environ | grep -q ' LOCAL_RANK=' && kill -9 ${p#/proc/}; done"
     settled(2)
     again(2, "delete", "pod", "job-worker-0", "--grace-period=0", "--force")
     again(2, "exec", "job-worker-1", "--", "sh", "-c", "kill -9 -1")
@@ -61,6 +79,11 @@ def test_a_job_that_is_harmed_is_one_account_for_everybody(
     namespace.kubectl("patch", "ej/job", "--type=merge", "-p", '{"spec":{"suspend":true}}')
     until(namespace, "job", lambda found: found["state"] == "Suspended" and not namespace.pods("job"))
     again(3, "patch", "ej/job", "--type=merge", "-p", '{"spec":{"suspend":false}}')
+    again(3, "delete", "pod", "job-worker-2", "--grace-period=0", "--force")
+    repaired(1, "touch /tmp/swell", "rank 1 on worker 1 was killed: out of memory")
+    again(3, "exec", "job-worker-2", "--", "sh", "-c", "kill -STOP -1")
+    again(2, "scale", "ej/job", "--replicas=2")
+    repaired(0, each, "rank 0 on worker 0 was killed by SIGKILL")
     hurried(namespace, "job")
     ended = until(namespace, "job", lambda found: found.get("goodput"))
 
@@ -76,5 +99,10 @@ def test_a_job_that_is_harmed_is_one_account_for_everybody(
     assert (account.state, shown.state, listed.state, ended["state"]) == ("Succeeded",) * 4
     assert (account.steps_kept, shown.step, listed.step, ended["step"]) == (ended["steps"],) * 4
     assert shown.goodput == listed.goodput == ended["goodput"] == pytest.approx(account.goodput, abs=1e-4)
-    for harm in ("lost worker 0", "worker 1 was killed", "worker 1 is leaving", "growing from 2 to 3", "suspended"):
-        assert told.count(harm) == 1, told
+    harms = (
+        "lost worker 0", "worker 1 was killed (exit code 137)", "worker 1 is leaving", "growing from 2 to 3 with worker 2; saved",
+        "suspended: no workers are wanted", "lost worker 2", "rank 1 on worker 1 was killed: out of memory",
+        "worker 2 has said nothing for 100 s", "shrinking from 3 to 2", "rank 0 on worker 0 was killed by SIGKILL",
+    )  # fmt: skip
+    for harm in harms:
+        assert told.count(harm) == (3 if harm.startswith("growing") else 1), (harm, told)

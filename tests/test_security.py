@@ -6,7 +6,7 @@ import re
 import stat
 from pathlib import Path
 
-from outlast.rendezvous.transports import sockets
+from outlast import unix_sockets
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs" / "guide" / "security.md").read_text()
@@ -27,7 +27,7 @@ def test_every_row_is_held_by_a_test_or_not_defended() -> None:
 
 
 def test_a_socket_is_its_users_alone(tmp_path: Path) -> None:
-    with sockets.listening(tmp_path / "socket"):
+    with unix_sockets.listening(tmp_path / "socket"):
         assert stat.S_IMODE((tmp_path / "socket").stat().st_mode) == 0o600
 
 

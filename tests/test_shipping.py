@@ -21,12 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kubernetes_validate import utils as schemas
 
-from outlast import contract, manifests, shipping, spec, store
+from outlast import contract, manifests, spec, store
+from outlast.cluster.parcel import APPLIED, SMALL, choose, pack
 from outlast.errors import OutlastError
 from outlast.manifests import volumes
 from outlast.prepare import prepare
 from outlast.shipping import archives, ignore, tree
-from outlast.shipping.parcel import APPLIED, SMALL, choose
 from servers import Place
 
 NEWEST = sorted(set(schemas.all_versions()), key=lambda version: [int(part) for part in version.split(".")])[-1]
@@ -311,7 +311,7 @@ def test_code_travels_with_its_checksum_and_without_what_is_no_code(tmp_path: Pa
     write(tmp_path, {"train.py": "print(1)", "job.yaml": "x", "req.txt": "einops", "runs/old": "", "data/d": "", "w/x": ""})
     fields = {"output": "runs", "data": [{"from": "data"}], "models": [{"from": "w", "name": "w"}]}
     job = a_job(tmp_path, **fields, environment={"requirements": "req.txt"})
-    with shipping.parcel(job, but=[tmp_path / "job.yaml"]) as parcel:
+    with pack(job, but=[tmp_path / "job.yaml"]) as parcel:
         assert parcel.put() is False
     checksum = hashlib.sha256(parcel.code).hexdigest()
     assert parcel.job.spec.code == f"file:///etc/outlast-code/code.tar.gz#sha256={checksum}"
@@ -328,13 +328,13 @@ def test_code_travels_with_its_checksum_and_without_what_is_no_code(tmp_path: Pa
 )
 def test_code_that_pods_see_is_not_shipped(fields: dict[str, Any]) -> None:
     job = a_job(Path("/code"), **fields)
-    with shipping.parcel(job) as parcel:
+    with pack(job) as parcel:
         assert (parcel.job, parcel.code, parcel.sentence, parcel.put()) == (job, b"", "", False)
 
 
 def test_large_code_goes_to_the_store_once(tmp_path: Path, moto: Place) -> None:
     root = write(tmp_path, {"train.py": "print(1)", "big.bin": noise(SMALL)})
-    with shipping.parcel(a_job(root, output=f"{moto.url}/runs")) as parcel:
+    with pack(a_job(root, output=f"{moto.url}/runs")) as parcel:
         assert [entry.key for entry in store.open_(moto.url).entries()] == []
         assert (parcel.put(), parcel.put()) == (True, False)
     (entry,) = store.open_(f"{moto.url}/runs/code").entries()
@@ -348,7 +348,7 @@ def test_large_code_goes_to_the_store_once(tmp_path: Path, moto: Place) -> None:
 
 def test_a_torn_object_in_the_store_is_replaced(tmp_path: Path, moto: Place) -> None:
     root = write(tmp_path, {"train.py": "print(1)", "big.bin": noise(SMALL)})
-    with shipping.parcel(a_job(root, output=moto.url)) as parcel:
+    with pack(a_job(root, output=moto.url)) as parcel:
         above, _, key = parcel.url.rpartition("/")
         store.open_(above).put(key, b"torn")
         assert parcel.put() is True
@@ -358,7 +358,7 @@ def test_a_torn_object_in_the_store_is_replaced(tmp_path: Path, moto: Place) -> 
 @pytest.mark.parametrize("size", [SMALL, 4 * SMALL])
 def test_large_code_without_a_store_is_refused_with_the_biggest_files(tmp_path: Path, size: int) -> None:
     root = write(tmp_path, {"train.py": "print(1)", "weights/big.bin": noise(size)})
-    with pytest.raises(OutlastError) as caught, shipping.parcel(a_job(root)):
+    with pytest.raises(OutlastError) as caught, pack(a_job(root)):
         pass
     held = {SMALL: "700 KiB", 4 * SMALL: "2.7 MiB"}[size]
     assert str(caught.value) == (
@@ -373,25 +373,25 @@ def test_an_archive_is_shipped_as_it_is(tmp_path: Path) -> None:
     content = packed(root, tmp_path / "my.tgz")
     checksum = hashlib.sha256(content).hexdigest()
     job = a_job(tmp_path, code=f"my.tgz#sha256={checksum}")
-    with shipping.parcel(job) as parcel:
+    with pack(job) as parcel:
         assert parcel.code == content
     assert parcel.job.spec.code == f"file:///etc/outlast-code/code.tgz#sha256={checksum}"
     assert parcel.sentence.startswith(f"code: my.tgz, {len(content)} B -> ConfigMap train-code-")
     with (
         pytest.raises(OutlastError, match="has the checksum"),
-        shipping.parcel(a_job(tmp_path, code=f"my.tgz#sha256={'0' * 64}")),
+        pack(a_job(tmp_path, code=f"my.tgz#sha256={'0' * 64}")),
     ):
         pass
     with (
         pytest.raises(OutlastError, match=r"script \(other.py\) is not in code"),
-        shipping.parcel(a_job(tmp_path, code="my.tgz", script="other.py")),
+        pack(a_job(tmp_path, code="my.tgz", script="other.py")),
     ):
         pass
 
 
 def test_credentials_that_do_not_travel_are_said(tmp_path: Path) -> None:
     root = write(tmp_path, {"train.py": "", ".env": "TOKEN=abc", "id_rsa": ""})
-    with shipping.parcel(a_job(root)) as parcel:
+    with pack(a_job(root)) as parcel:
         assert parcel.sentence.endswith(
             "; without .env, id_rsa, which may hold credentials (!.env in .outlastignore brings it back)"
         )
@@ -399,7 +399,7 @@ def test_credentials_that_do_not_travel_are_said(tmp_path: Path) -> None:
 
 def test_a_script_that_is_left_out_is_said(tmp_path: Path) -> None:
     write(tmp_path, {"train.py": "", ".gitignore": "*.py\n"})
-    with pytest.raises(OutlastError) as caught, shipping.parcel(a_job(tmp_path)):
+    with pytest.raises(OutlastError) as caught, pack(a_job(tmp_path)):
         pass
     assert str(caught.value) == (
         f"script (train.py) is left out of code ({tmp_path}) by .gitignore or .outlastignore; "
@@ -413,7 +413,7 @@ def test_a_script_that_is_left_out_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("topology", manifests.TOPOLOGIES)
 def test_every_topology_mounts_the_code_and_a_place_to_unpack_it(tmp_path: Path, topology: str) -> None:
     write(tmp_path, {"train.py": "print(1)"})
-    with shipping.parcel(a_job(tmp_path)) as parcel:
+    with pack(a_job(tmp_path)) as parcel:
         documents = manifests.render(parcel.job, topology, code=parcel.code)
     code = documents[0]
     schemas.validate(code, NEWEST, strict=True)
@@ -436,7 +436,7 @@ def test_every_topology_mounts_the_code_and_a_place_to_unpack_it(tmp_path: Path,
 
 def test_a_changed_tree_is_another_run_and_the_same_tree_is_the_same(tmp_path: Path) -> None:
     def made() -> list[str]:
-        with shipping.parcel(a_job(tmp_path)) as parcel:
+        with pack(a_job(tmp_path)) as parcel:
             return [each["metadata"]["name"] for each in manifests.render(parcel.job, "job", code=parcel.code)]
 
     write(tmp_path, {"train.py": "print(1)"})

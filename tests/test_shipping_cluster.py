@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 import yaml
 
-from outlast import contract, manifests, shipping, spec
+from outlast import contract, manifests, spec
+from outlast.cluster.parcel import pack
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 IMAGE = os.environ.get("OUTLAST_TEST_IMAGE", "")
@@ -56,7 +57,7 @@ def rendered(root: Path, namespace: str) -> list[dict[str, Any]]:
     fields = {"image": IMAGE, "script": "train.py", "restarts": {"limit": 0}}
     document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "ship"}, "spec": fields}
     job = spec.anchor(spec.parse(yaml.safe_dump(document)), root)
-    with shipping.parcel(job) as parcel:
+    with pack(job) as parcel:
         return manifests.render(parcel.job, "job", namespace=namespace, code=parcel.code)
 
 

@@ -80,9 +80,9 @@ WARM = """
 import json, os, sys, time
 from pathlib import Path
 from outlast.launch import prctl, sibling, warm
-from outlast.rendezvous.transports import sockets
+from outlast import unix_sockets
 
-request = warm.Server(sockets.listening(Path(sys.argv[1])), dict(os.environ)).run(())
+request = warm.Server(unix_sockets.listening(Path(sys.argv[1])), dict(os.environ)).run(())
 child = os.fork()
 if child == 0:
     prctl.die_with(os.getppid())

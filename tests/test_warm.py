@@ -111,13 +111,13 @@ import os, sys, time
 from pathlib import Path
 from outlast import contract
 from outlast.launch import warm
-from outlast.rendezvous.transports import sockets
+from outlast import unix_sockets
 
 fork, refused = os.fork, [None, BlockingIOError(11, "Resource temporarily unavailable")]
 os.fork = lambda: (_ for _ in ()).throw(problem) if refused and (problem := refused.pop(0)) else fork()
 if sys.argv[2:]:  # ranks sleep uninterruptibly, as far as it can see
     warm.END_S, os.kill = 1, lambda pid, number: None
-request = warm.Server(sockets.listening(Path(sys.argv[1])), dict(os.environ)).run(())
+request = warm.Server(unix_sockets.listening(Path(sys.argv[1])), dict(os.environ)).run(())
 warm.enter(request)
 if request.kind == "elastic":
     os.environ[contract.Env.PARENT] = str(os.getpid())

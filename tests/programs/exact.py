@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ parser.add_argument("--frozen", type=int, default=0, help="parameters that are s
 parser.add_argument("--fail-at", type=int, default=None, help="rank 1 raises at this step, every time")
 parser.add_argument("--exit-at", type=int, default=None, help="rank 0 exits with --exit-code at this step")
 parser.add_argument("--exit-code", type=int, default=78)
+parser.add_argument("--swell", type=Path, help="take memory until this process is killed once this file is there, which goes")
 parser.add_argument("--shards", help="read the samples from this place, where `a_place` has put them, not from memory")
 parser.add_argument("--sharded", action="store_true", help="FSDP2 instead of DDP")
 parser.add_argument("--print", action="store_true", help="print every step and record no samples")
@@ -84,6 +86,9 @@ with session.open(seed=3, quiet=True) as run:
             raise ValueError(f"a bug at step {step}")
         if args.exit_at == step and run.rank == 0:
             raise SystemExit(args.exit_code)
+        if args.swell and args.swell.exists():
+            args.swell.unlink()
+            taken = [bytearray(os.urandom(64 << 20)) for _ in range(1 << 16)]
         pause = 0.0 if hurry.exists() else args.pause
         time.sleep(max(0.0, pause - (time.monotonic() - begun)))
         record = {

@@ -11,7 +11,7 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from outlast import contract, tracking
 from outlast.contract import Env
@@ -175,10 +175,9 @@ class Coordination:
         if goodput is None or not (Path(self._environ[Env.STATE]) / contract.END).exists():
             return
         from outlast.errors import ClusterError
-        from outlast.rendezvous.transports import kubernetes
 
         try:
-            kubernetes.tell_goodput(self._job.metadata.name, self.index, self._environ, goodput)
+            cast(Any, transport.of(contract.KUBERNETES)).tell_goodput(self._job.metadata.name, self.index, self._environ, goodput)
         except ClusterError as problem:
             _say(f"the goodput of the run could not be told: {problem}")
 

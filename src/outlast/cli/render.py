@@ -16,7 +16,7 @@ from outlast.cli.which import FileArgument, SetOption, TitleOption, TopologyOpti
 from outlast.errors import InvalidJob, OutlastError
 
 if TYPE_CHECKING:
-    from outlast.shipping import Parcel
+    from outlast.cluster.parcel import Parcel
     from outlast.spec import Job
 
 
@@ -52,7 +52,7 @@ def render(
     """
     from outlast import manifests
     from outlast.cli import overrides
-    from outlast.shipping.parcel import APPLIED, SMALL
+    from outlast.cluster.parcel import APPLIED, SMALL
     from outlast.spec import unused
 
     job = overrides.load(file, name=name, set_=set_ or ())
@@ -90,11 +90,11 @@ def rendered(
     `run` and `fresh` are as for `manifests.render`, `room` is how much code may be in a ConfigMap (default: as much as it
     holds). Raises InvalidJob with the name of the job's file.
     """
-    from outlast import manifests, shipping
+    from outlast import manifests
+    from outlast.cluster.parcel import SMALL, pack
     from outlast.manifests import volumes
-    from outlast.shipping.parcel import SMALL
 
-    with shipping.parcel(job, but=[source], room=room or SMALL) as parcel:
+    with pack(job, but=[source], room=room or SMALL) as parcel:
         files = texts(volumes.files(parcel.job.spec))
         try:
             made = manifests.render(

@@ -35,10 +35,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from outlast import contract
+from outlast import contract, unix_sockets
 from outlast.launch import imports, prctl, shim, sibling, titles
 from outlast.rendezvous import transport
-from outlast.rendezvous.transports import sockets
 
 END_S = 60
 """Longest wait for the ends of ranks killed with their elastic agent; to free a large memory takes seconds. Arbitrary."""
@@ -363,7 +362,7 @@ def main() -> None:
     """
     gc.disable()
     environ = dict(os.environ)
-    listener = sockets.listening(Path(sys.argv[1]))
+    listener = unix_sockets.listening(Path(sys.argv[1]))
     preload(MEETING)
     titles.entitle("warm process")
     request = Server(listener, environ).run(TRAINING)
@@ -374,7 +373,7 @@ def main() -> None:
             begin(sibling.Forked(pid))
         prctl.die_with(agent)
         titles.entitle("warm process")
-        listener = sockets.listening(Path(request.env[contract.Env.STATE]) / shim.SOCKET)
+        listener = unix_sockets.listening(Path(request.env[contract.Env.STATE]) / shim.SOCKET)
         request = Server(listener, request.env).run(())
     gc.enable()
     try:

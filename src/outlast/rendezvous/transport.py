@@ -37,10 +37,10 @@ class Mode(enum.Enum):
 
 
 TRANSPORTS = {
-    sockets.SCHEME: ("sockets", Mode.LAUNCHER),
-    sockets.TCP: ("sockets", Mode.WORKER_0),
-    contract.KUBERNETES: ("kubernetes", Mode.OPERATOR),
-    **dict.fromkeys(contract.ETCD, ("etcd", Mode.ELECTED)),
+    sockets.SCHEME: ("outlast.rendezvous.transports.sockets", Mode.LAUNCHER),
+    sockets.TCP: ("outlast.rendezvous.transports.sockets", Mode.WORKER_0),
+    contract.KUBERNETES: ("outlast.rendezvous.transports.kubernetes", Mode.OPERATOR),
+    **dict.fromkeys(contract.ETCD, ("outlast.rendezvous.transports.etcd", Mode.ELECTED)),
 }
 """Module and coordinator by what an endpoint begins with."""
 
@@ -102,7 +102,7 @@ class Transport(Protocol):
 
 def of(endpoint: str) -> Transport:
     """The transport of an endpoint. Raises OutlastError for one that is not known."""
-    return cast(Transport, importlib.import_module(f"outlast.rendezvous.transports.{_known(endpoint)[0]}"))
+    return cast(Transport, importlib.import_module(_known(endpoint)[0]))
 
 
 def mode(endpoint: str) -> Mode:

@@ -29,14 +29,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from outlast import contract, crc32
+from outlast import contract, crc32, unix_sockets
 from outlast.contract import Env
 from outlast.errors import NotRestored, OutlastError, StoreError
-from outlast.rendezvous.transports import sockets
 from outlast.snapshots import parts, wire
 from outlast.snapshots.parts import Damaged, Item, OutOfReach, Part
 
-_REPLY_S = 60
+_CONNECT_S, _REPLY_S = 5, 60
 """Timeout of an answer of our own agent. Arbitrary."""
 _STATES = 16
 """How many publications are remembered."""
@@ -296,7 +295,7 @@ def connect(environ: Mapping[str, str]) -> Client | None:
     """
     path = Path(environ.get(Env.STATE, "/nonexistent")) / contract.SNAPSHOTS
     try:
-        sock = sockets.connect(f"{sockets.SCHEME}{path}")
+        sock = unix_sockets.connect(path, _CONNECT_S)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -34,10 +34,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outlast import contract
+from outlast import contract, unix_sockets
 from outlast.contract import Env
 from outlast.errors import OutlastError
-from outlast.rendezvous.transports import seal, sockets
+from outlast.rendezvous.transports import seal
 from outlast.snapshots import memory, parts, pool, port, replicas, wire
 from outlast.snapshots.parts import Item, Part
 from outlast.snapshots.rooms import Refused, Room, Rooms
@@ -89,7 +89,7 @@ class Server:
     def start(self) -> None:
         """Listen. Raises OSError."""
         self._port.start()
-        self._listener = sockets.listening(self._path)
+        self._listener = unix_sockets.listening(self._path)
         _thread(self._accept, "accept")
         for _ in range(max(1, min(_FINISHERS, len(os.sched_getaffinity(0)) // 4))):
             _thread(self._finishing, "finish")

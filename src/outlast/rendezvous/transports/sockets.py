@@ -23,12 +23,10 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import re
 import secrets
 import select
 import socket
-import struct
 import sys
 import threading
 import time
@@ -37,7 +35,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from outlast import contract
+from outlast import contract, unix_sockets
 from outlast.rendezvous.transports import seal, tcp
 from outlast.rendezvous.world import MemberState, World
 
@@ -389,25 +387,9 @@ def client(endpoint: str, member: Member) -> Client:
 def connect(endpoint: str) -> socket.socket:
     """A connection to the coordinator; raises OSError."""
     if not endpoint.startswith(TCP):
-        return _connect_path(endpoint.removeprefix(SCHEME))
+        return unix_sockets.connect(endpoint.removeprefix(SCHEME), CONNECT_S)
     sock = socket.create_connection(tcp.host_port(endpoint.removeprefix(TCP)), timeout=CONNECT_S)
     tcp.ends_when_lost(sock, SILENCE_S)
-    return sock
-
-
-def _connect_path(path: str) -> socket.socket:
-    """A connection to a Unix socket, by way of its directory: Linux allows 107 bytes in an address."""
-    directory = os.open(os.path.dirname(path), os.O_RDONLY)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(CONNECT_S)
-    try:
-        sock.connect(f"/proc/self/fd/{directory}/{os.path.basename(path)}")
-    except OSError:
-        sock.close()
-        raise
-    finally:
-        os.close(directory)
-    sock.settimeout(None)
     return sock
 
 
@@ -447,7 +429,7 @@ class Server:
         if isinstance(where, socket.socket):
             self._server = await asyncio.start_server(self._serve, sock=where, limit=_LINE_BYTES, backlog=_BACKLOG)
             return
-        sock = listening(where)
+        sock = unix_sockets.listening(where)
         sock.setblocking(False)
         self._server = await asyncio.start_unix_server(self._serve, sock=sock, limit=_LINE_BYTES)
 
@@ -477,7 +459,7 @@ class Server:
         with the process that was connected, or 0 if it is on another machine."""
         now = self._clock()
         silent = [id for id, beat in self._beats.items() if now - beat > SILENCE_S and id in self._writers]
-        processes = {id: _process_of(self._writers[id].get_extra_info("socket")) for id in silent}
+        processes = {id: unix_sockets.process_of(self._writers[id].get_extra_info("socket")) for id in silent}
         for id in silent:
             del self._beats[id]
             self._writers[id].transport.abort()
@@ -557,30 +539,3 @@ class Server:
         peer = writer.get_extra_info("peername")
         who = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "a process of this machine"
         print(f"outlast | rendezvous: {who} sent {sentence}", file=sys.stderr, flush=True)
-
-
-def _process_of(sock: socket.socket) -> int:
-    """The process at the other end of a Unix socket; 0 where nobody knows."""
-    try:
-        pid: int = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[0]
-    except OSError:  # it is closed, or a socket of another kind
-        return 0
-    return 0 if pid == os.getpid() else pid  # a sandbox that does not tell processes apart
-
-
-def listening(path: Path) -> socket.socket:
-    """A socket listening at `path`, whatever was there before; only this user may connect.
-
-    Addresses of Unix sockets are limited to 107 bytes, hence the way round by the directory.
-    """
-    path.unlink(missing_ok=True)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    here = os.getcwd()
-    os.chdir(path.parent)
-    try:
-        sock.bind(path.name)
-        os.chmod(path.name, 0o600)
-    finally:
-        os.chdir(here)
-    sock.listen(128)
-    return sock

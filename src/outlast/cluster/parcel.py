@@ -1,7 +1,14 @@
 """A job's code as it travels, and where to: into a ConfigMap when it is small, else into the store that the job writes to.
 
-`choose` decides, purely; `parcel` packs local code and sets its location in the job. Nothing is written to a store before `put`,
+`choose` decides, purely; `pack` packs local code and sets its location in the job. Nothing is written to a store before `put`,
 so `render` writes nothing.
+
+    with pack(job, but=[job_file]) as parcel:
+        parcel.put()                                                     only what goes to a store
+        documents = manifests.render(parcel.job, topology, code=parcel.code)
+
+A job whose code is in a store, in the image or on a volume passes through unchanged. An archive is named by its SHA-256, so what
+has been shipped once is not shipped again.
 """
 
 from __future__ import annotations
@@ -54,7 +61,7 @@ def choose(job: spec.Job, *, size: int, checksum: str, suffix: str, room: int = 
 
 @dataclasses.dataclass(frozen=True)
 class Parcel:
-    """Code on its way to pods. Made by `parcel`."""
+    """Code on its way to pods. Made by `pack`."""
 
     job: spec.Job
     """The job, whose code is where pods find it."""
@@ -83,7 +90,7 @@ class Parcel:
 
 
 @contextlib.contextmanager
-def parcel(job: spec.Job, *, but: Collection[Path] = (), room: int = SMALL) -> Iterator[Parcel]:
+def pack(job: spec.Job, *, but: Collection[Path] = (), room: int = SMALL) -> Iterator[Parcel]:
     """The code of a job, packed if it is on this machine and pods cannot see it there.
 
     `but`: paths in its directory that are not code, above all the job file: suspending a job must not change its code. The job's

@@ -1,0 +1,48 @@
+"""Unix sockets at paths of any length: Linux allows 107 bytes in their addresses, hence the way round by the directory."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from pathlib import Path
+
+
+def connect(path: str | Path, timeout_s: float) -> socket.socket:
+    """A connection to the socket at `path`, without a timeout from then on. Raises OSError."""
+    directory = os.open(os.path.dirname(path), os.O_RDONLY)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(timeout_s)
+    try:
+        sock.connect(f"/proc/self/fd/{directory}/{os.path.basename(path)}")
+    except OSError:
+        sock.close()
+        raise
+    finally:
+        os.close(directory)
+    sock.settimeout(None)
+    return sock
+
+
+def listening(path: Path) -> socket.socket:
+    """A socket listening at `path`, whatever was there before; only this user may connect."""
+    path.unlink(missing_ok=True)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    here = os.getcwd()
+    os.chdir(path.parent)
+    try:
+        sock.bind(path.name)
+        os.chmod(path.name, 0o600)
+    finally:
+        os.chdir(here)
+    sock.listen(128)
+    return sock
+
+
+def process_of(sock: socket.socket) -> int:
+    """The process at the other end of a Unix socket; 0 where nobody knows."""
+    try:
+        pid: int = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[0]
+    except OSError:  # it is closed, or a socket of another kind
+        return 0
+    return 0 if pid == os.getpid() else pid  # a sandbox that does not tell processes apart
