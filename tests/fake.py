@@ -12,8 +12,9 @@ from pathlib import Path
 from outlast import chaos, spec
 from outlast.backend import LogLine
 from outlast.errors import AlreadyRunning, NotFound, OutlastError
+from outlast.failure import Failure
 from outlast.ledger import Event
-from outlast.status import CheckpointStatus, Failure, JobStatus, RankStatus, State, WorkerStatus
+from outlast.status import CheckpointStatus, JobStatus, RankStatus, State, WorkerStatus
 
 STEP_S = 0.02
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -349,7 +350,7 @@ def test_a_failure_without_a_traceback_shows_the_tail_of_its_log() -> None:
         show.failure(failed)
         == "rank 0 on worker 0 exited with code 3 (exit code 3)\n    its log ends with:\n    no such file\n    bye"
     )
-    long = show.failure(failed.model_copy(update={"log_tail": "x" * 500}))
+    long = show.failure(replace(failed, log_tail="x" * 500))
     assert max(map(len, long.splitlines())) == 4 + 300
 
 

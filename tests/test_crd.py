@@ -17,10 +17,11 @@ from kubernetes_validate import utils as schemas
 from minors import each_minor
 from outlast import contract, manifests, spec
 from outlast.errors import InvalidJob
+from outlast.failure import Failure
 from outlast.kube import kinds
 from outlast.manifests import cel, crd, disruption, install, labels, rbac
 from outlast.manifests.request import Document
-from outlast.status import Failure, JobStatus, State
+from outlast.status import JobStatus, State
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = runpy.run_path(str(ROOT / "deploy" / "render.py"))
@@ -459,7 +460,7 @@ def test_a_status_of_an_operator_is_read() -> None:
     assert (found.state, found.step, found.world, found.goodput) == (State.RUNNING, 1, [1], 1.5)
     assert found.failure == Failure(
         **dict.fromkeys(("worker", "rank", "code", "step", "generation", "attempt"), 1),
-        **dict.fromkeys(("reason", "traceback", "node", "logTail"), "text"),
+        **dict.fromkeys(("reason", "traceback", "node", "log_tail"), "text"),
         time=1.5,
         counted=True,
     )

@@ -85,7 +85,7 @@ def test_an_agent_starts_the_warm_process_before_it_reads_its_job() -> None:
 
 def test_what_an_elastic_agent_needs_is_there_before_what_only_training_needs() -> None:
     meeting = loaded("from outlast.launch import warm; warm.preload(warm.MEETING)")
-    assert not meeting & {"torch._dynamo", "torch.distributed.checkpoint", "sympy", "outlast.training.session"}
+    assert not meeting & {"pydantic", "torch._dynamo", "torch.distributed.checkpoint", "sympy", "outlast.training.session"}
 
 
 def test_training_knows_nothing_of_who_runs_it() -> None:

@@ -20,6 +20,7 @@ from clocks import DISTURBANCES, Machine
 from outlast import checkpoints, contract, spec
 from outlast.agent import launcher_watch
 from outlast.errors import OutlastError
+from outlast.failure import Failure
 from outlast.launch import elastic, rank0_files
 from outlast.local import workers
 from outlast.local.backend import LocalBackend
@@ -31,7 +32,7 @@ from outlast.rendezvous.failures import Pending
 from outlast.rendezvous.handler import Handler, Leaving
 from outlast.rendezvous.transports.sockets import Called, Report
 from outlast.report import goodput
-from outlast.status import Failure, State
+from outlast.status import State
 from outlast.workerfiles import notice, progress
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import situations
-from outlast import cli, diagnosis, manifests, spec, status
+from outlast import cli, diagnosis, manifests, spec
+from outlast.failure import Failure
 from outlast.local.backend import LocalBackend
 from outlast.rendezvous import restarts
 
@@ -153,13 +154,11 @@ def test_a_mistake_that_a_cluster_finds_is_named_first_by_why(mistake: str) -> N
     assert diagnosis.causes(situations.seen(mistake), 1_800_000_000.0)[0].what == OF_CLUSTERS[mistake]
 
 
-def raised(step: int, *, early: str = "") -> status.Failure:
-    return status.Failure(
-        worker=1, rank=1, code=1, reason="rank 1 on worker 1 raised ValueError: bad batch 17", step=step, early=early
-    )
+def raised(step: int, *, early: str = "") -> Failure:
+    return Failure(worker=1, rank=1, code=1, reason="rank 1 on worker 1 raised ValueError: bad batch 17", step=step, early=early)
 
 
-def judged(failure: status.Failure, *before: restarts.Record, everywhere: bool = False) -> str:
+def judged(failure: Failure, *before: restarts.Record, everywhere: bool = False) -> str:
     policy = restarts.Policy(10, timedelta(hours=1))
     return restarts.judge(before, failure, 0, 100.0, policy, everywhere=everywhere).reason
 

@@ -26,8 +26,9 @@ import test_readme
 from outlast import cli, notebooks
 from outlast.cli import notebook, serving
 from outlast.errors import NotFound, OutlastError
+from outlast.failure import Failure
 from outlast.notebooks import charts, jupyter, panel
-from outlast.status import Failure, JobStatus, RankStatus, State, WorkerStatus
+from outlast.status import JobStatus, RankStatus, State, WorkerStatus
 
 FIRST = Path(jupyter.__file__).with_name(jupyter.FIRST)
 GIVEN = "0123456789abcdef0123456789abcdef"

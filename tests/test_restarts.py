@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast import contract, status
+from outlast import contract
+from outlast.failure import Failure
 from outlast.rendezvous import failures, restarts
 from outlast.rendezvous.failures import Pending
 from outlast.rendezvous.restarts import History, Kills, Policy, Record, Restart, Stop, judge
@@ -16,7 +18,7 @@ NOW = 10_000.0
 
 
 def a_failure(code=1, *, reason="rank 1 on worker 1 raised ValueError", step=40, **fields):
-    return status.Failure(worker=1, rank=1, code=code, reason=reason, step=step, **fields)
+    return Failure(worker=1, rank=1, code=code, reason=reason, step=step, **fields)
 
 
 def a_kill(step=40):
@@ -50,9 +52,7 @@ def test_failures_without_progress_add_up():
 
 
 def test_a_step_that_runs_out_of_memory_three_times_in_a_row_ends_the_job_like_one_that_raises():
-    starved = a_kill().model_copy(
-        update={"cause": contract.FailureCause.OUT_OF_MEMORY, "reason": "rank 1 on worker 1 was killed"}
-    )
+    starved = replace(a_kill(), cause=contract.FailureCause.OUT_OF_MEMORY, reason="rank 1 on worker 1 was killed")
     once = judged(starved)
     assert once == Restart(a_history((NOW, 20, 40)), 1, "rank 1 on worker 1 was killed; restart 1 of 10")
     again = "it has run out of memory at step 40 3 times in a row"
@@ -200,7 +200,7 @@ def test_hangs_at_different_steps_are_only_counted():
 
 
 def test_an_error_of_the_script_on_every_rank_before_the_first_step_stops_the_job():
-    first, other = a_failure(step=0, early="ImportError"), a_failure(step=0, early="ImportError").model_copy(update={"worker": 0})
+    first, other = a_failure(step=0, early="ImportError"), replace(a_failure(step=0, early="ImportError"), worker=0)
     assert failures.raised_everywhere(first, [Pending(False, first), Pending(False, other)], [0, 1])
     assert judge((), first, 0, NOW, a_policy(), everywhere=True) == Stop(
         "rank 1 on worker 1 raised ValueError; every rank raises it before the first step, a restart would not help",
@@ -210,9 +210,7 @@ def test_an_error_of_the_script_on_every_rank_before_the_first_step_stops_the_jo
 
 
 def test_a_script_that_does_not_take_its_arguments_is_started_once():
-    first = a_failure(step=0, early="SystemExit").model_copy(
-        update={"reason": "rank 0 on worker 0 exited with code 2", "code": 2}
-    )
+    first = replace(a_failure(step=0, early="SystemExit"), reason="rank 0 on worker 0 exited with code 2", code=2)
     assert judge((), first, 0, NOW, a_policy(), everywhere=True) == Stop(
         "rank 0 on worker 0 exited with code 2; every rank does so before the first step, a restart would not help",
         78,
@@ -223,8 +221,8 @@ def test_a_script_that_does_not_take_its_arguments_is_started_once():
 def test_an_error_that_not_every_worker_raised_before_its_first_step_is_tried_again():
     first = a_failure(step=0, early="ImportError")
     ok, echo = (
-        a_failure(early="").model_copy(update={"worker": 0}),
-        a_failure(early="ImportError").model_copy(update={"worker": 0}),
+        replace(a_failure(early=""), worker=0),
+        replace(a_failure(early="ImportError"), worker=0),
     )
     assert not failures.raised_everywhere(first, [Pending(False, first)], [0, 1])
     assert not failures.raised_everywhere(first, [Pending(False, first), Pending(False, ok)], [0, 1])

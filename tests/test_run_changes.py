@@ -73,7 +73,7 @@ def test_an_interrupted_run_saves_leaves_and_goes_on_where_it_was(machine, undis
     path = machine.job(args=ARGS, checkpoint={"every": "1h"})
     name = machine.submit(path)
     machine.at_step(name, 20)
-    getattr(machine.backend, leave)(name)
+    machine.backend.steer(name, leave)
     left = machine.end(name)
     assert (left.state, left.exit_code) == ({"interrupt": State.INTERRUPTED, "suspend": State.SUSPENDED}[leave], 75)
     assert left.workers == []

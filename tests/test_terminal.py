@@ -20,7 +20,8 @@ from outlast import cli, contract
 from outlast.backend import LogLine
 from outlast.cli import commands, live, show, terminal, view
 from outlast.errors import OutlastError
-from outlast.status import CheckpointStatus, Failure, JobStatus, State, WorkerStatus
+from outlast.failure import Failure
+from outlast.status import CheckpointStatus, JobStatus, State, WorkerStatus
 
 TITLE = "\x1b]0;owned\x07"
 """Gives the terminal another title."""

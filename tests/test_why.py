@@ -21,11 +21,12 @@ from outlast.cli import show
 from outlast.contract import End, FailureCause
 from outlast.diagnosis import Finding, Snapshot, containers, gather, local_job, messages, nodes
 from outlast.errors import Forbidden, NotFound
+from outlast.failure import Failure
 from outlast.kube import kinds
 from outlast.kube import pods as kube_pods
 from outlast.local import backend as local
 from outlast.local.state_dir import Run
-from outlast.status import CheckpointStatus, Failure, JobStatus, State, StoreStatus, WorkerStatus
+from outlast.status import CheckpointStatus, JobStatus, State, StoreStatus, WorkerStatus
 
 Document = dict[str, Any]
 NOW = 1_800_000_000.0

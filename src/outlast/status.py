@@ -12,7 +12,8 @@ from typing import Annotated
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from outlast.contract import End, FailureCause
+from outlast.contract import End
+from outlast.failure import Failure
 
 
 class State(enum.StrEnum):
@@ -137,40 +138,6 @@ class StoreStatus(_Model):
     """Bytes of checkpoints that are not there yet."""
     doing: str = ""
     """What is being pushed now."""
-
-
-class Failure(_Model):
-    """The first failing process of the generation that failed last."""
-
-    worker: int
-    rank: int | None = None
-    code: int
-    reason: str
-    """One sentence: `rank 1 on worker 1 was killed by SIGKILL`."""
-    cause: FailureCause = FailureCause.UNKNOWN
-    traceback: str = ""
-    """The tail of the traceback, where there was one."""
-    step: int | None = None
-    generation: int = 0
-    attempt: int = 0
-    """Which start of that generation's processes failed: 0 for the first, n for the nth that its members made by themselves."""
-    time: float = 0.0
-    counted: bool = True
-    node: str = ""
-    """The node of its pod, on Kubernetes."""
-    hung: Annotated[bool, Field(exclude=True)] = False
-    """Whether it was killed because it hung by itself, and was not stopped from outside."""
-    left: Annotated[bool, Field(exclude=True)] = False
-    """Whether its worker's processes exited with 0, as if done, before others failed: the cause if all others are echoes."""
-    early: Annotated[str, Field(exclude=True)] = ""
-    """The type of error that its worker's processes raised before their first step, if another try would raise it again."""
-    log_tail: Annotated[str, Field(validation_alias=AliasChoices("logTail", "log_tail"))] = ""
-    """The last lines of its worker's log; if that has several processes, of what the one that failed wrote."""
-
-    @property
-    def start(self) -> tuple[int, int]:
-        """Which start of processes failed: failures are counted in this order, one for each."""
-        return self.generation, self.attempt
 
 
 class LostStatus(_Model):

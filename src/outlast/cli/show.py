@@ -20,7 +20,8 @@ from outlast.errors import NotFound
 from outlast.workerfiles import saves
 
 if TYPE_CHECKING:
-    from outlast.status import Failure, JobStatus, LostStatus, RankStatus, StoreStatus
+    from outlast.failure import Failure
+    from outlast.status import JobStatus, LostStatus, RankStatus, StoreStatus
 
 
 _WIDEST = 300

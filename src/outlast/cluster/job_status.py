@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outlast.contract import Env, Label
+from outlast.failure import Failure
 from outlast.kube import dropins, pods, wire, workloads
 from outlast.ledger import Event
-from outlast.status import CheckpointStatus, Failure, JobStatus, SnapshotStatus, State, StoreStatus, WorkerStatus
+from outlast.status import CheckpointStatus, JobStatus, SnapshotStatus, State, StoreStatus, WorkerStatus
 
 Document = Mapping[str, Any]
 Metrics = Mapping[str, float]

@@ -8,8 +8,9 @@ from itertools import takewhile
 from outlast import contract, units
 from outlast.contract import End, FailureCause
 from outlast.diagnosis.finding import Finding, passed, repeated_failures
+from outlast.failure import Failure
 from outlast.ledger import Event
-from outlast.status import Failure, JobStatus, State
+from outlast.status import JobStatus, State
 
 _LAST = 3
 """Most incidents, the newest, that are given as evidence."""

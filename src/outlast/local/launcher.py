@@ -28,6 +28,7 @@ from outlast.agent.lifecycle import Phase
 from outlast.clock import Awake
 from outlast.contract import End
 from outlast.errors import OutlastError
+from outlast.failure import Failure
 from outlast.launch import titles
 from outlast.local.live_status import LiveStatus
 from outlast.local.state_dir import ENDINGS, Request, Run, StateDir
@@ -35,7 +36,7 @@ from outlast.local.workers import Ended, Worker, WorkerPool
 from outlast.rendezvous import failures, partition, restarts, world
 from outlast.rendezvous.coordinator import Coordinator, Settings, after
 from outlast.rendezvous.transports import sockets
-from outlast.status import Failure, JobStatus, State, StoreStatus
+from outlast.status import JobStatus, State, StoreStatus
 
 if TYPE_CHECKING:
     from outlast.runs import alive
@@ -264,13 +265,12 @@ class Launcher(Coordinator):
         if inside and self.judged >= (generation, attempt):
             return  # part of the failure of its world, which is counted already
         died = Failure(worker=index, code=end.code, reason=reason, step=step, time=time.time())
-        died.generation, died.attempt = generation, attempt
-        self.add_failure(died, echo=False)
+        self.add_failure(dataclasses.replace(died, generation=generation, attempt=attempt), echo=False)
 
     def add_failure(self, failure: Failure, *, echo: bool) -> None:
         self.live.read(self.known.world)
         if echo and self.status.told and not failure.step:  # to be shown
-            failure = failure.model_copy(update={"step": self.status.step})
+            failure = dataclasses.replace(failure, step=self.status.step)
         super().add_failure(failure, echo=echo)
 
     def newest_start(self) -> tuple[int, int]:
@@ -324,7 +324,7 @@ class Launcher(Coordinator):
             return failure, failure.step, self.live.committed()
         silent = not self.live.has_session and self.status.told != "script" and self.clock() - self.formed_at > EARLY_FAILURE_S
         return (
-            failure.model_copy(update={"step": known if self.status.told else failure.step}),
+            dataclasses.replace(failure, step=known if self.status.told else failure.step),
             None if echo or silent else step,
             self.live.committed(),
         )

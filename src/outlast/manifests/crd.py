@@ -278,7 +278,7 @@ def _failures() -> Schema:
 
 
 def _failure() -> Schema:
-    """As `status.Failure`, with node and log tail, which only pods have."""
+    """As `failure.Failure`, with node and log tail, which only pods have."""
     return part(
         "The last failure: the first process that failed.",
         worker=known("integer", "Its worker."),

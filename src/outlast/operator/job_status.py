@@ -140,7 +140,7 @@ class Status:
     elected: bool = False
     """Whether an operator of the version before had agents elect a coordinator in an etcd."""
     failure: Mapping[str, Any] | None = None
-    """The last failure: a `status.Failure` with the node and the tail of the log."""
+    """The last failure: a `failure.Failure` with the node and the tail of the log."""
     started: float | None = None
     """When the job was first reconciled."""
     resumed: float | None = None

@@ -13,6 +13,7 @@ from pydantic_core import from_json
 from outlast import contract, spec
 from outlast.contract import LEASE_S, Annotation, Label
 from outlast.errors import InvalidJob
+from outlast.failure import Failure
 from outlast.kube import ownership, wire
 from outlast.kube import pods as podwords
 from outlast.manifests import gang, kueue
@@ -24,7 +25,6 @@ from outlast.operator.queues import ClusterFeatures
 from outlast.rendezvous import failures
 from outlast.rendezvous.transports.sockets import Report, is_count, is_number
 from outlast.rendezvous.world import Member, MemberState
-from outlast.status import Failure
 
 Document = Mapping[str, Any]
 

@@ -61,7 +61,7 @@ class Past:
 
     @property
     def start(self) -> tuple[int, int]:
-        """The start of processes that failed, as `status.Failure.start`."""
+        """The start of processes that failed, as `failure.Failure.start`."""
         return self.generation, self.attempt - 1
 
     @property

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from outlast import contract
 from outlast.contract import End
+from outlast.failure import Failure
 from outlast.rendezvous import attempts, failures, restarts, world
 from outlast.rendezvous.failures import Pending
 from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import Cause, MemberState
-from outlast.status import Failure, State
+from outlast.status import State
 
 if TYPE_CHECKING:
     from outlast import spec
@@ -304,7 +305,7 @@ class Coordinator:
     def _counted(self, failure: Failure, verdict: restarts.Restart | restarts.Stop, **facts: Any) -> bool:
         """Take over a verdict; False when the run ends by it."""
         self.failed(failure)
-        self.event("failure", **failure.model_dump(include=_FACTS), **facts)
+        self.event("failure", **{name: getattr(failure, name) for name in _FACTS}, **facts)
         if isinstance(verdict, restarts.Stop):
             self.over(State.FAILED, verdict.reason, verdict.code, verdict.kind)
             return False

@@ -7,19 +7,36 @@ worker 0, an elected coordinator and the operator all judge here.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from outlast import contract
+from outlast.failure import Failure
 from outlast.rendezvous import restarts
 from outlast.rendezvous.transports.sockets import is_count, is_number
 from outlast.rendezvous.world import Call, Cause, until
-from outlast.status import Failure
 
-_FIELDS = ("rank", "code", "reason", "cause", "traceback", "log_tail", "time", "step", "hung", "early", "left")
-"""What a `Failure` takes from `sockets.Report.failure`."""
+
+def _text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _truth(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _number_or_none(value: object) -> bool:
+    return value is None or is_count(value)
+
+
+_FITS: dict[str, Callable[[object], bool]] = {
+    "code": is_count, "rank": _number_or_none, "step": _number_or_none, "time": is_number, "hung": _truth, "left": _truth,
+    **dict.fromkeys(("reason", "cause", "traceback", "log_tail", "early"), _text),
+}  # fmt: skip
+"""What a `Failure` takes from `sockets.Report.failure`, and what it must be."""
 
 
 class Pending(NamedTuple):
@@ -52,16 +69,13 @@ PLAIN_PODS = Debounce(cause=5.0)
 def reported(report: Mapping[str, Any], worker: int, start: tuple[int, int], now: float) -> Pending:
     """The failure in a member's report (`sockets.Report.failure`), of that generation and attempt. One that cannot be read still
     counts: the job must neither stop by it nor be tried again without end."""
-    generation, attempt = start
-    of = {"worker": worker, "generation": generation, "attempt": attempt}
-    fields, echo = {key: report[key] for key in _FIELDS if key in report}, bool(report.get("echo"))
-    try:
-        if not (is_count(report.get("code")) and is_number(report.get("time", 0.0)) and is_count(report.get("step") or 0)):
-            raise ValueError("no code, time or step is like this")
-        return Pending(echo, Failure.model_validate({**fields, **of}))
-    except ValueError:
-        reason = f"worker {worker} failed, and its report of how cannot be read: its agent is of another version"
-        return Pending(echo, Failure.model_validate({**of, "code": contract.Exit.FAILED, "reason": reason, "time": now}))
+    of: dict[str, Any] = {"worker": worker, "generation": start[0], "attempt": start[1]}
+    fields, echo = {key: report[key] for key in _FITS if key in report}, bool(report.get("echo"))
+    if {"code", "reason"} <= fields.keys() and all(_FITS[key](value) for key, value in fields.items()):
+        fields["cause"] = contract.FailureCause(fields.get("cause", ""))
+        return Pending(echo, Failure(**fields, **of))
+    reason = f"worker {worker} failed, and its report of how cannot be read: its agent is of another version"
+    return Pending(echo, Failure(**of, code=contract.Exit.FAILED, reason=reason, time=now))
 
 
 def cause(pending: Iterable[Pending]) -> Pending:
@@ -73,7 +87,7 @@ def cause(pending: Iterable[Pending]) -> Pending:
     if left is None or not first.echo or first.failure is left:
         return first
     reason = left_early(left.reason, first.failure.rank, first.failure.step)
-    return Pending(False, left.model_copy(update={"reason": reason, "step": first.failure.step}))
+    return Pending(False, dataclasses.replace(left, reason=reason, step=first.failure.step))
 
 
 def left_early(who: str, other: int | None, step: int | None) -> str:
@@ -132,9 +146,9 @@ def judge(
     `raised` is the step that raised it, None when that is not known. `pending` are all failures of the world of `members`.
     """
     everywhere = raised_everywhere(failure, pending, members)
-    at_step = failure.model_copy(update={"step": raised})
+    at_step = dataclasses.replace(failure, step=raised)
     verdict = restarts.judge(budget.history, at_step, budget.committed, now, budget.policy, everywhere=everywhere)
-    return failure.model_copy(update={"counted": verdict.counted}), verdict
+    return dataclasses.replace(failure, counted=verdict.counted), verdict
 
 
 def raised_everywhere(failure: Failure, pending: Iterable[Pending], members: Iterable[int]) -> bool:

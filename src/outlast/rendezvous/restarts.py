@@ -14,7 +14,8 @@ from datetime import timedelta
 from itertools import takewhile
 from typing import NamedTuple
 
-from outlast import backoff, contract, status, units
+from outlast import backoff, contract, units
+from outlast.failure import Failure
 
 SAME_STEP, FULL_DISK = 3, 10
 """Errors in a row at one step that end a job, and of a full disk, which somebody may clear: their pauses take minutes."""
@@ -92,7 +93,7 @@ class Kills:
 
 
 def judge(
-    history: History, failure: status.Failure, committed_step: int, now: float, policy: Policy, *, everywhere: bool = False
+    history: History, failure: Failure, committed_step: int, now: float, policy: Policy, *, everywhere: bool = False
 ) -> Restart | Stop:
     """Start again or stop, and why in one sentence.
 

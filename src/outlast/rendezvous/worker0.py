@@ -22,10 +22,11 @@ from typing import Any
 from outlast import spec
 from outlast.clock import Awake
 from outlast.errors import OutlastError
+from outlast.failure import Failure
 from outlast.ledger import Ledger
 from outlast.rendezvous import coordinator, world
 from outlast.rendezvous.transports import sockets, tcp
-from outlast.status import Failure, State
+from outlast.status import State
 
 TICK_S = 0.1
 LISTENING = 3

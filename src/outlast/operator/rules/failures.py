@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from outlast import contract
 from outlast.contract import FailureCause
+from outlast.failure import Failure
 from outlast.kube import pods
 from outlast.operator import desired
 from outlast.operator.job_status import CountedFailure
@@ -18,7 +19,7 @@ from outlast.rendezvous import failures as judging
 from outlast.rendezvous.failures import Pending
 from outlast.rendezvous.transports.sockets import is_count
 from outlast.rendezvous.world import MemberState
-from outlast.status import Failure, State
+from outlast.status import State
 
 
 def reported(rec: Reconcile) -> list[Pending]:
@@ -35,7 +36,7 @@ def reported(rec: Reconcile) -> list[Pending]:
             if part or (late and (pod is None or pod.uid in rec.handled)):
                 continue
             if failure.time > rec.now:  # its node's clock is ahead of ours
-                failure = failure.model_copy(update={"time": report.renewed})
+                failure = dataclasses.replace(failure, time=report.renewed)
             found.append(Pending(report.echo, failure))
     others = any(not (each.echo and each.failure.left) for each in found)
     return found if others else []  # who has left was called for another reason than an echo of that
@@ -82,7 +83,7 @@ def repaired(rec: Reconcile) -> None:
     newest = max((report.member.generation for report in said), default=0)
     for past, ago_s in attempts.uncounted((report.past for report in said), rec.status.counted, newest):
         echo, failure = judging.reported(past.failure, past.worker, past.start, rec.now)
-        failure = failure.model_copy(update={"time": min(failure.time, rec.now)})
+        failure = dataclasses.replace(failure, time=min(failure.time, rec.now))
         pod = rec.pod(failure.worker)
         rec.update(counted=failure.start)
         count(rec, failure, raised=None if echo else failure.step, node=pod.node if pod else "", past=past, ago_s=ago_s)
@@ -124,7 +125,7 @@ def count(
     members = known.world.members if known.world else ()
     failure, verdict = judging.judge(failure, raised, budget, rec.now - ago_s, pending=pending, members=members)
     rec.update(failure=kept(rec, failure, node))
-    told = failure.model_dump(include={"generation", "worker", "rank", "code", "step"}, exclude_none=True)
+    told = {key: value for key, value in failure.told().items() if key in ("generation", "worker", "rank", "code", "step")}
     told |= {"reason": failure.reason, "counted": failure.counted}
     rec.note("failure", **told, repaired=past.attempt if past else None)
     if isinstance(verdict, restarts.Stop):
@@ -145,8 +146,7 @@ def kept(rec: Reconcile, failure: Failure, node: str) -> Document:
     pod = rec.pod(failure.worker)
     words = failure.log_tail or (pod.log_tail if pod is not None else "")
     empty = {name for name in ("cause", "attempt") if not getattr(failure, name)}
-    kept = failure.model_dump(exclude_none=True, exclude={"log_tail", *empty})
-    return {**kept, "node": node, **({"logTail": words} if words else {})}
+    return {**failure.told(but={"log_tail", *empty}), "node": node, **({"logTail": words} if words else {})}
 
 
 def cover_others(rec: Reconcile, generation: int) -> None:

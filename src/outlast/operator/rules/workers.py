@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from outlast import backoff, contract
 from outlast.contract import End, FailureCause
+from outlast.failure import Failure
 from outlast.kube import ownership
 from outlast.kube import pods as podwords
 from outlast.operator import desired, reconcile
@@ -16,7 +17,7 @@ from outlast.operator.rules import failures
 from outlast.operator.rules.kueue import RECHECK_S as QUEUE_RECHECK_S
 from outlast.operator.snapshot import Pod
 from outlast.rendezvous.world import MemberState
-from outlast.status import Failure, State
+from outlast.status import State
 
 FAST_LOSS_S = 10.0
 """Lifetime below which the loss of a pod is followed by a pause: its node would reject the next one as well."""

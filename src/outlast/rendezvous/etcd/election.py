@@ -21,11 +21,12 @@ from outlast.clock import Clock
 from outlast.contract import End
 from outlast.errors import EtcdError
 from outlast.etcd import Gone, KeyValue, LeaseGone, Outcome, created, holds, modified, put, range_
+from outlast.failure import Failure
 from outlast.rendezvous import coordinator, partition, restarts, world
 from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.etcd.member import TTL_S, Store
 from outlast.rendezvous.transports import sockets
-from outlast.status import Failure, State
+from outlast.status import State
 
 TICK_S = 0.1
 LINGER_S = 600
@@ -357,7 +358,7 @@ class Term(coordinator.Coordinator):
         self._tokens = tuple(self._seen[id][0] for id in new.members)
 
     def failed(self, failure: Failure) -> None:
-        self._failure = failure.model_dump(exclude_none=True, exclude={"traceback"})
+        self._failure = failure.told(but=("traceback",))
         if failure.traceback:
             self._effects.append(lambda: self._config.events.say(failure.traceback))
 

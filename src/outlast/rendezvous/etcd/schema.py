@@ -154,9 +154,9 @@ class Said(_Value):
     failures: tuple[tuple[float, int, int | None], ...] = field(default=())
     """`restarts.Record`s, each with the seconds since then, when this was written, as its time."""
     failure: Mapping[str, Any] | None = None
-    """The last failure that was judged, a `status.Failure`."""
+    """The last failure that was judged, a `failure.Failure`."""
     attempt: int = 0
-    """Which start of the processes of generation `judged` that was, see `status.Failure.attempt`."""
+    """Which start of the processes of generation `judged` that was, see `failure.Failure.attempt`."""
     ended: Mapping[str, str] = field(default_factory=dict)
     """Tokens of processes whose peers do not hear them, each with the sentence that says so: they are to end."""
     lost: tuple[tuple[int, float, int], ...] = ()
