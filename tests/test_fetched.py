@@ -320,6 +320,8 @@ def test_what_is_read_ahead_gives_way_from_the_end_on_and_only_as_far_as_needed(
     for number in range(1, 5):
         place.want(shards[:number], 0)
         wait_for(lambda number=number: len(place._kept) == number)  # type: ignore[misc]
+    place.want(shards[:5], 0)
+    wait_for(lambda: list(place.ahead) == [(shards[4], False)])
     held = place.hold(shards[4])
     assert list(place._kept) == [shard.sha256 for shard in shards[:3]]
     assert {path.name for path in home.glob("shards/*")} == {*place._kept, held[0].name}

@@ -27,9 +27,8 @@ from outlast.errors import OutlastError
 
 log = logging.getLogger("outlast")
 
-_COMING = re.compile(r"[0-9a-f]+\.(?P<size>\d+)")
 _STILL_S = 60.0
-"""A shard to which nothing is written for so long is fetched by the next process, too. Well above the time that a store is tried."""
+"""A shard to which nothing is written for so long is fetched by another process, too; longer than a store is tried."""
 _SHARE = 0.5
 """The part of the disk that the cache may use if OUTLAST_CACHE_SIZE is not set; arbitrary."""
 _SPARE = 0.05
@@ -129,12 +128,12 @@ def _coming(cache: Path) -> int:
     """The bytes of the shards that are being fetched; removes what processes that were killed have left."""
     size = 0
     for home in cache.glob("coming/*"):
-        if not (ours := _COMING.fullmatch(home.name)):
+        if not (ours := re.fullmatch(r"[0-9a-f]+\.(\d+)", home.name)):
             continue
         if file_locks.free(home):
             shutil.rmtree(home, ignore_errors=True)
         else:
-            size += int(ours["size"])
+            size += int(ours[1])
     return size
 
 

@@ -104,10 +104,12 @@ class Fetched:
         """The announced shards that are here, by their sha256."""
         self.ahead: deque[tuple[Shard, bool]] = deque()
         """The announced shards that are not here, and whether they are needed now."""
+        self.announced = threading.Event()
+        """Set, and replaced, when other shards are announced."""
         self._lock, self._threads = threading.Lock(), 0
         """The threads that fetch ahead; one ends only while nothing is announced."""
         self._failed: Exception | None = None
-        """A mistake that a thread met which fetches ahead: the next one who needs a shard raises it."""
+        """A mistake that a thread met which fetches ahead: whoever needs a shard raises it."""
 
     def manifest(self) -> Manifest:
         """The manifest as it is in the store now; if the store cannot be reached, the last one seen."""
@@ -146,13 +148,7 @@ class Fetched:
 
     def hold(self, shard: Shard) -> tuple[Path, Held]:
         """A shard in the cache, and what protects it there. Waits for it to arrive."""
-
-        def attempt() -> Held | None:
-            if self._failed is not None:
-                raise self._failed
-            return self._held(shard) or self._fetch(shard, True)
-
-        return self._path(shard), self._patiently(shard.file, attempt)
+        return self._path(shard), self._patiently(shard.file, lambda: self._held(shard) or self._fetch(shard, True))
 
     def want(self, shards: Sequence[Shard], now: int) -> None:
         """Announce the shards that are read next, the first `now` of them at once."""
@@ -163,6 +159,8 @@ class Fetched:
             self.ahead = deque((shard, rank < now) for rank, shard in enumerate(shards) if shard.sha256 not in kept)
             more = max(0, min(_THREADS, len(self.ahead)) - self._threads)
             self._threads += more
+            self.announced.set()
+            self.announced = threading.Event()
         for _ in range(more):
             threading.Thread(target=_read_ahead, args=(weakref.ref(self),), name="outlast-shards", daemon=True).start()
 
@@ -178,10 +176,9 @@ class Fetched:
                 self._kept[shard.sha256] = held
                 return 0.0
             pause = _LONGEST_POLL_S
-        except (OutlastError, OSError):  # who needs the shard meets this as well, and says so
-            pause = _PAUSE_S
         except Exception as error:
-            self._failed = error
+            if not isinstance(error, (OutlastError, OSError)):  # who needs the shard meets those as well, and says so
+                self._failed = error
             pause = _PAUSE_S
         ahead.append((shard, now))
         return pause
@@ -204,6 +201,8 @@ class Fetched:
 
     def _fetch(self, shard: Shard, now: bool) -> Held | None:
         """Fetch a shard; None if another process does. Raises NoRoom if it is not needed now and the cache is full."""
+        if self._failed is not None:
+            raise self._failed
         with room.claimed(self._cache, shard.sha256, shard.bytes, cache.things, os.environ) as (path, missing):
             if path is None:
                 return None
@@ -304,10 +303,12 @@ def _digest(content: bytes) -> str:
 
 def _read_ahead(known: weakref.ref[Fetched]) -> None:
     """Fetch what a place has announced, until all of it is here."""
-    while (place := known()) is not None and (pause := place.fetch_ahead()) is not None:
-        del place  # which may be gone before the pause is over
-        if _leaving.wait(pause):
+    while not _leaving.is_set() and (place := known()) is not None:
+        announced = place.announced
+        if (pause := place.fetch_ahead()) is None:
             return
+        del place  # which may be gone before the pause is over
+        announced.wait(pause)
 
 
 _all: weakref.WeakSet[Fetched] = weakref.WeakSet()
