@@ -210,8 +210,9 @@ class ApiServer:
                 case "DELETE":
                     self._delete(handler, key, old or {}, body or {})
                 case "PATCH":
-                    version = body["metadata"].get("resourceVersion") if isinstance(body, dict) and "metadata" in body else None
-                    if old is not None and version not in (None, old["metadata"]["resourceVersion"]):
+                    seen = body.get("metadata") or {} if isinstance(body, dict) else {}
+                    there = (old or {"metadata": {"resourceVersion": None, "uid": None}})["metadata"]
+                    if any(name in seen and seen[name] != there[name] for name in ("resourceVersion", "uid")):
                         return send(handler, *status(409, "Conflict", "the object has been modified"))
                     new = _merged(json.loads(json.dumps(old or {})), body)
                     send(

@@ -276,7 +276,91 @@ def test_a_store_that_is_away_is_waited_for_with_signs_of_life(
         Shards(moto_proxy.place.url.replace("s3://", "s3://nowhere-"), block=10, patience=0.1)
 
 
+class Odd(fetched.Fetched):
+    """A place whose threads that fetch ahead raise an error, or stand still, until `goes_on`."""
+
+    error: Exception | None = None
+    goes_on = threading.Event()
+
+    def _fetch(self, shard: prepared.Shard, now: bool) -> fetched.Held | None:
+        if not now:
+            if self.error is not None:
+                raise self.error
+            self.goes_on.wait()
+        return super()._fetch(shard, now)
+
+
+def test_a_mistake_in_fetching_ahead_is_raised_where_a_shard_is_needed(home: Path, tmp_path: Path):
+    place = Odd(f"file://{a_text(tmp_path / 'data', 600, shard=100)}", 1, 0.0)
+    place.error = ValueError("a mistake")
+    shards = place.manifest().part("train").shards
+    place.want(shards[:1], 0)
+    wait_for(lambda: place._failed)
+    with pytest.raises(ValueError, match="a mistake"):
+        place.hold(shards[1])
+    place.want([], 0)
+
+
+def test_threads_that_stand_still_are_not_joined_by_more_and_go_on_with_what_is_announced_last(home: Path, tmp_path: Path):
+    place = Odd(f"file://{a_text(tmp_path / 'data', 1200, shard=100)}", 1, 0.0)
+    shards, before = place.manifest().part("train").shards, threading.active_count()
+    for first in range(0, 8, 2):
+        place.want(shards[first:], 0)
+    assert threading.active_count() - before == 4
+    place.goes_on.set()
+    wait_for(lambda: place._kept.keys() >= {shard.sha256 for shard in shards[6:]})
+
+
+def test_what_is_read_ahead_gives_way_from_the_end_on_and_only_as_far_as_needed(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("OUTLAST_CACHE_SIZE", str(4 * SHARD))
+    place = fetched.Fetched(f"file://{a_text(tmp_path / 'data', 600, shard=100)}", 1, 0.0)
+    shards = place.manifest().part("train").shards
+    for number in range(1, 5):
+        place.want(shards[:number], 0)
+        wait_for(lambda number=number: len(place._kept) == number)  # type: ignore[misc]
+    place.want(shards[:5], 0)
+    wait_for(lambda: list(place.ahead) == [(shards[4], False)])
+    held = place.hold(shards[4])
+    assert list(place._kept) == [shard.sha256 for shard in shards[:3]]
+    assert {path.name for path in home.glob("shards/*")} == {*place._kept, held[0].name}
+
+
+def test_a_shard_that_was_cut_off_is_replaced_and_never_removed(home: Path, tmp_path: Path):
+    place = fetched.Fetched(f"file://{a_text(tmp_path / 'data', 200, shard=100)}", 1, 0.0)
+    shard = place.manifest().part("train").shards[0]
+    (home / "shards" / shard.sha256).write_bytes(b"cut")
+    assert place._held(shard) is None
+    assert (home / "shards" / shard.sha256).exists(), "by now it may be whole, by another process"
+    assert place.hold(shard)[0].stat().st_size == shard.bytes
+    assert whole(home)
+
+
 # Room
+
+
+def test_a_process_that_stands_still_is_waited_for_no_longer_than_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    def claimed() -> bool:
+        with room.claimed(tmp_path, "ab", 10, lambda _: [], {}) as (path, _):
+            return path is not None
+
+    with room.claimed(tmp_path, "ab", 10, lambda _: [], {}) as (path, _):
+        assert path is not None
+        path.write_bytes(b"begun")
+        os.utime(path.parent, (0, 0))
+        assert (claimed(), caplog.messages) == (False, []), "it writes"
+        for each in (path, path.parent):
+            os.utime(each, (0, 0))
+        assert claimed()
+    assert caplog.messages == ["outlast: the process that fetches ab.10 has not written for 60 s: it is fetched again"]
+
+
+def test_names_in_the_cache_that_are_not_ours_are_left_alone(tmp_path: Path):
+    (tmp_path / "coming" / "notes.d").mkdir(parents=True)
+    with file_locks.attempted(tmp_path / "coming" / ".nfs"):
+        assert room._coming(tmp_path) == 0
+    assert {path.name for path in tmp_path.glob("coming/*")} == {"notes.d", ".nfs"}
 
 
 def a_thing(name: str, size: int, used: float, gone: list[str], in_use: bool = False) -> Thing:

@@ -412,7 +412,10 @@ def test_processes_started_again_by_the_members_of_a_world_are_a_failure_of_that
 def test_an_event_that_lacks_what_the_account_needs_is_left_out():
     story = training().steps(3)
     lacking = [{"t": story.at, "kind": kind, "source": "another version"} for kind in ALWAYS]
-    assert goodput.buckets([*story.events, *lacking], story.at) == story.account()
+    typed = FIELDS.keys() - {"planned", "counted", "adopted", "interrupted", "reason", "state"}
+    fields = {**dict.fromkeys(FIELDS, 1), "workers": [0], "path": "p", "suspends": "", "t": story.at, "source": "s"}
+    odd = [{**fields, "kind": kind, name: {"no": "value"}} for kind in sorted(reading.KINDS) for name in sorted(typed)]
+    assert goodput.buckets([*story.events, *lacking, *odd], story.at) == story.account()
 
 
 def test_a_silent_worker_is_noticed_when_its_peers_say_so():

@@ -19,7 +19,7 @@ import pytest
 import apiserver
 import ports
 from outlast import errors, kube
-from outlast.kube import error_mapping, kubeconfig, requests, watch
+from outlast.kube import applied, error_mapping, kubeconfig, requests, watch
 from outlast.kube.error_mapping import Asked
 from outlast.rendezvous.transports import kubernetes as rendezvous
 
@@ -198,6 +198,25 @@ def test_what_the_operator_serves_is_installed_with_outlast(cluster: kube.Cluste
     with pytest.raises(errors.NotServed, match=r"ElasticJob .* is not known to this cluster; install it with: outlast install"):
         cluster.list_(kube.ELASTIC_JOB)
     assert not cluster.serves(kube.ELASTIC_JOB)
+
+
+def test_a_document_is_applied_to_the_object_that_was_read_and_to_no_later_one(cluster: kube.Cluster) -> None:
+    wanted, theirs = a_pod("one", app="x"), a_pod("one", app="theirs")
+    read = cluster.apply(wanted)
+    cluster.patch(kube.POD, "one", {"metadata": {"annotations": {"seen": "1"}}})
+    done = applied.apply(cluster, wanted, old=read)
+    assert (done.what, done.new["metadata"]["annotations"]) == ("unchanged", {"seen": "1"})
+    cluster.delete(kube.POD, "one")
+    assert applied.apply(cluster, wanted, old=done.new).what == "created"
+    for change in ("another", "labels"):
+        read = cluster.get(kube.POD, "one")
+        if change == "another":
+            cluster.delete(kube.POD, "one")
+        cluster.apply(theirs)
+        with pytest.raises(errors.Conflict, match="Pod one in namespace default cannot be applied: somebody else has changed it"):
+            applied.apply(cluster, wanted, old=read)
+        assert cluster.get(kube.POD, "one")["metadata"]["labels"] == {"app": "theirs"}
+        cluster.apply(wanted)
 
 
 def test_documents_are_applied_read_changed_and_deleted(cluster: kube.Cluster) -> None:

@@ -314,8 +314,14 @@ def test_who_takes_over_is_another_owner_although_the_file_is_the_same(
     assert outlast("submit", "job.yaml", "--as", "indexed-job")[1].splitlines()[0].endswith("runs this very file already")
 
 
-def test_a_name_that_somebody_else_has_is_not_taken_over(api: apiserver.ApiServer, outlast: Outlast) -> None:
-    api.put({"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": "train"}, "spec": {"replicas": 1}})
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_a_name_that_somebody_else_has_is_not_taken_over(api: apiserver.ApiServer, outlast: Outlast, meanwhile: bool) -> None:
+    theirs = {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": "train"}, "spec": {"replicas": 1}}
+    if meanwhile:  # after it was seen that the name is free
+        api.prescribe("GET .*/statefulsets/train", lambda _: False)
+        api.prescribe("GET .*/statefulsets/train", lambda _: bool(api.put(theirs)) and False)
+    else:
+        api.put(theirs)
     code, _, err = outlast("submit", "job.yaml", "--as", "statefulset")
     assert code == 2
     assert (

@@ -235,6 +235,24 @@ def test_the_range_of_workers() -> None:
     assert sizes("minReplicas", "maxReplicas", replicas=0) == (1, 0, 1)
     assert sizes(replicas=9, maxReplicas=4) == (1, 4, 4)
     assert sizes(replicas=1, minReplicas=2) == (2, 2, 128)
+    assert sizes(minReplicas=None, maxReplicas=None, worker={"replicas": None}) == (1, 1, 1)
+
+
+def test_a_field_that_is_null_is_absent_and_one_that_is_no_number_is_said_of_the_job() -> None:
+    optional = ("rdzvEndpoint", "minReplicas", "maxReplicas", "activeDeadlineSeconds", "backoffLimit", "cleanPodPolicy")
+    optional += ("schedulingPolicy", "ttlSecondsAfterFinished")
+    there, absent = a_job(**dict.fromkeys(optional)), without(a_job(), *optional)
+    pods.worker(there).update({"replicas": None, "restartPolicy": None})
+    for name in ("replicas", "restartPolicy"):
+        del pods.worker(absent)[name]
+    assert adapter.plain(there).job == adapter.plain(absent).job
+    assert (limits(there), pods.pod(there, 0)) == (limits(absent), pods.pod(absent, 0))
+    for job in (a_job(backoffLimit="three"), a_job(minReplicas="three"), a_job(worker={"replicas": "three"})):
+        name = next(key for key, value in {**job["spec"], **pods.worker(job)}.items() if value == "three")
+        plan = adapter.reconcile(Limits(), CachedJob(job, [], [], {}, START - 1000), START, ClusterFeatures())
+        assert plan.status
+        said = f"the job cannot be read: its {name} ('three') is not a whole number; correct it"
+        assert (plan.status["state"], plan.status["conditions"][-1]["message"]) == ("Failed", said)
 
 
 WORKER_0 = "worker 0 (cifar-worker-0.cifar-rdzv.team.svc.cluster.local:29400)"
@@ -515,7 +533,7 @@ def test_a_worker_that_is_lost_or_comes_when_others_are_done_is_not_made_again_a
     assert cluster.status["state"] == "Succeeded"
 
 
-@pytest.mark.parametrize(("ended", "state"), [(-1, "Succeeded"), (0, "Running"), (5, "Running")])
+@pytest.mark.parametrize(("ended", "state"), [(-1, "Succeeded"), (0, "Restarting"), (5, "Restarting")])
 def test_workers_that_end_with_0_since_they_were_told_to_leave_are_not_done(ended: int, state: str) -> None:
     cluster = running()
     cluster.job["spec"]["maxReplicas"] = 4
@@ -528,6 +546,18 @@ def test_workers_that_end_with_0_since_they_were_told_to_leave_are_not_done(ende
     cluster.now += 6
     cluster.look()
     assert cluster.job["status"]["state"] == state
+
+
+def test_while_a_worker_that_ended_with_0_as_it_was_told_to_leave_goes_others_are_made_and_stay() -> None:
+    cluster = running(a_job(3))
+    del cluster.pods["cifar-worker-2"]
+    leaves = cluster.pods["cifar-worker-0"]["metadata"]
+    leaves |= {"deletionTimestamp": text(cluster.now + 30), "deletionGracePeriodSeconds": 30}
+    cluster.end(0, 0)
+    assert [each["metadata"]["name"] for each in cluster.look().creates] == ["cifar-worker-2"]
+    assert cluster.look().deletes == (), "there is something left to train"
+    cluster.settle()
+    assert (cluster.indices, cluster.status["state"], cluster.status["restarts"]) == ([0, 1, 2], "Running", 0)
 
 
 def test_a_worker_that_has_not_begun_when_others_are_done_is_not_waited_for() -> None:
@@ -612,7 +642,8 @@ PERMANENT = "which is permanent: restartPolicy ExitCode restarts after 130, 137,
             "Never",
             137,
             "OOMKilled",
-            "was OOMKilled: it used more than its limit of 2Gi; raise resources.memory, and restartPolicy is Never",
+            "was OOMKilled: it used more than its limit of 2Gi; raise resources.limits.memory of its container "
+            "elasticjob-worker, and restartPolicy is Never",
         ),
     ],
 )

@@ -318,6 +318,13 @@ PULLS = {
     "tls: failed to verify certificate: x509: certificate signed by unknown authority": (
         "cannot be pulled: there is no secure connection to its registry"
     ),
+    **{
+        f"failed to copy: layer sha256:a{digits}b0: unexpected end: no space left on device": "does not fit on the node's disk"
+        for digits in (401, 403, 404, 429)
+    },
+    "reading manifest: StatusCode: 404": "does not exist in its registry",
+    "reading manifest: unexpected status code 401": "may not be pulled: its registry wants a login",
+    "pinging container registry: status 429": "may not be pulled so often: its registry limits us",
     "no match for platform in manifest: not found": "is not built for the processors of that node",
     "write /var/lib/containerd/x: no space left on device": "does not fit on the node's disk",
 }
@@ -617,7 +624,12 @@ SHOWN: tuple[tuple[Snapshot, str, str], ...] = (
         "worker 0 was evicted from node-a: too much was written to the node's disk",
     ),
     (
-        of_pod(disrupted("TerminationByKubelet", "The node was low on resource: memory.")),
+        of_pod(disrupted("TerminationByKubelet", 'Usage of EmptyDir volume "tmp" exceeds the limit "1Gi".')),
+        "evicted",
+        "worker 0 was evicted from node-a: too much was written to the node's disk",
+    ),
+    (
+        of_pod(disrupted("TerminationByKubelet", "The node was low on resource: memory. Container disk-cache was using 5Gi.")),
         "evicted",
         "worker 0 was evicted from node-a, whose memory was used up",
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from outlast import kube, manifests
+from outlast import foreign, kube, manifests
 from outlast.backend import LogLine
 from outlast.backoff import RANDOM
 from outlast.cluster import job_status
@@ -64,7 +64,8 @@ def _template(workloads: Workloads, workload: Document) -> Document:
     documents = manifests.render(job.model_copy(update={"spec": job.spec.model_copy(update=one)}), "job", run=run)
     for document in documents:
         if kube.kind_of(document) is kube.CONFIG_MAP:
-            applied.check(workloads.cluster, [document], {Label.JOB: job_name(workload)}, instead="have it renamed or removed")
-            workloads.adopt(workloads.cluster.apply(document), workload)
+            old = applied.there(workloads.cluster, document)
+            foreign.check(old, {Label.JOB: job_name(workload)}, instead="have it renamed or removed")
+            workloads.adopt(applied.apply(workloads.cluster, document, old=old).new, workload)
     template: Document = workload_in(documents)["spec"]["template"]
     return template

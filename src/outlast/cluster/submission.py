@@ -49,6 +49,9 @@ def new_run(job: Job) -> str:
     return f"{job.metadata.name}-{RANDOM.getrandbits(32):08x}"
 
 
+_INSTEAD = "submit under another --name, or in another namespace (-n)"
+
+
 class Submission:
     """Submits one job to a namespace."""
 
@@ -90,6 +93,8 @@ class Submission:
             if old is not None and kind is kube.CLAIM:
                 yield objects.kept(document, old)
                 continue
+            if kind not in NAMED:  # also what has come since `make_room`
+                foreign.check(old, {Label.JOB: job.metadata.name}, instead=_INSTEAD)
             done = applied.apply(self.cluster, document, old=old)
             yield f"{title} {done.what}"
             if kind in BESIDE:
@@ -229,7 +234,7 @@ class Submission:
                 self.workloads.delete(kind, old, grace_s=None)
                 self.workloads.wait_until_gone(kind, old)
         ours = [each for each in documents if kube.kind_of(each) not in (kube.CLAIM, *NAMED)]
-        applied.check(self.cluster, ours, {Label.JOB: name}, instead="submit under another --name, or in another namespace (-n)")
+        applied.check(self.cluster, ours, {Label.JOB: name}, instead=_INSTEAD)
         return done
 
 

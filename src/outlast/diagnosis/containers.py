@@ -112,10 +112,12 @@ def _bad(snapshot: Snapshot, pod: Document, how: Document) -> bool:
 
 def _out_of_memory(snapshot: Snapshot, pods: Sequence[Document]) -> Finding:
     limit = kube_pods.container(pods[0]).get("resources", {}).get("limits", {}).get("memory")
-    had, remedy = "the node's memory was used up", "set resources.memory, so that the pod is put where there is room"
+    field = kube_pods.memory_field(pods[0])
+    had, remedy = "the node's memory was used up", f"set {field}, so that the pod is put where there is room"
     if limit:
         had = f"it may use {limit}"
-        remedy = "raise resources.memory, or lower the batch or resources.sharedMemory, which counts as memory"
+        shared = "resources.sharedMemory" if field == "resources.memory" else "what is in /dev/shm"
+        remedy = f"raise {field}, or lower the batch or {shared}, which counts as memory"
     what = f"{workers(pods, 'was')} killed for lack of memory: {had}"
     return Finding("out-of-memory", what, remedy, _said(snapshot, pods))
 

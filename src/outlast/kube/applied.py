@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outlast import foreign
-from outlast.errors import NotServed
+from outlast.errors import Conflict, NotServed
 from outlast.kube.client import without_server_fields
 from outlast.kube.kinds import kind_of
 
@@ -55,5 +55,17 @@ def check(cluster: Cluster, documents: Iterable[Document], labels: Mapping[str, 
 
 
 def apply(cluster: Cluster, document: Document, *, old: Document | None, dry_run: bool = False) -> Applied:
-    """Server-side apply. Raises ClusterError."""
-    return Applied(old, cluster.apply(document, dry_run=dry_run))
+    """Server-side apply to `old` as it was read, and once more if it has changed since. Raises ClusterError: Conflict when by
+    now it may be somebody else's."""
+
+    def applied(old: Document | None) -> Applied:
+        seen = {name: old["metadata"][name] for name in ("uid", "resourceVersion")} if old else {}
+        return Applied(old, cluster.apply({**document, "metadata": {**document["metadata"], **seen}}, dry_run=dry_run))
+
+    try:
+        return applied(old)
+    except Conflict:
+        now = there(cluster, document)
+        if old is None or (now and any(now["metadata"].get(name) != old["metadata"].get(name) for name in ("uid", "labels"))):
+            raise
+        return applied(now)

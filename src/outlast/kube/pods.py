@@ -317,7 +317,7 @@ def end(pod: Document) -> End | None:
         said = _DISRUPTIONS.get(target.get("reason", ""), f"was disrupted ({target.get('reason')})")
         return End(code, f"{said}{_more(target.get('message'))}", False, when)
     if ended.get("reason") == "OOMKilled":
-        return End(code, f"{out_of_memory(pod, container_name(pod))}; raise resources.memory", True, when, out_of_memory=True)
+        return End(code, f"{out_of_memory(pod)}; raise {memory_field(pod)}", True, when, out_of_memory=True)
     if status.get("reason") == "Evicted":
         return End(code, f"was evicted by its node{_more(status.get('message'))}", False, when)
     if status.get("reason") == "DeadlineExceeded":
@@ -361,10 +361,15 @@ def lost(pod: Document) -> str:
     return f"is on {pod['spec'].get('nodeName', 'a node')}, which does not answer" if unreachable(pod) else ""
 
 
-def out_of_memory(pod: Document, container: str) -> str:
+def memory_field(pod: Document) -> str:
+    """The field of its job that sets how much memory its container gets."""
+    theirs = any(dropins.has(owner) for owner in pod["metadata"].get("ownerReferences") or ())
+    return f"resources.limits.memory of its container {container_name(pod)}" if theirs else "resources.memory"
+
+
+def out_of_memory(pod: Document) -> str:
     """What a container that was OOMKilled did: used more than it may, or without a limit, more than its node had."""
-    limits = [(c.get("resources") or {}).get("limits") or {} for c in pod["spec"]["containers"] if c["name"] == container]
-    limit = next((found["memory"] for found in limits if "memory" in found), None)
+    limit = ((container(pod).get("resources") or {}).get("limits") or {}).get("memory")
     return f"was OOMKilled: it used more than {f'its limit of {limit}' if limit else 'its node had left'}"
 
 

@@ -11,8 +11,11 @@ about to write calls `make`, or `claimed` for a shard.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import re
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +25,10 @@ from outlast import file_locks, units
 from outlast.contract import Env
 from outlast.errors import OutlastError
 
+log = logging.getLogger("outlast")
+
+_STILL_S = 60.0
+"""A shard to which nothing is written for so long is fetched by another process, too; longer than a store is tried."""
 _SHARE = 0.5
 """The part of the disk that the cache may use if OUTLAST_CACHE_SIZE is not set; arbitrary."""
 _SPARE = 0.05
@@ -77,12 +84,13 @@ def make(cache: Path, needed: int, things: Things, environ: Mapping[str, str]) -
 @contextlib.contextmanager
 def claimed(cache: Path, sha256: str, size: int, things: Things, environ: Mapping[str, str]) -> Iterator[tuple[Path | None, int]]:
     """Make room for a shard, and let no other process fetch it meanwhile. Yields where to write it, and the bytes that are still
-    missing; None if another process fetches it, or just has."""
+    missing; None if another process fetches it, or just has. One that has not written for `_STILL_S` is not waited for."""
     with contextlib.ExitStack() as claim:
         with file_locks.attempted(cache / ".room", wait=True):  # so that nobody takes what is not locked yet for a leftover
             home = cache / "coming" / f"{sha256}.{size}"
             home.mkdir(parents=True, exist_ok=True)
-            ours = claim.enter_context(file_locks.attempted(home)) and not (cache / "shards" / sha256).exists()
+            ours = claim.enter_context(file_locks.attempted(home)) or _still(home)
+            ours = ours and not any(thing.path.name == sha256 and thing.size == size for thing in shards(cache))
             missing = _made(cache, 0, things, environ) if ours else 0
         # A name of its own: a thread that an earlier attempt has left behind may still write.
         path = home / uuid.uuid4().hex
@@ -90,6 +98,17 @@ def claimed(cache: Path, sha256: str, size: int, things: Things, environ: Mappin
             yield path if ours else None, missing
         finally:
             path.unlink(missing_ok=True)  # what is damaged, or half: the next attempt would add another one
+
+
+def _still(home: Path) -> bool:
+    """Whether the process that fetches a shard stands still, e.g. was stopped: others fetch it, too."""
+    newest = home.stat().st_mtime
+    for path in home.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            newest = max(newest, path.stat().st_mtime)
+    if still := time.time() - newest > _STILL_S:
+        log.warning("outlast: the process that fetches %s has not written for %.0f s: it is fetched again", home.name, _STILL_S)
+    return still
 
 
 def _made(cache: Path, needed: int, things: Things, environ: Mapping[str, str]) -> int:
@@ -109,10 +128,12 @@ def _coming(cache: Path) -> int:
     """The bytes of the shards that are being fetched; removes what processes that were killed have left."""
     size = 0
     for home in cache.glob("coming/*"):
+        if not (ours := re.fullmatch(r"[0-9a-f]+\.(\d+)", home.name)):
+            continue
         if file_locks.free(home):
             shutil.rmtree(home, ignore_errors=True)
         else:
-            size += int(home.name.rpartition(".")[2])
+            size += int(ours[1])
     return size
 
 

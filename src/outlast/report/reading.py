@@ -24,6 +24,16 @@ _NEEDED = {
     "attempt": ("attempt", "reason"),
 }
 """Fields without which an event says nothing: somebody else, or another version, wrote it."""
+_NUMBERS = (
+    *("attempt", "bytes", "code", "copied_s", "every", "generation", "rank", "replicas", "repaired"),
+    *("silent_s", "step", "steps", "waited_s", "worker"),
+)
+_TYPES: dict[str, Any] = {
+    **dict.fromkeys(_NUMBERS, (int, float)),
+    **dict.fromkeys(("path", "source", "suspends"), str),
+    "workers": list,
+}
+"""What fields hold, in every kind of event that has them."""
 KINDS = frozenset(
     {
         *("submitted", "asked", "launcher", "worker", "failure", "resumed", "session", "restoring", "interrupted", "chaos"),
@@ -42,10 +52,11 @@ def microseconds(t: float) -> int:
 
 
 def usable(event: Mapping[str, Any]) -> bool:
-    """Whether an event has a time, a kind that we know, and what we need to know of it."""
+    """Whether an event has a time, a kind that we know, and what we need to know of it, in the types that it is written in."""
     kind = event.get("kind")
     known = isinstance(event.get("t"), (int, float)) and isinstance(kind, str) and kind in KINDS
-    return known and all(event.get(field) is not None for field in _NEEDED.get(str(kind), ()))
+    typed = all(value is None or isinstance(value, _TYPES.get(field, object)) for field, value in event.items())
+    return known and typed and all(event.get(field) is not None for field in _NEEDED.get(str(kind), ()))
 
 
 def in_order(events: Iterable[Event]) -> Iterator[Timed]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from outlast import accelerators, contract
+from outlast.errors import OutlastError
 from outlast.kube import wire
 from outlast.manifests import names, scheduling
 from outlast.operator import decide, job_status, snapshot
@@ -66,11 +67,16 @@ def rival(deployment: Document) -> bool:
 def reconcile(limits: Limits, cached: CachedJob, now: float, _: ClusterFeatures) -> Plan:
     """The plan for one ElasticJob of `elastic.pytorch.org`."""
     assert cached.job is not None, "reconcilers are only called for jobs that exist"
-    job, broken = cached.job, wire.UNREADABLE in cached.job
-    if broken and cached.pods:
+    job, ours = cached.job, None
+    if wire.UNREADABLE not in job:
+        try:
+            ours = plain(job)
+        except OutlastError as error:
+            job = {**job, wire.UNREADABLE: str(error)}
+    if ours is None and cached.pods:
         return Plan()  # it could be read when they were made: they train on
     known = {**job, "status": _remembered(job)}
-    seen = snapshot.take(dataclasses.replace(cached, job=known), now, None, limits, plain=None if broken else plain(job))
+    seen = snapshot.take(dataclasses.replace(cached, job=known), now, None, limits, plain=ours)
     plan = decide.decide(seen)
     if job["metadata"].get("deletionTimestamp"):
         return plan
@@ -84,7 +90,7 @@ def plain(job: Document) -> Plain:
     given = {
         "module": "torch.distributed.run",
         "workers": {"min": least, "replicas": wanted, "max": most},
-        "restarts": {"limit": job["spec"].get("backoffLimit", pods.MAX_RESTARTS)},
+        "restarts": {"limit": pods.count(job["spec"], "backoffLimit", pods.MAX_RESTARTS)},
         "cleanPodPolicy": "All" if job["spec"].get("cleanPodPolicy") == "All" else "Running",
         # The archived controller's definition let a deadline of 0 in, which is none.
         "activeDeadlineSeconds": job["spec"].get("activeDeadlineSeconds") or None,
@@ -120,7 +126,7 @@ def limits(job: Document) -> Iterator[str]:
             yield f"replicaSpecs.{kind} is not used: there are workers only"
     if (gang := (fields.get("schedulingPolicy") or {}).get("minAvailable")) is not None:
         yield f"schedulingPolicy.minAvailable ({gang}) is not used: workers start one by one, and training with minReplicas"
-    asked, (least, wanted, most) = int(worker.get("replicas", 1)), sizes(job)
+    asked, (least, wanted, most) = pods.count(worker, "replicas", 1), sizes(job)
     if asked != wanted:
         yield f"replicas ({asked}) is not within minReplicas and maxReplicas ({least} to {most}): {wanted} is used"
     if (own := worker["template"]["spec"].get("restartPolicy")) and own != pods.restart_policy(job):

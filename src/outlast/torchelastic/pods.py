@@ -11,6 +11,7 @@ from typing import Any
 
 from outlast import contract
 from outlast.contract import Label
+from outlast.errors import OutlastError
 from outlast.kube import ownership
 from outlast.kube.kinds import LEGACY_JOB
 from outlast.manifests import disruption, names, objects, scheduling
@@ -57,11 +58,19 @@ def annotation(job: Document, name: str) -> str | None:
     return found
 
 
+def count(fields: Mapping[str, Any], name: str, default: int) -> int:
+    """A number of the spec; null is absent, as the archived definition let it in. Raises OutlastError for anything else."""
+    found = fields.get(name)
+    if found is not None and not isinstance(found, int):
+        raise OutlastError(f"its {name} ({found!r}) is not a whole number; correct it")
+    return default if found is None else found
+
+
 def sizes(job: Document) -> tuple[int, int, int]:
     """Minimum, wanted (in between, or 0) and maximum number of workers."""
-    asked = int(worker(job).get("replicas", 1))
-    least = int(job["spec"].get("minReplicas") or max(1, asked))
-    most = max(least, int(job["spec"].get("maxReplicas") or max(least, asked)))
+    asked = count(worker(job), "replicas", 1)
+    least = count(job["spec"], "minReplicas", 0) or max(1, asked)
+    most = max(least, count(job["spec"], "maxReplicas", 0) or max(least, asked))
     return least, min(max(asked, least), most) if asked else 0, most
 
 

@@ -104,6 +104,12 @@ class Fetched:
         """The announced shards that are here, by their sha256."""
         self.ahead: deque[tuple[Shard, bool]] = deque()
         """The announced shards that are not here, and whether they are needed now."""
+        self.announced = threading.Event()
+        """Set, and replaced, when other shards are announced."""
+        self._lock, self._threads = threading.Lock(), 0
+        """The threads that fetch ahead; one ends only while nothing is announced."""
+        self._failed: Exception | None = None
+        """A mistake that a thread met which fetches ahead: whoever needs a shard raises it."""
 
     def manifest(self) -> Manifest:
         """The manifest as it is in the store now; if the store cannot be reached, the last one seen."""
@@ -149,24 +155,30 @@ class Fetched:
         self.keeps, kept = max(self.keeps, now), self._kept
         for name in set(kept) - {shard.sha256 for shard in shards}:
             kept.pop(name, None)
-        self.ahead = deque((shard, rank < now) for rank, shard in enumerate(shards) if shard.sha256 not in kept)
-        for _ in range(min(_THREADS, len(self.ahead))):  # those of the announcement before end with what they fetch now
-            ours = weakref.ref(self), self.ahead
-            threading.Thread(target=_read_ahead, args=ours, name="outlast-shards", daemon=True).start()
+        with self._lock:
+            self.ahead = deque((shard, rank < now) for rank, shard in enumerate(shards) if shard.sha256 not in kept)
+            more = max(0, min(_THREADS, len(self.ahead)) - self._threads)
+            self._threads += more
+            self.announced.set()
+            self.announced = threading.Event()
+        for _ in range(more):
+            threading.Thread(target=_read_ahead, args=(weakref.ref(self),), name="outlast-shards", daemon=True).start()
 
-    def fetch_ahead(self) -> float:
-        """Fetch an announced shard; returns the pause before the next one, in seconds."""
-        ahead = self.ahead
-        try:
+    def fetch_ahead(self) -> float | None:
+        """Fetch an announced shard; returns the pause before the next one, in seconds, None when none is left."""
+        with self._lock:
+            if not (ahead := self.ahead):
+                self._threads -= 1
+                return None
             shard, now = ahead.popleft()
-        except IndexError:
-            return _LONGEST_POLL_S
         try:
             if (held := self._held(shard) or self._fetch(shard, now)) is not None:
                 self._kept[shard.sha256] = held
                 return 0.0
             pause = _LONGEST_POLL_S
-        except (OutlastError, OSError):  # who needs the shard meets this as well, and says so
+        except Exception as error:
+            if not isinstance(error, (OutlastError, OSError)):  # who needs the shard meets those as well, and says so
+                self._failed = error
             pause = _PAUSE_S
         ahead.append((shard, now))
         return pause
@@ -176,16 +188,12 @@ class Fetched:
 
     def _held(self, shard: Shard) -> Held | None:
         """A shard that is in the cache; None if it is not."""
-        path = self._path(shard)
         try:
-            held = Held(path)
+            held = Held(self._path(shard))
         except FileNotFoundError:
             return None
         status = os.fstat(held.fd)
-        if not held.ours or not status.st_nlink:  # it is being removed
-            return None
-        if status.st_size != shard.bytes:  # cut off by a power failure
-            path.unlink(missing_ok=True)
+        if not held.ours or not status.st_nlink or status.st_size != shard.bytes:  # being removed; cut off by a power failure
             return None
         with contextlib.suppress(PermissionError):  # it belongs to another user
             os.utime(held.fd, ns=(time.time_ns(), status.st_mtime_ns))
@@ -193,14 +201,17 @@ class Fetched:
 
     def _fetch(self, shard: Shard, now: bool) -> Held | None:
         """Fetch a shard; None if another process does. Raises NoRoom if it is not needed now and the cache is full."""
+        if self._failed is not None:
+            raise self._failed
         with room.claimed(self._cache, shard.sha256, shard.bytes, cache.things, os.environ) as (path, missing):
             if path is None:
                 return None
             if missing and not now:
                 raise NoRoom(f"the cache {self._cache} is full")
-            if missing:  # no room for what is read ahead
-                self._kept.clear()
-                room.make(self._cache, 0, cache.things, os.environ)
+            for name in reversed(list(self._kept)) if missing else ():  # what is read last gives way first
+                self._kept.pop(name, None)
+                if not room.make(self._cache, 0, cache.things, os.environ):
+                    break
             self._download(shard.file, path, shard.bytes)
             if (found := unpack.checksum(path)) != shard.sha256:
                 sums = f"its sha256 is {found[:12]}..., {MANIFEST} says {shard.sha256[:12]}..."
@@ -290,13 +301,14 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _read_ahead(known: weakref.ref[Fetched], ahead: deque[tuple[Shard, bool]]) -> None:
-    """Fetch what a place has announced, until all of it is here or something else is announced."""
-    while ahead and (place := known()) is not None and place.ahead is ahead:
-        pause = place.fetch_ahead()
-        del place  # which may be gone before the pause is over
-        if _leaving.wait(pause):
+def _read_ahead(known: weakref.ref[Fetched]) -> None:
+    """Fetch what a place has announced, until all of it is here."""
+    while not _leaving.is_set() and (place := known()) is not None:
+        announced = place.announced
+        if (pause := place.fetch_ahead()) is None:
             return
+        del place  # which may be gone before the pause is over
+        announced.wait(pause)
 
 
 _all: weakref.WeakSet[Fetched] = weakref.WeakSet()

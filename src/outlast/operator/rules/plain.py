@@ -66,14 +66,14 @@ def ended_workers(rec: Reconcile) -> None:
                 rec.requeue_at(heard)  # the kubelet of worker 0 may be about to report
                 continue
         if lost:
-            again = "; it is created again" if not rec.succeeded else ""
+            again = "; it is created again" if not _done(rec) else ""
             failures.interrupted(rec, pod, "WorkerInterrupted", f"{what}{again}")
         elif pod.uid not in rec.handled:
             rec.handled[pod.uid] = None
             _count(rec, pod, end.code, what)
             if rec.done:
                 return
-        if not rec.succeeded and rec.status.state is not State.RESTARTING:
+        if not _done(rec) and rec.status.state is not State.RESTARTING:
             rec.set_state(State.RESTARTING, what, "WorkerLost", warning=True)
         if lost and (rest := rec.until(workers.lost_fast_at(pod, end.time), workers.FAST_LOSS_S)) is not None:
             rec.requeue_at(rest)  # keeps the name, so that the next pod waits
@@ -83,7 +83,7 @@ def ended_workers(rec: Reconcile) -> None:
 
 def done_workers(rec: Reconcile) -> None:
     """The job is done when a worker is, and no other is left."""
-    done = [pod for pod in rec.succeeded if pod.index < rec.wanted and not _left(rec, pod)]
+    done = [pod for pod in _done(rec) if pod.index < rec.wanted]
     over = {pod.uid for pod in rec.ended_pods if pod.succeeded or pod.index >= rec.wanted or _late(rec, pod)}
     if done and over >= {pod.uid for pod in rec.snapshot.pods}:
         rec.finish(State.SUCCEEDED, "all workers are done", contract.Exit.DONE, End.SUCCEEDED)
@@ -125,7 +125,7 @@ def told_by_pods(rec: Reconcile) -> None:
     whole = len(rec.alive) == rec.wanted or before in (State.RUNNING, State.SUSPENDED)
     if not rec.wanted:
         rec.set_state(State.SUSPENDED, "0 workers are wanted", "Suspended")
-    elif rec.succeeded or running >= rec.wanted or (running >= rec.spec.workers.min and whole):
+    elif _done(rec) or running >= rec.wanted or (running >= rec.spec.workers.min and whole):
         rec.set_state(State.RUNNING, "its workers run", "Training")
     elif before in (State.RUNNING, State.SUSPENDED):
         rec.set_state(State.RESTARTING, "workers are missing", "WorkerLost", warning=True)
@@ -138,8 +138,13 @@ def _plain(rec: Reconcile) -> Plain:
     return rec.snapshot.plain
 
 
+def _done(rec: Reconcile) -> list[Pod]:
+    """Pods whose worker has ended with success, and not since it was told to leave: scripts may end with 0 at SIGTERM."""
+    return [pod for pod in rec.succeeded if not _left(rec, pod)]
+
+
 def _left(rec: Reconcile, pod: Pod) -> bool:
-    """Whether a worker ended since it was told to leave: that is no success, though scripts may end with 0 at SIGTERM."""
+    """Whether a worker ended since it was told to leave."""
     if not pod.terminating or (end := rec.ends.get(pod.uid)) is None:
         return False
     return end.time >= pod.ends_at - int(pod.document["metadata"].get("deletionGracePeriodSeconds") or 0)
@@ -147,11 +152,11 @@ def _left(rec: Reconcile, pod: Pod) -> bool:
 
 def _late(rec: Reconcile, pod: Pod) -> bool:
     """Whether a worker came when others were done."""
-    if not rec.succeeded:
+    if not (done := _done(rec)):
         return False
     if (began := podwords.started(pod.document)) is None:
         return podwords.phase(pod.document) == "Pending"
-    return any(rec.ends[done.uid].time <= began for done in rec.succeeded if done.uid in rec.ends)
+    return any(rec.ends[each.uid].time <= began for each in done if each.uid in rec.ends)
 
 
 def _stale(rec: Reconcile, pod: Pod) -> bool:
@@ -167,8 +172,8 @@ def _nnodes(pod: Pod) -> str | None:
 
 
 def _lacking(rec: Reconcile) -> bool:
-    """Whether there are indices without a pod, for which one can be created."""
-    return not rec.succeeded and len(rec.snapshot.name) <= names.LONGEST and not rec.by_index.keys() >= set(range(rec.wanted))
+    """Whether there are indices without a pod, for which one can be created. One that ends or has failed keeps its name."""
+    return not _done(rec) and len(rec.snapshot.name) <= names.LONGEST and not rec.by_index.keys() >= set(range(rec.wanted))
 
 
 def _may_lack_its_store(pod: Pod) -> bool:
