@@ -188,7 +188,7 @@ class Outlast:
                 env.RENDEZVOUS_KEY: "bench",
                 env.RENDEZVOUS: f"c10d://{scene.address(0)}:{port}",
             }
-            pids.append(scene.start(index, [sys.executable, "-m", "outlast.agent.start"], f"agent-{index}", variables).pid)
+            pids.append(scene.start(index, [sys.executable, "-m", "outlast", "agent"], f"agent-{index}", variables).pid)
         return pids
 
     def _output(self, scene: Scene) -> Path:

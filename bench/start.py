@@ -163,7 +163,7 @@ def agents(directory: Path, environ: dict[str, str], store: str, code: str) -> l
             Env.ADDRESS: "127.0.0.1",
             Env.RENDEZVOUS: rendezvous,
         }
-        found.append(started([sys.executable, "-m", "outlast.agent.start"], {**environ, **pod}, directory))
+        found.append(started([sys.executable, "-m", "outlast", "agent"], {**environ, **pod}, directory))
     return found
 
 

@@ -44,7 +44,7 @@ def start(tmp_path: Path) -> Start:
 
     def start(*words: str | Path) -> subprocess.Popen[str]:
         environ = {**os.environ, "OUTLAST_CACHE": str(tmp_path / "cache")}
-        command = [sys.executable, "-c", "from outlast.cli import main; main()", "data", "get", *map(str, words)]
+        command = [sys.executable, "-m", "outlast", "data", "get", *map(str, words)]
         return subprocess.Popen(command, env=environ, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     return start

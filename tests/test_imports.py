@@ -27,6 +27,11 @@ def test_help_loads_next_to_nothing() -> None:
     assert not loaded(program) & (TORCH | heavy)
 
 
+def test_the_table_of_roles_loads_nothing_else() -> None:
+    added = loaded("import outlast.__main__") - loaded("import importlib")
+    assert added == {"outlast", "outlast.__main__"}
+
+
 def test_a_command_loads_what_it_needs_and_no_torch() -> None:
     assert not loaded(
         'from outlast.local.backend import LocalBackend\nfrom pathlib import Path\nLocalBackend(Path("x")).list()'
@@ -58,7 +63,7 @@ from outlast.workerfiles import log_pipe
 log_pipe.Output = object  # leaves the streams alone
 os.environ |= {variables}
 def started(command, **_):
-    assert "outlast.launch.warm" in command
+    assert command[1:4] == ["-m", "outlast", "warm"]
     raise SystemExit
 subprocess.Popen = started
 from outlast import cli

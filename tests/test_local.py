@@ -410,7 +410,7 @@ def test_a_run_that_is_taken_up_counts_its_time_anew(here: Here, verb: str) -> N
     assert (before.run, before.started) == (run, 1.0)
     assert here.state_dir.started_at() > time.time() - 60
     assert Request.read(here.state_dir) == Request(2)
-    assert here.started[-1][1:] == ["-m", "outlast.local.launcher", str(here.state_dir.path)]
+    assert here.started[-1][1:] == ["-m", "outlast", "launcher", str(here.state_dir.path)]
     assert len(here.started) == 2
 
 

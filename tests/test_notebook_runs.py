@@ -101,7 +101,7 @@ class Server:
     """`outlast notebook` as a child process."""
 
     def __init__(self, work: Path, environ: dict[str, str], *options: str) -> None:
-        command = [sys.executable, "-c", "from outlast import cli; cli.main()", "notebook", str(work), *options]
+        command = [sys.executable, "-m", "outlast", "notebook", str(work), *options]
         self.process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.line = self.process.stdout.readline()

@@ -100,7 +100,7 @@ def _peak(group: Path | None, *command: str) -> tuple[int, float]:
             group.write_text(str(os.getpid()))
 
     began, peak = time.monotonic(), 0
-    program = [sys.executable, "-c", "from outlast.cli import main; main()", *command]
+    program = [sys.executable, "-m", "outlast", *command]
     with psutil.Popen(program, preexec_fn=enter, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         while process.poll() is None:
             some = 0

@@ -45,7 +45,7 @@ class Worker:
         self.said = (directory / "writer.out").open("wb")
         argv = [sys.executable, str(WRITER), str(self.output), url, RUN, str(generation)]
         self.writer = subprocess.Popen(argv, stdout=self.said, stderr=self.said)
-        push = [sys.executable, "-m", "outlast.agent.upload"]
+        push = [sys.executable, "-m", "outlast", "upload"]
         self.pusher = subprocess.Popen(push, env=self.env, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self.said)
 
     def kill(self) -> None:
@@ -59,7 +59,7 @@ class Worker:
 
     def rest(self) -> None:
         """Push what is left, as the next start would."""
-        subprocess.run([sys.executable, "-m", "outlast.agent.upload", "--rest", "60"], env=self.env, check=True, timeout=90)
+        subprocess.run([sys.executable, "-m", "outlast", "upload", "--rest", "60"], env=self.env, check=True, timeout=90)
 
 
 def newest(directory: Path) -> int:

@@ -303,7 +303,7 @@ def test_an_exception_that_is_its_own_cause_has_no_endless_story(tmp_path: Path,
 def test_a_script_that_is_no_python_dies_without_frames_of_ours(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("def x(:")
     environ = {name: value for name, value in os.environ.items() if name != contract.Env.STATE}
-    command = [sys.executable, "-m", "outlast.launch.rank", "train.py"]
+    command = [sys.executable, "-m", "outlast", "rank", "train.py"]
     done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[0].endswith('train.py", line 1')
     assert done.stderr.splitlines()[-1] == "SyntaxError: invalid syntax"
@@ -320,7 +320,7 @@ def test_a_script_that_misses_a_file_of_its_original_directory_dies_with_the_hin
     )
     environ = {**os.environ, "OUTLAST_CODE": str(tmp_path / "code"), "OUTLAST_JOB_FILE": str(tmp_path / "job.yaml")}
     environ.pop(contract.Env.STATE, None)
-    command = [sys.executable, "-m", "outlast.launch.rank", str(tmp_path / "code" / "train.py")]
+    command = [sys.executable, "-m", "outlast", "rank", str(tmp_path / "code" / "train.py")]
     done = subprocess.run(command, env=environ, cwd=tmp_path / "code", capture_output=True, text=True, check=False)
     assert done.returncode == contract.Exit.FAILED
     assert done.stderr.splitlines()[-1].startswith("outlast: ../data/x is outside of the code, of which the job runs in a copy")

@@ -99,7 +99,6 @@ def outlast(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, 
     return (int(ended.value.code or 0), *capsys.readouterr())
 
 
-PROGRAM = "from outlast import cli; cli.main()"
 SAID = schema.Said(by="a", born="b", world=WORLD, why="all is well")
 
 

@@ -107,7 +107,7 @@ class Kubelet:
         here = {Env.CODE: str(Path(__file__).parent / "programs"), Env.PROBE_PORT: "0", "KUBECONFIG": str(self.kubeconfig)}
         with (self.directory / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "outlast.agent.start"], env={**os.environ, **env, **here}, stdout=log, stderr=log
+                [sys.executable, "-m", "outlast", "agent"], env={**os.environ, **env, **here}, stdout=log, stderr=log
             )
 
 
@@ -123,9 +123,9 @@ class World:
     def operate(self) -> None:
         """Start the operator."""
         env = {Env.NAMESPACE: "default", Env.PROBE_PORT: "0", Env.POD: "operator-0", "KUBECONFIG": str(self.kubeconfig)}
-        program = "from outlast import cli; cli.main(['operator', '--log=text'])"
+        program = [sys.executable, "-m", "outlast", "operator", "--log=text"]
         with (self.directory / "operator.log").open("ab") as log:
-            self.operator = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, **env}, stdout=log, stderr=log)
+            self.operator = subprocess.Popen(program, env={**os.environ, **env}, stdout=log, stderr=log)
 
     def submit(self, **fields: Any) -> None:
         job = {

@@ -60,7 +60,7 @@ class Pods:
             }
             log = open(self.directory / f"pod-{index}.log", "ab")  # noqa: SIM115 (the process has it)
             self.running[index] = subprocess.Popen(
-                [sys.executable, "-m", "outlast.agent.start"], env=environ, stdout=log, stderr=log, start_new_session=True
+                [sys.executable, "-m", "outlast", "agent"], env=environ, stdout=log, stderr=log, start_new_session=True
             )
             log.close()
 

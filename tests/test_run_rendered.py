@@ -24,7 +24,6 @@ from outlast.contract import Env, Pod
 from outlast.torchelastic import pods as torchelastic
 
 ROOT = Path(__file__).parents[1]
-PROGRAM = "from outlast import cli; cli.main(['agent'])"
 Document = dict[str, Any]
 
 
@@ -48,7 +47,7 @@ class Node:
             env = self._environment(container["env"], place, index)
             with (self.directory / f"pod-{index}.log").open("ab") as log:
                 self.running[index] = subprocess.Popen(
-                    [sys.executable, "-c", PROGRAM], env={**os.environ, **env, **more}, stdout=log, stderr=log
+                    [sys.executable, "-m", "outlast", "agent"], env={**os.environ, **env, **more}, stdout=log, stderr=log
                 )
 
     def _environment(self, said: list[Document], place: Path, index: int) -> dict[str, str]:

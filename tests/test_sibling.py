@@ -67,7 +67,7 @@ def test_what_an_agent_adds_for_its_warm_process_does_not_keep_that_from_forking
         monkeypatch.setattr(start, name, mock.Mock())
     monkeypatch.setattr(sibling, "start_warm", taken)
     with pytest.raises(Stopped):
-        start.main()
+        start.main([])
     monkeypatch.setattr(shim, "connect", mock.MagicMock())
     monkeypatch.setattr(shim, "request", taken)
     with pytest.raises(Stopped):

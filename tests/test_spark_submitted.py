@@ -90,7 +90,7 @@ def test_in_a_notebooks_pod_the_command_makes_executors_that_go_with_it(environ:
     (tmp_path / "input.txt").write_text("to be\n" * 100)
     here = {"SPARK_CONF_DIR": str(SPARK), "SPARK_LOCAL_IP": "127.0.0.1", "HOSTNAME": "notebook-0"}
     here |= {"KUBERNETES_SERVICE_HOST": "127.0.0.1"}
-    program = [sys.executable, "-c", "from outlast.cli import main; main()"]
+    program = [sys.executable, "-m", "outlast"]
     words = ["data", "prepare", "text", tmp_path / "input.txt", "--to", tmp_path / "to", "--tokenizer", "char"]
     with apiserver.serving(api) as url:
         command = [*program, *words, "--engine", "spark", "--master", f"k8s://{url}"]

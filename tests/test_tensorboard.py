@@ -143,9 +143,8 @@ def test_tensorboard_serves_two_runs_that_grow_until_ctrl_c(tmp_path: Path):
         (tmp_path / name).mkdir()
         append(tmp_path / name, 1, 2)
     port = ports.free()
-    command = [sys.executable, "-m", "outlast.cli", "tensorboard", "a", "b", "--port", str(port)]
-    program = "from outlast import cli; cli.main()"
-    process = subprocess.Popen([sys.executable, "-c", program, *command[3:]], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "outlast", "tensorboard", "a", "b", "--port", str(port)]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == f"TensorBoard: http://localhost:{port}/ (Ctrl-C ends it)\n"

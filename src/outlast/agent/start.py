@@ -13,7 +13,7 @@ from outlast.launch import glibc, sibling, titles
 from outlast.workerfiles.log_pipe import Output
 
 
-def main() -> None:
+def main(_: list[str]) -> None:
     """Start both, and exit as the agent does. A job with its own Python environment has to make that before its warm process."""
     pid1.stand_by()
     titles.entitle(f"agent {os.environ[contract.Env.WORKER]}")
@@ -29,4 +29,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main([])

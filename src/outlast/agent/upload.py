@@ -1,7 +1,7 @@
 """The upload process: brings what a job writes to its store, beside the training. Started by `agent.upload_handle`.
 
-    python -m outlast.agent.upload              until standard input is closed, whose other end the agent holds
-    python -m outlast.agent.upload --rest S     once, all that is left, retrying for S seconds; exit code 0 when all is uploaded
+    python -m outlast upload              until standard input is closed, whose other end the agent holds
+    python -m outlast upload --rest S     once, all that is left, retrying for S seconds; exit code 0 when all is uploaded
 
 Configured by the environment of the worker's agent (`contract.Env`). One process uploads a directory: others wait for its lock
 and take over when it dies. Where workers share no disk, all have the same checkpoints and metrics: the process of rank 0's

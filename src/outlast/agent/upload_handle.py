@@ -112,12 +112,8 @@ class UploadProcess:
         return code, "" if code == 0 else self.report.get("error") or f"the upload process ended with exit code {code}"
 
     def _start(self, *args: str) -> subprocess.Popen[bytes]:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "outlast.agent.upload", *args],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=dict(self._environ),
-        )
+        command = [sys.executable, "-m", "outlast", "upload", *args]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(self._environ))
         self._reader = threading.Thread(target=self._read, args=(child,), daemon=True)
         self._reader.start()
         return child

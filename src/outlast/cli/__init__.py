@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 def main(args: Sequence[str] | None = None, *, backend: Any = None) -> NoReturn:
     """Run the command line with `args` (default: those of this process) on a `Backend` (default: this machine), and exit."""
     if (sys.argv[1:] if args is None else args) == ["agent"]:
-        from outlast.agent import start
+        from outlast import __main__ as roles
 
-        start.main()
+        roles.main(["agent"])
     from outlast.cli import commands, gone, terminal
     from outlast.errors import InvalidJob, OutlastError
 

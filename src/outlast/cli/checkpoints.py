@@ -422,14 +422,11 @@ def export(
         if found is None and job.there and whole[-1].there:
             with transfers.transfer("received", whole[-1].there.bytes) as (progress, stop):
                 found = job.there.fetch(whole[-1].there, Path(directory), progress=progress, stop=stop)
-        command = [sys.executable, "-c", _EXPORT, str(found and found.path), str(to), key]
+        # in a process of its own, since importing torch takes seconds
+        command = [sys.executable, "-m", "outlast", "weights", str(found and found.path), str(to), key]
         if code := subprocess.run(command, check=False).returncode:
             raise typer.Exit(code)
     print(f"step {whole[-1].step}, {units.human_bytes(to.stat().st_size)}: {to}")
-
-
-_EXPORT = "import sys; from outlast.training import weights; weights.main(sys.argv[1:])"
-"""Run in a process of its own, since importing torch takes seconds."""
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """A training process: runs the user's script or module as `__main__`, and records the error that ends it.
 
-    python -m outlast.launch.rank SCRIPT.py [ARG ...]
-    python -m outlast.launch.rank -m MODULE [ARG ...]
+    python -m outlast rank SCRIPT.py [ARG ...]
+    python -m outlast rank -m MODULE [ARG ...]
 
 The environment is torchrun's. Added are only a first progress record, so that the agent knows the process, a thread that detects
 deadlocks between ranks (`hangs.stall`), and on an exception a small file with its traceback, so that `outlast status` can show

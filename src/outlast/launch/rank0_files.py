@@ -123,9 +123,8 @@ def _read(path: Path) -> str:
 
 def _fetch(given: bytes, environ: Mapping[str, str], over: Callable[[], bool]) -> None:
     """Fetch in a process of its own: this one is a fork, in which the store client's threads do not exist."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", "outlast.prepare.workdir", *(["--newer"] if given == _SENT else [])], env=dict(environ)
-    )
+    command = [sys.executable, "-m", "outlast", "workdir", *(["--newer"] if given == _SENT else [])]
+    child = subprocess.Popen(command, env=dict(environ))
     while child.poll() is None:
         if over():
             child.kill()

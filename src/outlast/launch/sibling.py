@@ -2,7 +2,7 @@
 
     launcher      asks the warm process of a worker that trains (`ask`); without an answer it starts the worker the usual way
     warm process  forks a process that is not its child (`orphan`), which becomes the agent of the new worker
-    agent         forks a warm process of its own before it has threads, and goes on as `python -m outlast.agent.start`
+    agent         forks a warm process of its own before it has threads, and goes on as `python -m outlast agent`
 
 So no process of a worker depends on another worker. The worker that a process belongs to is read from its environment in /proc,
 where a fork shows that of the process that was executed: it is overwritten in place (`show`), so only values of equal length may
@@ -25,7 +25,7 @@ from outlast import accelerators, contract
 from outlast.launch import glibc, shim
 
 KIND = "agent"
-"""Of the request."""
+"""Of the request, and the role (`outlast.__main__`) of who is forked."""
 ANSWER_S = 1.0
 """How long a warm process may take to answer. Arbitrary: it takes 10 ms, more while it imports something."""
 _GO = b"go\n"
@@ -68,7 +68,7 @@ def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes] 
     """Start the warm process in the Python that is to train, unless this agent was born with one."""
     if warm and warm.poll() is None:
         return warm
-    command = [python, "-m", "outlast.launch.warm", os.path.join(environ[contract.Env.STATE], shim.SOCKET), str(os.getpid())]
+    command = [python, "-m", "outlast", "warm", os.path.join(environ[contract.Env.STATE], shim.SOCKET), str(os.getpid())]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environ)
 
 

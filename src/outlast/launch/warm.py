@@ -5,7 +5,7 @@ holds nothing else: no threads, no CUDA context, no process group. On request it
 streams, environment and directory and becomes a training process (`launch.rank`) or the worker's elastic agent
 (`launch.elastic`).
 
-    python -m outlast.launch.warm SOCKET PARENT
+    python -m outlast warm SOCKET PARENT
 
 Protocol, per connection: a request (`shim.request`), then lines from the caller, each a signal number for the child; one JSON
 line back when the child has ended: `{"status": exit code or -signal, "time": seconds since the epoch}`, with `why` if there is
@@ -23,7 +23,6 @@ import importlib
 import io
 import json
 import os
-import runpy
 import selectors
 import signal
 import socket
@@ -35,6 +34,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from outlast import __main__ as roles
 from outlast import contract, unix_sockets
 from outlast.launch import imports, prctl, shim, sibling, titles
 from outlast.rendezvous import transport
@@ -346,7 +346,7 @@ def begin(child: sibling.Forked) -> NoReturn:
     """Be the agent of a worker whose warm process is this child."""
     sibling.warm = child
     try:
-        runpy.run_module("outlast.agent.start", run_name="__main__", alter_sys=True)
+        roles.main([sibling.KIND])
     except SystemExit as end:
         leave(end.code if isinstance(end.code, int) else 1)
     except BaseException:
@@ -354,15 +354,16 @@ def begin(child: sibling.Forked) -> NoReturn:
     os._exit(1)
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Import, listen, fork.
 
     Without the garbage collector imports take a quarter less, and pages are not written to, and so copied, in forks. These make
     no garbage to speak of.
     """
+    prctl.die_with(int(argv[1]))
     gc.disable()
     environ = dict(os.environ)
-    listener = unix_sockets.listening(Path(sys.argv[1]))
+    listener = unix_sockets.listening(Path(argv[0]))
     preload(MEETING)
     titles.entitle("warm process")
     request = Server(listener, environ).run(TRAINING)
@@ -385,5 +386,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    prctl.die_with(int(sys.argv[2]))
-    main()
+    main(sys.argv[1:])

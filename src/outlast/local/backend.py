@@ -81,7 +81,7 @@ class LocalBackend:
         self._launch(state_dir)
         if chaos is not None:
             argv = [str(self._root), job.metadata.name, str(chaos.absolute())]
-            self._start([sys.executable, "-m", "outlast.local.fault_schedule", *argv], state_dir.log)
+            self._start([sys.executable, "-m", "outlast", "faults", *argv], state_dir.log)
         return run
 
     def ensure(self, name: str) -> bool:
@@ -109,7 +109,7 @@ class LocalBackend:
             time.sleep(0.02)
 
     def _launch(self, state_dir: StateDir) -> None:
-        self._start([sys.executable, "-m", "outlast.local.launcher", str(state_dir.path)], state_dir.log)
+        self._start([sys.executable, "-m", "outlast", "launcher", str(state_dir.path)], state_dir.log)
 
     # Reading
 

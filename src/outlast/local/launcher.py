@@ -1,6 +1,6 @@
 """The launcher of one job on this machine: starts workers, coordinates their rendezvous, judges failures, writes the status.
 
-    python -m outlast.local.launcher STATE_DIR
+    python -m outlast launcher STATE_DIR
 
 A job has one launcher, which holds a lock. It may be killed at any moment: workers train on, start a new launcher when they miss
 it, and the new one adopts them. What must survive is in `launcher.json`, written before anything that depends on it; what the
@@ -505,20 +505,19 @@ def _acquired(lock: int) -> bool:
     return False
 
 
-def main() -> None:
+def main(argv: list[str]) -> int:
     """Run the launcher of one job; a second one of the same job exits at once."""
-    state_dir = StateDir(Path(sys.argv[1]))
+    state_dir = StateDir(Path(argv[0]))
     titles.entitle(f"launcher {state_dir.path}")
     with open(state_dir.lock, "a") as lock:
         if not _acquired(lock.fileno()):
             print(f"another launcher runs {state_dir.path}", flush=True)
-            sys.exit(0)
+            return 0
         log = os.open(state_dir.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        code = asyncio.run(Launcher(state_dir).run())
-    sys.exit(code)
+        return asyncio.run(Launcher(state_dir).run())
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

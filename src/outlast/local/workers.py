@@ -127,7 +127,7 @@ class WorkerPool:
             pid, child = None if before else self._forked(environ, log.fileno()), None
             if pid is None:
                 child = subprocess.Popen(
-                    [sys.executable, "-m", "outlast.agent.start"],
+                    [sys.executable, "-m", "outlast", "agent"],
                     env=environ,
                     cwd=self._code,
                     stdin=subprocess.DEVNULL,
@@ -264,7 +264,7 @@ class WorkerPool:
             contract.Env.SHARED: str(self._state_dir.path),
             **({contract.Env.STORE: self._store, contract.Env.OWNER: self._owner} if self._store else {}),
             contract.Env.PROBE_PORT: str(base + index if base else 0),
-            contract.Env.REVIVE: json.dumps([sys.executable, "-m", "outlast.local.launcher", str(self._state_dir.path)]),
+            contract.Env.REVIVE: json.dumps([sys.executable, "-m", "outlast", "launcher", str(self._state_dir.path)]),
         }
         return {**environ, **substitution.values(fields.env, environ)}
 

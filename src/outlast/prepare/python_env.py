@@ -44,13 +44,13 @@ MARKER = "outlast.json"
 _STUB = "outlast\n"
 """INSTALLER of the stubs that show uv the packages of the base Python."""
 _LOOK = """
-import json, sys
+import importlib, json, sys
 found = {"version": list(sys.version_info[:3])}
 try:
     import torch
     found["torch"] = str(torch.__version__)
-    from outlast.launch import warm
-    warm.preload()
+    from outlast.__main__ import ROLES
+    importlib.import_module(ROLES["warm"]).preload()
 except BaseException as problem:
     found["problem"] = "%s: %s" % (type(problem).__name__, problem)
 print(json.dumps(found))

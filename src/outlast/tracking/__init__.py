@@ -1,6 +1,6 @@
 """Metrics forwarded to TensorBoard, MLflow and Weights & Biases, by a process beside the training.
 
-    run.log ──► metrics.jsonl ──► python -m outlast.tracking ──► event files, server, ...
+    run.log ──► metrics.jsonl ──► python -m outlast follower ──► event files, server, ...
 
 `metrics.jsonl` is the one truth and the buffer. Rank 0's session starts the follower (`process`); it reads what is new
 (`lines`), sends it to each tracker in a thread of its own (`forwarding`), and asks the tracker itself where to go on, so it

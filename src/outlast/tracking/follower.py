@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from outlast import contract, file_locks, files
 from outlast.contract import Env
@@ -73,17 +73,21 @@ class Session:
             self._ending = self._orphaned
 
 
-def main(argv: Sequence[str]) -> int:
-    """Follow until the run ends; 0 when all has arrived, or what has not was said."""
+def main(argv: Sequence[str]) -> NoReturn:
+    """Follow until the run ends, and exit: with 0 when all has arrived, or what has not was said."""
+    os.nice(19)  # before the libraries of trackers are imported, which is most of the work
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are the training's, and it tells us
     output, environ = Path(argv[0]), os.environ
     session = Session(Ending(Status(argv[2]), process.FLUSH_S) if len(argv) > 1 else None, environ)
     try:
-        return locked(output, session, environ)
+        code = locked(output, session, environ)
     except OSError as error:
         say(f"metrics are not forwarded: {output / contract.TRACKING} cannot be written: {error.strerror}")
-        return 1
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)  # a thread may wait for a server that does not answer
 
 
 def locked(output: Path, session: Session, environ: Mapping[str, str]) -> int:

@@ -139,7 +139,7 @@ def start(output: Path, environ: Mapping[str, str] | None = None) -> Follower | 
 
 
 def _process(output: Path, environ: Mapping[str, str], *words: str, stdin: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-P", "-W", "ignore", "-m", "outlast.tracking", str(output), *words]
+    command = [sys.executable, "-P", "-W", "ignore", "-m", "outlast", "follower", str(output), *words]
     return subprocess.Popen(command, stdin=stdin, stdout=2, env=dict(environ), start_new_session=True)
 
 

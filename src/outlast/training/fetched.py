@@ -225,7 +225,8 @@ class Fetched:
         """An object of the store as a file; `size` is that of a shard. Raises StoreError, OSError."""
         global _used
         if _forked:  # a store's client waits for ever in a fork of a process that has used it
-            command = [sys.executable, "-m", __name__, self.name, key, str(path), *([] if size is None else [str(size)])]
+            argv = [self.name, key, str(path), *([] if size is None else [str(size)])]
+            command = [sys.executable, "-m", "outlast", "shard", *argv]
             environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
             done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
             if done.returncode:
@@ -338,8 +339,14 @@ def _begin_in_fork() -> None:
 atexit.register(_leave)
 os.register_at_fork(after_in_child=_begin_in_fork)
 
-if __name__ == "__main__":  # URL KEY PATH [SIZE]: what `_download` does, for a process that was forked
+
+def main(argv: list[str]) -> None:
+    """URL KEY PATH [SIZE]: do what `_download` does, for a process that was forked. An error is pickled to standard output."""
     try:
-        Fetched(sys.argv[1], 1, 0.0)._download(sys.argv[2], Path(sys.argv[3]), *map(int, sys.argv[4:]))
+        Fetched(argv[0], 1, 0.0)._download(argv[1], Path(argv[2]), *map(int, argv[3:]))
     except (OutlastError, OSError) as problem:
         sys.stdout.buffer.write(pickle.dumps(problem))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

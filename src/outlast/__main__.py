@@ -1,0 +1,32 @@
+"""Every process of ours that another one starts is `python -m outlast ROLE ...`; any other word is a command of `outlast`.
+
+So no command line names a module. Only the module of the role is imported, since each of these processes is waited for.
+"""
+
+import importlib
+import sys
+
+ROLES = {
+    "agent": "outlast.agent.start",  # the one role that is a command, too: of pods
+    "faults": "outlast.local.fault_schedule",
+    "follower": "outlast.tracking.follower",
+    "launcher": "outlast.local.launcher",
+    "rank": "outlast.launch.rank",
+    "shard": "outlast.training.fetched",
+    "upload": "outlast.agent.upload",
+    "warm": "outlast.launch.warm",
+    "weights": "outlast.training.weights",
+    "workdir": "outlast.prepare.workdir",
+}
+"""The module of each role. Its `main` is given the other arguments, and returns the exit code or None for 0."""
+
+
+def main(argv: list[str]) -> None:
+    """Do what the first argument names, with the others, and exit."""
+    if argv and argv[0] in ROLES:
+        sys.exit(importlib.import_module(ROLES[argv[0]]).main(argv[1:]))
+    importlib.import_module("outlast.cli").main(argv)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
