@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +18,6 @@ from outlast import contract
 from outlast.rendezvous import world
 from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import MemberState
-from outlast.workerfiles import progress
 from test_run_pods import Pods
 
 RUN = "job-1a2b3c4d"
@@ -39,8 +36,6 @@ class Operator:
         self.worlds: list[world.World] = []
         self.standings: set[tuple[int, str]] = set()
         """All that was ever reported."""
-        self.tails: dict[int, str] = {}
-        """The log tails of the failures that were reported, by worker."""
         self.closed: sockets.Closed | None = None
         self.document = api.put(
             {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "job"}, "spec": {}}
@@ -66,8 +61,6 @@ class Operator:
                 self.state = self.state.gone(id)
             for id, report in heard.items():
                 self.standings.add((id, report.standing))
-                if said := (report.failure or {}).get("log_tail"):
-                    self.tails[id] = said
                 standing = MemberState(report.standing)
                 self.state = self.state.heard(
                     world.Member(id, report.address, standing, report.generation, time.time(), report.failed)
@@ -155,10 +148,6 @@ def test_the_end_that_the_operator_says_ends_all_agents_and_is_recorded_by_whoev
         pods = operator.pods
         operator.start(0, 1)
         pods.wait(lambda: pods.step() >= 5, "step 5")
-        process = progress.read(pods.directory / "state-1", 0)
-        os.kill(process.pid, signal.SIGKILL)
-        pods.wait(lambda: 1 in operator.tails, "the report of the failure")
-        assert operator.tails[1].splitlines()[-1].startswith("rank 1 step ")
         operator.stop(0, lambda: pods.kill(0))  # rank 0
         operator.closed = sockets.Closed("restarts.limit is used up", contract.Exit.GIVEN_UP)
         assert pods.codes(hurry=False) == {1: contract.Exit.GIVEN_UP}
