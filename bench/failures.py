@@ -163,7 +163,7 @@ class Outlast:
         return done.stdout
 
     def _agents(self, scene: Scene, file: Path) -> list[int]:
-        from outlast import contract
+        from outlast.job import contract
 
         env, port, output = contract.Env, scene.port(), self._output(scene)
         pids = []
@@ -196,15 +196,15 @@ class Outlast:
 
     def fault(self, scene: Scene, scenario: str, worker: int) -> None:
         """Enter the fault in the ledger, so that the report knows its moment."""
-        from outlast import contract, ledger
+        from outlast.job import contract, ledger
 
         book = ledger.Ledger(self._output(scene) / contract.LEDGER, "chaos")
         book.write("chaos", action=scenario, worker=worker)
         book.close()
 
     def parts(self, scene: Scene) -> dict[str, float] | None:
-        from outlast import contract, ledger
-        from outlast.report import goodput, incidents
+        from outlast.job import contract, ledger
+        from outlast.job.report import goodput, incidents
 
         account = goodput.buckets(ledger.read(self._output(scene) / contract.LEDGER), time.time())
         costs = [i.lost for i in account.incidents if i.kind in incidents.FAILURES and i.lost and i.recovery_s is not None]

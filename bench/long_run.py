@@ -21,8 +21,9 @@ import threading
 import time
 from pathlib import Path
 
-from outlast import contract, store
-from outlast.sync import growing
+from outlast.job import contract
+from outlast.storage import store
+from outlast.storage.sync import growing
 
 DAY_S, SAVE_S, PUSH_S = 86_400, 300, 600
 LEDGER = f"{contract.LEDGER}/worker-0-process-0.jsonl"
@@ -32,33 +33,33 @@ BEGUN = 1_790_000_000.0
 READERS = {
     "launcher (folds the ledger)": """
         from outlast.local import launcher
-        from outlast.report import goodput
+        from outlast.job.report import goodput
         from outlast import ledger
         print(f"goodput {goodput.buckets(ledger.read(output / 'ledger'), None).goodput:.5f}")""",
     "report, of this machine": """
         import outlast.cli
-        from outlast.report import goodput, text
+        from outlast.job.report import goodput, text
         from outlast import ledger
         found = goodput.buckets(ledger.read(output / 'ledger'), None)
         text.plain(found); print(f"goodput {found.goodput:.5f}, {found.steps_kept} steps kept")""",
     "report, from the store": """
         import outlast.cli
-        from outlast.runs import output as stored
-        from outlast.report import goodput
+        from outlast.storage.runs import output as stored
+        from outlast.job.report import goodput
         print(f"goodput {goodput.buckets(stored.events(place), None).goodput:.5f}")""",
     "logs, from the store": """
-        from outlast.runs import output as stored
+        from outlast.storage.runs import output as stored
         print(sum(1 for _ in stored.logs(place.url)), "lines")""",
     "agent (fetches what its disk has lost)": """
         import shutil
-        from outlast.agent import agent, run_ownership
+        from outlast.worker.agent import agent, run_ownership
         run_ownership.fetch_own(place, output / 'fetched', 0)
         print((output / 'fetched/metrics.jsonl').stat().st_size, "bytes of metrics")
         shutil.rmtree(output / 'fetched')""",
     "pusher (starts, finds nothing new)": """
         import threading
-        from outlast.agent import upload
-        from outlast.sync import growing
+        from outlast.worker.agent import upload
+        from outlast.storage.sync import growing
         names = ['metrics.jsonl', 'logs/worker-0.log', 'ledger/worker-0-process-0.jsonl']
         print(growing.Sender(place, output).push(names, threading.Event()), "bytes sent")""",
     "training (compares metrics between disks)": """

@@ -20,15 +20,15 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from outlast.contract import Env
-from outlast.snapshots import client, parts
-from outlast.snapshots.parts import Item, Part
+from outlast.job.contract import Env
+from outlast.storage.snapshots import client, parts
+from outlast.storage.snapshots.parts import Item, Part
 
 HERE = Path(__file__).parent
 TENSORS = 100
 AGENT = """
 import os, sys
-from outlast.snapshots import replicas, server
+from outlast.storage.snapshots import replicas, server
 replicas.SLOWEST = 1e12
 agent = server.Server(os.environ, 1 << 40, lambda: None)
 agent.start()

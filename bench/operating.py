@@ -38,9 +38,9 @@ from typing import Any
 
 import psutil
 
-from outlast import kube
-from outlast.contract import Label
-from outlast.kube import kinds
+from outlast.job.contract import Label
+from outlast.kubernetes import api
+from outlast.kubernetes.api import kinds
 
 Document = dict[str, Any]
 PODS, THREADS = 4, 8
@@ -72,7 +72,7 @@ def main() -> None:
         if not os.environ.get("KUBECONFIG"):
             where = f"a small API server in Python that waits {args.latency:g} ms before each write"
             os.environ["KUBECONFIG"] = str(stack.enter_context(small_server(args.latency)))
-        cluster = stack.enter_context(contextlib.closing(kube.connect()))
+        cluster = stack.enter_context(contextlib.closing(api.connect()))
         namespace = f"bench-{uuid.uuid4().hex[:8]}"
         cluster.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
         stack.callback(cluster.delete, kinds.NAMESPACE, namespace)
@@ -84,7 +84,7 @@ def main() -> None:
         file.write(f"# The operator, {time.strftime('%H:%M')}\n\n{text}\n\n")
 
 
-def measured(args: argparse.Namespace, cluster: kube.Cluster, namespace: str, where: str) -> list[str]:
+def measured(args: argparse.Namespace, cluster: api.Cluster, namespace: str, where: str) -> list[str]:
     begun_load = os.getloadavg()[0]
     with Watched(cluster, namespace) as watched, operator(namespace) as process:
         mine = psutil.Process(process.pid)
@@ -212,11 +212,11 @@ def say(text: str) -> None:
 class Watched:
     """When each pod was seen first, by one watch."""
 
-    def __init__(self, cluster: kube.Cluster, namespace: str) -> None:
+    def __init__(self, cluster: api.Cluster, namespace: str) -> None:
         self.cluster, self.namespace = cluster, namespace
         self.seen: dict[str, tuple[str, float]] = {}
         self.kept: dict[str, Document] = {}
-        self.stop = kube.Stop()
+        self.stop = api.Stop()
         self.news = threading.Condition()
         self.thread = threading.Thread(target=self.run, daemon=True)
 
@@ -245,7 +245,7 @@ class Watched:
 
     def sample(self, name: str) -> Document:
         """A pod as the operator wrote it, to be POSTed again."""
-        return kube.without_server_fields(self.kept[name])
+        return api.without_server_fields(self.kept[name])
 
 
 def job(namespace: str, name: str) -> Document:
@@ -270,7 +270,7 @@ def workers(name: str) -> list[str]:
     return [f"{name}-worker-{n}" for n in range(PODS)]
 
 
-def one(cluster: kube.Cluster, namespace: str, watched: Watched, name: str) -> float:
+def one(cluster: api.Cluster, namespace: str, watched: Watched, name: str) -> float:
     """Seconds from the answer to a job's creation until its last pod is there."""
     cluster.create(job(namespace, name))
     begun = time.monotonic()
@@ -278,7 +278,7 @@ def one(cluster: kube.Cluster, namespace: str, watched: Watched, name: str) -> f
     return max(watched.seen[worker][1] for worker in workers(name)) - begun
 
 
-def many(cluster: kube.Cluster, namespace: str, watched: Watched, names: Sequence[str], mine: psutil.Process) -> Took:
+def many(cluster: api.Cluster, namespace: str, watched: Watched, names: Sequence[str], mine: psutil.Process) -> Took:
     """From when the operator goes on, with all the jobs there, until their last pod is."""
     mine.suspend()  # for less than it may be without renewing its lease
     with ThreadPoolExecutor(THREADS) as pool:
@@ -290,7 +290,7 @@ def many(cluster: kube.Cluster, namespace: str, watched: Watched, names: Sequenc
     return Took(max(watched.seen[worker][1] for worker in wanted) - begun, spent(mine) - before)
 
 
-def loop(cluster: kube.Cluster, namespace: str, watched: Watched, names: Sequence[str], sample: Document, threads: int) -> Took:
+def loop(cluster: api.Cluster, namespace: str, watched: Watched, names: Sequence[str], sample: Document, threads: int) -> Took:
     """As many pods of the same bytes, by a loop of POSTs, so many at once; they belong to nobody."""
 
     def post(worker: str) -> None:
@@ -309,7 +309,7 @@ def loop(cluster: kube.Cluster, namespace: str, watched: Watched, names: Sequenc
     return Took(max(watched.seen[worker][1] for worker in wanted) - begun, spent(mine) - before)
 
 
-def fail(cluster: kube.Cluster, namespace: str, watched: Watched, name: str) -> float:
+def fail(cluster: api.Cluster, namespace: str, watched: Watched, name: str) -> float:
     """Seconds from the answer that a pod was evicted until its replacement is there."""
     old = watched.seen[name][0]
     change = {"status": {"phase": "Failed", "reason": "Evicted", "message": "the bench evicts it"}}
@@ -356,13 +356,13 @@ def settle(process: subprocess.Popen[str]) -> None:
 def operate(namespace: str) -> None:
     import logging
 
-    from outlast.operator import reconcilers
-    from outlast.operator.leader import Leadership
-    from outlast.operator.operator import Operator, Settings
-    from outlast.operator.snapshot import Limits
+    from outlast.kubernetes.operator import reconcilers
+    from outlast.kubernetes.operator.leader import Leadership
+    from outlast.kubernetes.operator.operator import Operator, Settings
+    from outlast.kubernetes.operator.snapshot import Limits
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
-    cluster = kube.connect()
+    cluster = api.connect()
     made = Operator(
         cluster,
         reconcilers.of(Limits()),

@@ -49,8 +49,9 @@ class Cluster:
 
     def start(self, memory: str, plan: failures.Plan, least: int) -> None:
         """Apply the job, with its script in a ConfigMap."""
-        from outlast import manifests, spec
-        from outlast.cluster.parcel import pack
+        from outlast.job import spec
+        from outlast.kubernetes import manifests
+        from outlast.kubernetes.jobs.parcel import pack
 
         self._lines = {}
         _, *arguments = plan.script("outlast", Path("-"))

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from outlast.launch import glibc
+from outlast.worker.launch import glibc
 
 HERE = Path(__file__).parent
 SYSTEMS = ("outlast", "dcp", "torch.save")

@@ -31,19 +31,19 @@ from typing import Any
 
 import psutil
 
-from outlast import contract, kube
-from outlast.errors import Absent
-from outlast.kube import kinds, watch
-from outlast.kube.kinds import Kind
-from outlast.operator import job_status as memory
-from outlast.operator import reconcilers
-from outlast.operator.cache import Cache, Key, trimmed
-from outlast.operator.leader import Leadership
-from outlast.operator.operator import Operator, Settings
-from outlast.operator.process import OBJECTS
-from outlast.operator.queues import ClusterFeatures
-from outlast.operator.snapshot import HEARD, Limits
-from outlast.rendezvous.transports import kubernetes
+from outlast.base.errors import Absent
+from outlast.job import contract
+from outlast.kubernetes import api, board
+from outlast.kubernetes.api import kinds, watch
+from outlast.kubernetes.api.kinds import Kind
+from outlast.kubernetes.operator import job_status as memory
+from outlast.kubernetes.operator import reconcilers
+from outlast.kubernetes.operator.cache import Cache, Key, trimmed
+from outlast.kubernetes.operator.leader import Leadership
+from outlast.kubernetes.operator.operator import Operator, Settings
+from outlast.kubernetes.operator.process import OBJECTS
+from outlast.kubernetes.operator.queues import ClusterFeatures
+from outlast.kubernetes.operator.snapshot import HEARD, Limits
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import simulated
@@ -146,7 +146,7 @@ class Simulated:
 
     def __init__(self, jobs: int, workers: int, *, watched: bool) -> None:
         """`watched`: the workers of a job watch one another."""
-        self.every_s = kubernetes.every_s(workers, rarely=watched)
+        self.every_s = board.every_s(workers, rarely=watched)
         """Interval at which each Lease is renewed."""
         self.versions = itertools.count(1000)
         self.changes: dict[Kind, queue.SimpleQueue[bytes]] = {kind: queue.SimpleQueue() for kind in WATCHED}
@@ -211,11 +211,11 @@ class Simulated:
 
     # what the operator asks for
 
-    def watch(self, kind: Kind, *, pace: kube.Pace, **_: Any) -> Iterator[kube.Change]:
+    def watch(self, kind: Kind, *, pace: api.Pace, **_: Any) -> Iterator[api.Change]:
         known = watch._Known()
 
-        def change(line: bytes) -> kube.Change:
-            found = kube.Change("modified", json.loads(line))
+        def change(line: bytes) -> api.Change:
+            found = api.Change("modified", json.loads(line))
             known.note(found)
             return found
 
@@ -257,7 +257,7 @@ def trains(jobs: int, workers: int, seconds: float, *, watched: bool) -> list[st
     """What jobs that train cost; `watched`: their workers watch one another."""
     process = psutil.Process()
     cluster = Simulated(jobs, workers, watched=watched)
-    every_s, other_s = cluster.every_s, kubernetes.every_s(workers, rarely=not watched)
+    every_s, other_s = cluster.every_s, board.every_s(workers, rarely=not watched)
     gc.collect()
     before = process.memory_info().rss
     operator = Operator(

@@ -60,8 +60,8 @@ def train(millions: float, batch: int, steps: int, directory: Path) -> None:
 
 def measured(memory: str, options: argparse.Namespace) -> dict[str, Any]:
     """One job: its counted steps, and what its ledger says of snapshots."""
-    from outlast import contract, ledger
-    from outlast.report import goodput
+    from outlast.job import contract, ledger
+    from outlast.job.report import goodput
 
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)

@@ -36,8 +36,8 @@ from pathlib import Path
 
 import psutil
 
-from outlast import contract
-from outlast.contract import Env
+from outlast.job import contract
+from outlast.job.contract import Env
 from push import serve
 from recovery import machine
 

@@ -40,8 +40,8 @@ def train(windows: int, threads: int) -> None:
     """Train and print what was measured."""
     import torch
 
+    from outlast.job.workerfiles import progress
     from outlast.training import session
-    from outlast.workerfiles import progress
 
     torch.set_num_threads(threads)
     a = torch.randn(256, 256)

@@ -18,8 +18,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from outlast import kube
-from outlast.kube.kinds import KINDS
+from outlast.kubernetes import api as kube
+from outlast.kubernetes.api.kinds import KINDS
 
 Document = dict[str, Any]
 NOW = "2026-01-01T00:00:00Z"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outlast.clock import Awake, Clock
+from outlast.base.clock import Awake, Clock
 
 
 class Machine:

@@ -20,10 +20,12 @@ from etcds import own_etcd, shared_etcd  # noqa: F401 (fixtures)
 from faults import aws_proxy, moto_proxy, rclone_proxy  # noqa: F401 (fixtures)
 from namespaces import Namespace, made
 from operated import undisturbed_pods  # noqa: F401 (fixture)
-from outlast import cli, spec, store
+from outlast import cli
+from outlast.job import spec
+from outlast.job.status import JobStatus
 from outlast.local.backend import LocalBackend
-from outlast.status import JobStatus
-from outlast.store import Store
+from outlast.storage import store
+from outlast.storage.store import Store
 from servers import Place as Bucket
 from servers import moto, moto_server, rclone, rclone_server, s3, small_parts  # noqa: F401 (fixtures)
 from small_disks import small_disk  # noqa: F401 (a fixture)

@@ -32,7 +32,7 @@ from typing import Any, Literal
 import pytest
 
 import worlds
-from outlast import contract, ledger
+from outlast.job import contract, ledger
 from outlast.training import Stream
 
 Main = Callable[[list[str]], Any]

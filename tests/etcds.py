@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 import ports
-from outlast import etcd
-from outlast.errors import EtcdError
+from outlast.base.errors import EtcdError
+from outlast.rendezvous.etcd import gateway
 
 
 def binary() -> str | None:
@@ -50,8 +50,8 @@ class Server:
     def endpoint(self) -> str:
         return f"{'etcds' if self.scheme == 'https' else 'etcd'}://{self.host}:{self.port}"
 
-    def client(self, **options: str) -> etcd.Etcd:
-        return etcd.Etcd(etcd.address(self.endpoint, options, {}))
+    def client(self, **options: str) -> gateway.Etcd:
+        return gateway.Etcd(gateway.address(self.endpoint, options, {}))
 
     def start(self, **options: str) -> None:
         """Start, and wait until it answers; `options` are those of a client that may ask it."""

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from outlast import chaos, spec
-from outlast.backend import LogLine
-from outlast.errors import AlreadyRunning, NotFound, OutlastError
-from outlast.failure import Failure
-from outlast.ledger import Event
-from outlast.status import CheckpointStatus, JobStatus, RankStatus, State, WorkerStatus
+from outlast.base.errors import AlreadyRunning, NotFound, OutlastError
+from outlast.job import chaos, spec
+from outlast.job.backend import LogLine
+from outlast.job.failure import Failure
+from outlast.job.ledger import Event
+from outlast.job.status import CheckpointStatus, JobStatus, RankStatus, State, WorkerStatus
 
 STEP_S = 0.02
 

@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from outlast import kube
-from outlast.errors import Absent, Forbidden, NotServed, Refused
-from outlast.kube import kinds
-from outlast.kube.kinds import Kind, kind_of
+from outlast.base.errors import Absent, Forbidden, NotServed, Refused
+from outlast.kubernetes import api
+from outlast.kubernetes.api import kinds
+from outlast.kubernetes.api.kinds import Kind, kind_of
 
 Document = dict[str, Any]
 _INSTALLED = set(kinds.INSTALLED_BY)
@@ -112,15 +112,15 @@ class FakeCluster:
         self.order.append(f"delete {kind} {name}")
 
     def watch(
-        self, kind: Kind, *, stop: kube.Stop, namespace: str | None = None, labels: str = "", fields: str = ""
-    ) -> Iterator[kube.Change]:
+        self, kind: Kind, *, stop: api.Stop, namespace: str | None = None, labels: str = "", fields: str = ""
+    ) -> Iterator[api.Change]:
         """All that there is; then nothing changes any more."""
         for document in self.list_(kind, namespace=namespace, labels=labels):
             if not fields or fields == f"metadata.name={document['metadata']['name']}":
-                yield kube.Change("added", document)
+                yield api.Change("added", document)
         stop.wait()
 
-    def logs(self, pod: str, options: kube.LogOptions | None = None, **_: Any) -> Iterator[str]:
+    def logs(self, pod: str, options: api.LogOptions | None = None, **_: Any) -> Iterator[str]:
         if pod not in self.lines:
             raise Refused(f"Pod {pod} has not begun")
         return iter(self.lines[pod])

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from outlast import manifests, spec
+from outlast.job import spec
+from outlast.kubernetes import manifests
 
 Document = dict[str, Any]
 STEPS = ("--epochs=250",)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from namespaces import Document, Namespace
-from outlast import contract
+from outlast.job import contract
 
 ELASTIC = "elasticjobs.outlast.dev"
 OUTLAST = str(Path(sys.executable).with_name("outlast"))

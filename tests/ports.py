@@ -2,7 +2,7 @@
 
 import socket
 
-from outlast.backoff import RANDOM
+from outlast.base.backoff import RANDOM
 
 _BELOW = 32768
 """Where Linux begins to give ports to outgoing connections: none of those is in the way of a server below it."""

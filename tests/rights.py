@@ -6,8 +6,8 @@ import re
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from outlast import contract
-from outlast.manifests import rbac
+from outlast.job import contract
+from outlast.kubernetes.manifests import rbac
 
 Right = tuple[str, str, str]
 """Verb, group and resource."""

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from outlast.store import multipart
+from outlast.storage.store import multipart
 
 KEY, SECRET, REGION = "AKIDEXAMPLE", "secretexample", "us-east-1"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": REGION}

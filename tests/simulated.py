@@ -12,20 +12,20 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from outlast.clock import Clock
-from outlast.contract import LEASE_S, MESH_LEASE_S, MESH_RENEW_S, RENEW_S, Annotation, Label
-from outlast.kube import kinds, wire
-from outlast.kube import pods as podwords
-from outlast.kube.kinds import Kind, kind_of
-from outlast.manifests import kueue
-from outlast.operator import job_status, snapshot
-from outlast.operator.cache import CachedJob
-from outlast.operator.decide import decide
-from outlast.operator.plan import Plan
-from outlast.operator.queues import ClusterFeatures, KueueObjects, WorkloadSlice
-from outlast.operator.snapshot import HEARD
-from outlast.rendezvous.transports.kubernetes import PROGRESS_S
-from outlast.report import goodput
+from outlast.base.clock import Clock
+from outlast.job.contract import LEASE_S, MESH_LEASE_S, MESH_RENEW_S, RENEW_S, Annotation, Label
+from outlast.job.report import goodput
+from outlast.kubernetes.api import kinds, wire
+from outlast.kubernetes.api import pods as podwords
+from outlast.kubernetes.api.kinds import Kind, kind_of
+from outlast.kubernetes.board import PROGRESS_S
+from outlast.kubernetes.manifests import kueue
+from outlast.kubernetes.operator import job_status, snapshot
+from outlast.kubernetes.operator.cache import CachedJob
+from outlast.kubernetes.operator.decide import decide
+from outlast.kubernetes.operator.plan import Plan
+from outlast.kubernetes.operator.queues import ClusterFeatures, KueueObjects, WorkloadSlice
+from outlast.kubernetes.operator.snapshot import HEARD
 
 Document = dict[str, Any]
 BEGAN = 1_000_000.0123456789

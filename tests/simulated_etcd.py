@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outlast.errors import EtcdAway
-from outlast.etcd import Gone, KeyValue, LeaseGone, Outcome
+from outlast.base.errors import EtcdAway
+from outlast.rendezvous.etcd.gateway import Gone, KeyValue, LeaseGone, Outcome
 
 
 @dataclass

@@ -22,8 +22,9 @@ from typing import Any
 
 import yaml
 
-from outlast import contract, manifests, spec
-from outlast.diagnosis.snapshot import Snapshot, event_time
+from outlast.job import contract, spec
+from outlast.kubernetes import manifests
+from outlast.kubernetes.diagnosis.snapshot import Snapshot, event_time
 
 HERE = Path(__file__).parent / "recorded"
 RECORDED_IMAGE = "docker.io/library/outlast:test"

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
+from outlast.base.errors import OutlastError
 from outlast.data.prepare import spark, work
-from outlast.errors import OutlastError
 
 FEW = {"spark.executorEnv.PYTHONPATH": str(Path(__file__).parent)}
 """So that executors find the units below."""

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from outlast import accelerators
+from outlast.job import accelerators
 from outlast.local import workers
 from outlast.training import Stream, device, session
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from outlast import ledger, units
-from outlast.cluster import job_status as shown
-from outlast.kube import pods as podwords
-from outlast.operator import job_status
-from outlast.report import goodput
-from outlast.report.steps import Bucket
+from outlast.base import units
+from outlast.job import ledger
+from outlast.job.report import goodput
+from outlast.job.report.steps import Bucket
+from outlast.kubernetes.api import pods as podwords
+from outlast.kubernetes.jobs import job_status as shown
+from outlast.kubernetes.operator import job_status
 from simulated import BEGAN, Agent, Cluster, trains
 
 Document = dict[str, Any]

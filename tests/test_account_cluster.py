@@ -14,12 +14,13 @@ import pytest
 
 from namespaces import Namespace
 from operated import hurried, status, submit_exact, trains, until
-from outlast import kube, store
-from outlast.cluster.backend import KubernetesBackend
-from outlast.kube import pods
-from outlast.report import goodput
-from outlast.report.steps import Bucket
-from outlast.runs import output as stored
+from outlast.job.report import goodput
+from outlast.job.report.steps import Bucket
+from outlast.kubernetes import api
+from outlast.kubernetes.api import pods
+from outlast.kubernetes.jobs.backend import KubernetesBackend
+from outlast.storage import store
+from outlast.storage.runs import output as stored
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
@@ -87,7 +88,7 @@ def test_a_job_that_is_harmed_is_one_account_for_everybody(
     hurried(namespace, "job")
     ended = until(namespace, "job", lambda found: found.get("goodput"))
 
-    with contextlib.closing(kube.connect(namespace=namespace.name)) as cluster:
+    with contextlib.closing(api.connect(namespace=namespace.name)) as cluster:
         backend = KubernetesBackend(cluster)
         account, [listed], shown = goodput.buckets(backend.events("job"), None), backend.list(), backend.status("job")
     told = " | ".join(incident.text for incident in account.incidents)

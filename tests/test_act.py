@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 import apiserver
-from outlast import errors, kube
-from outlast.contract import Label
-from outlast.kube import kinds
-from outlast.operator import apply
-from outlast.operator.apply import RETRY_S, Done, event
-from outlast.operator.parallel import Parallel
-from outlast.operator.plan import Deletion, Event, Plan
+from outlast.base import errors
+from outlast.job.contract import Label
+from outlast.kubernetes import api as kube
+from outlast.kubernetes.api import kinds
+from outlast.kubernetes.operator import apply
+from outlast.kubernetes.operator.apply import RETRY_S, Done, event
+from outlast.kubernetes.operator.parallel import Parallel
+from outlast.kubernetes.operator.plan import Deletion, Event, Plan
 
 NOW = 1_767_225_600.0
 Document = dict[str, Any]

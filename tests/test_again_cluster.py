@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from namespaces import Namespace
-from outlast import contract
+from outlast.job import contract
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 STORE = os.environ.get("OUTLAST_TEST_STORE", "")

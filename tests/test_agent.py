@@ -18,17 +18,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clocks import DISTURBANCES, Machine
-from outlast import contract, spec
-from outlast.agent import lifecycle
-from outlast.agent.agent import Agent
-from outlast.agent.lifecycle import Phase
-from outlast.agent.ranks import Ranks
-from outlast.agent.upload_handle import UploadProcess
-from outlast.clock import STEP_S
-from outlast.hangs import rule
+from outlast.base.clock import STEP_S
+from outlast.job import contract, spec
+from outlast.job.workerfiles import notice, progress
+from outlast.job.workerfiles.progress import Progress
 from outlast.rendezvous import transport
-from outlast.workerfiles import notice, progress
-from outlast.workerfiles.progress import Progress
+from outlast.worker.agent import lifecycle
+from outlast.worker.agent.agent import Agent
+from outlast.worker.agent.lifecycle import Phase
+from outlast.worker.agent.ranks import Ranks
+from outlast.worker.agent.upload_handle import UploadProcess
+from outlast.worker.hangs import rule
 
 GRACE_S = 75
 
@@ -132,7 +132,7 @@ def test_a_warm_process_that_dies_is_started_again_where_there_is_something_to_l
         started.append(python)
         return subprocess.Popen(["sh", "-c", death])
 
-    monkeypatch.setattr("outlast.launch.sibling.start_warm", start)
+    monkeypatch.setattr("outlast.worker.launch.sibling.start_warm", start)
     if not trained:
         agent._ranks.forget()
     agent._launch_at, found = agent.clock(), list[lifecycle.Event]()
@@ -156,7 +156,7 @@ def test_a_warm_process_that_cannot_be_started_counts_as_one_that_has_ended(
     def start(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes]:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("outlast.launch.sibling.start_warm", start)
+    monkeypatch.setattr("outlast.worker.launch.sibling.start_warm", start)
     if not trained:
         bench.agent._ranks.forget()
     bench.agent._launch_at = bench.agent.clock()
@@ -204,9 +204,9 @@ def test_a_worker_reports_before_its_ranks_can_start_where_nobody_can_train_with
     document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "job"}}
     agent.job = spec.parse(json.dumps({**document, "spec": {"script": "train.py", "workers": workers}}))
     agent.environ |= {contract.Env.RENDEZVOUS: rendezvous, contract.Env.GENERATION: generation, contract.Env.CODE: "."}
-    monkeypatch.setattr("outlast.launch.sibling.start_warm", lambda *_: SimpleNamespace())
-    monkeypatch.setattr("outlast.launch.shim.connect", lambda _: None)
-    monkeypatch.setattr("outlast.launch.shim.request", lambda _sock, _kind, _argv, environ, *_: asked.append(environ))
+    monkeypatch.setattr("outlast.worker.launch.sibling.start_warm", lambda *_: SimpleNamespace())
+    monkeypatch.setattr("outlast.worker.launch.shim.connect", lambda _: None)
+    monkeypatch.setattr("outlast.worker.launch.shim.request", lambda _sock, _kind, _argv, environ, *_: asked.append(environ))
     agent._launch()
     assert [transport.others_may_wait(environ) for environ in asked] == [waits]
 

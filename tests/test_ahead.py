@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.launch import imports
+from outlast.worker.launch import imports
 
 PACKAGES = {
     "good": "import good_too",
@@ -28,7 +28,7 @@ PACKAGES = {
 }
 PROGRAM = """
 import os, selectors, sys
-from outlast.launch import imports
+from outlast.worker.launch import imports
 places = sys.argv[1] + "/"
 sys.path.insert(0, places)
 imports.LEAST, imports.places = 1, lambda: [places]
@@ -79,4 +79,4 @@ def test_a_rank_that_ended_early_has_told_nothing() -> None:
     assert imports.loads(b"") is None
     told = imports.loads(imports.dumps(before=()))
     assert told is not None
-    assert told.modules["outlast.launch.imports"] == imports.__file__
+    assert told.modules["outlast.worker.launch.imports"] == imports.__file__

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from outlast import runs, store
-from outlast.agent import run_ownership
-from outlast.errors import AlreadyRunning, Denied, Superseded, Unreachable
+from outlast.base.errors import AlreadyRunning, Denied, Superseded, Unreachable
 from outlast.local import state_dir, stored
-from outlast.runs import alive
+from outlast.storage import runs, store
+from outlast.storage.runs import alive
+from outlast.worker.agent import run_ownership
 
 A, B = "team-a/cifar10", "team-b/cifar10"
 

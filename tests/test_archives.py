@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from outlast import unpack as unpacking
-from outlast.errors import OutlastError
-from outlast.shipping import archives
+from outlast.base import unpack as unpacking
+from outlast.base.errors import OutlastError
+from outlast.job.shipping import archives
 
 
 def a_tar(path: Path, *members: tarfile.TarInfo | tuple[str, bytes], mode: str = "w:gz") -> Path:

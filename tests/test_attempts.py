@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outlast.job.status import State
 from outlast.rendezvous import attempts, coordinator, failures, restarts, world
 from outlast.rendezvous.attempts import Go, No, Party, Past, Ready, Stage, Stop
 from outlast.rendezvous.mesh.mesh import Mesh
 from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.transports.sockets import Report
-from outlast.status import State
 
 
 def a_failure(worker: int = 1, **fields: Any) -> dict[str, Any]:

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 import apiserver
-from outlast import kube, manifests, spec
-from outlast.backend import Backend
-from outlast.cluster import backend as kubernetes
-from outlast.errors import NotFound, OutlastError
+from outlast.base.errors import NotFound, OutlastError
+from outlast.job import spec
+from outlast.job.backend import Backend
+from outlast.job.status import JobStatus, State
+from outlast.kubernetes import api as kube
+from outlast.kubernetes import manifests
+from outlast.kubernetes.jobs import backend as kubernetes
 from outlast.local import backend as local
-from outlast.status import JobStatus, State
 
 COMMAND = ["sh", "-c", "trap 'exit 75' TERM; echo here is $OUTLAST_WORKER; while :; do sleep 0.1; done"]
 

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 import apiserver
-from outlast import cli, kube
-from outlast.cluster import backend, logs
-from outlast.errors import AlreadyRunning, OutlastError
-from outlast.status import State
-from outlast.torchelastic import pods
+from outlast import cli
+from outlast.base.errors import AlreadyRunning, OutlastError
+from outlast.job.status import State
+from outlast.kubernetes import api as kube
+from outlast.kubernetes.jobs import backend, logs
+from outlast.kubernetes.torchelastic import pods
 from test_torchelastic import a_job
 
 Document = dict[str, Any]

@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 import pytest
 
-from outlast import backoff, store
-from outlast.backoff import interrupt, interruptibly, retried
-from outlast.errors import Denied, Stopped, StoreError, Unreachable
+from outlast.base import backoff
+from outlast.base.backoff import interrupt, interruptibly, retried
+from outlast.base.errors import Denied, Stopped, StoreError, Unreachable
+from outlast.storage import store
 
 
 class Time:

@@ -16,17 +16,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast import checkpoints, contract, runs, store
-from outlast.agent import upload
-from outlast.checkpoints import disk, register, remote, restore, retention, rules
-from outlast.checkpoints.retention import Metric, Retention
-from outlast.checkpoints.rules import Latest, Place
-from outlast.contract import Env
-from outlast.errors import NotFound, OutlastError
+from outlast import checkpoints
+from outlast.base.errors import NotFound, OutlastError
+from outlast.job import contract
+from outlast.job.contract import Env
+from outlast.job.spec import Checkpoint as Spec
 from outlast.recipes import results
-from outlast.spec import Checkpoint as Spec
-from outlast.store import Store
+from outlast.storage import runs, store
+from outlast.storage.checkpoints import disk, register, remote, restore, retention, rules
+from outlast.storage.checkpoints.retention import Metric, Retention
+from outlast.storage.checkpoints.rules import Latest, Place
+from outlast.storage.store import Store
 from outlast.training import metrics, session
+from outlast.worker.agent import upload
 from watched import Killed, Watched
 
 RUN = "r"

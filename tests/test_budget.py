@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from outlast.snapshots import budget
-from outlast.snapshots.budget import Budget, Fit
+from outlast.storage.snapshots import budget
+from outlast.storage.snapshots.budget import Budget, Fit
 
 GIB = 2**30
 

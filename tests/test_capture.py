@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import torch
 
-from outlast.contract import Env
-from outlast.ledger import Ledger
-from outlast.snapshots import client, election, server
-from outlast.snapshots.election import Held
-from outlast.snapshots.parts import Part
+from outlast.job.contract import Env
+from outlast.job.ledger import Ledger
+from outlast.storage.snapshots import client, election, server
+from outlast.storage.snapshots.election import Held
+from outlast.storage.snapshots.parts import Part
 from outlast.training import capture, checkpoint, device
 from outlast.training.memory_reader import Reader
 from outlast.training.snapshots import Place, Snapshots, longer, steady
@@ -332,7 +332,7 @@ def test_after_a_refusal_memory_is_given_back_and_it_is_tried_again_at_growing_i
 
 AGENT = """
 import os, sys
-from outlast.snapshots import server
+from outlast.storage.snapshots import server
 server.Server(os.environ, 1 << 28, lambda: None).start()
 print("up", flush=True)
 sys.stdin.read()

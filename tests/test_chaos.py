@@ -19,11 +19,13 @@ import psutil
 import pytest
 
 import apiserver
-from outlast import chaos, cli, kube
-from outlast.cluster import backend, fault_in_pod, fault_injection
-from outlast.errors import Forbidden, NotFound, OutlastError, Refused
+from outlast import cli
+from outlast.base.errors import Forbidden, NotFound, OutlastError, Refused
+from outlast.job import chaos
+from outlast.job.status import JobStatus, State, WorkerStatus
+from outlast.kubernetes import api as kube
+from outlast.kubernetes.jobs import backend, fault_in_pod, fault_injection
 from outlast.local import fault_injection as local
-from outlast.status import JobStatus, State, WorkerStatus
 
 Document = dict[str, Any]
 LABELS = {"outlast.dev/job": "train", "app.kubernetes.io/component": "worker"}

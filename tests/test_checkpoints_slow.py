@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import worlds
-from outlast import checkpoints, contract
-from outlast.workerfiles import progress
+from outlast import checkpoints
+from outlast.job import contract
+from outlast.job.workerfiles import progress
 from worlds import Training
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -23,8 +23,8 @@ from torch import nn
 
 import disturbances
 from outlast import checkpoints
+from outlast.base.errors import OutlastError
 from outlast.data import cifar, digits
-from outlast.errors import OutlastError
 from outlast.recipes import cifar10, classify, results, settings
 from outlast.recipes.cifar10 import Settings
 from outlast.training import Session, weights

@@ -21,13 +21,12 @@ import yaml
 from rich.console import Console
 
 import fake
-from outlast import chaos, cli
-from outlast.backend import Backend, LogLine
+from outlast import cli
+from outlast.base.errors import NotFound, OutlastError, Unanswered
 from outlast.cli import live, overrides, show, view
-from outlast.errors import NotFound, OutlastError, Unanswered
-from outlast.local import backend as local
-from outlast.local.state_dir import Run
-from outlast.status import (
+from outlast.job import chaos
+from outlast.job.backend import Backend, LogLine
+from outlast.job.status import (
     BestStatus,
     CheckpointStatus,
     Failure,
@@ -38,6 +37,8 @@ from outlast.status import (
     State,
     WorkerStatus,
 )
+from outlast.local import backend as local
+from outlast.local.state_dir import Run
 
 JOB = """\
 apiVersion: outlast.dev/v1alpha1
@@ -274,8 +275,8 @@ def test_logs_can_be_followed_cut_and_searched(backend: fake.FakeBackend, outlas
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     program = (
-        "import sys, fake, pathlib; from outlast import cli; from outlast.backend import LogLine\n"
-        "from outlast.status import JobStatus\n"
+        "import sys, fake, pathlib; from outlast import cli; from outlast.job.backend import LogLine\n"
+        "from outlast.job.status import JobStatus\n"
         "b = fake.FakeBackend(pathlib.Path(sys.argv[1])); b.runs['job'] = fake.Run(JobStatus(name='job', run='1'))\n"
         "b.runs['job'].lines += [LogLine(0, 'x' * 100)] * 10000\n"
         "cli.main(['logs'], backend=b)\n"

@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 import fake
-from outlast import checkpoints, cli, contract, runs, store
-from outlast.checkpoints import remote
-from outlast.shipping import tree
-from outlast.status import JobStatus, State, StoreStatus
-from outlast.store import Store
+from outlast import checkpoints, cli
+from outlast.job import contract
+from outlast.job.shipping import tree
+from outlast.job.status import JobStatus, State, StoreStatus
+from outlast.storage import runs, store
+from outlast.storage.checkpoints import remote
+from outlast.storage.store import Store
 
 Outlast = Callable[..., tuple[int, str, str]]
 RUN = "run-1"

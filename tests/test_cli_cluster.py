@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 import apiserver
-from outlast import accelerators, runs, store
 from outlast.cli import show
-from outlast.report import goodput
+from outlast.job import accelerators
+from outlast.job.report import goodput
+from outlast.storage import runs, store
 
 Document = dict[str, Any]
 LABELS = {"outlast.dev/job": "train", "app.kubernetes.io/component": "worker", "outlast.dev/worker": "0"}

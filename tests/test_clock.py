@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clocks import DISTURBANCES, Machine
-from outlast.clock import BREAK_S, STEP_S, Seen
+from outlast.base.clock import BREAK_S, STEP_S, Seen
 
 
 def test_a_clock_goes_on_as_the_monotonic_one_does() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from outlast.errors import OutlastError
-from outlast.report import comparison, goodput, plot
+from outlast.base.errors import OutlastError
+from outlast.job.report import comparison, goodput, plot
 
 
 def events(workers: int, steps: int = 10, each: float = 2.0, *, ends: bool = True) -> list[dict[str, Any]]:

@@ -14,14 +14,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from outlast import spec, store
-from outlast.agent import upload
 from outlast.checkpoints import Retention
-from outlast.errors import OutlastError, Stopped
-from outlast.prepare import compiled
-from outlast.prepare.compiled import Cache
-from outlast.status import State
+
+from outlast.base.errors import OutlastError, Stopped
+from outlast.job import spec
+from outlast.job.status import State
+from outlast.storage import store
+from outlast.worker.agent import upload
+from outlast.worker.prepare import compiled
+from outlast.worker.prepare.compiled import Cache
 from servers import Place
 
 STOP = threading.Event()

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from outlast.job.status import State
 from outlast.rendezvous import restarts, world
 from outlast.rendezvous.coordinator import Coordinator, Settings
 from outlast.rendezvous.transports.sockets import Called, Closed, Report
 from outlast.rendezvous.world import World
-from outlast.status import State
 
 
 class Coordinating(Coordinator):

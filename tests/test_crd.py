@@ -15,13 +15,14 @@ import yaml
 from kubernetes_validate import utils as schemas
 
 from minors import each_minor
-from outlast import contract, manifests, spec
-from outlast.errors import InvalidJob
-from outlast.failure import Failure
-from outlast.kube import kinds
-from outlast.manifests import cel, crd, disruption, install, labels, rbac
-from outlast.manifests.request import Document
-from outlast.status import JobStatus, State
+from outlast.base.errors import InvalidJob
+from outlast.job import contract, spec
+from outlast.job.failure import Failure
+from outlast.job.status import JobStatus, State
+from outlast.kubernetes import manifests
+from outlast.kubernetes.api import kinds
+from outlast.kubernetes.manifests import cel, crd, disruption, install, labels, rbac
+from outlast.kubernetes.manifests.request import Document
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = runpy.run_path(str(ROOT / "deploy" / "render.py"))

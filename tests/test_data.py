@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from outlast.base.errors import OutlastError
 from outlast.data import cifar, digits
-from outlast.errors import OutlastError
 
 NAMES = [f"class {i}" for i in range(10)]
 

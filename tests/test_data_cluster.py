@@ -11,9 +11,9 @@ import pytest
 from kubernetes_validate import utils as schemas
 
 import apiserver
-from outlast import kube
-from outlast.manifests import dataset
-from outlast.manifests.dataset import Wanted
+from outlast.kubernetes import api as kube
+from outlast.kubernetes.manifests import dataset
+from outlast.kubernetes.manifests.dataset import Wanted
 
 Outlast = Callable[..., tuple[int, str, str]]
 NEWEST = sorted(set(schemas.all_versions()), key=lambda version: [int(part) for part in version.split(".")])[-1]

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import pytest
 
-from outlast import file_locks
+from outlast.base import file_locks
+from outlast.base.errors import OutlastError, Stopped
 from outlast.data import get, place, registry, stdlib
 from outlast.data.download import Options
-from outlast.errors import OutlastError, Stopped
 from web import Fault, Web
 
 

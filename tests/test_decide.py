@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 import simulated
-from outlast.contract import Annotation, Env, Label
-from outlast.kube import kinds
-from outlast.operator import job_status, metrics
-from outlast.operator.metrics import Metrics
-from outlast.operator.plan import Plan
-from outlast.operator.snapshot import Limits
+from outlast.job.contract import Annotation, Env, Label
+from outlast.kubernetes.api import kinds
+from outlast.kubernetes.operator import job_status, metrics
+from outlast.kubernetes.operator.metrics import Metrics
+from outlast.kubernetes.operator.plan import Plan
+from outlast.kubernetes.operator.snapshot import Limits
 from simulated import BEGAN, EVERY, PROGRESS_S, Cluster, Killed, trains
 
 

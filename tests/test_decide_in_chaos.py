@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from outlast.kube import kinds
+from outlast.kubernetes.api import kinds
 from simulated import Cluster, Killed, trains
 
 MOST = 4

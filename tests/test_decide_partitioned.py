@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from outlast.operator.job_status import text
-from outlast.operator.snapshot import HEARD
+from outlast.kubernetes.operator.job_status import text
+from outlast.kubernetes.operator.snapshot import HEARD
 from simulated import Cluster, Killed, trains
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from outlast.contract import Annotation, Label
-from outlast.kube.kinds import ELASTIC_JOB
-from outlast.operator import reconcilers, snapshot
-from outlast.operator.cache import CachedJob
-from outlast.operator.decide import decide
-from outlast.operator.plan import Plan
-from outlast.operator.queues import ClusterFeatures
-from outlast.operator.snapshot import HEARD, JobSnapshot, Limits
+from outlast.job.contract import Annotation, Label
+from outlast.kubernetes.api.kinds import ELASTIC_JOB
+from outlast.kubernetes.operator import reconcilers, snapshot
+from outlast.kubernetes.operator.cache import CachedJob
+from outlast.kubernetes.operator.decide import decide
+from outlast.kubernetes.operator.plan import Plan
+from outlast.kubernetes.operator.queues import ClusterFeatures
+from outlast.kubernetes.operator.snapshot import HEARD, JobSnapshot, Limits
 from outlast.rendezvous.world import World
 
 NOW = 1_767_225_600.0

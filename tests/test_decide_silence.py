@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import simulated
-from outlast.contract import Label
-from outlast.operator import job_status
+from outlast.job.contract import Label
+from outlast.kubernetes.operator import job_status
 from simulated import Cluster, trains
 
 MANY = 12

@@ -19,12 +19,14 @@ import torch
 import torch.distributed as dist
 
 import worlds
-from outlast import checkpoints, contract, runs, store
-from outlast.agent import upload
-from outlast.checkpoints import remote
-from outlast.errors import Superseded
-from outlast.sync import growing
+from outlast import checkpoints
+from outlast.base.errors import Superseded
+from outlast.job import contract
+from outlast.storage import runs, store
+from outlast.storage.checkpoints import remote
+from outlast.storage.sync import growing
 from outlast.training import metrics, session
+from outlast.worker.agent import upload
 from servers import Place as Bucket
 from worlds import LAST, Calm, Training, damage, hashes, world
 

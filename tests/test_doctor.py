@@ -19,14 +19,16 @@ from kubernetes_validate import utils as schemas
 import fake
 import ports
 from fake_cluster import Document, FakeCluster
-from outlast import __version__, accelerators, cli, kube, manifests, spec
-from outlast.diagnosis import Finding, Snapshot, gather, inside, inspection, machine
-from outlast.diagnosis import cluster as judged
-from outlast.diagnosis.finding import passed, warned
-from outlast.diagnosis.nodes import TOLERATED
-from outlast.errors import Forbidden, Refused, Unanswered
-from outlast.kube import kinds
-from outlast.launch import bytecode
+from outlast import __version__, cli
+from outlast.base.errors import Forbidden, Refused, Unanswered
+from outlast.job import accelerators, spec
+from outlast.kubernetes import api, manifests
+from outlast.kubernetes.api import kinds
+from outlast.kubernetes.diagnosis import Finding, Snapshot, gather, inside, inspection, machine
+from outlast.kubernetes.diagnosis import cluster as judged
+from outlast.kubernetes.diagnosis.finding import passed, warned
+from outlast.kubernetes.diagnosis.nodes import TOLERATED
+from outlast.worker.launch import bytecode
 
 IMAGE = "docker.io/library/outlast:test"
 MINORS = sorted(set(schemas.all_versions()), key=lambda version: [int(part) for part in version.split(".")])[-4:]
@@ -545,7 +547,7 @@ def test_a_name_that_nobody_knows_is_told() -> None:
 
 
 def test_a_store_is_tried_and_left_as_it_was(moto: Any, tmp_path: Path) -> None:
-    from outlast import store
+    from outlast.storage import store
 
     def outcomes(url: str) -> list[tuple[str, str]]:
         return [check[:2] for check in inspection.store(url)]
@@ -567,7 +569,7 @@ def outlast(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     monkeypatch.setattr(machine, "checks", lambda: iter([passed("python", "3.11")]))
 
     def call(cluster: FakeCluster, *words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(kube, "connect", lambda context=None, namespace=None: cluster)
+        monkeypatch.setattr(api, "connect", lambda context=None, namespace=None: cluster)
         with pytest.raises(SystemExit) as ended:
             cli.main(["doctor", *words], backend=fake.FakeBackend(tmp_path))
         return (int(ended.value.code or 0), *capsys.readouterr())
@@ -614,13 +616,13 @@ def test_a_real_cluster_is_looked_at_from_inside() -> None:
     restricted = "pod-security.kubernetes.io/enforce=restricted"
     try:
         subprocess.run(["kubectl", "label", "namespace", "why-doctor", restricted], check=True)
-        with contextlib.closing(kube.connect(namespace="why-doctor")) as cluster:
+        with contextlib.closing(api.connect(namespace="why-doctor")) as cluster:
             look_at(cluster)
     finally:
         subprocess.run(["kubectl", "delete", "namespace", "why-doctor", "--wait=false"], check=True)
 
 
-def look_at(cluster: kube.Cluster) -> None:
+def look_at(cluster: api.Cluster) -> None:
     bad = [check for check in judged.checks(gather.place(cluster)) if check.outcome == "fail" and check.name != "operator"]
     assert bad == []  # whether an operator is there is the cluster's business
     found = {

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from outlast.base.errors import OutlastError, Stopped
 from outlast.data.download import Download, Options, Remote
 from outlast.data.http import Address
-from outlast.errors import OutlastError, Stopped
 from web import Fault, Request, Web
 
 CONTENT = random.Random(7).randbytes(95_123)

@@ -11,9 +11,9 @@ import outlast
 
 REST = """
 import importlib, pkgutil, outlast
-from outlast.manifests import install
-from outlast.operator import reconcilers
-from outlast.operator.snapshot import Limits
+from outlast.kubernetes.manifests import install
+from outlast.kubernetes.operator import reconcilers
+from outlast.kubernetes.operator.snapshot import Limits
 
 for name in ("cli", "cluster", "diagnosis", "kube", "manifests", "operator"):
     package = importlib.import_module(f"outlast.{name}")

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from outlast import contract
-from outlast import etcd as servers
-from outlast.clock import Clock
-from outlast.errors import EtcdAway, Superseded
-from outlast.etcd import Outcome
+from outlast.base.clock import Clock
+from outlast.base.errors import EtcdAway, Superseded
+from outlast.job import contract
+from outlast.job.status import State
 from outlast.rendezvous import coordinator, restarts, world
 from outlast.rendezvous.etcd import client as etcd
 from outlast.rendezvous.etcd import election, schema
+from outlast.rendezvous.etcd import gateway as servers
+from outlast.rendezvous.etcd.gateway import Outcome
 from outlast.rendezvous.etcd.member import Identity, Membership
 from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import MemberState
-from outlast.status import State
 from simulated_etcd import Link, SimulatedEtcd
 
 OF = schema.Keys.of("/outlast", "team/a job")

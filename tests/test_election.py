@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.snapshots import election, peers
-from outlast.snapshots.election import Held
-from outlast.snapshots.parts import Part
-from outlast.snapshots.peers import Place
+from outlast.storage.snapshots import election, peers
+from outlast.storage.snapshots.election import Held
+from outlast.storage.snapshots.parts import Part
+from outlast.storage.snapshots.peers import Place
 
 
 def a_part(rank: int = 0, kind: str = "unique", **fields: object) -> Part:

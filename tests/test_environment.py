@@ -18,9 +18,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from outlast import file_locks, spec
-from outlast.errors import OutlastError, Stopped
-from outlast.prepare import installers, python_env, requirements
+from outlast.base import file_locks
+from outlast.base.errors import OutlastError, Stopped
+from outlast.job import spec
+from outlast.worker.prepare import installers, python_env, requirements
 
 
 def a_wheel(directory: Path, name: str, version: str = "1.0", *, requires: tuple[str, ...] = (), code: str = "") -> Path:
@@ -315,7 +316,7 @@ def test_what_installs_packages_holds_the_lock_when_its_worker_is_killed(maker: 
 import os, sys, threading
 from pathlib import Path
 from outlast import spec
-from outlast.prepare import python_env as environment
+from outlast.worker.prepare import python_env as environment
 asked, here = spec.Environment(requirements={str(asked)!r}), Path({str(maker.directory)!r})
 environment.make(asked, here / "cache", here, os.environ, say=lambda text: print(text, flush=True), stop=threading.Event())
 """

@@ -22,13 +22,13 @@ import pytest
 
 import ports
 from etcds import Server, binary, serving
-from outlast import etcd
-from outlast.errors import EtcdAway, EtcdRefused, OutlastError
-from outlast.etcd import Gone, KeyValue, created, delete, modified, put, range_
+from outlast.base.errors import EtcdAway, EtcdRefused, OutlastError
+from outlast.rendezvous.etcd import gateway
+from outlast.rendezvous.etcd.gateway import Gone, KeyValue, created, delete, modified, put, range_
 
 
 @pytest.fixture
-def client(shared_etcd: Server) -> Iterator[etcd.Etcd]:
+def client(shared_etcd: Server) -> Iterator[gateway.Etcd]:
     with contextlib.closing(shared_etcd.client()) as client:
         yield client
 
@@ -37,16 +37,16 @@ def client(shared_etcd: Server) -> Iterator[etcd.Etcd]:
 
 
 def test_an_endpoint_names_hosts_ports_and_a_prefix() -> None:
-    said = etcd.address("etcd://a:2379,b,[::1]:99/team/x/", environ={})
-    assert said == etcd.Address((("a", 2379), ("b", 2379), ("::1", 99)), "/team/x")
+    said = gateway.address("etcd://a:2379,b,[::1]:99/team/x/", environ={})
+    assert said == gateway.Address((("a", 2379), ("b", 2379), ("::1", 99)), "/team/x")
     assert str(said) == "etcd at a:2379, b:2379, [::1]:99"
-    assert etcd.address("etcds://a", environ={}).tls
-    assert etcd.address("etcd://a", {"prefix": "mine"}, {}).prefix == "/mine"
+    assert gateway.address("etcds://a", environ={}).tls
+    assert gateway.address("etcd://a", {"prefix": "mine"}, {}).prefix == "/mine"
 
 
 def test_what_is_not_said_comes_from_the_environment_and_a_password_is_shown_to_nobody() -> None:
     environ = {"OUTLAST_ETCD_USER": "u", "OUTLAST_ETCD_PASSWORD": "secret", "OUTLAST_ETCD_CACERT": "/ca.pem"}
-    said = etcd.address("etcd://a", {"user": "v"}, environ)
+    said = gateway.address("etcd://a", {"user": "v"}, environ)
     assert (said.user, said.password, said.cacert, said.tls) == ("v", "secret", "/ca.pem", True)
     assert "secret" not in repr(said)
 
@@ -54,20 +54,20 @@ def test_what_is_not_said_comes_from_the_environment_and_a_password_is_shown_to_
 @pytest.mark.parametrize("endpoint", ["etcd://", "etcd://a:b", "etcd://a:99999", "etcd://a,,b", "etcd://user@a", "etcd://a:0"])
 def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
     with pytest.raises(OutlastError, match="is no address of an etcd; expected etcd://host:2379, with commas between several"):
-        etcd.address(endpoint, environ={})
+        gateway.address(endpoint, environ={})
 
 
 def test_halves_are_refused() -> None:
     with pytest.raises(OutlastError, match="of user and password for the etcd one is missing"):
-        etcd.address("etcd://a", {"user": "u"}, {})
+        gateway.address("etcd://a", {"user": "u"}, {})
     with pytest.raises(OutlastError, match=r"of cert \('c'\) and key \(''\) one is missing"):
-        etcd.address("etcd://a", {"cert": "c"}, {})
+        gateway.address("etcd://a", {"cert": "c"}, {})
 
 
 # Keys, leases, watches
 
 
-def test_a_transaction_compares_writes_and_reads(client: etcd.Etcd) -> None:
+def test_a_transaction_compares_writes_and_reads(client: gateway.Etcd) -> None:
     key = "/txn/é key"
     made = client.txn([created(key, 0)], [put(key, "1 ✓")], [range_(key)])
     assert made.succeeded
@@ -77,7 +77,7 @@ def test_a_transaction_compares_writes_and_reads(client: etcd.Etcd) -> None:
     assert [kv.value for kv in client.range("/txn/", prefix=True).found] == ["3"]
 
 
-def test_keys_end_with_their_lease(client: etcd.Etcd) -> None:
+def test_keys_end_with_their_lease(client: gateway.Etcd) -> None:
     lease = client.grant(30)
     client.txn([], [put("/lease/a", "1", lease)])
     assert client.left(lease) in (29, 30)
@@ -85,13 +85,13 @@ def test_keys_end_with_their_lease(client: etcd.Etcd) -> None:
     client.revoke(lease)
     client.revoke(lease)
     assert (client.left(lease), client.range("/lease/a").found) == (None, ())
-    with pytest.raises(etcd.LeaseGone):
+    with pytest.raises(gateway.LeaseGone):
         client.keep(lease)
-    with pytest.raises(etcd.LeaseGone):
+    with pytest.raises(gateway.LeaseGone):
         client.txn([], [put("/lease/a", "1", lease)])
 
 
-def test_a_watch_tells_what_has_happened_since_in_order(client: etcd.Etcd) -> None:
+def test_a_watch_tells_what_has_happened_since_in_order(client: gateway.Etcd) -> None:
     before = client.range("/watch/", prefix=True).revision
     first = client.txn([], [put("/watch/a", "1")]).revision
     client.txn([], [put("/elsewhere", "1")])
@@ -105,13 +105,13 @@ def test_a_watch_tells_what_has_happened_since_in_order(client: etcd.Etcd) -> No
     assert heard == [KeyValue("/watch/a", "1", first, first), Gone("/watch/a", second)]
 
 
-def test_a_watch_ends_when_it_is_interrupted_or_when_it_is_ahead_of_what_etcd_has(client: etcd.Etcd) -> None:
+def test_a_watch_ends_when_it_is_interrupted_or_when_it_is_ahead_of_what_etcd_has(client: gateway.Etcd) -> None:
     watch = client.watch("/watch/", client.range("x").revision)
     assert next(watch) == []
     client.interrupt()
     with pytest.raises(EtcdAway, match="ended a watch"):
         next(watch)
-    with pytest.raises(etcd.Behind, match="has nothing of revision 1000001"):
+    with pytest.raises(gateway.Behind, match="has nothing of revision 1000001"):
         list(client.watch("/watch/", 1_000_000))
 
 
@@ -129,19 +129,19 @@ def test_an_idle_connection_that_was_closed_is_opened_again(own_etcd: Server) ->
 def test_nobody_there_is_said() -> None:
     port = ports.free()
     with pytest.raises(EtcdAway, match=rf"^etcd at 127.0.0.1:{port} cannot be reached: Connection refused$"):
-        etcd.Etcd(etcd.address(f"etcd://127.0.0.1:{port}", environ={})).range("x")
+        gateway.Etcd(gateway.address(f"etcd://127.0.0.1:{port}", environ={})).range("x")
 
 
 def test_another_endpoint_is_asked(shared_etcd: Server) -> None:
     both = f"etcd://127.0.0.1:{ports.free()},127.0.0.1:{shared_etcd.port}"
-    with contextlib.closing(etcd.Etcd(etcd.address(both, environ={}))) as client:
+    with contextlib.closing(gateway.Etcd(gateway.address(both, environ={}))) as client:
         client.range("x")
         assert next(iter(client.watch("/x", 0))) == []
 
 
 def test_one_that_does_not_answer_is_left_for_another(own_etcd: Server, shared_etcd: Server) -> None:
     both = f"etcd://127.0.0.1:{own_etcd.port},127.0.0.1:{shared_etcd.port}"
-    with contextlib.closing(etcd.Etcd(etcd.address(both, environ={}), answer_s=60)) as client:
+    with contextlib.closing(gateway.Etcd(gateway.address(both, environ={}), answer_s=60)) as client:
         watch = client.watch("x", client.range("x").revision)
         assert next(watch) == []
         assert (client._at, own_etcd.process is not None) == (0, True)
@@ -158,13 +158,13 @@ def test_one_that_is_of_no_use_is_left_for_another(shared_etcd: Server) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Stub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         first = f"127.0.0.1:{server.server_address[1]}"
-        both = etcd.address(f"etcd://{first},127.0.0.1:{shared_etcd.port}", environ={})
-        with contextlib.closing(etcd.Etcd(both)) as client:
+        both = gateway.address(f"etcd://{first},127.0.0.1:{shared_etcd.port}", environ={})
+        with contextlib.closing(gateway.Etcd(both)) as client:
             client.range("x")
             assert next(iter(client.watch("/x", 0))) == []
             assert client._at == 1
-        away = etcd.address(f"etcd://{first},127.0.0.1:{ports.free()}", environ={})
-        with contextlib.closing(etcd.Etcd(away)) as client:  # trying again can help: both may be there then
+        away = gateway.address(f"etcd://{first},127.0.0.1:{ports.free()}", environ={})
+        with contextlib.closing(gateway.Etcd(away)) as client:  # trying again can help: both may be there then
             for _ in range(2):
                 with pytest.raises(EtcdAway, match=r"HTTP 404.*cannot be reached|cannot be reached.*HTTP 404"):
                     client.range("x")
@@ -221,8 +221,8 @@ def test_what_answers_wrongly_is_said(status: int, body: bytes, kind: type[Excep
         server.server_close()
 
 
-def _at(port: int) -> etcd.Etcd:
-    return etcd.Etcd(etcd.address(f"etcd://127.0.0.1:{port}", environ={}))
+def _at(port: int) -> gateway.Etcd:
+    return gateway.Etcd(gateway.address(f"etcd://127.0.0.1:{port}", environ={}))
 
 
 # Hanging up
@@ -283,7 +283,7 @@ def test_users_passwords_and_rights(own_etcd: Server) -> None:
         own_etcd.auth("user/grant", user=name, role=role)
     own_etcd.auth("enable")
 
-    def ask(key: str, **options: str) -> etcd.Outcome:
+    def ask(key: str, **options: str) -> gateway.Outcome:
         with contextlib.closing(own_etcd.client(**options)) as client:
             lease = client.grant(5)
             client.txn([], [put(key, "1", lease)])
@@ -324,8 +324,8 @@ def test_a_token_is_not_shown_for_ever_to_an_etcd_that_has_lost_its_data(own_etc
     own_etcd.auth("user/add", name="root", password="r")
     own_etcd.auth("user/grant", user="root", role="root")
     own_etcd.auth("enable")
-    address = etcd.address(own_etcd.endpoint, {"user": "root", "password": "r"}, {})
-    with contextlib.closing(etcd.Etcd(address, answer_s=2)) as client:
+    address = gateway.address(own_etcd.endpoint, {"user": "root", "password": "r"}, {})
+    with contextlib.closing(gateway.Etcd(address, answer_s=2)) as client:
         client.range("x")
         own_etcd.lose_data()
         with pytest.raises(EtcdAway, match="does not answer"):
@@ -382,13 +382,13 @@ class Slow(Stub):
 def test_a_login_may_take_longer_than_anything_else_for_many_may_come_at_once() -> None:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    where = etcd.address(f"etcd://127.0.0.1:{server.server_address[1]}", {"user": "u", "password": "p"}, {})
+    where = gateway.address(f"etcd://127.0.0.1:{server.server_address[1]}", {"user": "u", "password": "p"}, {})
     try:
-        with contextlib.closing(etcd.Etcd(where, answer_s=1)) as client:
+        with contextlib.closing(gateway.Etcd(where, answer_s=1)) as client:
             assert client.range("x").revision == 1
             assert client._connection
             assert client._connection.sock.gettimeout() == 1
-        late = etcd.Etcd(where, answer_s=1)
+        late = gateway.Etcd(where, answer_s=1)
         asking = threading.Thread(target=late.range, args=("x",))
         asking.start()
         time.sleep(0.05)
@@ -449,9 +449,9 @@ def test_tls_with_certificates_of_both_sides(tmp_path: Path, certificates: Path)
             server.client(cacert=ca).range("x")
         with pytest.raises((EtcdRefused, EtcdAway), match=r"wants to see a certificate.* say cert and key"):
             server.client(cacert=ca, user="u", password="p").range("x")
-        other = etcd.address(f"etcds://localhost:{server.port}", {"cacert": ca, "cert": cert, "key": key}, {})
+        other = gateway.address(f"etcds://localhost:{server.port}", {"cacert": ca, "cert": cert, "key": key}, {})
         with pytest.raises(EtcdRefused, match=r"is not accepted: .*; write the endpoint as it is named there"):
-            etcd.Etcd(other).range("x")
+            gateway.Etcd(other).range("x")
         with pytest.raises(EtcdRefused, match=r"/none.pem: No such file or directory; expected files in PEM format"):
             server.client(cacert="/none.pem").range("x")
         renewed = tmp_path / "ca.pem"
@@ -501,7 +501,7 @@ def test_however_an_etcd_refuses_who_shows_no_certificate_the_way_out_is_said(
 
         thread = threading.Thread(target=refuse, daemon=True)
         thread.start()
-        client = etcd.Etcd(etcd.address(f"etcds://127.0.0.1:{port}", {"cacert": str(certificates / "ca.pem"), **login}, {}))
+        client = gateway.Etcd(gateway.address(f"etcds://127.0.0.1:{port}", {"cacert": str(certificates / "ca.pem"), **login}, {}))
         with contextlib.closing(client), pytest.raises(EtcdAway, match="if it wants to see a certificate, say cert and key"):
             client.range("x")
         listener.shutdown(socket.SHUT_RDWR)
@@ -509,6 +509,6 @@ def test_however_an_etcd_refuses_who_shows_no_certificate_the_way_out_is_said(
 
 
 def test_tls_to_a_plain_etcd_says_so(shared_etcd: Server) -> None:
-    client = etcd.Etcd(etcd.address(f"etcds://127.0.0.1:{shared_etcd.port}", environ={}))
+    client = gateway.Etcd(gateway.address(f"etcds://127.0.0.1:{shared_etcd.port}", environ={}))
     with pytest.raises(EtcdAway, match="if it speaks no TLS, write etcd://"):
         client.range("x")

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from outlast.clock import Clock
-from outlast.errors import EtcdError, Superseded
-from outlast.etcd import KeyValue
+from outlast.base.clock import Clock
+from outlast.base.errors import EtcdError, Superseded
+from outlast.job.status import State
 from outlast.rendezvous import coordinator, restarts, world
 from outlast.rendezvous.etcd import election, schema
+from outlast.rendezvous.etcd.gateway import KeyValue
 from outlast.rendezvous.etcd.member import Identity, Membership
 from outlast.rendezvous.world import MemberState
-from outlast.status import State
 from simulated_etcd import Link, SimulatedEtcd, Watch
 
 TTL = 5

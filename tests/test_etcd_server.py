@@ -13,7 +13,7 @@ import yaml
 from kubernetes_validate import utils as schemas
 
 import etcds
-from outlast.errors import EtcdError
+from outlast.base.errors import EtcdError
 from test_examples_kubernetes import NEWEST
 
 FILE = Path(__file__).parents[1] / "examples" / "kubernetes" / "etcd-server.yaml"

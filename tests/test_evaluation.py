@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from outlast import checkpoints, contract, runs, store
-from outlast.agent import evaluation, run_ownership
-from outlast.checkpoints import remote
-from outlast.contract import Env
+from outlast import checkpoints
+from outlast.job import contract
+from outlast.job.contract import Env
+from outlast.storage import runs, store
+from outlast.storage.checkpoints import remote
+from outlast.worker.agent import evaluation, run_ownership
 
 SCRIPT = """
 import os, pathlib, sys

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast import spec
+from outlast.job import spec
 from outlast.recipes import settings
 
 ROOT = Path(__file__).parents[1]

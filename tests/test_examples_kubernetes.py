@@ -11,7 +11,8 @@ import pytest
 import yaml
 from kubernetes_validate import utils as schemas
 
-from outlast import cli, spec
+from outlast import cli
+from outlast.job import spec
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(file for file in (ROOT / "examples" / "kubernetes").glob("*.yaml") if file.stem != "etcd-server")

@@ -20,13 +20,14 @@ from torch.utils.data import DataLoader
 
 import small_disks
 from faults import Proxy, always, hang, slow
-from outlast import file_locks, store
+from outlast.base import file_locks
+from outlast.base.errors import OutlastError
 from outlast.data import shards as prepared
-from outlast.errors import OutlastError
-from outlast.hangs import stall
-from outlast.prepare import cache, room
-from outlast.prepare.room import Thing
+from outlast.storage import store
 from outlast.training import Shards, Stream, fetched
+from outlast.worker.hangs import stall
+from outlast.worker.prepare import cache, room
+from outlast.worker.prepare.room import Thing
 from test_stream_shards import a_text
 
 SHARD = 200
@@ -477,7 +478,7 @@ def test_only_data_in_a_store_need_one(tmp_path: Path):
 import sys
 from outlast.training import Shards
 Shards(sys.argv[1], block=10)[0]
-print(*{"outlast.store", "obstore"} & set(sys.modules))
+print(*{"outlast.storage.store", "obstore"} & set(sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", code, a_text(tmp_path / "data")], stdout=subprocess.PIPE, check=True)
     assert done.stdout == b"\n"

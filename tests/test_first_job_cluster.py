@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast import store
+from outlast.storage import store
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[1]

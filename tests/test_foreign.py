@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import apiserver
-from outlast import store
+from outlast.storage import store
 from web import Web
 
 Document = dict[str, Any]

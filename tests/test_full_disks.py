@@ -21,14 +21,16 @@ import torch
 
 import small_disks
 import worlds
-from outlast import checkpoints, ledger, store
-from outlast.agent import upload
-from outlast.checkpoints import remote
-from outlast.contract import END, Env
-from outlast.launch import rank
-from outlast.sync import sync
+from outlast import checkpoints
+from outlast.job import ledger
+from outlast.job.contract import END, Env
+from outlast.job.workerfiles import progress
+from outlast.storage import store
+from outlast.storage.checkpoints import remote
+from outlast.storage.sync import sync
 from outlast.training import Stream, metrics, saver, session, snapshots
-from outlast.workerfiles import progress
+from outlast.worker.agent import upload
+from outlast.worker.launch import rank
 from test_memory import Agents
 from worlds import Ended
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from outlast.launch import glibc
+from outlast.worker.launch import glibc
 
 OURS = "glibc.cpu.x86_non_temporal_threshold=0x100000"
 

@@ -12,17 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from outlast import contract, runs, spec
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
+from outlast.job import contract, spec
+from outlast.job.report import goodput
+from outlast.job.report.steps import Bucket
+from outlast.job.shipping import tree
+from outlast.job.spec import changes
+from outlast.job.status import State
 from outlast.local.resumption import GoesOn
 from outlast.local.state_dir import Run
-from outlast.prepare import code
-from outlast.report import goodput
-from outlast.report.steps import Bucket
-from outlast.shipping import tree
-from outlast.spec import changes
-from outlast.status import State
-from outlast.store import open_
+from outlast.storage import runs
+from outlast.storage.store import open_
+from outlast.worker.prepare import code
 from test_local import Here, here, outlast  # noqa: F401  # the fixture
 
 

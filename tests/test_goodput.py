@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.report import goodput, reading, text, timeline
-from outlast.report.incidents import Incident, Lost
-from outlast.report.steps import Bucket
+from outlast.job.report import goodput, reading, text, timeline
+from outlast.job.report.incidents import Incident, Lost
+from outlast.job.report.steps import Bucket
 
 KILLED = "rank 1 on worker 1 was killed by SIGKILL; restart 1 of 10"
 

@@ -20,7 +20,7 @@ import yaml
 from torch import Tensor
 
 import worlds
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
 from outlast.recipes import gpt, gpt_data, gpt_model, settings
 from outlast.recipes.gpt_model import GPT, Config, MoE
 

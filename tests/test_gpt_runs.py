@@ -20,8 +20,8 @@ import torch.nn.functional as F
 
 import disturbances
 import worlds
-from outlast import contract
 from outlast.data import stdlib
+from outlast.job import contract
 from outlast.recipes import gpt, gpt_data, gpt_model
 from outlast.recipes.gpt_model import GPT, Config
 

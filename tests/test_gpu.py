@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from outlast.launch import warm
-from outlast.status import State
+from outlast.job.status import State
 from outlast.training import Stream
 from outlast.training.saver import Copies
+from outlast.worker.launch import warm
 from test_capture import Rank
 from test_memory import Agents, killed, restored, resumed
 from worlds import Training, world

@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from outlast import contract, ledger, store
-from outlast.agent import run_ownership, upload
 from outlast.checkpoints import Retention
-from outlast.errors import StoreError, Unreachable
-from outlast.report import goodput
-from outlast.runs import output as stored
-from outlast.runs.layout import skipped
-from outlast.sync import growing, sync
+
+from outlast.base.errors import StoreError, Unreachable
+from outlast.job import contract, ledger
+from outlast.job.report import goodput
+from outlast.storage import store
+from outlast.storage.runs import output as stored
+from outlast.storage.runs.layout import skipped
+from outlast.storage.sync import growing, sync
+from outlast.worker.agent import run_ownership, upload
 
 GO = threading.Event()
 LOG, METRICS = "logs/worker-0.log", "metrics.jsonl"

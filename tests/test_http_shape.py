@@ -20,13 +20,14 @@ import pytest
 import apiserver
 import imds
 from imds import Imds
-from outlast import contract, kube
-from outlast.nodewatch import watch
-from outlast.nodewatch.metadata import Metadata
-from outlast.operator import reconcilers
-from outlast.operator.leader import Leadership
-from outlast.operator.operator import Operator, Settings
-from outlast.operator.snapshot import Limits
+from outlast.job import contract
+from outlast.kubernetes import api
+from outlast.kubernetes.nodewatch import watch
+from outlast.kubernetes.nodewatch.metadata import Metadata
+from outlast.kubernetes.operator import reconcilers
+from outlast.kubernetes.operator.leader import Leadership
+from outlast.kubernetes.operator.operator import Operator, Settings
+from outlast.kubernetes.operator.snapshot import Limits
 from test_nodewatch import T0, a_node, a_pod
 
 JOB = {
@@ -111,7 +112,7 @@ class Mock:
 def operating(mock: Mock, kubeconfig: Path) -> Iterator[None]:
     """An operator at work, with its real decisions."""
     apiserver.kubeconfig(kubeconfig, mock.url)
-    with contextlib.closing(kube.connect(namespace="outlast-system")) as cluster:
+    with contextlib.closing(api.connect(namespace="outlast-system")) as cluster:
         leadership = Leadership(cluster, "operator-1", "outlast-system", every_s=60, duration_s=180)
         operator = Operator(cluster, reconcilers.of(Limits()), leadership, Settings(host="127.0.0.1"))
         stop = threading.Event()
@@ -206,7 +207,7 @@ def test_what_the_node_watcher_asks_for(kubeconfig: Path, monkeypatch: pytest.Mo
     pods = [a_pod("web"), a_pod("kube-proxy", "DaemonSet")]
     with Mock({"v1/nodes": [node], "v1/pods": pods}) as mock:
         apiserver.kubeconfig(kubeconfig, mock.url)
-        with imds.serving(Imds()) as service, contextlib.closing(kube.connect()) as cluster:
+        with imds.serving(Imds()) as service, contextlib.closing(api.connect()) as cluster:
             service.documents[imds.SPOT] = imds.spot("2026-01-01T00:02:00Z")
             watch.Watcher(node, Metadata(service.address, timeout_s=60), cluster, clock=lambda: T0).tick()
     (change,) = mock.requests(action="UPDATE", resource=NODES) or mock.requests(method="PATCH", resource=NODES)

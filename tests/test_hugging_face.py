@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from outlast.backoff import RANDOM
+from outlast.base.backoff import RANDOM
+from outlast.job.status import State
 from outlast.local.backend import LocalBackend
-from outlast.status import State
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PAGE = Path(__file__).parents[1] / "docs" / "guide" / "hugging-face.md"

@@ -16,7 +16,7 @@ from torch import nn
 import disturbances
 import textures
 from outlast import checkpoints
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
 from outlast.recipes import imagenet, imagenet_data, imagenet_model, loop, results, settings
 from outlast.recipes.imagenet import Settings
 from outlast.recipes.imagenet_model import BasicBlock, Bottleneck, ResNet, Statistics

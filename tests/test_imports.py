@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.contract import Env
+from outlast.job.contract import Env
 
 TORCH = {"torch", "numpy", "outlast.training"}
 PEOPLE = {"typer", "rich", "outlast.cli"}
@@ -23,13 +23,13 @@ def loaded(program: str) -> set[str]:
 
 def test_help_loads_next_to_nothing() -> None:
     program = "from outlast import cli\ntry:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass"
-    heavy = {"pydantic", "yaml", "rich", "psutil", "asyncio", "outlast.spec", "outlast.status", "outlast.local.backend"}
+    heavy = {"pydantic", "yaml", "rich", "psutil", "asyncio", "outlast.job.spec", "outlast.job.status", "outlast.local.backend"}
     assert not loaded(program) & (TORCH | heavy)
 
 
 def test_the_table_of_roles_loads_nothing_else() -> None:
     added = loaded("import outlast.__main__") - loaded("import importlib")
-    assert added == {"outlast", "outlast.__main__"}
+    assert added == {"outlast", "outlast._old_names", "outlast.__main__"}
 
 
 def test_a_command_loads_what_it_needs_and_no_torch() -> None:
@@ -39,12 +39,14 @@ def test_a_command_loads_what_it_needs_and_no_torch() -> None:
 
 
 def test_the_operator_needs_no_torch_no_store_and_nobody_to_talk_to() -> None:
-    assert not loaded("import outlast.operator.process, outlast.operator.reconcilers") & (TORCH | PEOPLE | STORES)
+    assert not loaded("import outlast.kubernetes.operator.process, outlast.kubernetes.operator.reconcilers") & (
+        TORCH | PEOPLE | STORES
+    )
 
 
 def test_who_needs_no_cluster_loads_no_client_of_one() -> None:
-    assert not loaded("import outlast.rendezvous.transport") & {"outlast.kube", "httpx2", "lightkube"}
-    assert {"outlast.kube", "httpx2", "lightkube"} <= loaded(
+    assert not loaded("import outlast.rendezvous.transport") & {"outlast.kubernetes.api", "httpx2", "lightkube"}
+    assert {"outlast.kubernetes.api", "httpx2", "lightkube"} <= loaded(
         "from outlast.rendezvous import transport\ntransport.preload('kubernetes://x')"
     )
 
@@ -59,7 +61,7 @@ def test_a_worker_starts_its_warm_process_before_it_imports_what_else_it_needs(t
     variables = {Env.WORKER: "0", Env.STATE: str(tmp_path), Env.JOB_FILE: str(tmp_path / "job.yaml")}
     program = f"""
 import os, subprocess
-from outlast.workerfiles import log_pipe
+from outlast.job.workerfiles import log_pipe
 log_pipe.Output = object  # leaves the streams alone
 os.environ |= {variables}
 def started(command, **_):
@@ -75,21 +77,27 @@ except SystemExit:
         "typer",
         "asyncio",
         "http.server",
-        "outlast.agent.agent",
+        "outlast.worker.agent.agent",
         "outlast.cli.commands",
         "outlast.rendezvous",
-        "outlast.spec",
+        "outlast.job.spec",
     }
-    assert {"outlast.agent", "outlast.launch.shim"} <= (found := loaded(program))
+    assert {"outlast.worker.agent", "outlast.worker.launch.shim"} <= (found := loaded(program))
     assert not found & later
 
 
 def test_an_agent_starts_the_warm_process_before_it_reads_its_job() -> None:
-    assert not loaded("import outlast.agent.agent") & {"pydantic", "yaml", "outlast.spec", "outlast.store", "outlast.kube"}
+    assert not loaded("import outlast.worker.agent.agent") & {
+        "pydantic",
+        "yaml",
+        "outlast.job.spec",
+        "outlast.storage.store",
+        "outlast.kubernetes.api",
+    }
 
 
 def test_what_an_elastic_agent_needs_is_there_before_what_only_training_needs() -> None:
-    meeting = loaded("from outlast.launch import warm; warm.preload(warm.MEETING)")
+    meeting = loaded("from outlast.worker.launch import warm; warm.preload(warm.MEETING)")
     assert not meeting & {"pydantic", "torch._dynamo", "torch.distributed.checkpoint", "sympy", "outlast.training.session"}
 
 
@@ -97,7 +105,9 @@ def test_training_knows_nothing_of_who_runs_it() -> None:
     assert not loaded("from outlast.training import progress") & (TORCH - {"outlast.training"})
     modules = loaded("from outlast.training import *")
     assert "torch" in modules
-    assert not modules & (PEOPLE | {"pydantic", "psutil", "outlast.backend", "outlast.spec", "outlast.agent.agent"})
+    assert not modules & (
+        PEOPLE | {"pydantic", "psutil", "outlast.job.backend", "outlast.job.spec", "outlast.worker.agent.agent"}
+    )
 
 
 def test_an_operator_without_its_packages_says_what_to_install() -> None:

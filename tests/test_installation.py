@@ -15,12 +15,13 @@ import yaml
 from kubernetes_validate import utils as schemas
 
 from fake_cluster import Document, FakeCluster
-from outlast import cli, kube
-from outlast.cluster import installation
-from outlast.diagnosis import gather
-from outlast.errors import ClusterError, OutlastError
-from outlast.kube import kinds
-from outlast.manifests import install, nodewatch
+from outlast import cli
+from outlast.base.errors import ClusterError, OutlastError
+from outlast.kubernetes import api
+from outlast.kubernetes.api import kinds
+from outlast.kubernetes.diagnosis import gather
+from outlast.kubernetes.jobs import installation
+from outlast.kubernetes.manifests import install, nodewatch
 
 ROOT = Path(__file__).parents[1]
 
@@ -388,7 +389,7 @@ def test_what_every_namespace_has_does_not_keep_it() -> None:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
     cluster = established(FakeCluster())
-    monkeypatch.setattr(kube, "connect", lambda context=None, namespace=None: cluster)
+    monkeypatch.setattr(api, "connect", lambda context=None, namespace=None: cluster)
     return cluster
 
 
@@ -466,8 +467,8 @@ def test_uninstall_does_not_delete_jobs_that_it_was_not_told_to(
 
 
 @pytest.fixture
-def real() -> Iterator[kube.Cluster]:
-    cluster = kube.connect(namespace="why-install")
+def real() -> Iterator[api.Cluster]:
+    cluster = api.connect(namespace="why-install")
     defined = cluster.serves(kinds.ELASTIC_JOB)
     roles = {each["metadata"]["name"] for each in cluster.list_(kinds.CLUSTER_ROLE)}
     yield cluster
@@ -479,7 +480,7 @@ def real() -> Iterator[kube.Cluster]:
 
 
 @pytest.mark.cluster
-def test_a_real_cluster_is_given_all_once_and_gives_all_back(real: kube.Cluster) -> None:
+def test_a_real_cluster_is_given_all_once_and_gives_all_back(real: api.Cluster) -> None:
     """Puts roles into the cluster and removes them, and the definition of ElasticJob where there is none."""
     wanted = installation.documents(namespace="why-install")
     would = [done.what for done in installation.bring(real, wanted, dry_run=True)]

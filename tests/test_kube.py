@@ -18,10 +18,11 @@ import pytest
 
 import apiserver
 import ports
-from outlast import errors, kube
-from outlast.kube import applied, error_mapping, kubeconfig, requests, watch
-from outlast.kube.error_mapping import Asked
-from outlast.rendezvous.transports import kubernetes as rendezvous
+from outlast.base import errors
+from outlast.kubernetes import api as kube
+from outlast.kubernetes import board as rendezvous
+from outlast.kubernetes.api import applied, error_mapping, kubeconfig, requests, watch
+from outlast.kubernetes.api.error_mapping import Asked
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from kubernetes_validate import utils as schemas
 
-from outlast.manifests import rbac
+from outlast.kubernetes.manifests import rbac
 
 ROOT = Path(__file__).parents[1]
 KUBEFLOW = ROOT / "examples" / "kubeflow"

@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 
 from clocks import DISTURBANCES, Machine
-from outlast import checkpoints, contract, spec
-from outlast.agent import launcher_watch
-from outlast.errors import OutlastError
-from outlast.failure import Failure
-from outlast.launch import elastic, rank0_files
+from outlast import checkpoints
+from outlast.base.errors import OutlastError
+from outlast.job import contract, spec
+from outlast.job.failure import Failure
+from outlast.job.report import goodput
+from outlast.job.status import State
+from outlast.job.workerfiles import notice, progress
 from outlast.local import workers
 from outlast.local.backend import LocalBackend
 from outlast.local.launcher import Launcher
@@ -31,9 +33,8 @@ from outlast.rendezvous import failures, restarts, world
 from outlast.rendezvous.failures import Pending
 from outlast.rendezvous.handler import Handler, Leaving
 from outlast.rendezvous.transports.sockets import Called, Report
-from outlast.report import goodput
-from outlast.status import State
-from outlast.workerfiles import notice, progress
+from outlast.worker.agent import launcher_watch
+from outlast.worker.launch import elastic, rank0_files
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from outlast.contract import LEAVING, Annotation
-from outlast.kube import kinds
-from outlast.operator import cache, job_status, leaving
-from outlast.operator.leaving import Leave
+from outlast.job.contract import LEAVING, Annotation
+from outlast.kubernetes.api import kinds
+from outlast.kubernetes.operator import cache, job_status, leaving
+from outlast.kubernetes.operator.leaving import Leave
 from simulated import Cluster, trains
 
 NOW = 1_700_000_000.0

@@ -23,8 +23,8 @@ import pytest
 
 from namespaces import Namespace
 from operated import ELASTIC, both_train, hurried, submit_exact
-from outlast import store
-from outlast.runs import output as stored
+from outlast.storage import store
+from outlast.storage.runs import output as stored
 from seeds import seeds
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]

@@ -9,13 +9,13 @@ import sys
 import time
 from pathlib import Path
 
-from outlast import ledger
-from outlast.ledger import Ledger
+from outlast.job import ledger
+from outlast.job.ledger import Ledger
 
 WRITE_FOR_EVER = """
 import sys
 from pathlib import Path
-from outlast.ledger import Ledger
+from outlast.job.ledger import Ledger
 mine = Ledger(Path(sys.argv[1]), sys.argv[2])
 n = 0
 while True:

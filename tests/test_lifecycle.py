@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.agent import lifecycle
-from outlast.agent.lifecycle import Phase, Worker
-from outlast.contract import Exit
-from outlast.hangs import rule
-from outlast.workerfiles.progress import Progress
+from outlast.job.contract import Exit
+from outlast.job.workerfiles.progress import Progress
+from outlast.worker.agent import lifecycle
+from outlast.worker.agent.lifecycle import Phase, Worker
+from outlast.worker.hangs import rule
 
 
 def after(*events: lifecycle.Event, worker: Worker | None = None) -> tuple[Worker, tuple[lifecycle.Effect, ...]]:

@@ -21,9 +21,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import disturbances
-from outlast import contract
+from outlast.base.errors import OutlastError
 from outlast.data.prepare import chat, jsonl, work
-from outlast.errors import OutlastError
+from outlast.job import contract
 from outlast.recipes import llm, llm_data, llm_tiny
 from outlast.training import Shards, checkpoint
 

@@ -22,17 +22,19 @@ from pathlib import Path
 
 import pytest
 
-from outlast import chaos, checkpoints, cli, contract, file_locks, files, spec
-from outlast.errors import AlreadyRunning, NotFound, OutlastError
+from outlast import checkpoints, cli
+from outlast.base import file_locks, files
+from outlast.base.errors import AlreadyRunning, NotFound, OutlastError
+from outlast.job import chaos, contract, spec
+from outlast.job.shipping import tree
+from outlast.job.status import CheckpointStatus, JobStatus, RankStatus, SnapshotStatus, State, WorkerStatus
+from outlast.job.workerfiles import progress
 from outlast.local import log_reader, output_dir
 from outlast.local.backend import LocalBackend
 from outlast.local.live_status import LiveStatus
 from outlast.local.state_dir import Request, Run, StateDir
 from outlast.local.workers import WorkerPool
 from outlast.rendezvous.world import World
-from outlast.shipping import tree
-from outlast.status import CheckpointStatus, JobStatus, RankStatus, SnapshotStatus, State, WorkerStatus
-from outlast.workerfiles import progress
 
 LONG_AGO, SOON = time.time() - 1e6, time.time() + 1e6
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.workerfiles import log_pipe
+from outlast.job.workerfiles import log_pipe
 
 SAID = "outlast | rank 0 on worker 0 exited with code 3"
 
@@ -52,7 +52,7 @@ def test_a_line_that_never_comes_is_not_waited_for(tmp_path: Path, lines: tuple[
 LATE = """
 import sys, threading
 from pathlib import Path
-from outlast.workerfiles import log_pipe as output
+from outlast.job.workerfiles import log_pipe as output
 
 log, path = output.Output(), Path(sys.argv[1])
 output._TAIL_S = 60

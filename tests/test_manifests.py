@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 from kubernetes_validate import utils as schemas
 
 from minors import MINORS, each_minor
-from outlast import contract, manifests, spec
-from outlast.agent import lifecycle, upload_handle
+from outlast.base.errors import InvalidJob, OutlastError
 from outlast.cli import render as render_command
-from outlast.errors import InvalidJob, OutlastError
-from outlast.manifests import evaluation, gang, labels, names, objects, overlay, pods, request, resources, variables
-from outlast.manifests.request import Document
-from outlast.operator import desired
-from outlast.operator import snapshot as operator_snapshot
-from outlast.operator.cache import CachedJob
+from outlast.job import contract, spec
+from outlast.kubernetes import manifests
+from outlast.kubernetes.manifests import evaluation, gang, labels, names, objects, overlay, pods, request, resources, variables
+from outlast.kubernetes.manifests.request import Document
+from outlast.kubernetes.operator import desired
+from outlast.kubernetes.operator import snapshot as operator_snapshot
+from outlast.kubernetes.operator.cache import CachedJob
+from outlast.worker.agent import lifecycle, upload_handle
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = runpy.run_path(str(ROOT / "tests" / "golden" / "render.py"))

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from outlast import manifests, spec
+from outlast.job import spec
+from outlast.kubernetes import manifests
 
 pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[1]

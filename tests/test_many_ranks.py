@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from outlast.contract import Env
-from outlast.snapshots import client, election, parts, peers, server
-from outlast.snapshots.parts import Item, Part
+from outlast.job.contract import Env
+from outlast.storage.snapshots import client, election, parts, peers, server
+from outlast.storage.snapshots.parts import Item, Part
 from outlast.training import checkpoint, newest, recovery
 from outlast.training.disks import Disks
 from outlast.training.recovery import Restored

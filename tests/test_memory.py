@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import worlds
-from outlast import contract
-from outlast.contract import Env
-from outlast.snapshots import election, server
-from outlast.snapshots.election import Held
+from outlast.job import contract
+from outlast.job.contract import Env
+from outlast.storage.snapshots import election, server
+from outlast.storage.snapshots.election import Held
 from worlds import LAST, Calm, Ended, Training
 
 SELDOM = {Env.CHECKPOINT_EVERY: "1000 steps"}

@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 import situations
-from outlast import cli, diagnosis, manifests, spec
-from outlast.failure import Failure
+from outlast import cli
+from outlast.job import spec
+from outlast.job.failure import Failure
+from outlast.kubernetes import diagnosis, manifests
 from outlast.local.backend import LocalBackend
 from outlast.rendezvous import restarts
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from outlast.hangs import motion, stall
-from outlast.hangs.motion import Motion, Sight, Work
+from outlast.worker.hangs import motion, stall
+from outlast.worker.hangs.motion import Motion, Sight, Work
 
 
 def moved(*sights: Sight, work: Work | None = None) -> list[bool]:

@@ -10,13 +10,13 @@ import pytest
 
 import imds
 from imds import Imds
-from outlast import contract
-from outlast.contract import Annotation, LeavingKind
-from outlast.kube import pods as podwords
-from outlast.nodewatch import drain, notices
-from outlast.nodewatch.drain import Step
-from outlast.nodewatch.metadata import Metadata, MetadataAway
-from outlast.nodewatch.notices import REBALANCE, Notice
+from outlast.job import contract
+from outlast.job.contract import Annotation, LeavingKind
+from outlast.kubernetes.api import pods as podwords
+from outlast.kubernetes.nodewatch import drain, notices
+from outlast.kubernetes.nodewatch.drain import Step
+from outlast.kubernetes.nodewatch.metadata import Metadata, MetadataAway
+from outlast.kubernetes.nodewatch.notices import REBALANCE, Notice
 
 Document = dict[str, Any]
 T0 = podwords.seconds("2026-01-01T00:00:00Z")

@@ -23,12 +23,13 @@ import pytest
 
 import test_goodput
 import test_readme
-from outlast import cli, notebooks
+from outlast import cli
+from outlast.base.errors import NotFound, OutlastError
 from outlast.cli import notebook, serving
-from outlast.errors import NotFound, OutlastError
-from outlast.failure import Failure
-from outlast.notebooks import charts, jupyter, panel
-from outlast.status import JobStatus, RankStatus, State, WorkerStatus
+from outlast.job.failure import Failure
+from outlast.job.status import JobStatus, RankStatus, State, WorkerStatus
+from outlast.local import notebooks
+from outlast.local.notebooks import charts, jupyter, panel
 
 FIRST = Path(jupyter.__file__).with_name(jupyter.FIRST)
 GIVEN = "0123456789abcdef0123456789abcdef"

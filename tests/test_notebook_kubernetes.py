@@ -15,8 +15,8 @@ from typer.main import get_command
 
 import apiserver
 from outlast.cli import commands
-from outlast.manifests import disruption, scheduling, volumes
-from outlast.notebooks import jupyter
+from outlast.kubernetes.manifests import disruption, scheduling, volumes
+from outlast.local.notebooks import jupyter
 from rights import needed, rights
 from test_kubeflow import ROOT, validate
 

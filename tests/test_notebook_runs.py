@@ -21,7 +21,7 @@ import nbformat
 import psutil
 import pytest
 
-from outlast.notebooks import jupyter
+from outlast.local.notebooks import jupyter
 
 FIRST = Path(jupyter.__file__).with_name(jupyter.FIRST)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from outlast.cluster import job_status
-from outlast.cluster.job_status import Snapshot
-from outlast.kube import pods
-from outlast.status import SnapshotStatus, State
+from outlast.job.status import SnapshotStatus, State
+from outlast.kubernetes.api import pods
+from outlast.kubernetes.jobs import job_status
+from outlast.kubernetes.jobs.job_status import Snapshot
 
 Document = dict[str, Any]
 

@@ -28,21 +28,23 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import apiserver
 import rights
-from outlast import contract, kube, loglines
-from outlast.clock import Clock
-from outlast.contract import Annotation, Label
-from outlast.errors import ClusterError, OutlastError, Unanswered
-from outlast.kube import kinds
-from outlast.kube.kinds import ELASTIC_JOB, LEASE, NODE, POD
-from outlast.operator import cache, leader, metrics, operator, process, reconcilers
-from outlast.operator.cache import Cache, CachedJob, Key
-from outlast.operator.leader import Leadership, Seen, judge
-from outlast.operator.metrics import Metrics
-from outlast.operator.operator import Operator, Settings
-from outlast.operator.plan import Deletion, Document, Event, Plan
-from outlast.operator.queues import ClusterFeatures
-from outlast.operator.snapshot import HEARD, Limits
-from outlast.operator.workqueue import WorkQueue
+from outlast.base import loglines
+from outlast.base.clock import Clock
+from outlast.base.errors import ClusterError, OutlastError, Unanswered
+from outlast.job import contract
+from outlast.job.contract import Annotation, Label
+from outlast.kubernetes import api as kube
+from outlast.kubernetes.api import kinds
+from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEASE, NODE, POD
+from outlast.kubernetes.operator import cache, leader, metrics, operator, process, reconcilers
+from outlast.kubernetes.operator.cache import Cache, CachedJob, Key
+from outlast.kubernetes.operator.leader import Leadership, Seen, judge
+from outlast.kubernetes.operator.metrics import Metrics
+from outlast.kubernetes.operator.operator import Operator, Settings
+from outlast.kubernetes.operator.plan import Deletion, Document, Event, Plan
+from outlast.kubernetes.operator.queues import ClusterFeatures
+from outlast.kubernetes.operator.snapshot import HEARD, Limits
+from outlast.kubernetes.operator.workqueue import WorkQueue
 
 NOW = 1_767_225_600.0
 TRAIN = Key(ELASTIC_JOB, "default", "train")

@@ -13,13 +13,14 @@ import pytest
 
 import apiserver
 import test_decide_scale
-from outlast import contract, kube
-from outlast.cluster.backend import KubernetesBackend
-from outlast.kube.kinds import ELASTIC_JOB, LEGACY_JOB, Kind
-from outlast.operator import reconcilers, snapshot
-from outlast.operator.cache import CachedJob
-from outlast.operator.decide import decide
-from outlast.operator.snapshot import Limits
+from outlast.job import contract
+from outlast.kubernetes import api
+from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEGACY_JOB, Kind
+from outlast.kubernetes.jobs.backend import KubernetesBackend
+from outlast.kubernetes.operator import reconcilers, snapshot
+from outlast.kubernetes.operator.cache import CachedJob
+from outlast.kubernetes.operator.decide import decide
+from outlast.kubernetes.operator.snapshot import Limits
 from test_operator import World, world  # noqa: F401  # the fixture
 
 Document = dict[str, Any]
@@ -102,7 +103,7 @@ def test_a_bug_that_one_document_meets_keeps_no_other_from_being_heard(
     world: World,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from outlast.operator import cache
+    from outlast.kubernetes.operator import cache
 
     whole = cache.trimmed
 
@@ -121,15 +122,15 @@ def test_a_bug_that_one_document_meets_keeps_no_other_from_being_heard(
 
 
 def test_a_bug_of_a_watch_is_said_and_the_watch_begun_anew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    whole, broken = kube.Cluster.watch, [True] * 3
+    whole, broken = api.Cluster.watch, [True] * 3
 
-    def watch(self: kube.Cluster, kind: Kind, **how: Any) -> Any:
+    def watch(self: api.Cluster, kind: Kind, **how: Any) -> Any:
         if kind == ELASTIC_JOB and broken:
             broken.pop()
             raise ZeroDivisionError("a bug")
         return whole(self, kind, **how)
 
-    monkeypatch.setattr(kube.Cluster, "watch", watch)
+    monkeypatch.setattr(api.Cluster, "watch", watch)
     world.apply("a")
     world.start()
     world.settled(["a"])

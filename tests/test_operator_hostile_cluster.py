@@ -13,7 +13,7 @@ import pytest
 
 from namespaces import Namespace
 from operated import ELASTIC, begun, status, trains, until
-from outlast import contract
+from outlast.job import contract
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 

@@ -8,9 +8,9 @@ import json
 import re
 from typing import Any
 
-from outlast.kube.kinds import ELASTIC_JOB, KINDS, LEGACY_JOB
-from outlast.operator import reconcilers
-from outlast.operator.snapshot import Limits
+from outlast.kubernetes.api.kinds import ELASTIC_JOB, KINDS, LEGACY_JOB
+from outlast.kubernetes.operator import reconcilers
+from outlast.kubernetes.operator.snapshot import Limits
 from rights import RULES, Right, may, needed, rights
 from test_operator import World, world  # noqa: F401  # the fixture
 

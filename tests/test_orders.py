@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast import probes
-from outlast.rendezvous.transports import orders, seal
+from outlast.base import probes
+from outlast.job import seal
+from outlast.rendezvous.transports import orders
 from outlast.rendezvous.transports.orders import Answer, Orders
 
 KEY, NOW = b"the key of the run", 1_700_000_000.0

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from outlast import checkpoints, probes, runs, store
-from outlast.agent import run_ownership, upload
-from outlast.agent.run_ownership import Ended
-from outlast.errors import Superseded
-from outlast.sync import growing
+from outlast import checkpoints
+from outlast.base import probes
+from outlast.base.errors import Superseded
+from outlast.storage import runs, store
+from outlast.storage.sync import growing
+from outlast.worker.agent import run_ownership, upload
+from outlast.worker.agent.run_ownership import Ended
 
 
 @pytest.fixture

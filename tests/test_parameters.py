@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outlast.errors import OutlastError
-from outlast.tracking.parameters import read
+from outlast.base.errors import OutlastError
 from outlast.training import parameters
+from outlast.worker.tracking.parameters import read
 
 
 def test_settings_are_written_as_json_and_a_change_is_said(tmp_path: Path):

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 
 import disturbances
 from outlast import checkpoints
+from outlast.base.errors import OutlastError
 from outlast.data.prepare import video, work
-from outlast.errors import OutlastError
 from outlast.recipes import perceiver, perceiver_data, perceiver_model, settings
 from outlast.recipes.perceiver_model import Config, Perceiver, Points
 from outlast.training import Session, Shards

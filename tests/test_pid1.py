@@ -15,7 +15,7 @@ import pytest
 BEFORE = """
 import ctypes, os, signal, subprocess, sys, time
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-from outlast.agent import pid1
+from outlast.worker.agent import pid1
 pid1.split()
 """
 ORPHANS = 20

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from namespaces import Namespace
-from outlast.cluster.outcome import OUTPUTS
+from outlast.kubernetes.jobs.outcome import OUTPUTS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 Document = dict[str, Any]

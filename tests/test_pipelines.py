@@ -23,11 +23,12 @@ import yaml
 from kubernetes_validate import utils as schemas
 
 import apiserver
-from outlast import kube, spec
-from outlast.cluster import waiting
-from outlast.cluster.outcome import OUTPUTS
-from outlast.kube import pods
-from outlast.manifests import labels, volumes
+from outlast.job import spec
+from outlast.kubernetes import api as kube
+from outlast.kubernetes.api import pods
+from outlast.kubernetes.jobs import waiting
+from outlast.kubernetes.jobs.outcome import OUTPUTS
+from outlast.kubernetes.manifests import labels, volumes
 from rights import Right, needed, rights
 from test_kubeflow import ROOT, closed
 

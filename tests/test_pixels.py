@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from outlast.base.errors import OutlastError
 from outlast.data import cifar, shards
-from outlast.errors import OutlastError
 from outlast.recipes import pixels
 from outlast.training import Stream
 

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 import apiserver
-from outlast import kube, store
-from outlast.backend import LogLine
-from outlast.cluster import backend
-from outlast.cluster import logs as podlogs
-from outlast.contract import Env
-from outlast.errors import Absent, NotFound, Refused, Unanswered
-from outlast.sync import growing
+from outlast.base.errors import Absent, NotFound, Refused, Unanswered
+from outlast.job.backend import LogLine
+from outlast.job.contract import Env
+from outlast.kubernetes import api as kube
+from outlast.kubernetes.jobs import backend
+from outlast.kubernetes.jobs import logs as podlogs
+from outlast.storage import store
+from outlast.storage.sync import growing
 
 Document = dict[str, Any]
 

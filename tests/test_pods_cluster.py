@@ -14,9 +14,10 @@ import re
 import pytest
 
 from namespaces import Document, Namespace, a_server, kind
-from outlast import cli, kube
-from outlast.cluster.backend import KubernetesBackend
-from outlast.status import State
+from outlast import cli
+from outlast.job.status import State
+from outlast.kubernetes import api
+from outlast.kubernetes.jobs.backend import KubernetesBackend
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -88,7 +89,7 @@ def test_an_evaluation_says_how_good_the_model_is_for_each_class(
     recipe = {"module": "outlast.recipes.cifar10", "args": ["--epochs=1"], "data": [{"from": "s3://bucket/digits"}]}
     name = f"digits-{topology}"
     namespace.run(name, topology, **stored, **recipe, workers={"replicas": 1}, resources={"cpu": "0.5", "memory": "1200Mi"})
-    with contextlib.closing(kube.connect(namespace=namespace.name)) as cluster:
+    with contextlib.closing(api.connect(namespace=namespace.name)) as cluster:
         backend = KubernetesBackend(cluster)
         namespace.wait(lambda: backend.status(name).state is State.SUCCEEDED, lambda: namespace.logs(name))
     with pytest.raises(SystemExit) as ended:

@@ -18,13 +18,15 @@ from typing import Any
 
 import pytest
 
-from outlast import contract, file_locks, spec, store
-from outlast.errors import OutlastError, Stopped
-from outlast.prepare import cache, code, fetch, room
-from outlast.prepare.prepare import Preparation
-from outlast.shipping import archives
-from outlast.store import Store
-from outlast.sync import sync
+from outlast.base import file_locks
+from outlast.base.errors import OutlastError, Stopped
+from outlast.job import contract, spec
+from outlast.job.shipping import archives
+from outlast.storage import store
+from outlast.storage.store import Store
+from outlast.storage.sync import sync
+from outlast.worker.prepare import cache, code, fetch, room
+from outlast.worker.prepare.prepare import Preparation
 from servers import Place
 
 
@@ -251,7 +253,7 @@ def test_a_worker_that_is_told_to_leave_stops_waiting(runs: Runs, place: Store):
 TAKE = """
 import sys
 from pathlib import Path
-from outlast.prepare import cache
+from outlast.worker.prepare import cache
 say = lambda text: print(text, flush=True)
 cache.Source(Path(sys.argv[1]), sys.argv[2], field="data", pins=Path(sys.argv[3]), say=say).acquire()
 print("done")
@@ -435,7 +437,7 @@ def test_a_bad_archive_leaves_nothing_and_a_good_one_replaces_it(worker: Worker,
 PLACE = """
 import sys, threading
 from pathlib import Path
-from outlast.prepare import code
+from outlast.worker.prepare import code
 print("begins", flush=True)
 code.place(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), runs="0.py", say=lambda text: None, stop=threading.Event())
 print("done")

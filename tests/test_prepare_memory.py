@@ -18,7 +18,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from outlast import memory
+from outlast.base import memory
 from outlast.data import shards
 from outlast.data.prepare import work
 

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from outlast.base.errors import OutlastError
 from outlast.data import cifar, shards
 from outlast.data.prepare import images, jsonl, tokenizer, video, work
-from outlast.errors import OutlastError
 
 
 def request(tmp_path: Path, to: str = "out", **more: Any) -> work.Request:

@@ -20,10 +20,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from outlast.base.errors import OutlastError, Stopped
 from outlast.data import shards
 from outlast.data.prepare import ascii_words, plan, text, tokenizer, work
 from outlast.data.prepare.text import Settings
-from outlast.errors import OutlastError, Stopped
 
 WORDS = [
     "def", "return", "class", "self", "0", "42", "3.14", "naïve", "数据", "éa", "\u3000", "\x1c", "don't", "we'll", "", "\n\n\t(",

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from outlast import contract, spec
-from outlast.errors import InvalidJob, OutlastError
-from outlast.prepare import prepare
+from outlast.base.errors import InvalidJob, OutlastError
+from outlast.job import contract, spec
+from outlast.worker.prepare import prepare
 from web import Web
 
 

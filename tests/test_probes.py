@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from outlast import probes
-from outlast.errors import OutlastError
-from outlast.probes import Health
+from outlast.base import probes
+from outlast.base.errors import OutlastError
+from outlast.base.probes import Health
 
 
 def get(address: str, path: str) -> tuple[int, str]:

@@ -16,9 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from outlast import checkpoints, contract, store
-from outlast.checkpoints import restore
-from outlast.sync import growing, sync
+from outlast import checkpoints
+from outlast.job import contract
+from outlast.storage import store
+from outlast.storage.checkpoints import restore
+from outlast.storage.sync import growing, sync
 from servers import Place
 
 RUN = "run-1"

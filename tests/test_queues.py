@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from outlast.kube import kinds
-from outlast.manifests import kueue
-from outlast.operator.queues import WorkloadSlice
+from outlast.kubernetes.api import kinds
+from outlast.kubernetes.manifests import kueue
+from outlast.kubernetes.operator.queues import WorkloadSlice
 from simulated import Cluster, Killed, Kueue, trains
 
 

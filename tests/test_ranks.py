@@ -17,16 +17,16 @@ from typing import Any, cast
 import pytest
 
 from clocks import DISTURBANCES, Machine
-from outlast import contract
-from outlast.agent import reporter
-from outlast.agent.ranks import Ranks
-from outlast.hangs import rule, stacks
-from outlast.launch import elastic, rank, shim
+from outlast.job import contract
+from outlast.job.workerfiles import progress, saves
+from outlast.job.workerfiles.progress import Progress
 from outlast.rendezvous import failures
 from outlast.rendezvous.handler import Handler
 from outlast.rendezvous.world import World
-from outlast.workerfiles import progress, saves
-from outlast.workerfiles.progress import Progress
+from outlast.worker.agent import reporter
+from outlast.worker.agent.ranks import Ranks
+from outlast.worker.hangs import rule, stacks
+from outlast.worker.launch import elastic, rank, shim
 
 LIMIT_S = 600.0
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import etcds
-from outlast import cli, etcd
+from outlast import cli
 from outlast.cli import rdzv
-from outlast.rendezvous.etcd import schema
+from outlast.rendezvous.etcd import gateway, schema
 from outlast.rendezvous.etcd.client import Present, Run
 from outlast.rendezvous.transports.sockets import Closed, Report
 from outlast.rendezvous.world import Call, World
@@ -72,10 +72,10 @@ def test_why_is_a_call_or_the_end_before_what_is_waited_for() -> None:
 
 def write(server: etcds.Server, run: str, *members: Report, said: schema.Said | None = None) -> None:
     """Be the members of a run, and who decides."""
-    of = schema.Keys.of(etcd.PREFIX, run)
-    puts = [etcd.put(of.member(each.id), schema.Record(each, "t").dumps()) for each in members]
+    of = schema.Keys.of(gateway.PREFIX, run)
+    puts = [gateway.put(of.member(each.id), schema.Record(each, "t").dumps()) for each in members]
     if said:
-        puts += [etcd.put(of.said, said.dumps()), etcd.put(of.leader, LEADER.dumps())]
+        puts += [gateway.put(of.said, said.dumps()), gateway.put(of.leader, LEADER.dumps())]
     with contextlib.closing(server.client()) as client:
         client.txn([], puts)
 

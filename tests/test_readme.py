@@ -17,8 +17,9 @@ import yaml
 from typer import Exit
 from typer.main import get_command
 
-from outlast import cli, contract, spec
+from outlast import cli
 from outlast.cli.commands import app
+from outlast.job import contract, spec
 from outlast.recipes import settings
 
 ROOT = Path(__file__).parents[1]

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 import worlds
-from outlast import contract
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
+from outlast.job import contract
 from outlast.recipes import cifar10, loop, results, smoke
 from outlast.training import Session
 

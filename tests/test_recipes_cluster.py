@@ -21,10 +21,11 @@ from typing import Any
 import pytest
 
 from namespaces import Document, Namespace, a_server, kind
-from outlast import cli, kube
-from outlast.cluster.backend import KubernetesBackend
+from outlast import cli
 from outlast.data import cifar, digits
-from outlast.status import State
+from outlast.job.status import State
+from outlast.kubernetes import api
+from outlast.kubernetes.jobs.backend import KubernetesBackend
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 PATIENCE_S = 500
@@ -171,7 +172,7 @@ def test_a_pod_is_lost_and_weights_and_evaluation_are_those_of_an_undisturbed_ru
         if pod["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"] == str(case.lost)
     )
     server.kubectl("delete", "pod", victim, "--grace-period=0", "--force")
-    with contextlib.closing(kube.connect(namespace=server.name)) as cluster:
+    with contextlib.closing(api.connect(namespace=server.name)) as cluster:
         backend = KubernetesBackend(cluster)
         server.wait(lambda: backend.status(name).state.final, lambda: server.logs(name), PATIENCE_S)
         assert backend.status(name).state is State.SUCCEEDED, server.logs(name)

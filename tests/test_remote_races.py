@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
-from outlast import checkpoints, contract, store
-from outlast.checkpoints import disk, register, remote, rules
-from outlast.checkpoints.rules import Place
-from outlast.errors import Superseded, Unreachable
-from outlast.store import Store
+from outlast import checkpoints
+from outlast.base.errors import Superseded, Unreachable
+from outlast.job import contract
+from outlast.storage import store
+from outlast.storage.checkpoints import disk, register, remote, rules
+from outlast.storage.checkpoints.rules import Place
+from outlast.storage.store import Store
 from servers import Place as Bucket
 from watched import Hand, Killed, Turns, Watched
 

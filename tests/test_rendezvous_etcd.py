@@ -18,11 +18,11 @@ import pytest
 
 import ports
 from etcds import Server
-from outlast import contract, etcd, spec
-from outlast.errors import EtcdAway, EtcdRefused, OutlastError
+from outlast.base.errors import EtcdAway, EtcdRefused, OutlastError
+from outlast.job import contract, spec
 from outlast.rendezvous import coordinator, torchrun, transport
 from outlast.rendezvous.etcd import client as rendezvous
-from outlast.rendezvous.etcd import schema
+from outlast.rendezvous.etcd import gateway, schema
 from outlast.rendezvous.etcd.election import ElectionConfig
 from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import MemberState
@@ -405,7 +405,7 @@ def test_workers_of_pods_have_their_index_and_an_agent_decides(pod: str, tmp_pat
         def finished(self, state: Any, reason: str, code: int) -> None:
             ended.append((str(state), reason, code))
 
-    where = etcd.address(pod, environ={})
+    where = gateway.address(pod, environ={})
     name = schema.run_name(run, {contract.Env.NAMESPACE: "team-a", contract.Env.JOB: "train"})
     agents = [rendezvous.Running(where, name, ElectionConfig(terms, Voice(), replicas=2)) for _ in range(2)]
     monkeypatch.setenv(contract.Env.GENERATION, "6")  # what their output has seen
@@ -420,7 +420,7 @@ def test_workers_of_pods_have_their_index_and_an_agent_decides(pod: str, tmp_pat
         time.sleep(0.01)
     assert members[0].world is not None
     assert (members[0].world.generation, members[0].world.members) == (7, (0, 1))
-    with contextlib.closing(etcd.Etcd(where)) as client:
+    with contextlib.closing(gateway.Etcd(where)) as client:
         [seen] = rendezvous.look(client, f"team-a/train/{run}")
     assert [member.report.id for member in seen.members] == [0, 1]
     for member in members:
@@ -438,7 +438,7 @@ def test_what_cannot_be_taken_in_once_does_not_deafen_a_member(shared_etcd: Serv
     heard = threading.Event()
     mistakes = [TypeError("a mistake")]
 
-    def listed(found: etcd.Outcome, prefix: str) -> None:
+    def listed(found: gateway.Outcome, prefix: str) -> None:
         if mistakes:
             raise mistakes.pop()
         heard.set()

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import ports
-from outlast import contract, spec
-from outlast.ledger import Ledger
+from outlast.job import contract, seal, spec
+from outlast.job.ledger import Ledger
 from outlast.rendezvous import worker0, world
-from outlast.rendezvous.transports import seal, sockets
+from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import MemberState
 
 KEY = b"the key of the run"

@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 
 import apiserver
-from outlast import contract, errors, kube, ledger
+from outlast.base import errors
+from outlast.job import contract, ledger
+from outlast.job.workerfiles import progress
+from outlast.kubernetes import api, board
 from outlast.rendezvous import transport
-from outlast.rendezvous.transports import kubernetes, sockets
+from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import World
-from outlast.workerfiles import progress
 
 Document = dict[str, Any]
 
@@ -181,7 +183,7 @@ def test_a_lease_of_a_world_that_watches_itself_lasts_longer_and_says_at_once_wh
 
 
 def test_the_lease_is_renewed_with_the_newest_progress(operator: Operator, member, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(kubernetes, "RENEW_S", 0.05)
+    monkeypatch.setattr(board, "RENEW_S", 0.05)
     writers = [progress.Writer(tmp_path, local_rank) for local_rank in (0, 1)]
     writers[1].write(progress.Progress(generation=2, rank=3, phase="train", step=9, steps=60, committed=5))
     writers[0].write(progress.Progress(generation=2, rank=2, phase="train", step=10, steps=60, committed=0))
@@ -250,7 +252,7 @@ def test_nothing_is_lost_when_the_server_is_away_before_the_first_word(operator:
 
 
 def test_a_server_that_does_not_answer_is_asked_again(operator: Operator, member, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kubernetes, "ANSWER_S", 0.2)
+    monkeypatch.setattr(board, "ANSWER_S", 0.2)
     frozen = threading.Event()
     client = member()
     operator.api.prescribe("PATCH", lambda handler: frozen.wait(60))
@@ -283,11 +285,11 @@ def test_a_login_that_has_expired_is_renewed_without_a_word(operator: Operator, 
 
 
 def test_clients_with_an_expired_login_are_closed(operator: Operator, member, monkeypatch) -> None:
-    opened: list[kube.Cluster] = []
-    closed: list[kube.Cluster] = []
-    connect, close = kube.connect, kube.Cluster.close
-    monkeypatch.setattr(kube, "connect", lambda **how: opened.append(connect(**how)) or opened[-1])
-    monkeypatch.setattr(kube.Cluster, "close", lambda self: close(self) or closed.append(self))
+    opened: list[api.Cluster] = []
+    closed: list[api.Cluster] = []
+    connect, close = api.connect, api.Cluster.close
+    monkeypatch.setattr(api, "connect", lambda **how: opened.append(connect(**how)) or opened[-1])
+    monkeypatch.setattr(api.Cluster, "close", lambda self: close(self) or closed.append(self))
     client = member()
     operator.api.prescribe("PATCH", *[apiserver.status(401, "Unauthorized", "Unauthorized")] * 5)
     client.report("waiting")
@@ -344,7 +346,7 @@ def test_the_end_is_noted_for_the_agent_unless_the_job_may_go_on(operator: Opera
 def test_a_pod_that_was_replaced_ends_and_leaves_the_lease_to_its_successor(
     operator: Operator, member, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kubernetes, "RENEW_S", 0.05)
+    monkeypatch.setattr(board, "RENEW_S", 0.05)
     old = member()
     old.report("training", generation=1)
     until(operator.lease)
@@ -398,7 +400,7 @@ def test_who_goes_says_its_last_word_first_and_ends_its_threads(operator: Operat
 
 
 def test_who_goes_waits_for_no_server_that_is_away(operator: Operator, member, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kubernetes, "LAST_S", 3600)
+    monkeypatch.setattr(board, "LAST_S", 3600)
     client = member()
     client.report("waiting")
     until(operator.lease)
@@ -429,15 +431,15 @@ RBAC = "rbac.authorization.k8s.io/v1"
 
 
 @pytest.fixture
-def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[kube.Cluster, kube.Cluster]]:
+def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[api.Cluster, api.Cluster]]:
     """A namespace of its own with the ElasticJob `train`; its clients: who may do anything, and worker 0, whose account may write
     to its own Lease and read its own job, each by its name."""
     namespace = f"rendezvous-{secrets.token_hex(3)}"
-    admin = kube.connect(namespace=namespace)
+    admin = api.connect(namespace=namespace)
     named = {"name": "worker", "namespace": namespace}
     rules = [
         {
-            "apiGroups": [kube.LEASE.group],
+            "apiGroups": [api.LEASE.group],
             "resources": ["leases"],
             "verbs": ["create", "patch"],
             "resourceNames": ["train-worker-0"],
@@ -461,7 +463,7 @@ def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[k
                 "kind": "RoleBinding",
                 "metadata": named,
                 "subjects": [subject],
-                "roleRef": {"apiGroup": kube.ROLE.group, "kind": "Role", "name": "worker"},
+                "roleRef": {"apiGroup": api.ROLE.group, "kind": "Role", "name": "worker"},
             },
             {**job, "metadata": {"name": "train", "namespace": namespace}},
             {**job, "metadata": {"name": "other", "namespace": namespace}},
@@ -477,15 +479,15 @@ def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[k
         monkeypatch.setenv("KUBECONFIG", str(file))
         monkeypatch.setenv(contract.Env.MEMBER, "uid-of-the-pod")
         monkeypatch.setenv(contract.Env.NAMESPACE, namespace)
-        worker = kube.connect(namespace=namespace)
+        worker = api.connect(namespace=namespace)
         deadline = time.monotonic() + 60
-        while not worker.may("patch", kube.LEASE, name="train-worker-0"):  # the authorizer hears of roles a moment later
+        while not worker.may("patch", api.LEASE, name="train-worker-0"):  # the authorizer hears of roles a moment later
             assert time.monotonic() < deadline
             time.sleep(0.05)
         yield admin, worker
         worker.close()
     finally:
-        admin.delete(kube.NAMESPACE, namespace)
+        admin.delete(api.NAMESPACE, namespace)
         admin.close()
 
 
@@ -497,43 +499,43 @@ def test_an_account_of_exactly_two_rules_is_enough_for_a_member(account, tmp_pat
     client.report("waiting", address="10.0.0.7:4711")
 
     def reported() -> Document:
-        found = admin.list_(kube.LEASE)
+        found = admin.list_(api.LEASE)
         return json.loads(found[0]["metadata"]["annotations"][contract.Annotation.REPORT]) if found else {}
 
     until(reported)
     first_s = time.monotonic() - begun
-    lease = admin.get(kube.LEASE, "train-worker-0")
+    lease = admin.get(api.LEASE, "train-worker-0")
     assert lease["spec"]["holderIdentity"] == "uid-of-the-pod"
-    assert lease["metadata"]["ownerReferences"][0]["uid"] == admin.get(kube.ELASTIC_JOB, "train")["metadata"]["uid"]
+    assert lease["metadata"]["ownerReferences"][0]["uid"] == admin.get(api.ELASTIC_JOB, "train")["metadata"]["uid"]
     begun = time.monotonic()
     client.report("training", generation=1)
     until(lambda: reported()["standing"] == "training")
     report_s = time.monotonic() - begun
     begun = time.monotonic()
     change = {"status": {"rendezvous": {"run": "run", "world": a_world(2)}}}
-    admin.patch(kube.ELASTIC_JOB, "train", change, subresource="status")
+    admin.patch(api.ELASTIC_JOB, "train", change, subresource="status")
     until(lambda: client.world)
     heard_s = time.monotonic() - begun
     assert client.world == World(2, (0,), "10.0.0.1:5", "all here", 5.0)
-    admin.delete(kube.ELASTIC_JOB, "train")
+    admin.delete(api.ELASTIC_JOB, "train")
     until(lambda: client.closed)
     assert client.closed == sockets.Closed("the job was deleted", contract.Exit.INTERRUPTED)
     client.close()
     assert capfd.readouterr().out == "outlast | the job was deleted\n"
-    until(lambda: not admin.list_(kube.LEASE), 60)
+    until(lambda: not admin.list_(api.LEASE), 60)
     print(f"first report {first_s:.3f} s, report {report_s:.3f} s, world heard {heard_s:.3f} s")
 
 
 @pytest.mark.cluster
 def test_with_these_rules_a_pod_that_was_replaced_sees_it(account, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     admin, _ = account
-    monkeypatch.setattr(kubernetes, "RENEW_S", 0.1)
+    monkeypatch.setattr(board, "RENEW_S", 0.1)
     made = []
     for uid in ("old", "new"):
         monkeypatch.setenv(contract.Env.MEMBER, uid)
         made.append(transport.client("kubernetes://train", transport.Member("run", 0, tmp_path, 1)))
         made[-1].report("waiting")
-        until(lambda uid=uid: [lease for lease in admin.list_(kube.LEASE) if lease["spec"]["holderIdentity"] == uid])
+        until(lambda uid=uid: [lease for lease in admin.list_(api.LEASE) if lease["spec"]["holderIdentity"] == uid])
     old, new = made
     until(lambda: old.closed)
     assert old.closed == sockets.Closed("pod new is worker 0 now, in the place of this one", contract.Exit.INTERRUPTED)
@@ -546,7 +548,7 @@ def test_with_these_rules_a_pod_that_was_replaced_sees_it(account, tmp_path: Pat
 def test_an_account_of_exactly_two_rules_can_do_nothing_else(account) -> None:
     _, worker = account
     named = {"name": "train-worker-0"}
-    lease = {"apiVersion": kube.LEASE.api_version, "kind": kube.LEASE.kind, "metadata": named, "spec": {}}
+    lease = {"apiVersion": api.LEASE.api_version, "kind": api.LEASE.kind, "metadata": named, "spec": {}}
     other = {**lease, "metadata": {"name": "train-worker-1"}}
     worker.apply(lease)
     for refused in (
@@ -554,16 +556,16 @@ def test_an_account_of_exactly_two_rules_can_do_nothing_else(account) -> None:
         lambda: worker.create({**lease, "metadata": {"generateName": "train-worker-"}}),
         lambda: worker.apply(other),
         lambda: worker.apply({**other, "metadata": {"name": "outlast-operator", "namespace": "kube-system"}}),
-        lambda: worker.get(kube.LEASE, "train-worker-0"),
-        lambda: worker.list_(kube.LEASE),
-        lambda: worker.delete(kube.LEASE, "train-worker-0"),
-        lambda: worker.list_(kube.ELASTIC_JOB),
-        lambda: worker.list_(kube.ELASTIC_JOB, fields="metadata.name=other"),
-        lambda: worker.get(kube.ELASTIC_JOB, "other"),
-        lambda: worker.patch(kube.ELASTIC_JOB, "train", {"metadata": {"labels": {"a": "b"}}}),
-        lambda: worker.patch(kube.ELASTIC_JOB, "train", {"status": {"run": "mine"}}, subresource="status"),
-        lambda: worker.list_(kube.POD),
-        lambda: worker.list_(kube.SECRET),
+        lambda: worker.get(api.LEASE, "train-worker-0"),
+        lambda: worker.list_(api.LEASE),
+        lambda: worker.delete(api.LEASE, "train-worker-0"),
+        lambda: worker.list_(api.ELASTIC_JOB),
+        lambda: worker.list_(api.ELASTIC_JOB, fields="metadata.name=other"),
+        lambda: worker.get(api.ELASTIC_JOB, "other"),
+        lambda: worker.patch(api.ELASTIC_JOB, "train", {"metadata": {"labels": {"a": "b"}}}),
+        lambda: worker.patch(api.ELASTIC_JOB, "train", {"status": {"run": "mine"}}, subresource="status"),
+        lambda: worker.list_(api.POD),
+        lambda: worker.list_(api.SECRET),
     ):
         with pytest.raises(errors.Forbidden):
             refused()
@@ -574,14 +576,14 @@ def test_members_of_a_large_world_renew_less_often_and_say_how_long_that_lasts(
     tmp_path: Path, workers: int, every_s: float, lasts_s: int
 ) -> None:
     environ = {contract.Env.MEMBER: "uid", contract.Env.NAMESPACE: "team"}
-    member = kubernetes.Client("train", transport.Member("r", 0, tmp_path, 0, environ))
+    member = board.Client("train", transport.Member("r", 0, tmp_path, 0, environ))
     member._hear({"metadata": {"name": "train", "uid": "u"}, "spec": {"workers": {"replicas": workers}}})
     assert (member._every_s(), member._lease()["spec"]["leaseDurationSeconds"]) == (every_s, lasts_s)
 
 
 def test_the_deadline_that_the_operator_publishes_for_a_pod_is_noted_for_its_agent(tmp_path: Path) -> None:
     environ = {contract.Env.MEMBER: "uid", contract.Env.NAMESPACE: "team"}
-    member = kubernetes.Client("train", transport.Member("r", 0, tmp_path, 0, environ))
+    member = board.Client("train", transport.Member("r", 0, tmp_path, 0, environ))
     file = tmp_path / contract.LEAVE
 
     def hear(leaving: object) -> None:
@@ -600,9 +602,9 @@ def test_the_deadline_that_the_operator_publishes_for_a_pod_is_noted_for_its_age
 def test_the_worker_of_rank_0_renews_soon_and_copies_what_the_operator_notes_into_the_ledger(tmp_path: Path) -> None:
     noted = [{"t": 1.0, "kind": "submitted", "source": "operator"}, {"t": 2.0, "kind": "world", "source": "operator"}]
 
-    def hear(id: int, entries: list[Document]) -> kubernetes.Client:
+    def hear(id: int, entries: list[Document]) -> board.Client:
         environ = {contract.Env.MEMBER: "uid", contract.Env.NAMESPACE: "team", contract.Env.OUTPUT: str(tmp_path)}
-        client = kubernetes.Client("train", transport.Member("r", id, tmp_path, 0, environ))
+        client = board.Client("train", transport.Member("r", id, tmp_path, 0, environ))
         said = {"run": "r", "world": a_world(4, 1, 0)}
         for until_now in (noted[:1], entries):
             document = {"metadata": {"name": "train", "uid": "u"}, "spec": {}, "status": {"ledger": until_now}}
@@ -627,7 +629,7 @@ def test_the_goodput_of_a_run_is_told_while_it_trains_and_whole_after_its_end(op
         return dict(json.loads(operator.lease()["metadata"]["annotations"][contract.Annotation.PROGRESS]))
 
     assert (told()["goodput"], told()["bytes"]) == (0.5, 700)
-    kubernetes.tell_goodput("train", 0, {contract.Env.MEMBER: "uid-of-another", contract.Env.NAMESPACE: "default"}, 0.7)
+    board.tell_goodput("train", 0, {contract.Env.MEMBER: "uid-of-another", contract.Env.NAMESPACE: "default"}, 0.7)
     assert told()["goodput"] == 0.5
-    kubernetes.tell_goodput("train", 0, {contract.Env.MEMBER: "uid-of-the-pod", contract.Env.NAMESPACE: "default"}, 0.7)
+    board.tell_goodput("train", 0, {contract.Env.MEMBER: "uid-of-the-pod", contract.Env.NAMESPACE: "default"}, 0.7)
     assert (told()["step"], told()["goodput"], told()["whole"]) == (5, 0.7, True)

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
-from outlast import contract
-from outlast.launch import elastic
+from outlast.job import contract
+from outlast.job.workerfiles import notice, progress
 from outlast.rendezvous.handler import Handler, Leaving
 from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.transports.sockets import Called, Closed, Report
 from outlast.rendezvous.world import World
-from outlast.workerfiles import notice, progress
+from outlast.worker.launch import elastic
 
 KILLED = {"rank": 1, "code": 137, "reason": "rank 1 on worker 1 was killed by SIGKILL", "time": 5.0, "echo": False}
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from outlast import contract, ledger
-from outlast.contract import Env
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
+from outlast.job import contract, ledger
+from outlast.job.contract import Env
+from outlast.job.workerfiles import progress
 from outlast.training import reported
-from outlast.workerfiles import progress
 
 
 @pytest.fixture

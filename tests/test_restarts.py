@@ -8,8 +8,8 @@ from datetime import timedelta
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast import contract
-from outlast.failure import Failure
+from outlast.job import contract
+from outlast.job.failure import Failure
 from outlast.rendezvous import failures, restarts
 from outlast.rendezvous.failures import Pending
 from outlast.rendezvous.restarts import History, Kills, Policy, Record, Restart, Stop, judge

@@ -58,9 +58,9 @@ def named(source: str) -> Iterator[str]:
 @pytest.mark.parametrize(
     "line",
     [
-        'run([python, "-P", "-m", "outlast.agent.start"])',
+        'run([python, "-P", "-m", "outlast.worker.agent.start"])',
         'run((python, "-m", __name__, name))',
-        'shell = f"{python} -m outlast.agent.upload --rest"',
+        'shell = f"{python} -m outlast.worker.agent.upload --rest"',
         'program = "from outlast.cli import main; main()"',
         'program = "import sys\\nfrom outlast import cli"',
     ],

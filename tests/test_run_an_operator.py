@@ -19,8 +19,8 @@ import pytest
 
 import apiserver
 import processes
-from outlast import contract
-from outlast.contract import Annotation, Env, Label, Pod
+from outlast.job import contract
+from outlast.job.contract import Annotation, Env, Label, Pod
 
 Document = dict[str, Any]
 ARGS = ("--steps=150", "--pause=0.04", "--gate")

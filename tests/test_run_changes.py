@@ -7,11 +7,11 @@ import json
 
 import pytest
 
-from outlast import spec
-from outlast.errors import AlreadyRunning, OutlastError
-from outlast.report import goodput
-from outlast.report.steps import Bucket
-from outlast.status import State
+from outlast.base.errors import AlreadyRunning, OutlastError
+from outlast.job import spec
+from outlast.job.report import goodput
+from outlast.job.report.steps import Bucket
+from outlast.job.status import State
 from worlds import steps as told_steps
 
 

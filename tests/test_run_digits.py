@@ -8,7 +8,7 @@ import time
 import pytest
 
 from outlast.data import digits
-from outlast.status import State
+from outlast.job.status import State
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
+from outlast.job.status import State
 from outlast.local.backend import LocalBackend
-from outlast.status import State
 
 LOOP = """\
 import hashlib, os, sys, time, torch

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import small_disks
-from outlast.errors import OutlastError
-from outlast.status import State
+from outlast.base.errors import OutlastError
+from outlast.job.status import State
 
 
 def test_a_bug_at_one_step_stops_the_job_with_the_first_error_of_the_first_failing_rank(machine):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import apiserver
-from outlast import contract
+from outlast.job import contract
 from outlast.rendezvous import world
 from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import MemberState

@@ -21,10 +21,11 @@ import pytest
 
 import etcds
 import netns
-from outlast import contract, ledger, store
-from outlast.checkpoints import register
-from outlast.checkpoints.rules import Place
-from outlast.workerfiles import progress
+from outlast.job import contract, ledger
+from outlast.job.workerfiles import progress
+from outlast.storage import store
+from outlast.storage.checkpoints import register
+from outlast.storage.checkpoints.rules import Place
 from test_run_pods import Pods
 
 pytestmark = [pytest.mark.jobs, pytest.mark.slow, netns.NEEDED]

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from outlast import store
 from outlast.cli import show, view
-from outlast.status import JobStatus, State
+from outlast.job.status import JobStatus, State
+from outlast.storage import store
 from servers import Place
 
 EXAMPLES = str(Path(__file__).parent.parent / "examples")

@@ -19,8 +19,9 @@ import pytest
 import torch
 
 import ports
-from outlast import contract, runs, store
-from outlast.workerfiles import progress
+from outlast.job import contract
+from outlast.job.workerfiles import progress
+from outlast.storage import runs, store
 from servers import Place
 
 Final = Callable[..., dict[str, object]]

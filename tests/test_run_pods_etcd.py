@@ -8,7 +8,7 @@ import time
 import pytest
 
 from etcds import Server
-from outlast import contract
+from outlast.job import contract
 from outlast.rendezvous.etcd import client as etcd
 from test_run_pods import ARGS, Final, Pods, pods
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from outlast import store
-from outlast.errors import OutlastError
-from outlast.status import State
+from outlast.base.errors import OutlastError
+from outlast.job.status import State
+from outlast.storage import store
 from servers import Place
 from test_environment import a_micromamba, a_wheel
 

@@ -19,9 +19,10 @@ import yaml
 import etcds
 import ports
 import processes
-from outlast import contract, manifests, spec
-from outlast.contract import Env, Pod
-from outlast.torchelastic import pods as torchelastic
+from outlast.job import contract, spec
+from outlast.job.contract import Env, Pod
+from outlast.kubernetes import manifests
+from outlast.kubernetes.torchelastic import pods as torchelastic
 
 ROOT = Path(__file__).parents[1]
 Document = dict[str, Any]

@@ -12,7 +12,7 @@ import random
 import psutil
 import pytest
 
-from outlast.status import JobStatus, State
+from outlast.job.status import JobStatus, State
 
 ARGS = ("--steps=100", "--pause=0.04", "--gate")
 

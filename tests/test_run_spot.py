@@ -19,16 +19,17 @@ import apiserver
 import imds
 from apiserver import ApiServer
 from imds import Imds
-from outlast import contract, kube
-from outlast.contract import Env
-from outlast.nodewatch import notices
-from outlast.nodewatch.metadata import Metadata
-from outlast.nodewatch.watch import Watcher
-from outlast.operator import reconcilers
-from outlast.operator.leader import Leadership
-from outlast.operator.operator import Operator
-from outlast.operator.operator import Settings as OperatorSettings
-from outlast.operator.snapshot import Limits
+from outlast.job import contract
+from outlast.job.contract import Env
+from outlast.kubernetes import api as kube
+from outlast.kubernetes.nodewatch import notices
+from outlast.kubernetes.nodewatch.metadata import Metadata
+from outlast.kubernetes.nodewatch.watch import Watcher
+from outlast.kubernetes.operator import reconcilers
+from outlast.kubernetes.operator.leader import Leadership
+from outlast.kubernetes.operator.operator import Operator
+from outlast.kubernetes.operator.operator import Settings as OperatorSettings
+from outlast.kubernetes.operator.snapshot import Limits
 from test_run_pods import Pods
 
 Document = dict[str, Any]

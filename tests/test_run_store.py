@@ -16,12 +16,14 @@ from pathlib import Path
 import pytest
 
 from faults import Proxy, denied
-from outlast import checkpoints, cli, contract, store
+from outlast import checkpoints, cli
+from outlast.base.errors import OutlastError
 from outlast.cli import show
-from outlast.errors import OutlastError
+from outlast.job import contract
+from outlast.job.status import JobStatus, State
 from outlast.local.backend import LocalBackend
-from outlast.status import JobStatus, State
-from outlast.sync import growing
+from outlast.storage import store
+from outlast.storage.sync import growing
 from servers import Place
 
 Final = Callable[..., dict[str, object]]
@@ -214,7 +216,7 @@ def test_fresh_starts_anew_although_the_store_has_an_unfinished_run(machine, mac
     elsewhere = machine_in(tmp_path / "elsewhere")
     elsewhere.directory.mkdir()
     job = elsewhere.job(args=("--steps=20",), output=moto.url)
-    from outlast import spec
+    from outlast.job import spec
 
     try:
         elsewhere.backend.submit(spec.load(job), source=job, fresh=True)

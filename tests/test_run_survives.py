@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from outlast.job.status import JobStatus, State
+from outlast.job.workerfiles import progress
 from outlast.local.state_dir import StateDir
-from outlast.status import JobStatus, State
-from outlast.workerfiles import progress
 from worlds import steps as told_steps
 
 Final = Callable[..., dict[str, object]]

@@ -20,8 +20,8 @@ import pytest
 
 import ports
 import processes
-from outlast import contract
-from outlast.contract import Env
+from outlast.job import contract
+from outlast.job.contract import Env
 from test_run_pods import pods  # noqa: F401 (fixture)
 from test_tracking import shown
 

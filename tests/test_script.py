@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fake
-from outlast import cli, spec
+from outlast import cli
+from outlast.base.errors import NotFound, OutlastError
 from outlast.cli import overrides, script
-from outlast.errors import NotFound, OutlastError
-from outlast.shipping import tree
-from outlast.status import JobStatus
+from outlast.job import spec
+from outlast.job.shipping import tree
+from outlast.job.status import JobStatus
 
 PLAIN = "import argparse, torch\nparser.add_argument('--steps')\n"
 

@@ -22,12 +22,12 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import worlds
-from outlast import contract
-from outlast.errors import OutlastError
-from outlast.hangs import stall
-from outlast.hangs.stall import Standing
+from outlast.base.errors import OutlastError
+from outlast.job import contract
 from outlast.training import Stream, calls, mistakes, session
 from outlast.training import stream as streams
+from outlast.worker.hangs import stall
+from outlast.worker.hangs.stall import Standing
 
 HERE = r"\(test_script_mistakes.py:\d+\)"
 
@@ -588,5 +588,5 @@ def test_ranks_that_disagree_give_the_sentence_of_the_guide(tmp_path: Path, row:
     [*said] = {line for error in end.errors for line in error.splitlines() if re.search(r"(^|OutlastError: )rank 0 is in ", line)}
     assert len(said) == 1, end.errors
     assert (contract.Exit.MISCONFIGURED in end.codes) is (RANKS[row] not in AT_ONCE)
-    sentence = said[0].removeprefix("outlast.errors.OutlastError: ")
+    sentence = said[0].removeprefix("outlast.base.errors.OutlastError: ")
     assert shown(row, re.sub(r"ranks 1 and 2 are", "rank 1 is", sentence))

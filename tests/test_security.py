@@ -6,7 +6,7 @@ import re
 import stat
 from pathlib import Path
 
-from outlast import unix_sockets
+from outlast.base import unix_sockets
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs" / "guide" / "security.md").read_text()

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
 from outlast.recipes import __main__ as listing
 from outlast.recipes import results, settings
 from outlast.recipes.settings import flag

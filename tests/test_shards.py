@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from outlast.base.errors import OutlastError
 from outlast.data import shards
-from outlast.errors import OutlastError
 
 TOKENS = np.arange(1000, dtype="<u2") % 300
 

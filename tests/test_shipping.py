@@ -21,12 +21,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kubernetes_validate import utils as schemas
 
-from outlast import contract, manifests, spec, store
-from outlast.cluster.parcel import APPLIED, SMALL, choose, pack
-from outlast.errors import OutlastError
-from outlast.manifests import volumes
-from outlast.prepare import prepare
-from outlast.shipping import archives, ignore, tree
+from outlast.base.errors import OutlastError
+from outlast.job import contract, spec
+from outlast.job.shipping import archives, ignore, tree
+from outlast.kubernetes import manifests
+from outlast.kubernetes.jobs.parcel import APPLIED, SMALL, choose, pack
+from outlast.kubernetes.manifests import volumes
+from outlast.storage import store
+from outlast.worker.prepare import prepare
 from servers import Place
 
 NEWEST = sorted(set(schemas.all_versions()), key=lambda version: [int(part) for part in version.split(".")])[-1]

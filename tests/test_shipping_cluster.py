@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 import yaml
 
-from outlast import contract, manifests, spec
-from outlast.cluster.parcel import pack
+from outlast.job import contract, spec
+from outlast.kubernetes import manifests
+from outlast.kubernetes.jobs.parcel import pack
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 IMAGE = os.environ.get("OUTLAST_TEST_IMAGE", "")

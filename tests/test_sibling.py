@@ -17,10 +17,10 @@ from unittest import mock
 import psutil
 import pytest
 
-from outlast import contract
-from outlast.agent import start
-from outlast.launch import glibc, shim, sibling
+from outlast.job import contract
 from outlast.local.state_dir import StateDir
+from outlast.worker.agent import start
+from outlast.worker.launch import glibc, shim, sibling
 
 OURS = {"PATH": "/bin", "OMP_NUM_THREADS": "1", "OUTLAST_WORKER": "0", "OUTLAST_STATE": "/s/0", "CUDA_VISIBLE_DEVICES": "0"}
 
@@ -79,7 +79,7 @@ def test_what_an_agent_adds_for_its_warm_process_does_not_keep_that_from_forking
 WARM = """
 import json, os, sys, time
 from pathlib import Path
-from outlast.launch import prctl, sibling, warm
+from outlast.worker.launch import prctl, sibling, warm
 from outlast import unix_sockets
 
 request = warm.Server(unix_sockets.listening(Path(sys.argv[1])), dict(os.environ)).run(())

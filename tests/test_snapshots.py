@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from outlast import contract
-from outlast.contract import Env
-from outlast.errors import NotRestored, OutlastError, StoreError
-from outlast.snapshots import client, parts, server, wire
-from outlast.snapshots.client import Client
-from outlast.snapshots.parts import Damaged, Item, Part
-from outlast.snapshots.rooms import Refused, Room, Rooms
+from outlast.base.errors import NotRestored, OutlastError, StoreError
+from outlast.job import contract
+from outlast.job.contract import Env
+from outlast.storage.snapshots import client, parts, server, wire
+from outlast.storage.snapshots.client import Client
+from outlast.storage.snapshots.parts import Damaged, Item, Part
+from outlast.storage.snapshots.rooms import Refused, Room, Rooms
 
 KEY = "secret of the run"
 LARGE = 64 << 20
@@ -271,7 +271,7 @@ def test_a_peer_hears_that_its_replica_is_awaited_while_memory_is_allocated(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gives up after some seconds of silence."""
-    monkeypatch.setattr("outlast.snapshots.memory._PIECE", TOTAL // 2)
+    monkeypatch.setattr("outlast.storage.snapshots.memory._PIECE", TOTAL // 2)
     workers.agent(0)
     there = workers.agent(1)
     connection = wire.connect(there.address, KEY.encode())
@@ -347,7 +347,7 @@ def test_a_peer_whose_part_is_not_the_announced_one_is_not_believed(workers: Wor
 
 
 def test_strangers_at_the_port_get_nothing_and_do_not_keep_members_out(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outlast.snapshots.port._STRANGERS", 3)
+    monkeypatch.setattr("outlast.storage.snapshots.port._STRANGERS", 3)
     agent = workers.agent(0)
     workers.agent(1)
     rank, other = workers.rank(0), workers.rank(1)
@@ -370,8 +370,8 @@ def test_strangers_at_the_port_get_nothing_and_do_not_keep_members_out(workers: 
 def test_who_brings_and_who_reads_do_not_keep_each_other_out_and_whoever_is_too_many_waits(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outlast.snapshots.port._READERS", 1)
-    monkeypatch.setattr("outlast.snapshots.port._REPLICAS", 1)
+    monkeypatch.setattr("outlast.storage.snapshots.port._READERS", 1)
+    monkeypatch.setattr("outlast.storage.snapshots.port._REPLICAS", 1)
     agent = workers.agent(0)
     workers.agent(1)
     rank, other = workers.rank(0), workers.rank(1)
@@ -411,7 +411,7 @@ def test_what_a_member_asks_for_is_checked(workers: Workers) -> None:
 
 AGENT = """
 import os, signal, sys
-from outlast.snapshots import replicas, server
+from outlast.storage.snapshots import replicas, server
 replicas._FIRST = 1e6
 agent = server.Server(os.environ, 1 << 28, lambda: None)
 agent.start()

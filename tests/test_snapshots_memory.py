@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from outlast.contract import Env
-from outlast.snapshots import interfaces, memory, parts, replicas
+from outlast.job.contract import Env
+from outlast.storage.snapshots import interfaces, memory, parts, replicas
 
 GI = 1 << 30
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.snapshots import parts
-from outlast.snapshots.parts import Damaged, Item, Part
+from outlast.storage.snapshots import parts
+from outlast.storage.snapshots.parts import Damaged, Item, Part
 
 
 def a_part(**fields: object) -> Part:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.snapshots import pool
-from outlast.snapshots.pool import Choice, Room
+from outlast.storage.snapshots import pool
+from outlast.storage.snapshots.pool import Choice, Room
 
 
 class Worker:

@@ -19,12 +19,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from outlast import checkpoints, contract
-from outlast.contract import Env
-from outlast.errors import NotRestored, StoreError
-from outlast.snapshots import client, memory, server, wire
-from outlast.snapshots.client import Client, NoMemory
-from outlast.snapshots.parts import Item, Part
+from outlast import checkpoints
+from outlast.base.errors import NotRestored, StoreError
+from outlast.job import contract
+from outlast.job.contract import Env
+from outlast.storage.snapshots import client, memory, server, wire
+from outlast.storage.snapshots.client import Client, NoMemory
+from outlast.storage.snapshots.parts import Item, Part
 from outlast.training import capture, checkpoint, memory_reader, newest, recovery, saver
 from outlast.training.disks import Disks
 from outlast.training.recovery import Restored

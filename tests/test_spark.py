@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from outlast import cli
+from outlast.base.errors import OutlastError, Stopped
 from outlast.data.prepare import spark, work
 from outlast.data.prepare.plan import BadSource
-from outlast.errors import OutlastError, Stopped
 from sparks import CASES, Unit, digests, do, of_pyspark, prepare, results, times
 
 Engines = Callable[..., spark.Engine]

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from outlast import java, spark_entrypoint
-from outlast.errors import OutlastError
+from outlast import spark_entrypoint
+from outlast.base.errors import OutlastError
+from outlast.data import java
 
 SPARK = Path("/opt/pyspark")
 JAVA = Path("/opt/java")

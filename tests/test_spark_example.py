@@ -16,9 +16,9 @@ import pytest
 import yaml
 from kubernetes_validate import utils as schemas
 
-from outlast import spec
-from outlast.contract import API_VERSION, KIND
-from outlast.manifests import scheduling, volumes
+from outlast.job import spec
+from outlast.job.contract import API_VERSION, KIND
+from outlast.kubernetes.manifests import scheduling, volumes
 from test_kubeflow import closed
 
 SPARK = Path(__file__).parents[1] / "examples" / "spark"

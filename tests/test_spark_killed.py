@@ -16,7 +16,7 @@ import psutil
 import pyspark
 import pytest
 
-from outlast import java
+from outlast.data import java
 from outlast.data.prepare import work
 from sparks import CASES, GATED, digests
 

@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from namespaces import Document, Namespace, made
-from outlast import java
+from outlast.data import java
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 SPARK = Path(__file__).parents[1] / "examples" / "spark"

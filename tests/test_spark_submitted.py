@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 import apiserver
-from outlast import java
-from outlast.manifests import volumes
+from outlast.data import java
+from outlast.kubernetes.manifests import volumes
 from rights import Right, needed, rights
 from test_spark_example import PROGRAM, SPARK
 

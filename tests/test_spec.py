@@ -15,11 +15,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outlast import contract, spec
+from outlast.base.errors import InvalidJob, NotFound, OutlastError
+from outlast.base.units import Every
 from outlast.cli.validate import validate
-from outlast.errors import InvalidJob, NotFound, OutlastError
-from outlast.spec import unused
-from outlast.units import Every
+from outlast.job import contract, spec
+from outlast.job.spec import unused
 
 HEAD = """\
 apiVersion: outlast.dev/v1alpha1
@@ -810,7 +810,7 @@ def test_the_schema_describes_every_field_and_refuses_unknown_ones() -> None:
 
 
 def test_the_vocabulary_imports_nothing_heavy() -> None:
-    code = "import sys, outlast.spec; print([name for name in ('torch', 'numpy', 'typer', 'rich') if name in sys.modules])"
+    code = "import sys, outlast.job.spec; print([name for name in ('torch', 'numpy', 'typer', 'rich') if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
 
 

@@ -11,33 +11,34 @@ import pytest
 
 import imds
 from imds import Imds
-from outlast import contract, kube
-from outlast.contract import Annotation
-from outlast.nodewatch import notices
-from outlast.nodewatch.metadata import Metadata
-from outlast.nodewatch.watch import Watcher
+from outlast.job import contract
+from outlast.job.contract import Annotation
+from outlast.kubernetes import api
+from outlast.kubernetes.nodewatch import notices
+from outlast.kubernetes.nodewatch.metadata import Metadata
+from outlast.kubernetes.nodewatch.watch import Watcher
 
 pytestmark = pytest.mark.cluster
 
 Document = dict[str, Any]
 
 
-class OwnPods(kube.Cluster):
+class OwnPods(api.Cluster):
     """A cluster of which the watcher sees the pods of one namespace only: others on the node are none of a test's business."""
 
-    def list_(self, kind: kube.Kind, **options: Any) -> list[Document]:
-        if kind == kube.POD:
+    def list_(self, kind: api.Kind, **options: Any) -> list[Document]:
+        if kind == api.POD:
             options |= {"everywhere": False, "namespace": self.namespace}
         return super().list_(kind, **options)
 
 
 @pytest.fixture
-def cluster() -> Iterator[kube.Cluster]:
-    found = kube.connect(namespace=f"spot-{os.urandom(3).hex()}")
+def cluster() -> Iterator[api.Cluster]:
+    found = api.connect(namespace=f"spot-{os.urandom(3).hex()}")
     own = OwnPods(found.connection, context=found.context, namespace=found.namespace)
     own.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": own.namespace}})
     yield own
-    own.delete(kube.NAMESPACE, own.namespace)
+    own.delete(api.NAMESPACE, own.namespace)
     own.close()
 
 
@@ -61,14 +62,14 @@ def a_pod(name: str, node: str) -> Document:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": {**spec, "volumes": volumes}}
 
 
-def test_a_node_is_tainted_drained_against_a_budget_and_taken_back(cluster: kube.Cluster) -> None:
-    before = next(each for each in cluster.list_(kube.NODE) if not each["spec"].get("unschedulable"))
+def test_a_node_is_tainted_drained_against_a_budget_and_taken_back(cluster: api.Cluster) -> None:
+    before = next(each for each in cluster.list_(api.NODE) if not each["spec"].get("unschedulable"))
     name = before["metadata"]["name"]
     for pod in ("free", "kept"):
         cluster.create(a_pod(pod, name))
     budget = {"minAvailable": 1, "selector": {"matchLabels": {"app": "kept"}}}
     cluster.create({"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": {"name": "kept"}, "spec": budget})
-    until(lambda: all(each["status"]["phase"] == "Running" for each in cluster.list_(kube.POD)))
+    until(lambda: all(each["status"]["phase"] == "Running" for each in cluster.list_(api.POD)))
     later = [0.0]
     with imds.serving(Imds()) as service:
         source = Metadata(service.address, timeout_s=30)
@@ -79,11 +80,11 @@ def test_a_node_is_tainted_drained_against_a_budget_and_taken_back(cluster: kube
             service.documents[imds.SPOT] = imds.spot(notices.utc(begun + 45))
             while time.time() < begun + 45:
                 time.sleep(watcher.tick())
-                gone = [each["metadata"]["name"] for each in cluster.list_(kube.POD) if each["status"]["phase"] == "Running"]
+                gone = [each["metadata"]["name"] for each in cluster.list_(api.POD) if each["status"]["phase"] == "Running"]
                 if not gone:
                     break
             assert time.time() < begun + 45
-            node = cluster.get(kube.NODE, name)
+            node = cluster.get(api.NODE, name)
             assert node["spec"]["unschedulable"]
             assert contract.LEAVING in [each["key"] for each in node["spec"]["taints"]]
             assert node["metadata"]["annotations"][Annotation.LEAVING_AT] == notices.utc(begun + 45)
@@ -93,6 +94,6 @@ def test_a_node_is_tainted_drained_against_a_budget_and_taken_back(cluster: kube
             watcher.tick()
             time.sleep(1.1)
             watcher.tick()
-    after = cluster.get(kube.NODE, name)
+    after = cluster.get(api.NODE, name)
     assert after["spec"].get("taints") == before["spec"].get("taints")
     assert not after["spec"].get("unschedulable")

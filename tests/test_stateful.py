@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
 from outlast.training import Stateful, Stream, checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Vital:UserWarning")

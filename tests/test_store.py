@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from outlast import store
-from outlast.errors import Changed, Denied, Exists, Missing, NoBucket, Stopped, StoreError
-from outlast.store import multipart, s3, urls
+from outlast.base.errors import Changed, Denied, Exists, Missing, NoBucket, Stopped, StoreError
+from outlast.storage import store
+from outlast.storage.store import multipart, s3, urls
 from servers import KEY, REGION, SECRET, Place
 
 KINDS = ["memory", "file", "rclone", "moto"]
@@ -691,7 +691,7 @@ def test_azure_knows_no_backslash() -> None:
 
 
 def test_a_machine_without_certificates_uses_those_that_botocore_brings(monkeypatch):
-    from outlast.store import s3
+    from outlast.storage.store import s3
 
     environ: dict[str, str] = {}
     monkeypatch.setattr(s3, "_CERTIFICATES", ("/nowhere",))

@@ -17,9 +17,9 @@ import pytest
 
 import faults
 from faults import Proxy, Request, always, first
-from outlast import store
-from outlast.errors import Changed, Denied, Exists, Missing, NoBucket, Stopped, StoreError, Unreachable
-from outlast.store import error_mapping, multipart
+from outlast.base.errors import Changed, Denied, Exists, Missing, NoBucket, Stopped, StoreError, Unreachable
+from outlast.storage import store
+from outlast.storage.store import error_mapping, multipart
 from servers import Place
 
 MIB = 1 << 20
@@ -496,7 +496,7 @@ store.open_(sys.argv[1]).upload(Path(sys.argv[2]), "x", journal=Path(sys.argv[3]
 def test_an_upload_that_is_killed_goes_on(proxy: Proxy, tmp_path: Path) -> None:
     place, path, journal = filled(proxy), large(tmp_path, 12), tmp_path / "journal"
     proxy.intake = 30 * MIB
-    program = f"from outlast.store import multipart\nmultipart.PART = {multipart.PART}\n{UPLOAD}"
+    program = f"from outlast.storage.store import multipart\nmultipart.PART = {multipart.PART}\n{UPLOAD}"
     with subprocess.Popen(
         [sys.executable, "-c", program, place.url, path, journal], stdout=subprocess.PIPE, text=True
     ) as process:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
 from outlast.training import Batch, Stream
 from outlast.training.stalls import Stalls
 from outlast.training.stream import dealt, permuted

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outlast.base.errors import OutlastError
 from outlast.data import shards as prepared
-from outlast.errors import OutlastError
 from outlast.training import Shards, Stream
 from outlast.training.order import Windows
 

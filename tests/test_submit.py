@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 import apiserver
-from outlast import kube, runs, store
-from outlast.agent import run_ownership
-from outlast.checkpoints import register, rules
-from outlast.cluster import backend, workloads
-from outlast.errors import Superseded
-from outlast.runs import output as stored
-from outlast.status import JobStatus, State
+from outlast.base.errors import Superseded
+from outlast.job.status import JobStatus, State
+from outlast.kubernetes import api as kube
+from outlast.kubernetes.jobs import backend, workloads
+from outlast.storage import runs, store
+from outlast.storage.checkpoints import register, rules
+from outlast.storage.runs import output as stored
+from outlast.worker.agent import run_ownership
 
 JOB = """\
 apiVersion: outlast.dev/v1alpha1

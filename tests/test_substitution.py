@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outlast.spec import substitution
+from outlast.job.spec import substitution
 
 ENVIRON = {"HOME": "/root", "A": "of the shell"}
 

@@ -24,15 +24,17 @@ from hypothesis import strategies as some
 
 import faults
 from faults import Proxy
-from outlast import cli, crc32, store
+from outlast import cli
+from outlast.base import crc32
+from outlast.base.errors import AlreadyRunning, Changed, Denied, Missing, NoBucket, NotFound, OutlastError, Stopped
 from outlast.cli import sync as command
 from outlast.cli import transfers
-from outlast.errors import AlreadyRunning, Changed, Denied, Missing, NoBucket, NotFound, OutlastError, Stopped
-from outlast.store import Store
-from outlast.sync import index, pool, sync, transfer, tree
-from outlast.sync import state as states
-from outlast.sync.direct import Direct
-from outlast.sync.index import Object, Seen, Stat, Verdict
+from outlast.storage import store
+from outlast.storage.store import Store
+from outlast.storage.sync import index, pool, sync, transfer, tree
+from outlast.storage.sync import state as states
+from outlast.storage.sync.direct import Direct
+from outlast.storage.sync.index import Object, Seen, Stat, Verdict
 from servers import Place
 
 OUTLAST = str(Path(sys.executable).with_name("outlast"))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from outlast import store
-from outlast.sync import sync
+from outlast.storage import store
+from outlast.storage.sync import sync
 from servers import Place, enter, serve_rclone
 
 pytestmark = pytest.mark.slow

@@ -19,12 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ports
-from outlast import cli, store
+from outlast import cli
 from outlast.cli import tensorboard
-from outlast.cluster.backend import KubernetesBackend
-from outlast.kube.streams import Ended
-from outlast.sync import growing
-from outlast.tracking import mirror
+from outlast.kubernetes.api.streams import Ended
+from outlast.kubernetes.jobs.backend import KubernetesBackend
+from outlast.storage import store
+from outlast.storage.sync import growing
+from outlast.worker.tracking import mirror
 from test_tracking import append, line, shown
 
 

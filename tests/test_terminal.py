@@ -16,12 +16,13 @@ import yaml
 from rich.text import Text
 
 import fake
-from outlast import cli, contract
-from outlast.backend import LogLine
+from outlast import cli
+from outlast.base.errors import OutlastError
 from outlast.cli import commands, live, show, terminal, view
-from outlast.errors import OutlastError
-from outlast.failure import Failure
-from outlast.status import CheckpointStatus, JobStatus, State, WorkerStatus
+from outlast.job import contract
+from outlast.job.backend import LogLine
+from outlast.job.failure import Failure
+from outlast.job.status import CheckpointStatus, JobStatus, State, WorkerStatus
 
 TITLE = "\x1b]0;owned\x07"
 """Gives the terminal another title."""

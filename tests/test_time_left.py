@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outlast.workerfiles import time_left
+from outlast.job.workerfiles import time_left
 
 
 @pytest.mark.parametrize(

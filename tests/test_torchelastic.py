@@ -14,15 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes_validate import utils as schemas
 
-from outlast.kube import kinds, ownership
-from outlast.operator import job_status, reconcilers
-from outlast.operator.cache import CachedJob
-from outlast.operator.plan import Document, Plan
-from outlast.operator.queues import ClusterFeatures
-from outlast.operator.snapshot import NNODES, Limits
+from outlast.job.spec import job_file as job_files
+from outlast.kubernetes.api import kinds, ownership
+from outlast.kubernetes.operator import job_status, reconcilers
+from outlast.kubernetes.operator.cache import CachedJob
+from outlast.kubernetes.operator.plan import Document, Plan
+from outlast.kubernetes.operator.queues import ClusterFeatures
+from outlast.kubernetes.operator.snapshot import NNODES, Limits
+from outlast.kubernetes.torchelastic import adapter, definition, pods
 from outlast.rendezvous.failures import PLAIN_PODS
-from outlast.spec import job_file as job_files
-from outlast.torchelastic import adapter, definition, pods
 from test_operator import World, world  # noqa: F401  # the fixture
 
 START = 1_800_000_000.0

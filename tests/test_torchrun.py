@@ -20,11 +20,11 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousTimeoutError
 
 import ports
-from outlast import contract
-from outlast.errors import OutlastError
-from outlast.launch import elastic
+from outlast.base.errors import OutlastError
+from outlast.job import contract
 from outlast.rendezvous import entry_point, world
 from outlast.rendezvous.transports import sockets
+from outlast.worker.launch import elastic
 
 SCRIPT = """
 import os, sys, time, torch, torch.distributed as dist

@@ -18,17 +18,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast import manifests, spec
-from outlast.contract import Env
-from outlast.errors import OutlastError
-from outlast.tracking import event_files, follower, forwarding, lines, process
-from outlast.tracking.event_files import EventFile
-from outlast.tracking.forwarding import Forwarder
-from outlast.tracking.lines import Point
-from outlast.tracking.mlflow_runs import MLflow
-from outlast.tracking.sinks import Run, Status
-from outlast.tracking.wanted import Wanted, wanted
+from outlast.base.errors import OutlastError
+from outlast.job import spec
+from outlast.job.contract import Env
+from outlast.kubernetes import manifests
 from outlast.training import metrics
+from outlast.worker.tracking import event_files, follower, forwarding, lines, process
+from outlast.worker.tracking.event_files import EventFile
+from outlast.worker.tracking.forwarding import Forwarder
+from outlast.worker.tracking.lines import Point
+from outlast.worker.tracking.mlflow_runs import MLflow
+from outlast.worker.tracking.sinks import Run, Status
+from outlast.worker.tracking.wanted import Wanted, wanted
 
 
 def line(step: int, **values: float) -> bytes:
@@ -322,7 +323,7 @@ def test_event_files_go_on_after_any_kill(tmp_path: Path):
 
 def test_event_files_need_neither_torch_nor_tensorflow(tmp_path: Path):
     code = (
-        "import sys; from pathlib import Path; from outlast.tracking.event_files import EventFile; "
+        "import sys; from pathlib import Path; from outlast.worker.tracking.event_files import EventFile; "
         f"EventFile(Path({str(tmp_path)!r}), 'a', Path('x')).open(); sys.exit(bool({{'torch', 'tensorflow'}} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast import units
-from outlast.units import Every
+from outlast.base import units
+from outlast.base.units import Every
 
 DURATIONS = st.timedeltas(min_value=timedelta(0), max_value=timedelta.max)
 

@@ -14,9 +14,11 @@ from pydantic.alias_generators import to_camel
 
 import fake
 import outlast
-from outlast import cli, manifests, spec
-from outlast.spec import unused
-from outlast.spec.validation import Checked
+from outlast import cli
+from outlast.job import spec
+from outlast.job.spec import unused
+from outlast.job.spec.validation import Checked
+from outlast.kubernetes import manifests
 
 JOB = """\
 apiVersion: outlast.dev/v1alpha1

@@ -16,14 +16,16 @@ import pytest
 
 import apiserver
 from fake_cluster import FakeCluster
-from outlast import contract, kube, runs, spec, store
+from outlast.base.errors import Forbidden, NotServed, Unanswered
 from outlast.cli import waited
-from outlast.cluster import outcome, waiting
-from outlast.cluster.waiting import Code, Waiter
-from outlast.cluster.workloads import Workloads
-from outlast.errors import Forbidden, NotServed, Unanswered
-from outlast.kube import kubeconfig
-from outlast.status import CheckpointStatus, JobStatus, State, StoreStatus
+from outlast.job import contract, spec
+from outlast.job.status import CheckpointStatus, JobStatus, State, StoreStatus
+from outlast.kubernetes import api as kube
+from outlast.kubernetes.api import kubeconfig
+from outlast.kubernetes.jobs import outcome, waiting
+from outlast.kubernetes.jobs.waiting import Code, Waiter
+from outlast.kubernetes.jobs.workloads import Workloads
+from outlast.storage import runs, store
 
 Document = dict[str, Any]
 Outlast = Callable[..., tuple[int, str, str]]

@@ -16,12 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from outlast import contract
-from outlast.launch import shim, warm
+from outlast.job import contract
+from outlast.worker.launch import shim, warm
 
 LEAVES = """
 import atexit, sys, threading, time
-from outlast.launch import warm
+from outlast.worker.launch import warm
 
 class Last:
     def __del__(self):
@@ -48,7 +48,7 @@ def test_who_leaves_in_the_middle_loses_nothing_that_was_written_and_ends_before
 CALLED = """
 import os
 from pathlib import Path
-from outlast.launch import titles
+from outlast.worker.launch import titles
 if {without}:
     import sys
     sys.modules["setproctitle"] = None
@@ -89,12 +89,12 @@ def test_a_fork_is_called_by_what_it_does(kind: str, argv: list[str], title: str
 ELASTIC = """
 import os, sys
 from types import SimpleNamespace
-from outlast.launch import warm
+from outlast.worker.launch import warm
 
 def main(argv, *, unready):
     raise {}
 
-sys.modules["outlast.launch.elastic"] = SimpleNamespace(main=main)
+sys.modules["outlast.worker.launch.elastic"] = SimpleNamespace(main=main)
 warm.become(warm.Request("elastic", [], dict(os.environ), "/", []))
 """
 
@@ -110,7 +110,7 @@ FORKING = """
 import os, sys, time
 from pathlib import Path
 from outlast import contract
-from outlast.launch import warm
+from outlast.worker.launch import warm
 from outlast import unix_sockets
 
 fork, refused = os.fork, [None, BlockingIOError(11, "Resource temporarily unavailable")]

@@ -18,10 +18,12 @@ from torch import nn
 
 import fake
 import worlds
-from outlast import checkpoints, cli, contract, runs, store
-from outlast.checkpoints import remote
-from outlast.errors import OutlastError
-from outlast.status import JobStatus, State, StoreStatus
+from outlast import checkpoints, cli
+from outlast.base.errors import OutlastError
+from outlast.job import contract
+from outlast.job.status import JobStatus, State, StoreStatus
+from outlast.storage import runs, store
+from outlast.storage.checkpoints import remote
 from outlast.training import checkpoint, saver, session, weights
 
 

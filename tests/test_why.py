@@ -16,17 +16,19 @@ from hypothesis import strategies as st
 import fake
 import situations
 from fake_cluster import FakeCluster
-from outlast import cli, contract, diagnosis, kube
+from outlast import cli
+from outlast.base.errors import Forbidden, NotFound
 from outlast.cli import show
-from outlast.contract import End, FailureCause
-from outlast.diagnosis import Finding, Snapshot, containers, gather, local_job, messages, nodes
-from outlast.errors import Forbidden, NotFound
-from outlast.failure import Failure
-from outlast.kube import kinds
-from outlast.kube import pods as kube_pods
+from outlast.job import contract
+from outlast.job.contract import End, FailureCause
+from outlast.job.failure import Failure
+from outlast.job.status import CheckpointStatus, JobStatus, State, StoreStatus, WorkerStatus
+from outlast.kubernetes import api, diagnosis
+from outlast.kubernetes.api import kinds
+from outlast.kubernetes.api import pods as kube_pods
+from outlast.kubernetes.diagnosis import Finding, Snapshot, containers, gather, local_job, messages, nodes
 from outlast.local import backend as local
 from outlast.local.state_dir import Run
-from outlast.status import CheckpointStatus, JobStatus, State, StoreStatus, WorkerStatus
 
 Document = dict[str, Any]
 NOW = 1_800_000_000.0
@@ -1117,7 +1119,7 @@ def test_a_job_that_nobody_takes_up_tells_of_the_operator() -> None:
 
 
 def test_why_tells_of_a_job_in_a_cluster(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kube, "connect", lambda context, namespace: a_cluster("gpu", forbidden=(kinds.CLAIM,)))
+    monkeypatch.setattr(api, "connect", lambda context, namespace: a_cluster("gpu", forbidden=(kinds.CLAIM,)))
     with pytest.raises(SystemExit) as ended:
         cli.main(["why", "train", "-n", "team"])
     assert ended.value.code == 0

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 import pytest
 
 import situations
-from outlast import cli, diagnosis, kube
-from outlast.diagnosis import Finding, gather
-from outlast.errors import NotFound
+from outlast import cli
+from outlast.base.errors import NotFound
+from outlast.kubernetes import api, diagnosis
+from outlast.kubernetes.diagnosis import Finding, gather
 
 pytestmark = pytest.mark.cluster
 LAST = {"deadline": 60, "probe-fails": 240}
@@ -32,7 +33,7 @@ def namespace(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def causes(namespace: str) -> list[Finding]:
-    cluster = kube.connect(namespace=namespace)
+    cluster = api.connect(namespace=namespace)
     try:
         return diagnosis.causes(gather.job(cluster, "train"), time.time())
     finally:

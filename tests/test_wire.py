@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.kube import wire
-from outlast.kube.kinds import CONFIG_MAP, ELASTIC_JOB, LEASE, LEGACY_JOB, POD
+from outlast.kubernetes.api import wire
+from outlast.kubernetes.api.kinds import CONFIG_MAP, ELASTIC_JOB, LEASE, LEGACY_JOB, POD
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 VALUES = st.recursive(SCALARS, lambda inside: st.lists(inside) | st.dictionaries(st.text(), inside, max_size=3), max_leaves=9)

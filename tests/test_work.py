@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from outlast import contract, store
-from outlast.contract import Env
-from outlast.prepare import workdir
-from outlast.runs.layout import skipped
-from outlast.status import SavedStatus
-from outlast.sync import sync
-from outlast.workerfiles import progress, saves
-from outlast.workerfiles.saves import Logged
+from outlast.job import contract
+from outlast.job.contract import Env
+from outlast.job.status import SavedStatus
+from outlast.job.workerfiles import progress, saves
+from outlast.job.workerfiles.saves import Logged
+from outlast.storage import store
+from outlast.storage.runs.layout import skipped
+from outlast.storage.sync import sync
+from outlast.worker.prepare import workdir
 
 LONG_AGO = time.time() - 1000
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from outlast.store import Entry, Store
+from outlast.storage.store import Entry, Store
 
 Hand = Callable[[str, str, Callable[[], Any]], Any]
 """Is told the name of a request, its key, and how to make it; returns the answer."""

@@ -23,9 +23,10 @@ from typing import Any
 import pytest
 
 import ports
-from outlast import checkpoints, contract
+from outlast import checkpoints
 from outlast.data.prepare import work
-from outlast.ledger import Event, read
+from outlast.job import contract
+from outlast.job.ledger import Event, read
 
 fork = multiprocessing.get_context("forkserver")
 
@@ -296,7 +297,7 @@ def fork_server() -> None:
 
     It imports as well what the modules of tests import: each rank finds its program in one of them.
     """
-    ours = ["outlast.training.session", "outlast.agent.upload", "outlast.checkpoints.remote"]
+    ours = ["outlast.training.session", "outlast.worker.agent.upload", "outlast.storage.checkpoints.remote"]
     fork.set_forkserver_preload([*ours, "torch._dynamo", "pytest", *work._PRELOADED])
     forkserver.ensure_running()
 

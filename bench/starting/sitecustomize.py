@@ -12,10 +12,29 @@ import sys
 import time
 
 WATCHED = {
-    *("outlast.agent.lifecycle", "outlast.spec", "outlast.prepare.prepare", "outlast.store", "outlast.runs", "outlast.probes"),
-    *("obstore", "outlast.agent.coordination", "outlast.checkpoints.remote", "outlast.prepare.compiled", "outlast.launch.warm"),
-    *("numpy", "torch", "torch.distributed.elastic.agent.server.local_elastic_agent", "torch._dynamo", "outlast.launch.elastic"),
-    *("torch.distributed.checkpoint", "outlast.training.session", "outlast.launch.rank", "outlast.rendezvous.handler"),
+    *(
+        "outlast.worker.agent.lifecycle",
+        "outlast.job.spec",
+        "outlast.worker.prepare.prepare",
+        "outlast.storage.store",
+        "outlast.storage.runs",
+        "outlast.base.probes",
+    ),
+    *(
+        "obstore",
+        "outlast.worker.agent.coordination",
+        "outlast.storage.checkpoints.remote",
+        "outlast.worker.prepare.compiled",
+        "outlast.worker.launch.warm",
+    ),
+    *(
+        "numpy",
+        "torch",
+        "torch.distributed.elastic.agent.server.local_elastic_agent",
+        "torch._dynamo",
+        "outlast.worker.launch.elastic",
+    ),
+    *("torch.distributed.checkpoint", "outlast.training.session", "outlast.worker.launch.rank", "outlast.rendezvous.handler"),
     *("torch.distributed.run",),
 }
 _notes = os.environ.get("OUTLAST_BENCH_NOTES", "")

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from outlast import spec, units
+from outlast.base import units
+from outlast.job import spec
 
 HEAD = """\
 # The job file
 
-<!-- Written by `python docs/reference/job_file.py > docs/reference/job-file.md` from src/outlast/spec/model.py. -->
+<!-- Written by `python docs/reference/job_file.py > docs/reference/job-file.md` from src/outlast/job/spec/model.py. -->
 
 Names that are not on this page are refused. `outlast validate FILE` reports every mistake with its line. Relative paths are
 relative to the job file.

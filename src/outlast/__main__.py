@@ -7,16 +7,16 @@ import importlib
 import sys
 
 ROLES = {
-    "agent": "outlast.agent.start",  # the one role that is a command, too: of pods
+    "agent": "outlast.worker.agent.start",  # the one role that is a command, too: of pods
     "faults": "outlast.local.fault_schedule",
-    "follower": "outlast.tracking.follower",
+    "follower": "outlast.worker.tracking.follower",
     "launcher": "outlast.local.launcher",
-    "rank": "outlast.launch.rank",
+    "rank": "outlast.worker.launch.rank",
     "shard": "outlast.training.fetched",
-    "upload": "outlast.agent.upload",
-    "warm": "outlast.launch.warm",
+    "upload": "outlast.worker.agent.upload",
+    "warm": "outlast.worker.launch.warm",
     "weights": "outlast.training.weights",
-    "workdir": "outlast.prepare.workdir",
+    "workdir": "outlast.worker.prepare.workdir",
 }
 """The module of each role. Its `main` is given the other arguments, and returns the exit code or None for 0."""
 

@@ -20,9 +20,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from outlast import java
-from outlast.contract import Exit
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
+from outlast.data import java
+from outlast.job.contract import Exit
 
 BACKEND = "org.apache.spark.scheduler.cluster.k8s.KubernetesExecutorBackend"
 """The executor's class, of Spark 3.3 and newer."""

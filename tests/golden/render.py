@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from outlast import manifests, spec
 from outlast.cli import render
-from outlast.manifests.request import Document
+from outlast.job import spec
+from outlast.kubernetes import manifests
+from outlast.kubernetes.manifests.request import Document
 
 HERE = Path(__file__).parent
 JOBS = sorted(path.stem for path in (HERE / "jobs").glob("*.yaml"))

@@ -13,8 +13,8 @@ def main(args: Sequence[str] | None = None, *, backend: Any = None) -> NoReturn:
         from outlast import __main__ as roles
 
         roles.main(["agent"])
+    from outlast.base.errors import InvalidJob, OutlastError
     from outlast.cli import commands, gone, terminal
-    from outlast.errors import InvalidJob, OutlastError
 
     terminal.guard()
     if instead := gone.sentence(sys.argv[1:] if args is None else args):

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from outlast import chaos as faults
-from outlast.backoff import RANDOM
+from outlast.base.backoff import RANDOM
 from outlast.cli import terminal, which
 from outlast.cli.which import ContextOption, NamespaceOption
+from outlast.job import chaos as faults
 
 
 def _completed(incomplete: str) -> list[str]:

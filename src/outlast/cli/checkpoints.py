@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast import contract, units
+from outlast.base import units
+from outlast.base.errors import NotFound, OutlastError, StoreError
 from outlast.cli import show, transfers, which
 from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import BestOption, ContextOption, NameArgument, NamespaceOption, StepOption, YesOption
-from outlast.errors import NotFound, OutlastError, StoreError
+from outlast.job import contract
 
 if TYPE_CHECKING:
-    from outlast.checkpoints import Checkpoint, Metric, remote
+    from outlast.storage.checkpoints import Checkpoint, Metric, remote
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, verify, restore, export and remove checkpoints.")
 
@@ -95,8 +96,8 @@ class Saved:
 
 def _job(ctx: typer.Context, name: str | None, url: str | None, namespace: str | None, context: str | None) -> Job:
     """The job that a command means; raises NotFound. Asks the store only if this machine does not know the job."""
-    from outlast import runs, store
-    from outlast.checkpoints import remote
+    from outlast.storage import runs, store
+    from outlast.storage.checkpoints import remote
 
     elsewhere = which.in_store(name)
     if url and elsewhere:
@@ -121,7 +122,7 @@ def _job(ctx: typer.Context, name: str | None, url: str | None, namespace: str |
 
 def _saved(job: Job) -> list[Saved]:
     """All checkpoints of a job, lowest step first. If the store cannot be reached, those on this machine."""
-    from outlast import checkpoints
+    from outlast.storage import checkpoints
 
     here = checkpoints.list_(job.directory) if job.directory else []
     there: list[remote.Checkpoint] = []
@@ -144,7 +145,7 @@ def _saved(job: Job) -> list[Saved]:
 
 def _ranks(job: Job, found: Sequence[Saved]) -> dict[int, int]:
     """Steps of the run's checkpoints that have a metric, and their place among them: 1 is the best."""
-    from outlast import checkpoints
+    from outlast.storage import checkpoints
 
     ours = (saved for saved in found if not saved.here or saved.here.run in (job.run, ""))
     return {saved.step: rank for rank, saved in enumerate(checkpoints.ranked(ours), 1)}
@@ -152,7 +153,7 @@ def _ranks(job: Job, found: Sequence[Saved]) -> dict[int, int]:
 
 def _chosen(found: Sequence[Saved], step: int | None, *, best: bool = False) -> Sequence[Saved]:
     """All of these checkpoints, the best, or those of a step; raises NotFound."""
-    from outlast import checkpoints
+    from outlast.storage import checkpoints
 
     if best and step is not None:
         raise OutlastError(f"--best and --step {step} name two checkpoints; leave one of them out")
@@ -319,7 +320,7 @@ def verify(
 
 def _verified(path: Path) -> str | None:
     """What is wrong with a checkpoint, which is protected from removal while we read it."""
-    from outlast import checkpoints
+    from outlast.storage import checkpoints
 
     try:
         with checkpoints.reading(path):
@@ -353,7 +354,7 @@ def restore(
       outlast checkpoints restore cifar10 --step 1200
       outlast checkpoints restore s3://bucket/runs/cifar10 --best --to best
     """
-    from outlast.checkpoints import remote
+    from outlast.storage.checkpoints import remote
 
     job = _job(ctx, name, store, namespace, context)
     if job.there is None:
@@ -452,7 +453,7 @@ def prune(
       outlast checkpoints prune cifar10 --keep 2 --yes
       outlast checkpoints prune s3://bucket/runs/cifar10 --keep 5
     """
-    from outlast import checkpoints
+    from outlast.storage import checkpoints
 
     job = _job(ctx, name, store, namespace, context)
     ours = [c for c in checkpoints.list_(job.directory) if c.run == job.run] if job.directory else []

@@ -76,7 +76,7 @@ def program(
 
 def evaluation(args: Annotated[list[str] | None, typer.Argument(metavar="ARGS")] = None) -> None:
     """Evaluate a job's model in this pod, configured by its environment."""
-    from outlast.agent import evaluation
+    from outlast.worker.agent import evaluation
 
     terminal.release()
     raise typer.Exit(evaluation.main(args or ()))

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast import units
+from outlast.base import units
+from outlast.base.errors import OutlastError
 from outlast.cli import show, terminal, transfers, which
 from outlast.cli.which import ContextOption, NamespaceOption
-from outlast.errors import OutlastError
 
 if TYPE_CHECKING:
-    from outlast.cluster.backend import KubernetesBackend
     from outlast.data.download import Progress
     from outlast.data.get import How
     from outlast.data.place import Marker
     from outlast.data.registry import Dataset
-    from outlast.manifests.dataset import Wanted
+    from outlast.kubernetes.jobs.backend import KubernetesBackend
+    from outlast.kubernetes.manifests.dataset import Wanted
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Get datasets, and prepare them for training.")
 
@@ -92,7 +92,7 @@ def get(
             raise OutlastError(
                 "--from is a file of this machine, which pods do not see; put it onto the claim, or leave out --on"
             )
-        from outlast.manifests.dataset import IMAGE, Wanted
+        from outlast.kubernetes.manifests.dataset import IMAGE, Wanted
 
         wanted = Wanted(name, dataset.directory, to or "", claim or "", image or IMAGE, tuple(secret or ()))
         _in_pod(which.cluster(ctx, namespace, context), wanted, context)
@@ -144,7 +144,7 @@ def _directory(dataset: Dataset, to: str | None) -> Path:
 
 def _in_pod(place: KubernetesBackend, wanted: Wanted, context: str | None) -> None:
     """Have a pod do it."""
-    from outlast.cluster import datasets
+    from outlast.kubernetes.jobs import datasets
 
     print(datasets.get(place.workloads, wanted))
     print(f"look at it with: outlast logs -f {wanted.name}{which.suffix(place.cluster.namespace, context)}")
@@ -152,12 +152,13 @@ def _in_pod(place: KubernetesBackend, wanted: Wanted, context: str | None) -> No
 
 def _to_store(dataset: Dataset, url: str, how: How) -> tuple[Marker, bool]:
     """Bring a dataset to a place in a store, by way of this machine's cache; its marker is written last there, too."""
-    from outlast import foreign, logins, store
     from outlast.data import get as getting
     from outlast.data import place
     from outlast.data.place import Marker
-    from outlast.prepare import cache
-    from outlast.sync import sync
+    from outlast.job import foreign, logins
+    from outlast.storage import store
+    from outlast.storage.sync import sync
+    from outlast.worker.prepare import cache
 
     there = store.open_(url)
     try:

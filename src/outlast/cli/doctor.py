@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outlast.base.errors import ClusterError, NoCluster, OutlastError
 from outlast.cli import show, terminal
 from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import ContextOption, NamespaceOption
-from outlast.errors import ClusterError, NoCluster, OutlastError
 
 if TYPE_CHECKING:
-    from outlast.diagnosis import Finding
-    from outlast.kube import Cluster
+    from outlast.kubernetes.api import Cluster
+    from outlast.kubernetes.diagnosis import Finding
 
 _TIMEOUT_S = 300.0
 
@@ -44,7 +44,7 @@ def doctor(
       outlast doctor --image IMAGE --store s3://bucket/runs --secret s3-keys
       outlast doctor --image IMAGE --no-network
     """
-    from outlast import diagnosis
+    from outlast.kubernetes import diagnosis
 
     if image is None and (store or secret):
         raise OutlastError("--store and --secret are tried in a pod; say of which image: --image IMAGE")
@@ -74,12 +74,12 @@ def _asked(
     timeout: float,
 ) -> Iterator[tuple[str, Iterable[Finding]]]:
     """The sections, each with its checks, which run as they are read."""
-    from outlast import kube
-    from outlast.diagnosis import finding, inside, machine
+    from outlast.kubernetes import api
+    from outlast.kubernetes.diagnosis import finding, inside, machine
 
     yield "This machine", machine.checks()
     try:
-        cluster = kube.connect(context, namespace)
+        cluster = api.connect(context, namespace)
     except NoCluster as error:
         if namespace or context or image:
             raise
@@ -96,8 +96,8 @@ def _asked(
 
 def _of(cluster: Cluster) -> Iterator[Finding]:
     """What a cluster itself shows."""
-    from outlast.diagnosis import cluster as judged
-    from outlast.diagnosis import gather, machine
+    from outlast.kubernetes.diagnosis import cluster as judged
+    from outlast.kubernetes.diagnosis import gather, machine
 
     seen = gather.place(cluster)
     yield from judged.checks(seen)
@@ -106,7 +106,7 @@ def _of(cluster: Cluster) -> Iterator[Finding]:
 
 def _reached(checks: Iterator[Finding]) -> Iterator[Finding]:
     """The checks, the last of which says that the cluster did not let us go on, when it did not."""
-    from outlast.diagnosis import Finding
+    from outlast.kubernetes.diagnosis import Finding
 
     try:
         yield from checks

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast import units
+from outlast.base import units
+from outlast.base.errors import OutlastError
 from outlast.cli import show, terminal, which
 from outlast.cli.which import ContextOption, NamespaceOption, YesOption
-from outlast.errors import OutlastError
 
 if TYPE_CHECKING:
+    from outlast.job.status import JobStatus
     from outlast.local.backend import LocalBackend
-    from outlast.status import JobStatus
 
 
 def forget(
@@ -91,7 +91,7 @@ def forget(
 
 def _remove(urls: Sequence[str], *, yes: bool) -> None:
     """Remove the outputs of jobs in stores, with what earlier runs left there."""
-    from outlast import runs
+    from outlast.storage import runs
 
     for there, record in map(which.recorded, urls):
         if not record.ended:

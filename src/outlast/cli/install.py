@@ -10,10 +10,10 @@ import typer
 
 from outlast.cli import terminal
 from outlast.cli.which import ContextOption, YesOption
-from outlast.contract import OPERATOR_NAMESPACE
+from outlast.job.contract import OPERATOR_NAMESPACE
 
 if TYPE_CHECKING:
-    from outlast import kube
+    from outlast.kubernetes import api
 
 _WAIT_S = 120.0
 _RUNS = {"Deployment": "the operator", "DaemonSet": "the node watcher"}
@@ -52,12 +52,12 @@ def install(
       outlast install --wait
       outlast install --node-watch --on-demand --wait
     """
-    from outlast import kube
-    from outlast.cluster import installation
-    from outlast.manifests import install
+    from outlast.kubernetes import api
+    from outlast.kubernetes.jobs import installation
+    from outlast.kubernetes.manifests import install
 
     installation.check_namespace(namespace)
-    cluster = kube.connect(context, namespace)
+    cluster = api.connect(context, namespace)
     try:
         wanted = installation.documents(namespace=namespace, image=image or install.IMAGE, watch=node_watch, on_demand=on_demand)
         count: dict[str, int] = {}
@@ -76,10 +76,10 @@ def install(
         cluster.close()
 
 
-def _wait(cluster: kube.Cluster, workload: dict[str, Any], begun: float, timeout: float) -> None:
+def _wait(cluster: api.Cluster, workload: dict[str, Any], begun: float, timeout: float) -> None:
     """Wait until the operator or the node watcher runs. Raises typer.Exit when it does not in time, once it is said why."""
-    from outlast import diagnosis
-    from outlast.cluster import installation
+    from outlast.kubernetes import diagnosis
+    from outlast.kubernetes.jobs import installation
 
     name = _RUNS[workload["kind"]]
     if causes := installation.wait(cluster, workload, timeout_s=max(1.0, begun + timeout - time.monotonic())):
@@ -109,11 +109,11 @@ def uninstall(
       outlast uninstall
       outlast uninstall --crds --yes
     """
-    from outlast import kube
-    from outlast.cluster import installation
+    from outlast.kubernetes import api
+    from outlast.kubernetes.jobs import installation
 
     installation.check_namespace(namespace)
-    cluster = kube.connect(context, namespace)
+    cluster = api.connect(context, namespace)
     try:
         if crds and not yes and (there := installation.jobs(cluster)):
             named = ", ".join(there[:5]) + (f" and {len(there) - 5} more" if len(there) > 5 else "")

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast import backoff
+from outlast.base import backoff
+from outlast.base.errors import NotFound, OutlastError
 from outlast.cli import show, terminal, which
 from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
-from outlast.errors import NotFound, OutlastError
 
 if TYPE_CHECKING:
-    from outlast.backend import Backend
-    from outlast.status import JobStatus
+    from outlast.job.backend import Backend
+    from outlast.job.status import JobStatus
 
 
 def list_(
@@ -134,7 +134,7 @@ def logs(
     except re.error as error:
         raise OutlastError(f"--grep {grep!r} is not a regular expression: {error}") from error
     if url := which.in_store(name):
-        from outlast.runs import output
+        from outlast.storage.runs import output
 
         if follow or since:
             raise OutlastError("logs in a store have no times and cannot be followed; give the name of the job, where it runs")

@@ -14,14 +14,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from outlast import backoff, units
+from outlast.base import backoff, units
 from outlast.cli import show, terminal
-from outlast.status import JobStatus, State
+from outlast.job.status import JobStatus, State
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from outlast.backend import LogLine
+    from outlast.job.backend import LogLine
 
 _STATES = {
     State.PENDING: "cyan",

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from outlast.cli.which import ContextOption
-from outlast.contract import Env
+from outlast.job.contract import Env
 
 
 def node_watch(
@@ -38,12 +38,13 @@ def node_watch(
     import signal
     import threading
 
-    from outlast import kube, units
-    from outlast.clock import Clock
-    from outlast.errors import OutlastError
-    from outlast.loglines import write_log
-    from outlast.nodewatch.metadata import Metadata
-    from outlast.nodewatch.watch import Watcher
+    from outlast.base import units
+    from outlast.base.clock import Clock
+    from outlast.base.errors import OutlastError
+    from outlast.base.loglines import write_log
+    from outlast.kubernetes import api
+    from outlast.kubernetes.nodewatch.metadata import Metadata
+    from outlast.kubernetes.nodewatch.watch import Watcher
 
     try:
         every_s = max(0.2, units.duration(poll_interval).total_seconds())
@@ -53,9 +54,9 @@ def node_watch(
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    cluster = kube.connect(context)
+    cluster = api.connect(context)
     source = Metadata(metadata.rstrip("/"), rebalance)
-    watcher = Watcher(cluster.get(kube.NODE, node), source, cluster, clock=Clock(), every_s=every_s)
+    watcher = Watcher(cluster.get(api.NODE, node), source, cluster, clock=Clock(), every_s=every_s)
     source.read(Clock()())  # a service that is switched off is said by a container that does not start
     logging.getLogger(__name__).info("node %s is watched every %g s", node, every_s)
     while not stop.wait(watcher.tick()):

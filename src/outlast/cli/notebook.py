@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outlast.base.errors import NotFound, OutlastError
 from outlast.cli import serving, terminal
-from outlast.errors import NotFound, OutlastError
 
 if TYPE_CHECKING:
-    from outlast.notebooks import jupyter
+    from outlast.local.notebooks import jupyter
 
 _HERE = "127.0.0.1"
 _START_S = 180.0
@@ -55,8 +55,8 @@ def notebook(
       outlast notebook ~/experiments --port 9000 --open
       outlast notebook work --bind 0.0.0.0 --token-file token.txt
     """
-    from outlast.agent import pid1
-    from outlast.notebooks import jupyter
+    from outlast.local.notebooks import jupyter
+    from outlast.worker.agent import pid1
 
     pid1.stand_by()  # in a pod: jobs outlive their kernels, and somebody has to reap them
     jupyter.check()
@@ -90,7 +90,7 @@ def notebook(
 
 def _serve(server: jupyter.Server, private: Path, environ: Mapping[str, str], token: str, *, made: bool) -> None:
     """Serve until somebody shuts it down in the page. Raises NotFound when it does not start, OutlastError when it fails."""
-    from outlast.notebooks import jupyter
+    from outlast.local.notebooks import jupyter
 
     with serving.child(
         "JupyterLab",

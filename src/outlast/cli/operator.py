@@ -36,9 +36,9 @@ def operator(
       outlast operator --context kind-test --log text
     """
     try:
-        from outlast.operator import process
+        from outlast.kubernetes.operator import process
     except ModuleNotFoundError as error:
-        from outlast.kube import login
+        from outlast.kubernetes.api import login
 
         if (error.name or "").startswith("outlast"):
             raise  # a module of ours: a bug

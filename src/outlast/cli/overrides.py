@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outlast.base.errors import InvalidJob, OutlastError
 from outlast.cli import script
-from outlast.errors import InvalidJob, OutlastError
 
 if TYPE_CHECKING:
-    from outlast.spec import Job
+    from outlast.job.spec import Job
 
 
 def load(
@@ -27,7 +27,7 @@ def load(
 
     The workers of a script share `gpus`. Raises InvalidJob.
     """
-    from outlast import spec
+    from outlast.job import spec
 
     changes = [_assignment(text) for text in set_]
     if script.named(file, module=module):

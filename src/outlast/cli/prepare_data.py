@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from outlast import units
+from outlast.base import units
+from outlast.base.errors import Missing, OutlastError
 from outlast.cli import show, terminal, transfers
-from outlast.errors import Missing, OutlastError
 
 if TYPE_CHECKING:
     from outlast.data.prepare.work import Engine, Request
     from outlast.data.shards import Files, Manifest
-    from outlast.store import Store
+    from outlast.storage.store import Store
 
 _UPLOADED = ".uploaded.json"
 """In the work directory: which objects have been sent, and their ETags."""
@@ -271,7 +271,7 @@ def verify(
     if "://" not in place:
         _verified(shards.read(Path(place)), shards.Local(Path(place)), place)
         return
-    from outlast import store
+    from outlast.storage import store
 
     stored = _Stored(store.open_(place))
     _verified(stored.manifest(), stored, place)
@@ -284,7 +284,7 @@ def _made(prepare: Callable[[Request], Manifest], how: How) -> None:
 
     source, to = how.source, how.to
     if "://" in to:
-        from outlast import store
+        from outlast.storage import store
 
         stored = _Stored(store.open_(to))
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outlast" / "prepare"
@@ -382,8 +382,8 @@ class _Stored:
 
     def check(self, directory: Path, note: str | None = None) -> None:
         """Raise OutlastError for a place that holds other files, or a part of another dataset than the one with this `note`."""
-        from outlast import foreign
         from outlast.data import place
+        from outlast.job import foreign
 
         names = self.store.names()
         there = self.store.get(place.COMING).decode() if place.COMING in names else None
@@ -392,7 +392,7 @@ class _Stored:
 
     def upload(self, directory: Path, made: Manifest) -> None:
         """Send the shards, then the manifest, and remove the work directory. What an earlier run has sent is not sent again."""
-        from outlast import files
+        from outlast.base import files
         from outlast.data import place, shards
 
         note = f"the dataset whose manifest has the SHA-256 {hashlib.sha256(made.text.encode()).hexdigest()}"

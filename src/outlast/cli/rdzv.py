@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast import contract
+from outlast.base.errors import NotFound
 from outlast.cli import show as shown
 from outlast.cli.show import Output, OutputOption
-from outlast.errors import NotFound
+from outlast.job import contract
 
 if TYPE_CHECKING:
-    from outlast.etcd import Etcd
     from outlast.rendezvous.etcd.client import Run
+    from outlast.rendezvous.etcd.gateway import Etcd
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -49,9 +49,9 @@ def show(endpoint: EndpointOption, run: RunOption = None, output: OutputOption =
       outlast rdzv show --endpoint etcd://etcd:2379 --run team-a/cifar10
       kubectl exec cifar10-0 -- outlast rdzv show -o json
     """
-    from outlast import etcd
+    from outlast.rendezvous.etcd import gateway
 
-    with contextlib.closing(etcd.Etcd(etcd.address(endpoint))) as client:
+    with contextlib.closing(gateway.Etcd(gateway.address(endpoint))) as client:
         found = _look(client, run)
         if output is not Output.TABLE:
             shown.data([facts(each) for each in found], output)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from outlast.base.errors import InvalidJob, OutlastError
 from outlast.cli import terminal, which
 from outlast.cli.which import FileArgument, SetOption, TitleOption, TopologyOption
-from outlast.errors import InvalidJob, OutlastError
 
 if TYPE_CHECKING:
-    from outlast.cluster.parcel import Parcel
-    from outlast.spec import Job
+    from outlast.job.spec import Job
+    from outlast.kubernetes.jobs.parcel import Parcel
 
 
 def render(
@@ -50,10 +50,10 @@ def render(
       outlast render job.yaml --as job --server-side | kubectl apply --server-side -f -
       outlast render job.yaml --as job --upload | kubectl apply -f -
     """
-    from outlast import manifests
     from outlast.cli import overrides
-    from outlast.cluster.parcel import APPLIED, SMALL
-    from outlast.spec import unused
+    from outlast.job.spec import unused
+    from outlast.kubernetes import manifests
+    from outlast.kubernetes.jobs.parcel import APPLIED, SMALL
 
     job = overrides.load(file, name=name, set_=set_ or ())
     room = SMALL if server_side else APPLIED
@@ -90,9 +90,9 @@ def rendered(
     `run` and `fresh` are as for `manifests.render`, `room` is how much code may be in a ConfigMap (default: as much as it
     holds). Raises InvalidJob with the name of the job's file.
     """
-    from outlast import manifests
-    from outlast.cluster.parcel import SMALL, pack
-    from outlast.manifests import volumes
+    from outlast.kubernetes import manifests
+    from outlast.kubernetes.jobs.parcel import SMALL, pack
+    from outlast.kubernetes.manifests import volumes
 
     with pack(job, but=[source], room=room or SMALL) as parcel:
         files = texts(volumes.files(parcel.job.spec))

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast import contract
+from outlast.base.errors import OutlastError
 from outlast.cli import show, terminal, transfers, which
 from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import BestOption, ContextOption, NameArgument, NamespaceOption, StepOption
-from outlast.errors import OutlastError
+from outlast.job import contract
 
 if TYPE_CHECKING:
-    from outlast.ledger import Event
-    from outlast.report.goodput import Goodput
+    from outlast.job.ledger import Event
+    from outlast.job.report.goodput import Goodput
 
 NamesArgument = Annotated[
     list[str] | None,
@@ -60,7 +60,7 @@ def report(
       outlast report s3://bucket/runs/cifar10
       outlast report cifar10-1 cifar10-2 cifar10-4 --plot scaling.svg
     """
-    from outlast.report import comparison, text
+    from outlast.job.report import comparison, text
 
     if names is not None and len(names) > 1:
         _compare(ctx, names, namespace, context, plot, output)
@@ -82,10 +82,10 @@ def report(
 def _compare(
     ctx: typer.Context, names: list[str], namespace: str | None, context: str | None, plot: Path | None, output: Output
 ) -> None:
-    from outlast.report import comparison
+    from outlast.job.report import comparison
 
     if plot is not None:
-        from outlast.report import plot as plots
+        from outlast.job.report import plot as plots
 
         plots.check(plot)
     jobs = [_job(ctx, name, namespace, context) for name in names]
@@ -115,7 +115,7 @@ class _Job:
 
     def account(self) -> Goodput:
         """Up to the end, or to now."""
-        from outlast.report import goodput
+        from outlast.job.report import goodput
 
         now = time.time() if self.active or next(iter(self.events), None) is None else None
         found = goodput.buckets(self.events, now)
@@ -125,7 +125,7 @@ class _Job:
 def _job(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> _Job:
     """The job of a name, or of a URL."""
     if url := which.in_store(name):
-        from outlast.runs import output
+        from outlast.storage.runs import output
 
         place, record = which.recorded(url)
         stored, ended = output.events(place), record.state if record.ended else ""
@@ -144,8 +144,8 @@ def _job(ctx: typer.Context, name: str | None, namespace: str | None, context: s
 def _metrics(output: Path | str) -> Iterable[str | bytes]:
     """The lines of metrics.jsonl in the output of a job: a directory, or a URL."""
     if isinstance(output, str):
-        from outlast import store
-        from outlast.runs import output as stored
+        from outlast.storage import store
+        from outlast.storage.runs import output as stored
 
         return stored.metrics(store.open_(output)) if "://" in output else ()
     try:
@@ -171,8 +171,8 @@ def fetch(
       outlast fetch cifar10 -n team-a
       outlast fetch cifar10 model.pt 'logs/*' --to results
     """
-    from outlast.runs.layout import OWN, skipped
-    from outlast.sync import growing, sync
+    from outlast.storage.runs.layout import OWN, skipped
+    from outlast.storage.sync import growing, sync
 
     if (url := which.in_store(name)) is None:
         place, name = which.found(ctx, name, namespace, context)

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outlast.base.errors import NotFound, OutlastError
 from outlast.cli import overrides, script, terminal, which
 from outlast.cli.script import ModuleOption, WorkersOption
 from outlast.cli.which import FileOrScript, SetOption, TitleOption
-from outlast.errors import NotFound, OutlastError
 
 if TYPE_CHECKING:
-    from outlast.backend import Backend
-    from outlast.spec import Job
-    from outlast.status import JobStatus
+    from outlast.job.backend import Backend
+    from outlast.job.spec import Job
+    from outlast.job.status import JobStatus
 
 _NOTICE_DELAY_S = 3.0
 """A slow start is explained after this long."""
@@ -67,7 +67,7 @@ def run(
     wanted = overrides.load(file, ctx.args, module=module, workers=workers, name=name, set_=set_ or (), gpus=gpus)
     command = script.command(file, ctx.args, module=module, workers=workers, name=name, set_=set_ or ())
     if chaos is not None:
-        from outlast import chaos as schedules
+        from outlast.job import chaos as schedules
 
         schedules.load(chaos)
     place = which.backend(ctx)
@@ -78,7 +78,7 @@ def run(
     if fresh and before is not None and not before.state.final:
         _end(place, name)
         before = None
-    from outlast.spec import unused
+    from outlast.job.spec import unused
 
     misplaced = list(script.misplaced(ctx, file))
     for sentence in (*misplaced, *unused.anywhere(wanted), *unused.here(wanted)):
@@ -106,7 +106,7 @@ def run(
 @contextlib.contextmanager
 def _explained(job: Job) -> Iterator[None]:
     """Explain a slow start: nearly always it waits for the store."""
-    from outlast import spec
+    from outlast.job import spec
 
     there = job.spec.output if job.spec.output and spec.local(job.spec.output) is None else ""
     waits = f"waiting for {there}: it does not answer, or the output of an earlier run is being archived; Ctrl-C stops"

@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from outlast import contract
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
+from outlast.job import contract
 
 ModuleOption = Annotated[bool, typer.Option("-m", "--module", help="FILE is a Python module, such as package.train.")]
 WorkersOption = Annotated[
@@ -186,7 +186,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
     except FileNotFoundError as error:
-        from outlast import spec
+        from outlast.job import spec
 
         raise spec.no_such_file(path, "*.py", "a script or of a job file") from error
     except OSError as error:

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from outlast.base.errors import NotFound, OutlastError
 from outlast.cli import terminal
-from outlast.errors import NotFound, OutlastError
 
 _START_S = 60.0
 """How long a server may take to answer; arbitrary."""
@@ -72,7 +72,7 @@ def child(
 
     Ctrl-C does not reach it: we end it. Raises NotFound, with the end of its log, when it does not start.
     """
-    from outlast.launch import prctl
+    from outlast.worker.launch import prctl
 
     with log.open("wb") as output:
         process = subprocess.Popen(

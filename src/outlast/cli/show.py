@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast import units
+from outlast.base import units
+from outlast.base.errors import NotFound
 from outlast.cli import terminal
-from outlast.errors import NotFound
-from outlast.workerfiles import saves
+from outlast.job.workerfiles import saves
 
 if TYPE_CHECKING:
-    from outlast.failure import Failure
-    from outlast.status import JobStatus, LostStatus, RankStatus, StoreStatus
+    from outlast.job.failure import Failure
+    from outlast.job.status import JobStatus, LostStatus, RankStatus, StoreStatus
 
 
 _WIDEST = 300

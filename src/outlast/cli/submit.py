@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast import backoff
+from outlast.base import backoff
+from outlast.base.errors import NotFound, OutlastError, StoreError
 from outlast.cli import render, script, terminal, waited, which
 from outlast.cli.script import ModuleOption, WorkersOption
 from outlast.cli.waited import KeyOption, OutputsOption, TerminateOption, WaitOption
 from outlast.cli.which import ContextOption, FileOrScript, NamespaceOption, SetOption, TitleOption, TopologyOption
-from outlast.errors import NotFound, OutlastError, StoreError
 
 if TYPE_CHECKING:
-    from outlast.cluster.backend import KubernetesBackend
-    from outlast.kube import Cluster, Document
-    from outlast.spec import Job
+    from outlast.job.spec import Job
+    from outlast.kubernetes.api import Cluster, Document
+    from outlast.kubernetes.jobs.backend import KubernetesBackend
 
 
 def submit(
@@ -65,9 +65,9 @@ def submit(
       outlast submit job.yaml --dry-run --set workers.replicas=8
       outlast submit job.yaml --wait --outputs out --idempotency-key "$RUN"
     """
-    from outlast import manifests
     from outlast.cli import overrides
-    from outlast.spec import unused
+    from outlast.job.spec import unused
+    from outlast.kubernetes import manifests
 
     job = overrides.load(file, ctx.args, module=module, workers=workers, name=name, set_=set_ or ())
     if script.named(file, module=module) and not job.spec.image:
@@ -120,7 +120,7 @@ def _check(wait: bool, *, follow: bool, dry_run: bool, fresh: bool, others: bool
 
 def backend(ctx: typer.Context, job: Job, topology: str, namespace: str | None, context: str | None) -> KubernetesBackend:
     """The cluster, and how jobs are made there."""
-    from outlast.cluster.backend import KubernetesBackend
+    from outlast.kubernetes.jobs.backend import KubernetesBackend
 
     if isinstance(ctx.obj, KubernetesBackend):
         cluster = ctx.obj.cluster
@@ -143,16 +143,16 @@ def backend(ctx: typer.Context, job: Job, topology: str, namespace: str | None, 
 
 def _change(cluster: Cluster, document: Document) -> str:
     """What applying a document would do: a word, and a diff if it is changed."""
-    from outlast import kube
-    from outlast.kube import applied
-    from outlast.manifests import objects
+    from outlast.kubernetes import api
+    from outlast.kubernetes.api import applied
+    from outlast.kubernetes.manifests import objects
 
     old = applied.there(cluster, document)
-    if old is not None and kube.kind_of(document) is kube.CLAIM:
+    if old is not None and api.kind_of(document) is api.CLAIM:
         return objects.kept(document, old)
     done = applied.apply(cluster, document, old=old, dry_run=True)
     verb = "is" if done.what == "unchanged" else "would be"
-    difference = _diff(*map(kube.without_server_fields, (old, done.new))) if old else ()
+    difference = _diff(*map(api.without_server_fields, (old, done.new))) if old else ()
     return "\n".join([f"{document['kind']} {document['metadata']['name']} {verb} {done.what}", *difference])
 
 

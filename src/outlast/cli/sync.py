@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast import units
+from outlast.base import units
+from outlast.base.errors import NotFound, OutlastError, StoreError
 from outlast.cli import show, transfers
 from outlast.cli.show import Output, OutputOption
-from outlast.errors import NotFound, OutlastError, StoreError
 
 if TYPE_CHECKING:
-    from outlast.store import Store
-    from outlast.sync.sync import Report
+    from outlast.storage.store import Store
+    from outlast.storage.sync.sync import Report
 
 _LISTED = 20
 """How many paths of a kind are named at the end."""
@@ -52,8 +52,9 @@ def sync(
       outlast sync results gs://bucket/results --delete --dry-run
       outlast sync data s3://bucket/data -o json
     """
-    from outlast import foreign, store
-    from outlast.sync import sync as engine
+    from outlast.job import foreign
+    from outlast.storage import store
+    from outlast.storage.sync import sync as engine
 
     pushing, directory, url = sides(source, target)
     place, state = store.open_(url), _state(pushing, directory, url)
@@ -85,7 +86,7 @@ def sync(
 
 def _nothing(place: Store) -> NotFound:
     """Why there was nothing to be received."""
-    from outlast import store
+    from outlast.storage import store
 
     above, _, name = place.url.rpartition("/")
     with contextlib.suppress(StoreError):
@@ -109,7 +110,7 @@ def sides(source: str, target: str) -> tuple[bool, Path, str]:
 
 def _local(side: str) -> Path:
     """The directory; raises StoreError for a URL with a slash too few."""
-    from outlast.store import urls
+    from outlast.storage.store import urls
 
     if re.match(rf"({'|'.join(urls.PLACES)}):", side) and not side.startswith("file://") and not os.path.exists(side):
         urls.normalised(side)

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast import contract
+from outlast.base.errors import OutlastError
 from outlast.cli import serving, terminal, which
 from outlast.cli.which import ContextOption, NamespaceOption
-from outlast.errors import OutlastError
+from outlast.job import contract
 
 if TYPE_CHECKING:
-    from outlast.cluster.backend import KubernetesBackend
-    from outlast.store import Store
-    from outlast.tracking.forwarding import Forwarder
+    from outlast.kubernetes.jobs.backend import KubernetesBackend
+    from outlast.storage.store import Store
+    from outlast.worker.tracking.forwarding import Forwarder
 
 PORT = 6006
 """TensorBoard's own default; another one if it is taken."""
@@ -114,9 +114,9 @@ class InStore(Source):
         self._versions: dict[str, str] = {}
 
     def bring(self, into: Path) -> Path:
-        from outlast.errors import Missing
-        from outlast.sync import growing
-        from outlast.tracking import mirror
+        from outlast.base.errors import Missing
+        from outlast.storage.sync import growing
+        from outlast.worker.tracking import mirror
 
         mirror.refresh(into / contract.METRICS, lambda start: growing.since(self._place, contract.METRICS, start))
         with contextlib.suppress(Missing):
@@ -141,7 +141,7 @@ class InPod(Source):
         self._place, self._name = place, name
 
     def bring(self, into: Path) -> Path:
-        from outlast.tracking import mirror
+        from outlast.worker.tracking import mirror
 
         read = self._place.reader(self._name)
         mirror.refresh(into / contract.METRICS, lambda start: read(contract.METRICS, start))
@@ -178,9 +178,9 @@ class Show:
             terminal.say(f"{self._label}: {problem or 'its metrics can be read again'}")
 
     def _forward(self, output: Path) -> None:
-        from outlast.tracking.event_files import EventFile
-        from outlast.tracking.forwarding import Forwarder
-        from outlast.tracking.sinks import Run
+        from outlast.worker.tracking.event_files import EventFile
+        from outlast.worker.tracking.forwarding import Forwarder
+        from outlast.worker.tracking.sinks import Run
 
         if (first := _first_line(output / contract.METRICS)) != self._history or self._forwarder is None:
             self._history = first  # another one: the job was begun again

@@ -20,15 +20,15 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from outlast import contract
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
+from outlast.job import contract
 
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
     from rich.console import Console
 
-    from outlast.backend import LogLine
+    from outlast.job.backend import LogLine
 
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 """C0 but tab and newline, DEL, C1, separators of lines, and what reverses the direction of text."""

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from outlast import accelerators, contract, units
+from outlast.base import units
+from outlast.base.errors import Forbidden, NotServed, Unanswered
 from outlast.cli import show, terminal, which
 from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
-from outlast.errors import Forbidden, NotServed, Unanswered
+from outlast.job import accelerators, contract
 
 if TYPE_CHECKING:
-    from outlast.backend import Backend
-    from outlast.cluster.backend import KubernetesBackend
+    from outlast.job.backend import Backend
+    from outlast.kubernetes.jobs.backend import KubernetesBackend
 
 _SAMPLE_S = 0.5
 """Over which time the CPU of this machine's processes is measured."""
@@ -104,14 +105,14 @@ def _measured(processes: Iterable[Any]) -> list[tuple[float, int]]:
 
 def _there(place: KubernetesBackend, name: str) -> dict[str, Any]:
     """Of pods and their nodes."""
-    from outlast import kube
-    from outlast.kube import pods
+    from outlast.kubernetes import api
+    from outlast.kubernetes.api import pods
 
     found = [pod for pod in place.pods(name) if not pods.over(pod)]
     notes: list[str] = []
-    usage = _usage(place, kube.POD_METRICS, notes, labels=f"{contract.Label.JOB}={name}")
+    usage = _usage(place, api.POD_METRICS, notes, labels=f"{contract.Label.JOB}={name}")
     nodes = sorted({pod["spec"]["nodeName"] for pod in found if pod["spec"].get("nodeName")})
-    node_usage = _usage(place, kube.NODE_METRICS, notes) if nodes else {}
+    node_usage = _usage(place, api.NODE_METRICS, notes) if nodes else {}
     workers = []
     for pod in found:
         asked = [each.get("resources") or {} for each in pod["spec"]["containers"]]
@@ -129,7 +130,7 @@ def _there(place: KubernetesBackend, name: str) -> dict[str, Any]:
     rows = []
     for node in nodes:
         try:
-            has = place.cluster.get(kube.NODE, node)["status"].get("allocatable") or {}
+            has = place.cluster.get(api.NODE, node)["status"].get("allocatable") or {}
         except Forbidden as error:
             notes.append(str(error))
             break

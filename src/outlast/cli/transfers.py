@@ -12,9 +12,9 @@ from typing import Protocol
 
 import typer
 
-from outlast import backoff, units
+from outlast.base import backoff, units
+from outlast.base.errors import Stopped
 from outlast.cli import terminal
-from outlast.errors import Stopped
 
 _LINE_INTERVAL_S = 5.0
 """Interval of progress lines without a terminal."""

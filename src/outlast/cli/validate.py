@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
 
 if TYPE_CHECKING:
-    from outlast import spec
+    from outlast.job import spec
 
 
 def validate(
@@ -35,8 +35,8 @@ def validate(
     """
     if not files and not schema:
         raise typer.BadParameter("give the job files to check, or --schema")
-    from outlast import spec
-    from outlast.spec import unused
+    from outlast.job import spec
+    from outlast.job.spec import unused
 
     if schema:
         print(json.dumps(spec.schema(), indent=2))
@@ -61,9 +61,10 @@ def validate(
 
 def _snapshots(job: spec.Job) -> Iterator[str]:
     """What snapshots take of the memory of a worker, in pods and on this machine, and what fits."""
-    from outlast import checkpoints, contract
+    from outlast.job import contract
     from outlast.local import output_dir, state_dir
-    from outlast.snapshots import budget
+    from outlast.storage import checkpoints
+    from outlast.storage.snapshots import budget
 
     fields, workers = job.spec.checkpoint, max(1, job.spec.workers.replicas)
     saved = 0

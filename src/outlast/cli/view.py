@@ -16,13 +16,14 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from outlast import contract, units
+from outlast.base import units
+from outlast.base.errors import OutlastError
 from outlast.cli import show, terminal
-from outlast.errors import OutlastError
-from outlast.status import JobStatus, State
+from outlast.job import contract
+from outlast.job.status import JobStatus, State
 
 if TYPE_CHECKING:
-    from outlast.backend import Backend, LogLine
+    from outlast.job.backend import Backend, LogLine
 
 _POLL_S = 0.2
 """Poll interval for the status; people perceive it as at once."""

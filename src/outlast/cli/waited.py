@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from outlast.base.errors import OutlastError, Unanswered
 from outlast.cli import terminal
-from outlast.errors import OutlastError, Unanswered
 
 if TYPE_CHECKING:
-    from outlast.cluster.backend import KubernetesBackend
-    from outlast.cluster.outcome import Outcome
-    from outlast.spec import Job
+    from outlast.job.spec import Job
+    from outlast.kubernetes.jobs.backend import KubernetesBackend
+    from outlast.kubernetes.jobs.outcome import Outcome
 
 WaitOption = Annotated[
     bool,
@@ -119,8 +119,8 @@ def named(job: Job, key: str | None, *content: object) -> Job:
     """The job under the name that it has for this key; `content` is what it was made of. Without a key, the job."""
     if not key:
         return job
-    from outlast import contract
-    from outlast.manifests import names
+    from outlast.job import contract
+    from outlast.kubernetes.manifests import names
 
     digest = names.digest([key, *map(str, content)], digits=12)  # a second run with the same one would find the job of the first
     name = f"{job.metadata.name[: contract.LONGEST_NAME - len(digest) - 1].rstrip('-.')}-{digest}"
@@ -129,7 +129,7 @@ def named(job: Job, key: str | None, *content: object) -> Job:
 
 def until_end(place: KubernetesBackend, name: str, apply: Callable[[], Iterator[str]], wish: Wish) -> int:
     """Submit, wait for the end, write the outputs; the exit code."""
-    from outlast.cluster import outcome, waiting
+    from outlast.kubernetes.jobs import outcome, waiting
 
     wish.prepare()
     terminable = _Terminable()

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from outlast import units
+from outlast.base import units
+from outlast.base.errors import NotFound, OutlastError
 from outlast.cli import show, terminal
-from outlast.errors import NotFound, OutlastError
 
 if TYPE_CHECKING:
-    from outlast import runs
-    from outlast.backend import Backend
-    from outlast.cluster.backend import KubernetesBackend
-    from outlast.status import JobStatus
-    from outlast.store import Store
+    from outlast.job.backend import Backend
+    from outlast.job.status import JobStatus
+    from outlast.kubernetes.jobs.backend import KubernetesBackend
+    from outlast.storage import runs
+    from outlast.storage.store import Store
 
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The job file.")]
 FileOrScript = Annotated[str, typer.Argument(metavar="FILE", help="A job file, or a Python script followed by its arguments.")]
@@ -66,17 +66,17 @@ def place(ctx: typer.Context, name: str | None, namespace: str | None, context: 
     known = {status.name for status in here.list()}
     if name in known or (name is None and known):
         return here
-    from outlast.kube import kubeconfig
+    from outlast.kubernetes.api import kubeconfig
 
     return cluster(ctx) if kubeconfig.any_(os.environ) else here
 
 
 def cluster(ctx: typer.Context, namespace: str | None = None, context: str | None = None) -> KubernetesBackend:
     """The jobs of a cluster; its connections are closed when the command ends. Raises NoCluster."""
-    from outlast import kube
-    from outlast.cluster import backend as kubernetes
+    from outlast.kubernetes import api
+    from outlast.kubernetes.jobs import backend as kubernetes
 
-    found = kube.connect(context, checked(namespace))
+    found = api.connect(context, checked(namespace))
     ctx.call_on_close(found.close)
     return kubernetes.KubernetesBackend(found)
 
@@ -94,7 +94,7 @@ def in_cluster(where: Backend) -> KubernetesBackend | None:
 
     if isinstance(where, local.LocalBackend):
         return None
-    from outlast.cluster import backend as kubernetes
+    from outlast.kubernetes.jobs import backend as kubernetes
 
     return where if isinstance(where, kubernetes.KubernetesBackend) else None
 
@@ -167,7 +167,7 @@ def in_store(given: str | None) -> str | None:
         return given
     if not given.endswith((".yaml", ".yml")):
         return None
-    from outlast import spec
+    from outlast.job import spec
 
     job = spec.load(given)
     if job.spec.output is None or spec.local(job.spec.output) is not None:
@@ -177,7 +177,7 @@ def in_store(given: str | None) -> str | None:
 
 def recorded(url: str) -> tuple[Store, runs.Run]:
     """The output of a job in a store, and the record of its run there; raises NotFound."""
-    from outlast import runs, store
+    from outlast.storage import runs, store
 
     there = store.open_(url)
     if (record := runs.read(there)) is None:

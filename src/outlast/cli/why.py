@@ -29,8 +29,8 @@ def why(
       outlast why cifar10 -n team-a
       outlast why cifar10 -o json
     """
-    from outlast import diagnosis
-    from outlast.diagnosis import gather, local_job
+    from outlast.kubernetes import diagnosis
+    from outlast.kubernetes.diagnosis import gather, local_job
 
     place = which.place(ctx, name, namespace, context)
     found = which.job(place, name)

@@ -19,9 +19,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from outlast import contract
+from outlast.base.errors import OutlastError
 from outlast.data import place
-from outlast.errors import OutlastError
+from outlast.job import contract
 
 TRAIN = tuple(f"data_batch_{i}" for i in range(1, 6))
 TEST = "test_batch"

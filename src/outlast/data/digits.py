@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from outlast import files
+from outlast.base import files
+from outlast.base.errors import OutlastError
 from outlast.data import cifar
-from outlast.errors import OutlastError
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 

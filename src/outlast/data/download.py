@@ -22,10 +22,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from outlast import backoff, files, units, unpack
+from outlast.base import backoff, files, units, unpack
+from outlast.base.errors import OutlastError, Stopped
 from outlast.data import http
 from outlast.data.http import Address, Answer, Away, OutOfRange, Version
-from outlast.errors import OutlastError, Stopped
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]

@@ -15,12 +15,12 @@ import shutil
 import threading
 from pathlib import Path
 
-from outlast import unpack
+from outlast.base import unpack
+from outlast.base.errors import OutlastError, Stopped
 from outlast.data import download, place
 from outlast.data.download import Download, Options, Progress, Remote
 from outlast.data.place import Marker, Place, Say
 from outlast.data.registry import Dataset
-from outlast.errors import OutlastError, Stopped
 
 LIMITS = unpack.Limits(
     "data",

@@ -23,8 +23,9 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
-from outlast import __version__, logins
-from outlast.errors import OutlastError
+from outlast import __version__
+from outlast.base.errors import OutlastError
+from outlast.job import logins
 
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)
 """Status codes after which a retry may help."""

@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from outlast import file_locks, files, foreign, logins
-from outlast.errors import OutlastError
+from outlast.base import file_locks, files
+from outlast.base.errors import OutlastError
+from outlast.job import foreign, logins
 
 MARKER = ".outlast-data.json"
 COMING = ".outlast-get"

@@ -12,10 +12,10 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from outlast import unpack
+from outlast.base import unpack
+from outlast.base.errors import OutlastError
 from outlast.data.download import Remote
 from outlast.data.http import Address
-from outlast.errors import OutlastError
 
 
 @dataclasses.dataclass(frozen=True)

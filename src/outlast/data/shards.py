@@ -25,9 +25,10 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from outlast import contract, files
+from outlast.base import files
+from outlast.base.errors import OutlastError
 from outlast.data import place
-from outlast.errors import OutlastError
+from outlast.job import contract
 
 VERSION = 1
 MANIFEST = place.MANIFEST

@@ -19,17 +19,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from outlast import chaos as faults
-from outlast import contract, files, ledger, spec
-from outlast.backend import LogLine
-from outlast.errors import AlreadyRunning, NotFound, OutlastError
-from outlast.launch import daemon
+from outlast.base import files
+from outlast.base.errors import AlreadyRunning, NotFound, OutlastError
+from outlast.job import chaos as faults
+from outlast.job import contract, ledger, spec
+from outlast.job.backend import LogLine
+from outlast.job.spec import substitution
+from outlast.job.status import JobStatus, State
 from outlast.local import fault_injection, log_reader, output_dir, stored, submission
 from outlast.local.state_dir import ENDINGS, Request, Run, StateDir, newest_metrics
-from outlast.prepare import prepare
-from outlast.runs import output as stored_output
-from outlast.spec import substitution
-from outlast.status import JobStatus, State
+from outlast.storage.runs import output as stored_output
+from outlast.worker.launch import daemon
+from outlast.worker.prepare import prepare
 
 _LOG_POLL_S = 0.1
 """Poll interval for new log lines."""
@@ -299,8 +300,8 @@ class LocalBackend:
 
     def evaluate(self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda _: None) -> int:
         """Run the job's module with `--evaluate` in one process of this terminal."""
-        from outlast import store
-        from outlast.checkpoints import restore
+        from outlast.storage import store
+        from outlast.storage.checkpoints import restore
 
         state_dir = self._known(name)
         job = spec.load(state_dir.job)

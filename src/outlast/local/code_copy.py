@@ -7,9 +7,9 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from outlast import spec
-from outlast.prepare import code, prepare
-from outlast.shipping import tree
+from outlast.job import spec
+from outlast.job.shipping import tree
+from outlast.worker.prepare import code, prepare
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,10 +9,10 @@ import signal
 import time
 from pathlib import Path
 
-from outlast import chaos, contract, ledger
-from outlast.errors import NotFound, OutlastError
+from outlast.base.errors import NotFound, OutlastError
+from outlast.job import chaos, contract, ledger
+from outlast.job.status import JobStatus, WorkerStatus
 from outlast.local.state_dir import StateDir
-from outlast.status import JobStatus, WorkerStatus
 
 _SIGNALS = {
     "kill-process": signal.SIGKILL,

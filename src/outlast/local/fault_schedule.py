@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from outlast import chaos
+from outlast.job import chaos
 from outlast.local.backend import LocalBackend
 
 

@@ -21,25 +21,27 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outlast import contract, file_locks, files, spec, tracking
-from outlast import ledger as ledgers
-from outlast.agent import upload_handle
-from outlast.agent.lifecycle import Phase
-from outlast.clock import Awake
-from outlast.contract import End
-from outlast.errors import OutlastError
-from outlast.failure import Failure
-from outlast.launch import titles
+from outlast.base import file_locks, files
+from outlast.base.clock import Awake
+from outlast.base.errors import OutlastError
+from outlast.job import contract, spec
+from outlast.job import ledger as ledgers
+from outlast.job.contract import End
+from outlast.job.failure import Failure
+from outlast.job.status import JobStatus, State, StoreStatus
 from outlast.local.live_status import LiveStatus
 from outlast.local.state_dir import ENDINGS, Request, Run, StateDir
 from outlast.local.workers import Ended, Worker, WorkerPool
 from outlast.rendezvous import failures, partition, restarts, world
 from outlast.rendezvous.coordinator import Coordinator, Settings, after
 from outlast.rendezvous.transports import sockets
-from outlast.status import JobStatus, State, StoreStatus
+from outlast.worker import tracking
+from outlast.worker.agent import upload_handle
+from outlast.worker.agent.lifecycle import Phase
+from outlast.worker.launch import titles
 
 if TYPE_CHECKING:
-    from outlast.runs import alive
+    from outlast.storage.runs import alive
 
 TICK_S = 0.1
 """Interval of the loop when nothing happens."""
@@ -118,9 +120,9 @@ class Launcher(Coordinator):
             (self.output / contract.OWNER).write_text(str(self.state_dir.path))
             self.output_lock = file_locks.shared(self.output / contract.OWNER)
         if self.store:
-            from outlast import store
             from outlast.local import stored
-            from outlast.runs import alive
+            from outlast.storage import store
+            from outlast.storage.runs import alive
 
             home, owner = stored.home(self.state_dir.path), self.record.owner
             self.heartbeat = alive.Heart(lambda: store.open_(self.store), self.run_id, owner, home, lost=lambda _: None)

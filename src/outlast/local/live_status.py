@@ -13,13 +13,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from outlast import checkpoints, contract, ledger
-from outlast.local.state_dir import Run, StateDir
-from outlast.local.workers import Worker, WorkerPool
-from outlast.rendezvous.world import World
-from outlast.report import goodput, incidents
-from outlast.report.goodput import Goodput
-from outlast.status import (
+from outlast.job import contract, ledger
+from outlast.job.report import goodput, incidents
+from outlast.job.report.goodput import Goodput
+from outlast.job.status import (
     BestStatus,
     CheckpointStatus,
     JobStatus,
@@ -29,7 +26,11 @@ from outlast.status import (
     StoreStatus,
     WorkerStatus,
 )
-from outlast.workerfiles import progress, saves
+from outlast.job.workerfiles import progress, saves
+from outlast.local.state_dir import Run, StateDir
+from outlast.local.workers import Worker, WorkerPool
+from outlast.rendezvous.world import World
+from outlast.storage import checkpoints
 
 SCAN_INTERVAL_S = 2.0
 """Least interval between scans for the files of a plain script, and between computations of the live goodput."""

@@ -6,10 +6,12 @@ import re
 import time
 from pathlib import Path
 
-from outlast import checkpoints, contract, file_locks, runs, spec
-from outlast.errors import AlreadyRunning, OutlastError
+from outlast.base import file_locks
+from outlast.base.errors import AlreadyRunning, OutlastError
+from outlast.job import contract, spec
 from outlast.local import stored
 from outlast.local.state_dir import Run, StateDir
+from outlast.storage import checkpoints, runs
 
 _POLL_S = 0.1
 """Poll interval for the lock of an output."""

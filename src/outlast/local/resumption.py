@@ -15,15 +15,17 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from outlast import checkpoints, contract, spec, units
-from outlast.checkpoints import register
-from outlast.errors import OutlastError
-from outlast.runs import Run
-from outlast.shipping import tree
-from outlast.spec import changes
-from outlast.status import JobStatus, SavedStatus, State
-from outlast.store import Store
-from outlast.workerfiles import saves
+from outlast.base import units
+from outlast.base.errors import OutlastError
+from outlast.job import contract, spec
+from outlast.job.shipping import tree
+from outlast.job.spec import changes
+from outlast.job.status import JobStatus, SavedStatus, State
+from outlast.job.workerfiles import saves
+from outlast.storage import checkpoints
+from outlast.storage.checkpoints import register
+from outlast.storage.runs import Run
+from outlast.storage.store import Store
 
 _LEFT = {
     State.SUCCEEDED: "succeeded",

@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 
 import psutil
 
-from outlast import contract, file_locks, files
-from outlast.errors import OutlastError
-from outlast.status import State
+from outlast.base import file_locks, files
+from outlast.base.errors import OutlastError
+from outlast.job import contract
+from outlast.job.status import State
 
 _Kind = TypeVar("_Kind")
 VARIABLE = "OUTLAST_STATE_DIR"

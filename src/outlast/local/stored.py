@@ -12,14 +12,15 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from outlast import checkpoints, contract, runs, store
-from outlast.checkpoints import register, remote
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
+from outlast.job import contract
+from outlast.job.status import State
 from outlast.local.state_dir import Run
-from outlast.runs import alive
-from outlast.runs.layout import OWN, skipped
-from outlast.status import State
-from outlast.sync import growing, sync, tree
+from outlast.storage import checkpoints, runs, store
+from outlast.storage.checkpoints import register, remote
+from outlast.storage.runs import alive
+from outlast.storage.runs.layout import OWN, skipped
+from outlast.storage.sync import growing, sync, tree
 
 _ADVICE = (
     "end it there, or give this job another name or output; --take-over takes the run from it, "

@@ -17,14 +17,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from outlast import checkpoints, contract, files, ledger, runs, spec
-from outlast.errors import OutlastError
+from outlast.base import files
+from outlast.base.errors import OutlastError
+from outlast.job import contract, ledger, spec
+from outlast.job.spec import changes
+from outlast.job.status import JobStatus, State
 from outlast.local import code_copy, output_dir, resumption, stored
 from outlast.local.state_dir import Request, Run, StateDir
-from outlast.prepare import prepare, python_env
-from outlast.spec import changes
-from outlast.status import JobStatus, State
-from outlast.store import Store
+from outlast.storage import checkpoints, runs
+from outlast.storage.store import Store
+from outlast.worker.prepare import prepare, python_env
 
 
 @dataclasses.dataclass(frozen=True)

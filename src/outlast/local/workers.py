@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from outlast import accelerators, contract, spec
-from outlast.clock import Seen
-from outlast.errors import OutlastError
-from outlast.launch import shim, sibling
+from outlast.base.clock import Seen
+from outlast.base.errors import OutlastError
+from outlast.job import accelerators, contract, spec
+from outlast.job.spec import substitution
 from outlast.local.state_dir import Run, StateDir
 from outlast.rendezvous.transports import sockets
-from outlast.spec import substitution
+from outlast.worker.launch import shim, sibling
 
 AGENT_SILENCE_S = 20.0
 """Timeout of an agent, which touches its file every second. Dumping the stacks of a hang takes it longer."""

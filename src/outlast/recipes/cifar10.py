@@ -31,9 +31,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from outlast import contract
+from outlast.base.errors import OutlastError
 from outlast.data import cifar
-from outlast.errors import OutlastError
+from outlast.job import contract
 from outlast.recipes import loop, pixels, results, settings
 from outlast.recipes.settings import flag
 from outlast.training import Session, Stream, checkpoint, device

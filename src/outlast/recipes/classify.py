@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from outlast import contract
+from outlast.base.errors import OutlastError
 from outlast.data.prepare import images
 from outlast.data.prepare.plan import BadSource
-from outlast.errors import OutlastError
+from outlast.job import contract
 from outlast.recipes import cifar10, results
 from outlast.training import device
 

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from outlast import contract
-from outlast.errors import NotFound, OutlastError
+from outlast.base.errors import NotFound, OutlastError
+from outlast.job import contract
 from outlast.recipes import gpt_data, gpt_model, loop, results, settings
 from outlast.recipes.gpt_data import Corpus, Pretrained
 from outlast.recipes.gpt_model import GPT, Config, Losses

@@ -17,8 +17,8 @@ from typing import Any, cast
 import numpy as np
 from torch import Tensor
 
+from outlast.base.errors import OutlastError
 from outlast.data import shards
-from outlast.errors import OutlastError
 from outlast.recipes import gpt_model, results
 from outlast.recipes.gpt_model import Config
 from outlast.recipes.loop import Record

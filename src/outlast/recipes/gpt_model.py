@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
 from outlast.recipes import results
 
 BALANCES = ("entropy_regularization", "variance_penalty", "diversity_regularization")

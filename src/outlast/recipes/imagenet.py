@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
 from outlast.recipes import imagenet_data, imagenet_model, loop, pixels, results, settings
 from outlast.recipes.imagenet_data import Images
 from outlast.recipes.imagenet_model import ResNet, Statistics

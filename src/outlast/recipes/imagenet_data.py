@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outlast import contract
+from outlast.base.errors import OutlastError
 from outlast.data import shards
 from outlast.data.prepare import images
-from outlast.errors import OutlastError
+from outlast.job import contract
 from outlast.recipes import pixels
 from outlast.training import Session
 

@@ -33,9 +33,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from outlast import contract
+from outlast.base.errors import OutlastError
 from outlast.data.prepare import chat
-from outlast.errors import OutlastError
+from outlast.job import contract
 from outlast.recipes import llm_data, loop, results, settings
 from outlast.recipes.llm_data import Row, Samples
 from outlast.recipes.loop import Record

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from outlast import file_locks
+from outlast.base import file_locks
+from outlast.base.errors import OutlastError
 from outlast.data import shards
 from outlast.data.prepare import chat, jsonl, plan, work
-from outlast.errors import OutlastError
-from outlast.prepare import room
 from outlast.training import Shards
+from outlast.worker.prepare import room
 
 NONE = "none"
 """As `--val`: do not measure."""

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from outlast import contract
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
+from outlast.job import contract
 from outlast.recipes import gpt_model
 from outlast.recipes.llm_data import Row, packed, padded
 from outlast.training import device

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from outlast import files
+from outlast.base import files
+from outlast.base.errors import OutlastError
 from outlast.data.prepare import chat, plan, tokenizer
-from outlast.errors import OutlastError
 from outlast.recipes import results, settings
 from outlast.recipes.settings import flag
 

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
 from outlast.training import Session, Stream, session
 from outlast.training.stream import Batch
 

@@ -13,12 +13,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from outlast import file_locks
+from outlast.base import file_locks
+from outlast.base.errors import OutlastError
 from outlast.data import shards
 from outlast.data.place import unwritable
 from outlast.data.prepare import images, plan, work
-from outlast.errors import OutlastError
-from outlast.prepare import room
+from outlast.worker.prepare import room
 
 _FEW = 32 << 20
 """Bytes of files that one process decodes sooner than several have started; measured: 2 s for those to start."""

@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from outlast import contract
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
+from outlast.job import contract
 from outlast.recipes import loop, perceiver_data, perceiver_measure, perceiver_model, results, settings
 from outlast.recipes.loop import Record
 from outlast.recipes.perceiver_data import Clips, Data, Remarks

@@ -23,11 +23,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outlast import file_locks
+from outlast.base import file_locks
+from outlast.base.errors import OutlastError
 from outlast.data import shards
 from outlast.data.prepare import plan, video
 from outlast.data.prepare.plan import TRAIN, VAL, BadSource
-from outlast.errors import OutlastError
 from outlast.recipes import results
 from outlast.recipes.perceiver_model import Config, config_of
 from outlast.training import Shards

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
 from outlast.recipes import perceiver_model
 from outlast.recipes.perceiver_data import Clips
 from outlast.recipes.perceiver_model import Config, Decoded, Perceiver, Points

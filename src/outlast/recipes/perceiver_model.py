@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
 from outlast.recipes import results
 
 AUDIO, IMAGE, LABEL = "audio", "image", "label"

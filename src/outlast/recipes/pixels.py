@@ -33,8 +33,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from outlast.base.errors import OutlastError
 from outlast.data.prepare import images, plan
-from outlast.errors import OutlastError
 from outlast.recipes import packing
 from outlast.recipes.packing import pack as pack  # offered here beside what reads it
 from outlast.training import Shards

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outlast import checkpoints, contract, files
-from outlast.errors import NotFound, OutlastError
+from outlast.base import files
+from outlast.base.errors import NotFound, OutlastError
+from outlast.job import contract
+from outlast.storage import checkpoints
 from outlast.training import Session
 
 

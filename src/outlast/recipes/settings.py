@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
 
 T = typing.TypeVar("T")
 _NO = {"true": "", "yes": "", "on": "", "1": "", "false": "no-", "no": "no-", "off": "no-", "0": "no-"}

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
 from outlast.recipes import results, settings
 from outlast.recipes.settings import flag
 from outlast.training import Stream, session

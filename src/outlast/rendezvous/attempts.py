@@ -28,8 +28,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from outlast import contract
-from outlast.contract import Exit
+from outlast.job import contract
+from outlast.job.contract import Exit
 from outlast.rendezvous import failures, restarts
 from outlast.rendezvous.transports.sockets import is_count, is_number
 

@@ -13,17 +13,17 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Self
 
-from outlast import contract
-from outlast.contract import End
-from outlast.failure import Failure
+from outlast.job import contract
+from outlast.job.contract import End
+from outlast.job.failure import Failure
+from outlast.job.status import State
 from outlast.rendezvous import attempts, failures, restarts, world
 from outlast.rendezvous.failures import Pending
 from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import Cause, MemberState
-from outlast.status import State
 
 if TYPE_CHECKING:
-    from outlast import spec
+    from outlast.job import spec
 
 
 _FACTS = {"generation", "worker", "rank", "code", "reason", "cause", "step", "counted", "attempt"}

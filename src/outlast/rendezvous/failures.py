@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from outlast import contract
-from outlast.failure import Failure
+from outlast.job import contract
+from outlast.job.failure import Failure
 from outlast.rendezvous import restarts
 from outlast.rendezvous.transports.sockets import is_count, is_number
 from outlast.rendezvous.world import Call, Cause, until

@@ -37,16 +37,17 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
-from outlast import contract, files
-from outlast.clock import Awake
+from outlast.base import files
+from outlast.base.clock import Awake
+from outlast.job import contract, seal
+from outlast.job.workerfiles import notice, progress
 from outlast.rendezvous import transport
 from outlast.rendezvous.attempts import Past
 from outlast.rendezvous.mesh.exchange import CONNECT_S, Exchange
 from outlast.rendezvous.mesh.mesh import Mesh
 from outlast.rendezvous.repairs import Repairs
-from outlast.rendezvous.transports import seal, sockets
+from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import MemberState, World
-from outlast.workerfiles import notice, progress
 
 BACKEND = "outlast"
 _NUMBERS = (contract.Env.GENERATION, contract.Env.ATTEMPT, contract.Env.HELD)

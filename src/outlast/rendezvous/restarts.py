@@ -14,8 +14,9 @@ from datetime import timedelta
 from itertools import takewhile
 from typing import NamedTuple
 
-from outlast import backoff, contract, units
-from outlast.failure import Failure
+from outlast.base import backoff, units
+from outlast.job import contract
+from outlast.job.failure import Failure
 
 SAME_STEP, FULL_DISK = 3, 10
 """Errors in a row at one step that end a job, and of a full disk, which somebody may clear: their pauses take minutes."""

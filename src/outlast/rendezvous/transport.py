@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from outlast import contract
-from outlast.contract import Env
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
+from outlast.job import contract
+from outlast.job.contract import Env
 from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import World
 
@@ -39,7 +39,7 @@ class Mode(enum.Enum):
 TRANSPORTS = {
     sockets.SCHEME: ("outlast.rendezvous.transports.sockets", Mode.LAUNCHER),
     sockets.TCP: ("outlast.rendezvous.transports.sockets", Mode.WORKER_0),
-    contract.KUBERNETES: ("outlast.rendezvous.transports.kubernetes", Mode.OPERATOR),
+    contract.KUBERNETES: ("outlast.kubernetes.board", Mode.OPERATOR),
     **dict.fromkeys(contract.ETCD, ("outlast.rendezvous.transports.etcd", Mode.ELECTED)),
 }
 """Module and coordinator by what an endpoint begins with."""

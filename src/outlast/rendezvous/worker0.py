@@ -19,14 +19,15 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from outlast import spec
-from outlast.clock import Awake
-from outlast.errors import OutlastError
-from outlast.failure import Failure
-from outlast.ledger import Ledger
+from outlast.base import tcp
+from outlast.base.clock import Awake
+from outlast.base.errors import OutlastError
+from outlast.job import spec
+from outlast.job.failure import Failure
+from outlast.job.ledger import Ledger
+from outlast.job.status import State
 from outlast.rendezvous import coordinator, world
-from outlast.rendezvous.transports import sockets, tcp
-from outlast.status import State
+from outlast.rendezvous.transports import sockets
 
 TICK_S = 0.1
 LISTENING = 3

@@ -19,8 +19,8 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from outlast.errors import OutlastError
-from outlast.hangs import stall
+from outlast.base.errors import OutlastError
+from outlast.worker.hangs import stall
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
-from outlast.snapshots import parts
-from outlast.snapshots.client import Room
-from outlast.snapshots.parts import Item, Kind
+from outlast.storage.snapshots import parts
+from outlast.storage.snapshots.client import Room
+from outlast.storage.snapshots.parts import Item, Kind
 from outlast.training import checkpoint, copying, device
 from outlast.training.checkpoint import Collected, State
 from outlast.training.stateful import Stateful

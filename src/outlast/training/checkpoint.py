@@ -2,7 +2,7 @@
 
 A *state* is what a script passes to `Session.resume`: modules, optimizers and anything else with
 `state_dict`/`load_state_dict`, by name. `capture` collects what a rank is to write of it, `restore` puts a checkpoint back.
-`saver` does the writing; `outlast.checkpoints` knows the directory and what makes a checkpoint valid.
+`saver` does the writing; `outlast.storage.checkpoints` knows the directory and what makes a checkpoint valid.
 
 Keys of a checkpoint: `<module>/<parameter or buffer>`, `<optimizer>/state/<parameter>/<name>`, and pickled objects:
 `<optimizer>/rest`, `<module>/rest`, `<anything else>`, `<loader>/<rank>`, `rng/<rank>`. Tensors that every rank has are dealt out
@@ -48,7 +48,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
 from outlast.training import device
 from outlast.training.stateful import Stateful
 

@@ -5,8 +5,8 @@
     with device.of(x.device).autocast(torch.bfloat16):
         ...
 
-An accelerator of `outlast.accelerators` whose torch module is like `torch.cuda` needs nothing here; another one gets a subclass
-of `Device`, named in `_SPECIAL`. The CPU is a device as well, so callers need no case for it.
+An accelerator of `outlast.job.accelerators` whose torch module is like `torch.cuda` needs nothing here; another one gets a
+subclass of `Device`, named in `_SPECIAL`. The CPU is a device as well, so callers need no case for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from outlast import accelerators
+from outlast.job import accelerators
 
 
 class Device:

@@ -22,8 +22,8 @@ from typing import IO, Any, Self
 import torch
 import torch.distributed as dist
 
-from outlast import crc32
-from outlast.hangs import stall
+from outlast.base import crc32
+from outlast.worker.hangs import stall
 
 BLOCK = 8 << 20
 """Bytes sent at a time."""

@@ -29,14 +29,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from outlast import backoff, file_locks, files, store, units, unpack
+from outlast.base import backoff, file_locks, files, units, unpack
+from outlast.base.errors import Changed, Missing, NoRoom, OutlastError, StoreError
 from outlast.data import shards as prepared
 from outlast.data.shards import Manifest, Shard
-from outlast.errors import Changed, Missing, NoRoom, OutlastError, StoreError
-from outlast.hangs import stall
-from outlast.prepare import cache, room
-from outlast.store import Store
-from outlast.sync import transfer
+from outlast.storage import store
+from outlast.storage.store import Store
+from outlast.storage.sync import transfer
+from outlast.worker.hangs import stall
+from outlast.worker.prepare import cache, room
 
 log = logging.getLogger("outlast")
 T = TypeVar("T")

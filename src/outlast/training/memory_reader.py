@@ -34,14 +34,14 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from outlast import backoff
-from outlast.hangs import stall
-from outlast.snapshots import parts
-from outlast.snapshots.client import Client, Source
-from outlast.snapshots.election import Candidate, Holders
-from outlast.snapshots.parts import Damaged, Item, OutOfReach, Part
+from outlast.base import backoff
+from outlast.storage.snapshots import parts
+from outlast.storage.snapshots.client import Client, Source
+from outlast.storage.snapshots.election import Candidate, Holders
+from outlast.storage.snapshots.parts import Damaged, Item, OutOfReach, Part
 from outlast.training import capture
 from outlast.training.checkpoint import Flat
+from outlast.worker.hangs import stall
 
 PATIENCE_S = 20.0
 """How long a part of which no copy can be reached is tried again. Whatever else there is to load costs minutes of training or a

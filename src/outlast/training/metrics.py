@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outlast import crc32
+from outlast.base import crc32
 from outlast.training.disks import Disks, Part
 
 

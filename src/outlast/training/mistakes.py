@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
 from outlast.training import stream as streams
 from outlast.training.calls import place
 from outlast.training.stateful import Stateful

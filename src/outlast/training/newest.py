@@ -16,8 +16,9 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from outlast import checkpoints, contract
-from outlast.errors import NoRoom
+from outlast.base.errors import NoRoom
+from outlast.job import contract
+from outlast.storage import checkpoints
 from outlast.training.disks import Disks, Part
 
 Report = Callable[..., None]

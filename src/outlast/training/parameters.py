@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from outlast import files
-from outlast.errors import OutlastError
-from outlast.tracking.parameters import read
+from outlast.base import files
+from outlast.base.errors import OutlastError
 from outlast.training.calls import place
+from outlast.worker.tracking.parameters import read
 
 Scalar = str | int | float | bool | None
 

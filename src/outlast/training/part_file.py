@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from outlast import crc32
+from outlast.base import crc32
 
 _BLOCK = 4 << 20
 _PAUSE = 7

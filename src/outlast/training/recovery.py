@@ -18,15 +18,15 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from outlast import checkpoints
-from outlast.errors import NotRestored, OutlastError, StoreError
-from outlast.hangs import stall
-from outlast.snapshots import election, parts
-from outlast.snapshots.client import Client
-from outlast.snapshots.election import At, Candidate, Held
-from outlast.snapshots.parts import Damaged, OutOfReach, Part
+from outlast.base.errors import NotRestored, OutlastError, StoreError
+from outlast.storage import checkpoints
+from outlast.storage.snapshots import election, parts
+from outlast.storage.snapshots.client import Client
+from outlast.storage.snapshots.election import At, Candidate, Held
+from outlast.storage.snapshots.parts import Damaged, OutOfReach, Part
 from outlast.training import checkpoint, memory_reader, newest
 from outlast.training.memory_reader import Reader
+from outlast.worker.hangs import stall
 
 log = logging.getLogger("outlast")
 T = TypeVar("T")

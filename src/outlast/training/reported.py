@@ -8,10 +8,10 @@ import threading
 import time
 from pathlib import Path
 
-from outlast.contract import Env
-from outlast.errors import OutlastError
-from outlast.ledger import TOGETHER_S, Ledger
-from outlast.workerfiles.progress import Progress, Writer
+from outlast.base.errors import OutlastError
+from outlast.job.contract import Env
+from outlast.job.ledger import TOGETHER_S, Ledger
+from outlast.job.workerfiles.progress import Progress, Writer
 
 
 class _Reported:

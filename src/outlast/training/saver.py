@@ -26,12 +26,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from outlast import checkpoints, contract
-from outlast.errors import OutlastError, Superseded, causes
-from outlast.hangs import stall
+from outlast.base.errors import OutlastError, Superseded, causes
+from outlast.job import contract
+from outlast.storage import checkpoints
 from outlast.training import copying, device, metrics, part_file
 from outlast.training.checkpoint import Flat
 from outlast.training.disks import Disks, Part
+from outlast.worker.hangs import stall
 
 log = logging.getLogger("outlast")
 

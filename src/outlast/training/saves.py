@@ -13,14 +13,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from outlast import checkpoints, contract
-from outlast.errors import OutlastError, Superseded
-from outlast.ledger import Ledger
+from outlast.base.errors import OutlastError, Superseded
+from outlast.base.units import Every
+from outlast.job import contract
+from outlast.job.ledger import Ledger
+from outlast.storage import checkpoints
 from outlast.training import checkpoint, metrics, mistakes
 from outlast.training import stream as streams
 from outlast.training.disks import Disks
 from outlast.training.saver import Outcome, Saver
-from outlast.units import Every
 
 log = logging.getLogger("outlast")
 

@@ -37,13 +37,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from outlast import checkpoints, contract, tracking
-from outlast.contract import Env, Exit
-from outlast.errors import NotSaved, OutlastError
-from outlast.hangs import stall
-from outlast.ledger import Ledger
+from outlast.base.errors import NotSaved, OutlastError
+from outlast.base.units import Every
+from outlast.job import contract
+from outlast.job.contract import Env, Exit
+from outlast.job.ledger import Ledger
+from outlast.job.workerfiles import notice, time_left
+from outlast.job.workerfiles.progress import Progress, Writer
 from outlast.rendezvous import sentences
-from outlast.snapshots import client
+from outlast.storage import checkpoints
+from outlast.storage.snapshots import client
 from outlast.training import (
     checkpoint,
     device,
@@ -61,9 +64,8 @@ from outlast.training import (
 )
 from outlast.training.calls import Calls, public
 from outlast.training.disks import Disks
-from outlast.units import Every
-from outlast.workerfiles import notice, time_left
-from outlast.workerfiles.progress import Progress, Writer
+from outlast.worker import tracking
+from outlast.worker.hangs import stall
 
 log = logging.getLogger("outlast")
 

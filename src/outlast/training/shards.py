@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from outlast.base.errors import OutlastError
 from outlast.data import shards as prepared
 from outlast.data.shards import Manifest, Shard
-from outlast.errors import OutlastError
 from outlast.training.order import Indices, Windows
 
 WINDOW = 8

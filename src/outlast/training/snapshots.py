@@ -25,12 +25,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from outlast.contract import Env
-from outlast.errors import OutlastError
-from outlast.ledger import Ledger
-from outlast.snapshots import peers
-from outlast.snapshots.client import Client
-from outlast.snapshots.parts import Part
+from outlast.base.errors import OutlastError
+from outlast.job.contract import Env
+from outlast.job.ledger import Ledger
+from outlast.storage.snapshots import peers
+from outlast.storage.snapshots.client import Client
+from outlast.storage.snapshots.parts import Part
 from outlast.training import capture
 from outlast.training.capture import Capture, Content
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from typing import Protocol, TypeVar
 
-from outlast import units
+from outlast.base import units
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
 from outlast.training import stalls, stream
 
 log = logging.getLogger("outlast")

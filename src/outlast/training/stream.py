@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
 from outlast.training import device, stalls
 from outlast.training.order import VERSION, Indices, Windows, permuted
 from outlast.training.shards import Shards

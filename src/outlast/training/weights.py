@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from outlast import checkpoints, files
-from outlast.errors import OutlastError
+from outlast.base import files
+from outlast.base.errors import OutlastError
+from outlast.storage import checkpoints
 from outlast.training import checkpoint, saver
 from outlast.training import stream as streams
 from outlast.training.calls import place

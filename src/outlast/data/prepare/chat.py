@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outlast.errors import OutlastError
+from outlast.base.errors import OutlastError
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"

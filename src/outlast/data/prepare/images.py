@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from outlast.base.errors import OutlastError
 from outlast.data import cifar, shards
 from outlast.data.prepare import plan, tables, work
 from outlast.data.prepare.plan import TRAIN, VAL, BadSource, File
-from outlast.errors import OutlastError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".tif", ".tiff")
 LARGEST = 256 << 20

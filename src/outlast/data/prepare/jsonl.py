@@ -20,10 +20,10 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from outlast.base.errors import OutlastError
 from outlast.data import shards
 from outlast.data.prepare import chat, plan, records, tables, text, tokenizer, work
 from outlast.data.prepare.plan import TRAIN, VAL, BadSource, Document, Unit
-from outlast.errors import OutlastError
 
 SHARD = 8 << 20
 """Bytes of records that make a shard. Arbitrary, as `tables.SHARD`; tokens and labels have twice as many."""

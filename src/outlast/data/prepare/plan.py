@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
+from outlast.base.errors import OutlastError
 from outlast.data import place
-from outlast.errors import OutlastError
 
 TRAIN, VAL = "train", "val"
 PARTS = {"train": TRAIN, "training": TRAIN, "val": VAL, "valid": VAL, "validation": VAL, "eval": VAL, "dev": VAL}

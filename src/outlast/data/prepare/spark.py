@@ -29,9 +29,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from outlast import java
+from outlast.base.errors import OutlastError
+from outlast.data import java
 from outlast.data.prepare import plan, work
-from outlast.errors import OutlastError
 
 PARTITIONS = 4096
 """Most tasks of a stage by default. Units take from a tenth of a second to seconds and a task costs milliseconds, so a task per

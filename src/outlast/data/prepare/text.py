@@ -22,11 +22,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from outlast import files
+from outlast.base import files
+from outlast.base.errors import OutlastError
 from outlast.data import shards
 from outlast.data.prepare import plan, records, tokenizer, work
 from outlast.data.prepare.plan import TRAIN, VAL, BadSource, Document, File, Piece, Unit
-from outlast.errors import OutlastError
 
 SAMPLE = 256 << 20
 """Bytes of text that a tokenizer is trained on, at most. Arbitrary: more hardly changes the merges."""

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from outlast import files
+from outlast.base import files
+from outlast.base.errors import OutlastError
 from outlast.data import shards
 from outlast.data.prepare import ascii_words, plan
-from outlast.errors import OutlastError
 
 SEPARATOR = "<|endoftext|>"
 """GPT-2's token between documents."""

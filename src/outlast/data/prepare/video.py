@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from outlast.base.errors import OutlastError
 from outlast.data import shards
 from outlast.data.prepare import plan, tables, work
 from outlast.data.prepare.plan import TRAIN, VAL, BadSource, File
-from outlast.errors import OutlastError
 
 SUFFIXES = (".mp4", ".mkv", ".avi", ".mov", ".webm", ".mpg", ".mpeg", ".m4v")
 FRAMES_PER_SECOND = 25

@@ -26,10 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from outlast import file_locks, files, memory
+from outlast.base import file_locks, files, memory
+from outlast.base.errors import AlreadyRunning, OutlastError, Stopped
 from outlast.data import place, shards
 from outlast.data.prepare import plan
-from outlast.errors import AlreadyRunning, OutlastError, Stopped
 
 PRIVATE = ".prepare"
 _OURS = r"(train|val)(-\d+)?\.(bin|safetensors)|tokenizer\.json|meta\.pkl"

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outlast import contract, etcd
-from outlast.errors import EtcdError, Superseded
-from outlast.rendezvous.etcd import schema
+from outlast.base.errors import EtcdError, Superseded
+from outlast.job import contract
+from outlast.rendezvous.etcd import gateway, schema
 from outlast.rendezvous.etcd.member import Identity, Membership
 from outlast.rendezvous.transports.reconnect import Line, pause
 from outlast.rendezvous.transports.sockets import Called, Closed, Report
@@ -44,7 +44,7 @@ CLOSE_S = 2.0
 
 def _answer_s(ttl: int) -> float:
     """How long an endpoint may take: if it hangs, another can renew a lease that is renewed every third of its time."""
-    return min(etcd.ANSWER_S, ttl / 3)
+    return min(gateway.ANSWER_S, ttl / 3)
 
 
 class Listener:
@@ -52,10 +52,10 @@ class Listener:
 
     def __init__(
         self,
-        client: etcd.Etcd,
+        client: gateway.Etcd,
         prefix: Callable[[], str],
-        listed: Callable[[etcd.Outcome, str], None],
-        happened: Callable[[Sequence[etcd.KeyValue | etcd.Gone]], None],
+        listed: Callable[[gateway.Outcome, str], None],
+        happened: Callable[[Sequence[gateway.KeyValue | gateway.Gone]], None],
     ) -> None:
         self._client, self._prefix, self._listed, self._happened = client, prefix, listed, happened
         self._stop = threading.Event()
@@ -105,9 +105,9 @@ class Listener:
 class Client:
     """A member's side. Nothing connects before `report`."""
 
-    def __init__(self, where: etcd.Address, who: Identity, *, name: str = "") -> None:
+    def __init__(self, where: gateway.Address, who: Identity, *, name: str = "") -> None:
         """`name` is what the run is called in etcd, if that is not `who.run`."""
-        self.etcd = etcd.Etcd(where, answer_s=_answer_s(who.ttl))
+        self.etcd = gateway.Etcd(where, answer_s=_answer_s(who.ttl))
         of = schema.Keys.of(where.prefix, name or who.run)
         self._membership = Membership(self.etcd, of, who)
         self._of, self._ttl = of, who.ttl
@@ -182,12 +182,12 @@ class Client:
 
     # Threads
 
-    def _listed(self, found: etcd.Outcome, prefix: str) -> None:
+    def _listed(self, found: gateway.Outcome, prefix: str) -> None:
         with self._changed:
             self._membership.listed(found)
             self._changed.notify_all()
 
-    def _happened(self, events: Sequence[etcd.KeyValue | etcd.Gone]) -> None:
+    def _happened(self, events: Sequence[gateway.KeyValue | gateway.Gone]) -> None:
         with self._changed:
             self._membership.happened(events)
             self._changed.notify_all()
@@ -242,11 +242,11 @@ class Running:
     """A candidate with its threads: each process that may coordinate a run has one. `id` is its member's, once it has one."""
 
     def __init__(
-        self, where: etcd.Address, name: str, config: ElectionConfig, *, id: Callable[[], int | None] = lambda: None
+        self, where: gateway.Address, name: str, config: ElectionConfig, *, id: Callable[[], int | None] = lambda: None
     ) -> None:
         from outlast.rendezvous.etcd import election
 
-        self.etcd = etcd.Etcd(where, answer_s=_answer_s(config.ttl))
+        self.etcd = gateway.Etcd(where, answer_s=_answer_s(config.ttl))
         keys = schema.Keys.of(where.prefix, name)
         self._candidate = election.Candidate(self.etcd, keys, config, host=socket.gethostname(), id=id)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -277,10 +277,10 @@ class Running:
             self._thread.join((CLOSE_S if done else 0.0) + LAST_S)
         self.etcd.close()
 
-    def _listed(self, found: etcd.Outcome, prefix: str) -> None:
+    def _listed(self, found: gateway.Outcome, prefix: str) -> None:
         self._inbox.put(lambda: self._candidate.listed(found, prefix))
 
-    def _happened(self, events: Sequence[etcd.KeyValue | etcd.Gone]) -> None:
+    def _happened(self, events: Sequence[gateway.KeyValue | gateway.Gone]) -> None:
         self._inbox.put(lambda: self._candidate.happened(events))
 
     def _run(self) -> None:
@@ -368,7 +368,7 @@ class Run:
     """Seconds until the published state expires if it is not renewed; None if there is none."""
 
 
-def look(client: etcd.Etcd, run: str | None = None) -> list[Run]:
+def look(client: gateway.Etcd, run: str | None = None) -> list[Run]:
     """What etcd knows of all runs below its prefix, or of one, or of a job (`team/job`). Changes nothing. Raises EtcdError.
 
     with contextlib.closing(etcd.Etcd(etcd.address("etcd://host:2379"))) as client: ...

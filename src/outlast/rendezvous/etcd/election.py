@@ -15,18 +15,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from outlast import contract
-from outlast.backoff import RANDOM
-from outlast.clock import Clock
-from outlast.contract import End
-from outlast.errors import EtcdError
-from outlast.etcd import Gone, KeyValue, LeaseGone, Outcome, created, holds, modified, put, range_
-from outlast.failure import Failure
+from outlast.base.backoff import RANDOM
+from outlast.base.clock import Clock
+from outlast.base.errors import EtcdError
+from outlast.job import contract
+from outlast.job.contract import End
+from outlast.job.failure import Failure
+from outlast.job.status import State
 from outlast.rendezvous import coordinator, partition, restarts, world
 from outlast.rendezvous.etcd import schema
+from outlast.rendezvous.etcd.gateway import Gone, KeyValue, LeaseGone, Outcome, created, holds, modified, put, range_
 from outlast.rendezvous.etcd.member import TTL_S, Store
 from outlast.rendezvous.transports import sockets
-from outlast.status import State
 
 TICK_S = 0.1
 LINGER_S = 600

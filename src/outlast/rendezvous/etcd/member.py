@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from outlast import contract
-from outlast.backoff import RANDOM
-from outlast.clock import Clock
-from outlast.errors import Superseded
-from outlast.etcd import Gone, KeyValue, LeaseGone, Outcome, created, delete, modified, put, range_
+from outlast.base.backoff import RANDOM
+from outlast.base.clock import Clock
+from outlast.base.errors import Superseded
+from outlast.job import contract
 from outlast.rendezvous.etcd import schema
+from outlast.rendezvous.etcd.gateway import Gone, KeyValue, LeaseGone, Outcome, created, delete, modified, put, range_
 from outlast.rendezvous.transports.sockets import Called, Closed, Report
 from outlast.rendezvous.world import MemberState, World
 

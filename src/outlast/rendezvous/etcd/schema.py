@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 from urllib.parse import quote, unquote
 
-from outlast import contract
-from outlast.etcd import KeyValue
+from outlast.job import contract
+from outlast.rendezvous.etcd.gateway import KeyValue
 from outlast.rendezvous.transports.sockets import Closed, Report, is_count, is_number, world_from
 from outlast.rendezvous.world import Call, Cause, World
 

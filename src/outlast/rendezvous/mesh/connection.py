@@ -12,7 +12,8 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from outlast.rendezvous.transports import seal, tcp
+from outlast.base import tcp
+from outlast.job import seal
 
 LINE_BYTES = 1 << 20
 """Longest line; a message of the mesh has a failure with its traceback at most, some 12 KiB."""

@@ -30,12 +30,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from outlast.clock import Awake
+from outlast.base.clock import Awake
+from outlast.job import seal
+from outlast.job.seal import Forged
 from outlast.rendezvous.mesh import neighbours
 from outlast.rendezvous.mesh.connection import Connection, resolved
 from outlast.rendezvous.mesh.peer import BROKEN_S, FIRST_S, WOKEN_S, Peer, Undelivered
-from outlast.rendezvous.transports import seal
-from outlast.rendezvous.transports.seal import Forged
 
 __all__ = ["Mesh", "Undelivered"]
 

@@ -17,9 +17,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from outlast.job.seal import Forged
 from outlast.rendezvous.mesh import hearing
 from outlast.rendezvous.mesh.connection import Connection, resolved
-from outlast.rendezvous.transports.seal import Forged
 
 FIRST_S, BROKEN_S, WOKEN_S = 3.0, 1.0, 5.0
 """How long a peer may take to answer before it is unheard: at first, when its connection broke (2 s after its last sign of life),

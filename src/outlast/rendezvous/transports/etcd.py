@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from outlast import etcd
-from outlast.contract import Env
-from outlast.errors import OutlastError
-from outlast.rendezvous.etcd import schema
+from outlast.base.errors import OutlastError
+from outlast.job.contract import Env
+from outlast.rendezvous.etcd import gateway, schema
 from outlast.rendezvous.etcd.client import Client
 from outlast.rendezvous.etcd.member import Identity
 
@@ -22,7 +21,7 @@ def client(endpoint: str, member: Member) -> transport.Client:
     if Env.MEMBER in member.environ:
         raise OutlastError(f"this pod's operator has it meet at {endpoint}, which it no longer can; upgrade it: outlast install")
     name = schema.run_name(member.run, member.environ)
-    return Client(etcd.address(endpoint), Identity(member.run, member.id, generation=member.generation), name=name)
+    return Client(gateway.address(endpoint), Identity(member.run, member.id, generation=member.generation), name=name)
 
 
 def preload() -> None:

@@ -25,7 +25,7 @@ import json
 import math
 from collections.abc import Mapping
 
-from outlast.rendezvous.transports import seal
+from outlast.job import seal
 
 PATH = "/leave"
 TIME, SIGNATURE = "Outlast-Time", "Outlast-Signature"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from outlast import backoff
+from outlast.base import backoff
 
 FIRST_PAUSE_S = 0.1
 """Before the second attempt."""

@@ -35,8 +35,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from outlast import contract, unix_sockets
-from outlast.rendezvous.transports import seal, tcp
+from outlast.base import tcp, unix_sockets
+from outlast.job import contract, seal
 from outlast.rendezvous.world import MemberState, World
 
 if TYPE_CHECKING:

@@ -1,0 +1,128 @@
+"""Pauses before the next attempt, and requests that are repeated until they succeed or a timeout is over.
+
+Every retry takes its pause from here: `exponential` says how long, `jittered` spreads clients that failed at the same moment.
+obstore and botocore retry on their own, for up to half of the timeout; `retried` covers what they leave: writes whose answer
+was lost, bodies that end early, conflicts.
+
+tenacity and stamina would replace some 25 lines. They cannot be interrupted by a signal while a library waits, and they draw
+jitter from Python's shared generator, whose state belongs to the training script: a script that seeds it would train on something
+else.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from itertools import count
+from typing import TypeVar
+
+from outlast.base.errors import ClusterError, Stopped, StoreError, Unanswered, Unreachable
+
+T = TypeVar("T")
+
+RANDOM = random.SystemRandom()
+"""The system's generator: forks share no state of it, and training scripts do not seed it."""
+DEFAULT_S = 60.0
+"""Timeout of a store's requests."""
+
+
+def exponential(attempt: int, first_s: float, longest_s: float) -> float:
+    """Seconds to wait after `attempt` (0 is the first) failed: doubled each time, at most `longest_s`."""
+    return min(longest_s, first_s * 2.0 ** min(attempt, 10))
+
+
+def jittered(pause_s: float) -> float:
+    """A random time between half of `pause_s` and all of it."""
+    return pause_s * RANDOM.uniform(0.5, 1)
+
+
+def timeout_from_environment() -> float:
+    """Seconds for which failed requests to a store are repeated: OUTLAST_STORE_TIMEOUT. Raises StoreError."""
+    text = os.environ.get("OUTLAST_STORE_TIMEOUT") or str(DEFAULT_S)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0
+    if not 0 < seconds < float("inf"):
+        raise StoreError(f"OUTLAST_STORE_TIMEOUT is {text}; it must be a number of seconds, above 0")
+    return seconds
+
+
+def retried(attempt: Callable[[], T], mapped: Callable[[Exception], StoreError], timeout_s: float) -> T:
+    """The result of `attempt`, which is repeated while `mapped` makes Unreachable of its exception. No attempt begins later than
+    `timeout_s` after the first; the last one may end later."""
+    begun = time.monotonic()
+    for n in count():
+        try:
+            return interruptibly(attempt)
+        except Exception as error:
+            wrong = mapped(error)
+            pause = jittered(exponential(n, 0.1, 8.0))
+            late = time.monotonic() - begun + pause > timeout_s
+            if late or not isinstance(wrong, Unreachable):
+                raise wrong from (None if wrong is error else error)
+            interruptibly(partial(time.sleep, pause))
+    raise AssertionError
+
+
+def until_answered(
+    request: Callable[[], T],
+    say: Callable[[str], None],
+    *,
+    every_s: float,
+    sleep: Callable[[float], None] = time.sleep,
+    hopeless: Callable[[ClusterError], bool] = lambda error: not isinstance(error, Unanswered),
+) -> T:
+    """The answer to a request to a cluster, repeated while it raises Unanswered, or what else is not `hopeless`; says once that
+    the cluster is unreachable, and once that it is back."""
+    away = False
+    while True:
+        try:
+            answer = request()
+        except ClusterError as error:
+            if hopeless(error):
+                raise
+            if not away:
+                say(f"{error}; trying again")
+            away = True
+            sleep(every_s)
+            continue
+        if away:
+            say("the cluster answers again")
+        return answer
+
+
+def interruptibly(attempt: Callable[[], T]) -> T:
+    """The result of `attempt`, which runs in another thread if we are the main thread: foreign code ignores signals."""
+    if threading.current_thread() is not threading.main_thread():
+        return attempt()
+    result: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            result.set_result(attempt())
+        except BaseException as error:
+            result.set_exception(error)
+
+    global _waiting
+    _waiting = True  # before the work begins: a signal that comes with its first request must not be lost
+    try:
+        threading.Thread(target=work, name="store", daemon=True).start()
+        return result.result()
+    finally:
+        _waiting = False
+
+
+_waiting = False
+"""Whether the main thread waits for an attempt or for the pause before the next one."""
+
+
+def interrupt(why: str) -> None:
+    """For signal handlers: raise Stopped if the main thread waits for a store."""
+    if _waiting:
+        raise Stopped(why)

@@ -1,0 +1,86 @@
+"""File locks (flock): exclusive and shared, on files that stay where they are.
+
+The kernel releases a lock when its last holder dies, so nothing stays locked by accident. A lock belongs to an open file: a child
+process that inherits the descriptor (`pass_fds`) keeps it when we die first. The only module that calls flock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from outlast.base.errors import Stopped
+
+_POLL_S = 0.1
+
+
+def acquire(fd: int, *, share: bool = False, wait: bool = False) -> bool:
+    """Lock an open file or directory until it is closed; False if it is taken. With `wait`, blocks until it is free."""
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if share else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def exclusive(path: Path, *, waiting: Callable[[], None], stop: threading.Event) -> Iterator[int]:
+    """Hold the lock of a file alone; yields the descriptor. If it is taken, calls `waiting` once and waits.
+
+    Raises Stopped soon after `stop` is set while we wait.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        if not acquire(fd):
+            waiting()
+            while not acquire(fd):
+                if stop.wait(_POLL_S):
+                    raise Stopped(f"we were told to leave while waiting for {path}")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def release(fd: int) -> None:
+    """Close, and unlock what we have locked, also where a fork of this process still has the file open."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
+@contextlib.contextmanager
+def attempted(path: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Hold the exclusive lock of a file or directory; yields False if it is taken. With `wait`, blocks until it is free.
+
+    A file is created if there is none.
+    """
+    fd = os.open(path, (os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT) | os.O_CLOEXEC, 0o666)
+    try:
+        yield acquire(fd, wait=wait)
+    finally:
+        release(fd)
+
+
+def shared(path: Path) -> int | None:
+    """Hold the shared lock of a file until the returned descriptor is closed; None if it is locked exclusively."""
+    fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    if acquire(fd, share=True):
+        return fd
+    os.close(fd)
+    return None
+
+
+def free(path: Path) -> bool:
+    """Whether the lock of a file is free at this moment."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        return acquire(fd)
+    finally:
+        release(fd)

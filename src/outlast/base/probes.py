@@ -1,0 +1,184 @@
+"""`/healthz`, `/readyz` and `/metrics` of a worker, for kubelets, Prometheus and people; `/end` for other workers; `/leave` for
+who has the key of the run.
+
+A worker is healthy while it makes progress (a step, or a phase of the start), and ready while it is in a world. The port is open
+to everyone in the cluster, so connections are limited in number and time: silent ones are closed, the oldest first, and a kubelet
+gets its answer under any load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from outlast.base.errors import OutlastError
+
+
+@dataclass(frozen=True)
+class Health:
+    """What the probes answer from; a new one is made at every look of the agent."""
+
+    healthy: bool = True
+    ready: bool = False
+    reason: str = "starting"
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Name without prefix -> value."""
+    text: str = ""
+    """Metrics that are in Prometheus' format already."""
+    end: str = ""
+    """How the run has ended, while its worker stays up; see `ownership.Ended`."""
+
+
+MOST = 32
+"""Connections, and so threads, at a time; one more, and the oldest is closed."""
+IDLE_S = 5.0
+"""How long a connection may be silent."""
+LONGEST_BODY = 4096
+"""Bytes of what is sent to a worker."""
+_DIGITS = 6
+"""Of a length that is looked at."""
+BACKLOG = 128
+"""Connections that wait to be accepted."""
+HELP = {
+    "step": "Optimizer steps done",
+    "step_logged": "1 when the step was read from the log of a script that reports none",
+    "target_step": "Optimizer step at which the run ends, when known",
+    "committed_step": "Step of the newest committed checkpoint",
+    "snapshot_step": "Step of the newest complete snapshot in the memory of the workers",
+    "snapshot_every": "Steps between two snapshots",
+    "generation": "Generation of the world this worker is in",
+    "progress_age_seconds": "Seconds since the training last reported progress",
+    "done": "1 when the training of this worker has ended with success and it stays up",
+    "failed": "1 when the training of this worker has ended without success and it stays up",
+    "leaving": "1 while this worker is asked to leave",
+    "sync_age_seconds": "Seconds since all output was in the store",
+    "sync_failing_seconds": "Seconds since pushing to the store began to fail, 0 while it works",
+    "sync_backlog_bytes": "Bytes of committed checkpoints that are not in the store yet",
+    "sync_step": "Step of the newest checkpoint in the store",
+}
+
+
+def exposition(health: Health, labels: Mapping[str, str]) -> str:
+    """The metrics in Prometheus' text format."""
+    where = ",".join(f'{name}="{value.translate(_ESCAPED)}"' for name, value in labels.items())
+    lines = []
+    for name, value in health.metrics.items():
+        lines += [
+            f"# HELP outlast_{name} {HELP[name]}.",
+            f"# TYPE outlast_{name} gauge",
+            f"outlast_{name}{{{where}}} {_exact(value)}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+_ESCAPED = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+"""In the values of labels."""
+
+
+def _exact(value: float) -> str:
+    """Every digit: steps of long runs have more than six."""
+    return str(int(value)) if float(value).is_integer() else repr(float(value))
+
+
+Order = Callable[[Mapping[str, str], bytes], tuple[int, str]]
+"""Answers a POST: its headers (`Content-Type`) and its body in, status and sentence out. Called by several threads."""
+
+
+def serve(
+    look: Callable[[], Health],
+    labels: Mapping[str, str],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    orders: Mapping[str, Order] | None = None,
+) -> str:
+    """Answer probes in a background thread; returns the address `host:port`. Port 0 takes a free one, host ""
+    all addresses of the machine. `orders` answer POSTs, by path.
+
+    Raises OutlastError when the port is taken.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = IDLE_S
+
+        def do_GET(self) -> None:
+            health = look()
+            answers = {
+                "/healthz": (200 if health.healthy else 503, health.reason + "\n"),
+                "/readyz": (200 if health.ready else 503, health.reason + "\n"),
+                "/metrics": (200, health.text or exposition(health, labels)),
+                "/end": (200 if health.end else 404, health.end),
+            }
+            self._answer(*answers.get(self.path, (404, "try /healthz, /readyz or /metrics\n")))
+
+        def do_POST(self) -> None:
+            order, length = (orders or {}).get(self.path), self.headers.get("Content-Length", "")
+            if order is None:
+                self._answer(404, "nothing is taken here\n")
+            elif not (length.isascii() and length.isdecimal()):
+                self._answer(411, "Content-Length is missing\n")
+            elif len(length) > _DIGITS or int(length) > LONGEST_BODY:
+                self._answer(413, f"at most {LONGEST_BODY} bytes are read\n")
+            else:
+                code, text = order({name.title(): value for name, value in self.headers.items()}, self.rfile.read(int(length)))
+                self._answer(code, text + "\n")
+
+        def _answer(self, code: int, text: str) -> None:
+            body = text.encode()
+            self.send_response(code)
+            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Logs nothing: probes come every few seconds."""
+
+    class Server(_Bounded):
+        address_family = socket.AF_INET if host or not socket.has_dualstack_ipv6() else socket.AF_INET6
+
+    try:
+        server = Server((host, port), Handler)
+    except OSError as problem:
+        remedy = "free it or choose another probe port (0 takes any free one)"
+        raise OutlastError(f"cannot serve probes on {host}:{port}: {problem.strerror}; {remedy}") from problem
+    threading.Thread(target=server.serve_forever, name="outlast-probes", daemon=True).start()
+    return f"{host}:{server.server_address[1]}"
+
+
+class _Bounded(ThreadingHTTPServer):
+    """At most `MOST` connections. A whole request is answered in milliseconds: the oldest connection is not sending one."""
+
+    request_queue_size = BACKLOG
+
+    def __init__(self, *args: Any) -> None:
+        self._open: dict[socket.socket, None] = {}
+        """In the order in which they came."""
+        self._lock = threading.Lock()
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._open[request] = None
+            oldest = next(iter(self._open)) if len(self._open) > MOST else None
+            if oldest is not None:
+                del self._open[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread wakes up and closes it
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore connections that were closed, by us or by the client; report anything else."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)

@@ -1,0 +1,106 @@
+"""Where jobs run: the interface behind `outlast run`, `status`, `scale` and the other verbs.
+
+The command line and `outlast.job.chaos` know only this Protocol; `cli.which` finds the implementation. `outlast.local.backend`
+runs workers as child processes of this machine, `outlast.kubernetes.jobs.backend` as pods of a cluster. Every method raises
+`OutlastError`: `NotFound` for an unknown name, `AlreadyRunning` for a job that is running.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import random
+
+    from outlast.job.ledger import Event
+    from outlast.job.spec import Job
+    from outlast.job.status import JobStatus
+
+
+@dataclasses.dataclass(frozen=True)
+class LogLine:
+    """One line of a worker's log, without its newline."""
+
+    worker: int
+    text: str
+
+
+class Backend(Protocol):
+    """A place that runs jobs. `submit`, `scale` and `steer` return once the request is recorded."""
+
+    poll_s: float
+    """Poll interval for the status of a job, in seconds."""
+    notices: list[str]
+    """What users should know about the job that was submitted or resumed last."""
+
+    def submit(
+        self,
+        job: Job,
+        *,
+        source: Path,
+        chaos: Path | None = None,
+        fresh: bool = False,
+        take_over: bool = False,
+        command: str = "",
+        say: Callable[[str], None] = lambda _: None,
+    ) -> str:
+        """Start a job, or go on with its run unless that has done all that the job asks for; returns the run's id.
+
+        `source` is the job file, or the script in its place; relative paths in the job start from its directory. `fresh` starts
+        from the beginning. `take_over` takes the run from another machine that trains it now; otherwise we wait while that one
+        may be dead, and `say` so. `command` runs the job again, where that is not `outlast run SOURCE`. `chaos` is a schedule of
+        faults to inject (see `outlast.job.chaos`). From now on `status` is that of this run. Raises AlreadyRunning.
+        """
+
+    def ensure(self, name: str) -> bool:
+        """Start whatever drives an active job if that is gone; return whether it was. Controllers do so in a cluster."""
+
+    def list(self) -> Sequence[JobStatus]:
+        """All jobs, the newest last."""
+
+    def status(self, name: str) -> JobStatus:
+        """Where a job stands now."""
+
+    def scale(self, name: str, replicas: int) -> None:
+        """Change the number of workers; training saves, and a new world forms."""
+
+    def steer(self, name: str, verb: str) -> None:
+        """Carry out a verb that needs nothing but the job's name.
+
+        `suspend` saves and releases the workers until `resume`, which goes on with any job that has not succeeded, as it was
+        submitted. `cancel` ends the run; what is saved stays, and `submit` goes on from there. `interrupt` saves and stops the
+        run, `kill` ends all its processes at once.
+        """
+
+    def logs(
+        self,
+        name: str,
+        *,
+        worker: int | None = None,
+        follow: bool = False,
+        tail: int | None = None,
+        since_s: float | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> Iterator[LogLine]:
+        """The log lines of all workers, merged, or of one.
+
+        `tail` starts with that many last lines of each worker, 0 with lines written from now on; `since_s` with lines no older
+        than that, where lines have times. `follow` waits for a job that has not started, calling `say`, and ends when the job
+        does.
+        """
+
+    def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
+        """Inject one of `chaos.ACTIONS` into a worker (None: one that `rng` picks); returns a sentence that says so."""
+
+    def output(self, name: str) -> Path | str:
+        """Where the job's output is (checkpoints, logs, ledger): a directory of this machine, or a description of another place,
+        such as the URL in a store."""
+
+    def events(self, name: str) -> Iterable[Event]:
+        """The ledger of the job's run in order of time; may be iterated more than once."""
+
+    def evaluate(self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda _: None) -> int:
+        """Run the job's module with `--evaluate` and `args` in one process, in the foreground; returns its exit code."""

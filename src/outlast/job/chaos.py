@@ -1,0 +1,213 @@
+"""Fault injection: which fault, on which worker, when.
+
+`outlast chaos` injects one fault, once or repeatedly; `outlast run --chaos FILE` and `outlast chaos FILE` carry out a schedule, a
+YAML list such as
+
+    - {step: 40, do: kill-worker, worker: 1}
+    - {at: 20s, do: kill-process, worker: random}
+
+How a fault is injected is up to the backend. Random choices come from a seed, so that the same command injects the same faults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outlast.base import backoff, units
+from outlast.base.errors import NotFound, OutlastError
+
+if TYPE_CHECKING:
+    from outlast.job.backend import Backend
+    from outlast.job.status import JobStatus
+
+ACTIONS = {
+    "kill-process": "SIGKILL one training process",
+    "kill-worker": "SIGKILL a worker: its agent and all its processes",
+    "stop": "SIGSTOP one training process, so that it hangs",
+    "slow": "stop and continue one training process for a while, so that it is slow",
+    "term": "SIGTERM a worker, as when its machine is taken away",
+    "evict": "evict a worker's pod, as draining its node does; on this machine the same as term",
+}
+"""The faults. In a cluster kill-worker deletes the pod without grace, term with it."""
+SLOW = (20, 0.4, 0.1)
+"""Parameters of `slow`: number of stops, seconds stopped, seconds running in between."""
+
+_POLL_S = 0.05
+"""Poll interval for jobs of this machine."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """One fault. It is due when `at` and `step`, as far as they are given, have both been reached."""
+
+    do: str
+    """One of `ACTIONS`."""
+    worker: int | None = None
+    """Index of the worker; None: a random one."""
+    at: timedelta | None = None
+    """Time since the run was submitted."""
+    step: int | None = None
+    """A step of the training."""
+
+    def due(self, elapsed: timedelta, step: int) -> bool:
+        """Whether to inject it now."""
+        return (self.at is None or elapsed >= self.at) and (self.step is None or step >= self.step)
+
+
+def check(action: str) -> str:
+    """The action, if it exists; raises OutlastError otherwise."""
+    if action not in ACTIONS:
+        raise OutlastError(f"no fault {action!r}; choose one of {', '.join(ACTIONS)}")
+    return action
+
+
+def load(path: Path) -> tuple[Fault, ...]:
+    """The schedule in a file; raises OutlastError with every mistake in it."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        raise NotFound(f"no chaos schedule at {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise OutlastError(f"{path} cannot be read: {error}") from error
+    return parse(text, source=str(path))
+
+
+def parse(text: str, *, source: str = "chaos.yaml") -> tuple[Fault, ...]:
+    """The schedule in a YAML text; raises OutlastError with every mistake in it."""
+    import yaml
+
+    try:
+        entries = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise OutlastError(f"{source} is not YAML: {error}") from error
+    if not isinstance(entries, list):
+        raise OutlastError(f"{source}: expected a list of entries such as `- {{step: 40, do: kill-worker, worker: 1}}`")
+    faults: list[Fault] = []
+    problems: list[str] = []
+    for number, entry in enumerate(entries, 1):
+        try:
+            faults.append(_fault(entry))
+        except OutlastError as error:
+            problems.append(f"{source}: entry {number}: {error}")
+    if problems:
+        raise OutlastError("\n".join(problems))
+    return tuple(faults)
+
+
+def _fault(entry: object) -> Fault:
+    if not isinstance(entry, dict) or "do" not in entry:
+        raise OutlastError("expected a mapping with `do`, and with `at` or `step`")
+    if unknown := [str(key) for key in entry if key not in ("at", "step", "do", "worker")]:
+        raise OutlastError(f"unknown {', '.join(unknown)}; an entry has at, step, do, worker")
+    if "at" not in entry and "step" not in entry:
+        raise OutlastError("say when: `at: 20s` or `step: 40`")
+    worker, step = entry.get("worker", "random"), entry.get("step")
+    if wrong := [key for key in ("at", "step", "do", "worker") if isinstance(entry.get(key), list | dict)]:
+        raise OutlastError(f"{wrong[0]} is a list or a mapping; expected one value")
+    if worker != "random" and not _is_count(worker):
+        raise OutlastError(f"worker is {worker!r}; expected the index of a worker, or random")
+    if step is not None and not _is_count(step):
+        raise OutlastError(f"step is {step!r}; expected a number of steps")
+    return Fault(
+        do=check(str(entry["do"])),
+        worker=None if worker == "random" else worker,
+        at=every(str(entry["at"])) if "at" in entry else None,
+        step=step,
+    )
+
+
+def every(text: str) -> timedelta:
+    """`15s`, `2m`: a duration, as `--every` and `at` give it; raises OutlastError."""
+    try:
+        return units.duration(text)
+    except ValueError as error:
+        raise OutlastError(f"{text} {error}") from error
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def seed(faults: Sequence[Fault]) -> random.Random:
+    """The random generator of a schedule: the same for the same schedule, whatever its classes are called.
+
+    So the text that seeds it is not their repr, and must stay as it is.
+    """
+    spelt = [f"Strike(do={fault.do!r}, worker={fault.worker!r}, at={fault.at!r}, step={fault.step!r})" for fault in faults]
+    return random.Random(f"({', '.join(spelt)}{',' if len(spelt) == 1 else ''})")
+
+
+def play(
+    backend: Backend,
+    name: str,
+    faults: Sequence[Fault],
+    rng: random.Random,
+    *,
+    say: Callable[[str], None] = lambda _: None,
+) -> Iterator[str]:
+    """Inject every fault of a schedule once, when it is due; yields a sentence for each.
+
+    Stops after the last one, or when the run stops or is replaced. Calls `say` when a cluster does not answer.
+    """
+    left = list(faults)
+    run = backend.status(name).run
+    while left and (status := _status(backend, name, run, say)) is not None:
+        elapsed = timedelta(seconds=time.time() - status.submitted)
+        for fault in [fault for fault in left if fault.due(elapsed, status.step)]:
+            left.remove(fault)
+            yield _attempt(backend, name, fault, rng)
+        time.sleep(_pause_s(backend))
+
+
+def repeat(
+    backend: Backend,
+    name: str,
+    fault: Fault,
+    *,
+    every: timedelta,
+    times: int | None,
+    rng: random.Random,
+    say: Callable[[str], None] = lambda _: None,
+) -> Iterator[str]:
+    """Inject the same fault now and then at an interval; yields a sentence for each.
+
+    Stops after `times`, or when the run stops or is replaced.
+    """
+    done = 0
+    run = backend.status(name).run
+    due = time.monotonic()
+    while (times is None or done < times) and _status(backend, name, run, say) is not None:
+        if time.monotonic() < due:
+            time.sleep(min(_pause_s(backend), max(0.0, due - time.monotonic())))
+            continue
+        yield _attempt(backend, name, fault, rng)
+        done += 1
+        due = time.monotonic() + every.total_seconds()
+
+
+def _pause_s(backend: Backend) -> float:
+    """Poll interval: short for this machine, the backend's own for a cluster."""
+    return _POLL_S if backend.poll_s < 1 else backend.poll_s
+
+
+def _status(backend: Backend, name: str, run: str, say: Callable[[str], None]) -> JobStatus | None:
+    """The run's status; None when it has stopped, or when another run has its name: we leave that one alone."""
+    try:
+        status = backoff.until_answered(lambda: backend.status(name), say, every_s=_pause_s(backend))
+    except NotFound:
+        return None
+    return status if status.state.active and status.run == run else None
+
+
+def _attempt(backend: Backend, name: str, fault: Fault, rng: random.Random) -> str:
+    """Inject one of many. One without a target at this moment, e.g. while the workers restart, does not end the others."""
+    try:
+        return backend.chaos(name, fault.do, worker=fault.worker, rng=rng)
+    except OutlastError as error:
+        return f"{fault.do}: {error}"

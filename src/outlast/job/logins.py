@@ -1,0 +1,58 @@
+"""Logins and signatures in URLs: found, left out of what others read, and taken from where they belong instead."""
+
+from __future__ import annotations
+
+import netrc
+import os
+import re
+import tempfile
+
+from outlast.base.errors import OutlastError
+from outlast.job.contract import Env
+
+_LOGIN = re.compile(r"(?<=://)[^/?#\s]*@")
+_SIGNATURE = re.compile(
+    r"\?([^#\s]*&)?([^=&#\s]*[-_.])?"
+    r"(sig|sign|signature|token|secret|passw\w*|credentials?|auth\w*|jwt|(api|access)?key|(aws|google)access(key)?id)([-_.][^=&#\s]*)?="
+    r"[^#\s]*",
+    re.IGNORECASE,
+)
+"""A query with a parameter that is named like a secret: `X-Amz-Signature`, `sig`, `access_token`, `Key-Pair-Id`."""
+
+
+def hidden(text: str) -> str:
+    """A text, its URLs without logins and without queries that hold a signature."""
+    return _SIGNATURE.sub("", _LOGIN.sub("", text))
+
+
+def exposed(url: str, where: str) -> str:
+    """Why a URL must not be in `where`, a clause about who reads it; empty if it may."""
+    if _LOGIN.search(url):
+        return (
+            f"holds a login, and {where}; leave it out here and put it into ~/.netrc, or the content of such a file into "
+            "OUTLAST_NETRC, by secrets or in the shell"
+        )
+    if _SIGNATURE.search(url):
+        return f"holds a signature, and {where}; bring the file to a store or a directory first (outlast data get URL --to PLACE)"
+    return ""
+
+
+def of(host: str) -> tuple[str, str] | None:
+    """User and password for a host: of `OUTLAST_NETRC`, else of ~/.netrc. Raises OutlastError when that cannot be read."""
+    text, where = os.environ.get(Env.NETRC), Env.NETRC
+    try:
+        if text:
+            with tempfile.NamedTemporaryFile("w") as file:
+                file.write(text + "\n")
+                file.flush()
+                found = netrc.netrc(file.name).authenticators(host)
+        else:
+            where = "~/.netrc"
+            found = netrc.netrc().authenticators(host)
+    except FileNotFoundError:
+        return None
+    except (netrc.NetrcParseError, OSError):  # whose message may hold a part of a password
+        raise OutlastError(
+            f"{where} cannot be read; write lines like machine HOST login USER password PASSWORD, and let nobody else read it"
+        ) from None
+    return (found[0], found[2]) if found else None

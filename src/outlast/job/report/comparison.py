@@ -1,0 +1,153 @@
+"""Several runs side by side: how long each took with how many workers, and what more workers gained. Pure.
+
+The first run is the one that others are compared with. A speed-up is that of the time from submission to the end, so runs must
+have trained the same; it is unknown while a run has not succeeded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from outlast.base import units
+from outlast.job.ledger import Event
+from outlast.job.report.goodput import Goodput
+from outlast.job.report.steps import Bucket
+
+HEADINGS = (*("NAME", "STATE", "WORKERS", "TIME", "SPEED-UP", "EFFICIENCY", "STEPS", "STEPS/S", "THROUGHPUT", "GOODPUT", "LOSS"),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run, as it is compared. Times are in seconds."""
+
+    name: str
+    state: str
+    workers: tuple[int, ...]
+    """Sizes of its worlds in the order of time, each once where several worlds in a row had the same."""
+    time_s: float
+    """From submission to the end, or to now."""
+    training_s: float
+    """Of that in steps that were kept."""
+    steps: int
+    steps_per_s: float | None
+    """While it trained, without the first step of each world."""
+    goodput: float
+    """0 ... 1."""
+    loss: float | None = None
+    """The last one that was logged under that name."""
+    throughput: tuple[str, float] | None = None
+    """Median of what was logged as a speed, with its name: `images_per_s`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A run beside the first one."""
+
+    run: Run
+    speedup: float | None
+    """Time of the first run divided by this one's."""
+    efficiency: float | None
+    """The speed-up divided by how many times as many workers there were, 0 ... 1."""
+
+
+def run(name: str, account: Goodput, events: Iterable[Event], metrics: Iterable[str | bytes]) -> Run:
+    """A run from its account, its ledger and the lines of its metrics.jsonl."""
+    loss, throughput = _logged(metrics)
+    return Run(
+        name,
+        account.state or "Running",
+        sizes(events),
+        round(account.wall_s, 3),
+        round(account.seconds[Bucket.TRAINING], 3),
+        account.steps_kept,
+        1 / account.step_mean_s if account.step_mean_s else None,
+        account.goodput,
+        loss,
+        throughput,
+    )
+
+
+def sizes(events: Iterable[Event]) -> tuple[int, ...]:
+    """The sizes of worlds, each once where several in a row had the same: in workers, or in ranks without a launcher."""
+    worlds: list[int] = []
+    ranks: list[int] = []
+    for event in events:
+        members, ranks_ = event.get("workers"), event.get("world_size")
+        if event.get("kind") == "world" and isinstance(size := event.get("size"), int):
+            worlds.append(size)
+        elif event.get("kind") == "world" and isinstance(members, list):
+            worlds.append(len(members))
+        elif event.get("kind") == "session" and isinstance(ranks_, int):
+            ranks.append(ranks_)
+    found = worlds or ranks
+    return tuple(size for i, size in enumerate(found) if i == 0 or found[i - 1] != size)
+
+
+def _logged(lines: Iterable[str | bytes]) -> tuple[float | None, tuple[str, float] | None]:
+    """The last loss, and the median of the first speed, in the lines of metrics.jsonl; others are skipped."""
+    loss: float | None = None
+    speeds: dict[str, list[float]] = {}
+    for line in lines:
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue  # the last line may be half written
+        for name, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                if name == "loss":
+                    loss = float(value)
+                elif name.endswith("_per_s"):
+                    speeds.setdefault(name, []).append(float(value))
+    name, each = next(iter(speeds.items()), ("", []))
+    return loss, (name, statistics.median(each)) if each else None
+
+
+def compared(runs: Sequence[Run]) -> list[Row]:
+    """Each run beside the first one."""
+    first = runs[0]
+    rows = []
+    for each in runs:
+        over = first.state == each.state == "Succeeded"
+        speedup = first.time_s / each.time_s if over and each.time_s else None
+        sized = speedup is not None and len(first.workers) == len(each.workers) == 1
+        efficiency = speedup * first.workers[0] / each.workers[0] if sized and speedup else None
+        rows.append(Row(each, speedup, efficiency))
+    return rows
+
+
+def cells(row: Row) -> list[object]:
+    """A row of the table, as wide as HEADINGS; None for what is unknown."""
+    each = row.run
+    name, value = each.throughput or ("", 0.0)
+    return [
+        each.name,
+        each.state,
+        "→".join(map(str, each.workers)) or None,
+        units.human_seconds(each.time_s),
+        None if row.speedup is None else f"{row.speedup:.2f}x",
+        None if row.efficiency is None else units.percent(row.efficiency),
+        f"{each.steps:,}",
+        None if each.steps_per_s is None else f"{each.steps_per_s:.2f}",
+        f"{value:,.0f} {name.removesuffix('_per_s')}/s" if each.throughput else None,
+        units.percent(each.goodput),
+        None if each.loss is None else f"{each.loss:.4f}",
+    ]
+
+
+def as_json(row: Row) -> dict[str, Any]:
+    """A row as plain values."""
+    plain = dataclasses.asdict(row.run)
+    throughput = {name: value for name, value in [row.run.throughput or ("", 0.0)] if name}
+    return {
+        **plain,
+        "workers": list(row.run.workers),
+        "throughput": throughput,
+        "loss": plain["loss"] if plain["loss"] is not None and math.isfinite(plain["loss"]) else None,  # JSON has no NaN
+        "speedup": row.speedup,
+        "efficiency": row.efficiency,
+    }

@@ -1,0 +1,167 @@
+"""Where the time of a job went: every instant from submission to the end belongs to exactly one bucket.
+
+Pure. The buckets sum to the wall time to the microsecond, whatever the ledger holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from outlast.job.ledger import Event
+from outlast.job.report.incidents import Incident
+from outlast.job.report.reading import in_order, microseconds, survey
+from outlast.job.report.steps import Bucket, Step
+from outlast.job.report.timeline import Snapshots, Timeline
+
+COUNTED = ("steps_kept", "worlds", "failures", "restarts", "interruptions", "hangs", "saves", "saves_failed")
+"""What is counted, by name."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch of time, in seconds since the epoch. Segments touch, and neighbours differ in their bucket."""
+
+    start: float
+    end: float
+    bucket: Bucket
+
+
+@dataclasses.dataclass(frozen=True)
+class Goodput:
+    """Where the time of one job went, up to its end or to now."""
+
+    start: float
+    """The first event, seconds since the epoch."""
+    end: float
+    state: str | None
+    """The ledger's last word, e.g. `Succeeded`; None while the job runs."""
+    microseconds: Mapping[Bucket, int]
+    """Time in every bucket; whole numbers, so that the sum is exact."""
+    segments: tuple[Segment, ...]
+    incidents: tuple[Incident, ...]
+    steps_kept: int
+    steps_replayed: int
+    step_mean_s: float | None
+    """Over all steps that were executed but the first of each world, which pays for warming up."""
+    step_median_s: float | None
+    worlds: int
+    failures: int
+    """Failures that counted."""
+    restarts: int
+    """Worlds formed after a failure or a hang."""
+    interruptions: int
+    """How often training was asked to save and leave; planned changes included."""
+    hangs: int
+    saves: int
+    """Checkpoints that were committed."""
+    saves_failed: int
+    snapshots: Snapshots | None = None
+    """How often the state is kept in memory, as said last; None: never said."""
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds from the first event to the end, or to now."""
+        return sum(self.microseconds.values()) / 1e6
+
+    @property
+    def seconds(self) -> dict[Bucket, float]:
+        """Seconds in every bucket."""
+        return {bucket: us / 1e6 for bucket, us in self.microseconds.items()}
+
+    @property
+    def goodput(self) -> float:
+        """Share of the wall time spent on steps that were kept, 0 ... 1; time in which the job was suspended does not count."""
+        us = self.microseconds
+        return us[Bucket.TRAINING] / max(1, sum(us.values()) - us[Bucket.SUSPENDED])
+
+    def share(self, bucket: Bucket) -> float:
+        """Share of a bucket in the wall time, 0 ... 1."""
+        return self.microseconds[bucket] / max(1, sum(self.microseconds.values()))
+
+
+def buckets(events: Iterable[Event], now: float | None) -> Goodput:
+    """Account for the time from the first event until the end of the job; until `now` (seconds since the epoch) when it has none.
+
+    A sequence of events may have any order. Any other iterable, such as `ledger.Events`, must be ordered by time and allow two
+    passes, which bounds memory. For a job without a launcher `now` is None: its account ends with its last event.
+    """
+    if isinstance(events, Sequence):
+        events = sorted(events, key=lambda event: microseconds(event["t"]))
+    known = survey(in_order(events))
+    start = microseconds(now or 0.0) if known.start is None else known.start
+    timeline = Timeline(start, known)
+    for t, event in in_order(events):
+        timeline.feed(max(t, timeline.seen), event)
+    timeline.stop(timeline.seen if now is None else max(microseconds(now), timeline.seen))
+
+    mean, median = timeline.durations.mean(), timeline.durations.median()
+    stretches = list(_joined(_resolved(timeline.spans, median)))
+    us = dict.fromkeys(Bucket, 0)
+    for begin, end, bucket in stretches:
+        us[bucket] += end - begin
+    return Goodput(
+        start=start / 1e6,
+        end=(start + sum(us.values())) / 1e6,
+        state=timeline.finished,
+        microseconds=us,
+        segments=tuple(Segment(begin / 1e6, end / 1e6, bucket) for begin, end, bucket in stretches),
+        incidents=tuple(timeline.incidents),
+        steps_replayed=timeline.steps_executed - timeline.steps_kept,
+        step_mean_s=mean / 1e6 if mean is not None else None,
+        step_median_s=median / 1e6 if median is not None else None,
+        snapshots=timeline.snapshots,
+        **{name: getattr(timeline, name) for name in COUNTED},
+    )
+
+
+_Stretch = tuple[int, int, Bucket]
+
+
+def _resolved(spans: Iterable[tuple[int, int, Bucket | Step]], ordinary: float | None) -> Iterator[_Stretch]:
+    """Spans with the final bucket of their owner.
+
+    `ordinary` is the duration of a step in microseconds; the extra time of a first step is start-up. A step waits for its data
+    first, then its state is copied, then it warms up, then it trains.
+    """
+    stalling: dict[tuple[int, Bucket], int] = {}  # step and its stall -> microseconds of that still to be taken from its spans
+    warming: dict[int, int] = {}  # id of a first step -> microseconds of start-up still to be taken from its spans
+    keeping: dict[int, int] = {}  # id of steps of which some were taken back -> microseconds still to be given to the others
+    for start, end, owner in spans:
+        if isinstance(owner, Bucket):
+            yield start, end, owner
+            continue
+        stalls = owner.waited_us + owner.copied_us
+        if owner.bucket is Bucket.TRAINING:
+            for bucket, us in ((Bucket.DATA, owner.waited_us), (Bucket.SNAPSHOT, owner.copied_us)):
+                left = stalling.setdefault((id(owner), bucket), us)
+                cut = min(end, start + left)
+                stalling[id(owner), bucket] = left - (cut - start)
+                if start < cut:
+                    yield start, cut, bucket
+                start = cut
+        cut = start
+        if owner.first and ordinary is not None and owner.bucket in (Bucket.TRAINING, Bucket.REPLAYED):
+            excess = warming.setdefault(id(owner), max(0, owner.us - stalls - round(ordinary * max(1, owner.count))))
+            cut = min(end, start + excess)
+            warming[id(owner)] = excess - (cut - start)
+        if start < cut:
+            yield start, cut, Bucket.STARTUP
+        if owner.kept_us >= 0 and owner.bucket is Bucket.TRAINING:
+            left = keeping.setdefault(id(owner), max(0, owner.kept_us - stalls))
+            kept = min(end, cut + left)
+            keeping[id(owner)] = left - (kept - cut)
+            if cut < kept:
+                yield cut, kept, Bucket.TRAINING
+            if kept < end:
+                yield kept, end, Bucket.REPLAYED
+        elif cut < end:
+            yield cut, end, owner.bucket
+
+
+def _joined(stretches: Iterable[_Stretch]) -> Iterator[_Stretch]:
+    """Neighbours of the same bucket made one."""
+    for bucket, same in itertools.groupby(stretches, key=lambda stretch: stretch[2]):
+        together = list(same)
+        yield together[0][0], together[-1][1], bucket

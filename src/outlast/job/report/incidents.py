@@ -1,0 +1,125 @@
+"""What happened to a run, and how much training each failure cost. Used by `report.timeline`.
+
+The measure is one: seconds of training lost = detection + re-forming + restoring + steps done again. They begin at the fault
+and end when a step ends again; what an ordinary step takes is not lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from outlast.job.report.steps import WAITING, Bucket
+
+
+@dataclasses.dataclass(slots=True)
+class Lost:
+    """Seconds of training that an incident cost, in whole microseconds. Suspended and queued time is none of it."""
+
+    detection_us: int = 0
+    """From the fault until some process noticed it."""
+    reforming_us: int = 0
+    """Rendezvous, starting processes, importing, building the model, and what the first step took longer than others."""
+    restoring_us: int = 0
+    """Reading a snapshot or a checkpoint."""
+    again_us: int = 0
+    """What the steps had taken whose result was lost, and the step that was cut short."""
+    up_to: bool = False
+    """The moment of the fault is not known: counted from the end of the last step that is in the ledger."""
+    source: str = ""
+    """Where the state came from: memory | peer | disk | store; empty: not said."""
+
+    @property
+    def seconds(self) -> float:
+        """The sum of the four parts."""
+        return (self.detection_us + self.reforming_us + self.restoring_us + self.again_us) / 1e6
+
+    def spend(self, phase: Bucket, us: int) -> None:
+        """Take in time during which training stood still."""
+        if phase is Bucket.RESTORE:
+            self.restoring_us += us
+        elif phase is Bucket.HANG:
+            self.detection_us += us
+        elif phase not in (*WAITING, Bucket.CHECKPOINT):
+            self.reforming_us += us
+
+    def ordinary(self, us: int) -> None:
+        """Training went on: so much of the first step was no loss."""
+        self.reforming_us = max(0, self.reforming_us - us)
+
+    def was_kept(self, us: int) -> None:
+        """So much of what seemed lost was kept: steps that ended, but are not in the ledger."""
+        taken = min(us, self.detection_us)
+        self.detection_us -= taken
+        self.again_us = max(0, self.again_us - (us - taken))
+
+
+def stopped(*, progress: int | None, fault: int | None, noticed: int, at: int) -> Lost:
+    """What is lost when a world ends `at`, all times in microseconds.
+
+    `progress` is the end of its last step, None if it made none; `fault` the moment of the fault where that is known, `noticed`
+    when a process first reported it.
+    """
+    noticed = max(min(noticed, at), progress or 0)
+    begun = noticed if progress is None else progress
+    moment = begun if fault is None else min(max(fault, begun if progress is not None else fault), noticed)
+    return Lost(
+        detection_us=noticed - moment,
+        reforming_us=at - noticed,
+        again_us=max(0, moment - begun),
+        up_to=fault is None and moment < noticed,
+    )
+
+
+@dataclasses.dataclass(slots=True)
+class Incident:
+    """Something that happened to the run."""
+
+    time: float
+    kind: str
+    """failure | hang | unheard | interruption | change | launcher | save | damaged"""
+    text: str
+    """One sentence, from the process that decided or saw it."""
+    worker: int | None = None
+    generation: int = -1
+    """The world that it ended or happened in."""
+    recovery_s: float | None = None
+    """Until the next step had ended, or until the next world for a script that reports no steps.
+    None: not yet, or training never stopped."""
+    replayed: int = 0
+    """Steps whose result it cost."""
+    attempt: int = 0
+    """Which start of that world's processes it ended; above 0 after its members had repaired it themselves."""
+    lost: Lost | None = None
+    """The training that it cost, final once `recovery_s` is known.
+    None: training never stopped, or the script reports no steps."""
+
+
+SOURCES = ("memory", "peer", "disk", "store")
+FAILURES = ("failure", "hang", "unheard")
+PLANNED = ("interruption", "change")
+
+
+@dataclasses.dataclass(frozen=True)
+class Total:
+    """What all incidents of some kinds cost that training has recovered from."""
+
+    failures: int
+    seconds: float
+    last_s: float
+    """Of the last one."""
+    generation: int
+    """The world that the last one ended."""
+    up_to: bool
+    """Whether it is the most that it can have been."""
+
+
+def total(incidents: Iterable[Incident], kinds: Iterable[str] = FAILURES) -> Total:
+    """Add up what incidents of these kinds cost."""
+    over = [(i, i.lost) for i in incidents if i.kind in kinds and i.lost is not None and i.recovery_s is not None]
+    if not over:
+        return Total(0, 0.0, 0.0, -1, up_to=False)
+    last, cost = over[-1]
+    return Total(
+        len(over), sum(lost.seconds for _, lost in over), cost.seconds, last.generation, any(lost.up_to for _, lost in over)
+    )

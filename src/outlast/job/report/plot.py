@@ -1,0 +1,82 @@
+"""A comparison of runs as a picture: the time of each, and the speed-up beside the ideal one. Needs matplotlib, which only this
+module knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from outlast.base.errors import OutlastError
+from outlast.job.report.comparison import Row
+
+KINDS = (".svg", ".png", ".pdf")
+
+
+def check(path: Path) -> None:
+    """Raise OutlastError for a file that no plot can be written to."""
+    if path.suffix.lower() not in KINDS:
+        raise OutlastError(f"--plot {path} must end in {', '.join(KINDS[:-1])} or {KINDS[-1]}")
+    _figure()
+
+
+def figure(width: float, height: float) -> Any:
+    """An empty picture, in inches. Raises OutlastError when matplotlib is missing."""
+    return _figure()(figsize=(width, height), layout="constrained")
+
+
+def save(drawn: Any, path: Path) -> None:
+    """Write a picture to a file. Raises OutlastError if that cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        drawn.savefig(path)
+    except OSError as error:
+        raise OutlastError(f"--plot {path} cannot be written: {error.strerror or error}; name another file") from error
+
+
+def write(path: Path, rows: Sequence[Row]) -> None:
+    """Draw a comparison to a file: bars of minutes or seconds, and speed-ups over workers where these are known.
+
+    Raises OutlastError when matplotlib is missing or the file cannot be written.
+    """
+    drawn = figure(9, 3.6)
+    known = [(row.run.workers[0], row.speedup) for row in rows if row.efficiency is not None and row.speedup is not None]
+    left, *right = drawn.subplots(1, 2 if len(known) > 1 else 1, squeeze=False)[0]
+    _times(left, rows)
+    if right:
+        _speedups(right[0], sorted(known))
+    save(drawn, path)
+
+
+def _times(axes: Any, rows: Sequence[Row]) -> None:
+    """A bar per run."""
+    minutes = max(row.run.time_s for row in rows) >= 180
+    values = [row.run.time_s / 60 if minutes else row.run.time_s for row in rows]
+    labels = [f"{row.run.name}\n{'→'.join(map(str, row.run.workers)) or '?'} workers" for row in rows]
+    bars = axes.bar(range(len(rows)), values, color="#4c72b0")
+    axes.bar_label(bars, fmt="%.1f")
+    axes.set_xticks(range(len(rows)), labels)
+    axes.set_ylabel("minutes" if minutes else "seconds")
+    axes.set_title("time from submission to the end")
+
+
+def _speedups(axes: Any, known: Sequence[tuple[int, float]]) -> None:
+    """Speed-up over workers, and what it would be if nothing were lost."""
+    workers = [count for count, _ in known]
+    base = known[0][0] / known[0][1]
+    axes.plot(workers, [count / base for count in workers], "--", color="#999999", label="ideal")
+    axes.plot(workers, [speedup for _, speedup in known], "o-", color="#c44e52", label="measured")
+    axes.set_xticks(workers)
+    axes.set_xlabel("workers")
+    axes.set_title("speed-up")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+
+
+def _figure() -> Any:
+    """matplotlib's Figure, which needs no screen. Raises OutlastError if it is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise OutlastError("drawing needs the library matplotlib; run: pip install 'outlast[plots]'") from error
+    return Figure

@@ -1,0 +1,130 @@
+"""Reads the events of a ledger: which ones, and in which order. Used by `report.timeline`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from outlast.job.ledger import Event
+
+_NEEDED = {
+    "called": ("generation",),
+    "world": ("generation",),
+    "exited": ("worker", "code", "interrupted"),
+    "finished": ("state",),
+    "restored": ("step",),
+    "step": ("step",),
+    "snapshots": ("every", "bytes", "replicas", "reason"),
+    "save_failed": ("step", "reason"),
+    "not_copied": ("step", "reason"),
+    "damaged": ("path", "reason"),
+    "hang": ("worker", "rank", "silent_s", "reason"),
+    "unheard": ("workers", "reason"),
+    "attempt": ("attempt", "reason"),
+}
+"""Fields without which an event says nothing: somebody else, or another version, wrote it."""
+_NUMBERS = (
+    *("attempt", "bytes", "code", "copied_s", "every", "generation", "rank", "replicas", "repaired"),
+    *("silent_s", "step", "steps", "waited_s", "worker"),
+)
+_TYPES: dict[str, Any] = {
+    **dict.fromkeys(_NUMBERS, (int, float)),
+    **dict.fromkeys(("path", "source", "suspends"), str),
+    "workers": list,
+}
+"""What fields hold, in every kind of event that has them."""
+KINDS = frozenset(
+    {
+        *("submitted", "asked", "launcher", "worker", "failure", "resumed", "session", "restoring", "interrupted", "chaos"),
+        *("saving", "staged", "committed", *_NEEDED),
+    }
+)
+"""The events that the account is made of."""
+_REOPENS = ("submitted", "launcher", "resumed", "worker")
+Timed = tuple[int, Event]
+"""An event and its time in microseconds since the epoch."""
+
+
+def microseconds(t: float) -> int:
+    """Seconds as a whole number of microseconds, the resolution of the ledger."""
+    return round(t * 1e6)
+
+
+def usable(event: Mapping[str, Any]) -> bool:
+    """Whether an event has a time, a kind that we know, and what we need to know of it, in the types that it is written in."""
+    kind = event.get("kind")
+    known = isinstance(event.get("t"), (int, float)) and isinstance(kind, str) and kind in KINDS
+    typed = all(value is None or isinstance(value, _TYPES.get(field, object)) for field, value in event.items())
+    return known and typed and all(event.get(field) is not None for field in _NEEDED.get(str(kind), ()))
+
+
+def in_order(events: Iterable[Event]) -> Iterator[Timed]:
+    """What the account is made of, of `events` in the order of time, each once: the same words at the same instant are one event.
+
+    What other machines' clocks put after `finished` happened before it, unless the job was taken up again.
+    """
+    finished: Timed | None = None
+    for t, event in _once(events):
+        if finished is None:
+            if event["kind"] == "finished":
+                finished = t, event
+            else:
+                yield t, event
+        elif event["kind"] in _REOPENS:
+            yield finished
+            yield t, event
+            finished = None
+        elif event["kind"] != "finished":
+            yield finished[0], event
+    if finished is not None:
+        yield finished
+
+
+def _once(events: Iterable[Event]) -> Iterator[Timed]:
+    now, heard = None, []
+    for event in events:
+        if not usable(event):
+            continue
+        t = microseconds(event["t"])
+        if t != now:
+            now, heard = t, [event]
+        elif event in heard:
+            continue
+        else:
+            heard.append(event)
+        yield t, event
+
+
+@dataclasses.dataclass
+class Survey:
+    """What the fold has to know of all events before it begins."""
+
+    start: int | None = None
+    """Time of the first event, microseconds since the epoch; None when there is none."""
+    last_steps: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
+    """When the last step of each attempt of each generation ended: until then its world was not broken, whatever was reported."""
+    blind: bool = True
+    """Whether the script reports nothing."""
+
+
+def survey(ordered: Iterable[Timed]) -> Survey:
+    """A first pass over all events."""
+    found, newest, announced, begun = Survey(), -1, 0, 0
+    for t, event in ordered:
+        found.start = t if found.start is None else found.start
+        kind = event["kind"]
+        found.blind = found.blind and kind not in ("session", "step")
+        if kind in ("world", "session", "step", "attempt"):
+            generation = event.get("generation", max(0, newest))
+            if generation > newest:
+                newest, announced, begun = generation, 0, 0
+            if generation < newest:
+                continue
+            if kind == "attempt":
+                announced = max(announced, event["attempt"])
+            elif kind == "session" and event.get("rank") in (0, None):
+                begun = announced
+            elif kind == "step":
+                found.last_steps[newest, begun] = t
+    return found

@@ -1,0 +1,243 @@
+"""The goodput report for a terminal, and the same account as JSON.
+
+`plain` is for files and pipes, `rich` for a terminal that shows colours; both are made of the same lines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+from outlast.base import units
+from outlast.job.report.goodput import COUNTED, Goodput
+from outlast.job.report.incidents import FAILURES, PLANNED, Incident, Total, total
+from outlast.job.report.steps import Bucket
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+_LOOK = {
+    Bucket.TRAINING: ("█", "green", "training"),
+    Bucket.REPLAYED: ("▒", "red", "replayed steps"),
+    Bucket.DATA: ("~", "bright_yellow", "data stall"),
+    Bucket.SNAPSHOT: ("°", "bright_cyan", "snapshot stall"),
+    Bucket.CHECKPOINT: ("▪", "cyan", "checkpoint stall"),
+    Bucket.RENDEZVOUS: ("┼", "magenta", "rendezvous"),
+    Bucket.RESTORE: ("▴", "blue", "restore"),
+    Bucket.STARTUP: ("▁", "yellow", "start-up"),
+    Bucket.QUEUE: ("·", "bright_black", "queue"),
+    Bucket.PODS: (":", "bright_black", "pod start"),
+    Bucket.HANG: ("!", "bright_red", "hang"),
+    Bucket.IDLE: (" ", "bright_black", "idle"),
+    Bucket.SUSPENDED: ("_", "bright_black", "suspended"),
+}
+"""Glyph in the timeline (where no colour helps), colour, name."""
+_FIELDS = ("time", "kind", "text", "worker", "generation", "attempt", "recovery_s", "replayed")
+"""What the JSON has of an incident as it is."""
+_TOTALS = {"failures": FAILURES, "interruptions": PLANNED}
+PROGRESS = "from outlast.training import progress; progress(step, total)"
+"""What a script without a session adds to have its steps counted."""
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+_BAR = 30
+_SHOWN = 20
+"""Incidents listed in the terminal, the latest ones."""
+
+_Line = list[tuple[str, str]]
+"""Fragments of text with their style."""
+
+
+def plain(goodput: Goodput, title: str = "", width: int = 100) -> str:
+    """The report without colours, at most `width` columns wide, ending with a newline."""
+    return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in _lines(goodput, title, width))
+
+
+def rich(goodput: Goodput, title: str = "", width: int = 100) -> Text:
+    """The report for `rich.console.Console.print`."""
+    from rich.text import Text
+
+    return Text("\n", no_wrap=True, overflow="fold").join(Text.assemble(*line) for line in _lines(goodput, title, width))
+
+
+def as_json(goodput: Goodput) -> dict[str, Any]:
+    """The account as plain values for JSON; times are seconds, instants seconds since the epoch."""
+    fields = ("start", "end", "state", "wall_s", "goodput", "steps_replayed", "step_mean_s", "step_median_s", *COUNTED)
+    return {
+        **{field: getattr(goodput, field) for field in fields},
+        "seconds": {bucket.value: seconds for bucket, seconds in goodput.seconds.items()},
+        "segments": [{"start": s.start, "end": s.end, "bucket": s.bucket.value} for s in goodput.segments],
+        "incidents": [{**{field: getattr(i, field) for field in _FIELDS}, "lost": _lost(i)} for i in goodput.incidents],
+        "lost": {kind: _sum(total(goodput.incidents, kinds)) for kind, kinds in _TOTALS.items()},
+        "snapshots": dataclasses.asdict(goodput.snapshots) if goodput.snapshots else None,
+    }
+
+
+def _sum(total: Total) -> dict[str, Any]:
+    return {"count": total.failures, "seconds": total.seconds, "up_to": total.up_to}
+
+
+def _lost(incident: Incident) -> dict[str, Any] | None:
+    """Seconds of training that an incident has cost; None while it goes on, or where training never stopped."""
+    lost = incident.lost
+    if lost is None or incident.recovery_s is None:
+        return None
+    parts = {f"{part}_s": getattr(lost, f"{part}_us") / 1e6 for part in ("detection", "reforming", "restoring", "again")}
+    return {"seconds": lost.seconds, **parts, "up_to": lost.up_to, "source": lost.source}
+
+
+def _lines(goodput: Goodput, title: str, width: int) -> list[_Line]:
+    middle = [*_buckets(goodput), [], *_strip(goodput, width), [], *_counts(goodput)]
+    return [_headline(goodput, title), [], *middle, *_incidents(goodput, width)]
+
+
+def _headline(goodput: Goodput, title: str) -> _Line:
+    state = goodput.state or "running"
+    style = {"Succeeded": "bold green", "Failed": "bold red"}.get(state, "bold")
+    line: _Line = [(f"{title}  ", "bold")] if title else []
+    line += [(state, style), (f"  {units.human_seconds(goodput.wall_s)}", "")]
+    most = "" if goodput.steps_kept + goodput.steps_replayed else "at most "
+    line += [("  goodput ", ""), (f"{most}{units.percent(goodput.goodput)}", "bold")]
+    return line
+
+
+def _buckets(goodput: Goodput) -> list[_Line]:
+    """Every bucket that took time, the largest first; training on top."""
+    rows = sorted(Bucket, key=lambda bucket: (bucket is not Bucket.TRAINING, -goodput.microseconds[bucket]))
+    lines: list[_Line] = []
+    for bucket in rows:
+        if not goodput.microseconds[bucket] and bucket is not Bucket.TRAINING:
+            continue
+        glyph, colour, name = _LOOK[bucket]
+        share = goodput.share(bucket)
+        figures = f"{_seconds(goodput.seconds[bucket]):>11}  {units.percent(share):>7}  "
+        lines.append([(f"  {glyph} ", colour), (f"{name:<17}", ""), (figures, ""), (_bar(share), colour)])
+    return lines
+
+
+def _seconds(seconds: float) -> str:
+    """Like `units.human_seconds`, but all stretches below a minute in the same unit."""
+    return f"{seconds:.2f}s" if seconds < 59.995 else units.human_seconds(seconds)
+
+
+def _bar(share: float) -> str:
+    """A bar of up to `_BAR` columns, in eighths of a column; at least one eighth for a share above 0."""
+    eighths = max(1, round(share * _BAR * 8)) if share > 0 else 0
+    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+
+
+def _strip(goodput: Goodput, width: int) -> list[_Line]:
+    """The run from left to right; a column shows its largest bucket, but every bucket is shown at least once."""
+    columns = max(20, width - 4)
+    total = goodput.end - goodput.start
+    if total <= 0:
+        return []
+    weight = [dict.fromkeys(Bucket, 0.0) for _ in range(columns)]
+    for segment in goodput.segments:
+        begin = (segment.start - goodput.start) / total * columns
+        end = (segment.end - goodput.start) / total * columns
+        for i in range(int(begin), min(columns, int(end) + 1)):
+            weight[i][segment.bucket] += max(0.0, min(end, i + 1) - max(begin, i))
+    shown = [max(column, key=column.__getitem__) for column in weight]
+    for bucket in Bucket:
+        if goodput.microseconds[bucket] and bucket not in shown:
+            best = max(range(columns), key=[column[bucket] for column in weight].__getitem__)
+            if shown.count(shown[best]) > 1:
+                shown[best] = bucket
+    line: _Line = [("  ", "")]
+    line += [(_LOOK[bucket][0], _LOOK[bucket][1]) for bucket in shown]
+    ends = f"{_at(0):<{columns // 2}}{_at(total):>{columns - columns // 2}}"
+    return [line, [(f"  {ends}", "bright_black")]]
+
+
+def _counts(goodput: Goodput) -> list[_Line]:
+    steps = f"{goodput.steps_kept:,} kept"
+    if goodput.steps_replayed:
+        steps += f", {goodput.steps_replayed:,} replayed"
+    if goodput.step_median_s is not None and goodput.step_mean_s is not None:
+        median, mean = units.human_seconds(goodput.step_median_s), units.human_seconds(goodput.step_mean_s)
+        steps += f"; {median} each in the median, {mean} in the mean"
+    if not goodput.steps_kept + goodput.steps_replayed:
+        steps = f"not reported, so that repeated ones count as training; exact with: {PROGRESS}"
+    saves = f"{goodput.saves:,} committed"
+    if goodput.saves_failed:
+        saves += f", {goodput.saves_failed:,} failed"
+    happened = [_many(getattr(goodput, f"{noun}s"), noun) for noun in ("failure", "hang", "interruption", "restart")]
+    worlds = f"{goodput.worlds:,}" + (f" ({', '.join(filter(None, happened))})" if any(happened) else "")
+    counts = {"steps": steps, "saves": saves, "worlds": worlds, "snapshots": _snapshots(goodput), "lost": _total(goodput)}
+    if not goodput.steps_kept + goodput.steps_replayed + goodput.saves + goodput.saves_failed:
+        del counts["saves"]  # a script that reports no steps saves by itself
+    width = max(9, *(len(name) + 1 for name, text in counts.items() if text))
+    return [[(f"  {name:<{width}}", "bold"), (text, "")] for name, text in counts.items() if text]
+
+
+def _snapshots(goodput: Goodput) -> str:
+    """`every 3 steps, 1.2 GiB, 1 replica`; empty where none were spoken of."""
+    known = goodput.snapshots
+    if known is None:
+        return ""
+    if not known.every:
+        return f"none: {known.reason}" if known.reason else "none"
+    said = ["every step" if known.every == 1 else f"every {known.every:,} steps"]
+    said += [units.human_bytes(known.bytes)] if known.bytes else []
+    return ", ".join([*said, _many(known.replicas, "replica") or "no replica"])
+
+
+def _total(goodput: Goodput) -> str:
+    """`3 failures cost 4.10s of training, 1.37s each`; empty before the first."""
+    said = []
+    for kind, kinds in _TOTALS.items():
+        found = total(goodput.incidents, kinds)
+        if count := found.failures:
+            each = f", {_seconds(found.seconds / count)} each" if count > 1 else ""
+            most = "up to " if found.up_to else ""
+            said.append(f"{_many(count, kind.removesuffix('s'))} cost {most}{_seconds(found.seconds)} of training{each}")
+    return "; ".join(said)
+
+
+def _cost(incident: Incident, steps: bool) -> str:
+    """What an incident cost: `lost 1.40s: 0.20s detection + 0.80s re-forming + ...`; of a script without steps the time only."""
+    if not incident.recovery_s:
+        return f"{_many(incident.replayed, 'step')} again" if incident.replayed else ""
+    lost = incident.lost
+    if lost is None:
+        return f"{units.human_seconds(incident.recovery_s)} to the next {'step' if steps else 'world'}"
+    again = f"for {_many(incident.replayed, 'step')} again" if incident.replayed else "of a step again"
+    parts = [
+        (lost.detection_us, "detection"),
+        (lost.reforming_us, "re-forming"),
+        (lost.restoring_us, f"restoring from {lost.source}" if lost.source else "restoring"),
+        (lost.again_us, again),
+    ]
+    shown = " + ".join(f"{_seconds(us / 1e6)} {name}" for us, name in parts if us)
+    return f"lost {'up to ' if lost.up_to else ''}{_seconds(lost.seconds)}{': ' if shown else ''}{shown}"
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' if count > 1 else ''}" if count else ""
+
+
+def _incidents(goodput: Goodput, width: int) -> list[_Line]:
+    lines: list[_Line] = [[]] if goodput.incidents else []
+    column = len(_at(goodput.wall_s))
+    if len(goodput.incidents) > _SHOWN:
+        lines.append([(f"  {len(goodput.incidents) - _SHOWN:,} earlier incidents are in the JSON", "bright_black")])
+    for incident in goodput.incidents[-_SHOWN:]:
+        when = f"  {_at(incident.time - goodput.start):>{column}}  "
+        colour = "red" if incident.kind in ("failure", "hang") else "yellow"
+        sentence = textwrap.wrap(incident.text, max(20, width - len(when)), max_lines=2, placeholder=" …") or [""]
+        for head, text in zip((when, " " * len(when)), sentence, strict=False):
+            lines.append([(head, "bright_black"), (text, colour)])
+        cost = _cost(incident, goodput.steps_kept > 0)
+        if cost and len(when) + len(sentence[-1]) + 3 + len(cost) <= width:
+            lines[-1].append((f" … {cost}", "bold"))
+        elif cost:
+            for line in textwrap.wrap(f"… {cost}", max(20, width - len(when)), subsequent_indent="  "):
+                lines.append([(" " * len(when), ""), (line, "bold")])
+    return lines
+
+
+def _at(seconds: float) -> str:
+    """A moment of the run: `0:42`, `1:02:03`, `50:00:00`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

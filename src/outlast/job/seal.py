@@ -1,0 +1,110 @@
+"""Lines between a member and the coordinator, authenticated with the key of the run.
+
+Each side sends a nonce in the clear; every line after that carries an HMAC-SHA256 keyed by the run's key and both nonces, over
+the direction, a counter and the line. So without the key one cannot write a line, repeat one, or turn one around. Lines are not
+encrypted: reports are no secret.
+
+    member <-> coordinator  {"nonce": "..."}
+    then each side          <64 hex digits> {"report": ...}
+
+Used by `rendezvous.transports.sockets`, and by `rendezvous.mesh`, where who is called is the "decider". On a Unix socket, which
+only its user can open, lines are plain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from outlast.job.contract import Env
+
+Side = Literal["decider", "member"]
+LONGEST_NONCE = 256
+"""Bytes of the line that holds a nonce; who sends more is no member."""
+_OTHER: dict[Side, Side] = {"decider": "member", "member": "decider"}
+_DIGITS = 64
+
+
+class Forged(ValueError):
+    """A line was written without the key, or for another connection or place in it."""
+
+
+def key(environ: Mapping[str, str]) -> bytes:
+    """The key of a run: from a Secret or the launcher, else known to who knows the job. Empty for a plain torchrun.
+
+    Pods that meet at worker 0 have one job file. Those of others may not, since their job is changed while it runs: they
+    share the name of the run.
+    """
+    if said := environ.get(Env.RENDEZVOUS_KEY):
+        return said.encode()
+    file, run = environ.get(Env.JOB_FILE), environ.get(Env.RUN)
+    if file and (not run or environ.get(Env.RENDEZVOUS, "").startswith("c10d://")):
+        return hashlib.sha256(Path(file).read_bytes()).digest()
+    return hashlib.sha256(f"{environ.get(Env.NAMESPACE, '')}/{run}".encode()).digest() if run else b""
+
+
+def derived(key: bytes, purpose: str) -> bytes:
+    """The run's key for another purpose than the coordinator's lines: lines of one cannot be used in the other."""
+    return hmac.digest(key, purpose.encode(), "sha256")
+
+
+class Plain:
+    """Lines as they are."""
+
+    def sealed(self, line: bytes) -> bytes:
+        return line + b"\n"
+
+    def opened(self, line: bytes) -> bytes:
+        return line
+
+
+class Seal(Plain):
+    """One connection's lines, as one of its sides writes and reads them."""
+
+    def __init__(self, key: bytes, side: Side, *, ours: str, theirs: str) -> None:
+        nonces = (ours, theirs) if side == "decider" else (theirs, ours)
+        self._key = hmac.digest(key, json.dumps(nonces).encode(), "sha256")
+        self._side: Side = side
+        self._written = self._read = 0
+
+    def sealed(self, line: bytes) -> bytes:
+        """A line to be sent."""
+        self._written += 1
+        return self._digits(self._side, self._written, line) + b" " + line + b"\n"
+
+    def opened(self, line: bytes) -> bytes:
+        """What a line says. Raises Forged."""
+        self._read += 1
+        digits, rest = line[:_DIGITS], line[_DIGITS + 1 :].rstrip(b"\n")
+        if not hmac.compare_digest(digits, self._digits(_OTHER[self._side], self._read, rest)):
+            raise Forged("it is not sealed with the key of the run")
+        return rest
+
+    def _digits(self, side: Side, number: int, line: bytes) -> bytes:
+        return hmac.digest(self._key, f"{side} {number} ".encode() + line, "sha256").hex().encode()
+
+
+def nonce() -> str:
+    return secrets.token_hex(16)
+
+
+def greeting(nonce: str) -> bytes:
+    """The line that tells the other side our nonce."""
+    return json.dumps({"nonce": nonce}).encode() + b"\n"
+
+
+def greeted(line: bytes) -> str:
+    """The other side's nonce. Raises Forged."""
+    try:
+        said = json.loads(line) if len(line) <= LONGEST_NONCE else None
+    except (ValueError, RecursionError):
+        said = None
+    found = said.get("nonce") if isinstance(said, dict) else None
+    if not isinstance(found, str):
+        raise Forged("it does not begin with a nonce")
+    return found

@@ -1,0 +1,51 @@
+"""Archives of code: packed at submission, unpacked where it runs, with limits that fit code."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from outlast.base import unpack
+from outlast.base.errors import OutlastError
+from outlast.base.unpack import checksum
+
+__all__ = ["MAX_BYTES", "MAX_ENTRIES", "check", "check_checksum", "checksum", "extract", "root"]
+
+MAX_BYTES = 4 << 30
+"""Code is never that large: what unpacks to more is a mistake, or a bomb."""
+MAX_ENTRIES = 100_000
+
+
+def extract(archive: Path, into: Path, *, name: str) -> None:
+    """Unpack an archive of code into an empty directory, see `unpack.extract`."""
+    unpack.extract(archive, into, name=name, limits=unpack.Limits("code", entries=MAX_ENTRIES, size=MAX_BYTES))
+
+
+def check(archive: Path, name: str, sha256: str, runs: str) -> None:
+    """Raise OutlastError when an archive of this machine cannot be unpacked, or what is to be run is not in it."""
+    if sha256:
+        check_checksum(archive, name, sha256)
+    with tempfile.TemporaryDirectory() as directory:
+        extract(archive, Path(directory), name=name)
+        if runs.endswith(".py") and not (root(Path(directory), runs) / runs).is_file():
+            raise OutlastError(f"script ({runs}) is not in {name}; correct it, or the archive")
+
+
+def check_checksum(archive: Path, name: str, sha256: str) -> None:
+    """Raise OutlastError unless an archive has the checksum of the job file."""
+    if (found := checksum(archive)) != sha256:
+        raise OutlastError(f"{name} has the checksum {found}, the job file says {sha256}; correct #sha256= there, or the archive")
+
+
+def root(tree: Path, runs: str) -> Path:
+    """Where in an unpacked archive the code begins: in its only directory if `runs`, a script or module, is in there."""
+    entries = [entry for entry in tree.iterdir() if entry.name not in ("__MACOSX", ".DS_Store")]
+    if len(entries) == 1 and entries[0].is_dir() and not entries[0].is_symlink():
+        (only,) = entries
+        if not _holds(tree, runs) and _holds(only, runs):
+            return only
+    return tree
+
+
+def _holds(directory: Path, runs: str) -> bool:
+    return (directory / runs).exists() or (directory / f"{runs}.py").exists()

@@ -1,0 +1,348 @@
+"""A directory of code: what of it is code, and all of that as one archive.
+
+    entries = listed(root)
+    pack(root, entries, Path("code.tar.gz"))
+
+Left out is what `.gitignore` and `.outlastignore` say (the second counts more, and its `!` brings back), and what is never code.
+The archive depends on names, contents, links and the right to execute, and on nothing else: no times, no owners, no order of the
+disk. Directories with nothing in them are not in it, as with git.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import os
+import stat
+import tarfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from outlast.base import units
+from outlast.base.errors import OutlastError
+from outlast.job import spec
+from outlast.job.shipping import archives, ignore
+
+NEVER = frozenset(
+    {".git", ".hg", ".svn", ".outlast", ".venv", "venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
+    | {".hypothesis", ".ipynb_checkpoints", "node_modules", ".DS_Store"}
+)
+"""Names of what is never part of a job's code."""
+FILES = (".gitignore", ".outlastignore")
+"""Ignore files, in order of precedence: later ones override."""
+CREDENTIALS = """
+.env
+.env.*
+!.env.example
+!.env.sample
+!.env.template
+.netrc
+_netrc
+.pypirc
+.npmrc
+.pgpass
+.git-credentials
+.vault-token
+.aws/
+.azure/
+**/.docker/config.json
+.gnupg/
+.kaggle/
+.kube/
+.ssh/
+**/.config/gcloud/
+id_rsa*
+id_dsa*
+id_ecdsa*
+id_ed25519*
+*.pem
+*.key
+*.p12
+*.pfx
+*.jks
+*.kdbx
+kubeconfig
+credentials.json
+service-account*.json
+service_account*.json
+"""
+"""Rules for files that usually hold credentials. The code is readable for everyone with access to ConfigMaps of the namespace,
+so only an `.outlastignore` can include these."""
+_TRIES = 3
+"""Attempts at packing while files change."""
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file or link in a directory of code."""
+
+    name: str
+    """Path below the directory, with slashes."""
+    kind: Literal["file", "link"]
+    size: int = 0
+    """Bytes of a file."""
+    target: str = ""
+    """Of a link."""
+
+
+class TooLarge(Exception):
+    """The archive would have more bytes than there is room for."""
+
+
+class _Changed(Exception):
+    """A file was written to while it was read."""
+
+
+Told = Callable[[str], object]
+"""Gets the name of a file, directory or link below the directory of code."""
+
+
+def _nothing(_: str) -> None:
+    pass
+
+
+def listed(
+    root: Path,
+    but: Collection[Path] = (),
+    *,
+    withheld: Told = _nothing,
+    ignored: Told = _nothing,
+    outside: Told | None = None,
+) -> list[Entry]:
+    """The files and links of a directory of code, sorted by name: the same for a run on this machine and for pods.
+
+    `but`: paths below it that are not code. `withheld` gets the names left out as probable credentials, `ignored` those left out
+    by an ignore file. A link that leads outside is an error, since pods would not have its target; with `outside`, which gets
+    its name, it becomes a link to the absolute path.
+
+    Raises OutlastError for such a link, for what cannot be read, and when there is too much for code.
+    """
+    top = root.resolve()
+    layers = _above(top)
+    above = [_layer(Path(layer.directory), FILES[1:]) for layer in layers]
+    secret = [ignore.Layer(str(top).rstrip("/"), ignore.rules(CREDENTIALS)), *above]
+    found: list[Entry] = []
+    size = 0
+    walk = _Walk(top, {place.resolve() for place in but}, withheld, ignored, outside)
+    for entry in walk.below("", layers, secret):
+        found.append(entry)
+        size += entry.size
+        if len(found) > archives.MAX_ENTRIES or size > archives.MAX_BYTES:
+            held = f"more than {len(found) - 1:,} files, {units.human_bytes(size)}"
+            raise OutlastError(f"code ({root}) holds {held}, which is too much for code ({biggest(found)}); {REMEDY}")
+    return sorted(found, key=lambda entry: os.fsencode(entry.name))
+
+
+def not_code(fields: spec.Spec, root: Path, but: Collection[Path] = ()) -> list[Path]:
+    """Paths in a directory of code that are not code: `but`, the job's data, models and output, and the log of this command.
+
+    The script is code even if `but` names it, in place of a job file."""
+    but = [place for place in but if place.absolute() != root / (fields.script or "")]
+    return [*but, *_redirected(), *(place for place in _named(fields) if place != root and place not in root.parents)]
+
+
+def _redirected() -> Iterator[Path]:
+    """The files that get what this command prints: `outlast run train.py > run.log`."""
+    for number in (1, 2):
+        with contextlib.suppress(OSError):
+            yield Path(f"/proc/self/fd/{number}").resolve(strict=True)
+
+
+def check_script(fields: spec.Spec, root: Path, names: Collection[str]) -> None:
+    """Raise OutlastError if an ignore file excludes the script."""
+    if fields.script and str(Path(fields.script)) not in names:
+        remedy = f"add !{fields.script} to {root / '.outlastignore'}, or correct the rule"
+        raise OutlastError(f"script ({fields.script}) is left out of code ({root}) by .gitignore or .outlastignore; {remedy}")
+
+
+def _named(fields: spec.Spec) -> Iterator[Path]:
+    """Local paths of the job's data, models and output."""
+    given = [*(each.from_ for each in fields.data), *(each.from_ for each in fields.models), fields.output or ""]
+    for place in given:
+        if place and (path := spec.local(place)):
+            yield path.resolve()
+
+
+def some(names: Collection[str]) -> str:
+    """The first of these names, for a sentence."""
+    found = sorted(names)
+    return ", ".join([*found[:5], *(["..."] if found[5:] else [])])
+
+
+def without_credentials(withheld: Collection[str]) -> str:
+    """The sentence about files that look like credentials."""
+    return f"without {some(withheld)}, which may hold credentials ({bring_back(withheld)})"
+
+
+def bring_back(names: Collection[str]) -> str:
+    """How to include a file that was left out."""
+    return f"!{min(names).rpartition('/')[2]} in .outlastignore brings it back"
+
+
+REMEDY = "name what is no code in .outlastignore, or keep it elsewhere"
+
+
+def biggest(entries: Sequence[Entry]) -> str:
+    """The biggest files, for a sentence."""
+    most = sorted(entries, key=lambda entry: -entry.size)[:3]
+    return "the biggest: " + ", ".join(f"{entry.name} {units.human_bytes(entry.size)}" for entry in most)
+
+
+def pack(
+    root: Path,
+    into: Path,
+    *,
+    but: Collection[Path] = (),
+    room: int | None = None,
+    withheld: Told = _nothing,
+    reading: Told = _nothing,
+) -> list[Entry]:
+    """Pack a directory of code into a new `.tar.gz`; what is in it.
+
+    `reading` gets the name of each file before it is read; `withheld` as in `listed`. Raises OutlastError as that does, or for a
+    file that keeps changing, and TooLarge when the archive exceeds `room`.
+    """
+    for left in reversed(range(_TRIES)):
+        entries = listed(root, but, withheld=withheld)
+        try:
+            _write(root, entries, into, room, reading)
+            return entries
+        except (_Changed, FileNotFoundError) as problem:
+            if not left:
+                name = problem if isinstance(problem, _Changed) else problem.filename
+                remedy = "try again when nothing writes there, or name it in .outlastignore"
+                raise OutlastError(f"code: {name} changes while it is packed; {remedy}") from problem
+        except OSError as problem:
+            raise OutlastError(
+                f"code: {problem.filename or into} cannot be packed: {problem.strerror}; correct that, or {REMEDY}"
+            ) from problem
+    raise AssertionError("there was no try")
+
+
+def _write(root: Path, entries: Sequence[Entry], into: Path, room: int | None, reading: Told) -> None:
+    with (
+        _Bounded(into, room) as out,
+        gzip.GzipFile("", "wb", compresslevel=6, fileobj=out, mtime=0) as zipped,
+        tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT, encoding="utf-8", errors="surrogateescape") as tar,
+    ):
+        for entry in entries:
+            info = tarfile.TarInfo(entry.name)
+            if entry.kind == "link":
+                info.type, info.linkname, info.mode = tarfile.SYMTYPE, entry.target, 0o777
+                tar.addfile(info)
+                continue
+            path = root / entry.name
+            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+                before = os.fstat(file.fileno())
+                info.size, info.mode = before.st_size, 0o755 if before.st_mode & stat.S_IXUSR else 0o644
+                reading(entry.name)
+                try:
+                    tar.addfile(info, file)
+                except OSError as problem:
+                    if problem.errno is not None:
+                        raise
+                    raise _Changed(str(path)) from problem  # it became shorter
+                after = os.fstat(file.fileno())
+            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+                raise _Changed(str(path))
+
+
+class _Bounded(io.FileIO):
+    """A new file with a size limit."""
+
+    def __init__(self, path: Path, room: int | None) -> None:
+        super().__init__(path, "w")
+        self._room = room
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:  # type: ignore[override]
+        if self._room is not None and self.tell() + len(data) > self._room:
+            raise TooLarge
+        view = memoryview(data)
+        while view:
+            view = view[super().write(view) :]
+        return len(data)
+
+
+# ----------------------------------------------------------------------------------------------------------- what is in there
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """One walk through a directory of code."""
+
+    top: Path
+    but: Collection[Path]
+    withheld: Told
+    ignored: Told
+    outside: Told | None
+
+    def below(self, directory: str, layers: list[ignore.Layer], secret: list[ignore.Layer]) -> Iterator[Entry]:
+        here = self.top / directory
+        layers, secret = [*layers, _layer(here)], [*secret, _layer(here, FILES[1:])]
+        try:
+            with os.scandir(here) as scanned:
+                found = list(scanned)
+        except OSError as problem:
+            raise OutlastError(f"code: {here} cannot be read: {problem.strerror}; correct that, or {REMEDY}") from problem
+        for each in found:
+            name = f"{directory}/{each.name}".removeprefix("/")
+            is_directory = each.is_dir(follow_symlinks=False)
+            if each.name in NEVER or self.top / name in self.but:
+                continue
+            if ignore.left_out(each.path, is_directory, layers):
+                self.ignored(name)
+            elif ignore.left_out(each.path, is_directory, secret):
+                self.withheld(name)
+            elif is_directory:
+                if not os.path.lexists(os.path.join(each.path, "pyvenv.cfg")):
+                    yield from self.below(name, layers, secret)
+            elif each.is_symlink():
+                yield Entry(name, "link", target=self._target(name))
+            elif each.is_file(follow_symlinks=False):  # a socket or a pipe is no code
+                yield Entry(name, "file", each.stat(follow_symlinks=False).st_size)
+
+    def _target(self, name: str) -> str:
+        """The target of a link. Raises OutlastError when it leads outside and that is refused."""
+        link = self.top / name
+        target = os.readlink(link)
+        root = os.path.realpath(self.top)
+        lexical = os.path.normpath(os.path.join(os.path.dirname(name), target))
+        real = os.path.realpath(link)
+        leads_out = not (real == root or real.startswith(f"{root}/"))
+        if not (os.path.isabs(target) or lexical.split("/")[0] == ".." or leads_out):
+            return target
+        if self.outside is not None:
+            self.outside(name)
+            return os.path.abspath(link.parent / target)
+        what = "outside of the code" if leads_out else "an absolute path"
+        remedy = "put a copy or a relative link in its place, or name it in .outlastignore"
+        raise OutlastError(f"code: {link} is a link to {target}, {what}, which pods do not have; {remedy}")
+
+
+def _above(top: Path) -> list[ignore.Layer]:
+    """The rules of the git work tree above a directory; none if they leave out the directory itself: it was asked for."""
+    work_tree = next((each for each in top.parents if (each / ".git").exists()), None) if not (top / ".git").exists() else None
+    if work_tree is None:
+        return []
+    directories = [each for each in reversed(top.parents) if each == work_tree or work_tree in each.parents]
+    layers = [_layer(each) for each in directories]
+    for index, place in enumerate([*directories[1:], top], 1):
+        if ignore.left_out(str(place), True, layers[:index]):
+            return []
+    return layers
+
+
+def _layer(directory: Path, files: Sequence[str] = FILES) -> ignore.Layer:
+    found: list[ignore.Rule] = []
+    for name in files:
+        path = directory / name
+        if path.is_file():
+            try:
+                found += ignore.rules(path.read_text(encoding="utf-8", errors="surrogateescape"))
+            except OSError as problem:
+                raise OutlastError(f"code: {path} cannot be read: {problem.strerror}; correct that or remove it") from problem
+    return ignore.Layer(str(directory).rstrip("/"), tuple(found))

@@ -1,0 +1,45 @@
+"""The job file: one frozen model that reads it, validates it, and describes it to editors and in the reference.
+
+    load(path)   the job in a file, its relative paths made absolute
+    parse(text)  the job in a text
+    of(document) the job in a document of an API server
+    dump(job)    YAML that parses back to an equal job
+    schema()     JSON schema, for editors
+
+Reading returns a complete, consistent job or raises `InvalidJob` with every mistake and its line. Attributes are snake_case,
+names in the file camelCase. Imports nothing heavier than pydantic.
+"""
+
+from __future__ import annotations
+
+from outlast.job.spec.job_file import absent, anchor, dump, load, no_such_file, of, parse
+from outlast.job.spec.locations import ARCHIVES, STORES, archive, local, pinned, web
+from outlast.job.spec.model import OWN, Checkpoint, Environment, Job, Metadata, Rendezvous, Resources, Restarts, Spec, Workers
+from outlast.job.spec.schema import schema
+
+__all__ = [
+    "ARCHIVES",
+    "OWN",
+    "STORES",
+    "Checkpoint",
+    "Environment",
+    "Job",
+    "Metadata",
+    "Rendezvous",
+    "Resources",
+    "Restarts",
+    "Spec",
+    "Workers",
+    "absent",
+    "anchor",
+    "archive",
+    "dump",
+    "load",
+    "local",
+    "no_such_file",
+    "of",
+    "parse",
+    "pinned",
+    "schema",
+    "web",
+]

@@ -1,0 +1,96 @@
+"""What differs between two versions of a job, and whether the newer one only asks for more steps or epochs. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from outlast.job.spec.model import Job
+
+_SECRET = re.compile(r"(-[\w-]*(?:token|key|secret|passw|credential)[\w-]*(?:=|\s))\S+", re.IGNORECASE)
+"""Arguments that may be secrets, as in `manifests.labels`."""
+_LENGTH = re.compile(r"-*(?:.*\.)?(?:(?:max|n|num|total|train|training)[-_])*(?:steps|iters|iterations|epochs)", re.IGNORECASE)
+"""Options that say how long to train, such as `--max_iters`; `--warmup-steps` does not."""
+_ELSEWHERE = ("args", "code", "environment", "output", "suspend", "workers")
+"""Fields that say where a job is trained and by how many workers, and its arguments."""
+_LONGEST = 60
+"""Characters of a value that a sentence shows."""
+
+
+def between(old: Job, new: Job, but: Collection[str] = ()) -> Iterator[str]:
+    """A sentence for each changed field of `spec`, except fields that begin with one of `but`.
+
+    Values of `env` are not shown, since they may be secret.
+    """
+    before, after = (dict(_flat(job.spec.model_dump(mode="json", by_alias=True))) for job in (old, new))
+    for path in dict.fromkeys([*before, *after]):
+        was, now = before.get(path), after.get(path)
+        if was == now or path[0] in but:
+            continue
+        text = ".".join(path)
+        if path[0] != "env":
+            text += f": {_changed(was, now)}"
+        yield f"changed since: {text}"
+
+
+def longer(old: Job, new: Job, step: int) -> bool:
+    """Whether a job differs from the one before in nothing but asking for more steps or epochs. `step` is that of its newest
+    checkpoint: an option that is new, such as `--max-iters 5000`, asks for more if it is above that."""
+    if [*between(old, new, but=_ELSEWHERE)]:
+        return False
+    was, now = (_options(job.spec.args) for job in (old, new))
+    changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+    least = {name: was.get(name, str(step) if not name.endswith("epochs") else "") for name in changed}
+    pairs = [(least[name], now.get(name, "")) for name in changed if _LENGTH.fullmatch(name)]
+    return 0 < len(changed) == len(pairs) and all(a.isdecimal() and b.isdecimal() and int(a) < int(b) for a, b in pairs)
+
+
+def _options(args: Sequence[Any]) -> dict[str, str]:
+    """Values by the names of their options; a word that has none by its place."""
+    found, name = {}, ""
+    for n, word in enumerate(map(str, args)):
+        if word.startswith("-"):
+            name, equals, found[name] = word.partition("=")
+            name = "" if equals else name
+        else:
+            found[name or str(n)], name = word, ""
+    return found
+
+
+def _flat(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flat(inner, (*path, key))
+    elif value is not None and value != []:
+        yield path, value
+
+
+def _changed(was: Any, now: Any) -> str:
+    if not (isinstance(was, list) or isinstance(now, list)):
+        return f"{_text(was)} → {_text(now)}"
+    was, now = was or [], now or []
+    parts = difflib.SequenceMatcher(None, [*map(str, was)], [*map(str, now)], autojunk=False).get_opcodes()
+    return ", ".join(
+        f"{_words(_named(was, a, b))} → {_words(_named(now, c, d))}" for kind, a, b, c, d in parts if kind != "equal"
+    )
+
+
+def _named(words: Sequence[Any], start: int, end: int) -> Sequence[Any]:
+    """These words, with the option before them if the first is its value."""
+    value = 0 < start < end and not str(words[start]).startswith("-") and str(words[start - 1]).startswith("-")
+    return words[start - value : end]
+
+
+def _words(words: Sequence[Any]) -> str:
+    return _short(_SECRET.sub(r"\1…", " ".join(map(_text, words)))) if words else "nothing"
+
+
+def _text(value: Any) -> str:
+    return "nothing" if value is None else _short(value if isinstance(value, str) else json.dumps(value))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"

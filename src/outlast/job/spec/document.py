@@ -1,0 +1,137 @@
+"""A YAML document as plain data that remembers on which line every value stands.
+
+`spec` reads job files with it, so that each mistake can be reported with its line. Stricter than `yaml.safe_load` where that
+hides a mistake (two equal keys, two documents in a file), and kinder where YAML is a trap: keys are always text, and where the
+caller says so (`verbatim`) scalars are the text that is written: `3e-3` and `yes`, not `0.003` and true. Imports only PyYAML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from outlast.base.errors import InvalidJob
+
+_NULL = "tag:yaml.org,2002:null"
+_MERGE = "tag:yaml.org,2002:merge"
+_REPEATS = 10_000
+"""Most values that aliases may repeat. Aliases of aliases multiply: nine lines of them are 10^9 values."""
+
+Place = tuple[str | int, ...]
+"""Where a value stands: keys and list indices from the top, `("spec", "args", 0)`."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One YAML document."""
+
+    data: Any
+    lines: dict[Place, int]
+    """The line (from 1) of each value; in a mapping that of its key."""
+    problems: list[tuple[int, str]] = field(default_factory=list)
+    """Line and sentence of what is wrong although it could be read: keys that are given twice."""
+
+    def line(self, place: Place) -> int | None:
+        """The line of a value, or of the nearest one around it when it is not in the document."""
+        for end in range(len(place), -1, -1):
+            if place[:end] in self.lines:
+                return self.lines[place[:end]]
+        return None
+
+
+def read(
+    text: str,
+    *,
+    source: str,
+    verbatim: Callable[[Place], bool] = lambda _: False,
+    kind: str = "job",
+    start: str = "apiVersion: outlast.dev/v1alpha1",
+) -> Document:
+    """The only document in `text`; raises InvalidJob when there is none, are several, or it is not YAML.
+
+    `kind` is what such a file holds one of, and `start` how it begins, for the sentences of errors.
+    """
+
+    def wrong(line: int | None, sentence: str) -> InvalidJob:
+        return InvalidJob([(line, sentence)], source=source)
+
+    try:
+        nodes = list(yaml.compose_all(text, yaml.SafeLoader))
+        if len(nodes) > 1:
+            raise wrong(nodes[1].start_mark.line + 1, f"a second document starts here; write one {kind} a file")
+        if not nodes or nodes[0].tag == _NULL:
+            raise wrong(None, f"the file is empty; a {kind} file starts with `{start}`")
+        document = Document(data=None, lines={})
+        walk = _Walk(yaml.SafeLoader(""), document, verbatim)
+        try:
+            data = walk.value(nodes[0], ())
+        except _Repeated as repeated:
+            sentence = f"aliases repeat more than {_REPEATS:,} values; write fewer, or what they stand for"
+            raise wrong(repeated.line, sentence) from None
+        return Document(data, document.lines, document.problems)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        what = " ".join(filter(None, (error.problem, error.context)))
+        if "'\\t'" in what:
+            what = "a tab cannot indent; use spaces"
+        place = f" (column {mark.column + 1})" if mark else ""
+        raise wrong(mark.line + 1 if mark else None, f"this is not YAML: {what}{place}") from error
+    except yaml.YAMLError as error:  # a character that YAML does not allow
+        raise wrong(None, f"this is not YAML: {str(error).splitlines()[0]}") from error
+    except RecursionError as error:
+        raise wrong(None, "the document is nested too deeply, or an alias in it refers to itself") from error
+
+
+class _Repeated(Exception):
+    def __init__(self, line: int) -> None:
+        self.line = line
+
+
+@dataclass
+class _Walk:
+    loader: yaml.SafeLoader
+    document: Document
+    verbatim: Callable[[Place], bool]
+    seen: set[int] = field(default_factory=set)
+    """Ids of the nodes that were visited; a node that is visited again is an alias, or below one."""
+    repeats: int = 0
+
+    def value(self, node: yaml.Node, place: Place) -> Any:
+        if id(node) in self.seen:
+            self.repeats += 1
+            if self.repeats > _REPEATS:
+                raise _Repeated(node.start_mark.line + 1)
+        self.seen.add(id(node))
+        self.document.lines.setdefault(place, node.start_mark.line + 1)
+        if isinstance(node, yaml.MappingNode):
+            return self.mapping(node, place)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.value(item, (*place, index)) for index, item in enumerate(node.value)]
+        if self.verbatim(place):
+            return "" if node.tag == _NULL else node.value
+        try:
+            return self.loader.construct_object(node, deep=True)
+        except ValueError:  # `2024-13-45` looks like a date and is none
+            return node.value
+
+    def mapping(self, node: yaml.MappingNode, place: Place) -> dict[str, Any]:
+        own: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
+        for key, value in sorted(node.value, key=lambda item: item[0].tag != _MERGE):
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                self.document.problems.append((line, "a key must be text, not a list or a mapping"))
+            elif key.tag == _MERGE:
+                for part in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    found = self.value(part, place)
+                    merged = {**(found if isinstance(found, dict) else {}), **merged}
+            elif key.value in own:
+                first = self.document.lines[(*place, key.value)]
+                self.document.problems.append((line, f"{key.value} is given twice, first on line {first}; keep one"))
+            else:
+                self.document.lines[(*place, key.value)] = line
+                own[key.value] = self.value(value, (*place, key.value))
+        return {**merged, **own}

@@ -1,0 +1,146 @@
+"""Job files on disk: reading one with its paths made absolute, writing one, and what it names that is not there."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from outlast.base.errors import InvalidJob, NotFound, OutlastError
+from outlast.job.spec import document, fields, validation
+from outlast.job.spec.document import Place
+from outlast.job.spec.locations import ARCHIVES, archive, local, pinned
+from outlast.job.spec.model import Job, Spec
+
+
+def load(path: Path | str, *, code: bool = False, data: bool = False) -> Job:
+    """The job in a file. Its relative paths are relative to that file, and absolute in the job that is returned.
+
+    With `code` the code and requirements that it names must be there, with `data` the data and models. Raises InvalidJob with
+    every mistake, and NotFound or another OutlastError for a job file that is not there or cannot be read.
+    """
+    path = Path(path)
+    read = _document(_text(path), str(path))
+    job = anchor(validation.validated(Job, read, source=str(path)), path.parent)
+    absent = [*(_absent_code(job.spec) if code else ()), *(_absent_data(job.spec) if data else ())]
+    if absent:
+        raise InvalidJob([(read.line(place), sentence) for place, sentence in absent], source=str(path))
+    return job
+
+
+def parse(text: str, *, source: str = "job.yaml") -> Job:
+    """The job in a text; raises InvalidJob with every mistake in it. Relative paths stay as they are."""
+    return validation.validated(Job, _document(text, source), source=source)
+
+
+def of(fields: dict[str, Any], *, source: str = "job") -> Job:
+    """The job in a document as an API server has it; raises InvalidJob with every mistake in it."""
+    return validation.validated(Job, document.Document(fields, {}), source=source)
+
+
+def dump(job: Job) -> str:
+    """The job as YAML that `parse` reads as an equal job, without fields that have their default."""
+    document = job.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    return yaml.safe_dump(document, sort_keys=False, width=120)  # not allow_unicode: PyYAML 6.0.3 cannot read its own U+0085
+
+
+def anchor(job: Job, directory: Path) -> Job:
+    """The job with its relative paths taken from `directory` and made absolute, and `code` filled in for a `script`."""
+
+    def absolute(place: str | None) -> str | None:
+        path = place and local(place)
+        return str((directory / path).resolve()) if path else place
+
+    def file(name: str | None) -> str | None:
+        path = name and (directory / Path(name).expanduser()).resolve()
+        in_code = path and code and not (local(code) and not archive(code)) and not Path(str(name)).is_absolute()
+        return name if in_code and not Path(str(path)).exists() else str(path) if path else None
+
+    spec = job.spec
+    code, checksum = pinned(spec.code or ("." if spec.script else ""))
+    environment = {name: file(value) for name, value in spec.environment}
+    changed = {
+        "code": f"{absolute(code)}#sha256={checksum}" if checksum else absolute(code) or None,
+        "output": absolute(spec.output),
+        "data": tuple(data.model_copy(update={"from_": absolute(data.from_)}) for data in spec.data),
+        "models": tuple(model.model_copy(update={"from_": absolute(model.from_)}) for model in spec.models),
+        "environment": spec.environment.model_copy(update=environment),
+    }
+    return job.model_copy(update={"spec": spec.model_copy(update=changed)})
+
+
+def absent(spec: Spec) -> Iterator[str]:
+    """Sentences about files that a job read by `load` names and that are missing or of the wrong kind."""
+    for _, sentence in (*_absent_code(spec), *_absent_data(spec)):
+        yield sentence
+
+
+def no_such_file(path: Path, pattern: str, wanted: str) -> NotFound:
+    """The error for a missing file, with the closest existing name of this pattern."""
+    near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob(pattern)], 1)
+    remedy = f"did you mean {path.with_name(near[0])}?" if near else f"give the path of {wanted}"
+    return NotFound(f"{path}: there is no such file; {remedy}")
+
+
+def _text(path: Path) -> str:
+    if path.suffix == ".py":
+        ways = f"`outlast run {path}` trains with it, `outlast init {path}` writes its job file"
+        raise OutlastError(f"{path} is a Python script, not a job file; {ways}")
+    if path.suffix == ".sh":
+        raise OutlastError(f"{path} {fields.SHELL}")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise no_such_file(path, "*.y*ml", "a job file") from error
+    except IsADirectoryError as error:
+        raise OutlastError(f"{path} is a directory; give the path of a job file, e.g. {path / 'job.yaml'}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidJob([(None, "this is not UTF-8 text; save it as UTF-8")], source=str(path)) from error
+    except OSError as error:
+        raise OutlastError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _document(text: str, source: str) -> document.Document:
+    return document.read(text, source=source, verbatim=_verbatim)
+
+
+def _verbatim(place: Place) -> bool:
+    """Arguments, environment variables and labels stay as written: there `3e-3` is not a number, nor `yes` a boolean."""
+    return place[:-1] in (
+        ("spec", "args"),
+        ("spec", "env"),
+        ("spec", "nodeSelector"),
+        ("metadata", "labels"),
+        ("metadata", "annotations"),
+    )
+
+
+def _absent_code(spec: Spec) -> Iterator[tuple[Place, str]]:
+    """Code and requirements that are missing on this machine."""
+    place, checksum = pinned(spec.code or "")
+    code = local(place) if place else None
+    if code and not code.exists():
+        yield ("spec", "code"), f"code ({code}) does not exist; correct the path"
+    elif code and code.is_dir() and checksum:
+        yield ("spec", "code"), f"code ({code}) is a directory, and only archives have a checksum; remove #sha256=..."
+    elif code and code.is_dir() and spec.script and not (code / spec.script).is_file():
+        yield ("spec", "script"), f"script ({spec.script}) is not in {code}; correct it, or set code: to its directory"
+    elif code and not code.is_dir() and not archive(place):
+        kinds = ", ".join(ARCHIVES)
+        yield ("spec", "code"), f"code ({code}) is neither a directory nor an archive ({kinds}); give one of them"
+    for field, file in spec.environment:
+        if file and Path(file).is_absolute() and not Path(file).is_file():  # others are in the code
+            yield ("spec", "environment", field), f"environment.{field} ({file}) does not exist; correct the path"
+
+
+def _absent_data(spec: Spec) -> Iterator[tuple[Place, str]]:
+    """Data and models that are missing on this machine."""
+    sources = [(("data", i, "from"), data.from_) for i, data in enumerate(spec.data)]
+    sources += [(("models", i, "from"), model.from_) for i, model in enumerate(spec.models)]
+    for place, source in sources:
+        path = local(source)
+        if path and not path.exists():
+            yield ("spec", *place), f"{validation.name(place)} ({path}) does not exist; get the data, or correct the path"

@@ -1,0 +1,519 @@
+"""The model of a job file: every field with its default, its documentation and the rules between fields.
+
+The text below a field is what users read about it: in the reference, in editors and in `kubectl explain`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from datetime import timedelta
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from outlast.base import units
+from outlast.job import accelerators, contract
+from outlast.job.spec import fields, validation
+from outlast.job.spec.document import Place
+from outlast.job.spec.locations import local
+from outlast.job.spec.validation import Checked
+
+OWN = "/(etc|opt|run|var|usr|bin|sbin|lib|lib64)|/(proc|sys|dev|opt/outlast|etc/outlast|etc/outlast-code|run/outlast)(/.*)?"
+"""Directories of a pod that nothing may be mounted over, since programs there need their files. Valid RE2."""
+
+MLFLOW = "none|databricks|[A-Za-z][A-Za-z0-9+.-]*:.+|/.*"
+"""What `tracking.mlflow` may be: a URI, the name of a profile of Databricks, an absolute path. Valid RE2."""
+
+MOST_REPLICAS = 3
+"""Of what a rank holds in a snapshot."""
+
+
+class Metadata(Checked):
+    """Names of the job."""
+
+    name: Annotated[str, fields.label(contract.LONGEST_NAME)]
+    """Name of the job: lower-case letters, digits and dashes, beginning with a letter, at most 51 characters."""
+    namespace: Annotated[str, fields.label(63)] | None = None
+    """Namespace on Kubernetes. Default: that of the current context."""
+    labels: dict[str, str] = Field({})
+    """Labels for the job and for every object created for it on Kubernetes."""
+    annotations: dict[str, str] = Field({})
+    """Annotations of the job."""
+
+
+class Data(Checked):
+    """A dataset that every worker can read."""
+
+    from_: fields.Source
+    """Directory on this machine, or URL of a store: a prefix (`s3://bucket/prefix`) with everything below it, or one object; or
+    of a file on the web with its checksum (`https://host/set.tar.gz#sha256=...`), which is unpacked if it is an archive. It is
+    downloaded once per machine, for all workers and jobs, and again only when it has changed. Read only."""
+    to: fields.Mount = "/data"
+    """Mount point in a pod. On this machine `OUTLAST_DATA` holds the path."""
+
+
+class Weights(Checked):
+    """Weights that every worker can read."""
+
+    from_: fields.Source
+    """Directory on this machine, or URL of a store or file, as for data."""
+    name: fields.Directory
+    """The weights are in `$OUTLAST_MODELS/<name>`, which in a pod is `/models/<name>`."""
+
+
+def _sizes(given: dict[str, Any]) -> list[int]:
+    """The numbers of workers given. Before pydantic 2.12 this also runs for invalid values, which are missing from `given`."""
+    return list(given.get("sizes") or [given.get("replicas", 1) or 1])
+
+
+class Workers(Checked):
+    """How many workers train together. `outlast scale` changes `replicas` while the job runs."""
+
+    replicas: Annotated[int, Field(strict=True, ge=0, le=contract.MOST_WORKERS)] = 1
+    """Number of workers to run. On Kubernetes, 0 suspends the job until this is raised."""
+    step: fields.Count = 1
+    """Allowed numbers of workers are `min`, `min` + `step`, ... up to `max`."""
+    sizes: Annotated[tuple[fields.Count, ...], Field(min_length=1)] | None = None
+    """The allowed numbers of workers, listed, instead of `step`: `[1, 2, 4]`."""
+    min: int = Field(strict=True, ge=1, le=contract.MOST_WORKERS, default_factory=lambda given: min(_sizes(given)))
+    """Smallest number of workers to train with. Default: the smallest of `sizes`, else `replicas`."""
+    max: int = Field(
+        strict=True, ge=1, le=contract.MOST_WORKERS, default_factory=lambda given: max(*_sizes(given), given.get("min", 1))
+    )
+    """Largest number of workers to train with. Default: the largest of `sizes`, else `replicas`."""
+
+    def allowed(self) -> tuple[int, ...]:
+        """The numbers of workers that a world may have, ascending."""
+        return tuple(
+            size for size in sorted(set(self.sizes or range(self.min, self.max + 1, self.step))) if self.min <= size <= self.max
+        )
+
+    def rules(self) -> Iterator[tuple[Place, str]]:
+        replicas = f"workers.replicas ({self.replicas}{'' if 'replicas' in self.model_fields_set else ', the default'})"
+        if self.sizes and self.step != 1:
+            yield ("step",), "workers.step and workers.sizes are both given; keep one"
+        elif self.min > self.max and {"min", "max"} <= self.model_fields_set:
+            yield ("min",), f"workers.min ({self.min}) is above workers.max ({self.max}); swap them or raise max"
+        elif self.sizes and min(self.sizes) > self.max:
+            sizes = ", ".join(map(str, sorted(self.sizes)))
+            yield ("max",), f"workers.max ({self.max}) is below all of workers.sizes ({sizes}); raise max or add a size"
+        elif 0 < self.replicas < self.min:
+            yield ("replicas",), f"{replicas} is below workers.min ({self.min}); raise replicas or lower min"
+        elif self.replicas > self.max:
+            yield ("replicas",), f"{replicas} is above workers.max ({self.max}); lower replicas or raise max"
+        else:
+            allowed = self.allowed()
+            if self.min not in allowed:
+                sizes = ", ".join(map(str, sorted(self.sizes or ())))
+                yield ("min",), f"workers.min ({self.min}) is not one of workers.sizes ({sizes}); add it or raise min"
+            elif self.replicas and self.replicas not in allowed:
+                yield (
+                    ("replicas",),
+                    f"{replicas} is not an allowed number of workers ({', '.join(map(str, allowed))}); choose one",
+                )
+
+
+class Resources(Checked):
+    """What each worker gets. On this machine all workers share CPU and memory."""
+
+    cpu: fields.Cores | None = None
+    """CPU cores: `4`, `500m`. With `kubectl apply`, write a fraction as text, `500m` or `"0.5"`: API servers accept no other."""
+    cpu_limit: fields.Cores | None = None
+    """CPU limit, `8`, for namespaces that require one. Kubernetes only. Default: none: data loaders may use idle cores."""
+    memory: fields.Memory | None = None
+    """Memory: `16Gi`."""
+    gpu: fields.Whole = 0
+    """Number of GPUs. Each worker sees only its own. Without GPUs on this machine `outlast run` trains on the CPU."""
+    accelerator: fields.Accelerator = Field(
+        default="nvidia",
+        description=f"Kind of GPU: {accelerators.described()}, or the full name of a Kubernetes resource.",
+    )
+    efa: fields.Whole = 0
+    """Number of Elastic Fabric Adapters (AWS), with their huge pages and `FI_PROVIDER=efa`. Kubernetes only."""
+    shared_memory: fields.Memory | None = None
+    """Size of `/dev/shm`, which data loaders and NCCL use: `4Gi`. It counts toward `memory`."""
+
+
+class Rendezvous(Checked):
+    """How the workers find each other and agree on a world."""
+
+    backend: contract.Backend = "auto"
+    """What coordinates the rendezvous. `auto`: the launcher on this machine; in a cluster the operator, or worker 0 where there
+    is no operator. `etcd`: a worker elected through an etcd v3, where there is no operator. `c10d`: worker 0."""
+    endpoint: fields.Endpoint | None = None
+    """Address of etcd: `etcd:2379`, `https://etcd:2379/prefix`, several separated by commas. Credentials come from the variables
+    `OUTLAST_ETCD_USER`, `_PASSWORD`, `_CACERT`, `_CERT` and `_KEY`, set in `env` or by `secrets`. For c10d: `host:29400`."""
+
+    def rules(self) -> Iterator[tuple[Place, str]]:
+        if self.backend == "etcd" and not self.endpoint:
+            yield ("backend",), "rendezvous.backend is etcd, which needs rendezvous.endpoint, e.g. etcd:2379"
+        if self.backend == "auto" and self.endpoint:
+            yield (
+                ("endpoint",),
+                f"rendezvous.endpoint ({self.endpoint}) has no effect with backend auto; set backend: etcd or c10d",
+            )
+
+
+class Checkpoint(Checked):
+    """When to save checkpoints, and the memory for snapshots, from which training goes on after a failure. For scripts that use
+    `outlast.training`."""
+
+    every: fields.Every = units.Every(duration=timedelta(minutes=5))
+    """How often to save: a duration (`5m`) or a number of steps (`200 steps`)."""
+    keep: Annotated[int, Field(strict=True, ge=2)] = 3
+    """How many of the newest checkpoints to keep, at least 2."""
+    best: fields.Whole = 0
+    """How many of the best checkpoints to keep, besides the newest."""
+    by: Annotated[str, fields.Pattern(r"\S.*\S|\S?", "must be the name of a value that the script logs", 200)] = ""
+    """What says how good a checkpoint is: a value that the script logs, such as `val_loss`. The last one logged when it is saved
+    counts, unless the script gives `run.save(step, metric=...)` one."""
+    mode: Literal["min", "max"] = "min"
+    """Whether the lowest or the highest value is best."""
+    memory: fields.SnapshotMemory = "auto"
+    """Memory of a worker for snapshots of the training: `auto`, `off` or a quantity, `8Gi`. With a quantity, the memory of its
+    pod grows by it. `auto` uses up to a quarter of what a worker may use, and leaves a tenth free. With `kubectl apply`, quote
+    `"off"`."""
+    replicas: Annotated[int, Field(strict=True, ge=0, le=MOST_REPLICAS)] = 1
+    """How many other workers hold a replica of what only one rank has, such as shards of FSDP: so many may be lost at once
+    without reading a checkpoint. 0 to 3. Needs no memory for what every rank has, as with DDP."""
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the memory of a worker's pod grows by."""
+        return self.memory if isinstance(self.memory, int) else 0
+
+    def variables(self) -> dict[str, str]:
+        """The fields as environment variables of the workers; `checkpoints.Retention.parse` reads which to keep."""
+        best = f"{self.best} {self.mode} {self.by}".strip()
+        return {
+            contract.Env.CHECKPOINT_EVERY: str(self.every),
+            contract.Env.CHECKPOINT_KEEP: str(self.keep),
+            **({contract.Env.CHECKPOINT_BEST: best} if best != "0 min" else {}),
+            contract.Env.MEMORY: str(self.memory),
+            contract.Env.REPLICAS: str(self.replicas),
+        }
+
+
+class Sync(Checked):
+    """Uploading outputs to the store."""
+
+    every: fields.Duration = timedelta(minutes=10)
+    """Interval of uploads while training runs. The rest is uploaded when the job ends, however it ends."""
+
+
+class Restarts(Checked):
+    """How many failures a job survives. Interruptions (a worker asked to leave: scale-down, drain, spot) never count."""
+
+    limit: fields.Whole = 10
+    """The job fails after more failures than this within `window`. Progress refunds them: a failure stops counting once a newer
+    step has been saved."""
+    window: fields.Duration = timedelta(hours=1)
+    """Failures older than this do not count."""
+
+
+class Interruption(Checked):
+    """What happens when a worker is asked to leave."""
+
+    grace: fields.Duration = timedelta(seconds=75)
+    """Time to save and exit before training is killed. Pods get 30 s more for the last upload, so the default fits into the 120 s
+    between an AWS spot notice and the end of the machine. Azure and Google give 30 s: use 10s or less there."""
+
+
+class Scheduling(Checked):
+    """Where and when pods may run. Kubernetes only."""
+
+    queue: Annotated[str, fields.object_name(63)] = ""
+    """Queue of Kueue or Volcano. In a cluster with Kueue it is a Kueue queue, unless `gang` is `volcano`."""
+    gang: Literal["auto", "none", "coscheduling", "volcano"] = "auto"
+    """Gang scheduler, which starts all workers or none. `auto`: Volcano or the coscheduling plugin, if the operator finds one
+    when it first sees the job, `workers.min` is above 1 and no Kueue queue admits the job; otherwise none."""
+    priority_class_name: Annotated[str, fields.object_name(253)] = ""
+    """PriorityClass of the pods."""
+    spot: Literal["prefer", "require", "avoid", "any"] = "prefer"
+    """Whether to run on spot machines."""
+    worker0: Literal["any", "on-demand"] = "any"
+    """`on-demand`: worker 0 runs on no spot machine, whatever the others do. Not for Indexed Jobs and StatefulSets,
+    whose pods are all alike."""
+
+
+class Environment(Checked):
+    """Packages to install before training starts, once per machine for all workers and jobs. Give one of the two."""
+
+    requirements: fields.Text | None = None
+    """Requirements file for pip. Its packages are added to the Python that Outlast runs in; what that has already, above all
+    PyTorch, is not installed again. With `code` from an archive or a store this may be a file in the code."""
+    conda: fields.Text | None = None
+    """Environment file for micromamba, mamba or conda, one of which must be installed. The environment must include Python 3.11
+    or newer and PyTorch."""
+
+    @classmethod
+    def choices(cls, given: Collection[str]) -> Iterator[tuple[Place, str]]:
+        if "requirements" in given and "conda" in given:
+            yield ("conda",), "environment.requirements and environment.conda are both given; keep one"
+
+
+class Compile(Checked):
+    """What compilers make of the model: `torch.compile`, Triton, those for Trainium."""
+
+    cache: fields.Flag = False
+    """Whether to keep it in `<output>/.compiled/` for all jobs of that output. Each worker fetches it before training and uploads
+    what is new with its output. Programs there are run as they are: share an output only with people whose code you would run."""
+    warm_up: tuple[str, ...] = ()
+    """Command that a worker runs before training, once in a run, to fill the cache, such as two steps of the training
+    itself. It runs in the directory of the code with the job's environment and data; what it writes to `OUTLAST_OUTPUT` is
+    thrown away. Needs `cache`."""
+
+    def rules(self) -> Iterator[tuple[Place, str]]:
+        if self.warm_up and not self.cache:
+            yield ("warmUp",), "compile.warmUp fills a cache that is not kept; set compile.cache: true, or remove it"
+        if self.warm_up and not self.warm_up[0].strip():
+            yield ("warmUp", 0), "compile.warmUp begins with an empty word; begin with a program, such as python"
+
+
+class Hang(Checked):
+    """When a process counts as hung. Its stacks are written to `logs/`, and training restarts."""
+
+    limit: fields.Duration = timedelta(minutes=10)
+    """A process hangs when it does nothing for this long: no step, no movement of its main thread, no CPU time and, for a plain
+    script, no output. Before the first step of a session the limit is at least 10 minutes."""
+
+
+class Volume(Checked):
+    """A volume for the pods. Kubernetes only."""
+
+    claim: Annotated[fields.Text, fields.object_name(253)]
+    """Name of the PersistentVolumeClaim. An existing one is used unchanged."""
+    to: fields.Mount
+    """Mount point in a pod. Where `data` names a directory of this machine (`{from: ./cifar, to: /data}`), pods use a volume
+    mounted at the same place instead."""
+    size: fields.Memory | None = None
+    """Size of the claim to create if it does not exist: `100Gi`. Default: the claim must exist."""
+    storage_class: Annotated[str, fields.object_name(253)] = ""
+    """With `size`: the StorageClass. Default: the cluster's."""
+    access_mode: Literal["ReadWriteOnce", "ReadWriteMany", "ReadWriteOncePod"] | None = None
+    """With `size`: what may mount the claim at the same time: the pods of one node, all pods, or one pod. Disks do not support
+    `ReadWriteMany`, shared file systems do. Default: `ReadWriteOnce` for a job of one pod (topology job), otherwise
+    `ReadWriteMany`."""
+    sub_path: str = ""
+    """Directory in the volume to mount. Default: the whole volume."""
+    read_only: fields.Flag = False
+    """Whether pods mount it read-only."""
+
+
+class Toleration(Checked):
+    """A node taint that the pods tolerate, as in a pod's specification. Kubernetes only."""
+
+    key: Annotated[str, fields.TAINT_KEY] = ""
+    """Key of the taint. Default: any."""
+    operator: Literal["Exists", "Equal"] = "Equal"
+    """`Equal` compares `value`, `Exists` ignores it."""
+    value: Annotated[str, fields.Pattern(fields.LABEL_VALUE, "must be at most 63 letters, digits, -, _ and .", 63)] = ""
+    """Value of the taint."""
+    effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] = ""
+    """Effect of the taint. Default: any."""
+    toleration_seconds: fields.Whole | None = None
+    """With `NoExecute`: how long the pods stay on the node. Default: forever."""
+
+    def rules(self) -> Iterator[tuple[Place, str]]:
+        if self.operator == "Exists" and self.value:
+            yield ("value",), f"the toleration's value ({self.value}) has no effect with operator Exists; remove one of them"
+        if self.operator == "Equal" and not self.key:
+            yield ("key",), "the toleration has no key, which means any; set operator: Exists, or give the key"
+        if self.toleration_seconds is not None and self.effect != "NoExecute":
+            yield ("tolerationSeconds",), "tolerationSeconds needs effect: NoExecute; add that, or remove tolerationSeconds"
+
+
+class Secret(Checked):
+    """A Secret for the workers. Kubernetes only."""
+
+    name: Annotated[fields.Text, fields.object_name(253)]
+    """Name of the Secret."""
+    to: fields.Mount | None = None
+    """Directory in which its keys appear as files. Default: its keys become environment variables."""
+
+
+class Tracking(Checked):
+    """Where metrics, parameters and places of checkpoints go, besides the output; for scripts that use `run.log`. Weights and
+    Biases needs no field: it is on when `WANDB_API_KEY` or `WANDB_MODE` is set, in `env` or by `secrets`."""
+
+    tensorboard: fields.Flag = False
+    """Whether to write TensorBoard's event files into `tensorboard/` in the output. `outlast tensorboard` needs none: it makes
+    them of any job's metrics."""
+    mlflow: Annotated[str, fields.Pattern(MLFLOW, "must be a URI, such as http://mlflow:5000, or an absolute path")] | None = None
+    """URI of an MLflow server, `http://mlflow:5000`, or an absolute path that all workers see. Default: the variable
+    `MLFLOW_TRACKING_URI`, if it is set. `none`: no MLflow even then. Credentials are MLflow's own variables."""
+    experiment: fields.Text | None = None
+    """Name of the experiment in MLflow, and of the project in Weights & Biases. Default: their variables
+    `MLFLOW_EXPERIMENT_NAME` and `WANDB_PROJECT`, else the name of the job."""
+
+    def rules(self) -> Iterator[tuple[Place, str]]:
+        if self.mlflow and re.search("//[^/@]*:[^/@]+@", self.mlflow):
+            yield (
+                ("mlflow",),
+                "tracking.mlflow holds a password, and job files are copied into the output; leave it out here and set "
+                "MLFLOW_TRACKING_PASSWORD, or the whole MLFLOW_TRACKING_URI, by secrets or in the shell",
+            )
+
+    def variables(self) -> dict[str, str]:
+        """The same as environment variables of the workers, see `tracking.wanted`."""
+        return {
+            **({contract.Env.TENSORBOARD: "1"} if self.tensorboard else {}),
+            **({contract.Env.MLFLOW: self.mlflow} if self.mlflow else {}),
+            **({contract.Env.EXPERIMENT: self.experiment} if self.experiment else {}),
+        }
+
+
+class Spec(Checked):
+    """What to run, on what, and how to keep it alive. Give `module` or `script`."""
+
+    instead: ClassVar = {
+        "pip": "environment: {requirements: requirements.txt}, with the packages in that file",
+        "packages": "environment: {requirements: requirements.txt}, with the packages in that file",
+        "dependencies": "environment: {requirements: requirements.txt}, with the packages in that file",
+        "python": "environment: {conda: environment.yml}, with the version of Python in that file",
+        "command": "script (a file in code) or module, and args",
+    }
+
+    image: fields.Text | None = None
+    """Container image of the pods. `outlast run` ignores it."""
+    module: fields.Module | None = None
+    """Python module to run, as with `python -m`."""
+    script: fields.Script | None = None
+    """Python file to run, relative to `code`. A torchrun script runs unchanged."""
+    args: tuple[str, ...] = ()
+    """Arguments of the module or script. `$(NAME)` is replaced by the value of the environment variable, as in a pod."""
+    code: fields.Code | None = None
+    """The code that every worker gets: a directory, an archive (`.tar.gz`, `.tgz`, `.tar`, `.zip`), or the URL of a store, which
+    names an archive or a prefix with everything below it. `#sha256=<64 digits>` after an archive is verified before unpacking.
+    Default: with `script` the directory of the job file, with `module` none."""
+    data: tuple[Data, ...] = ()
+    """Datasets. `OUTLAST_DATA` is the path of the dataset; with several, of the directory that holds them all."""
+    models: tuple[Weights, ...] = ()
+    """Weights to start from, below `OUTLAST_MODELS`. With them, Hugging Face's libraries run offline (`HF_HUB_OFFLINE=1`,
+    `TRANSFORMERS_OFFLINE=1`) unless `env` overrides that."""
+    output: fields.Location | None = None
+    """Directory or URL of a store; the job writes to `<output>/<name>/`. Default: `.outlast/runs` in the current directory."""
+    workers: Workers = Workers()
+    """How many workers."""
+    processes_per_worker: Annotated[int | Literal["auto"], BeforeValidator(fields.auto_or_count)] = "auto"
+    """Training processes of a worker. `auto`: one per GPU, else one."""
+    resources: Resources = Resources()
+    """What each worker gets."""
+    rendezvous: Rendezvous = Rendezvous()
+    """How workers find each other. `outlast run` ignores it: its launcher coordinates."""
+    checkpoint: Checkpoint = Checkpoint()
+    """How often to save, and how many checkpoints to keep."""
+    sync: Sync = Sync()
+    """How often outputs are uploaded to the store."""
+    restarts: Restarts = Restarts()
+    """How many failures the job survives."""
+    interruption: Interruption = Interruption()
+    """How long a worker may take to save and exit."""
+    hang: Hang = Hang()
+    """When a process counts as hung."""
+    scheduling: Scheduling = Scheduling()
+    """Where and when pods may run."""
+    environment: Environment = Environment()
+    """Packages to install."""
+    compile: Compile = Compile()
+    """Whether compiled programs are kept."""
+    env: Annotated[dict[str, str], AfterValidator(fields.unreserved)] = Field({})
+    """Environment variables for training: `NCCL_DEBUG: INFO`. `$(NAME)` is replaced by the value of another variable, from `env`
+    or the worker's environment; `$$(NAME)` stands for `$(NAME)` itself. Variables that Outlast or torchrun set (`OUTLAST_*`,
+    `PET_*`, `RANK` and so on) are not allowed."""
+    suspend: fields.Flag = False
+    """Whether to save, stop, and hold the job until this is false again."""
+    active_deadline_seconds: fields.Seconds | None = None
+    """The job fails when it has run for longer than this. Default: no limit."""
+    startup_deadline_seconds: fields.Seconds | None = None
+    """The job fails when training has not started within this time. Default: no limit."""
+    ttl_seconds_after_finished: fields.Whole | None = None
+    """A finished job is deleted after this time. Default: never. Kubernetes only."""
+    clean_pod_policy: Literal["All", "Running", "None"] = "Running"
+    """Which pods are deleted when the job ends. Kubernetes only."""
+    managed_by: fields.ManagedBy | None = None
+    """The controller that creates the pods. Default: the operator, `outlast.dev/operator`, which ignores jobs managed by another
+    controller, such as `kueue.x-k8s.io/multikueue`. Kubernetes only."""
+    volumes: tuple[Volume, ...] = ()
+    """Volumes for the pods."""
+    node_selector: dict[str, str] = Field({})
+    """Labels that nodes must have: `node.kubernetes.io/instance-type: p3.2xlarge`. Several values separated by commas mean any of
+    them. Kubernetes only."""
+    tolerations: tuple[Toleration, ...] = ()
+    """Taints that the pods tolerate."""
+    secrets: tuple[Secret, ...] = ()
+    """Secrets for the workers."""
+    tracking: Tracking = Tracking()
+    """Where metrics go, besides `metrics.jsonl`."""
+    template: dict[str, Any] = Field({})
+    """Merged over the generated pods: any field of a PodTemplateSpec. Kubernetes only."""
+
+    @classmethod
+    def choices(cls, given: Collection[str]) -> Iterator[tuple[Place, str]]:
+        if "script" in given and "module" in given:
+            yield ("module",), "script and module are both given; keep one"
+        if "script" not in given and "module" not in given:
+            yield (), "there is nothing to run; give script (a file in code) or module"
+
+    def processes(self) -> int:
+        """How many training processes each worker has: with `auto` one for each accelerator, else one."""
+        count = self.processes_per_worker
+        return max(1, self.resources.gpu) if count == "auto" else int(count)
+
+    def rules(self) -> Iterator[tuple[Place, str]]:
+        own = self.resources.accelerator not in accelerators.SHARED
+        if self.processes_per_worker != "auto" and own and 0 < self.resources.gpu < self.processes_per_worker:
+            yield (
+                ("processesPerWorker",),
+                f"processesPerWorker ({self.processes_per_worker}) is above resources.gpu ({self.resources.gpu}); "
+                "each process needs a GPU of its own",
+            )
+        if self.active_deadline_seconds and (self.startup_deadline_seconds or 0) > self.active_deadline_seconds:
+            yield (
+                ("startupDeadlineSeconds",),
+                f"startupDeadlineSeconds ({self.startup_deadline_seconds}) is above activeDeadlineSeconds "
+                f"({self.active_deadline_seconds}); lower it or raise the other",
+            )
+        mounts: list[tuple[Place, str]] = [(("data", i, "to"), data.to) for i, data in enumerate(self.data)]
+        mounts += [(("volumes", i, "to"), volume.to) for i, volume in enumerate(self.volumes)]
+        mounts += [(("secrets", i, "to"), secret.to) for i, secret in enumerate(self.secrets) if secret.to]
+        mounts += [(("models", i, "name"), f"/models/{model.name}") for i, model in enumerate(self.models)]
+        for place, to in mounts:
+            if re.fullmatch(OWN, to):
+                yield (
+                    place,
+                    f"{validation.name(place)} ({to}) is reserved for Outlast or the system; choose another, e.g. /mnt/data",
+                )
+        brought = {data.to for data in self.data if local(data.from_)}
+        brought |= {f"/models/{model.name}" for model in self.models if local(model.from_)}
+        first: dict[str, Place] = {}
+        for place, to in mounts:
+            # What is a directory here may be a volume in pods.
+            key = f"volume {to}" if place[0] == "volumes" and to in brought else to
+            if first.setdefault(key, place) != place:
+                yield (
+                    place,
+                    f"{validation.name(place)} is {to}, as {validation.name(first[key])} is; "
+                    "choose another directory for one of them",
+                )
+        for i, data in enumerate(self.data):
+            for j, other in enumerate(self.data):
+                if other.to.startswith(f"{data.to}/"):
+                    yield (
+                        ("data", j, "to"),
+                        f"data[{j}].to ({other.to}) is inside data[{i}].to ({data.to}); choose separate directories",
+                    )
+
+
+class Job(Checked):
+    """A training job: one document, the same for this machine and for Kubernetes."""
+
+    api_version: Literal["outlast.dev/v1alpha1"]
+    """Always `outlast.dev/v1alpha1`."""
+    kind: Literal["ElasticJob"]
+    """Always `ElasticJob`."""
+    metadata: Metadata
+    """Name, namespace, labels and annotations."""
+    spec: Spec
+    """What to run, on what, and how to keep it alive."""

@@ -1,0 +1,225 @@
+"""Validation of a document: every mistake at once, each a sentence with its line, its value and the remedy.
+
+Unknown fields are checked first and, where the intended name is clear, read as that field, so that one misspelt word does not
+hide the mistakes after it. Then pydantic validates the rest, and its errors become our sentences.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic.alias_generators import to_camel
+
+from outlast.base.errors import InvalidJob
+from outlast.job import contract, logins
+from outlast.job.spec.document import Document, Place
+
+Model = TypeVar("Model", bound="Checked")
+
+
+class Broken(ValueError):
+    """Violated rules between the fields of a model: (place below the model, sentence) for each."""
+
+    def __init__(self, rules: list[tuple[Place, str]]) -> None:
+        self.rules = rules
+        super().__init__("; ".join(sentence for _, sentence in rules))
+
+
+class Checked(BaseModel):
+    """A frozen part of a document with rules between its fields. Attributes are snake_case, names in the document camelCase."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        populate_by_name=True,
+        use_attribute_docstrings=True,
+        alias_generator=lambda name: to_camel(name.rstrip("_")),
+    )
+
+    instead: ClassVar[Mapping[str, str]] = {}
+    """Names from other tools, and what to write here instead."""
+
+    @classmethod
+    def choices(cls, given: Collection[str]) -> Iterator[tuple[Place, str]]:
+        """Mistakes in which fields are given, whatever their values: place below this part, and sentence."""
+        return iter(())
+
+    def rules(self) -> Iterator[tuple[Place, str]]:
+        """Violated rules between the values of fields: place below this part, and sentence."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _hold(self) -> Self:
+        given = [field for field, (_, value) in zip(fields(type(self)), self, strict=True) if value is not None]
+        if broken := [*self.choices(given), *self.rules()]:
+            raise Broken(broken)
+        return self
+
+
+def name(place: Place) -> str:
+    """A place as users write it: `data[0].from`, without `spec.`."""
+    if len(place) > 1 and place[0] == "spec":
+        place = place[1:]
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+
+
+def validated(model: type[Model], document: Document, *, source: str) -> Model:
+    """The document as a `model`; raises InvalidJob with every mistake in it, in the order of lines."""
+    problems: list[tuple[int | None, str]] = list(document.problems)
+    data = document.data
+    if isinstance(data, dict):
+        group, slash, _ = str(data.get("apiVersion")).partition("/")
+        if slash and group != contract.GROUP:  # the fields of another program's document are no mistakes in one of ours
+            said = f"apiVersion ({group}/...) must be {contract.API_VERSION}; outlast init SCRIPT writes a job file"
+            raise InvalidJob([(document.line(("apiVersion",)), said)], source=source)
+        data = _Names(model, document, problems).known(model, data, ())
+    try:
+        valid = model.model_validate(data)
+    except ValidationError as error:
+        for place, sentence in _sentences(error):
+            problems.append((document.line(place), sentence))
+    if problems:
+        raise InvalidJob(sorted(dict.fromkeys(problems), key=lambda problem: problem[0] or 0), source=source)
+    return valid
+
+
+# ------------------------------------------------------------------------------------------------------------ unknown fields
+
+
+class _Names:
+    """Checks the names in a document: which are unknown, what was meant, which exclude each other."""
+
+    def __init__(self, model: type[Checked], document: Document, problems: list[tuple[int | None, str]]) -> None:
+        self.document = document
+        self.problems = problems
+        self.elsewhere: dict[str, list[str]] = {}
+        """Full names of the fields by their last part: `{"replicas": ["spec.workers.replicas"]}`."""
+        self._index(model, ())
+
+    def _index(self, model: type[Checked], place: Place) -> None:
+        for field, annotation in fields(model).items():
+            self.elsewhere.setdefault(field, []).append(".".join(map(str, (*place, field))))
+            if isinstance(annotation, type) and issubclass(annotation, Checked):
+                self._index(annotation, (*place, field))
+
+    def known(self, model: type[Checked], data: dict[str, Any], place: Place) -> dict[str, Any]:
+        """The data without unknown fields, and without fields that are given no value (`args:`)."""
+        known = fields(model)
+        result: dict[str, Any] = {}
+        for field, value in data.items():
+            if field not in known:
+                meant = self._meant((*place, field), list(known), model.instead)
+                if meant is None or meant in data:
+                    continue
+                self._rename((*place, field), (*place, meant))
+                field = meant
+            if value is not None and (mapped := _mapped(known[field])) and isinstance(value, dict):
+                result[field] = {key: self._value(mapped, each, (*place, field, key)) for key, each in value.items()}
+            elif value is not None:
+                result[field] = self._value(_part(known[field]), value, (*place, field))
+        for below, sentence in model.choices(result):
+            self.problems.append((self.document.line((*place, *below)), sentence))
+        return result
+
+    def _value(self, model: type[Checked] | None, value: Any, place: Place) -> Any:
+        if model and isinstance(value, dict):
+            return self.known(model, value, place)
+        if model and isinstance(value, list):
+            return [self._value(model, item, (*place, index)) for index, item in enumerate(value)]
+        return value
+
+    def _meant(self, place: Place, known: list[str], instead: Mapping[str, str]) -> str | None:
+        """Report the unknown field at `place`; returns the field of the same part that was probably meant."""
+        field = str(place[-1])
+        spelt = {each.lower(): each for each in known}
+        near = difflib.get_close_matches(field.lower().replace("_", "").replace("-", ""), spelt, 1)
+        if field in instead:
+            near = []
+            remedy = f"write {instead[field]}"
+        elif field in self.elsewhere:
+            near = []
+            remedy = f"did you mean {' or '.join(self.elsewhere[field])}?"
+        elif near:
+            remedy = f"did you mean {name((*place[:-1], spelt[near[0]]))}?"
+        else:
+            remedy = f"known here are {', '.join(known)}" if len(known) <= 12 else "remove it"
+        self.problems.append((self.document.line(place), f"{name(place)} is unknown; {remedy}"))
+        return spelt[near[0]] if near else None
+
+    def _rename(self, old: Place, new: Place) -> None:
+        """Move the lines of what was at `old` to `new`."""
+        for place, line in list(self.document.lines.items()):
+            if place[: len(old)] == old:
+                self.document.lines[(*new, *place[len(old) :])] = line
+
+
+def fields(model: type[Checked]) -> dict[str, Any]:
+    """The fields of a model as they are called in a document, and their types."""
+    return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
+
+
+def _part(annotation: Any) -> type[Checked] | None:
+    """The part in `Part`, `Part | None` or `tuple[Part, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, Checked):
+        return annotation
+    if get_origin(annotation) is dict:
+        return None
+    return next((found for inner in get_args(annotation) if (found := _part(inner))), None)
+
+
+def _mapped(annotation: Any) -> type[Checked] | None:
+    """The part in `dict[str, Part]`."""
+    return _part(get_args(annotation)[1]) if get_origin(annotation) is dict else None
+
+
+# ----------------------------------------------------------------------------------------------------------- pydantic's words
+
+
+def _sentences(error: ValidationError) -> Iterator[tuple[Place, str]]:
+    for found in error.errors(include_url=False):
+        place, kind, context = found["loc"], found["type"], found.get("ctx", {})
+        cause = context.get("error")
+        if isinstance(cause, Broken):
+            yield from (((*place, *below), sentence) for below, sentence in cause.rules)
+        elif kind == "missing":
+            yield place, f"{name(place)} is missing; add it"
+        elif kind != "default_factory_not_called":  # follows from another mistake
+            yield place, _sentence(name(place) or "the document", found["input"], kind, context, found["msg"])
+
+
+_SENTENCES = {
+    "value_error": "{error}",
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be a whole number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+    **dict.fromkeys(("string_too_short", "too_short"), "must not be empty"),
+    "tuple_type": "must be a list; put it in brackets: [ ... ]",
+    **dict.fromkeys(("model_type", "dict_type"), "must be a mapping of names to values"),
+}
+"""By pydantic's kind of error."""
+
+
+def _sentence(what: str, value: Any, kind: str, context: dict[str, Any], fallback: str) -> str:
+    what = f"{what} ({_shown(value)})"
+    if kind == "literal_error":
+        return f"{what} must be {context['expected'].replace(chr(39), '')}"
+    if kind == "string_type":
+        remedy = "" if isinstance(value, list | dict) else f'; put it in quotes: "{_shown(value)}"'
+        return f"{what} must be text{remedy}"
+    return f"{what} {_SENTENCES[kind].format(**context)}" if kind in _SENTENCES else f"{what}: {fallback}"
+
+
+def _shown(value: Any) -> str:
+    """A value as written in a document, shortened."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list | tuple):
+        return "a list" if value else "an empty list"
+    text = str(value).lower() if isinstance(value, bool) else logins.hidden(str(value)) or '""'
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,39 @@
+"""The notice: a file that asks the training of this worker to save at the next step boundary and leave (`contract.NOTICE`).
+
+The agent writes it when the worker is interrupted (`leave`), the rendezvous handler when a new rendezvous is requested (`call`,
+with the next generation). Training only checks whether it exists. A file needs no signal handler in the training process, and it
+outlives its writer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from outlast.base import files
+
+
+def write(path: Path, kind: str, reason: str, deadline: float, *, generation: int = 0) -> None:
+    """Request it. `deadline` is in seconds since the epoch; training that has not left by then is killed."""
+    until = time.monotonic() + deadline - time.time()
+    said = {"kind": kind, "reason": reason, "generation": generation, "deadline": deadline, "until": until}
+    files.replace(path, json.dumps(said))
+
+
+def left_s(path: Path) -> float:
+    """Seconds until the deadline, by the clock that all processes of a machine share and nobody sets; infinity without one."""
+    said = read(path)
+    if "until" in said:
+        return max(0.0, float(said["until"]) - time.monotonic())
+    return max(0.0, float(said["deadline"]) - time.time()) if "deadline" in said else math.inf  # of an earlier version
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The notice; empty when there is none."""
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,158 @@
+"""The progress of one training process: a small file that it rewrites at each step and that its agent reads.
+
+Hangs are detected from it, `outlast status` shows its step, and its committed step refunds restarts. Each write is one positioned
+write of a fixed size, so a kill between two lines leaves either the old or the new record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+
+from outlast.job import contract
+
+_SIZE = 512
+_PULSE_SIZE = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """One record: which process, in which phase, at which step, when."""
+
+    generation: int
+    rank: int
+    phase: str
+    """started | open | restore | first step | train | save | done"""
+    step: int = 0
+    steps: int | None = None
+    """Total steps of the run, when known."""
+    committed: int = 0
+    """Step of the newest committed checkpoint that this process knows of."""
+    bytes: int = 0
+    """Its size, when known."""
+    snapshot: int = 0
+    """Step of the newest complete snapshot in memory; 0: none."""
+    every: int = 0
+    """Steps between snapshots; 0: unknown."""
+    warning: str = ""
+    """A problem that training survives, e.g. a failed save."""
+    pid: int = 0
+    started: int = 0
+    """Start time of the process in clock ticks since the boot (proc(5)), since pids are reused. 0: unknown."""
+    attempt: int = 0
+    """Which start of its generation's processes it belongs to, `contract.Env.ATTEMPT`."""
+    time: float = 0.0
+    """Time of the write, seconds since the epoch. For people only; silence is measured by the agent's clock."""
+
+
+class Writer:
+    """Writes the progress of one training process."""
+
+    def __init__(self, directory: Path, local_rank: int) -> None:
+        self._fd = _opened(directory / contract.PROGRESS.format(local_rank=local_rank))
+        attempt = int(os.environ.get(contract.Env.ATTEMPT, "0"))
+        self._process = {"pid": os.getpid(), "started": kernel(os.getpid())[1], "attempt": attempt}
+
+    def write(self, record: Progress) -> None:
+        """Replace the record; stamps process and time."""
+        fields = {**dataclasses.asdict(record), **self._process, "time": time.time()}
+        while len(line := json.dumps(fields).encode()) > _SIZE:
+            fields["warning"] = fields["warning"][:-8]
+        with contextlib.suppress(OSError):
+            try:
+                os.pwrite(self._fd, line.ljust(_SIZE), 0)
+            except OSError:  # a full disk: better none than that of an earlier process, which readers would believe
+                os.ftruncate(self._fd, 0)
+
+    def close(self) -> None:
+        """Close the file; the last record stays."""
+        os.close(self._fd)
+
+
+def _opened(path: Path) -> int:
+    """A descriptor for writing; where the disk takes no file, of one that keeps nothing."""
+    with contextlib.suppress(OSError):
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    return os.open(os.devnull, os.O_RDWR)
+
+
+def read(directory: Path, local_rank: int) -> Progress | None:
+    """The newest record, or None if there is none yet, or it is being replaced at this moment."""
+    try:
+        text = (directory / contract.PROGRESS.format(local_rank=local_rank)).read_bytes()
+        said = json.loads(text)
+        return Progress(**{field.name: said[field.name] for field in dataclasses.fields(Progress) if field.name in said})
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def kernel(pid: int) -> tuple[str, int]:
+    """State letter and start time, in clock ticks since the boot, of a process (proc(5)); `("", 0)` if there is none."""
+    fields = _stat(pid)
+    return (fields[0].decode(), int(fields[19])) if fields else ("", 0)
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds that a process has used; 0 if there is none."""
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+
+def _stat(pid: int) -> list[bytes]:
+    """The fields of /proc/PID/stat after the name, which may be any bytes; none if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return []
+
+
+# Whether it moves
+
+
+@dataclasses.dataclass(frozen=True)
+class Pulse:
+    """The heartbeat of a training process: a thread reports on its main thread about once a second."""
+
+    pid: int
+    started: int
+    fd: int
+    """Its descriptor for this file, which a program does not have that the process becomes (execv)."""
+    looks: int
+    """Number of heartbeats. While it does not grow, the process cannot run Python."""
+    moves: int
+    """Heartbeats at which the main thread had moved, or waited for a rank that did."""
+    where: str = ""
+    """Where it stands, or all ranks if none moves: `rank 0 is in run.save(20) (train.py:20), rank 1 is in ...`. Empty while it
+    moves."""
+    alone: int = 0
+    """Processes of its world, while it has joined no process group with them."""
+
+
+class Beat:
+    """Writes the heartbeat of this process."""
+
+    def __init__(self, directory: Path, local_rank: int) -> None:
+        self._fd = _opened(directory / contract.PULSE.format(local_rank=local_rank))
+        self._pulse = Pulse(*(os.getpid(), kernel(os.getpid())[1]), self._fd, 0, 0)
+
+    def write(self, moves: bool, where: str, alone: int = 0) -> None:
+        """Write one more heartbeat."""
+        one = self._pulse
+        self._pulse = dataclasses.replace(one, looks=one.looks + 1, moves=one.moves + moves, where=where, alone=alone)
+        with contextlib.suppress(OSError):
+            os.pwrite(self._fd, json.dumps(dataclasses.asdict(self._pulse)).encode().ljust(_PULSE_SIZE), 0)
+
+
+def pulse(directory: Path, local_rank: int) -> Pulse | None:
+    """The newest heartbeat of the process that still writes this file; None if there is none."""
+    try:
+        path = directory / contract.PULSE.format(local_rank=local_rank)
+        said = json.loads(path.read_bytes())
+        found = Pulse(**{field.name: said[field.name] for field in dataclasses.fields(Pulse) if field.name in said})
+        return found if os.path.samefile(f"/proc/{found.pid}/fd/{found.fd}", path) else None
+    except (OSError, ValueError, TypeError):
+        return None

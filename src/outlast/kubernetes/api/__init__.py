@@ -1,0 +1,69 @@
+"""A Kubernetes cluster: documents in, documents out, as plain dicts.
+
+    cluster = kube.connect()
+    for pod in cluster.list_(kube.POD, labels="outlast.dev/job=train"): ...
+
+`client` has the requests, `api` their paths and pages, `watch` changes, `streams` commands and ports in pods, `login` the way
+in, `error_mapping` the errors, `kinds` the kinds of documents. Pure are `pods`, the one reader of pods, `wire` and `kinds`.
+"""
+
+from outlast.kubernetes.api.client import Cluster, LogOptions, without_server_fields
+from outlast.kubernetes.api.kinds import (
+    CLAIM,
+    CONFIG_MAP,
+    ELASTIC_JOB,
+    JOB,
+    LEASE,
+    NAMESPACE,
+    NODE,
+    NODE_METRICS,
+    POD,
+    POD_GROUP,
+    POD_METRICS,
+    ROLE,
+    SECRET,
+    SERVICE,
+    STATEFUL_SET,
+    VOLCANO_GROUP,
+    WORKFLOW,
+    Kind,
+    kind_of,
+)
+from outlast.kubernetes.api.login import connect, load
+from outlast.kubernetes.api.requests import Document
+from outlast.kubernetes.api.stop import Stop, within
+from outlast.kubernetes.api.streams import Ended
+from outlast.kubernetes.api.watch import Change, Pace
+
+__all__ = [
+    "CLAIM",
+    "CONFIG_MAP",
+    "ELASTIC_JOB",
+    "JOB",
+    "LEASE",
+    "NAMESPACE",
+    "NODE",
+    "NODE_METRICS",
+    "POD",
+    "POD_GROUP",
+    "POD_METRICS",
+    "ROLE",
+    "SECRET",
+    "SERVICE",
+    "STATEFUL_SET",
+    "VOLCANO_GROUP",
+    "WORKFLOW",
+    "Change",
+    "Cluster",
+    "Document",
+    "Ended",
+    "Kind",
+    "LogOptions",
+    "Pace",
+    "Stop",
+    "connect",
+    "kind_of",
+    "load",
+    "within",
+    "without_server_fields",
+]

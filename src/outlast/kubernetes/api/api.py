@@ -1,0 +1,101 @@
+"""The address of an API server, and what requests, watches and streams have in common: paths and pages of documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from urllib.parse import quote
+
+from outlast.kubernetes.api import requests, wire
+from outlast.kubernetes.api.error_mapping import Asked
+from outlast.kubernetes.api.kinds import Kind
+from outlast.kubernetes.api.requests import Document, Request
+
+_PAGE = 500
+"""Documents in a page of `list_`, as kubectl asks for."""
+_FIRST = 20
+"""The same of the first page of a kind whose documents may be of any size, such as jobs: an API server needs minutes for 500 of a
+MiB each. The next page has twice as many, as long as pages are short."""
+_PAGE_BYTES = 8 * 2**20
+"""Limit of a page. A longer one is asked for again with a quarter of the documents."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The documents that a list or a watch is about."""
+
+    kind: Kind
+    namespace: str | None = None
+    everywhere: bool = False
+    labels: str = ""
+    fields: str = ""
+
+    def selectors(self) -> dict[str, str]:
+        """As parameters of a request."""
+        found = {"labelSelector": self.labels, "fieldSelector": self.fields}
+        return {key: value for key, value in found.items() if value}
+
+
+@dataclass
+class Api:
+    """An API server, and the namespace of documents that name none."""
+
+    connection: requests.Connection = field(repr=False)
+    context: str
+    namespace: str
+
+    @property
+    def server(self) -> str:
+        """The address of the API server."""
+        return self.connection.server
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the server has warned of, each once."""
+        return self.connection.warnings
+
+    def address(
+        self, verb: str, kind: Kind, name: str, namespace: str | None, *, everywhere: bool = False, subresource: str = ""
+    ) -> tuple[Asked, str]:
+        """What a request asks for, in words for its errors, and its path."""
+        inside = (namespace or self.namespace) if kind.namespaced and not everywhere else ""
+        parts = [kind.root, *(["namespaces", quote(inside, safe="")] if inside else []), kind.plural]
+        parts += [quote(name, safe=":")] if name else []
+        parts += [subresource] if subresource else []
+        shown = name.partition(":")[0] if subresource == "proxy" else name
+        return Asked(verb, kind, shown, inside, self.server, subresource), "/".join(parts)
+
+    def pages(self, selection: Selection) -> Iterator[tuple[Iterator[Document], str]]:
+        """The pages of a list, each with its version; documents are parsed one at a time. Raises `requests.Expired` when the list
+        has expired: the pages before are of no use then."""
+        kind = selection.kind
+        asked, path = self.address("list", kind, "", selection.namespace, everywhere=selection.everywhere)
+        token, limit = "", _FIRST if kind in wire.FREE else _PAGE
+        while True:
+            params = {**selection.selectors(), "limit": str(limit), **({"continue": token} if token else {})}
+            try:
+                most = _PAGE_BYTES if limit > 3 else None
+                answer = self.connection.answer(Request(asked, "GET", path, params, repeat=True, most=most))
+            except requests.TooLong:
+                limit //= 4
+                continue
+            content: bytes = answer.extensions.pop("whole", None) or answer.content
+            with requests.reading(content, asked):
+                meta, items = wire.page(content, kind)
+            token = meta.get("continue") or ""
+            yield _items(items, kind, content, asked), str(meta.get("resourceVersion", ""))
+            if not token:
+                return
+            if len(content) < _PAGE_BYTES // 4:
+                limit = min(_PAGE, 2 * limit)
+
+    def document(self, request: Request) -> Document:
+        """The document that the server answers with."""
+        return requests.parsed(self.connection.answer(request).content, request.asked)
+
+
+def _items(items: Iterable[Document], kind: Kind, content: bytes, asked: Asked) -> Iterator[Document]:
+    """The documents of a page, completed with their kind, which a page does not repeat."""
+    with requests.reading(content, asked):
+        for item in items:
+            yield {"apiVersion": kind.api_version, "kind": kind.kind, **item}

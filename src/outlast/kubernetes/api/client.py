@@ -1,0 +1,296 @@
+"""The API server of a cluster: documents in, documents out, as plain dicts.
+
+Documents are not parsed into models, so fields that we do not know stay as they are. All errors are `ClusterError`s of
+`error_mapping`. Everything here may be called from several threads. Long calls end when their `Stop` is set, at once.
+"""
+
+from __future__ import annotations
+
+import email.utils
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from outlast.base.errors import Absent, Forbidden, NotServed, Refused
+from outlast.kubernetes.api import requests, streams, watch
+from outlast.kubernetes.api.api import Api, Selection
+from outlast.kubernetes.api.error_mapping import Asked
+from outlast.kubernetes.api.kinds import NAMESPACE, POD, Kind, kind_of
+from outlast.kubernetes.api.requests import Document, Request
+from outlast.kubernetes.api.stop import Stop
+from outlast.kubernetes.api.streams import Ended
+from outlast.kubernetes.api.watch import Change
+
+MANAGER = "outlast"
+"""Our name in `managedFields`."""
+_WRITTEN_BY_SERVER = ("managedFields", "resourceVersion", "uid", "creationTimestamp", "generation", "selfLink")
+"""Metadata that the API server writes."""
+_WRITE = {"fieldManager": MANAGER, "fieldValidation": "Strict"}
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """Which lines of a container's log to read."""
+
+    container: str = ""
+    follow: bool = False
+    """Wait for more lines until the container ends."""
+    since_s: float | None = None
+    """Only the lines of the last so many seconds."""
+    since: str = ""
+    """Only lines after a time, written as `timestamps` shows it."""
+    tail: int | None = None
+    """Only the last lines."""
+    previous: bool = False
+    """The log of the container before its last restart."""
+    timestamps: bool = False
+    """Begin each line with its time."""
+
+    def params(self) -> dict[str, str]:
+        """As parameters of a request."""
+        flags = {"follow": self.follow, "previous": self.previous, "timestamps": self.timestamps}
+        given = {name: "true" for name, value in flags.items() if value}
+        given |= {"container": self.container} if self.container else {}
+        given |= {"sinceSeconds": str(max(1, round(self.since_s)))} if self.since_s is not None else {}
+        given |= {"sinceTime": self.since} if self.since else {}
+        given |= {"tailLines": str(self.tail)} if self.tail is not None else {}
+        return given
+
+
+class Cluster(Api):
+    """The API server of a cluster, and the namespace of documents that name none."""
+
+    # Documents
+
+    def get(self, kind: Kind, name: str, *, namespace: str | None = None, subresource: str = "") -> Document:
+        """A document. Raises Absent."""
+        asked, path = self.address("get", kind, name, namespace, subresource=subresource)
+        return self.document(Request(asked, "GET", path, repeat=True))
+
+    def find(self, kind: Kind, name: str, *, namespace: str | None = None) -> Document | None:
+        """A document; None when it does not exist."""
+        try:
+            return self.get(kind, name, namespace=namespace)
+        except Absent:
+            return None
+
+    def list_(
+        self, kind: Kind, *, namespace: str | None = None, everywhere: bool = False, labels: str = "", fields: str = ""
+    ) -> list[Document]:
+        """All documents of a kind that the selectors find, in one namespace or `everywhere`."""
+        selection = Selection(kind, namespace, everywhere, labels, fields)
+        try:
+            return [document for page, _ in self.pages(selection) for document in page]
+        except requests.Expired:  # between two pages
+            return [document for page, _ in self.pages(selection) for document in page]
+
+    def create(self, document: Document, *, dry_run: bool = False) -> Document:
+        """Create a document. Raises Taken when one of its name exists."""
+        kind, name, namespace = _named(document)
+        at, path = self.address("create", kind, "", namespace)
+        asked = replace(at, name=name)
+        return self.document(Request(asked, "POST", path, {**_WRITE, **_dry(dry_run)}, document))
+
+    def apply(
+        self, document: Document, *, dry_run: bool = False, tries: int | None = None, timeout_s: float | None = None
+    ) -> Document:
+        """Create a document, or change its fields to what is given here (server-side apply). Unknown fields are an error.
+
+        Set `tries=1` if the caller retries with fresher data.
+        """
+        kind, name, namespace = _named(document)
+        asked, path = self.address("apply", kind, name, namespace)
+        params = {"fieldManager": MANAGER, "force": "true", "fieldValidation": "Strict", **_dry(dry_run)}
+        content_type = "application/apply-patch+yaml"
+        return self.document(
+            Request(asked, "PATCH", path, params, document, content_type, repeat=True, tries=tries, timeout_s=timeout_s)
+        )
+
+    def patch(
+        self,
+        kind: Kind,
+        name: str,
+        change: Any,
+        *,
+        namespace: str | None = None,
+        subresource: str = "",
+        type: Literal["merge", "strategic", "json"] = "merge",
+    ) -> Document:
+        """Change some fields. A `metadata.resourceVersion` in the change makes it a condition: raises Conflict."""
+        content_type = {"merge": "merge-patch", "strategic": "strategic-merge-patch", "json": "json-patch"}[type]
+        asked, path = self.address("patch", kind, name, namespace, subresource=subresource)
+        return self.document(Request(asked, "PATCH", path, _WRITE, change, f"application/{content_type}+json"))
+
+    def replace(self, document: Document, *, subresource: str = "") -> Document:
+        """Write a document that was read before. Raises Conflict when it has been written in between."""
+        kind, name, namespace = _named(document)
+        asked, path = self.address("update", kind, name, namespace, subresource=subresource)
+        return self.document(Request(asked, "PUT", path, _WRITE, document))
+
+    def delete(
+        self,
+        kind: Kind,
+        name: str,
+        *,
+        namespace: str | None = None,
+        grace_s: float | None = None,
+        propagation: Literal["Background", "Foreground", "Orphan"] = "Background",
+        uid: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Document:
+        """Delete a document, and what it owns; the answer is the document with its deletion time, or a Status.
+
+        Raises Absent; Conflict when the document has another uid by now.
+        """
+        options: Document = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": propagation}
+        if grace_s is not None:
+            options["gracePeriodSeconds"] = round(grace_s)
+        if uid is not None:
+            options["preconditions"] = {"uid": uid}
+        asked, path = self.address("delete", kind, name, namespace)
+        return self.document(Request(asked, "DELETE", path, body=options, repeat=True, timeout_s=timeout_s))
+
+    def evict(
+        self,
+        pod: str,
+        *,
+        namespace: str | None = None,
+        uid: str | None = None,
+        grace_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Evict a pod, as the drain of its node does. Raises Refused when a PodDisruptionBudget keeps it."""
+        name = {"name": pod, "namespace": namespace or self.namespace}
+        options: Document = {"preconditions": {"uid": uid}} if uid else {}
+        if grace_s is not None:
+            options["gracePeriodSeconds"] = round(grace_s)
+        body = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": name,
+            **({"deleteOptions": options} if options else {}),
+        }
+        asked, path = self.address("evict", POD, pod, namespace, subresource="eviction")
+        self.document(Request(asked, "POST", path, body=body, tries=1, timeout_s=timeout_s))
+
+    def watch(
+        self,
+        kind: Kind,
+        *,
+        stop: Stop,
+        namespace: str | None = None,
+        everywhere: bool = False,
+        labels: str = "",
+        fields: str = "",
+        pace: watch.Pace = watch.PACE,
+    ) -> Iterator[Change]:
+        """All documents as they are, then every change, until `stop` is set.
+
+        No state is missed for good: when the server no longer has the changes since the last connection, everything is listed
+        again, and documents that have vanished are reported as deleted. While the server is away we retry with growing pauses.
+        A refusal is raised, and so is the first failure to reach the server. Documents are parsed one at a time.
+        """
+        return watch.changes(self, Selection(kind, namespace, everywhere, labels, fields), stop, pace)
+
+    # Pods
+
+    def logs(
+        self, pod: str, options: LogOptions | None = None, *, namespace: str | None = None, stop: Stop | None = None
+    ) -> Iterator[str]:
+        """The lines of a container's log, without their ends. Raises Refused for a container that has not begun."""
+        options = options or LogOptions()
+        asked, path = self.address("log", POD, pod, namespace, subresource="log")
+        silence_s = None if options.follow else requests.READ_S
+        with self.connection.stream(asked, path, options.params(), stop or Stop(), silence_s=silence_s) as lines:
+            for line in lines:
+                yield line.decode(errors="replace")
+
+    def proxy(self, pod: str, port: int, path: str, *, namespace: str | None = None, timeout_s: float | None = None) -> str:
+        """The answer of a server in a pod to GET, through the API server. Raises Unanswered."""
+        asked, base = self.address("proxy", POD, f"{pod}:{port}", namespace, subresource="proxy")
+        return self.connection.answer(Request(asked, "GET", f"{base}/{path.lstrip('/')}", timeout_s=timeout_s)).text
+
+    def exec_(
+        self, pod: str, command: Sequence[str], *, namespace: str | None = None, container: str = "", stdin: bytes | None = None
+    ) -> Ended:
+        """Run a command in a container, with `stdin` as its input."""
+        return streams.execute(self, pod, command, namespace=namespace, container=container, stdin=stdin)
+
+    # The cluster
+
+    def may(
+        self,
+        verb: str,
+        kind: Kind,
+        *,
+        name: str = "",
+        subresource: str = "",
+        namespace: str | None = None,
+        everywhere: bool = False,
+    ) -> bool:
+        """Whether we have the right to do something (SelfSubjectAccessReview)."""
+        attributes = {"verb": verb, "group": kind.group, "resource": kind.plural, "name": name, "subresource": subresource}
+        if kind.namespaced and not everywhere:
+            attributes["namespace"] = namespace or self.namespace
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": {key: value for key, value in attributes.items() if value}},
+        }
+        path = "apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+        request = Request(Asked("create", server=self.server), "POST", path, body=review, repeat=True)
+        return bool(self.document(request)["status"].get("allowed"))
+
+    def version(self) -> str:
+        """The server's version: `v1.36.2`."""
+        return str(self.raw("version")["gitVersion"])
+
+    def time(self) -> float:
+        """The server's time, to half a second. Raises Refused if its answers carry none."""
+        request = Request(Asked("get", server=self.server), "GET", "version", repeat=True)
+        date = self.connection.answer(request).headers.get("date", "")
+        try:
+            return email.utils.parsedate_to_datetime(date).timestamp() + 0.5  # whole seconds, cut off
+        except ValueError as error:
+            raise Refused(f"the API server says no time (Date: {date!r}); a proxy before it may remove that header") from error
+
+    def serves(self, kind: Kind) -> bool:
+        """Whether the cluster knows a kind of document."""
+        try:
+            found = self.raw(kind.root)
+        except (Absent, NotServed):
+            return False
+        return any(resource["name"] == kind.plural for resource in found.get("resources", ()))
+
+    def has_namespace(self, namespace: str | None = None) -> bool:
+        """Whether a namespace exists; True when we may not know."""
+        try:
+            self.get(NAMESPACE, namespace or self.namespace)
+        except Absent:
+            return False
+        except Forbidden:
+            pass
+        return True
+
+    def raw(self, path: str) -> Document:
+        """The document at a path: discovery and the server's version have no kind."""
+        return self.document(Request(Asked("get", server=self.server), "GET", path, repeat=True))
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.connection.clients.close()
+
+
+def without_server_fields(document: Document) -> Document:
+    """A document without its status and the metadata that the API server writes."""
+    meta = {key: value for key, value in document["metadata"].items() if key not in _WRITTEN_BY_SERVER}
+    return {**{key: value for key, value in document.items() if key != "status"}, "metadata": meta}
+
+
+def _named(document: Mapping[str, Any]) -> tuple[Kind, str, str | None]:
+    meta = document["metadata"]
+    return kind_of(document), meta.get("name", ""), meta.get("namespace")
+
+
+def _dry(dry_run: bool) -> dict[str, str]:
+    return {"dryRun": "All"} if dry_run else {}

@@ -1,0 +1,88 @@
+"""Kinds of jobs that are not ours and that we run in place of another controller: one entry for each package that brings one.
+
+    if (drop_in := dropins.of(workload)) is not None:
+        drop_in.sizes(workload)
+
+The rest of Outlast knows a drop-in by this module alone, and none by name: delete its package and its entry here, and its kind is
+gone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from outlast.kubernetes.api.kinds import LEGACY_JOB, Kind
+
+Document = Mapping[str, Any]
+
+
+class Functions(Protocol):
+    """The functions of a drop-in's `registration` module."""
+
+    def sizes(self, job: Document, /) -> tuple[int, int, int]:
+        """The fewest workers, how many are wanted now, and the most."""
+
+    def processes(self, job: Document, /) -> int:
+        """Processes in each worker."""
+
+    def end(self, job: Document, /) -> str | None:
+        """`Succeeded` or `Failed`; None while the job has not ended."""
+
+    def scaled(self, replicas: int, /) -> dict[str, Any]:
+        """The merge patch of a job's spec for another number of workers."""
+
+    def rival(self, deployment: Document, /) -> bool:
+        """Whether this Deployment is the controller that we replace."""
+
+    def definition(self) -> dict[str, Any]:
+        """The CustomResourceDefinition."""
+
+    def reconcile(self, limits: Any, known: Any, now: float, features: Any, /) -> Any:
+        """A reconciler of the operator, see `operator.reconcilers`."""
+
+
+@dataclass(frozen=True)
+class DropIn:
+    """One kind of job and the package that knows it."""
+
+    kind: Kind
+    container: str
+    """The container of a pod that the training runs in, if there are several."""
+    index: str
+    """Label with the index of a worker, on pods that we have not made."""
+    rival: str
+    """Namespace and usual name of the Deployment of the controller that it replaces: `namespace/name`."""
+    module: str
+
+    @property
+    def functions(self) -> Functions:
+        """What its package can do; imported on first use."""
+        return cast(Functions, importlib.import_module(self.module))
+
+
+DROP_INS: list[DropIn] = [
+    DropIn(
+        LEGACY_JOB,
+        "elasticjob-worker",
+        "replica-index",
+        "elastic-job/elastic-job-k8s-controller",
+        "outlast.kubernetes.torchelastic.adapter",
+    ),
+]
+
+
+KINDS = tuple(each.kind for each in DROP_INS)
+
+
+def has(workload: Document) -> bool:
+    """Whether a drop-in runs this workload."""
+    return (workload.get("apiVersion"), workload.get("kind")) in [(kind.api_version, kind.kind) for kind in KINDS]
+
+
+def of(workload: Document) -> Functions | None:
+    """The functions for this workload; None for one that is no drop-in's."""
+    names = (workload.get("apiVersion"), workload.get("kind"))
+    return next((each.functions for each in DROP_INS if (each.kind.api_version, each.kind.kind) == names), None)

@@ -1,0 +1,122 @@
+"""How a cluster is reached: the kubeconfig or the account of this pod, and HTTP clients that log in with it.
+
+lightkube reads the certificates and tokens and runs the login programs of clouds; only this module and `requests` know it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from outlast.base.errors import NoCluster
+from outlast.kubernetes.api import kubeconfig
+from outlast.kubernetes.api.client import Cluster
+from outlast.kubernetes.api.requests import CONNECT_S, READ_S, Clients, Connection
+
+if TYPE_CHECKING:
+    import httpx2
+    from lightkube.config.kubeconfig import SingleConfig
+
+_IDLE_S = 30.0
+"""Idle timeout of kept connections: less than the API server's (90 s), more than the interval between two renewals of a Lease."""
+
+
+def not_installed(error: ImportError) -> NoCluster:
+    """The error for a missing library that clusters need."""
+    library = (error.name or "").partition(".")[0]
+    return NoCluster(f"{library} is not installed; for clusters: pip install 'outlast[kubernetes]'")
+
+
+def connect(context: str | None = None, namespace: str | None = None, *, own: bool = False) -> Cluster:
+    """The cluster of a context of the kubeconfig (default: its current one), or the one that this pod runs in.
+
+    `own`: a pod that has an account uses that, whatever `$KUBECONFIG` says: it may be meant for the script that is trained.
+    Asks the server nothing. Raises NoCluster.
+    """
+    try:
+        import httpx2
+        from lightkube.config.client_adapter import ConnectionParams
+        from lightkube.core.exceptions import ConfigError
+    except ImportError as error:
+        raise not_installed(error) from error
+
+    paths = [] if own and kubeconfig.inside(os.environ) else kubeconfig.files(os.environ)
+    try:
+        config, proxy, headers = _of_kubeconfig(paths, context) if paths else (_of_pod(context), None, [])
+        # What a pod's $HTTPS_PROXY is for lies outside the cluster, its API server does not.
+        timeout = httpx2.Timeout(READ_S, connect=CONNECT_S, pool=None)
+        params = ConnectionParams(timeout=timeout, proxy=proxy, trust_env=bool(paths))
+        arguments = {**params.httpx_params(config), "headers": headers}
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20, keepalive_expiry=_IDLE_S)
+        clients = Clients(lambda: httpx2.Client(**arguments, limits=limits))
+    except (ConfigError, OSError, ValueError, KeyError, TypeError) as error:
+        place = ", ".join(map(str, paths)) or "the account of this pod"
+        raise NoCluster(f"{place} cannot be used: {error or type(error).__name__}; log in to the cluster again") from error
+    # A connection that becomes a websocket must not be kept for other requests, and refusals must be read before it closes.
+    tunnel = lambda: httpx2.Client(**arguments, event_hooks={"response": [_read_refusal]})  # noqa: E731
+    connection = Connection(clients, tunnel, config.cluster.server)
+    return Cluster(connection, context=config.context_name, namespace=namespace or config.namespace)
+
+
+def _of_kubeconfig(paths: list[Any], context: str | None) -> tuple[SingleConfig, str | None, list[tuple[str, str]]]:
+    """The configuration of a context, its proxy, and headers that name another user to act as."""
+    from lightkube.config.kubeconfig import KubeConfig
+    from lightkube.config.models import User
+
+    whole = kubeconfig.read(paths)
+    name = kubeconfig.chosen(whole, context)
+    config = KubeConfig.from_dict(_for_lightkube(whole), fname=paths[0]).get(name)
+    assert config is not None
+    servers = {entry["name"]: entry["cluster"] for entry in whole["clusters"]}
+    proxy = servers[config.context.cluster].get("proxy-url")
+    return config._replace(user=config.user or User()), proxy, kubeconfig.impersonated(whole, name)
+
+
+def _of_pod(context: str | None) -> SingleConfig:
+    """The configuration of the account of this pod. Raises NoCluster when this is no pod."""
+    from lightkube.config.kubeconfig import KubeConfig
+    from lightkube.config.models import User
+
+    if not kubeconfig.inside(os.environ):
+        raise NoCluster(
+            "there is no kubeconfig (KUBECONFIG, ~/.kube/config) and this is no pod; log in to a cluster, "
+            "or run it on this machine: outlast run FILE"
+        )
+    if context:
+        raise NoCluster(f"there is no context {context}: this pod has an account and no kubeconfig; leave --context out")
+    config = KubeConfig.from_service_account(kubeconfig.ACCOUNT).get()
+    assert config is not None
+    return config._replace(user=config.user or User())
+
+
+def load() -> None:
+    """Import what `connect` needs, for a process that forks before it connects. Raises ImportError."""
+    import httpx2  # noqa: F401
+    import lightkube.config.client_adapter
+    import lightkube.config.kubeconfig
+    import lightkube.core.exceptions  # noqa: F401
+
+
+def _read_refusal(answer: httpx2.Response) -> None:
+    if answer.status_code != 101:
+        answer.read()
+
+
+def _for_lightkube(whole: Mapping[str, Any]) -> dict[str, Any]:
+    """The kubeconfig with login programs as lightkube can run them: it sets no KUBERNETES_EXEC_INFO, and refuses version v1 of
+    their answers, which is the same as v1beta1."""
+
+    def user(entry: Mapping[str, Any]) -> dict[str, Any]:
+        program = entry["user"].get("exec")
+        if not program:
+            return dict(entry)
+        version = program["apiVersion"]
+        told = json.dumps({"apiVersion": version, "kind": "ExecCredential", "spec": {"interactive": False}})
+        env = [*(program.get("env") or []), {"name": "KUBERNETES_EXEC_INFO", "value": told}]
+        if version == "client.authentication.k8s.io/v1":
+            version = "client.authentication.k8s.io/v1beta1"
+        return {**entry, "user": {**entry["user"], "exec": {**program, "apiVersion": version, "env": env}}}
+
+    return {**whole, "users": [user(entry) for entry in whole["users"]]}

@@ -1,0 +1,78 @@
+"""Commands in pods, over websockets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outlast.base.errors import Refused, Unanswered
+from outlast.kubernetes.api import requests
+from outlast.kubernetes.api.api import Api
+from outlast.kubernetes.api.error_mapping import Asked
+from outlast.kubernetes.api.kinds import POD
+
+if TYPE_CHECKING:
+    from httpx2.websockets import WebSocketSession
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command in a pod ended."""
+
+    code: int
+    output: bytes
+    error: bytes
+
+    @property
+    def said(self) -> str:
+        """The last line of its errors; its exit code when it wrote none."""
+        lines = self.error.decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"exit code {self.code}"
+
+
+def execute(api: Api, pod: str, command: Sequence[str], *, namespace: str | None, container: str, stdin: bytes | None) -> Ended:
+    """See `Cluster.exec_`."""
+    params: list[tuple[str, str]] = [("command", word) for word in command]
+    params += [("stdout", "true"), ("stderr", "true")]
+    params += [("container", container)] if container else []
+    params += [("stdin", "true")] if stdin is not None else []
+    asked, path = api.address("exec", POD, pod, namespace, subresource="exec")
+    written: dict[int, list[bytes]] = {1: [], 2: []}
+    with api.connection.websocket(asked, path, params, "v5.channel.k8s.io") as connection:
+        if stdin is not None:
+            connection.send_bytes(b"\0" + stdin)
+            connection.send_bytes(b"\xff\0")
+        for message in _messages(connection, asked):
+            channel, rest = message[0], message[1:]
+            if channel == 3:
+                return Ended(_exit_code(rest, asked), b"".join(written[1]), b"".join(written[2]))
+            if channel in written:
+                written[channel].append(rest)
+    raise Unanswered(f"{asked.thing}: the connection ended before the command did; the command may still run")
+
+
+def _messages(connection: WebSocketSession, asked: Asked) -> Iterator[bytes]:
+    """Messages of a websocket until it is closed."""
+    from httpx2.websockets import WebSocketDisconnect, WebSocketNetworkError
+
+    while True:
+        try:
+            message = connection.receive_bytes()
+        except WebSocketDisconnect:
+            return
+        except (WebSocketNetworkError, OSError) as error:
+            raise Unanswered(f"{asked.thing}: the connection to the API server was lost; try again") from error
+        if message:
+            yield message
+
+
+def _exit_code(content: bytes, asked: Asked) -> int:
+    """The exit code in the Status with which a command ends. Raises Refused when it could not be started."""
+    status = requests.parsed(content, asked)
+    if status.get("status") == "Success":
+        return 0
+    for cause in (status.get("details") or {}).get("causes") or ():
+        if cause.get("reason") == "ExitCode":
+            return int(cause["message"])
+    raise Refused(f"nothing can be run in {asked.thing}: {status.get('message')}")

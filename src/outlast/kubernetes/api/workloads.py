@@ -1,0 +1,32 @@
+"""Workloads, the documents of jobs: how many workers they ask for and the template of their pods, whatever their kind. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from outlast.kubernetes.api import dropins
+
+
+def replicas(workload: Mapping[str, Any]) -> int:
+    """How many workers a workload asks for."""
+    if (drop_in := dropins.of(workload)) is not None:
+        return drop_in.sizes(workload)[1]
+    spec = workload.get("spec") or {}
+    if workload.get("kind") == "ElasticJob":
+        return int((spec.get("workers") or {}).get("replicas", 1))
+    if workload.get("kind") == "Job":
+        return int(spec.get("completions") or spec.get("parallelism") or 1)
+    return int(spec.get("replicas", 1))
+
+
+def template(workload: Mapping[str, Any]) -> dict[str, Any]:
+    """The template of a workload's pods; that of an ElasticJob holds only what its file says."""
+    spec = workload.get("spec") or {}
+    found: dict[str, Any] = spec.get("template") or {}
+    return found
+
+
+def agentless(workload: Mapping[str, Any]) -> bool:
+    """Whether its pods run without our agent, since a drop-in runs it."""
+    return dropins.has(workload)

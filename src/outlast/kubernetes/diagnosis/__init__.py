@@ -1,0 +1,104 @@
+"""Findings, each with what to do: why a job does not train (`outlast why`), and whether one would (`outlast doctor`).
+
+    gather.job(cluster, name) -> Snapshot        reads what a cluster shows of a job
+    causes(snapshot, now)     -> [Finding]       why it does not train; pure
+    local_job.causes(status, events, now)        the same for a job of this machine
+
+    gather.place(cluster)     -> Snapshot        reads what a cluster shows of a place for jobs
+    cluster.checks(snapshot)  -> [Finding]       whether jobs would train there; pure
+    machine.checks(), inside.checks(cluster)     the same of this machine, and seen from pods that are deleted again
+
+A rule is a function from a `Snapshot` to findings; `RULES` is their order: first what ended the job, then what keeps workers from
+being made, from getting a node, from starting, from training. What others' messages mean stands in messages.yaml.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+
+from outlast.kubernetes.api import pods as kube_pods
+from outlast.kubernetes.diagnosis import containers, job, nodes, storage
+from outlast.kubernetes.diagnosis.finding import Finding, joined, passed
+from outlast.kubernetes.diagnosis.snapshot import Rule, Snapshot
+
+__all__ = ["RULES", "Finding", "Snapshot", "causes", "line", "text"]
+
+RULES: tuple[Rule, ...] = (
+    job.given_up,
+    job.absent,
+    job.wishes,
+    job.queues,
+    containers.ends,
+    nodes.lost,
+    nodes.taken,
+    job.cut_off,
+    job.creations,
+    storage.claims,
+    storage.references,
+    nodes.unschedulable,
+    storage.mounts,
+    containers.images,
+    containers.starts,
+    containers.probing,
+    job.gangs,
+    job.gates,
+    job.failing,
+    job.beginning,
+    job.others,
+)
+_FOLLOWS = ("failed", "gang", "others")
+"""Findings that follow from others: these come first, if there are any."""
+_WIDTH = 110
+
+
+def causes(snapshot: Snapshot, now: float) -> list[Finding]:
+    """The causes that keep a job on a cluster from training, most important first; when it trains, that."""
+    if done := job.finished(snapshot):
+        return [done]
+    found = [each for rule in RULES for each in rule(snapshot, now)]
+    found.sort(key=lambda each: each.name in _FOLLOWS)
+    if any(each.name == "suspended" for each in found):
+        found = [each for each in found if each.name in ("suspended", "deleted")]  # what went before is why, or over
+    if any(each.wrong for each in found):
+        found = [each for each in found if each.wrong or each.name != "starting"]
+    return found or [_well(snapshot)]
+
+
+def _well(snapshot: Snapshot) -> Finding:
+    if not snapshot.workload and not snapshot.pods:
+        what = f"there is no job {snapshot.name} in namespace {snapshot.namespace}"
+        return Finding("absent", what, "`outlast list` shows those there are")
+    running = [pod for pod in snapshot.pods if kube_pods.phase(pod) == "Running"]
+    if not running:
+        return passed("starting", "no worker has a pod yet, and no event says why", "look again in a few seconds")
+    inside, wanted = (snapshot.workload.get("status") or {}).get("world"), snapshot.wanted()
+    if snapshot.kind == "ElasticJob" and inside and len(inside) < wanted:
+        return passed("training", f"it trains with {len(inside)} of {wanted} workers; the others are joining")
+    return passed("training", f"nothing is wrong: {len(running)} of {wanted} workers run")
+
+
+def text(found: Iterable[Finding], *, unseen: Iterable[str] = ()) -> str:
+    """One paragraph for each finding: the sentence, its evidence and its remedy."""
+    paragraphs = []
+    for each in found:
+        lines = _wrapped(each.what[:1].upper() + each.what[1:], "", "")
+        for said in each.evidence:  # a line of a log stays as it is
+            lines += [f"  {said}"] if said.startswith(" ") else _wrapped(said, "  ", "    ")
+        paragraphs.append("\n".join([*lines, *_wrapped(each.remedy, "  → ", "    ")]))
+    if blind := joined(unseen):
+        paragraphs.append(f"Not checked, because you may not read them: {blind}.")
+    return "\n\n".join(paragraphs)
+
+
+def line(check: Finding) -> str:
+    """Outcome, name and sentence in one line, as far as it goes, and the remedy below."""
+    head = f"{check.outcome}  {check.name:<18}  "
+    deep = " " * len(head)
+    return "\n".join([*_wrapped(check.what, head, deep), *_wrapped(check.remedy, f"{deep}→ ", f"{deep}  ")])
+
+
+def _wrapped(text: str, first: str, others: str) -> list[str]:
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False, break_long_words=False
+    )

@@ -1,0 +1,91 @@
+"""The findings of `outlast why` and `outlast doctor`, and the words for several workers and quantities. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from outlast.base import units
+from outlast.job.contract import FailureCause
+from outlast.kubernetes.api import pods as kube_pods
+from outlast.kubernetes.manifests.request import Document
+
+Outcome = Literal["pass", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fact about a job, a cluster or a machine."""
+
+    name: str
+    """For programs: `image`, `unschedulable`, `out-of-memory`, ..."""
+    what: str
+    """One sentence."""
+    remedy: str = ""
+    """The remedy; empty when there is nothing to do."""
+    evidence: tuple[str, ...] = ()
+    """The words of the API server, the scheduler, the kubelet or the log, as they were."""
+    outcome: Outcome = "fail"
+    """`fail`: it keeps jobs from training; `warn`: it may, or costs something; `pass`: it is as it is to be."""
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it keeps jobs from training."""
+        return self.outcome == "fail"
+
+
+def passed(name: str, what: str, remedy: str = "", evidence: tuple[str, ...] = ()) -> Finding:
+    """A fact that is as the user wants it: a job that is finished, suspended, training; a check without a problem."""
+    return Finding(name, what, remedy, evidence, "pass")
+
+
+def warned(name: str, what: str, remedy: str) -> Finding:
+    """A problem that does not keep jobs from training."""
+    return Finding(name, what, remedy, outcome="warn")
+
+
+# Words
+
+
+def repeated_failures(same: Sequence[int | None], failures: int, cause: str) -> str:
+    """A sentence about failures without progress. `same` are the equal steps of the last ones."""
+    how = "hung" if cause == FailureCause.HANG else "failed"
+    if len(same) < 2:
+        return f"it has failed {failures} times without a new checkpoint"
+    more = f" ({failures} failures without a new checkpoint)" if failures > len(same) else ""
+    return f"it has {how} {len(same)} times in a row{f' at step {same[0]}' if same[0] else ' before its first step'}{more}"
+
+
+_SEVERAL = {"is": "are", "was": "were"}
+
+
+def workers(pods: Iterable[Document], verb: str = "") -> str:
+    """`worker 0 waits`, `workers 0 and 2 wait`, or names of pods that have no index; `verb` is in the singular."""
+    found = list(pods)
+    numbers = sorted({number for pod in found if (number := kube_pods.labelled_index(pod)) is not None})
+    names = list(map(str, numbers)) or sorted(map(kube_pods.name, found))
+    several = len(names) > 1
+    whom = f"{'worker' if numbers else 'pod'}{'s' * several} {joined(names)}"
+    return " ".join(filter(None, (whom, _SEVERAL.get(verb, verb.removesuffix("s")) if several else verb)))
+
+
+def joined(words: Iterable[str], last: str = "and") -> str:
+    """`a, b and c`; of more than six the first five."""
+    found = list(words)
+    if len(found) > 6:
+        found = [*found[:5], f"{len(found) - 5} more"]
+    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} {last} {found[-1]}" if found else ""
+
+
+def grouped(found: Iterable[tuple[str, Document]]) -> dict[str, list[Document]]:
+    """Pods by a fact about them."""
+    groups: dict[str, list[Document]] = {}
+    for key, pod in found:
+        groups.setdefault(key, []).append(pod)
+    return groups
+
+
+def amount_text(resource: str, amount: float) -> str:
+    """`16 GiB` of memory, `4` of all else."""
+    return units.human_bytes(amount) if resource.endswith(("memory", "storage")) else f"{amount:.3g}"

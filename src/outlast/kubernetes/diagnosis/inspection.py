@@ -1,0 +1,317 @@
+"""What a Python, an image or a pod has and can reach: run by `outlast doctor` alone, on this machine or inside a pod.
+
+    python -c SOURCE '[["image", {"asking": "0.1"}], ["dns", {"names": ["kubernetes.default"]}]]'
+
+Each check is a line of JSON on standard output, after MARK: name, outcome (pass, warn, fail), what, remedy. The text of this file
+is sent along, so that an image may be asked that has an older Outlast and Python, or none: nothing is imported at the top but the
+standard library, and everything else where it is tried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+MARK = "outlast-doctor "
+"""What the lines of checks begin with."""
+LEAST_PYTHON = (3, 11)
+SEND_S = 2.0
+"""How long bandwidth is measured."""
+REDUCED = 4 * 2**20
+"""Numbers in the tensor of the all-reduce: 16 MiB."""
+ROUNDS = 5
+if TYPE_CHECKING:
+    Check = tuple[str, str, str, str]
+    """Name, outcome, what, remedy."""
+
+
+def judged(name: str, good: bool, what: str, remedy: str, otherwise: str = "fail") -> Check:
+    """A check that passes when it is `good`."""
+    return (name, "pass", what, "") if good else (name, otherwise, what, remedy)
+
+
+def tried(name: str, remedy: str, check: Callable[[], str], otherwise: str = "fail") -> Iterator[Check]:
+    """A check that passes with what it returns, if that is anything, and fails with what it raises."""
+    try:
+        if what := check():
+            yield name, "pass", what, ""
+    except Exception as error:  # a library of the system that is missing raises anything
+        yield name, otherwise, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__, remedy
+
+
+# The image
+
+
+def image(asking: str, accelerators: Sequence[str] = ()) -> Iterator[Check]:
+    """Python, Outlast, which is to be of the version that is `asking`, torch and the command; `accelerators` as for `torch`."""
+    yield python()
+    yield from outlast(asking)
+    yield from torch(accelerators)
+    yield from package("obstore", "for outputs in a store: pip install outlast[store]", "warn")
+    yield from package("numpy", "pip install outlast[train]")
+    yield from bytecode()
+    yield command()
+    yield from memory()
+
+
+def python(version: Sequence[int] = sys.version_info[:2]) -> Check:
+    """Whether this Python is new enough."""
+    least = ".".join(map(str, LEAST_PYTHON))
+    have = platform.python_version() if tuple(version) == sys.version_info[:2] else ".".join(map(str, version))
+    return judged("python", tuple(version) >= LEAST_PYTHON, have, f"install Python {least} or newer")
+
+
+def package(name: str, remedy: str, otherwise: str = "fail") -> Iterator[Check]:
+    """Whether a package can be imported, and its version."""
+
+    def version() -> str:
+        importlib.import_module(name)
+        return f"{name} {importlib.metadata.version(name)}"
+
+    return tried(name, remedy, version, otherwise)
+
+
+def outlast(asking: str) -> Iterator[Check]:
+    """Whether Outlast is there, in the version that is asking."""
+    for check in package("outlast", "install Outlast in the image: pip install outlast[train,store]"):
+        what = f"{check[2]}, and the one asking has {asking}: what one writes the other may not read"
+        other = check[1] == "pass" and check[2] != f"outlast {asking}"
+        yield ("outlast", "warn", what, "use an image and a command line of the same version") if other else check
+
+
+def torch(accelerators: Sequence[str] = ()) -> Iterator[Check]:
+    """torch and the GPUs that it can use. Each accelerator is torch's device type, the package that adds it to torch, and the
+    pattern of its files in /dev, if they tell that there is one: `cuda::nvidia[0-9]*`."""
+    found = list(package("torch", "pip install 'outlast[train]'"))
+    yield from found
+    if found[0][1] != "pass":
+        return
+    import torch as it
+
+    if not it.distributed.is_available():
+        yield "torch", "fail", f"{it.__version__} is built without torch.distributed", "install one with it: pip install torch"
+    for device, needs, files in (each.split(":") for each in accelerators):
+        with contextlib.suppress(ImportError):
+            needs and importlib.import_module(needs)
+        module = getattr(it, device, None)
+        if module and module.is_available():
+            version = f"{device.upper()} {getattr(it.version, device, None) or 'of unknown version'}"
+            what, capability = f"{module.device_count()} × {module.get_device_name(0)}, {version}", (0, 0)
+            if device == "cuda":
+                capability = module.get_device_capability(0)
+            if device != "cuda" or runs_on(capability, module.get_arch_list()):
+                yield "gpu", "pass", what, ""
+                continue
+            what += ", whose torch has no kernels for compute capability {}.{}".format(*capability)
+            build = "docker build --file images/Dockerfile --target cuda --build-arg TORCH_INDEX=URL ."
+            yield "gpu", "fail", what, f"build it for an older CUDA: {build}"
+        elif files and glob.glob(f"/dev/{files}"):
+            remedy = f"use a torch that is built for {device.upper()}, no newer than the driver"
+            yield "gpu", "fail", "there is a GPU that torch cannot use", remedy
+
+
+def runs_on(capability: tuple[int, int], built: Sequence[str]) -> bool:
+    """Whether a build of torch (`torch.cuda.get_arch_list()`) has kernels for a GPU of this compute capability.
+
+    `sm_80` runs on 8.0 and higher of its generation, `compute_90`, which the driver compiles, on 9.0 and all that is newer.
+    """
+    found = re.findall(r"\b(sm|compute)_(\d+)(\d)[af]?\b", " ".join(built))
+    pairs = [(kind, (int(major), int(minor))) for kind, major, minor in found]
+    return not pairs or any(at <= capability and (kind == "compute" or at[0] == capability[0]) for kind, at in pairs)
+
+
+def bytecode() -> Iterator[Check]:
+    """After the imports above: what has no bytecode now cannot get any."""
+    try:
+        from outlast.worker.launch import bytecode
+    except ImportError:  # `outlast` has reported that
+        return
+    if lacking := bytecode.missing("torch", "outlast"):
+        what = f"no compiled bytecode of {', '.join(lacking)}: every start of a worker compiles it anew, in 15 s and more"
+        yield "bytecode", "warn", what, bytecode.remedy(lacking)
+    else:
+        yield "bytecode", "pass", "torch and outlast are compiled", ""
+
+
+def command() -> Check:
+    """Whether pods would find `outlast`."""
+    remedy = "put the directory of `outlast` on the image's PATH: pods run `outlast agent`"
+    if (found := shutil.which("outlast")) is None:
+        return "command", "fail", f"there is no outlast on PATH ({os.environ.get('PATH', '')})", remedy
+    done = subprocess.run([found, "version"], capture_output=True, text=True, check=False, timeout=60)
+    text = (done.stdout or done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
+    return judged("command", not done.returncode, text[-1], remedy)
+
+
+def memory(group: str = "/sys/fs/cgroup/memory.oom.group") -> Iterator[Check]:
+    """Whether the kernel kills all processes of our cgroup at once, as kubelets want from Kubernetes 1.28 on, with cgroup v2."""
+    with contextlib.suppress(OSError), open(group) as file:
+        if file.read().strip() == "1":
+            what = "when this container's memory runs out, all its processes are killed: "
+            what += "a worker's agent and its snapshots with the training"
+            remedy = "leave memory to spare, or set singleProcessOOMKill: true in the kubelets' configuration "
+            yield "out of memory", "warn", what, remedy + "(Kubernetes 1.32 and later)"
+
+
+# Names
+
+
+def dns(names: Sequence[str]) -> Iterator[Check]:
+    """Names that must be known inside a cluster."""
+
+    def resolve(name: str) -> str:
+        began = time.monotonic()
+        address = socket.getaddrinfo(name, None)[0][4][0]
+        return f"{name} is {address} ({(time.monotonic() - began) * 1000:.0f} ms)"
+
+    remedy = "see whether the cluster's DNS runs (kubectl get pods -n kube-system -l k8s-app=kube-dns) and pods may reach port 53"
+    return tried("dns", remedy, lambda: "; ".join(map(resolve, names)))
+
+
+# The other pod
+
+
+def peer(rank: int, address: str, port: int, backend: str, timeout_s: float, device: str = "cpu") -> Iterator[Check]:
+    """Bandwidth between two pods, and an all-reduce of them, of tensors on `device`. Rank 0 listens on `address`."""
+    remedy = f"let pods reach each other on all ports (network policies, security groups, the network plugin); {port} was tried"
+    yield from tried("network", remedy, lambda: _send(address, port, timeout_s) if rank else _take(port, timeout_s))
+    remedy = f"see the network above; {backend} needs all ports between pods, and the same interface on both"
+    yield from tried("all-reduce", remedy, lambda: _all_reduce(rank, address, port + 1, backend, timeout_s, device))
+
+
+def _take(port: int, timeout_s: float) -> str:
+    """Count what comes over one connection, and say to the other side how much it was."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    with socket.create_server(("", port), family=family, dualstack_ipv6=both) as server:
+        server.settimeout(timeout_s)
+        connection, _ = server.accept()
+        with connection:
+            connection.settimeout(timeout_s)
+            total = 0
+            while part := connection.recv(2**20):
+                total += len(part)
+            connection.sendall(str(total).encode())
+    return ""
+
+
+def _send(address: str, port: int, timeout_s: float) -> str:
+    """Send as much as goes, and tell how much that was."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            connection = socket.create_connection((address, port), timeout=5)
+            break
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)  # it does not listen yet
+    with connection:
+        connection.settimeout(timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        began = time.monotonic()
+        connection.sendall(b"x")
+        data = bytes(2**20)
+        while time.monotonic() - began < SEND_S:
+            connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        total = int(connection.recv(64))
+        seconds = time.monotonic() - began
+    return f"TCP from {socket.gethostname()} to {address}: {total * 8 / seconds / 1e9:.1f} Gbit/s over one connection"
+
+
+def _all_reduce(rank: int, address: str, port: int, backend: str, timeout_s: float, device: str) -> str:
+    """Rank 0 tells how fast it was."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    method = f"tcp://{address if ':' not in address else f'[{address}]'}:{port}"
+    dist.init_process_group(backend, init_method=method, rank=rank, world_size=2, timeout=timedelta(seconds=timeout_s))
+    try:
+        tensor = torch.full((REDUCED,), float(rank + 1), device=device)  # (n,)
+        dist.all_reduce(tensor)
+        if tensor[0].item() != 3.0 or tensor[-1].item() != 3.0:
+            raise RuntimeError(f"the sum of 1 and 2 was {tensor[0].item()}")
+        began = time.monotonic()
+        for _ in range(ROUNDS):
+            dist.all_reduce(tensor)
+        getattr(torch, device).synchronize()
+        seconds = (time.monotonic() - began) / ROUNDS
+    finally:
+        dist.destroy_process_group()
+    size = REDUCED * 4
+    said = f"{backend} of {size / 2**20:.0f} MiB over two pods: {seconds * 1000:.0f} ms, {size / seconds / 1e9:.2f} GB/s"
+    return "" if rank else said
+
+
+# The store
+
+
+def store(url: str) -> Iterator[Check]:
+    """Put, get, list, conditional put and delete, of a small object below a URL."""
+    name, key = "store", f".outlast-doctor-{uuid.uuid4().hex}"
+    done: list[str] = []
+    place: Any = None
+
+    def timed(step: str, call: Callable[[], Any]) -> Any:
+        nonlocal name
+        name, began = f"store {step}", time.monotonic()
+        answer = call()
+        done.append(f"{step} {(time.monotonic() - began) * 1000:.0f} ms")
+        return answer
+
+    try:
+        from outlast.storage import store as stores
+
+        place = stores.open_(url, timeout_s=10)
+        timed("put", lambda: place.put(key, b"outlast"))
+        if timed("get", lambda: place.get(key)) != b"outlast":
+            raise RuntimeError(f"{key} is not what was written")
+        if key not in timed("list", lambda: [entry.key for entry in place.entries()]):
+            raise RuntimeError(f"{key} was written and is not in the list")
+        knows = timed("conditional", place.conditional)
+        timed("delete", lambda: place.delete([key]))
+    except ImportError as error:
+        yield name, "fail", f"stores cannot be used: {error}", "pip install outlast[store] in the image"
+    except Exception as error:
+        with contextlib.suppress(Exception):  # it may not have come to that
+            place.delete([key])
+        remedy = "give the pods credentials that may do this: --secret, `secrets` in the job file, or the pod's account"
+        yield name, "fail", f"{type(error).__name__}: {error}", remedy
+    else:
+        remedy = (
+            "use a store that knows conditional writes (S3, GCS, Azure, MinIO), so that a zombie cannot overwrite a newer run"
+        )
+        what = f"{url}: writes under a condition are {'told apart' if knows else 'not known to it'}"
+        yield judged("store conditional", knows, what, remedy, "warn")
+        yield "store", "pass", f"{url}: {', '.join(done)}", ""
+
+
+CHECKS: dict[str, Callable[..., Iterator[Check]]] = {"image": image, "torch": torch, "dns": dns, "peer": peer, "store": store}
+
+
+def main(calls: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Make these checks, in this order, and print each as soon as it is known."""
+    for name, arguments in calls:
+        for check in CHECKS[name](**arguments):
+            print(MARK + json.dumps(check), flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

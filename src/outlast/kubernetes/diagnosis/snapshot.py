@@ -1,0 +1,153 @@
+"""The view of a job on a cluster, or of a place for jobs, as the rules of `outlast why` and `outlast doctor` read it.
+
+A `Snapshot` holds plain documents of the API server, read by `diagnosis.gather`; the rules read nothing else. Any of them may be
+missing: a controller may be older, a list may have been forbidden (then it is empty and named in `unseen`), and an event may
+outlive its pod.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from outlast.base.errors import ClusterError
+from outlast.kubernetes.api import pods as kube_pods
+from outlast.kubernetes.api import workloads
+from outlast.kubernetes.api.kinds import Kind
+from outlast.kubernetes.diagnosis.finding import Finding, workers
+from outlast.kubernetes.manifests.request import Document
+
+
+@dataclass(frozen=True)
+class Right:
+    """Something that a verb of ours does."""
+
+    verb: str
+    kind: Kind
+    subresource: str = ""
+    needed: bool = True
+    """False: `submit` works without."""
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.kind.resource}" + (f"/{self.subresource}" if self.subresource else "")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The documents of one job or one namespace, in no order; kinds that could not be read are empty and in `unseen`."""
+
+    name: str = ""
+    namespace: str = "default"
+    nodes: tuple[Document, ...] = ()
+    classes: tuple[Document, ...] = ()
+    """StorageClasses."""
+    unseen: Mapping[str, str] = field(default_factory=dict)
+    """Kinds that could not be read (`jobs.batch`), and why."""
+
+    # Of a job
+
+    workload: Document = field(default_factory=dict)
+    """The ElasticJob, Job or StatefulSet; empty when there is none."""
+    pods: tuple[Document, ...] = ()
+    events: tuple[Document, ...] = ()
+    claims: tuple[Document, ...] = ()
+    queued: tuple[Document, ...] = ()
+    """Workloads of Kueue."""
+    queues: tuple[Document, ...] = ()
+    """LocalQueues of Kueue."""
+    groups: tuple[Document, ...] = ()
+    """PodGroups."""
+    secrets: frozenset[str] = frozenset()
+    configs: frozenset[str] = frozenset()
+    """Names of ConfigMaps."""
+    logs: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """The last lines of pods that failed, by the pod's name."""
+
+    # Of a place for jobs
+
+    version: str = ""
+    """The version of the API server."""
+    home: Document | None = None
+    """The namespace itself."""
+    quotas: tuple[Document, ...] = ()
+    served: frozenset[Kind] = frozenset()
+    """Kinds that something installed brings, of those that we can use."""
+    lacking: tuple[Right, ...] = ()
+    """What we may not do, of what our verbs do."""
+    operator: Document | None = None
+    """Its Deployment."""
+    rivals: tuple[str, ...] = ()
+    """Running controllers that the operator replaces: `namespace/name`."""
+    trial: ClusterError | None = None
+    """How the API server answered when a small worker was tried; None: it would be let in."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of the workload."""
+        return str(self.workload.get("kind", ""))
+
+    @property
+    def agentless(self) -> bool:
+        """Whether its pods run without our agent."""
+        return workloads.agentless(self.workload)
+
+    def about(self, document: Document, *reasons: str) -> list[Document]:
+        """The events about a document, the newest last; of these reasons, if any are given."""
+        meta = document.get("metadata", {})
+        found = [
+            event
+            for event in self.events
+            if event.get("involvedObject", {}).get("name") == meta.get("name")
+            and event["involvedObject"].get("kind") == document.get("kind", event["involvedObject"].get("kind"))
+            and (not reasons or event.get("reason") in reasons)
+        ]
+        return sorted(found, key=event_time)
+
+    def of_worker(self, pod: Document) -> list[Document]:
+        """All pods of this pod's worker; none for a pod without an index."""
+        index = kube_pods.labelled_index(pod)
+        return [other for other in self.pods if kube_pods.labelled_index(other) == index is not None]
+
+    def untaken(self) -> bool:
+        """Whether it is an ElasticJob that no operator has acted on."""
+        return self.kind == "ElasticJob" and not self.workload.get("status") and not self.pods
+
+    def wanted(self) -> int:
+        """How many workers the workload asks for."""
+        return workloads.replicas(self.workload)
+
+
+Rule = Callable[[Snapshot, float], Iterator[Finding]]
+"""The findings on a snapshot at a time, in seconds since the epoch."""
+
+
+def of_pods(rule: Callable[[Snapshot, Document], Iterator[Finding]]) -> Rule:
+    """The rule about all pods, from one about a single pod. Its sentences begin with their verb; pods of which the same is said
+    are named together, with the evidence of the first."""
+
+    @functools.wraps(rule)
+    def of_all(snapshot: Snapshot, _: float) -> Iterator[Finding]:
+        found: dict[tuple[str, str], tuple[Finding, list[Document]]] = {}
+        for pod in snapshot.pods:
+            for each in rule(snapshot, pod):
+                found.setdefault((each.what, each.remedy), (each, []))[1].append(pod)
+        for each, pods in found.values():
+            verb, _blank, rest = each.what.partition(" ")
+            yield replace(each, what=f"{workers(pods, verb)} {rest}")
+
+    return of_all
+
+
+def event_time(event: Document) -> str:
+    """The last time of an event, in RFC 3339, which sorts."""
+    series = event.get("series") or {}
+    times = (series.get("lastObservedTime"), event.get("lastTimestamp"), event.get("eventTime"), event.get("firstTimestamp"))
+    return next((str(time) for time in times if time), "")
+
+
+def event_text(event: Document) -> str:
+    """`FailedScheduling (12 times): 0/3 nodes are available`."""
+    count = (event.get("series") or {}).get("count") or event.get("count") or 1
+    often = f" ({count} times)" if count > 1 else ""
+    return f"{event.get('reason')}{often}: {str(event.get('message', '')).strip()}"

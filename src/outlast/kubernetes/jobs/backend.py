@@ -1,0 +1,298 @@
+"""The backend of a cluster: jobs of whatever topology, found by their labels.
+
+`workloads` finds and deletes documents, `submission` applies them, `logs` reads pods, and `job_status`, which is pure, says where
+a job stands.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outlast.base import backoff
+from outlast.base.errors import NotFound, OutlastError
+from outlast.job import chaos as schedules
+from outlast.job.backend import LogLine
+from outlast.job.contract import Label
+from outlast.job.status import JobStatus, State
+from outlast.kubernetes import api
+from outlast.kubernetes.api import dropins, pods
+from outlast.kubernetes.jobs import evaluation, fault_injection, job_status
+from outlast.kubernetes.jobs import logs as podlogs
+from outlast.kubernetes.jobs.submission import Submission, rendered
+from outlast.kubernetes.jobs.workloads import KINDS, NAMED, WORKERS, Workloads, job_name
+from outlast.storage.runs import output as stored
+
+if TYPE_CHECKING:
+    from builtins import list as List
+
+    from outlast.job.ledger import Events
+    from outlast.job.spec import Job
+
+Document = api.Document
+
+_AGENTS_S = 5.0
+"""Interval of asking agents whether they are done while logs are followed."""
+
+
+class KubernetesBackend:
+    """The jobs in one namespace of a cluster."""
+
+    poll_s = 2.0
+
+    def __init__(
+        self, cluster: api.Cluster, *, documents: Callable[[Job, Path, str | None, bool], list[Document]] = rendered
+    ) -> None:
+        self.cluster = cluster
+        self.documents = documents
+        self.workloads = Workloads(cluster)
+        self.notices: list[str] = []
+
+    # Reading
+
+    def list(self) -> Sequence[JobStatus]:
+        """All jobs of the namespace, the newest last. Agents are not asked, so steps are those that the operator has written."""
+        found: dict[str, list[Document]] = {}
+        for workload in self.workloads.list_():
+            found.setdefault(job_name(workload), []).append(workload)
+        workers = self.cluster.list_(api.POD, labels=f"{Label.JOB},{WORKERS}") if found else []
+        statuses = [job_status.status(self.workloads.snapshot(name, each, workers, ask=False)) for name, each in found.items()]
+        return sorted(statuses, key=lambda status: status.submitted)
+
+    def status(self, name: str) -> JobStatus:
+        """The status of a job, its agents asked for their step."""
+        return self.workloads.status(name)
+
+    def output(self, name: str) -> str:
+        """The place of a job's output."""
+        return self.workloads.recorded(name).output
+
+    def events(self, name: str) -> Events:
+        """The ledger of the run, as far as it has been uploaded to the store, with what the cluster itself knows of it."""
+        known = self.workloads.known(name)
+        found = job_status.status(self.workloads.snapshot(name, known, (), ask=False))
+        if not found.store:
+            raise NotFound(f"the ledger of {name} is in its pods only; give the job an output in a store to read it from here")
+        from outlast.storage import store
+
+        return stored.events(store.open_(found.store.url)).and_(job_status.entries(known[0], found))
+
+    def pods(self, name: str) -> Sequence[Document]:
+        """The pods of a job's workers, by index."""
+        self.workloads.known(name)
+        return sorted(self.workloads.pods(name), key=lambda pod: (pods.index(pod), pods.born(pod)))
+
+    def pod(self, name: str, worker: int) -> Document:
+        """The pod in which a worker runs. Raises NotFound."""
+        found = [pod for pod in self.pods(name) if pods.index(pod) == worker]
+        running = [pod for pod in found if pods.running(pod)]
+        if running:
+            return running[-1]
+        if found:
+            end = pods.end(found[-1])
+            why = pods.waits(found[-1]) or (end.sentence if end else "does not run")
+            raise NotFound(f"worker {worker} of {name} does not run: it {why}")
+        raise self._unknown(name, worker, self.pods(name))
+
+    def reader(self, name: str) -> Callable[[str, int], bytes]:
+        """Reads files of the output in the pod of rank 0: path, first byte -> the bytes from there on, none if there is no file.
+
+        Needs a shell and `tail` in the image, and the right to run commands in pods, but no port of the pod. Raises NotFound.
+        """
+        world = self.status(name).world
+        pod = self.pod(name, world[0] if world else 0)
+        meta, script = pod["metadata"], 'f="$OUTLAST_OUTPUT/$1"; if [ -f "$f" ]; then exec tail -c "+$2" "$f"; fi'
+
+        def read(path: str, start: int) -> bytes:
+            command = ["sh", "-c", script, "sh", path, str(start + 1)]
+            ended = self.cluster.exec_(meta["name"], command, namespace=meta["namespace"], container=pods.container_name(pod))
+            if ended.code:
+                raise OutlastError(f"{path} cannot be read in pod {meta['name']}: {ended.said}")
+            return ended.output
+
+        return read
+
+    def logs(
+        self,
+        name: str,
+        *,
+        worker: int | None = None,
+        follow: bool = False,
+        tail: int | None = None,
+        since_s: float | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> Iterator[LogLine]:
+        """The workers' lines, merged by time; without pods, the logs in the store."""
+
+        def wanted(pod: Document) -> bool:
+            return worker is None or pods.index(pod) == worker
+
+        if follow:
+            if not (known := self.workloads.of(name)):
+                if not self.cluster.has_namespace():
+                    raise self.workloads.nowhere()
+                say(f"waiting for {name}: there is no such job in namespace {self.cluster.namespace} yet")
+                while not (known := backoff.until_answered(lambda: self.workloads.of(name), say, every_s=self.poll_s)):
+                    time.sleep(self.poll_s)
+            every = backoff.until_answered(lambda: self.workloads.pods(name), say, every_s=self.poll_s)
+        else:
+            known, every = self.workloads.known(name), self.workloads.pods(name)
+        found = [pod for pod in every if wanted(pod)]
+        began = any(pods.began(pod) for pod in found)
+        if follow and (began or job_status.over(known[0]) is None):
+            watched = _Watched(self.workloads, name)
+            course = podlogs.Course(f"{Label.JOB}={name},{WORKERS}", watched.over, wanted, watched.done.__contains__, watched.why)
+            yield from podlogs.follow(self.cluster, course, tail=tail, since_s=since_s, say=say)
+        elif began:
+            yield from podlogs.merged(self.cluster, found, tail=tail, since_s=since_s, say=say)
+        elif url := self.workloads.store_url(name):
+            say(f"no pod of {name} has a log; these lines are from {url}")
+            yield from stored.logs(url, worker=worker, tail=tail)
+        elif found:
+            raise NotFound(f"worker {pods.index(found[0])} of {name} has no log yet: it {pods.waits(found[0])}; wait with -f")
+        elif every and worker is not None:
+            raise self._unknown(name, worker, every)
+        else:
+            raise NotFound(f"{name} has no pods now, and its output is in no store: there are no logs to be had")
+
+    # Steering
+
+    def submit(
+        self,
+        job: Job,
+        *,
+        source: Path,
+        chaos: Path | None = None,
+        fresh: bool = False,
+        take_over: bool = False,
+        command: str = "",
+        say: Callable[[str], None] = lambda _: None,
+    ) -> str:
+        """Apply a job's documents; the same file again changes nothing. `fresh` ends the job first.
+
+        Raises AlreadyRunning when the job runs from another file.
+        """
+        if chaos is not None:
+            raise OutlastError(f"`outlast submit` carries out no schedule of faults; submit, then: outlast chaos NAME {chaos}")
+        for sentence in self.apply(job, source=source, fresh=fresh, take_over=take_over):
+            say(sentence)
+        found = self.workloads.of(job.metadata.name)[0]
+        return str((found["metadata"].get("labels") or {}).get(Label.RUN, found["metadata"]["name"]))
+
+    def apply(self, job: Job, *, source: Path, fresh: bool = False, take_over: bool = False) -> Iterator[str]:
+        """Submit a job, and yield each thing done, see `Submission.apply`."""
+        return Submission(self.workloads, self.documents).apply(job, source=source, fresh=fresh, take_over=take_over)
+
+    def make_room(self, name: str, documents: Sequence[Document], *, fresh: bool, dry_run: bool = False) -> List[str]:
+        """End or remove what must go before a job is created, see `Submission.make_room`."""
+        return Submission(self.workloads, self.documents).make_room(name, documents, fresh=fresh, dry_run=dry_run)
+
+    def ensure(self, name: str) -> bool:
+        """False: nothing is started here, since controllers of the cluster drive the job."""
+        self.workloads.known(name)
+        return False
+
+    def scale(self, name: str, replicas: int) -> None:
+        """Set the number of workers."""
+        workload, kind, title = self.workloads.active(name)
+        low, high = self.workloads.allowed(workload) or (1, replicas)
+        if not replicas and kind not in NAMED:
+            raise OutlastError(f"0 workers train nothing; outlast suspend {name} saves, and holds the job until outlast resume")
+        if replicas and not low <= replicas <= high:
+            raise OutlastError(
+                f"{replicas} workers are not between workers.min ({low}) and max ({high}) of {name}; choose another"
+            )
+        if kind in dropins.KINDS:
+            self.workloads.wish(kind, title, None, replicas)
+        elif kind is api.STATEFUL_SET and job_status.suspended(workload):
+            self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.WISHED: str(replicas)}}})
+        elif kind in (api.ELASTIC_JOB, api.STATEFUL_SET):
+            self.cluster.patch(kind, title, {"spec": {"replicas": replicas}}, subresource="scale")
+        elif workload["spec"].get("completionMode") == "Indexed":
+            self.cluster.patch(kind, title, {"spec": {"parallelism": replicas, "completions": replicas}})
+        else:
+            raise OutlastError(f"{name} is one pod (topology job) and cannot be scaled; submit it as indexed-job or elasticjob")
+
+    def steer(self, name: str, verb: str) -> None:
+        """Carry out a verb that needs nothing but the job's name; to interrupt a job in a cluster is to suspend it."""
+        getattr(self, "suspend" if verb == "interrupt" else verb)(name)
+
+    def suspend(self, name: str) -> None:
+        """Save, and release the pods until `resume`."""
+        self.workloads.set_suspended(self.workloads.active(name)[0], True)
+
+    def resume(self, name: str) -> None:
+        """Continue a suspended job."""
+        workload, kind, _ = self.workloads.active(name)
+        if not job_status.suspended(workload):
+            raise OutlastError(
+                f"{name} is not suspended ({self.status(name).state}); outlast status {name} shows where it stands"
+            )
+        if kind is api.ELASTIC_JOB and not workload["spec"].get("suspend"):
+            low, _ = self.workloads.allowed(workload) or (1, 1)
+            raise OutlastError(f"{name} is to have 0 workers, which suspends it; go on with: outlast scale {name} {low}")
+        self.workloads.set_suspended(workload, False)
+
+    def cancel(self, name: str) -> None:
+        """End the job for good: its workload, configuration and Service are deleted, its claims and output stay."""
+        self.workloads.remove(name, grace_s=None)
+
+    def kill(self, name: str) -> None:
+        """End the job at once, without saving."""
+        self.workloads.remove(name, grace_s=0)
+
+    def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
+        """Inject a fault into a worker's pod, see `fault_injection`."""
+        schedules.check(action)
+        if worker is not None:
+            return fault_injection.inject(self.cluster, self.pod(name, worker), action, rng)
+        running = [pod for pod in self.pods(name) if pods.running(pod) and not pods.leaves(pod)]
+        if not running:
+            raise NotFound(f"{name} has no running worker; wait until it runs")
+        return fault_injection.inject(self.cluster, rng.choice(running), action, rng)
+
+    def evaluate(
+        self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda line: print(line.text, flush=True)
+    ) -> int:
+        """Run the job's module with `--evaluate` in one pod, show its log, and return its exit code."""
+        return evaluation.evaluate(self.workloads, name, args, show=show)
+
+    # Requests
+
+    def _unknown(self, name: str, worker: int, found: Sequence[Document]) -> NotFound:
+        there = ", ".join(str(index) for index in sorted({pods.index(pod) for pod in found}))
+        return NotFound(f"{name} has no worker {worker}; {f'there are {there}' if there else 'it has no pods now'}")
+
+
+class _Watched:
+    """Polls whether a job goes on, with few requests: it stays of its kind, and agents are asked now and then."""
+
+    def __init__(self, workloads: Workloads, name: str) -> None:
+        self._workloads, self._name = workloads, name
+        self._kinds: Sequence[api.Kind] = KINDS
+        self._asked = -_AGENTS_S
+        self._workload: Document = {}
+        self.done: set[str] = set()
+        """Pods whose workers have ended; a StatefulSet keeps them up."""
+
+    def over(self) -> bool:
+        """Whether nothing more will come, unless the job is resumed or submitted again."""
+        workloads = self._workloads.of(self._name, self._kinds) or self._workloads.of(self._name)
+        if not workloads or job_status.over(workloads[0]) is not None:
+            return True
+        self._workload, self._kinds = workloads[0], [api.kind_of(workloads[0])]
+        if job_status.suspended(workloads[0]):
+            return not any(pods.running(pod) for pod in self._workloads.pods(self._name))
+        if self._kinds != [api.STATEFUL_SET] or time.monotonic() - self._asked < _AGENTS_S:
+            return False
+        status = self._workloads.status(self._name)
+        self._asked = time.monotonic()
+        self.done.update(worker.pod for worker in status.workers if worker.state in ("done", "failed"))
+        return status.state in (State.SUCCEEDED, State.FAILED)
+
+    def why(self) -> str:
+        """Why the job has no pods, as far as its workload shows."""
+        return job_status.status(self._workloads.snapshot(self._name, [self._workload], (), ask=False)).reason

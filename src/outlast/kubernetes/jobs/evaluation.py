@@ -1,0 +1,72 @@
+"""Evaluating the model of a job on a cluster, in a pod of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from outlast.base.backoff import RANDOM
+from outlast.base.errors import OutlastError
+from outlast.job import foreign
+from outlast.job.backend import LogLine
+from outlast.job.contract import Label
+from outlast.kubernetes import api, manifests
+from outlast.kubernetes.api import applied, pods
+from outlast.kubernetes.api import workloads as kube_workloads
+from outlast.kubernetes.jobs import job_status
+from outlast.kubernetes.jobs import logs as podlogs
+from outlast.kubernetes.jobs.workloads import Workloads, has_claim, job_name, workload_in
+from outlast.kubernetes.manifests import evaluation
+
+Document = api.Document
+
+
+def evaluate(workloads: Workloads, name: str, args: Sequence[str], *, show: Callable[[LogLine], None]) -> int:
+    """Run the job's module with `--evaluate` in one pod, show its log, and return its exit code."""
+    cluster, workload = workloads.cluster, workloads.known(name)[0]
+    if kube_workloads.agentless(workload):
+        raise OutlastError(f"{name} is of {workload['apiVersion']} and has a script of its own; evaluate with that")
+    if not has_claim(workload) and not workloads.store_url(name):
+        raise OutlastError(f"the output of {name} is in its pods only; give it one in a store, or a volume, and train again")
+    unique = f"{RANDOM.getrandbits(32):08x}"
+    made = cluster.create(evaluation.document(name, _template(workloads, workload), args, unique=unique))
+    title = made["metadata"]["name"]
+    print(f"outlast | Job {title} evaluates {name}", file=sys.stderr, flush=True)
+
+    def over() -> bool:
+        return job_status.over(cluster.get(api.JOB, title)) is not None
+
+    def say(sentence: str) -> None:
+        print(f"outlast | {sentence.replace('worker 0', 'the evaluation')}", file=sys.stderr, flush=True)
+
+    labels = f"batch.kubernetes.io/job-name={title}"
+    try:
+        for line in podlogs.follow(cluster, podlogs.Course(labels, over), say=say):
+            show(line)
+    except KeyboardInterrupt:
+        cluster.delete(api.JOB, title)
+        raise
+    ends = [end for pod in cluster.list_(api.POD, labels=labels) if (end := pods.end(pod)) is not None]
+    if not ends:
+        raise OutlastError(f"Job {title} ended without a pod; look at it with: kubectl describe job {title}")
+    return ends[-1].code if ends[-1].code >= 0 else 1
+
+
+def _template(workloads: Workloads, workload: Document) -> Document:
+    """The template of its workers' pods. Raises OutlastError when an ElasticJob's job file is of another version."""
+    if workload["kind"] != "ElasticJob":
+        return kube_workloads.template(workload)
+    if (job := workloads.job(workload)) is None:
+        raise OutlastError(
+            f"the job file of {job_name(workload)} is of another version of Outlast; install that, or this one there"
+        )
+    one = {"workers": job.spec.workers.model_copy(update={"min": 1, "replicas": 1, "max": 1, "step": None, "sizes": None})}
+    run = str((workload.get("status") or {}).get("run") or "") or None
+    documents = manifests.render(job.model_copy(update={"spec": job.spec.model_copy(update=one)}), "job", run=run)
+    for document in documents:
+        if api.kind_of(document) is api.CONFIG_MAP:
+            old = applied.there(workloads.cluster, document)
+            foreign.check(old, {Label.JOB: job_name(workload)}, instead="have it renamed or removed")
+            workloads.adopt(applied.apply(workloads.cluster, document, old=old).new, workload)
+    template: Document = workload_in(documents)["spec"]["template"]
+    return template

@@ -1,0 +1,49 @@
+"""Fault injection for `outlast chaos`: `chaos.ACTIONS` on the pod of a worker.
+
+Pods are deleted or evicted. For training processes a program (`fault_in_pod`) runs in the pod's container, whose image must have
+Python. Raises the cluster's errors: `Forbidden` names the missing right.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from outlast.base.errors import NotFound, OutlastError
+from outlast.job import chaos
+from outlast.kubernetes import api
+from outlast.kubernetes.api import pods
+from outlast.kubernetes.jobs import fault_in_pod
+
+_NOBODY = 3
+"""Exit code of `fault_in_pod` when there is no training process."""
+_START = 'p=$(command -v python3 || command -v python) || { echo "it has no Python" >&2; exit 127; }; exec "$p" - "$@"'
+
+
+def inject(cluster: api.Cluster, pod: api.Document, action: str, rng: random.Random) -> str:
+    """Inject a fault into the worker of this pod; returns a sentence about what was done."""
+    meta, worker = pod["metadata"], f"worker {pods.index(pod)}"
+    name, namespace = meta["name"], meta["namespace"]
+    match chaos.check(action):
+        case "kill-worker":
+            cluster.delete(api.POD, name, namespace=namespace, grace_s=0, uid=meta["uid"])
+            return f"killed {worker}: deleted pod {name} without grace"
+        case "term":
+            cluster.delete(api.POD, name, namespace=namespace, uid=meta["uid"])
+            return f"terminated {worker}: deleted pod {name}"
+        case "evict":
+            cluster.evict(name, namespace=namespace, uid=meta["uid"])
+            return f"evicted {worker}: pod {name}"
+    turns, stopped_s, running_s = chaos.SLOW
+    arguments = [action, f"{rng.random():.6f}", str(turns), str(stopped_s), str(running_s)]
+    program = Path(fault_in_pod.__file__).read_bytes()
+    command = ["sh", "-c", _START, "sh", *arguments]
+    ended = cluster.exec_(name, command, namespace=namespace, container=pods.container_name(pod), stdin=program)
+    if ended.code == _NOBODY:
+        raise NotFound(f"{worker} has no training process now; wait until it trains")
+    if ended.code:
+        raise OutlastError(f"{action} failed in pod {name}: {ended.said}")
+    hit = json.loads(ended.output)
+    verb = {"kill-process": "killed", "stop": "stopped", "slow": "slowed down"}[action]
+    return f"{verb} rank {hit['rank']} on {worker} (pid {hit['pid']} in pod {name})"

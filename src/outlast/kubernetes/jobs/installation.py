@@ -1,0 +1,317 @@
+"""Installing, upgrading and removing what Outlast keeps in a cluster, for `outlast install` and `uninstall`.
+
+`manifests.install` renders the documents. Each is applied whole (server-side), so that installing again changes nothing, a newer
+version changes what is different, and an interrupted installation is completed by the next. The definition of ElasticJob comes
+before what needs it, and we wait for it. It is deleted last and only on demand: all jobs are deleted with it.
+
+A namespace that existed before stays as it was. A cluster has one operator: its roles and their binding are cluster-wide, so
+nothing is done while they serve an operator in another namespace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outlast.base.errors import Absent, ClusterError, Forbidden, NotServed, OutlastError
+from outlast.job import foreign
+from outlast.job.contract import OPERATOR, OPERATOR_NAMESPACE, Label
+from outlast.kubernetes import diagnosis
+from outlast.kubernetes.api import applied, dropins, kinds, pods, within
+from outlast.kubernetes.api.kinds import Kind, kind_of
+from outlast.kubernetes.diagnosis import cluster as conditions
+from outlast.kubernetes.diagnosis import gather
+from outlast.kubernetes.manifests import install, nodewatch, rbac
+from outlast.kubernetes.manifests.request import Document
+
+if TYPE_CHECKING:
+    from outlast.kubernetes.api import Cluster
+    from outlast.kubernetes.diagnosis import Finding
+
+_ESTABLISHED_S = 60.0
+_GONE_S = 120.0
+"""Timeout of a deletion: pods have 15 s to end, and the namespace controller works in rounds."""
+_POLL_S = 0.5
+_LIVED_IN = (
+    kinds.DEPLOYMENT,
+    kinds.STATEFUL_SET,
+    kinds.DAEMON_SET,
+    kinds.CRON_JOB,
+    kinds.JOB,
+    kinds.ELASTIC_JOB,
+    kinds.POD,
+    kinds.SERVICE,
+    kinds.CONFIG_MAP,
+    kinds.SECRET,
+    kinds.CLAIM,
+)
+"""Kinds that must not be deleted with a namespace when they are not ours."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """What happened to one document."""
+
+    what: str
+    """created | changed | unchanged | deleting | deleted | kept | absent"""
+    document: Document
+    why: str = ""
+
+    def __str__(self) -> str:
+        meta = self.document["metadata"]
+        where = f" in {meta['namespace']}" if "namespace" in meta else ""
+        return f"{self.what:9}  {self.document['kind']} {meta['name']}{where}" + (f": {self.why}" if self.why else "")
+
+
+def documents(
+    *,
+    namespace: str = OPERATOR_NAMESPACE,
+    image: str = install.IMAGE,
+    watch: bool = False,
+    on_demand: bool = False,
+) -> list[Document]:
+    """All documents of an installation, in the order of creation; `watch` is for the node watcher, `on_demand`: see
+    `install.files`."""
+    files = install.files(into=namespace, image=image, on_demand=on_demand)
+    names = ["namespace.yaml", "crd.yaml", "rbac.yaml", "operator.yaml", *(["node-watch/node-watch.yaml"] if watch else [])]
+    return [document for name in names for document in files[name]]
+
+
+# Installing
+
+
+def bring(cluster: Cluster, wanted: Sequence[Document], *, dry_run: bool = False) -> Iterator[Done]:
+    """Apply the documents, and yield what changed, one document after the other.
+
+    Raises ClusterError; OutlastError before anything is changed, when the operator is in another namespace, or
+    another controller runs that makes the same pods.
+    """
+    _check_rivals(cluster)
+    shared = [kind.resource for kind in dropins.KINDS]  # another controller may have brought the definition
+    for document in wanted:
+        if document["kind"] == kinds.CLUSTER_ROLE_BINDING.kind and (namespace := gather.holder(document)):
+            _check_alone(cluster, namespace)
+    ours = [each for each in wanted if each["kind"] != kinds.NAMESPACE.kind and each["metadata"]["name"] not in shared]
+    applied.check(cluster, ours, instead="have it renamed or removed, or install into another --namespace")
+    coming = ""
+    """The namespace that a dry run would create: the server cannot try to create anything in it."""
+    for document in wanted:
+        if dry_run and coming and document["metadata"].get("namespace") == coming:
+            yield Done("created", document)
+            continue
+        old = applied.there(cluster, document)
+        if old is not None and old["metadata"].get("deletionTimestamp"):
+            if not dry_run and not _gone(cluster, old):
+                raise ClusterError(f"{_going(document)}; install again when it is gone")
+            old = None
+        if old is not None and not foreign.ours(old):
+            yield Done("unchanged", document, "it was there before")
+            continue
+        if document["kind"] == kinds.NAMESPACE.kind:
+            coming = document["metadata"]["name"] if old is None else ""
+        yield Done(applied.apply(cluster, document, old=old, dry_run=dry_run).what, document)
+        if document["kind"] == kinds.CRD.kind and not dry_run:
+            _wait_established(cluster, document["metadata"]["name"])
+
+
+def _check_rivals(cluster: Cluster) -> None:
+    """Raises OutlastError while a controller runs that would make the same pods as the operator."""
+    if there := gather.rivals(cluster):
+        raise OutlastError(
+            f"{', '.join(there)} runs here and makes the pods of ElasticJobs of another API, as the operator would; "
+            f"stop it first: {conditions.stop(there)}. Its definition and its jobs stay, and train on"
+        )
+
+
+def _check_alone(cluster: Cluster, namespace: str) -> None:
+    """Raises OutlastError when the roles of the cluster serve an operator in another namespace."""
+    other = gather.holder(cluster.find(kinds.CLUSTER_ROLE_BINDING, OPERATOR) or {})
+    if other and other != namespace and cluster.find(kinds.DEPLOYMENT, OPERATOR, namespace=other):
+        raise OutlastError(
+            f"the operator of this cluster is in namespace {other}; pass --namespace {other}, "
+            f"or take it away first: outlast uninstall --namespace {other}"
+        )
+
+
+def _gone(cluster: Cluster, document: Document) -> bool:
+    """Wait until a document that is being deleted is no longer there; whether it is gone in time."""
+    with within(_GONE_S) as stop:
+        while not stop.is_set():
+            now = applied.there(cluster, document)
+            if now is None or now["metadata"].get("uid") != document["metadata"].get("uid"):
+                return True
+            stop.wait(_POLL_S)
+    return False
+
+
+def _going(document: Document) -> str:
+    kind, name = kind_of(document), document["metadata"]["name"]
+    return (
+        f"{kind} {name} is still being deleted after {_GONE_S:.0f} s: kubectl describe {kind.resource} {name} says what holds it"
+    )
+
+
+def _wait_established(cluster: Cluster, name: str) -> None:
+    """Wait until the API server serves what a definition defines. Raises ClusterError when it does not in time."""
+
+    def established(definition: Document) -> bool:
+        if refused := pods.condition(definition, "NamesAccepted", "False"):
+            raise ClusterError(f"the definition {name} is not accepted: {refused.get('message')}; remove what has its names")
+        return pods.condition(definition, "Established") is not None
+
+    if await_(cluster, kinds.CRD, name, established, timeout_s=_ESTABLISHED_S) is None:
+        raise ClusterError(f"the API server does not serve {name} after {_ESTABLISHED_S:.0f} s; look at it, and install again")
+
+
+def await_(
+    cluster: Cluster,
+    kind: Kind,
+    name: str,
+    until: Callable[[Document], bool],
+    *,
+    timeout_s: float,
+    namespace: str | None = None,
+) -> Document | None:
+    """The document as soon as it is as wished; None when it is not within `timeout_s`."""
+    with within(timeout_s) as stop:
+        for change in cluster.watch(kind, stop=stop, namespace=namespace, fields=f"metadata.name={name}"):
+            if change.type != "deleted" and until(change.document):
+                return change.document
+    return None
+
+
+def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Finding]:
+    """Wait until the operator or the node watcher runs as it is to; otherwise why it does not."""
+    kind, meta = kind_of(workload), workload["metadata"]
+    name, namespace = meta["name"], meta["namespace"]
+
+    def runs(now: Document) -> bool:
+        status = now.get("status", {})
+        seen = status.get("observedGeneration", 0) >= now["metadata"].get("generation", 0)
+        if kind == kinds.DAEMON_SET:
+            names = ("updatedNumberScheduled", "numberAvailable")
+            return bool(seen and all(status.get(each, 0) == status.get("desiredNumberScheduled") for each in names))
+        return bool(seen and status.get("updatedReplicas", 0) == status.get("availableReplicas", 0) == now["spec"]["replicas"])
+
+    if await_(cluster, kind, name, runs, timeout_s=timeout_s, namespace=namespace):
+        return []
+    selected = ",".join(f"{key}={value}" for key, value in workload["spec"]["selector"]["matchLabels"].items())
+    seen = gather.workload(cluster, name, namespace, labels=selected, kind=kind)
+    return [cause for cause in diagnosis.causes(seen, time.time()) if cause.name != "absent"]
+
+
+# Removing
+
+
+def jobs(cluster: Cluster) -> list[str]:
+    """All ElasticJobs of definitions that are ours, as `namespace/name`. Raises Forbidden: a user who may not list jobs may not
+    delete them."""
+    found: list[Document] = []
+    for kind in _JOBS:
+        there = cluster.find(kinds.CRD, kind.resource)
+        if there is not None and not foreign.ours(there):
+            continue
+        with contextlib.suppress(NotServed, Absent):
+            found += cluster.list_(kind, everywhere=True)
+    return [f"{each['metadata']['namespace']}/{each['metadata']['name']}" for each in found]
+
+
+_JOBS = (kinds.ELASTIC_JOB, *dropins.KINDS)
+
+
+def _named(kind: Kind, name: str, namespace: str = "") -> Document:
+    """Enough of a document to name it."""
+    where = {"namespace": namespace} if namespace else {}
+    return {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": {"name": name, **where}}
+
+
+def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool = False) -> Iterator[Done]:
+    """Delete what `bring` created, in reverse order; the definitions only with `crds`, since all jobs are deleted with them.
+
+    Raises OutlastError before anything is changed, when the operator is in another namespace.
+    """
+    _check_alone(cluster, namespace)
+    made = documents(namespace=namespace, watch=True)
+    wanted = [each for each in made if each["kind"] != kinds.CRD.kind]
+    named = [_named(kinds.CRD, kind.resource) for kind in _JOBS]
+    if crds:
+        yield from (_delete(cluster, each) for each in named)
+    left = [] if crds else [each for each in named if (there := applied.there(cluster, each)) is not None and foreign.ours(there)]
+    roles = [each["metadata"]["name"] for each in rbac.users()]
+    for document in reversed(wanted):
+        old = applied.there(cluster, document)
+        if old is None:
+            if not document["metadata"]["name"].startswith(nodewatch.NAME):
+                yield Done("absent", document)
+        elif document["kind"] == kinds.NAMESPACE.kind:
+            yield from _remove_namespace(cluster, old)
+        elif left and document["metadata"]["name"] in roles:
+            yield Done("kept", document, "users have their rights to ElasticJobs from it; --crds removes it")
+        else:
+            yield _delete(cluster, document)
+    for each in left:
+        yield Done("kept", each, "ElasticJobs would be deleted with it; --crds removes it")
+
+
+def _delete(cluster: Cluster, document: Document) -> Done:
+    meta = document["metadata"]
+    there = applied.there(cluster, document)
+    if there is not None and not foreign.ours(there):
+        return Done("kept", document, "somebody else made it")
+    try:
+        cluster.delete(kind_of(document), meta["name"], namespace=meta.get("namespace"))
+    except Absent:
+        return Done("absent", document)
+    return Done("deleted", document)
+
+
+def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Done]:
+    """Delete our namespace, and wait until it is gone: nothing can be installed there before."""
+    if not namespace["metadata"].get("deletionTimestamp"):  # it cannot be deleted twice
+        if reason := _not_ours(cluster, namespace):
+            yield Done("kept", namespace, reason)
+            return
+        _delete(cluster, namespace)
+    if applied.there(cluster, namespace):
+        yield Done("deleting", namespace, "what is in it ends first")
+    yield Done("deleted", namespace) if _gone(cluster, namespace) else Done("deleting", namespace, _going(namespace))
+
+
+def _installed(document: Document) -> bool:
+    """Whether `bring` created this; documents of jobs have the same label, and that of their job."""
+    return foreign.ours(document) and Label.JOB not in document["metadata"].get("labels", {})
+
+
+def _not_ours(cluster: Cluster, namespace: Document) -> str:
+    """Why a namespace must not be deleted; empty when all in it is ours."""
+    if not foreign.ours(namespace):
+        return "it was not made by `outlast install`"
+    others = []
+    for kind in _LIVED_IN:
+        try:
+            found = cluster.list_(kind, namespace=namespace["metadata"]["name"])
+        except (NotServed, Absent):
+            continue
+        except Forbidden:
+            return f"its {kind.plural} may not be listed: they may be those of others"
+        others += [
+            f"{kind} {each['metadata']['name']}" for each in found if not _installed(each) and not _comes_along(kind, each)
+        ]
+    return f"there is more in it: {', '.join(others[:5])}" if others else ""
+
+
+def _comes_along(kind: Kind, document: Document) -> bool:
+    """Whether the cluster puts such a document into each namespace by itself."""
+    if kind == kinds.CONFIG_MAP:
+        return document["metadata"]["name"] in ("kube-root-ca.crt", "openshift-service-ca.crt", "istio-ca-root-cert")
+    return kind == kinds.SECRET and document.get("type") == "kubernetes.io/service-account-token"
+
+
+def check_namespace(name: str) -> str:
+    """The name, if our namespace may have it. Raises OutlastError."""
+    if name in ("default", "kube-system", "kube-public", "kube-node-lease"):
+        raise OutlastError(f"--namespace {name}: that one is the cluster's own; choose another")
+    return name

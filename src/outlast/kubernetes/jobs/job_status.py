@@ -1,0 +1,335 @@
+"""The status of a job on a cluster, from its workload, its pods and its agents' metrics.
+
+Pure: `status(snapshot)` is a function of documents and a time, which `KubernetesBackend` reads. The operator writes the status of
+an ElasticJob itself; then that is taken, and pods only add where the workers are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outlast.job.contract import Env, Label
+from outlast.job.failure import Failure
+from outlast.job.ledger import Event
+from outlast.job.status import CheckpointStatus, JobStatus, SnapshotStatus, State, StoreStatus, WorkerStatus
+from outlast.kubernetes.api import dropins, pods, wire, workloads
+
+Document = Mapping[str, Any]
+Metrics = Mapping[str, float]
+
+WISHED = "outlast.dev/replicas"
+"""Annotation of a suspended StatefulSet: how many workers it had."""
+
+TAKEN_S = 15.0
+"""Longest time until an operator takes up a job: about a second, and this when its leader has just gone."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The documents and metrics of a job at one moment."""
+
+    name: str
+    workload: Document
+    pods: Sequence[Document] = ()
+    metrics: Mapping[str, Metrics] = field(default_factory=dict)
+    """Metrics of agents, by the name of their pod."""
+    allowed: tuple[int, int] | None = None
+    """`workers.min` and `max` of the job file, if that could be read."""
+    processes: int = 1
+    older: Sequence[str] = ()
+    """Names of workloads of earlier files of this job that are not over."""
+    unknown: str = ""
+    """Why agents could not be asked."""
+    now: float = float("inf")
+    """Seconds since the epoch."""
+
+
+def metrics(exposition: str) -> dict[str, float]:
+    """The metrics in Prometheus' text format of one agent, without `outlast_` and labels."""
+    found = re.findall(r"^outlast_(\w+)(?:\{[^}]*\})? (\S+)", exposition, re.MULTILINE)
+    return {name: float(value) for name, value in found}
+
+
+def status(snapshot: Snapshot) -> JobStatus:
+    """The status of the job."""
+    meta = snapshot.workload["metadata"]
+    newest = _newest(snapshot.pods)
+    workers = [_worker(pod, snapshot.metrics.get(pod["metadata"]["name"]), snapshot.pods) for _, pod in sorted(newest.items())]
+    wanted = _wanted(snapshot.workload)
+    low, high = snapshot.allowed or (wanted, wanted)
+    told = snapshot.metrics.values()
+    ends = [end for pod in snapshot.pods if (end := pods.end(pod)) is not None and end.code != 0]
+    state, reason = _state(snapshot, newest, wanted)
+    committed = round(max((m.get("committed_step", 0) for m in told), default=0))
+    found = JobStatus(
+        name=snapshot.name,
+        run=(meta.get("labels") or {}).get(Label.RUN, meta["name"]),
+        state=state,
+        reason=reason,
+        replicas=wanted,
+        min=low,
+        max=high,
+        processes=snapshot.processes,
+        generation=round(max((m.get("generation", 0) for m in told), default=0)),
+        world=[pods.index(pod) for _, pod in sorted(newest.items()) if pods.ready(pod)],
+        step=round(max((m.get("step", 0) for m in told), default=0)),
+        steps=round(max((m.get("target_step", 0) for m in told), default=0)) or None,
+        told="data" if _brings_data(snapshot.workload) else "log" if any(m.get("step_logged") for m in told) else "",
+        restarts=sum(end.counted for end in ends) + sum(_again(pod) for pod in snapshot.pods),
+        interruptions=sum(not end.counted for end in ends),
+        checkpoint=CheckpointStatus(step=committed, path="", time=0.0) if committed else None,
+        snapshot=_snapshot(told),
+        failure=_failure(snapshot.pods),
+        workers=workers,
+        warnings=list(_warnings(snapshot)),
+        output=_output(snapshot),
+        store=_store(snapshot),
+        submitted=pods.seconds(meta.get("creationTimestamp")),
+        started=min(
+            (t for pod in snapshot.pods if (t := pods.seconds((pod.get("status") or {}).get("startTime")))), default=None
+        ),
+        finished=_finished(snapshot.workload, ends) if state.final else None,
+    )
+    if state is State.FAILED:
+        found.exit_code = found.failure.code if found.failure and found.failure.code > 0 else 1
+    if state is State.SUCCEEDED:
+        found.exit_code = 0
+    return _as_written(found, snapshot.workload)
+
+
+def _as_written(found: JobStatus, workload: Document) -> JobStatus:
+    """The status with what an operator has written into the ElasticJob."""
+    written = workload.get("status") or {}
+    if workloads.agentless(workload):
+        told = {"restarts": written.get("restarts"), "started": pods.seconds(written.get("startTime")) or None}
+        return found.model_copy(update={key: value for key, value in told.items() if value is not None})
+    if workload.get("kind") != "ElasticJob" or not written.get("state"):
+        return found
+    fields = {**found.model_dump(), **{key: value for key, value in written.items() if value is not None}}
+    if found.told == "log":  # an operator does not read logs
+        fields |= {"step": found.step, "steps": found.steps}
+    if found.workers:  # pods show where workers are as well as the operator does
+        fields["workers"] = [each.model_dump() for each in found.workers]
+    fields |= {"name": found.name, "replicas": found.replicas, "min": found.min, "max": found.max, "submitted": found.submitted}
+    fields["warnings"] = [*dict.fromkeys([*(written.get("warnings") or []), *found.warnings])]
+    return JobStatus.model_validate(fields)
+
+
+def entries(workload: Document, found: JobStatus) -> list[Event]:
+    """Events that the cluster knows of a run beside its ledger: the operator's notes, else its submission and its end."""
+    noted = [dict(each) for each in (workload.get("status") or {}).get("ledger") or ()]
+    kinds = {each.get("kind") for each in noted}
+    if "submitted" not in kinds and found.submitted:
+        noted.append({"t": found.submitted, "kind": "submitted", "source": "cluster", "job": found.name})
+    if "finished" not in kinds and found.state.final and found.finished:
+        end = {"state": str(found.state), "reason": found.reason, "step": found.step, "code": found.exit_code}
+        noted.append({"t": found.finished, "kind": "finished", "source": "cluster", **end})
+    return noted
+
+
+def _newest(found: Sequence[Document]) -> dict[int, Document]:
+    """The pod of each worker: the newest one that is not being deleted, else the newest."""
+    return {pods.index(pod): pod for pod in sorted(found, key=lambda pod: (not pods.leaves(pod), pods.born(pod)))}
+
+
+def _wanted(workload: Document) -> int:
+    """How many workers it has, or had when it was suspended."""
+    held = (workload["metadata"].get("annotations") or {}).get(WISHED)
+    return workloads.replicas(workload) or int(held or 0)
+
+
+def suspended(workload: Document) -> bool:
+    """Whether it is to have no pods for now."""
+    spec = workload.get("spec") or {}
+    if workload.get("kind") == "StatefulSet":
+        return spec.get("replicas") == 0
+    if (drop_in := dropins.of(workload)) is not None:
+        return drop_in.sizes(workload)[1] == 0
+    if workload.get("kind") == "ElasticJob" and _wanted(workload) == 0:
+        return True
+    return bool(spec.get("suspend"))
+
+
+def over(workload: Document) -> State | None:
+    """The state in which a workload has ended; None while it has not."""
+    if (drop_in := dropins.of(workload)) is not None:
+        return State(end) if (end := drop_in.end(workload)) else None
+    written = str((workload.get("status") or {}).get("state") or "")
+    if workload.get("kind") == "ElasticJob":
+        return State(written) if written in {str(s) for s in State if s.final} else None
+    if pods.condition(workload, "Complete"):
+        return State.SUCCEEDED
+    return State.FAILED if pods.condition(workload, "Failed") else None
+
+
+def _state(snapshot: Snapshot, newest: Mapping[int, Document], wanted: int) -> tuple[State, str]:
+    """The state and its sentence."""
+    if (ended := over(snapshot.workload)) is not None:
+        return ended, _ended(snapshot, ended)
+    if (ended := _stayed(snapshot, newest, wanted)) is not None:
+        return ended, "all workers are done" if ended is State.SUCCEEDED else "workers have failed for good; their logs say why"
+    if suspended(snapshot.workload):
+        leaving = sum(not pods.over(pod) for pod in newest.values())
+        queue = (snapshot.workload["metadata"].get("labels") or {}).get("kueue.x-k8s.io/queue-name")
+        if queue and not snapshot.pods:
+            return State.PENDING, f"waits in the queue {queue} to be admitted"
+        return State.SUSPENDED, f"suspended; workers that still save and leave: {leaving}" if leaving else "suspended"
+    if snapshot.workload["metadata"].get("deletionTimestamp"):
+        return State.CANCELLED, "it is being deleted"
+    alive = [index for index, pod in newest.items() if pods.running(pod) and not pods.leaves(pod)]
+    for index, pod in sorted(newest.items()):
+        if problem := pods.lost(pod):
+            return State.RESTARTING, f"worker {index} {problem}"
+    troubles = [(index, pod) for index, pod in sorted(newest.items()) if index not in alive and pods.phase(pod) != "Succeeded"]
+    if len(alive) + sum(pods.phase(pod) == "Succeeded" for pod in newest.values()) >= wanted:
+        ready = sum(pods.ready(pod) for pod in newest.values())
+        if _brings_data(snapshot.workload):
+            return State.RUNNING, "brings the data; its log says how far it is"
+        return State.RUNNING, f"{ready} of {wanted} workers are in a world" if ready < wanted else f"all {wanted} workers train"
+    began = any(pods.began(pod) for pod in snapshot.pods)
+    if troubles:
+        index, pod = troubles[0]
+        ended_ = pods.end(pod)
+        sentence = pods.waits(pod) or (ended_.sentence if ended_ else "begins")
+        sentence = "leaves, and is being replaced" if pods.leaves(pod) else sentence
+        return (State.RESTARTING if began else State.PENDING), f"worker {index} {sentence}"
+    if began:
+        return State.RESTARTING, f"{len(alive)} of {wanted} workers are there; the others are being replaced"
+    return State.PENDING, _unmade(snapshot)
+
+
+def _brings_data(workload: Document) -> bool:
+    """Whether it is a Job of `outlast data get`, which trains nothing."""
+    return Label.DATASET in (workload["metadata"].get("labels") or {})
+
+
+def _unmade(snapshot: Snapshot) -> str:
+    """Why there are no pods."""
+    if held := pods.condition(snapshot.workload, "FailedCreate") or pods.condition(snapshot.workload, "ReplicaFailure"):
+        return f"its pods cannot be created: {held.get('message')}"
+    if broken := snapshot.workload.get(wire.UNREADABLE):
+        return f"it cannot be read: {broken}"
+    if snapshot.workload.get("kind") == "ElasticJob" and not snapshot.workload.get("status"):
+        if snapshot.now - pods.born(snapshot.workload) < TAKEN_S:
+            return "it was submitted a moment ago, and its operator is to take it up"
+        return "no operator has taken it up yet; is one installed? (outlast install)"
+    return f"its pods are not created yet; if it stays so, outlast why {snapshot.name} says why"
+
+
+def _stayed(snapshot: Snapshot, newest: Mapping[int, Document], wanted: int) -> State | None:
+    """How the workers of a StatefulSet, which stay up, have ended; None while not all have."""
+    if snapshot.workload.get("kind") != "StatefulSet" or len(newest) < wanted or not newest:
+        return None
+    said = [snapshot.metrics.get(pod["metadata"]["name"], {}) for pod in newest.values()]
+    if not all(each.get("done") or each.get("failed") for each in said):
+        return None
+    return State.FAILED if any(each.get("failed") for each in said) else State.SUCCEEDED
+
+
+def _ended(snapshot: Snapshot, state: State) -> str:
+    """Why it has ended."""
+    if state is State.SUCCEEDED:
+        return "the data are complete" if _brings_data(snapshot.workload) else "all workers are done"
+    if _brings_data(snapshot.workload):
+        for pod in sorted(snapshot.pods, key=pods.born, reverse=True):
+            if error := pods.last_error(pod):
+                return error
+    failure = _failure(snapshot.pods)
+    condition = pods.condition(snapshot.workload, "Failed") or {}
+    said = f"{condition.get('message') or condition.get('reason') or ''}".rstrip(".")
+    return "; ".join(filter(None, (failure.reason if failure else "", said))) or "it failed"
+
+
+def _failure(found: Sequence[Document]) -> Failure | None:
+    """The last failure of a worker."""
+    failures = [(end.time, pods.index(pod), end) for pod in found if (end := pods.end(pod)) is not None and end.counted]
+    if not failures:
+        return None
+    when, index, end = max(failures, key=lambda each: each[:2])
+    return Failure(worker=index, code=end.code, reason=f"worker {index} {end.sentence}", time=when)
+
+
+def _again(pod: Document) -> int:
+    """Restarts of a container that its last termination does not show."""
+    return max(0, int(pods.container_status(pod).get("restartCount", 0)) - 1)
+
+
+def _snapshot(told: Collection[Metrics]) -> SnapshotStatus | None:
+    """The newest snapshot in memory, of those that the agents of this generation report."""
+    newest: Metrics = max(told, key=lambda m: (m.get("generation", 0), m.get("snapshot_step", 0)), default={})
+    step = round(newest.get("snapshot_step", 0))
+    return SnapshotStatus(step=step, every=round(newest.get("snapshot_every", 0))) if step else None
+
+
+def _worker(pod: Document, said: Metrics | None, every: Sequence[Document]) -> WorkerStatus:
+    index, end = pods.index(pod), pods.end(pod)
+    others = [other for other in every if pods.index(other) == index and other is not pod]
+    restarts = sum((e := pods.end(other)) is not None and e.counted for other in others)
+    reason = pods.lost(pod) or pods.waits(pod)
+    if pods.over(pod) and end is not None:
+        state, reason = ("done" if end.code == 0 else "failed"), "" if end.code == 0 else end.sentence
+    elif pods.leaves(pod):
+        state, reason = "leaving", "is being deleted"
+    elif not pods.running(pod):
+        state = "pending"
+    elif said and said.get("leaving"):
+        state = "leaving"
+    elif said and (said.get("done") or said.get("failed")):
+        state = "failed" if said.get("failed") else "done"
+    else:
+        state = "training" if pods.ready(pod) else "starting"
+    return WorkerStatus(
+        index=index,
+        state=state,
+        restarts=restarts + int(pods.container_status(pod).get("restartCount", 0)),
+        pod=pod["metadata"]["name"],
+        node=pod["spec"].get("nodeName", ""),
+        step=round(said["step"]) if said and "step" in said else None,
+        reason=reason,
+    )
+
+
+def _warnings(snapshot: Snapshot) -> Iterator[str]:
+    if snapshot.unknown and any(pods.running(pod) for pod in snapshot.pods):
+        yield f"steps are not known: {snapshot.unknown}"
+    for name in snapshot.older:
+        yield f"{name}, of an earlier file of this job, is not over; end it with: kubectl delete job {name}"
+
+
+def _environment(workload: Document) -> dict[str, str]:
+    """What the pods' container is given, as far as it is text."""
+    containers = (workloads.template(workload).get("spec") or {}).get("containers") or ()
+    return {each["name"]: each["value"] for c in containers for each in c.get("env") or () if "value" in each}
+
+
+def _url(snapshot: Snapshot) -> str:
+    if workloads.agentless(snapshot.workload):
+        return ""
+    if snapshot.workload.get("kind") == "ElasticJob":
+        place = str((snapshot.workload.get("spec") or {}).get("output") or "")
+        return f"{place.rstrip('/')}/{snapshot.name}" if "://" in place and not place.startswith("file:") else ""
+    return _environment(snapshot.workload).get(Env.STORE, "")
+
+
+def _output(snapshot: Snapshot) -> str:
+    if _brings_data(snapshot.workload):
+        return str((workloads.template(snapshot.workload)["spec"]["containers"][0].get("command") or [""])[-1])
+    if workloads.agentless(snapshot.workload):
+        return ""  # wherever its script writes it
+    return _url(snapshot) or f"{_environment(snapshot.workload).get(Env.OUTPUT, f'/out/{snapshot.name}')} in its pods"
+
+
+def _store(snapshot: Snapshot) -> StoreStatus | None:
+    if not (url := _url(snapshot)):
+        return None
+    step = round(max((m.get("sync_step", 0) for m in snapshot.metrics.values()), default=0))
+    return StoreStatus(url=url, step=step)
+
+
+def _finished(workload: Document, ends: Sequence[pods.End]) -> float | None:
+    condition = pods.condition(workload, "Complete") or pods.condition(workload, "Failed") or {}
+    completed = (workload.get("status") or {}).get("completionTime")
+    return pods.seconds(completed or condition.get("lastTransitionTime")) or max((end.time for end in ends), default=0.0) or None

@@ -1,0 +1,335 @@
+"""The logs of a job's pods, merged; or followed through restarts and new pods, each line once.
+
+`KubernetesBackend.logs` calls it. Lines carry the time at which the node wrote them, so a reader that has lost its connection can
+continue: no line is lost while the node still has it, and none is repeated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from outlast.base import backoff
+from outlast.base.errors import Absent, Refused, Unanswered
+from outlast.job.backend import LogLine
+from outlast.kubernetes import api
+from outlast.kubernetes.api import pods
+
+_QUEUE = 10_000
+"""Most lines in the queue to the reader."""
+_POLL_S = 1.0
+"""Interval of asking whether the job is over."""
+_STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
+"""RFC 3339, as nodes write it."""
+_QUIET_S = 30.0
+"""Once the job has ended, a worker that writes nothing for this long is given up. Until then it may still upload its output; the
+phase of its pod does not tell, since its node may be lost or no controller be there to delete it."""
+_LAST_S = 300.0
+"""Longest time that such a worker is followed."""
+_PAUSE_S = 0.5
+"""Pause before a log whose connection has ended is asked for again."""
+
+
+def merged(
+    cluster: api.Cluster,
+    found: Sequence[api.Document],
+    *,
+    tail: int | None = None,
+    since_s: float | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Iterator[LogLine]:
+    """The lines of all pods, in the order of time; with `tail`, the last lines of the newest pod of each worker.
+
+    `say` is called for a pod whose node does not answer; if none answers, that is raised.
+    """
+    begun = sorted((pod for pod in found if pods.began(pod)), key=pods.born)
+    if tail is not None:
+        begun = list({pods.index(pod): pod for pod in begun}.values())
+    unread: list[Unanswered] = []
+
+    def past(pod: api.Document) -> Iterator[tuple[tuple[str, str], LogLine]]:
+        try:
+            yield from _past(cluster, pod, tail=tail, since_s=since_s)
+        except Unanswered as error:
+            unread.append(error)
+            if len(unread) == len(begun):
+                raise
+            say(f"worker {pods.index(pod)} cannot be read to its end: {error}")
+
+    for _, line in heapq.merge(*map(past, begun), key=lambda each: each[0]):
+        yield line
+
+
+def _past(
+    cluster: api.Cluster, pod: api.Document, *, tail: int | None, since_s: float | None
+) -> Iterator[tuple[tuple[str, str], LogLine]]:
+    """Times and lines of a pod, those before the last restart of its container included."""
+    meta, index = pod["metadata"], pods.index(pod)
+    before = tail is None and int(pods.container_status(pod).get("restartCount", 0)) > 0
+    for previous in (True, False) if before else (False,):
+        with contextlib.suppress(Absent, Refused):  # gone meanwhile, or its node has forgotten that log
+            options = api.LogOptions(
+                container=pods.container_name(pod), tail=tail, since_s=since_s, previous=previous, timestamps=True
+            )
+            for line in cluster.logs(meta["name"], options, namespace=meta["namespace"]):
+                if stamped := _split(line):
+                    yield stamped[0], LogLine(index, stamped[1])
+
+
+@dataclass(frozen=True)
+class Course:
+    """The pods of a job to follow, and how the job goes on."""
+
+    labels: str
+    """Selects the pods."""
+    over: Callable[[], bool]
+    """Whether the job has ended; called every second by a thread of its own."""
+    wanted: Callable[[api.Document], bool] = lambda _: True
+    """Whether to read the log of a pod."""
+    finished: Callable[[str], bool] = lambda _: False
+    """Of a job that has ended: whether the pod of this name writes no more, although it stays up."""
+    why: Callable[[], str] = lambda: "they are not made yet"
+    """Why there are no pods."""
+
+
+def follow(
+    cluster: api.Cluster,
+    course: Course,
+    *,
+    tail: int | None = None,
+    since_s: float | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Iterator[LogLine]:
+    """The lines of all pods that there are and will be, until the job is over and everything has been read.
+
+    `say` is called with what is waited for, whenever that changes, and when the cluster does not answer; then we wait. Once the
+    job is over this ends whatever becomes of its pods: with those that end, or write nothing for `_QUIET_S`.
+    """
+    return _Follower(cluster, course, say, tail, since_s).lines()
+
+
+class _Follower:
+    """Follows the logs of a job's pods: a thread watches the pods, one asks whether the job is over, and one reads each log."""
+
+    def __init__(
+        self, cluster: api.Cluster, course: Course, say: Callable[[str], None], tail: int | None, since_s: float | None
+    ) -> None:
+        self._cluster, self._course, self._say = cluster, course, say
+        self._tail, self._since_s = tail, since_s
+        self._stop, self._over, self._pods_exist = api.Stop(), threading.Event(), threading.Event()
+        self._news: queue.Queue[LogLine | api.Change | str | BaseException | None] = queue.Queue(_QUEUE)
+        self._readers: dict[str, _Reader] = {}
+        self._threads: list[threading.Thread] = []
+        self._said: dict[str, str] = {}
+
+    def lines(self) -> Iterator[LogLine]:
+        """See `follow`."""
+        last = 0.0  # when the logs that still go on are given up; 0 while the job is not over
+        try:
+            for pod in backoff.until_answered(self._list, self._say, every_s=_POLL_S):
+                self._look(pod, first=True)
+            self._run(self._watch)
+            self._run(self._wait_for_the_end)
+            while not self._all_read():
+                item: object = None
+                with contextlib.suppress(queue.Empty):
+                    item = self._news.get(timeout=_PAUSE_S)
+                if isinstance(item, LogLine):
+                    yield item
+                elif isinstance(item, api.Change):
+                    if item.type != "deleted":
+                        self._look(item.document, first=False)
+                elif isinstance(item, str):
+                    self._say(item)
+                elif isinstance(item, BaseException):
+                    raise item
+                if self._over.is_set():
+                    last = last or time.monotonic() + _LAST_S
+                    for reader in self._readers.values():
+                        if self._course.finished(reader.name) or reader.quiet_s() > _QUIET_S or time.monotonic() > last:
+                            reader.finish()
+        finally:
+            self._stop.set()
+            for reader in self._readers.values():
+                reader.finish()
+
+    def _all_read(self) -> bool:
+        """Whether the job is over and nothing is left to read; a thread may put its last line before it ends."""
+        reads = any(thread.is_alive() for thread in self._threads)
+        return self._over.is_set() and not reads and self._news.empty()
+
+    def _list(self) -> Sequence[api.Document]:
+        return self._cluster.list_(api.POD, labels=self._course.labels)
+
+    def _put(self, item: LogLine | api.Change | str | BaseException | None) -> None:
+        while not self._stop.is_set():
+            with contextlib.suppress(queue.Full):
+                self._news.put(item, timeout=_PAUSE_S)
+                return
+
+    def _run(self, work: Callable[[], None]) -> threading.Thread:
+        def guarded() -> None:
+            try:
+                work()
+                self._put(None)  # so that its end is noticed
+            except BaseException as error:
+                self._put(error)
+
+        thread = threading.Thread(target=guarded, name="logs", daemon=True)
+        thread.start()
+        return thread
+
+    def _watch(self) -> None:
+        while not self._stop.is_set():
+            with contextlib.suppress(Unanswered):  # its first list; later it retries by itself, and the other thread says so
+                for change in self._cluster.watch(api.POD, labels=self._course.labels, stop=self._stop):
+                    self._put(change)
+            self._stop.wait(_PAUSE_S)
+
+    def _wait_for_the_end(self) -> None:
+        waiting = ""
+
+        def remaining() -> Sequence[api.Document] | None:
+            """All pods when the job is over: the watch may not have reported some of them yet."""
+            nonlocal waiting
+            if self._stop.is_set():
+                return ()
+            if self._course.over():
+                return self._list()
+            if not self._pods_exist.is_set() and waiting != (waiting := f"waiting for pods: {self._course.why()}"):
+                self._put(waiting)
+            return None
+
+        while (found := backoff.until_answered(remaining, self._put, every_s=_POLL_S)) is None:
+            self._stop.wait(_POLL_S)
+        for pod in found:
+            self._put(api.Change("added", pod))
+        self._over.set()
+
+    def _look(self, pod: api.Document, *, first: bool) -> None:
+        """Read the log of a pod that has begun; say what another one waits for."""
+        self._pods_exist.set()
+        uid = pod["metadata"]["uid"]
+        if uid in self._readers or not self._course.wanted(pod):
+            return
+        if pods.began(pod):
+            tail, since_s = (self._tail, self._since_s) if first else (None, None)
+            reader = self._readers[uid] = _Reader(self._cluster, pod, self._put, self._stop, tail=tail, since_s=since_s)
+            self._threads.append(self._run(reader.read))
+        elif (why := pods.waits(pod)) and self._said.get(uid) != why:
+            self._said[uid] = why
+            self._say(f"worker {pods.index(pod)} {why}")
+
+
+class _Reader:
+    """Reads the log of one pod to its end, whatever happens to connections and containers."""
+
+    def __init__(
+        self,
+        cluster: api.Cluster,
+        pod: api.Document,
+        put: Callable[[LogLine], None],
+        stop: api.Stop,
+        *,
+        tail: int | None,
+        since_s: float | None,
+    ) -> None:
+        self._cluster, self._put, self._stop = cluster, put, stop
+        self._tail, self._since_s = tail, since_s
+        self._finished = api.Stop()
+        self.name, self.namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
+        self._uid, self._container, self._index = pod["metadata"]["uid"], pods.container_name(pod), pods.index(pod)
+        self._starts = int(pods.container_status(pod).get("restartCount", 0))
+        """How often the container had been restarted when this log was begun."""
+        self._heard = time.monotonic()
+        self._last, self._same = "", 0
+        """Time of the newest line, and how many lines carry it. Kept when the container restarts: lines that were read before the
+        restart was known are not repeated."""
+
+    def read(self) -> None:
+        if self._starts and self._tail is None:
+            self._lines(previous=True)
+        while not self._stop.is_set():
+            self._lines(follow=True)
+            if self._finished.wait(_PAUSE_S):
+                self._lines()
+                return
+            if (pod := self._look()) is None:
+                return
+            starts = int(pods.container_status(pod).get("restartCount", 0))
+            if starts == self._starts + 1:
+                self._lines(previous=True)  # what came after the connection was lost
+            self._starts = starts
+            if pods.over(pod) or (not pods.running(pod) and pod["metadata"].get("deletionTimestamp")):
+                self._lines()
+                return
+
+    def finish(self) -> None:
+        """Read what has been written, and wait for no more."""
+        self._finished.set()
+
+    def quiet_s(self) -> float:
+        """Seconds since its last line."""
+        return time.monotonic() - self._heard
+
+    def _look(self) -> api.Document | None:
+        """The pod as it is now; None when it is gone."""
+        while not self._stop.is_set():
+            try:
+                pod = self._cluster.find(api.POD, self.name, namespace=self.namespace)
+                return pod if pod and pod["metadata"]["uid"] == self._uid else None
+            except Unanswered:
+                self._stop.wait(_PAUSE_S)
+        return None
+
+    def _lines(self, *, follow: bool = False, previous: bool = False) -> None:
+        """Put the lines that were not put yet."""
+        skip, begin = self._same, self._last
+        if self._stop.is_set():
+            return
+        try:
+            options = api.LogOptions(
+                container=self._container,
+                follow=follow,
+                previous=previous,
+                timestamps=True,
+                since=self._last,
+                tail=None if self._last else self._tail,
+                since_s=None if self._last else self._since_s,
+            )
+            stop = self._finished if follow else self._stop
+            for line in self._cluster.logs(self.name, options, namespace=self.namespace, stop=stop):
+                if (stamped := _split(line)) is None:
+                    continue
+                when, text = stamped
+                if begin and when < _moment(begin):
+                    continue
+                if begin and when == _moment(begin) and skip:
+                    skip -= 1
+                    continue
+                stamp = line.partition(" ")[0]
+                self._same = self._same + 1 if stamp == self._last else 1
+                self._last = stamp
+                self._heard = time.monotonic()
+                self._put(LogLine(self._index, text))
+        except (Absent, Refused, Unanswered):  # gone, not restarted yet, or unreachable: `read` finds out which
+            return
+
+
+def _split(line: str) -> tuple[tuple[str, str], str] | None:
+    """The moment and the text of a line with its time. None for one without: that is the kubelet's own, such as that it has
+    forgotten the log of a container (`unable to retrieve container logs for containerd://...`)."""
+    stamp, _, text = line.partition(" ")
+    return (_moment(stamp), text) if _STAMP.fullmatch(stamp) else None
+
+
+def _moment(stamp: str) -> tuple[str, str]:
+    """A time that compares with others of its node: Go omits trailing zeros of fractions."""
+    fraction = re.search(r"\.(\d+)", stamp)
+    return stamp[:19], (fraction[1] if fraction else "").ljust(9, "0")

@@ -1,0 +1,165 @@
+"""The outcome of a job as named values: the outputs of a step that trains.
+
+`outcome` is pure: a function of the job's status and of what its store says, which `read` brings. What is not known has a reason
+in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from outlast.base import files
+from outlast.base.errors import Missing, StoreError
+from outlast.job import contract
+from outlast.job.status import JobStatus
+
+OUTPUTS = (
+    *("job", "namespace", "run", "state", "reason"),
+    *("step", "steps", "restarts", "interruptions", "seconds", "goodput", "output"),
+    *("checkpoint", "checkpoint_step", "best_checkpoint", "best_step", "best_metric", "best_by"),
+    *("loss", "accuracy", "metrics"),
+)
+"""Their names; docs/guide/pipelines.md says what each means."""
+FILE = "outputs.json"
+"""All outputs in one file, beside those with one each."""
+_LINES = 500
+"""Last lines of the metrics that are read: not every line has a loss."""
+_EVALUATIONS = ("evaluation.json", "final.json")
+"""Documents with metrics that the recipes write into their output, those that count more first."""
+_ACCURACY = ("accuracy", "val_accuracy", "acc@1", "val_acc@1")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The values of outputs, and why some are not known."""
+
+    values: Mapping[str, str | int | float]
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+    def texts(self) -> dict[str, str]:
+        """Every output as text; empty where it is not known."""
+        return {name: str(self.values.get(name, "")) for name in OUTPUTS}
+
+    def json(self) -> str:
+        """All of it; what is not known or no finite number is null."""
+        document = {**{name: self.values.get(name) for name in OUTPUTS}, "missing": dict(self.missing)}
+        return json.dumps(_finite(document), indent=2) + "\n"
+
+    def write(self, directory: Path) -> None:
+        """A file for each output, and all in one. Raises OSError."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in self.texts().items():
+            files.replace(directory / name, text)
+        files.replace(directory / FILE, self.json())
+
+
+def outcome(status: JobStatus, namespace: str, stored: Mapping[str, Any] | str, now: float) -> Outcome:
+    """The outputs of a job that has ended. `stored` are those that its store knows, see `read`, or why that cannot be asked."""
+    found: dict[str, Any] = {
+        "job": status.name,
+        "namespace": namespace,
+        "run": status.run or None,
+        "state": str(status.state),
+        "reason": status.reason,
+        "step": status.step,
+        "steps": status.steps,
+        "restarts": status.restarts,
+        "interruptions": status.interruptions,
+        "seconds": round(max(0.0, (status.finished or now) - status.submitted), 3) if status.submitted else None,
+        "goodput": status.goodput,
+        "output": status.output or None,
+        "checkpoint_step": status.checkpoint.step if status.checkpoint else None,
+    }
+    reasons = {"steps": "the training does not tell how many"}
+    reasons |= dict.fromkeys(("run", "seconds"), "the job was gone before its status could be read")
+    unread = "not known"
+    if isinstance(stored, str):
+        unread = stored
+    else:
+        found |= stored
+        reasons |= dict.fromkeys(("checkpoint", "checkpoint_step"), "the register in the store has none")
+        reasons |= dict.fromkeys(("best_checkpoint", "best_step", "best_metric", "best_by"), "no checkpoint has a metric")
+        reasons |= dict.fromkeys(("loss", "accuracy", "metrics"), "the training has logged none")
+        reasons["goodput"] = "the store has no ledger of the run"
+    values = {name: value for name, value in found.items() if value is not None}
+    return Outcome(values, {name: reasons.get(name, unread) for name in OUTPUTS if name not in values})
+
+
+def numbers(evaluations: Sequence[Mapping[str, Any]], logged: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The outputs with metrics, of the recipes' documents, those that count more first, and of lines of metrics.jsonl."""
+    newest = [*evaluations, *reversed(logged)]
+    found = {"loss": _first(newest, ("loss", "val_loss")), "accuracy": _first(newest, _ACCURACY)}
+    return {**found, "metrics": json.dumps(_finite(logged[-1])) if logged else None}
+
+
+def _finite(document: Mapping[str, Any]) -> dict[str, Any]:
+    """With null in place of infinite numbers and NaN, which JSON has not."""
+    return {name: None if isinstance(each, float) and not math.isfinite(each) else each for name, each in document.items()}
+
+
+def _first(documents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> float | None:
+    """The first number under one of these names."""
+    for document in documents:
+        for name in names:
+            if isinstance(value := document.get(name), int | float) and not isinstance(value, bool):
+                return value
+    return None
+
+
+def read(status: JobStatus) -> dict[str, Any] | str:
+    """The outputs that the store of a job knows, or why it cannot be asked."""
+    if status.store is None:
+        where = status.output or "wherever its script writes"
+        return f"the output is in no store ({where}), and this step does not see it"
+    from outlast.storage import store
+
+    try:
+        return _read(store.open_(status.store.url), status)
+    except StoreError as error:
+        return f"{status.store.url} cannot be read: {error}"
+
+
+def _read(place: Any, status: JobStatus) -> dict[str, Any]:
+    from outlast.job.report import goodput
+    from outlast.storage import runs
+    from outlast.storage.checkpoints import ranked, remote
+    from outlast.storage.runs import output
+    from outlast.storage.sync import growing
+
+    record = runs.read(place)
+    run = record.run if record else status.run
+    kept = [each for each in remote.Checkpoints(place, run).list_() if not each.problem]
+
+    def url(checkpoint: remote.Checkpoint) -> str:
+        return f"{place.url}/{contract.CHECKPOINTS}/{checkpoint.place.key}"
+
+    logged = [each for line in growing.tail(place, contract.METRICS, _LINES) if (each := _parsed(line))]
+    evaluations = [each for name in _EVALUATIONS if (each := _document(place, name))]
+    found = {"output": place.url, "run": run or None, **numbers(evaluations, logged)}
+    if kept:
+        found |= {"checkpoint": url(kept[-1]), "checkpoint_step": kept[-1].step}
+    best = next((each for each in ranked(kept) if each.metric), None)
+    if best and (metric := best.metric):
+        found |= {"best_checkpoint": url(best), "best_step": best.step, "best_metric": metric.value, "best_by": metric.by}
+    account = goodput.buckets(output.events(place), None)
+    return found | ({"goodput": account.goodput} if account.worlds else {})
+
+
+def _document(place: Any, name: str) -> Mapping[str, Any]:
+    with contextlib.suppress(Missing):
+        return _parsed(place.get(name))
+    return {}
+
+
+def _parsed(text: bytes) -> Mapping[str, Any]:
+    """A JSON object; empty for anything else."""
+    with contextlib.suppress(ValueError):
+        found = json.loads(text)
+        return found if isinstance(found, dict) else {}
+    return {}

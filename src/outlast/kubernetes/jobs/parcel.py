@@ -1,0 +1,182 @@
+"""A job's code as it travels, and where to: into a ConfigMap when it is small, else into the store that the job writes to.
+
+`choose` decides, purely; `pack` packs local code and sets its location in the job. Nothing is written to a store before `put`,
+so `render` writes nothing.
+
+    with pack(job, but=[job_file]) as parcel:
+        parcel.put()                                                     only what goes to a store
+        documents = manifests.render(parcel.job, topology, code=parcel.code)
+
+A job whose code is in a store, in the image or on a volume passes through unchanged. An archive is named by its SHA-256, so what
+has been shipped once is not shipped again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outlast.base import units
+from outlast.base.errors import OutlastError
+from outlast.job import spec
+from outlast.job.contract import Pod
+from outlast.job.shipping import archives, tree
+from outlast.kubernetes.manifests import volumes
+from outlast.kubernetes.manifests.names import Names
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SMALL = 700 << 10
+"""The largest archive that goes into a ConfigMap. One may hold 1 MiB, and is a third larger on its way in JSON."""
+APPLIED = 190 << 10
+"""The largest for kubectl's usual way of applying, which keeps a copy of the ConfigMap in an annotation of at most 256 KiB."""
+BELOW = "code"
+"""Below the store that jobs write to: archives by their SHA-256, shared by all jobs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """Where an archive goes: one of the two."""
+
+    config_map: str = ""
+    """Name of the ConfigMap."""
+    url: str = ""
+    """Of the object in a store."""
+
+    def __str__(self) -> str:
+        return f"ConfigMap {self.config_map}" if self.config_map else self.url
+
+
+def choose(job: spec.Job, *, size: int, checksum: str, suffix: str, room: int = SMALL) -> Way | None:
+    """Where an archive of this size goes; None when there is no room for it in a ConfigMap, and the job names no store."""
+    if size <= room:
+        return Way(config_map=Names(job.metadata.name).code(checksum))
+    above = volumes.store_of_all(job.spec)
+    return Way(url=f"{above}/{BELOW}/{checksum}{suffix}") if above else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Parcel:
+    """Code on its way to pods. Made by `pack`."""
+
+    job: spec.Job
+    """The job, whose code is where pods find it."""
+    code: bytes = b""
+    """The archive, for the ConfigMap (`manifests.render(..., code=)`); empty when it is none of a ConfigMap."""
+    sentence: str = ""
+    """`code: 41 files, 120 KiB -> ConfigMap train-code-1a2b3c4d`; empty when nothing is shipped."""
+    url: str = ""
+    """Where in a store the archive is to be before pods start; empty when it is in none."""
+    archive: Path = Path()
+    """The archive, until the end of the `with`."""
+
+    def put(self) -> bool:
+        """Put the archive into the store, if it goes there and is not there yet; whether it was sent. Raises StoreError."""
+        if not self.url:
+            return False
+        from outlast.storage import store
+
+        above, _, key = self.url.rpartition("/")
+        place = store.open_(above)
+        with contextlib.suppress(store.Missing):
+            if place.head(key).size == self.archive.stat().st_size:
+                return False
+        place.upload(self.archive, key)
+        return True
+
+
+@contextlib.contextmanager
+def pack(job: spec.Job, *, but: Collection[Path] = (), room: int = SMALL) -> Iterator[Parcel]:
+    """The code of a job, packed if it is on this machine and pods cannot see it there.
+
+    `but`: paths in its directory that are not code, above all the job file: suspending a job must not change its code. The job's
+    data, models and output are not code either. `room`: the largest archive for a ConfigMap. Raises OutlastError.
+    """
+    here = volumes.to_ship(job.spec)
+    if here is None:
+        yield Parcel(job)
+        return
+    place, checksum = spec.pinned(here)
+    path = spec.local(place)
+    assert path is not None
+    for sentence in spec.absent(job.spec.model_copy(update={"data": (), "models": ()})):
+        raise OutlastError(sentence)
+    with tempfile.TemporaryDirectory(prefix="outlast-code-") as directory:
+        if path.is_dir():
+            yield _of_directory(job, path, Path(directory, "code.tar.gz"), but, room)
+        else:
+            yield _of_archive(job, path, checksum, room)
+
+
+def _of_directory(job: spec.Job, root: Path, archive: Path, but: Collection[Path], room: int) -> Parcel:
+    but = tree.not_code(job.spec, root, but)
+    withheld: set[str] = set()
+    try:
+        most = None if volumes.store_of_all(job.spec) else room
+        entries = tree.pack(root, archive, but=but, room=most, withheld=withheld.add)
+    except tree.TooLarge:
+        raise _too_large(root, tree.listed(root, but), room) from None
+    names = {entry.name for entry in entries}
+    tree.check_script(job.spec, root, names)
+    made = _shipped(job, archive, f"{len(entries):,} file{'' if len(entries) == 1 else 's'}", room)
+    if made is None:  # the last bytes of an archive are those too many
+        raise _too_large(root, entries, room)
+    fields = made.job.spec
+    environment = fields.environment.model_copy(update=dict(_in_code(fields.environment, root.resolve(), names)))
+    changed = made.job.model_copy(update={"spec": fields.model_copy(update={"environment": environment})})
+    without = f"; {tree.without_credentials(withheld)}" if withheld else ""
+    return dataclasses.replace(made, job=changed, sentence=made.sentence + without)
+
+
+def _of_archive(job: spec.Job, path: Path, checksum: str, room: int) -> Parcel:
+    archives.check(path, f"code ({path})", checksum, job.spec.script or "")
+    made = _shipped(job, path, path.name, room)
+    if made is None:
+        size = units.human_bytes(path.stat().st_size)
+        raise OutlastError(f"code ({path}) has {size}, {_ways(room)}")
+    return made
+
+
+def _ways(room: int) -> str:
+    """The limit of a ConfigMap, and the alternatives."""
+    by_kubectl = " that kubectl apply takes" if room < SMALL else ""
+    larger = f"add --server-side or use `outlast submit`, for up to {units.human_bytes(SMALL)}; " if room < SMALL else ""
+    return (
+        f"which is too much for a ConfigMap{by_kubectl} ({units.human_bytes(room)}), and output is no store that it could be put "
+        f"into; {larger}say output: s3://..., or put the code into the image and say code: {Pod.CODE}"
+    )
+
+
+def _too_large(root: Path, entries: Sequence[tree.Entry], room: int) -> OutlastError:
+    size = units.human_bytes(sum(entry.size for entry in entries))
+    return OutlastError(
+        f"code ({root}) holds {len(entries):,} files, {size} ({tree.biggest(entries)}), {_ways(room)}, "
+        "or name what is no code in .outlastignore"
+    )
+
+
+def _shipped(job: spec.Job, archive: Path, what: str, room: int) -> Parcel | None:
+    """The parcel of an archive; None if neither a ConfigMap nor a store can take it."""
+    suffix = next(each for each in spec.ARCHIVES if archive.name.lower().endswith(each))
+    checksum, size = archives.checksum(archive), archive.stat().st_size
+    way = choose(job, size=size, checksum=checksum, suffix=suffix, room=room)
+    if way is None:
+        return None
+    place = volumes.shipped(f"code{suffix}", checksum) if way.config_map else f"{way.url}#sha256={checksum}"
+    changed = job.model_copy(update={"spec": job.spec.model_copy(update={"code": place})})
+    content = archive.read_bytes() if way.config_map else b""
+    return Parcel(changed, content, f"code: {what}, {units.human_bytes(size)} -> {way}", way.url, archive)
+
+
+def _in_code(environment: spec.Environment, root: Path, names: Collection[str]) -> Iterator[tuple[str, str]]:
+    """The files of the environment that travel in the code, by their names there."""
+    for field, file in environment:
+        if file and Path(file).is_absolute() and root in Path(file).parents:
+            name = Path(file).relative_to(root).as_posix()
+            if name in names:
+                yield field, name

@@ -1,0 +1,253 @@
+"""Submitting a job: its documents are applied, after what there is of it before has ended or was removed."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outlast.base.backoff import RANDOM
+from outlast.base.errors import Absent, AlreadyRunning, Conflict, Forbidden, OutlastError, StoreError, Taken
+from outlast.job import foreign
+from outlast.job.contract import Label
+from outlast.job.status import State
+from outlast.kubernetes import api
+from outlast.kubernetes.api import applied, ownership
+from outlast.kubernetes.jobs import job_status
+from outlast.kubernetes.jobs.workloads import BESIDE, KINDS, NAMED, Workloads, has_claim, job_name, workload_in
+from outlast.kubernetes.manifests import objects
+
+if TYPE_CHECKING:
+    from outlast.job.spec import Job
+
+Document = api.Document
+
+FILE = "outlast.dev/file"
+"""Annotation of a workload that was submitted: the label `run` that its file would have got when it is applied by itself."""
+
+
+def rendered(job: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
+    """The documents of a job for the operator. `run` names the submission (None: as its file); `fresh` starts a new run."""
+    from outlast.kubernetes import manifests
+
+    del source
+    return manifests.render(job, "elasticjob", run=run, fresh=fresh)
+
+
+def _released(url: str) -> str:
+    """Take the run in a store from its owner; returns a sentence about it."""
+    from outlast.storage import store
+    from outlast.storage.runs import alive
+
+    owner = alive.release(store.open_(url))
+    return f"took the run in {url} from {owner}" if owner else f"no unfinished run in {url} has an owner"
+
+
+def new_run(job: Job) -> str:
+    """A unique id of a submission: the same file may be submitted again."""
+    return f"{job.metadata.name}-{RANDOM.getrandbits(32):08x}"
+
+
+_INSTEAD = "submit under another --name, or in another namespace (-n)"
+
+
+class Submission:
+    """Submits one job to a namespace."""
+
+    def __init__(self, workloads: Workloads, documents: Callable[[Job, Path, str | None, bool], list[Document]]) -> None:
+        self.workloads, self.documents, self.cluster = workloads, documents, workloads.cluster
+
+    def apply(self, job: Job, *, source: Path, fresh: bool = False, take_over: bool = False) -> Iterator[str]:
+        """Submit a job, and yield each thing done: `Job train-0a1b2c3d created`. `take_over` stops the job that trains its run in
+        the store now, in another namespace for instance. Raises AlreadyRunning when that may be this job."""
+        url = self._to_take(job, fresh) if take_over else ""
+        of_file = workload_in(self.documents(job, source, None, False))
+        if not (fresh or take_over):
+            for there in self.workloads.of(job.metadata.name):
+                ended = self._ended(there)
+                if ended is not State.FAILED and self._same(there, of_file, ended):
+                    yield self._again(there, of_file, ended)
+                    return
+        # Each submission is another owner of the run: an earlier one of the same file may have ended or be stopped.
+        documents = self.documents(job, source, new_run(job), fresh)
+        wanted = workload_in(documents)
+        if run := (of_file["metadata"].get("labels") or {}).get(Label.RUN):
+            wanted["metadata"].setdefault("annotations", {})[FILE] = run
+        if not fresh:
+            yield from self._continued(job)
+        yield from self.make_room(job.metadata.name, documents, fresh=fresh)
+        if take_over:
+            yield _released(url)
+        workloads = [each["metadata"] for each in self.workloads.of(job.metadata.name)]
+        alive = {meta["uid"] for meta in workloads if "deletionTimestamp" not in meta}
+        beside: list[Document] = []
+        for document in documents:
+            kind, meta = api.kind_of(document), document["metadata"]
+            if document is wanted and (secret := objects.key(job, wanted, secrets.token_hex(32))):
+                key, sentence = self._key(secret, alive)
+                beside += key
+                yield sentence
+            title = f"{kind} {meta['name']}"
+            old = self._there(document, alive)
+            if old is not None and kind is api.CLAIM:
+                yield objects.kept(document, old)
+                continue
+            if kind not in NAMED:  # also what has come since `make_room`
+                foreign.check(old, {Label.JOB: job.metadata.name}, instead=_INSTEAD)
+            done = applied.apply(self.cluster, document, old=old)
+            yield f"{title} {done.what}"
+            if kind in BESIDE:
+                beside.append(done.new)
+            elif kind in KINDS:
+                for each in beside:
+                    self.workloads.adopt(each, done.new)
+
+    def _continued(self, job: Job) -> Iterator[str]:
+        """Reopen the run of a job that has succeeded if it now asks for more steps or epochs, so that workers go on with it."""
+        from outlast.job.spec import changes
+        from outlast.kubernetes.manifests import volumes as places
+        from outlast.storage import runs, store
+        from outlast.storage.checkpoints import register
+
+        name, url = job.metadata.name, places.store(job)
+        there = next(iter(self.workloads.of(name)), None)
+        old = self.workloads.job(there) if there and self._ended(there) is State.SUCCEEDED else None
+        if old is None or not changes.longer(old, wanted := places.document(job), 0):
+            return
+        if not url:
+            yield f"{name} has succeeded, and begins anew: only a run whose output is in a store goes on when more is asked for"
+            return
+        try:
+            place = store.open_(url)
+            run = runs.read(place)
+            newest = register.read(place, run.run) if run and run.succeeded else None
+        except StoreError as problem:
+            raise OutlastError(
+                f"{name} has succeeded and is asked for more, but {url} cannot be read: {problem}; --fresh starts anew"
+            ) from problem
+        if run and newest and changes.longer(old, wanted, newest.step):
+            runs.end(place, run.run, State.CANCELLED, "more steps or epochs are asked for", None, by=run.owner)
+            yield f"{name} has succeeded; as it asks for more now, its run goes on from step {newest.step}; --fresh starts anew"
+
+    def _to_take(self, job: Job, fresh: bool) -> str:
+        """The store with the run to take over. Raises AlreadyRunning when this namespace has the job already."""
+        from outlast.kubernetes.manifests import volumes as places
+
+        if not (url := places.store(job)):
+            raise OutlastError("--take-over is for a run in a store, and output names none; leave it out")
+        name = job.metadata.name
+        if not fresh and (there := self.workloads.of(name)):
+            raise AlreadyRunning(
+                f"{name} is there already, as {there[0]['kind']} {there[0]['metadata']['name']}; "
+                f"outlast cancel {name} removes it, then --take-over takes the run from whoever trains it elsewhere"
+            )
+        return url
+
+    def _key(self, secret: Document, alive: AbstractSet[str]) -> tuple[list[Document], str]:
+        """Create the Secret by which workers know each other, unless a workload uses it already."""
+        title = f"Secret {secret['metadata']['name']}"
+        readable = True
+        try:
+            try:
+                old = self._there(secret, alive)
+            except Forbidden:  # as in a notebook: it may create Secrets, and read none
+                old, readable = None, False
+            if old is not None:
+                ours = (old["metadata"].get("labels") or {}).get(Label.JOB) == secret["metadata"]["labels"][Label.JOB]
+                return [old] if ours else [], f"{title} unchanged"
+            made = self.cluster.create(secret)
+            return [made] if readable else [], f"{title} created"
+        except Taken:
+            return [], f"{title} unchanged"
+        except Forbidden:
+            remedy = "have it created before the job, with any text under the key `key`"
+            return [], f"you may not create {title}: anyone who knows the job file can connect to its workers; {remedy}"
+
+    def _ended(self, workload: Document) -> State | None:
+        """The state in which a workload has ended; for a StatefulSet its agents are asked."""
+        if api.kind_of(workload) is api.STATEFUL_SET and not job_status.suspended(workload):
+            state = self.workloads.status(job_name(workload)).state
+            return state if state.final else None
+        return job_status.over(workload)
+
+    def _same(self, there: Document, wanted: Document, ended: State | None) -> bool:
+        """Whether a workload was made from the same file as another. False for an ElasticJob that has not ended."""
+        if there["kind"] != "ElasticJob":
+            return _same_file(there, wanted)
+        if ended is None or wanted["kind"] != "ElasticJob" or "deletionTimestamp" in there["metadata"]:
+            return False
+        new = self.cluster.apply(wanted, dry_run=True)
+        return _trained(new) == _trained(there)
+
+    def _onward(self, name: str) -> str:
+        """How the run of a failed job continues when it is submitted again."""
+        if self.workloads.store_url(name) or has_claim(self.workloads.known(name)[0]):
+            return "goes on from its newest checkpoint"
+        return "begins anew, since its output was in its pods"
+
+    def _again(self, there: Document, wanted: Document, ended: State | None) -> str:
+        """Resume what was submitted before if it is suspended; returns a sentence about it."""
+        title = there["metadata"]["name"]
+        if ended is not None:
+            return f"{there['kind']} {title} has ended ({ended}) and is not run again; --fresh does"
+        if job_status.suspended(there) and not job_status.suspended(wanted):
+            self.workloads.set_suspended(there, False)
+            return f"{there['kind']} {title} is resumed"
+        return f"{there['kind']} {title} runs this very file already"
+
+    def _there(self, document: Document, alive: AbstractSet[str]) -> Document | None:
+        """A document as the cluster has it; None when there is none, or when its owners are gone.
+
+        The latter is deleted: garbage collection may be about to, and would take it from the new workload.
+        """
+        if (found := applied.there(self.cluster, document)) is None:
+            return None
+        kind, meta, owners = api.kind_of(document), document["metadata"], ownership.owners(found)
+        if kind not in (*BESIDE, api.SECRET) or not foreign.ours(found) or not owners or owners & alive:
+            return found
+        try:
+            self.cluster.delete(kind, meta["name"], namespace=meta.get("namespace"), uid=found["metadata"]["uid"])
+        except Forbidden:
+            return found
+        except (Absent, Conflict):  # garbage collection was faster
+            pass
+        return None
+
+    def make_room(self, name: str, documents: Sequence[Document], *, fresh: bool, dry_run: bool = False) -> list[str]:
+        """End or remove what must go before a job is created, or refuse; returns what was done, as sentences."""
+        made = {(api.kind_of(document), document["metadata"]["name"]) for document in documents}
+        done: list[str] = []
+        for number, old in enumerate(self.workloads.of(name)):
+            kind, title = api.kind_of(old), old["metadata"]["name"]
+            same, ended = (kind, title) in made, self._ended(old)
+            if not fresh and not ended and not same:
+                raise AlreadyRunning(
+                    f"{name} is there already, as {old['kind']} {title} of another file or topology; "
+                    f"end it with outlast cancel {name}, or submit with --fresh, which ends it first"
+                )
+            if fresh:
+                done.append(f"{old['kind']} {title} is ended first")
+            elif ended is State.FAILED and not number:
+                done.append(f"{old['kind']} {title} has failed; its run {self._onward(name)}; --fresh starts anew")
+            if (fresh or (same and job_status.over(old))) and not dry_run:  # nothing trains an ElasticJob that has ended
+                self.workloads.delete(kind, old, grace_s=None)
+                self.workloads.wait_until_gone(kind, old)
+        ours = [each for each in documents if api.kind_of(each) not in (api.CLAIM, *NAMED)]
+        applied.check(self.cluster, ours, {Label.JOB: name}, instead=_INSTEAD)
+        return done
+
+
+def _trained(elastic_job: Document) -> Document:
+    """The specification of an ElasticJob, without the number of workers, which may have been scaled."""
+    spec = api.without_server_fields(elastic_job)["spec"]
+    return {**spec, "workers": {**spec.get("workers", {}), "replicas": None}}
+
+
+def _same_file(there: Document, wanted: Document) -> bool:
+    """Whether a workload was made from the same file as another."""
+    meta, run = there["metadata"], (wanted["metadata"].get("labels") or {}).get(Label.RUN)
+    if there["kind"] != wanted["kind"] or "deletionTimestamp" in meta:
+        return False
+    return run in ((meta.get("annotations") or {}).get(FILE), (meta.get("labels") or {}).get(Label.RUN))

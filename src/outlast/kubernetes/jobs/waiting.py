@@ -1,0 +1,275 @@
+"""Waiting for the end of a job in a cluster, as a step of a pipeline does. Decision: docs/decisions/0054-a-step-of-a-pipeline.md.
+
+    waiter = Waiter(workloads, "digits", say=print)
+    waiter.submitted(lambda: backend.apply(job, source=file))
+    ended = waiter.until_end()
+
+Nothing but the end of the job ends the wait: not an API server that is away, not a job that is suspended or queued. Time and
+sleep are given, so that tests need none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from outlast.base import backoff
+from outlast.base.errors import Absent, ClusterError, Forbidden, NotFound, NotServed, OutlastError, StoreError, Unanswered
+from outlast.job.contract import Env
+from outlast.job.status import JobStatus, State
+from outlast.kubernetes import api
+from outlast.kubernetes.api import kubeconfig, pods
+from outlast.kubernetes.jobs import job_status
+from outlast.kubernetes.jobs.workloads import Workloads
+
+T = TypeVar("T")
+
+EVERY_S = 5.0
+"""Interval of asking for the job."""
+PROGRESS_S = 60.0
+"""Interval of telling how far it is; a change of its state is told at once."""
+_SUBMIT_S = 600.0
+"""Longest time to try to submit while the API server is away."""
+_UNSERVED_S = 300.0
+"""Longest time without the kind of the job: an API server that has just started may not know it yet."""
+_CANCEL_S = 15.0
+"""Longest time to try to cancel: a pod has 30 s after SIGTERM."""
+
+Look = Callable[[], tuple[api.Document | None, api.Document | None]]
+"""Reads the step's pod and the Workflow that owns it, as for `spared`."""
+
+
+class Code(enum.IntEnum):
+    """Exit codes of a wait, besides those of a refused request (1) and of a mistake (2)."""
+
+    SUCCEEDED = 0
+    FAILED = 3
+    GONE = 4
+    """Somebody else has cancelled or replaced the job."""
+    TERMINATED = 143
+    """We got SIGTERM."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a wait has ended."""
+
+    code: Code
+    sentence: str
+    status: JobStatus
+
+
+@dataclass(frozen=True)
+class Time:
+    """Time and sleep."""
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+@dataclass
+class Waiter:
+    """Submits one job, and waits for its end."""
+
+    workloads: Workloads
+    name: str
+    say: Callable[[str], None]
+    time: Time = field(default_factory=Time)
+    ours: bool = False
+    """Whether the job of this name is ours to cancel: we have submitted it, or its name is ours alone."""
+    held: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    """Defers SIGTERM in a block: whether the job is ours must be known together with its being there."""
+    _kind: api.Kind = api.ELASTIC_JOB
+    _title: str = ""
+    _uid: str = ""
+
+    def submitted(self, apply: Callable[[], Iterator[str]]) -> None:
+        """Submit, or attach to what has been submitted, and say what was done. Raises OutlastError."""
+
+        def attempt() -> None:
+            with self.held():
+                for sentence in apply():
+                    self.say(sentence)
+                for found in self.workloads.of(self.name)[:1]:  # none: somebody has removed it at once
+                    meta = found["metadata"]
+                    self._kind, self._title, self._uid = api.kind_of(found), meta["name"], meta["uid"]
+                self.ours = True
+
+        self._answered(attempt, _SUBMIT_S)
+
+    def until_end(self) -> Ended:
+        """Wait for the end of the job."""
+        last: JobStatus | None = None
+        told_s = self.time.now()
+        while self._uid:
+            due = last is None or self.time.now() - told_s >= PROGRESS_S
+            status = self._answered(lambda due=due: self._look(ask=due))  # type: ignore[misc]
+            if status is None:
+                return self._gone(last)
+            if status.state.final:
+                return self._ended(status)
+            if due or last is None or status.state is not last.state:
+                self.say(progress(status))
+                told_s = self.time.now()
+            last = status
+            self.time.sleep(EVERY_S)
+        return self._gone(None)
+
+    def terminated(self, mode: str, look: Look) -> Ended:
+        """After SIGTERM: cancel the job, or leave it. `mode` is `cancel` or `leave`."""
+        why = "--on-terminate is leave" if mode == "leave" else "" if self.ours else "it was not submitted yet"
+        try:
+            done = f"is not cancelled: {why}" if why else self._answered(lambda: self._cancel(look), _CANCEL_S)
+        except NotFound:
+            done = "is gone already" if self._uid else "is not cancelled: it was not submitted yet"
+        except ClusterError as error:
+            done = f"could not be cancelled: {error}; do it with: outlast cancel {self.name}"
+        return Ended(Code.TERMINATED, f"SIGTERM: {self.name} {done}", JobStatus(name=self.name, run=""))
+
+    def _cancel(self, look: Look) -> str:
+        """Cancel the job, unless it is to go on or has ended; what was done. Raises ClusterError."""
+        if why := spared(*look()):
+            return f"is not cancelled: {why}"
+        if self._uid:
+            workload = self.workloads.cluster.get(self._kind, self._title)
+            if workload["metadata"]["uid"] != self._uid:
+                return "is not cancelled: somebody else has submitted it again"
+            if (state := job_status.over(workload)) is not None:
+                return f"has ended already ({state})"
+        self.workloads.remove(self.name, grace_s=None)
+        return "is cancelled; what it has saved stays"
+
+    def _look(self, *, ask: bool) -> JobStatus | None:
+        """The status of the job that was submitted; None when it is gone. `ask`: the agents, too, for their step."""
+        try:
+            workload = self.workloads.cluster.get(self._kind, self._title)
+        except Absent:
+            return None
+        if workload["metadata"]["uid"] != self._uid:
+            return None
+        over = job_status.over(workload) is not None
+        ask = ask or over or self._kind is api.STATEFUL_SET  # whose end only its agents know
+        found = self.workloads.snapshot(self.name, [workload], self.workloads.pods(self.name), ask=ask)
+        return job_status.status(found)
+
+    def _answered(self, request: Callable[[], T], timeout_s: float = float("inf")) -> T:
+        """The answer to a request, repeated while the API server is away, or does not know the kind of a job that was there."""
+        since = self.time.now()
+        unserved: float | None = None
+
+        def hopeless(error: ClusterError) -> bool:
+            nonlocal unserved
+            now = self.time.now()
+            if isinstance(error, NotServed):
+                unserved = now if unserved is None else unserved
+                return not self._uid or now - since > timeout_s or now - unserved > _UNSERVED_S
+            unserved = None
+            return not isinstance(error, Unanswered) or now - since > timeout_s
+
+        return backoff.until_answered(request, self.say, every_s=EVERY_S, sleep=self.time.sleep, hopeless=hopeless)
+
+    def _ended(self, status: JobStatus) -> Ended:
+        if status.state is State.SUCCEEDED:
+            return Ended(Code.SUCCEEDED, f"{self.name} has succeeded", status)
+        if status.state is State.FAILED:
+            return Ended(Code.FAILED, f"{self.name} has failed: {self._why(status)}", status)
+        return self._gone(status)
+
+    def _why(self, status: JobStatus) -> str:
+        """The sentence of `outlast why`, if it has one, else that of the status."""
+        from outlast.kubernetes import diagnosis
+        from outlast.kubernetes.diagnosis import gather
+
+        try:
+            found = diagnosis.causes(gather.job(self.workloads.cluster, self.name), time.time())
+        except OutlastError:  # the status knows as well
+            found = []
+        return next((cause.what for cause in found if cause.wrong), status.reason)
+
+    def _gone(self, last: JobStatus | None) -> Ended:
+        """The job is not there any more: it was cancelled or replaced, unless its store knows that it had ended before."""
+        status = last or JobStatus(name=self.name, run="")
+        if (recorded := _recorded(status)) is not None:
+            return self._ended(recorded)
+        status = status.model_copy(update={"state": State.CANCELLED})
+        there = self._answered(lambda: self.workloads.of(self.name))
+        if there and there[0]["metadata"]["uid"] != self._uid:
+            return Ended(Code.GONE, f"{self.name} was submitted again by somebody else, and this run of it is over", status)
+        return Ended(Code.GONE, f"{self.name} was cancelled or deleted by somebody else; submitted again, it goes on", status)
+
+
+def _recorded(status: JobStatus) -> JobStatus | None:
+    """The status as the store has it, if the run has ended there as Succeeded or Failed."""
+    if status.store is None or not status.run:
+        return None
+    from outlast.storage import runs, store
+
+    try:
+        record = runs.read(store.open_(status.store.url))
+    except StoreError:
+        return None
+    if record is None or status.run not in (record.run, record.owner) or record.state not in (State.SUCCEEDED, State.FAILED):
+        return None
+    return status.model_copy(update={"state": State(record.state), "reason": record.reason, "exit_code": record.exit_code})
+
+
+def progress(status: JobStatus) -> str:
+    """`digits: Running: all 2 workers train; step 120 of 400, checkpoint of step 100`."""
+    facts = []
+    if status.step or status.steps:
+        facts.append(f"step {status.step}" + (f" of {status.steps}" if status.steps else ""))
+    if status.checkpoint:
+        facts.append(f"checkpoint of step {status.checkpoint.step}")
+    said = f"{status.state}: {status.reason}" if status.reason else str(status.state)
+    return f"{status.name}: {said}{'; ' if facts else ''}{', '.join(facts)}"
+
+
+def spared(pod: api.Document | None, owner: api.Document | None) -> str:
+    """Why a job is to go on although its step got SIGTERM; empty when the pipeline is being terminated. Pure.
+
+    `pod` is that of the step, None when it cannot be read; `owner` is the Workflow that owns it, None when that is gone.
+    """
+    spec = (owner or {}).get("spec") or {}
+    over = owner is not None and "deletionTimestamp" in owner["metadata"]
+    if pod is None or over or spec.get("shutdown") or spec.get("activeDeadlineSeconds") == 0:  # 0: Kubeflow Pipelines terminates
+        return ""
+    if found := pods.disruption(pod):
+        return f"the step's pod is evicted ({found.get('reason')}), and the step is to be run again"
+    if "deletionTimestamp" not in pod["metadata"] or owner is None:
+        return ""
+    return f"the step's pod is deleted, and Workflow {owner['metadata']['name']} goes on"
+
+
+def own_pod(
+    cluster: api.Cluster, environ: Mapping[str, str] = os.environ, *, before: api.Document | None = None
+) -> tuple[api.Document | None, api.Document | None]:
+    """The pod that this process runs in, and the Workflow that owns it, as far as they exist and may be read.
+
+    A pod that was deleted by force is gone while its processes still end: then it is as it was `before`, and being deleted.
+    Raises Unanswered.
+    """
+    name = next((environ[key] for key in (Env.POD, "KFP_POD_NAME", "HOSTNAME") if environ.get(key)), "")
+    if not name or not kubeconfig.inside(environ):
+        return None, None
+    unknown = (OSError, Absent, Forbidden, NotServed)
+    try:
+        namespace = Path(kubeconfig.ACCOUNT, "namespace").read_text().strip()
+        pod = cluster.find(api.POD, name, namespace=namespace)
+    except unknown:
+        return None, None
+    if pod is None:
+        if before is None:
+            return None, None
+        pod = {**before, "metadata": {"deletionTimestamp": "", **before["metadata"]}}
+    owners = pod["metadata"].get("ownerReferences") or ()
+    try:
+        workflow = next(each["name"] for each in owners if each["kind"] == api.WORKFLOW.kind)
+        return pod, cluster.get(api.WORKFLOW, workflow, namespace=namespace)
+    except (StopIteration, *unknown):
+        return pod, None

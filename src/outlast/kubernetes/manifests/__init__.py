@@ -1,0 +1,12 @@
+"""A job as Kubernetes objects: `render(job, "indexed-job")`. Pure.
+
+Used by `outlast render`, the operator (`pods.pod`) and `deploy/render.py` (`install`, `crd`). The contract of a worker's pod:
+`docs/decisions/0009-the-workers-pod.md`.
+"""
+
+from __future__ import annotations
+
+from outlast.kubernetes.manifests.request import Document, Request
+from outlast.kubernetes.manifests.topologies import TOPOLOGIES, render, warnings
+
+__all__ = ["TOPOLOGIES", "Document", "Request", "render", "warnings"]

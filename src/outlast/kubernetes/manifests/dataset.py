@@ -1,0 +1,133 @@
+"""A Job of one pod that brings a dataset to a claim or a store. It has the labels of a job, so that `outlast list`, `status`,
+`logs`, `why` and `cancel` know it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+
+from outlast.base.errors import OutlastError
+from outlast.job import logins
+from outlast.job.contract import Env, Label, Pod
+from outlast.kubernetes.manifests import install, labels, names, volumes
+from outlast.kubernetes.manifests.request import Document
+
+IMAGE = install.IMAGE
+"""Outlast without torch."""
+_KEEP_S = 86_400
+"""TTL after its end, for its log."""
+_TRIES = 3
+"""Pods that may fail; a pod goes on with what the one before has left on a claim."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What is to be brought where."""
+
+    dataset: str
+    """As on the command line: a name or a URL."""
+    directory: str
+    """Its name as a directory."""
+    to: str = ""
+    """A directory on the claim, or a place in a store."""
+    claim: str = ""
+    """`NAME:/PATH`: the claim, and where it is mounted."""
+    image: str = IMAGE
+    secrets: Sequence[str] = ()
+    """Names of Secrets whose keys are variables, above all the credentials of a store."""
+
+    @property
+    def name(self) -> str:
+        """The name of the job."""
+        return names.fit(f"data-{re.sub(r'[^a-z0-9]+', '-', self.directory.lower()).strip('-')}", names.LONGEST - 6)
+
+    def target(self) -> tuple[str, str, str]:
+        """Where it is written to; the claim's name and mount path, or twice nothing. Raises OutlastError."""
+        if not self.claim:
+            if "://" not in self.to or self.to.startswith("file://"):
+                raise OutlastError(
+                    "in a cluster the data need a place that stays: --claim NAME:/PATH for a volume, or --to s3://BUCKET/PREFIX"
+                )
+            return self.to, "", ""
+        claim, path = claimed(self.claim)
+        to = self.to or f"{path}/{self.directory}"
+        if "://" not in to and PurePosixPath(path) not in (PurePosixPath(to), *PurePosixPath(to).parents):
+            raise OutlastError(
+                f"--to {to} is not on the claim, which is at {path}; give a directory there, e.g. {path}/{self.directory}"
+            )
+        return to, claim, path
+
+
+def claimed(option: str) -> tuple[str, str]:
+    """The claim's name and the mount path of `--claim NAME:/PATH`. Raises OutlastError."""
+    claim, colon, path = option.partition(":")
+    if not colon or not re.fullmatch(r"(/[^/:.][^/:]*)+", path) or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", claim):
+        raise OutlastError(f"--claim {option} is no claim with a path; write --claim NAME:/PATH, e.g. efs-pvc:/data")
+    return claim, path
+
+
+def job(name: str, metadata: Document, pod: Document) -> Document:
+    """A Job of one pod, kept for a day after its end. `metadata` is the pod's; its labels are the Job's, too."""
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name, "labels": metadata["labels"]},
+        "spec": {
+            "backoffLimit": _TRIES,
+            "ttlSecondsAfterFinished": _KEEP_S,
+            "podReplacementPolicy": "Failed",  # one writer at a time
+            "podFailurePolicy": {
+                "rules": [
+                    {
+                        "action": "FailJob",  # a mistake: the sentence is the log's last line
+                        "onExitCodes": {"containerName": Pod.CONTAINER, "operator": "In", "values": [2]},
+                    },
+                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                ]
+            },
+            "template": {"metadata": {**metadata, "labels": {**labels.UNMESHED, **metadata["labels"]}}, "spec": pod},
+        },
+    }
+
+
+def document(wanted: Wanted) -> Document:
+    """The Job. Raises OutlastError when it has no place to write to."""
+    for url in (wanted.dataset, wanted.to):
+        if problem := logins.exposed(url, "whoever may view the Job reads its command"):
+            raise OutlastError(f"{logins.hidden(url)} {problem}; a pod has the variables of the Secrets that --secret names")
+    to, claim, path = wanted.target()
+    meta = {
+        "app.kubernetes.io/name": "outlast",
+        "app.kubernetes.io/managed-by": "outlast",
+        "app.kubernetes.io/part-of": "outlast",
+        **labels.selector(wanted.name),
+        Label.DATASET: names.fit(wanted.name, 63),
+    }
+    scratch = {Pod.CACHE: "cache", Pod.HOME: "home", "/tmp": "tmp"}
+    found = [({"name": name, "emptyDir": {}}, {"name": name, "mountPath": place}) for place, name in scratch.items()]
+    if claim:
+        found.append(({"name": "claim", "persistentVolumeClaim": {"claimName": claim}}, {"name": "claim", "mountPath": path}))
+    variables = {Env.CACHE: Pod.CACHE, "HOME": Pod.HOME, "USER": "outlast", "PYTHONUNBUFFERED": "1"}
+    container: Document = {
+        "name": Pod.CONTAINER,
+        "image": wanted.image,
+        "command": ["outlast", "data", "get", wanted.dataset, "--to", to],
+        "workingDir": Pod.HOME,
+        "env": [{"name": name, "value": value} for name, value in variables.items()],
+        **({"envFrom": [{"secretRef": {"name": secret}} for secret in wanted.secrets]} if wanted.secrets else {}),
+        "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}},
+        "securityContext": volumes.confined(),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [mount for _, mount in found],
+    }
+    pod = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": volumes.security(),
+        "containers": [container],
+        "volumes": [volume for volume, _ in found],
+    }
+    return job(wanted.name, {"labels": meta}, pod)

@@ -1,0 +1,40 @@
+"""What keeps evictions from a job: its PodDisruptionBudget, and the annotations of its pods."""
+
+from __future__ import annotations
+
+from outlast.job import spec
+from outlast.kubernetes.manifests import labels
+from outlast.kubernetes.manifests.request import Document
+
+UNDISTURBED = {
+    "karpenter.sh/do-not-disrupt": "true",
+    "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+}
+"""Annotations of a pod whose node is not to be taken only to save costs: neither by Karpenter's consolidation nor by a scale-down
+of the cluster autoscaler. Pods exist while the job runs, so they always have them. No interruption and no drain is kept away.
+https://karpenter.sh/docs/concepts/disruption/#pod-level-controls
+https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/FAQ.md#what-types-of-pods-can-prevent-ca-from-removing-a-node"""
+
+
+def least(workers: spec.Workers) -> int:
+    """Smallest number of workers that evictions must leave: `workers.min`, but one may always be evicted, or a drain of its node
+    would never end. A job that needs all of them saves, and waits for the replacement."""
+    return max(0, min(workers.min, workers.replicas - 1))
+
+
+def budget(job: str, namespace: str, least: int, labelled: dict[str, str], owner: Document) -> Document:
+    """The PodDisruptionBudget; `owner` is an ownerReference.
+
+    A worker that is not ready does not train and may always be evicted, or a job that waits would block a drain for ever.
+    https://kubernetes.io/docs/tasks/run-application/configure-pdb/#unhealthy-pod-eviction-policy
+    """
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": {"name": job, "namespace": namespace, "labels": dict(labelled), "ownerReferences": [owner]},
+        "spec": {
+            "minAvailable": least,
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            "selector": {"matchLabels": labels.selector(job)},
+        },
+    }

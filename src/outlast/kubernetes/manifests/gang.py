@@ -1,0 +1,101 @@
+"""Gang scheduling of the workers: none, the coscheduling plugin, or Volcano.
+
+`of` gives the pods' labels and the PodGroup. `auto` is what the cluster has: the operator calls `choose`; without a cluster it is
+none. Kueue admits whole jobs by itself, see `labels.kueue`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Literal
+
+from outlast.job import spec
+from outlast.kubernetes.api import kinds
+from outlast.kubernetes.manifests import labels, resources
+from outlast.kubernetes.manifests.request import Document, Request
+
+GROUP_LABEL = "scheduling.x-k8s.io/pod-group"
+"""Label of the pods of a gang, for the coscheduling plugin."""
+GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
+"""Annotation of the pods of a gang, for Volcano."""
+SCHEDULERS = {"coscheduling": "scheduler-plugins-scheduler", "volcano": "volcano"}
+"""Name of the scheduler."""
+GROUPS = {"volcano": kinds.VOLCANO_GROUP.group, "coscheduling": kinds.POD_GROUP.group}
+"""The API group that shows that a cluster has it; the first one wins."""
+
+Who = Literal["none", "coscheduling", "volcano"]
+
+
+@dataclass(frozen=True)
+class Gang:
+    """What gang scheduling requires of the pods."""
+
+    scheduler: str = ""
+    """Name of the scheduler. Default: the cluster's."""
+    labels: dict[str, str] = field(default_factory=dict)
+    annotations: dict[str, str] = field(default_factory=dict)
+    documents: list[Document] = field(default_factory=list)
+
+
+NONE = Gang()
+
+
+def choose(fields: spec.Spec, found: Collection[str], *, admitted: bool = False) -> Who:
+    """The gang scheduler of a job in a cluster with these API groups.
+
+    `auto` is none for a job that may train with one worker, where a gang has no meaning, and for one that Kueue admits
+    (`admitted`): Kueue waits for quota for all its workers, and its queue is not one of Volcano's.
+    """
+    wish = fields.scheduling.gang
+    if wish != "auto":
+        return wish
+    if fields.workers.min < 2 or admitted:
+        return "none"
+    return "volcano" if GROUPS["volcano"] in found else "coscheduling" if GROUPS["coscheduling"] in found else "none"
+
+
+def missing(who: Who, found: Collection[str]) -> str:
+    """Why a gang cannot be scheduled, if the cluster lacks its scheduler: a sentence, else empty."""
+    group = GROUPS.get(who, "")
+    if not group or group in found:
+        return ""
+    return f"scheduling.gang is {who}, and the cluster has no PodGroups of {group}; {kinds.INSTALLED_BY[group]}"
+
+
+def of(request: Request, name: str, who: Who | None = None) -> Gang:
+    """The gang of a job with several workers; its PodGroup is called `name`. `who`: by default that of the job file."""
+    match who or request.spec.scheduling.gang:
+        case "coscheduling":  # https://scheduler-plugins.sigs.k8s.io/docs/plugins/coscheduling/
+            group: Document = {
+                "apiVersion": "scheduling.x-k8s.io/v1alpha1",
+                "kind": "PodGroup",
+                "metadata": labels.metadata(request, name),
+                "spec": _least(request.spec),
+            }
+            if timeout := request.spec.startup_deadline_seconds:
+                group["spec"]["scheduleTimeoutSeconds"] = math.ceil(timeout)
+            return Gang(SCHEDULERS["coscheduling"], {GROUP_LABEL: name}, {}, [group])
+        case "volcano":  # https://volcano.sh/en/docs/podgroup/
+            group = {
+                "apiVersion": "scheduling.volcano.sh/v1beta1",
+                "kind": "PodGroup",
+                "metadata": labels.metadata(request, name),
+                "spec": {**_least(request.spec), **volcano_queue(request.spec)},
+            }
+            return Gang(SCHEDULERS["volcano"], {}, {GROUP_ANNOTATION: name}, [group])
+    return NONE
+
+
+def volcano_queue(fields: spec.Spec) -> dict[str, str]:
+    """Volcano's queue and priority."""
+    found = {"queue": fields.scheduling.queue, "priorityClassName": fields.scheduling.priority_class_name}
+    return {key: value for key, value in found.items() if value}
+
+
+def _least(fields: spec.Spec) -> Document:
+    found: Document = {"minMember": fields.workers.min}
+    if together := resources.times(fields, fields.workers.min):
+        found["minResources"] = together
+    return found

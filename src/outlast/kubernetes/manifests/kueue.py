@@ -1,0 +1,128 @@
+"""Kueue's Workloads for a job, and what an admission means for its pods. Pure.
+
+Kueue manages quotas and the Workloads that request them; pods are up to the Workload's creator
+(https://kueue.sigs.k8s.io/docs/concepts/workload/). `operator.queues` decides what to request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outlast.kubernetes.api import kinds
+from outlast.kubernetes.api.kinds import Kind
+from outlast.kubernetes.manifests import names
+from outlast.kubernetes.manifests.request import Document
+
+GROUP = kinds.WORKLOAD.group
+QUEUE = "kueue.x-k8s.io/queue-name"
+"""Label of a job: its queue."""
+PRIORITY = "kueue.x-k8s.io/priority-class"
+"""Label of a job: its WorkloadPriorityClass."""
+JOB_UID = "kueue.x-k8s.io/job-uid"
+"""Label of a Workload: its job. Kueue's own tools use it."""
+WORKLOAD = "kueue.x-k8s.io/workload"
+"""Annotation of a pod: the Workload whose quota it uses."""
+PODS = "main"
+"""Name of the pod set of our Workloads."""
+
+VERSIONS: tuple[tuple[Kind, Kind, Kind], ...] = (
+    (kinds.WORKLOAD_V1BETA2, kinds.FLAVOR_V1BETA2, kinds.WORKLOAD_PRIORITY_V1BETA2),
+    (kinds.WORKLOAD, kinds.FLAVOR, kinds.WORKLOAD_PRIORITY),
+)
+"""Workloads, ResourceFlavors and WorkloadPriorityClasses in the supported versions, newest first."""
+
+
+@dataclass(frozen=True)
+class Priority:
+    """Priority of a Workload. Kueue does not look up the value of a name."""
+
+    value: int
+    name: str = ""
+    group: str = ""
+    """API group of the class: Kueue's, or that of pods."""
+
+
+def queue(job: Mapping[str, Any]) -> str:
+    """Kueue's queue of an ElasticJob: from its label, else from `scheduling`; empty for none."""
+    label = (job["metadata"].get("labels") or {}).get(QUEUE)
+    scheduling = job["spec"].get("scheduling") or {}
+    return str(label or (scheduling.get("queue") if scheduling.get("gang") != "volcano" else "") or "")
+
+
+def priority(job: Mapping[str, Any], classes: Iterable[Mapping[str, Any]]) -> Priority | str:
+    """The priority of a job, by Kueue's rules: of the label's class, else of the pods' class, else the cluster's default. A
+    sentence if its class does not exist."""
+    label = (job["metadata"].get("labels") or {}).get(PRIORITY)
+    named = label or (job["spec"].get("scheduling") or {}).get("priorityClassName")
+    kind = kinds.WORKLOAD_PRIORITY.kind if label else kinds.PRIORITY_CLASS.kind
+    for each in classes:
+        if each["kind"] == kind and (each["metadata"]["name"] == named if named else each.get("globalDefault")):
+            group = GROUP if label else kinds.PRIORITY_CLASS.group
+            return Priority(int(each["value"]), each["metadata"]["name"], group)
+    return f"there is no {kind} called {named}; ask for one, or delete the job and name another" if named else Priority(0)
+
+
+def workload(
+    kind: Kind,
+    meta: Mapping[str, Any],
+    *,
+    queue: str,
+    template: Mapping[str, Any],
+    count: int,
+    least: int,
+    priority: Priority,
+) -> Document:
+    """A Workload for `count` pods of this template, or fewer, down to `least`."""
+    pods: Document = {"name": PODS, "count": count, "template": template}
+    if least < count:
+        pods["minCount"] = least
+    named: Document = {}
+    if priority.name and kind == kinds.WORKLOAD_V1BETA2:
+        own = priority.group == GROUP
+        class_ = (kinds.WORKLOAD_PRIORITY if own else kinds.PRIORITY_CLASS).kind
+        named = {"priorityClassRef": {"group": priority.group, "kind": class_, "name": priority.name}}
+    elif priority.name:
+        source = "workloadpriorityclass" if priority.group == GROUP else "priorityclass"
+        named = {"priorityClassName": priority.name, "priorityClassSource": f"{priority.group}/{source}"}
+    fields = {"queueName": queue, "podSets": [pods], "priority": priority.value, **named}
+    return {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": dict(meta), "spec": fields}
+
+
+def name(job: str, uid: str, number: int) -> str:
+    """The name of a job's Workload; unique to the job's uid."""
+    return names.fit(f"{job}-{uid[:8]}-{number}")
+
+
+def flavors(workload: Mapping[str, Any]) -> set[str]:
+    """The ResourceFlavors that an admitted Workload was assigned."""
+    return {flavor for each in _assigned(workload) for flavor in (each.get("flavors") or {}).values()}
+
+
+def admitted(workload: Mapping[str, Any]) -> int:
+    """The number of pods that it was admitted with."""
+    asked = workload["spec"]["podSets"][0].get("count", 1)
+    return int(next((each["count"] for each in _assigned(workload) if each.get("count") is not None), asked))
+
+
+def placed(pod: Mapping[str, Any], workload: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]) -> Document:
+    """The pod with the node labels of its Workload's flavors (`found`, by name), and the updates of admission checks."""
+    parts = [found[flavor].get("spec") or {} for flavor in sorted(flavors(workload))]
+    for check in (workload.get("status") or {}).get("admissionChecks") or ():
+        parts += [update for update in check.get("podSetUpdates") or () if update["name"] == PODS]
+    meta, fields = dict(pod["metadata"]), dict(pod["spec"])
+    meta["annotations"] = {**(meta.get("annotations") or {}), WORKLOAD: workload["metadata"]["name"]}
+    for part in parts:
+        for key in ("labels", "annotations"):
+            if part.get(key):
+                meta[key] = {**(meta.get(key) or {}), **part[key]}
+        if selector := {**(part.get("nodeLabels") or {}), **(part.get("nodeSelector") or {})}:
+            fields["nodeSelector"] = {**(fields.get("nodeSelector") or {}), **selector}
+        if new := [each for each in part.get("tolerations") or () if each not in (fields.get("tolerations") or ())]:
+            fields["tolerations"] = [*(fields.get("tolerations") or ()), *new]
+    return {**pod, "metadata": meta, "spec": fields}
+
+
+def _assigned(workload: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return list(((workload.get("status") or {}).get("admission") or {}).get("podSetAssignments") or ())

@@ -1,0 +1,119 @@
+"""Labels of a job's objects: origin, job, run, and the settings that it trains with."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from outlast.job import contract, spec
+from outlast.job.contract import Label
+from outlast.kubernetes.manifests import names
+from outlast.kubernetes.manifests.request import Document, Request, wrong
+
+UNMESHED = {"sidecar.istio.io/inject": "false"}
+"""Label of pods that run to an end: Istio puts no proxy beside them, in namespaces whose pods get one, such as Kubeflow's. Such a
+proxy outlives the training, so that a Job never completes, and rejects what workers send to one another's ports.
+https://istio.io/latest/docs/setup/additional-setup/sidecar-injection/"""
+_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
+_NAME = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+_OPTION = re.compile(r"--?([A-Za-z][A-Za-z0-9_-]*)=(.+)")
+
+_RESERVED = ("job-name", "controller-uid", "controller-revision-hash", "pod-template-hash")
+_RESERVED_GROUPS = ("batch.kubernetes.io", "apps.kubernetes.io", "statefulset.kubernetes.io")
+"""Labels that Kubernetes' controllers set and select by: a Job whose template has another value is rejected (422).
+https://kubernetes.io/docs/reference/labels-annotations-taints/"""
+
+_SECRET = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
+"""Names of arguments that may be secrets, which must not be in labels."""
+
+
+def selector(job: str) -> dict[str, str]:
+    """Selector of a job's workers, of all its runs. Selectors are immutable, so it never changes."""
+    return {"app.kubernetes.io/instance": job, "app.kubernetes.io/component": "worker", Label.JOB: job}
+
+
+def common(job: spec.Job) -> dict[str, str]:
+    """Labels of all objects of a job: the user's, then ours. Raises InvalidJob for invalid labels."""
+    return {
+        **_users(job),
+        "app.kubernetes.io/name": "outlast",
+        "app.kubernetes.io/instance": job.metadata.name,
+        "app.kubernetes.io/managed-by": "outlast",
+        "app.kubernetes.io/part-of": "outlast",
+        Label.JOB: job.metadata.name,
+    }
+
+
+def worker(request: Request) -> dict[str, str]:
+    """Labels of a worker's pod."""
+    return {
+        **common(request.job),
+        "app.kubernetes.io/component": "worker",
+        Label.RUN: names.fit(request.run),
+        **settings(request.spec.args),
+    }
+
+
+def settings(args: Sequence[str]) -> dict[str, str]:
+    """The arguments as labels, so that pods can be found by them: `--batch=128` is `args.outlast.dev/batch: "128"`.
+
+    Names and values that are not valid labels, and possible secrets, are left out.
+    """
+    found = {f"{Label.SETTING}{name}": value for name, value in _options(args) if not _SECRET.search(name)}
+    return {name: value for name, value in found.items() if _NAME.fullmatch(name) and _VALUE.fullmatch(value)}
+
+
+def metadata(request: Request, name: str) -> Document:
+    """The metadata of a document of this job."""
+    found: Document = {"name": name}
+    if request.job.metadata.namespace:
+        found["namespace"] = request.job.metadata.namespace
+    return {**found, "labels": common(request.job)}
+
+
+def workload(request: Request, name: str, *, annotations: Mapping[str, str] | None = None) -> Document:
+    """The metadata of the owner of the pods: with the user's annotations, and Kueue's queue if there is one."""
+    found = metadata(request, name)
+    found["labels"] |= {"app.kubernetes.io/component": "worker", Label.RUN: names.fit(request.run), **kueue(request.spec)}
+    if more := {**request.job.metadata.annotations, **(annotations or {})}:
+        found["annotations"] = more
+    return found
+
+
+def kueue(fields: spec.Spec) -> dict[str, str]:
+    """Kueue's label, https://kueue.sigs.k8s.io/docs/reference/labels-and-annotations/; none without a queue, or when it is one of
+    Volcano."""
+    if not fields.scheduling.queue or fields.scheduling.gang == "volcano":
+        return {}
+    return {"kueue.x-k8s.io/queue-name": fields.scheduling.queue}
+
+
+def _users(job: spec.Job) -> dict[str, str]:
+    broken = [
+        f'metadata.labels.{name} ("{value}") cannot be a label; at most {names.LONGEST} letters, digits, -, _ and . are allowed'
+        for name, value in job.metadata.labels.items()
+        if not (_NAME.fullmatch(name) and _VALUE.fullmatch(value))
+    ]
+    broken += [
+        f"metadata.labels.{name} is set by Outlast itself; remove it"
+        for name in job.metadata.labels
+        if name.partition("/")[0].endswith(("app.kubernetes.io", contract.GROUP)) and "/" in name
+    ]
+    broken += [
+        f"metadata.labels.{name} is reserved by Kubernetes, which writes it on pods itself; choose another name"
+        for name in job.metadata.labels
+        if name in _RESERVED or name.partition("/")[0] in _RESERVED_GROUPS
+    ]
+    if broken:
+        raise wrong(job, *broken)
+    return dict(job.metadata.labels)
+
+
+def _options(args: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Names and values of arguments like `--batch=128` and `--batch 128`."""
+    for arg, following in itertools.pairwise([*args, "--"]):
+        if found := _OPTION.fullmatch(arg):
+            yield found[1], found[2]
+        elif re.fullmatch(r"--[A-Za-z][A-Za-z0-9_-]*", arg) and not following.startswith("-"):
+            yield arg.removeprefix("--"), following

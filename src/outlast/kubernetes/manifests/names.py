@@ -1,0 +1,57 @@
+"""Names of Kubernetes objects, within the limits on length.
+
+Jobs and ConfigMaps are immutable. Their names end with a digest of the content, so that applying a changed file creates new ones,
+and applying the same file changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from outlast.job import contract
+
+LONGEST = contract.LONGEST_HOST
+_DIGITS = 8
+
+
+def digest(value: Any, digits: int = _DIGITS) -> str:
+    """A digest of a JSON value; the order of keys does not matter."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:digits]
+
+
+def fit(name: str, longest: int = LONGEST) -> str:
+    """The name; if it is too long, its beginning and a digest."""
+    if len(name) <= longest:
+        return name
+    return f"{name[: longest - _DIGITS - 1].rstrip('-.')}-{digest(name)}"
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of one job's objects."""
+
+    job: str
+    digest: str = ""
+    """Of the objects; empty in the draft from which it is computed."""
+
+    @property
+    def config(self) -> str:
+        """The ConfigMap with the job file."""
+        return fit(f"{self.job}-{self.digest}")
+
+    def code(self, checksum: str) -> str:
+        """The ConfigMap with the archive of code that has this SHA-256."""
+        return fit(f"{self.job}-code-{checksum[:_DIGITS]}")
+
+    @property
+    def service(self) -> str:
+        """The headless Service for the workers' host names. The same for all runs: it selects by the job."""
+        return fit(f"{self.job}-rdzv")
+
+    def workload(self, suffix: str = "") -> str:
+        """The owner of the pods, whose longest host name adds `suffix` to it."""
+        return fit(f"{self.job}-{self.digest}", LONGEST - len(suffix))

@@ -1,0 +1,87 @@
+"""Strategic merge of a patch into a pod template, as `kubectl patch --type strategic`.
+
+Mappings merge key by key, and `null` removes a key. Lists whose items have a name (containers, volumes, variables, ports) merge
+item by item; other lists are replaced. `$patch: delete` in an item removes it, `$patch: replace` in a mapping puts it in place
+of what was there. https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outlast.job.contract import Pod
+
+KEYS = {
+    "containers": "name",
+    "initContainers": "name",
+    "ephemeralContainers": "name",
+    "volumes": "name",
+    "env": "name",
+    "imagePullSecrets": "name",
+    "resourceClaims": "name",
+    "volumeMounts": "mountPath",
+    "volumeDevices": "devicePath",
+    "ports": "containerPort",
+    "hostAliases": "ip",
+    "topologySpreadConstraints": "topologyKey",
+}
+"""Merge keys of lists (`patchMergeKey` of the Kubernetes API)."""
+_ONE_OF = ("volumes", "env")
+"""Lists whose items are unions: a claim replaces an emptyDir (`retainKeys`)."""
+_WAYS = ("merge", "replace", "delete")
+
+
+def merge(base: dict[str, Any], patch: dict[str, Any], at: str = "template") -> dict[str, Any]:
+    """`base` merged with `patch`; neither is changed. Raises ValueError with a sentence about what cannot be merged."""
+    if _way(patch, at) == "replace":
+        return _bare(patch)
+    result = dict(base)
+    for key, value in patch.items():
+        if key == "$patch":
+            continue
+        here, old = f"{at}.{key}", result.get(key)
+        if isinstance(old, list) and key in KEYS and not isinstance(value, list | None):
+            raise ValueError(f"{here} must be a list of mappings, each with its {KEYS[key]}")
+        if value is None:
+            result.pop(key, None)
+        elif isinstance(value, dict):
+            result[key] = merge(old if isinstance(old, dict) else {}, value, here)
+        elif isinstance(value, list) and key in KEYS:
+            result[key] = _items(old if isinstance(old, list) else [], value, key, here)
+        else:
+            result[key] = value
+    return result
+
+
+def _items(base: list[Any], patch: list[Any], name: str, at: str) -> list[Any]:
+    """The merged lists: items in both are merged in place, new ones come last."""
+    key = KEYS[name]
+    for index, item in enumerate(patch):
+        if not isinstance(item, dict) or not isinstance(item.get(key, "" if "$patch" in item else None), str | int):
+            raise ValueError(f"{at}[{index}] has no {key}; give it")
+    if any(item == {"$patch": "replace"} for item in patch):
+        return [_bare(item) for item in patch if "$patch" not in item]
+    found = {item[key]: item for item in base}
+    for index, item in enumerate(patch):
+        here = f"{at}[{index}]"
+        if name == "containers" and item.get(key) in Pod.AGENT:  # one container, under the name that it has in this pod
+            item = {**item, key: next((each for each in Pod.AGENT if each in found), item[key])}
+        if _way(item, here) == "delete":
+            found.pop(item.get(key), None)
+        else:
+            old = found.get(item[key], {})
+            if name in _ONE_OF:
+                old = {part: value for part, value in old.items() if part in item}
+            found[item[key]] = merge(old, item, here)
+    return list(found.values())
+
+
+def _way(patch: dict[str, Any], at: str) -> str:
+    way = str(patch.get("$patch", "merge"))
+    if way not in _WAYS:
+        raise ValueError(f"{at}.$patch ({way}) must be one of {', '.join(_WAYS)}")
+    return way
+
+
+def _bare(value: dict[str, Any]) -> dict[str, Any]:
+    return {key: each for key, each in value.items() if key != "$patch"}

@@ -1,0 +1,180 @@
+"""A worker's pod, the same in every topology: command, security, resources, probes.
+
+It satisfies the restricted Pod Security Standard (https://kubernetes.io/docs/concepts/security/pod-security-standards/): not
+root, no escalation, no capabilities, the runtime's seccomp profile; and a read-only root file system. The user's `template` is
+merged over it last.
+
+The agent answers the probes. It is alive while a step or a phase of the start makes progress, and ready while it is in a world.
+It ends a hang itself, with stacks in the log; the liveness probe is for an agent that does not answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from outlast.job import contract, spec
+from outlast.job.contract import Annotation, Label, Pod
+from outlast.kubernetes.manifests import disruption, gang, labels, overlay, resources, scheduling, variables
+from outlast.kubernetes.manifests import volumes as places
+from outlast.kubernetes.manifests.request import Document, Request, wrong
+
+START_S = 120
+"""Timeout of the startup probe, for a busy machine."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """The parameters of a worker's pod that depend on the topology."""
+
+    index: variables.Source
+    """Source of the worker's index."""
+    rendezvous: str
+    restart: Literal["Never", "Always"] = "Never"
+    subdomain: str = ""
+    """The headless Service for the pod's DNS name."""
+    several: bool = True
+    """Whether the job may have more workers than this one."""
+    stay: bool = False
+    """Whether a worker that has succeeded keeps running; see `contract.Env.STAY`."""
+    account: str = ""
+    """ServiceAccount, if the worker uses the API server. Default: no token."""
+    gang: gang.Gang = gang.NONE
+    on_demand: bool = False
+    """Whether it runs on no spot machine, whatever the job says."""
+
+
+def template(request: Request, worker: Worker) -> Document:
+    """The PodTemplateSpec of a job's workers. Raises InvalidJob without an image, or if `template` cannot be merged."""
+    volumes, mounts = places.volumes(request)
+    made: Document = {
+        "metadata": {"labels": {**labels.UNMESHED, **labels.worker(request), **worker.gang.labels}},
+        "spec": {
+            "restartPolicy": worker.restart,
+            "terminationGracePeriodSeconds": grace_s(request.spec),
+            "automountServiceAccountToken": bool(worker.account),
+            **({"serviceAccountName": worker.account} if worker.account else {}),
+            "enableServiceLinks": False,  # a Service called outlast-... would set OUTLAST_..._PORT
+            **({"subdomain": worker.subdomain} if worker.subdomain else {}),
+            **({"schedulerName": worker.gang.scheduler} if worker.gang.scheduler else {}),
+            "securityContext": places.security(),
+            **scheduling.pod(request.job, several=worker.several, on_demand=worker.on_demand),
+            "containers": [_container(request, worker, mounts)],
+            "volumes": volumes,
+        },
+    }
+    if worker.gang.annotations:
+        made["metadata"]["annotations"] = dict(worker.gang.annotations)
+    return overlaid(request.job, made, labels.selector(request.job.metadata.name))
+
+
+def pod(request: Request, worker: Worker, *, index: int, generation: int, file: str) -> Document:
+    """The pod of one worker, for the operator. It carries its job file, see `Request.carried`."""
+    request = dataclasses.replace(request, carried=True)
+    made = template(request, worker)
+    meta = labels.metadata(request, contract.worker_name(request.job.metadata.name, index))
+    meta["labels"] = {**made["metadata"].pop("labels"), Label.WORKER: str(index), Label.GENERATION: str(generation)}
+    own = made["metadata"].pop("annotations", {})
+    meta["annotations"] = {**disruption.UNDISTURBED, **own, Annotation.JOB_FILE: file}
+    # `name` of a template has no meaning, as in Kubernetes.
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {**made["metadata"], **meta}, "spec": made["spec"]}
+
+
+def grace_s(fields: spec.Spec) -> int:
+    """terminationGracePeriodSeconds: the job's grace, and the last upload."""
+    return math.ceil(fields.interruption.grace.total_seconds()) + Pod.LAST_PUSH_S
+
+
+def failure_policy() -> Document:
+    """A Job ignores interruptions, and fails at once on misconfiguration or when workers have given up.
+
+    143 is SIGTERM before the agent handled it. Everything else counts towards `backoffLimit`.
+    https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy
+    """
+
+    def on_exit(action: str, *codes: int) -> Document:
+        return {"action": action, "onExitCodes": {"containerName": Pod.TRAINER, "operator": "In", "values": list(codes)}}
+
+    return {
+        "rules": [
+            on_exit("FailJob", contract.Exit.MISCONFIGURED.value, contract.Exit.GIVEN_UP.value),
+            {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            on_exit("Ignore", contract.Exit.INTERRUPTED.value, 143),
+        ]
+    }
+
+
+def job_limits(fields: spec.Spec) -> Document:
+    """The fields of a `batch/v1` Job for failures and its end."""
+    found: Document = {
+        **({"suspend": True} if fields.suspend else {}),  # never false: Kueue sets it for jobs in its queues
+        "backoffLimit": fields.restarts.limit,
+        "podReplacementPolicy": "Failed",  # one worker of an index at a time: the old one may still upload
+        "podFailurePolicy": failure_policy(),
+    }
+    if fields.active_deadline_seconds:
+        found["activeDeadlineSeconds"] = fields.active_deadline_seconds
+    if fields.ttl_seconds_after_finished is not None:
+        found["ttlSecondsAfterFinished"] = fields.ttl_seconds_after_finished
+    return found
+
+
+def _container(request: Request, worker: Worker, mounts: list[Document]) -> Document:
+    if request.spec.image is None:
+        raise wrong(request.job, "image is missing; say which one pods run, e.g. image: ghcr.io/outlast/outlast:0.1")
+    secrets = variables.from_secrets(request.spec)
+    env = variables.container(request, index=worker.index, rendezvous=worker.rendezvous, stay=worker.stay)
+    return {
+        "name": Pod.TRAINER,
+        "image": request.spec.image,
+        "command": ["outlast", "agent"],
+        "workingDir": Pod.CODE,
+        "env": env,
+        **({"envFrom": secrets} if secrets else {}),
+        "ports": [
+            {"name": "probes", "containerPort": Pod.PROBE_PORT},
+            {"name": "rendezvous", "containerPort": Pod.RENDEZVOUS_PORT},
+        ],
+        "resources": resources.share(request.job).container(),
+        **probes(start=START_S // 2, live=6),
+        "securityContext": places.confined(),
+        "terminationMessagePolicy": "FallbackToLogsOnError",  # the log's last lines are in the status of a pod that failed
+        "volumeMounts": mounts,
+    }
+
+
+def probes(*, start: int, live: int) -> Document:
+    """The probes of a process of ours: so many tries to start, two seconds apart, and to be alive, ten seconds apart."""
+    return {
+        "startupProbe": probe("/healthz", every=2, tries=start),
+        "livenessProbe": probe("/healthz", every=10, tries=live),
+        "readinessProbe": probe("/readyz", every=5, tries=1),
+    }
+
+
+def probe(path: str, *, every: int, tries: int, port: str = "probes") -> Document:
+    """An HTTP probe, `every` so many seconds; `tries` is the failure threshold."""
+    return {
+        "httpGet": {"path": path, "port": port},
+        "periodSeconds": every,
+        "timeoutSeconds": 5,
+        "failureThreshold": tries,
+    }
+
+
+def overlaid(job: spec.Job, made: Document, kept: dict[str, str]) -> Document:
+    """The template with the user's merged over it; the labels `kept` stay. Raises InvalidJob if it cannot be merged."""
+    try:
+        result = overlay.merge(made, job.spec.template)
+    except ValueError as error:
+        raise wrong(job, str(error)) from error
+    meta = result.get("metadata")
+    if not isinstance(meta, dict) or not isinstance(meta.get("labels"), dict):
+        raise wrong(job, "template.metadata.labels must be a mapping of names to values; correct or remove it")
+    if not isinstance(meta.get("annotations", {}), dict):
+        raise wrong(job, "template.metadata.annotations must be a mapping of names to values; correct or remove it")
+    if not isinstance(result.get("spec"), dict):
+        raise wrong(job, "template.spec must be a mapping, what a PodSpec has; correct or remove it")
+    return {**result, "metadata": {**meta, "labels": {**meta["labels"], **kept}}}

@@ -1,0 +1,92 @@
+"""The topologies of a job on Kubernetes; each module renders one: `documents(request)`.
+
+    elasticjob     the ElasticJob itself, for the operator
+    job            one pod with all the GPUs, a `batch/v1` Job
+    indexed-job    one pod per worker, an Indexed Job
+    statefulset    one pod per worker, a StatefulSet: for clusters without Jobs
+
+All but the first need no operator. They do not scale by themselves. Failures are counted by Kubernetes, from exit codes:
+progress does not reset the budget, and `restarts.window` has no effect.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from outlast.base.errors import OutlastError
+from outlast.job import spec
+from outlast.job.contract import S3_SECRET, Pod
+from outlast.kubernetes.manifests import objects, volumes
+from outlast.kubernetes.manifests.names import Names, digest
+from outlast.kubernetes.manifests.request import Document, Request
+from outlast.kubernetes.manifests.topologies import elasticjob, indexed_job, job, statefulset
+
+TOPOLOGIES: Mapping[str, Callable[[Request], list[Document]]] = {
+    "elasticjob": elasticjob.documents,
+    "job": job.documents,
+    "indexed-job": indexed_job.documents,
+    "statefulset": statefulset.documents,
+}
+_OPERATORS = ("startup_deadline_seconds", "clean_pod_policy", "managed_by")
+_IGNORED = {
+    "job": _OPERATORS,
+    "indexed-job": _OPERATORS,
+    "statefulset": (*_OPERATORS, "active_deadline_seconds", "ttl_seconds_after_finished"),
+}
+"""Fields that a topology ignores; only the operator reads the first ones."""
+
+
+def render(
+    wanted: spec.Job,
+    topology: str = "elasticjob",
+    *,
+    run: str | None = None,
+    namespace: str | None = None,
+    files: Mapping[str, str] | None = None,
+    code: bytes = b"",
+    fresh: bool = False,
+) -> list[Document]:
+    """The objects of a job, in the order in which to apply them.
+
+    `run` is the id of this submission; default: a digest of the job, so that the same file is the same run. `files` are the texts
+    of the files in `volumes.files`, `code` is the archive of a job whose code is in a ConfigMap. A `fresh` run ignores
+    checkpoints, even if another run has not ended. Raises InvalidJob if the topology cannot render the job, OutlastError for
+    an unknown topology.
+    """
+    if topology == "volcano":
+        raise OutlastError("Jobs of Volcano are no more; --as elasticjob with scheduling.gang: volcano has its gangs and queues")
+    if topology not in TOPOLOGIES:
+        raise OutlastError(f"there is no topology {topology}; choose one of {', '.join(TOPOLOGIES)}")
+    make = TOPOLOGIES[topology]
+    if namespace:
+        wanted = wanted.model_copy(update={"metadata": wanted.metadata.model_copy(update={"namespace": namespace})})
+    request = Request(wanted, Names(wanted.metadata.name), run or _run(wanted), files or {}, code, fresh)
+    # `suspend` may change during a run; its names must not.
+    draft = make(request.but(suspend=False))
+    named = dataclasses.replace(request, names=Names(wanted.metadata.name, digest(draft)))
+    return [*objects.code(named), *make(named)]
+
+
+def warnings(wanted: spec.Job, topology: str) -> list[str]:
+    """Warnings about a job that can be rendered: output that is lost, and fields that the topology ignores."""
+    found = []
+    if volumes.lost(wanted):
+        found.append(
+            f"output is neither in a store nor on a volume at {Pod.OUTPUT}; what pods save ends with them; give output: "
+            f"s3://bucket/runs, or volumes: [{{claim: NAME, to: {Pod.OUTPUT}}}]"
+        )
+    if places := volumes.without_credentials(wanted.spec):
+        found.append(
+            f"pods are given no credentials for {', '.join(places)}: env, secrets and serviceAccountName are empty; "
+            f"unless the role of their nodes may use it: {S3_SECRET}"
+        )
+    for name, field in spec.Spec.model_fields.items():
+        if name in _IGNORED.get(topology, ()) and getattr(wanted.spec, name) != field.default:
+            found.append(f"{field.alias} has no meaning in the topology {topology}")
+    return found
+
+
+def _run(wanted: spec.Job) -> str:
+    """A digest of the job as pods see it: the same on every machine, suspended or not."""
+    return f"{wanted.metadata.name}-{digest(spec.dump(volumes.document(wanted)))}"

@@ -1,0 +1,57 @@
+"""One pod per worker: an Indexed Job, and a headless Service.
+
+A worker that fails is replaced with the same index. `backoffLimitPerIndex` is not used: it would end one index, and with it the
+world of all others.
+"""
+
+from __future__ import annotations
+
+from outlast.job import spec
+from outlast.kubernetes.manifests import gang, labels, objects, pods, rendezvous, scheduling, variables
+from outlast.kubernetes.manifests.request import Document, Request
+
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+
+def documents(request: Request) -> list[Document]:
+    """The Job, its ConfigMap, its Service, and a PodGroup for a gang."""
+    scheduling.refuse_pin(request, "an Indexed Job")
+    request = request.held()
+    replicas = request.spec.workers.replicas
+    request = request.at_most(replicas)
+    name = request.names.workload(f"-{replicas}")
+    together = gang.of(request, name)
+    worker = pods.Worker(
+        index=variables.of_field(_INDEX),
+        rendezvous=rendezvous.endpoint(request, f"{name}-0", request.names.service),
+        subdomain=request.names.service,
+        gang=together,
+    )
+    return [
+        *objects.claims(request),
+        objects.config(request),
+        objects.service(request),
+        *together.documents,
+        {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": labels.workload(request, name, annotations=_partly(request.spec)),
+            "spec": {
+                "completionMode": "Indexed",
+                "completions": replicas,
+                "parallelism": replicas,
+                **pods.job_limits(request.spec),
+                "template": pods.template(request, worker),
+            },
+        },
+    ]
+
+
+def _partly(fields: spec.Spec) -> dict[str, str]:
+    """Partial admission by Kueue, down to `min`: https://kueue.sigs.k8s.io/docs/tasks/run/jobs/."""
+    if not labels.kueue(fields) or fields.workers.min == fields.workers.replicas:
+        return {}
+    return {
+        "kueue.x-k8s.io/job-min-parallelism": str(fields.workers.min),
+        "kueue.x-k8s.io/job-completions-equal-parallelism": "true",
+    }

@@ -1,0 +1,31 @@
+"""One pod with all the GPUs: a `batch/v1` Job. The simplest topology, without rendezvous."""
+
+from __future__ import annotations
+
+from outlast.kubernetes.manifests import labels, objects, pods, rendezvous, scheduling, variables
+from outlast.kubernetes.manifests.request import Document, Request, wrong
+
+
+def documents(request: Request) -> list[Document]:
+    """The Job and its ConfigMap. Raises InvalidJob if the job needs more than one worker."""
+    if request.spec.workers.min > 1:
+        least = request.spec.workers.min
+        raise wrong(request.job, f"workers.min ({least}) is more than the one pod of this topology; render it as indexed-job")
+    request = request.held().at_most(1)
+    worker = pods.Worker(
+        index=variables.plain("0"),
+        rendezvous=rendezvous.alone(request),
+        several=False,
+        on_demand=request.spec.scheduling.worker0 == scheduling.ON_DEMAND,
+    )
+    made = pods.template(request, worker)
+    return [
+        *objects.claims(request, mode="ReadWriteOnce"),
+        objects.config(request),
+        {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": labels.workload(request, request.names.workload("-00000")),
+            "spec": {**pods.job_limits(request.spec), "template": made},
+        },
+    ]

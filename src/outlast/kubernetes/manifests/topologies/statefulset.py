@@ -1,0 +1,50 @@
+"""One pod per worker: a StatefulSet, for clusters whose users may not create Jobs.
+
+Its pods restart whatever their exit code, so a worker that has succeeded keeps running (`contract.Env.STAY`). All start at once:
+in order, the first would wait for the others, and they for its readiness. A change takes effect when the pods are deleted
+(`kubectl delete pods -l outlast.dev/job=NAME`), all together: a rolling update would wait for the readiness of one new pod, which
+needs a world with the others.
+
+`kubectl scale` works from `workers.min` to `workers.max`.
+"""
+
+from __future__ import annotations
+
+from outlast.kubernetes.manifests import gang, labels, objects, pods, rendezvous, scheduling, variables
+from outlast.kubernetes.manifests.request import Document, Request
+
+_INDEX = "metadata.labels['apps.kubernetes.io/pod-index']"
+
+
+def documents(request: Request) -> list[Document]:
+    """The StatefulSet, its ConfigMap, its Service and claims, and a PodGroup for a gang."""
+    scheduling.refuse_pin(request, "a StatefulSet")
+    request = request.held()
+    name = request.job.metadata.name  # at most 51 characters, and no digest: a StatefulSet is mutable
+    together = gang.of(request, name)
+    worker = pods.Worker(
+        index=variables.of_field(_INDEX),
+        rendezvous=rendezvous.endpoint(request, f"{name}-0", request.names.service),
+        restart="Always",
+        stay=True,
+        gang=together,
+    )
+    return [
+        *objects.claims(request),
+        objects.config(request),
+        objects.service(request),
+        *together.documents,
+        {
+            "apiVersion": "apps/v1",
+            "kind": "StatefulSet",
+            "metadata": labels.workload(request, name),
+            "spec": {
+                "serviceName": request.names.service,
+                "replicas": 0 if request.spec.suspend else request.spec.workers.replicas,
+                "podManagementPolicy": "Parallel",
+                "updateStrategy": {"type": "OnDelete"},
+                "selector": {"matchLabels": labels.selector(name)},
+                "template": pods.template(request, worker),
+            },
+        },
+    ]

@@ -1,0 +1,260 @@
+"""The volumes of a worker's pod, and the job file with paths as in the pod.
+
+A pod sees stores, its image and its volumes, but not the machine that submits the job. A local path in a job must be on a volume
+at its place in the pod, or be a file that is sent along (`files`); else it is an error (see `document`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from outlast.base import units
+from outlast.job import spec
+from outlast.job.contract import Annotation, Pod
+from outlast.kubernetes.manifests import resources
+from outlast.kubernetes.manifests.request import Document, Request, wrong
+
+_STATE_SIZE = "256Mi"
+"""Size limit of the state directory, which is in memory; it holds some kilobytes."""
+"""User and group of the pod: any but root, see `pods`."""
+
+
+def document(job: spec.Job) -> spec.Job:
+    """The job with paths as in its pods. Raises InvalidJob with every path that pods cannot see.
+
+    `suspend` is left out: it is not for the pods.
+    """
+    fields = job.spec
+    if broken := list(_unseen(job)):
+        raise wrong(job, *broken)
+    comes = checksum(fields.code)
+    changes = {
+        "code": Pod.CODE if _here(fields.code) and (fields.code or fields.script) and not comes else fields.code,
+        "data": tuple(each.model_copy(update={"from_": each.to}) if _here(each.from_) else each for each in fields.data),
+        "models": tuple(
+            each.model_copy(update={"from_": f"{Pod.MODELS}/{each.name}"}) if _here(each.from_) else each
+            for each in fields.models
+        ),
+        "output": output(fields) if _here(fields.output) else fields.output,
+        "environment": fields.environment.model_copy(update={name: f"{Pod.CONFIG}/{key}" for name, key, _ in _carried(fields)}),
+        "suspend": False,
+    }
+    return job.model_copy(update={"spec": fields.model_copy(update=changes)})
+
+
+def to_ship(fields: spec.Spec) -> str | None:
+    """The local directory of code that pods do not see; None if they have it, or there is none."""
+    code = fields.code
+    return code if code and _here(code) and not checksum(code) and not _in_pod(fields, spec.pinned(code)[0]) else None
+
+
+def shipped(archive: str, checksum: str) -> str:
+    """The URL in a job file of code in a ConfigMap."""
+    return f"file://{Pod.SHIPPED}/{archive}#sha256={checksum}"
+
+
+def checksum(code: str | None) -> str:
+    """The SHA-256 of code in a ConfigMap; empty for other code."""
+    place, digits = spec.pinned(code or "")
+    path = spec.local(place)
+    return digits if path is not None and PurePosixPath(Pod.SHIPPED) in PurePosixPath(path).parents else ""
+
+
+def archive(code: str | None) -> str:
+    """The file name of the archive of code in a ConfigMap."""
+    return PurePosixPath(spec.pinned(code or "")[0]).name
+
+
+def files(fields: spec.Spec) -> list[str]:
+    """Paths of the local files whose contents pods need."""
+    return [path for _, _, path in _carried(fields)]
+
+
+def lost(job: spec.Job) -> bool:
+    """Whether the job's output is lost with its pods: it is neither in a store nor on a volume."""
+    return _here(job.spec.output) and not _on_volume(job.spec, output(job.spec))
+
+
+def without_credentials(fields: spec.Spec) -> list[str]:
+    """The places in S3 that a job names without giving its pods any credentials."""
+    pod = str(fields.template.get("spec") or "")
+    own = any(
+        name.startswith("AWS_") and name not in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL") for name in fields.env
+    )
+    if own or fields.secrets or any(word in pod for word in ("serviceAccount", "envFrom", "AWS_")):
+        return []
+    named = [fields.output, fields.code, *[each.from_ for each in fields.data], *[each.from_ for each in fields.models]]
+    return list(dict.fromkeys(place for place in named if place and place.startswith("s3://")))
+
+
+def output(fields: spec.Spec, name: str = "") -> str:
+    """The output directory in a pod: on a volume if there is one at its path, else below `/out`."""
+    path = str(spec.local(fields.output) or "") if fields.output else ""
+    root = path if path and _on_volume(fields, path) else Pod.OUTPUT
+    return f"{root}/{name}" if name else root
+
+
+def store(job: spec.Job) -> str:
+    """URL of the job's output in a store; empty if it is not in one."""
+    above = store_of_all(job.spec)
+    return f"{above}/{job.metadata.name}" if above else ""
+
+
+def store_of_all(fields: spec.Spec) -> str:
+    """Parent URL of the outputs of jobs in a store; empty if they are not in one."""
+    return "" if fields.output is None or _here(fields.output) else fields.output.rstrip("/")
+
+
+def config(request: Request) -> Document:
+    """The data of the ConfigMap: the job file and the local files."""
+    carried = {key: request.files[path] for _, key, path in _carried(request.spec)}
+    return {"job.yaml": file(request.job), **carried}
+
+
+def file(job: spec.Job) -> str:
+    """The job file for a pod."""
+    return spec.dump(document(job))
+
+
+def volumes(request: Request) -> tuple[list[Document], list[Document]]:
+    """The volumes of a pod, and the mounts of its container: one per path."""
+    found: dict[str, tuple[Document, Document]] = {}
+    """By mount path."""
+    for place, name, source in _own(request):
+        found[place] = {"name": name, **source}, {"name": name, "mountPath": place}
+    for place, volume, mount in users(request.spec):
+        found[place] = volume, {**mount, "mountPath": place}
+    sources = {volume["name"]: volume for volume, _ in found.values()}
+    return list(sources.values()), [mount for _, mount in found.values()]
+
+
+def security() -> dict[str, Any]:
+    """A pod's security context of the restricted standard; volumes belong to its group."""
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": Pod.USER,
+        "runAsGroup": Pod.USER,
+        "fsGroup": Pod.USER,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def confined() -> dict[str, Any]:
+    """A container's security context of the restricted standard; it cannot write to its image."""
+    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}
+
+
+def claims(fields: spec.Spec, mode: str) -> dict[str, Document]:
+    """The specs of the claims to create; `mode` is the default access mode."""
+    return {
+        volume.claim: {
+            "accessModes": [volume.access_mode or mode],
+            **({"storageClassName": volume.storage_class} if volume.storage_class else {}),
+            "resources": {"requests": {"storage": units.memory_text(volume.size)}},
+        }
+        for volume in fields.volumes
+        if volume.size
+    }
+
+
+# -------------------------------------------------------------------------------------------------------------------- volumes
+
+
+def _own(request: Request) -> Iterator[tuple[str, str, Document]]:
+    """Mount path, name and source of the volumes of every worker: the image is read-only."""
+    share = resources.share(request.job)
+    limit = {"sizeLimit": units.memory_text(share.shared_memory)} if share.shared_memory else {}
+    carried = [
+        {"path": PurePosixPath(Pod.JOB_FILE).name, "fieldRef": {"fieldPath": f"metadata.annotations['{Annotation.JOB_FILE}']"}}
+    ]
+    config = {"downwardAPI": {"items": carried}} if request.carried else {"configMap": {"name": request.names.config}}
+    yield Pod.CONFIG, "config", config
+    if digits := checksum(request.spec.code):
+        yield Pod.SHIPPED, "archive", {"configMap": {"name": request.names.code(digits)}}
+    yield "/dev/shm", "shm", {"emptyDir": {"medium": "Memory", **limit}}
+    yield Pod.STATE, "state", {"emptyDir": {"medium": "Memory", "sizeLimit": _STATE_SIZE}}
+    scratch = {
+        Pod.DATA: "data",
+        Pod.MODELS: "models",
+        Pod.OUTPUT: "output",
+        Pod.CACHE: "cache",
+        Pod.HOME: "home",
+        "/tmp": "tmp",
+    }
+    if request.spec.code and (checksum(request.spec.code) or not _here(request.spec.code)):
+        scratch = {Pod.CODE: "code", **scratch}  # else it is in the image, which an emptyDir would hide
+    for index, data in enumerate(request.spec.data):
+        if not _on_volume(request.spec, data.to):
+            scratch.setdefault(data.to, f"data-{index}")
+    for place, name in scratch.items():
+        yield place, name, {"emptyDir": {}}
+
+
+def users(fields: spec.Spec) -> Iterator[tuple[str, Document, Document]]:
+    """Mount path, volume and mount of the user's claims and Secrets; one volume per claim."""
+    order = list(dict.fromkeys(volume.claim for volume in fields.volumes))
+    for volume in fields.volumes:
+        name = f"claim-{order.index(volume.claim)}"
+        mount: Document = {"name": name}
+        if volume.sub_path:
+            mount["subPath"] = volume.sub_path
+        if volume.read_only:
+            mount["readOnly"] = True
+        yield volume.to, {"name": name, "persistentVolumeClaim": {"claimName": volume.claim}}, mount
+    for index, secret in enumerate(fields.secrets):
+        if secret.to:
+            name = f"secret-{index}"
+            yield secret.to, {"name": name, "secret": {"secretName": secret.name}}, {"name": name, "readOnly": True}
+
+
+# ------------------------------------------------------------------------------------------------------- what pods cannot see
+
+
+def _unseen(job: spec.Job) -> Iterator[str]:
+    """Errors for local paths of the job that pods cannot see."""
+    fields = job.spec
+    if code := to_ship(fields):
+        place = spec.pinned(code)[0]
+        yield (
+            f"code ({place}) is on this machine, which pods do not see; put it into a store (code: s3://...), "
+            f"or into the image and say code: {Pod.CODE}"
+        )
+    for i, data in enumerate(fields.data):
+        if _here(data.from_) and not _on_volume(fields, data.to):
+            yield _absent(f"data[{i}].from", data.from_, data.to)
+    for i, model in enumerate(fields.models):
+        if _here(model.from_) and not _on_volume(fields, f"{Pod.MODELS}/{model.name}"):
+            yield _absent(f"models[{i}].from", model.from_, Pod.MODELS)
+
+
+def _absent(field: str, place: str, to: str) -> str:
+    return (
+        f"{field} ({place}) is on this machine, which pods do not see; put it into a store, "
+        f"or on a volume: volumes: [{{claim: NAME, to: {to}}}]"
+    )
+
+
+def _here(place: str | None) -> bool:
+    """Whether a path or URL is local, not in a store; also None."""
+    return place is None or spec.local(spec.pinned(place)[0]) is not None
+
+
+def _in_pod(fields: spec.Spec, place: str) -> bool:
+    """Whether a directory of code is a path in the pod: of the image or a volume."""
+    return str(spec.local(place)) == Pod.CODE or (_on_volume(fields, Pod.CODE) and not spec.archive(place))
+
+
+def _on_volume(fields: spec.Spec, place: str) -> bool:
+    """Whether a path in the pod is on a volume."""
+    path = PurePosixPath(place)
+    return any(PurePosixPath(volume.to) in (path, *path.parents) for volume in fields.volumes)
+
+
+def _carried(fields: spec.Spec) -> list[tuple[str, str, str]]:
+    """Field, key in the ConfigMap, and local path of the files to send along: those outside the code."""
+    found: Mapping[str, str | None] = dict(fields.environment)
+    keys = {"requirements": "requirements.txt", "conda": "environment.yml"}
+    return [(name, keys[name], path) for name, path in found.items() if path and PurePosixPath(path).is_absolute()]

@@ -1,0 +1,68 @@
+"""Which pods of a node that is about to go are evicted now, and with how much time to end. Pure.
+
+Pods of DaemonSets, the kubelet's own, and pods that have ended stay. A worker that the operator runs leaves by itself, on the
+node's taint, until shortly before the deadline; Outlast's own pods go after the workers, which need them. All others go at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outlast.job.contract import Label
+from outlast.kubernetes.api import pods as podwords
+
+LAST_S = 2.0
+"""A pod must have ended this long before the deadline: the kubelet has to report it."""
+RESERVE_S = 30.0
+"""This long before the deadline workers that have not left by themselves are evicted."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pod that goes now."""
+
+    pod: Mapping[str, Any]
+    grace_s: int
+    """Seconds to end: the pod's own, or what is left."""
+    last: bool = False
+    """Less is left than its own grace: if a PodDisruptionBudget keeps it, it is deleted, as it would be lost with the machine."""
+
+
+def plan(pods: Sequence[Mapping[str, Any]], deadline: float | None, now: float) -> tuple[list[Step], list[str]]:
+    """Which of a node's pods go now, and which are waited for, as `namespace/name`. Without a deadline each has its own grace."""
+    movable = [pod for pod in pods if _movable(pod)]
+    left_s = math.inf if deadline is None else max(0.0, deadline - LAST_S - now)
+    workers = [operated(pod) or Label.JOB in _labels(pod) for pod in movable]
+    steps, waiting = [], []
+    for pod, worker in zip(movable, workers, strict=True):
+        ours = not worker and _labels(pod).get("app.kubernetes.io/part-of") == "outlast"
+        stays = (operated(pod) or (ours and any(workers))) and left_s > RESERVE_S - LAST_S
+        own_s = pod["spec"].get("terminationGracePeriodSeconds", 30)
+        if podwords.leaves(pod) or stays:
+            waiting.append(full_name(pod))
+        else:
+            steps.append(Step(pod, max(1, math.floor(min(own_s, left_s))), left_s < own_s))  # 0 would not let it end at all
+    return steps, waiting
+
+
+def full_name(pod: Mapping[str, Any]) -> str:
+    """`namespace/name`."""
+    return f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
+
+
+def operated(pod: Mapping[str, Any]) -> bool:
+    """Whether the operator runs the job of a pod: it moves the pod when it sees the node's taint."""
+    return any(each.get("kind") == "ElasticJob" for each in pod["metadata"].get("ownerReferences") or ())
+
+
+def _labels(pod: Mapping[str, Any]) -> Mapping[str, str]:
+    return pod["metadata"].get("labels") or {}
+
+
+def _movable(pod: Mapping[str, Any]) -> bool:
+    meta = pod["metadata"]
+    daemon = any(each.get("kind") == "DaemonSet" and each.get("controller") for each in meta.get("ownerReferences") or ())
+    return not daemon and "kubernetes.io/config.mirror" not in (meta.get("annotations") or {}) and not podwords.over(pod)

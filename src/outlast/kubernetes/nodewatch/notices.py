@@ -1,0 +1,120 @@
+"""Notices of AWS about a machine, and how its node repeats them. Pure; times are seconds since the epoch, whole ones.
+
+https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
+https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/rebalance-recommendations.html
+https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/viewing_scheduled_events.html
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from outlast.job.contract import LEAVING, Annotation, LeavingKind
+
+SPOT_S = 120.0
+"""Time from an interruption notice to the end, where the notice cannot be read."""
+AHEAD_S = 900.0
+"""Maintenance is announced days before; it is acted on this long before it begins."""
+SURVIVED_S = 60.0
+"""A machine that still runs this long after its deadline has survived it: stopped and started again, for example."""
+_ACTIONS = {"terminate": "terminates", "stop": "stops", "hibernate": "hibernates"}
+
+
+@dataclass(frozen=True)
+class Notice:
+    """One announcement."""
+
+    kind: LeavingKind
+    deadline: float | None
+    """When the machine may be gone; None: AWS sets no time."""
+    reason: str
+
+
+REBALANCE = Notice(LeavingKind.REBALANCE, None, "AWS recommends to leave this spot machine: it may soon take it back")
+
+
+def spot(text: str, now: float) -> Notice:
+    """`spot/instance-action`: `{"action": "terminate", "time": "2026-01-01T00:02:00Z"}`. If it cannot be read it still counts."""
+    try:
+        fields = dict(json.loads(text))
+    except (ValueError, TypeError):
+        fields = {}
+    at, does = time(fields.get("time")), _ACTIONS.get(str(fields.get("action")), "takes back")
+    return Notice(LeavingKind.SPOT, math.floor(now + SPOT_S) if at is None else at, f"AWS {does} this spot machine")
+
+
+def scheduled(text: str, now: float) -> list[Notice]:
+    """`events/maintenance/scheduled`: a list of events with a code, a window and a state. Raises ValueError for anything else.
+
+    Maintenance that has begun has until the end of its window, and no deadline once that has passed.
+    """
+    found = json.loads(text)
+    if not isinstance(found, list) or not all(isinstance(event, dict) for event in found):
+        raise ValueError("they are no list of events")
+    events = []
+    for event in found:
+        about = str(event.get("Description") or "it does not say why")
+        if event.get("State", "active") == "active" and not about.startswith("["):  # [Canceled] or [Completed]
+            times = (time(event.get("NotBefore")), time(event.get("NotAfter")))
+            reason = f"AWS has scheduled {event.get('Code', 'maintenance')} for this machine: {about}"
+            events.append(Notice(LeavingKind.MAINTENANCE, next((at for at in times if at and at > now), None), reason))
+    return events
+
+
+def due(found: Sequence[Notice], said: Notice | None, now: float) -> Notice | None:
+    """The notice to act on, by what AWS says now and what the node says already: the one with the earliest deadline.
+
+    AWS withdraws recommendations and maintenance, but no interruption: an answer without it is a mistake until its time is over.
+    """
+    near = [each for each in found if each.deadline is None or each.deadline - now <= AHEAD_S]
+    if said and said.kind is LeavingKind.SPOT and said.deadline is not None and now < said.deadline + SURVIVED_S:
+        near.append(said)
+    return min(near, key=lambda each: math.inf if each.deadline is None else each.deadline, default=None)
+
+
+def marked(node: Mapping[str, Any], notice: Notice | None) -> dict[str, Any]:
+    """The patch by which a node says this notice, or no longer says one. Taints of others stay, and a cordon that is not ours."""
+    meta, spec = node["metadata"], node["spec"]
+    taints = [each for each in spec.get("taints") or () if each["key"] != LEAVING]
+    change: dict[str, Any] = {"taints": taints or None}
+    annotations: dict[str, Any] = dict.fromkeys((Annotation.LEAVING_AT, Annotation.LEAVING_REASON))
+    if notice is not None:
+        taint = {"key": LEAVING, "value": notice.kind.value, "effect": "NoSchedule"}
+        change = {"taints": [*taints, taint], "unschedulable": True}
+        at = None if notice.deadline is None else utc(notice.deadline)
+        annotations = {Annotation.LEAVING_AT: at, Annotation.LEAVING_REASON: notice.reason}
+        annotations |= {} if spec.get("unschedulable") else {Annotation.CORDONED: "true"}
+    elif Annotation.CORDONED in (meta.get("annotations") or {}):
+        change["unschedulable"] = annotations[Annotation.CORDONED] = None
+    return {"metadata": {"resourceVersion": meta["resourceVersion"], "annotations": annotations}, "spec": change}
+
+
+def read(node: Mapping[str, Any]) -> Notice | None:
+    """The notice that a watcher has written on a node. A taint without a reason is somebody else's, and stays."""
+    taint = next((each for each in node["spec"].get("taints") or () if each["key"] == LEAVING), None)
+    said = node["metadata"].get("annotations") or {}
+    if taint is None or Annotation.LEAVING_REASON not in said:
+        return None
+    return Notice(LeavingKind(taint.get("value", "")), time(said.get(Annotation.LEAVING_AT)), said[Annotation.LEAVING_REASON])
+
+
+def utc(at: float) -> str:
+    """A time as RFC 3339 in UTC: `2026-01-01T00:02:00Z`."""
+    return datetime.fromtimestamp(math.floor(at), UTC).isoformat().replace("+00:00", "Z")
+
+
+def time(text: object) -> float | None:
+    """Seconds since the epoch of `2026-01-01T00:02:00Z` or `19 Sep 2016 18:29:47 GMT`; None for anything else."""
+    for parse in (datetime.fromisoformat, parsedate_to_datetime):
+        try:
+            found = parse(str(text).strip())
+        except ValueError:
+            continue
+        return math.floor((found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp())
+    return None

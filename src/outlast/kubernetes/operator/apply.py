@@ -1,0 +1,295 @@
+"""Carrying out a plan, in its order; it may be broken off between any two writes.
+
+Every write states what it is based on: a status on a resource version, a deletion on a uid, a creation on a free name. When that
+no longer holds, the object was changed by others; it is not overwritten, and the next reconcile pass decides again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outlast.base.errors import Absent, ClusterError, Conflict, Forbidden, Refused, Taken
+from outlast.job.contract import OPERATOR, Label
+from outlast.kubernetes.api import ownership
+from outlast.kubernetes.api.kinds import EVENT, ROLE, ROLE_BINDING, kind_of
+from outlast.kubernetes.operator import job_status
+from outlast.kubernetes.operator.parallel import Parallel
+from outlast.kubernetes.operator.plan import Deletion, Document, Event, Plan
+from outlast.kubernetes.operator.writer import Writer
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+"""Pause while an object of the wanted name that is not the job's is being deleted."""
+EVENT_WINDOW_S = 600
+"""The same sentence within this time is one Event with a count. The API server keeps Events for an hour."""
+FAILED_CREATE = "FailedCreate"
+"""Reason of the Event when a pod cannot be created, as of Kubernetes' own controllers."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """What became of a plan."""
+
+    requeue_at: float | None
+    """When to reconcile again although nothing changes; seconds since the epoch."""
+    stale: str = ""
+    """What had changed meanwhile, so that the rest of the plan was dropped: a sentence."""
+    blocked: str = ""
+    """What has the name of a pod and will keep it: a sentence."""
+
+
+def act(
+    cluster: Writer,
+    job: Mapping[str, Any],
+    plan: Plan,
+    now: float,
+    each: Parallel,
+    later: Callable[[Callable[[], None]], None],
+    written: Callable[[], None] = lambda: None,
+) -> Done:
+    """Carry out a plan, unless the job has changed since it was decided.
+
+    `each` may make the writes of one part of the plan in parallel; `later` may write Events in the background; `written` is
+    called once the status is written, whatever becomes of the rest. Raises ClusterError when a write has failed, with none in
+    flight; the next pass finds what is left. When the API server rejects pods, or what they need, it raises Refused or Forbidden
+    and writes an Event.
+    """
+    applying = _Applying(cluster, job, now, each, later)
+    try:
+        if blocking := applying.prerequisites(plan):
+            applying.event(Event("Normal", "NameTaken", blocking))
+            return Done(now + RETRY_S, blocking)
+    except (Forbidden, Refused) as error:
+        applying.event(Event("Warning", FAILED_CREATE, str(error)))
+        raise
+    if plan.status is not None:
+        try:
+            cluster.replace(_with_status(job, plan.status), subresource="status")
+        except Conflict:
+            return Done(plan.requeue_at, "the job has changed meanwhile")
+        except Absent:
+            return Done(None, "the job is gone")
+        written()
+    for note in plan.events:
+        applying.event(note)
+    each(lambda deletion: delete(cluster, deletion, applying.namespace), plan.deletes)
+    for document in plan.statuses:
+        try:
+            cluster.replace(document, subresource="status")
+        except (Conflict, Absent):
+            return Done(plan.requeue_at, f"{document['kind']} {document['metadata']['name']} has changed meanwhile")
+    try:
+        done = applying.creates(plan)
+    except (Forbidden, Refused) as error:
+        applying.event(Event("Warning", FAILED_CREATE, str(error)))
+        raise
+    if plan.remove:
+        delete(cluster, plan.remove, applying.namespace)
+    return done
+
+
+class _Applying:
+    """One plan being carried out."""
+
+    def __init__(
+        self,
+        cluster: Writer,
+        job: Mapping[str, Any],
+        now: float,
+        each: Parallel,
+        later: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self.cluster, self.job, self.now, self._each, self._later = cluster, job, now, each, later
+        self.namespace = job["metadata"].get("namespace")
+        self._foreign: list[str] = []
+        """Objects of others that have a name of ours: sentences."""
+
+    def event(self, note: Event) -> None:
+        """Write an Event, maybe later."""
+        self._later(functools.partial(_write_event, self.cluster, self.job, note, self.now))
+
+    def prerequisites(self, plan: Plan) -> str:
+        """Make `prerequisites` and `apply` true; a sentence when something has to go first. Raises Refused, Forbidden."""
+        bindings = [document for document in plan.prerequisites if "roleRef" in document]
+        others = [document for document in plan.prerequisites if "roleRef" not in document]
+        for part in (others, bindings):  # a Role must exist before it is bound
+            if blocking := "; ".join(filter(None, self._each(self._ensure, part))):
+                return blocking
+        for document in plan.apply:
+            if blocking := self._change(document):
+                return blocking
+        for sentence in self._foreign:
+            log.warning(sentence)
+            self.event(Event("Warning", "NameTaken", sentence))
+        return ""
+
+    def creates(self, plan: Plan) -> Done:
+        """Create the pods."""
+        again, blocked = plan.requeue_at, ""
+        for obstacle in filter(None, self._each(self._create_pod, plan.creates)):
+            log.warning(obstacle.sentence)
+            again = min(again or self.now + RETRY_S, self.now + RETRY_S)
+            if obstacle.stays and not blocked:
+                blocked = obstacle.sentence
+                self.event(Event("Warning", FAILED_CREATE, blocked))
+        return Done(again, blocked=blocked)
+
+    def _ensure(self, document: Document) -> str:
+        """Create an object unless one of its name exists; see `_others` for what is returned and raised."""
+        refused: ClusterError | None = None
+        try:
+            if _create(self.cluster, document):
+                return ""
+        except (Forbidden, Refused) as error:  # the API server checks quotas before names
+            refused = error
+        kind, meta = kind_of(document), document["metadata"]
+        try:
+            found = self.cluster.get(kind, meta["name"], namespace=meta.get("namespace"))
+        except Absent:
+            if refused is not None:
+                raise refused from None
+            return f"{kind} {meta['name']} existed and is just gone"
+        return self._others(document, found) or ""
+
+    def _change(self, document: Document) -> str:
+        """Server-side apply, if the object is the job's or does not exist; see `_others` for what is returned and raised."""
+        kind, meta = kind_of(document), document["metadata"]
+        try:
+            found = self.cluster.get(kind, meta["name"], namespace=meta.get("namespace"))
+        except Absent:
+            return "" if _create(self.cluster, document) else f"{kind} {meta['name']} was just created; it is checked again"
+        if (others := self._others(document, found)) is not None:
+            return others
+        self.cluster.apply(document)
+        return ""
+
+    def _others(self, document: Document, found: Document) -> str | None:
+        """None when the object that has a document's name is the job's. A sentence when it belongs to an earlier job of this name
+        and will be garbage-collected: it must go first. Otherwise it stays as it is, and is reported. Raises Refused for Roles:
+        the rights that others have granted are not handed to pods."""
+        name = f"{kind_of(document)} {document['metadata']['name']}"
+        if not document["metadata"].get("ownerReferences"):
+            return ""
+        if ownership.owned_by(found, self.job):
+            return None
+        if ownership.owned_by_predecessor(found, self.job):
+            return f"{name} of an earlier job of this name still exists; this one is created when it is gone"
+        if kind_of(document) in (ROLE, ROLE_BINDING):
+            raise Refused(f"{name} exists and does not belong to this job; delete it, or give the job another name")
+        remedy = "give the job another name if that is not meant"
+        self._foreign.append(f"{name} exists and does not belong to this job, and stays as it is; {remedy}")
+        return ""
+
+    def _create_pod(self, wanted: Document) -> _Obstacle | None:
+        """Create a pod; what has its name if that is not this job's. A pod of the job without our label gets it, as pods are
+        watched by it: a controller that we replace has created it, or its label was changed."""
+        if _create(self.cluster, wanted):
+            return None
+        kind, meta = kind_of(wanted), wanted["metadata"]
+        name = f"{kind} {meta['name']}"
+        try:
+            document = self.cluster.get(kind, meta["name"], namespace=meta.get("namespace"))
+        except Absent:
+            return _Obstacle(f"{name} existed and is just gone; it is created in a moment")
+        found = document["metadata"]
+        if ownership.owned_by(document, self.job):
+            if found.get("deletionTimestamp"):
+                return _Obstacle(f"{name} is still terminating; it is created again when it is gone")
+            if (found.get("labels") or {}).get(Label.JOB) != meta["labels"].get(Label.JOB):
+                log.info("%s of this job lacked the label by which it is watched; it has it now", name)
+                self.cluster.patch(kind, meta["name"], {"metadata": {"labels": meta["labels"]}}, namespace=meta.get("namespace"))
+            return None
+        if found.get("deletionTimestamp"):
+            return _Obstacle(f"{name} of another job is still terminating; this one is created when it is gone")
+        return _Obstacle(f"{name} exists and does not belong to this job; delete it, or give the job another name", stays=True)
+
+
+@dataclass(frozen=True)
+class _Obstacle:
+    """An object that has the name of a pod to be created."""
+
+    sentence: str
+    stays: bool = False
+    """Whether it will not go by itself."""
+
+
+def _with_status(job: Mapping[str, Any], status: Mapping[str, Any]) -> Document:
+    """The job as it is written to its status subresource.
+
+    A PUT and no patch: the status is replaced as a whole, so that a key that was left out is removed, which a merge patch would
+    keep. The resource version makes the write conditional.
+    """
+    meta = {name: job["metadata"][name] for name in ("name", "namespace", "uid", "resourceVersion") if name in job["metadata"]}
+    return {
+        "apiVersion": job["apiVersion"],
+        "kind": job["kind"],
+        "metadata": meta,
+        "spec": job.get("spec", {}),
+        "status": dict(status),
+    }
+
+
+def _create(cluster: Writer, document: Document) -> bool:
+    """Create it; False when an object of its name exists."""
+    try:
+        cluster.create(document)
+    except Taken:
+        return False
+    return True
+
+
+def delete(cluster: Writer, deletion: Deletion, namespace: str | None) -> None:
+    """Delete an object, but not a newer one of its name."""
+    try:
+        cluster.delete(deletion.kind, deletion.name, namespace=namespace, grace_s=deletion.grace_s, uid=deletion.uid)
+    except (Absent, Conflict):
+        return
+    log.info("%s %s is deleted: %s", deletion.kind, deletion.name, deletion.reason)
+
+
+def _write_event(cluster: Writer, job: Mapping[str, Any], note: Event, now: float) -> None:
+    """Write an Event. Its name is a hash of its content and the time window, so that a repetition is counted on the existing one,
+    also after a restart of the operator. A failure is only logged, as nothing depends on Events."""
+    made = event(job, note, now)
+    try:
+        if not _create(cluster, made):
+            name, namespace = made["metadata"]["name"], made["metadata"]["namespace"]
+            count = int(cluster.get(EVENT, name, namespace=namespace).get("count") or 1) + 1
+            cluster.patch(EVENT, name, {"count": count, "lastTimestamp": made["lastTimestamp"]}, namespace=namespace)
+    except ClusterError as error:
+        log.warning("an Event could not be written (%s): %s", note.message, error)
+
+
+def event(job: Mapping[str, Any], note: Event, now: float) -> Document:
+    """The Event of a note."""
+    meta = job["metadata"]
+    said = "\0".join((meta["uid"], note.type, note.reason, note.message, str(int(now // EVENT_WINDOW_S))))
+    time = job_status.text(now)
+    return {
+        "apiVersion": EVENT.api_version,
+        "kind": EVENT.kind,
+        "metadata": {
+            "name": f"{meta['name']}.{hashlib.sha256(said.encode()).hexdigest()[:16]}",
+            "namespace": meta.get("namespace", "default"),
+        },
+        "involvedObject": {
+            "apiVersion": job["apiVersion"],
+            "kind": job["kind"],
+            "name": meta["name"],
+            "namespace": meta.get("namespace", "default"),
+            "uid": meta["uid"],
+        },
+        "type": note.type,
+        "reason": note.reason,
+        "message": note.message[:1024],  # the server takes no more
+        "source": {"component": OPERATOR},
+        "firstTimestamp": time,
+        "lastTimestamp": time,
+        "count": 1,
+    }

@@ -1,0 +1,422 @@
+"""The operator's cache of the cluster: documents from the watches, and the answers to its own writes since then.
+
+A watch lags: an object that we have just created is not in it yet, and a decision from the watch alone would create it twice. So
+the answer to each of our writes is kept too and takes precedence, until the watch has reached its resource version; from then on
+the watch is right. There are no expectations to count, and nothing blocks.
+
+Resource versions of one kind are numbers that grow (KEP-5504; in fact always). Pure but for a lock.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from pydantic_core import from_json
+
+from outlast.job import contract
+from outlast.job.contract import Annotation, Label
+from outlast.kubernetes.api.kinds import LEASE, NODE, POD, Kind
+from outlast.kubernetes.operator import leaving
+
+Document = dict[str, Any]
+NamespacedName = tuple[str, str]
+"""Namespace and name."""
+_OF_NODES = (Annotation.LEAVING_AT, Annotation.LEAVING_REASON)
+"""The annotations of nodes that are read."""
+_REPEATED = (Annotation.JOB_FILE, "kubectl.kubernetes.io/last-applied-configuration")
+"""Annotations that repeat other documents."""
+_WORKER = re.compile(re.escape(contract.worker_name("@", 0)).replace("@", "(?P<job>.+)").replace("0", "[0-9]+"))
+"""The name of a worker's Lease."""
+Urgency = Literal["now", "later"]
+"""When a change is reconciled: now, or within seconds together with others."""
+
+
+class Key(NamedTuple):
+    """A job."""
+
+    kind: Kind
+    namespace: str
+    name: str
+
+
+@dataclass(frozen=True)
+class CachedJob:
+    """All objects of one job now. The documents are copies, except for the nodes, which must not be changed."""
+
+    job: Document | None
+    pods: list[Document]
+    leases: list[Document]
+    nodes: Mapping[str, Document]
+    since: float
+    """Since when all watches have been connected; now, while one is not."""
+    refused: str = ""
+    """Why its pods could not be created on the last attempt: a sentence."""
+    jobs: int = 1
+    """The number of jobs of its kind."""
+
+
+class _Entry(NamedTuple):
+    """A document as JSON: dictionaries would take five times the memory."""
+
+    body: bytes
+    """Without its resource version."""
+    uid: str
+    version: int
+    urgent_hash: int
+    """Hash of the fields whose change must be reconciled now."""
+    progress_hash: int
+    """Hash of fields whose change may be handled late (step progress)."""
+    job: str
+    node: str
+
+
+@dataclass
+class KindCache:
+    """The documents of one kind."""
+
+    kind: Kind
+    watched: dict[NamespacedName, _Entry] = field(default_factory=dict)
+    """From the watch."""
+    reached: int = 0
+    """The version up to which the watch has delivered everything."""
+    connected: bool = False
+    synced: bool = False
+    """Whether the watch has delivered everything once."""
+    since: float = 0.0
+    """Since when the watch has been connected."""
+    written: dict[NamespacedName, _Entry] = field(default_factory=dict)
+    """Answers to our own writes, of versions that the watch has not reached."""
+    deleted_uids: set[str] = field(default_factory=set)
+    """Uids of objects that we have deleted and the watch still shows."""
+    unconfirmed: set[NamespacedName] | None = None
+    """While a new watch lists: what the last one had and this one has not delivered yet."""
+    jobs: dict[NamespacedName, set[NamespacedName]] = field(default_factory=dict)
+    """Names of the documents of each job."""
+
+    def begin(self) -> None:
+        """A new watch begins to list everything."""
+        self.unconfirmed = set(self.watched)
+
+    def set_version(self, version: str | None, now: float) -> list[_Entry]:
+        """The watch has delivered everything up to a version, or is lost (None). Returns what has vanished without an event."""
+        if version is None:
+            self.connected = False
+            return []
+        if not self.connected:
+            self.connected, self.since = True, now
+        self.synced = True
+        self.reached = max(self.reached, int(version))
+        vanished = [self.watched[name] for name in self.unconfirmed or ()]
+        for name in self.unconfirmed or ():
+            self._drop(name)
+        self.unconfirmed = None
+        return vanished
+
+    def put(self, document: Document) -> Urgency | None:
+        """A document from the watch; returns when to reconcile it."""
+        name, new = _name_of(document), _entry(self.kind, document)
+        before = self.effective(name)
+        if self.unconfirmed is not None:
+            self.unconfirmed.discard(name)
+        if (old := self.watched.get(name)) and old.uid != new.uid:
+            self.deleted_uids.discard(old.uid)
+        self.watched[name] = new
+        self._index(name, old)
+        self._advance(new.version)
+        after = self.effective(name)
+        if (before and (before.uid, before.urgent_hash)) != (after and (after.uid, after.urgent_hash)):
+            return "now"
+        return "later" if before and after and before.progress_hash != after.progress_hash else None
+
+    def remove(self, document: Document) -> bool:
+        """The watch reports a deletion; returns whether that is news."""
+        name, uid = _name_of(document), document["metadata"]["uid"]
+        before = self.effective(name)
+        self._advance(int(document["metadata"]["resourceVersion"]))
+        if (old := self.watched.get(name)) and old.uid == uid:
+            self._drop(name)
+        self.deleted_uids.discard(uid)
+        return before is not None and self.effective(name) is None
+
+    def wrote(self, document: Document) -> None:
+        """The answer to one of our writes."""
+        name, new = _name_of(document), _entry(self.kind, document)
+        last = self.written.get(name)
+        if new.version > self.reached and (last is None or last.version < new.version):
+            self.written[name] = new
+            self._index(name, last)
+
+    def deleted(self, name: NamespacedName, uid: str) -> None:
+        """We have deleted this, and it is gone."""
+        if any(each is not None and each.uid == uid for each in (self.watched.get(name), self.written.get(name))):
+            self.deleted_uids.add(uid)
+
+    def effective(self, name: NamespacedName) -> _Entry | None:
+        """The newest known version of a document; None when there is none."""
+        found = self.written.get(name)
+        if found is not None and found.version <= self.reached:
+            del self.written[name]
+            if name not in self.watched:
+                self.deleted_uids.discard(found.uid)
+            self._index(name, found)
+            found = None
+        found = found or self.watched.get(name)
+        return None if found is None or found.uid in self.deleted_uids else found
+
+    def of_job(self, job: NamespacedName) -> list[Document]:
+        """The documents of a job, by name."""
+        found = [self.effective(name) for name in sorted(self.jobs.get(job, ()))]
+        return [_decoded(each) for each in found if each is not None and each.job == job[1]]
+
+    def _advance(self, version: int) -> None:
+        """Items of a list come in no order; only events of a connected watch tell its version."""
+        if self.connected and self.unconfirmed is None:
+            self.reached = max(self.reached, version)
+
+    def _drop(self, name: NamespacedName) -> None:
+        old = self.watched.pop(name)
+        self.deleted_uids.discard(old.uid)
+        self._index(name, old)
+
+    def _index(self, name: NamespacedName, old: _Entry | None) -> None:
+        """Index a document under the jobs that it belongs to now, and no longer under its former one."""
+        now = {each.job for each in (self.watched.get(name), self.written.get(name)) if each is not None}
+        for job in now:
+            self.jobs.setdefault((name[0], job), set()).add(name)
+        if old is not None and old.job not in now:
+            left = self.jobs.get((name[0], old.job), set())
+            left.discard(name)
+            if not left:
+                self.jobs.pop((name[0], old.job), None)
+
+
+class Cache:
+    """Jobs, their pods and Leases, and the nodes. Calls `changed` for every job that must be reconciled."""
+
+    def __init__(self, jobs: Iterable[Kind], changed: Callable[[Key, Urgency], None]) -> None:
+        self.jobs = tuple(jobs)
+        self.changed = changed
+        self._kinds = {kind: KindCache(kind) for kind in (*self.jobs, POD, LEASE, NODE)}
+        self._needed = tuple(self._kinds)
+        self._nodes: dict[str, Document] = {}
+        self._guard = threading.RLock()
+
+    def add_kind(self, kind: Kind) -> None:
+        """Cache another kind, from empty. `unsynced` and `since` do not depend on it."""
+        with self._guard:
+            self._kinds[kind] = KindCache(kind)
+
+    # from the watches
+
+    def begin(self, kind: Kind) -> None:
+        """A watch of this kind begins, or begins again after it could not be resumed."""
+        with self._guard:
+            self._kinds[kind].begin()
+
+    def set_version(self, kind: Kind, version: str | None, now: float) -> None:
+        """A watch has delivered everything up to this version, or is lost (None)."""
+        with self._guard:
+            kind_cache = self._kinds[kind]
+            for each in kind_cache.set_version(version, now):
+                self._notify(kind, _decoded(each))
+
+    def put(self, kind: Kind, document: Document) -> None:
+        """A document from a watch."""
+        with self._guard:
+            old = self._kinds[kind].watched.get(_name_of(document))
+            urgency = self._kinds[kind].put(document)
+            if old and kind not in self.jobs and old.job != _job_of(kind, document):
+                self._notify_job(_name_of(document)[0], old.job)  # it has lost this to another job
+            if kind == NODE:  # replaced, never changed: readers keep theirs
+                self._nodes = {**self._nodes, document["metadata"]["name"]: document}
+            if urgency:
+                self._notify(kind, document, urgency)
+
+    def remove(self, kind: Kind, document: Document) -> None:
+        """A watch reports a deletion."""
+        with self._guard:
+            name = _name_of(document)
+            old = self._kinds[kind].watched.get(name)
+            if self._kinds[kind].remove(document):
+                self._notify(kind, _decoded(old) if old else document)
+
+    # from our own writes
+
+    def wrote(self, kind: Kind, document: Document) -> None:
+        """The answer to one of our writes."""
+        with self._guard:
+            if kind in self._kinds:
+                self._kinds[kind].wrote(trimmed(kind, document))
+
+    def deleted(self, kind: Kind, namespace: str, name: str, uid: str) -> None:
+        """We have deleted this, and it is gone."""
+        with self._guard:
+            if kind in self._kinds:
+                self._kinds[kind].deleted((namespace, name), uid)
+
+    # for the reconcilers
+
+    def job(self, key: Key, now: float) -> CachedJob:
+        """All objects of a job."""
+        name = (key.namespace, key.name)
+        with self._guard:
+            job = self._kinds[key.kind].effective(name)
+            needed = [self._kinds[kind] for kind in self._needed]
+            since = max(kind_cache.since if kind_cache.connected else now for kind_cache in needed)
+            pods, leases = self._kinds[POD].of_job(name), self._kinds[LEASE].of_job(name)
+            jobs = len(self._kinds[key.kind].watched)
+            return CachedJob(_decoded(job) if job else None, pods, leases, self._nodes, since, jobs=jobs)
+
+    def unsynced(self, kinds: Iterable[Kind] | None = None) -> list[Kind]:
+        """Kinds whose watch has not delivered everything once."""
+        with self._guard:
+            return [kind for kind in kinds or self._needed if not self._kinds[kind].synced]
+
+    def of_job(self, kind: Kind, key: Key) -> list[Document]:
+        """The documents of a kind that belong to a job."""
+        with self._guard:
+            return self._kinds[kind].of_job((key.namespace, key.name))
+
+    def documents(self, kind: Kind) -> list[Document]:
+        """All documents of a kind; for kinds with few."""
+        with self._guard:
+            kind_cache = self._kinds[kind]
+            return [_decoded(each) for name in sorted(kind_cache.watched) if (each := kind_cache.effective(name)) is not None]
+
+    def mark_unserved(self, kind: Kind, now: float) -> None:
+        """The cluster does not serve this kind: it has no documents, until a watch delivers some."""
+        with self._guard:
+            kind_cache = self._kinds[kind]
+            if not kind_cache.connected:
+                kind_cache.synced, kind_cache.connected, kind_cache.since = True, True, now
+
+    def job_keys(self) -> list[Key]:
+        """All jobs."""
+        with self._guard:
+            return [Key(kind, *name) for kind in self.jobs for name in self._kinds[kind].watched]
+
+    def count(self, kind: Kind) -> int:
+        """The number of documents of a kind."""
+        with self._guard:
+            return len(self._kinds[kind].watched)
+
+    def _notify(self, kind: Kind, document: Document, urgency: Urgency = "now") -> None:
+        """Report which jobs a change concerns."""
+        namespace, name = _name_of(document)
+        if kind in self.jobs:
+            self.changed(Key(kind, namespace, name), urgency)
+        elif kind == NODE:
+            if (namespace, name) not in self._kinds[NODE].watched:
+                self._nodes = {each: node for each, node in self._nodes.items() if each != name}
+            for pod, each in self._kinds[POD].watched.items():
+                if each.node == name:
+                    self._notify_job(pod[0], each.job)
+        else:
+            self._notify_job(namespace, _job_of(kind, document), urgency)
+
+    def _notify_job(self, namespace: str, job: str, urgency: Urgency = "now") -> None:
+        for kind in self.jobs:
+            if job:
+                self.changed(Key(kind, namespace, job), urgency)
+
+
+def trimmed(kind: Kind, document: Document) -> Document:
+    """A document without the fields that the operator does not read; what a pod runs is in its job."""
+    meta = {name: value for name, value in document["metadata"].items() if name not in ("managedFields", "selfLink")}
+    meta["annotations"] = {name: value for name, value in (meta.get("annotations") or {}).items() if name not in _REPEATED}
+    made: Document = {**document, "metadata": meta}
+    if kind == POD:
+        spec = document.get("spec") or {}
+        dropped = ("volumes", "tolerations", "affinity", "topologySpreadConstraints", "initContainers")
+        made["spec"] = {name: value for name, value in spec.items() if name not in dropped}
+        made["spec"]["containers"] = [_container(each) for each in spec.get("containers") or ()]
+    elif kind == NODE:
+        spec, status = document.get("spec") or {}, document.get("status") or {}
+        # Neither heartbeats nor the images of a node are news.
+        conditions = [
+            {name: value for name, value in each.items() if name != "lastHeartbeatTime"}
+            for each in status.get("conditions") or ()
+        ]
+        meta["annotations"] = {name: value for name, value in meta["annotations"].items() if name in _OF_NODES}
+        made["spec"] = {name: spec[name] for name in ("taints", "unschedulable", "providerID") if name in spec}
+        made["status"] = {"conditions": conditions}
+    return made
+
+
+def _container(container: Document) -> Document:
+    """A container's memory limit, for the sentence when it is OOMKilled."""
+    limit = ((container.get("resources") or {}).get("limits") or {}).get("memory")
+    return {"name": container["name"], **({"resources": {"limits": {"memory": limit}}} if limit else {})}
+
+
+def _entry(kind: Kind, document: Document) -> _Entry:
+    meta = dict(document["metadata"])
+    version = int(meta.pop("resourceVersion"))
+    body = _encoded({**document, "metadata": meta})
+    return _Entry(
+        body,
+        meta["uid"],
+        version,
+        hash(_urgent(kind, document, body)),
+        hash(_progress((meta.get("annotations") or {}).get(Annotation.PROGRESS))) if kind == LEASE else 0,
+        _job_of(kind, document),
+        (document.get("spec") or {}).get("nodeName", "") if kind == POD else "",
+    )
+
+
+def _progress(progress: str | None) -> tuple[Any, bool, Any]:
+    """What is written soon: the generation that a member trains in, that it has done a step, and the goodput of the whole run."""
+    try:
+        said = json.loads(progress or "{}")
+        return said.get("generation"), said.get("step") is not None, said.get("whole") and said.get("goodput")
+    except (ValueError, AttributeError):  # not written by an agent
+        return None, False, None
+
+
+def _job_of(kind: Kind, document: Document) -> str:
+    """The name of the job that a document belongs to. For a Lease it is taken from the Lease's name, not from its labels: a
+    worker can change its own labels, but cannot write another worker's Lease."""
+    meta = document["metadata"]
+    if kind == LEASE:
+        found = _WORKER.fullmatch(meta["name"])
+        return found["job"] if found else ""
+    return str((meta.get("labels") or {}).get(Label.JOB, ""))
+
+
+def _urgent(kind: Kind, document: Document, body: bytes) -> bytes:
+    """The fields whose change must be reconciled now. Not those of a Lease that change with each renewal and step; of a node only
+    taints, readiness, notices and deletion."""
+    meta, spec = document["metadata"], document.get("spec") or {}
+    if kind == LEASE:
+        said = meta.get("annotations") or {}
+        told = [said.get(Annotation.REPORT), spec.get("holderIdentity")]
+        return _encoded([*told, meta.get("labels"), meta.get("deletionTimestamp")])
+    if kind == NODE:
+        conditions = (document.get("status") or {}).get("conditions") or ()
+        ready = [(each["type"], each["status"]) for each in conditions if each["type"] in ("Ready", *leaving.CONDITIONS)]
+        said = [meta.get("labels"), meta.get("annotations"), meta.get("deletionTimestamp")]
+        return _encoded([*said, spec.get("taints"), spec.get("unschedulable"), ready])
+    return body
+
+
+def _encoded(content: Any) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def _decoded(entry: _Entry) -> Document:
+    try:
+        found: Document = from_json(entry.body)
+    except ValueError:  # twice as fast as json, but limited in depth
+        found = json.loads(entry.body)
+    found["metadata"]["resourceVersion"] = str(entry.version)
+    return found
+
+
+def _name_of(document: Document) -> NamespacedName:
+    meta = document["metadata"]
+    return meta.get("namespace", ""), meta["name"]

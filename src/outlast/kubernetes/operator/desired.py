@@ -1,0 +1,145 @@
+"""The desired objects of a job: its workers' pods, and the objects that these need. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from outlast.job import contract, spec
+from outlast.kubernetes.api.kinds import Kind
+from outlast.kubernetes.manifests import (
+    disruption,
+    gang,
+    kueue,
+    labels,
+    names,
+    objects,
+    pods,
+    rbac,
+    scheduling,
+    variables,
+    volumes,
+)
+from outlast.kubernetes.manifests.kueue import Priority
+from outlast.kubernetes.manifests.request import Request
+from outlast.kubernetes.manifests.topologies import elasticjob
+from outlast.kubernetes.operator.snapshot import JobSnapshot
+
+Document = dict[str, Any]
+
+
+def prerequisites(snapshot: JobSnapshot) -> tuple[Document, ...]:
+    """The objects that must exist before the first pod. Raises InvalidJob for a job that cannot be rendered as pods."""
+    request = _request(snapshot)
+    elasticjob.documents(request)  # validates jobs from kubectl, which `outlast submit` has not checked
+    worker = pods.pod(request, _worker(snapshot, request), index=0, generation=0, file="")
+    return (
+        *objects.claims(request),  # without owner: they may hold data that others need
+        *_members(snapshot, request, bearer=worker["spec"].get("serviceAccountName") or "default"),
+        _owned(snapshot, objects.service(request)),
+        _budget(snapshot, request),
+        *(_owned(snapshot, document) for document in _gang(snapshot, request).documents),
+    )
+
+
+def updated(snapshot: JobSnapshot) -> tuple[Document, ...]:
+    """Those prerequisites that change with the job's workers."""
+    request = _request(snapshot)
+    return (
+        *(document for document in _members(snapshot, request) if document["kind"] == "Role"),
+        _budget(snapshot, request),
+        *(_owned(snapshot, document) for document in _gang(snapshot, request).documents),
+    )
+
+
+def workload(snapshot: JobSnapshot, kind: Kind, name: str, count: int, least: int, priority: Priority) -> Document:
+    """A Workload that requests `count` workers, see `manifests.kueue`."""
+    request = _request(snapshot)
+    meta = labels.metadata(request, name)
+    meta["labels"] = {**meta["labels"], kueue.JOB_UID: snapshot.uid}
+    template = pods.template(request, _worker(snapshot, request))
+    queue = kueue.queue(snapshot.document)
+    made = kueue.workload(kind, meta, queue=queue, template=template, count=count, least=least, priority=priority)
+    return _owned(snapshot, made)
+
+
+def workers(snapshot: JobSnapshot, indices: Sequence[int], generation: int, avoided: Sequence[str]) -> Iterator[Document]:
+    """The pods of these workers, with a preference for other nodes than `avoided`."""
+    if snapshot.plain is not None:
+        yield from (snapshot.plain.pod(index) for index in indices)
+        return
+    request = _request(snapshot)
+    file = volumes.file(request.job)  # dumping YAML is the slowest part of this
+    for index in indices:
+        pod = pods.pod(request, _worker(snapshot, request, index), index=index, generation=generation, file=file)
+        made = _owned(snapshot, pod)
+        made["spec"]["hostname"] = made["metadata"]["name"]  # else it has no DNS name behind the Service
+        if avoided:
+            _avoid(made["spec"], avoided)
+        yield made
+
+
+def checkpoints(job: spec.Job) -> str:
+    """URL of the job's checkpoints; empty when its output is not in a store."""
+    store = volumes.store(job)
+    return f"{store}/{contract.CHECKPOINTS}" if store else ""
+
+
+def _request(snapshot: JobSnapshot) -> Request:
+    assert snapshot.job is not None
+    job = snapshot.job
+    if job.spec.rendezvous.backend == "etcd":  # a job from kubectl: the operator decides all the same
+        job = job.model_copy(update={"spec": job.spec.model_copy(update={"rendezvous": spec.Rendezvous()})})
+    fresh = (snapshot.document["metadata"].get("annotations") or {}).get(contract.Annotation.FRESH) == "true"
+    return Request(job, names.Names(snapshot.name), snapshot.run, carried=True, fresh=fresh)
+
+
+def _worker(snapshot: JobSnapshot, request: Request, index: int = 0) -> pods.Worker:
+    return pods.Worker(
+        index=variables.plain(str(index)),
+        rendezvous=f"{contract.KUBERNETES}{snapshot.name}",
+        subdomain=request.names.service,
+        account=rbac.account(snapshot.name),
+        gang=_gang(snapshot, request),
+        on_demand=index == 0 and request.spec.scheduling.worker0 == scheduling.ON_DEMAND,
+    )
+
+
+def _gang(snapshot: JobSnapshot, request: Request) -> gang.Gang:
+    return gang.of(request, snapshot.name, snapshot.gang)
+
+
+def _members(snapshot: JobSnapshot, request: Request, *, bearer: str = "") -> list[Document]:
+    # Workers that still save before they leave need their Leases, even if fewer workers are wanted now.
+    world = snapshot.status.world.members if snapshot.status.world else ()
+    most = max([request.spec.workers.max, *(1 + index for index in (*(pod.index for pod in snapshot.pods), *world))])
+    return rbac.members(snapshot.name, _namespace(snapshot), most, labels.common(request.job), snapshot.owner, bearer=bearer)
+
+
+def _budget(snapshot: JobSnapshot, request: Request) -> Document:
+    least = disruption.least(request.spec.workers)
+    return disruption.budget(snapshot.name, _namespace(snapshot), least, labels.common(request.job), snapshot.owner)
+
+
+def _namespace(snapshot: JobSnapshot) -> str:
+    return str(snapshot.document["metadata"]["namespace"])
+
+
+def _owned(snapshot: JobSnapshot, document: Document) -> Document:
+    meta = {**document["metadata"], "namespace": _namespace(snapshot), "ownerReferences": [snapshot.owner]}
+    return {**document, "metadata": meta}
+
+
+_LOOSE_SKEW = 1000
+"""The larger it is, the less a difference in pods counts for the scheduler."""
+
+
+def _avoid(pod: Document, nodes: Sequence[str]) -> None:
+    """Prefer other nodes. Not a requirement: the pod would stay pending if there are no others."""
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
+    affinity = pod.setdefault("affinity", {}).setdefault("nodeAffinity", {})
+    preferred = affinity.setdefault("preferredDuringSchedulingIgnoredDuringExecution", [])
+    preferred.append({"weight": 100, "preference": {"matchFields": fields}})
+    for spread in pod.get("topologySpreadConstraints", ()):
+        if spread["whenUnsatisfiable"] == "ScheduleAnyway":  # would lead to the node whose worker is gone with equal weight
+            spread["maxSkew"] = _LOOSE_SKEW

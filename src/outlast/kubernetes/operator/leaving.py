@@ -1,0 +1,154 @@
+"""Nodes that are about to be terminated: what says so, by when, and how long a pod there may take. Pure.
+
+A deadline is annotated by who knows it (`contract.Annotation.LEAVING_AT`), on the node or, by those without rights to nodes, on a
+pod. Without one the usual time of the notice counts, from when the operator first saw it; see docs/decisions/0045.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from outlast.job.contract import LEAVING, Annotation, LeavingKind
+from outlast.kubernetes.api import pods as podwords
+from outlast.kubernetes.manifests.scheduling import SPOT
+
+Document = Mapping[str, Any]
+
+SPOT_NOTICE_S = 120.0
+"""From AWS's interruption notice to the end of the machine.
+https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html"""
+
+
+class Usual(NamedTuple):
+    """By when a node with a notice is gone, in seconds; None: no sooner than a pod's own grace period ends."""
+
+    any_s: float | None
+    spot_s: float | None
+    """The same on a spot node, for notices that do not tell an interruption from a planned change."""
+    source: str
+
+
+_HANDLER = "https://github.com/aws/aws-node-termination-handler/blob/main/pkg/node/node.go"
+_KARPENTER = "https://karpenter.sh/docs/concepts/disruption/"
+_GKE = "https://cloud.google.com/kubernetes-engine/docs/concepts/spot-vms"  # of 30 s, kubelets leave ordinary pods 15
+_AKS = "https://learn.microsoft.com/en-us/azure/aks/node-auto-drain"  # at least 30 s, by Azure's scheduled events
+TAINTS: Mapping[str, Usual] = {
+    LEAVING: Usual(None, None, "docs/guide/spot.md"),  # its value says the kind
+    "aws-node-termination-handler/spot-itn": Usual(SPOT_NOTICE_S, SPOT_NOTICE_S, _HANDLER),
+    "aws-node-termination-handler/scheduled-maintenance": Usual(None, None, _HANDLER),
+    "aws-node-termination-handler/asg-lifecycle-termination": Usual(None, None, _HANDLER),
+    "aws-node-termination-handler/rebalance-recommendation": Usual(None, None, _HANDLER),
+    "karpenter.sh/disrupted": Usual(None, SPOT_NOTICE_S, _KARPENTER),
+    "karpenter.sh/disruption": Usual(None, SPOT_NOTICE_S, "https://karpenter.sh/v0.37/concepts/disruption/"),
+    "cloud.google.com/impending-node-termination": Usual(None, 15.0, _GKE),
+    "remediator.kubernetes.azure.com/unschedulable": Usual(None, 30.0, _AKS),
+    "remediator.aks.microsoft.com/unschedulable": Usual(None, 30.0, _AKS),
+    "ToBeDeletedByClusterAutoscaler": Usual(
+        None, None, "https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/FAQ.md"
+    ),
+    "node.kubernetes.io/out-of-service": Usual(
+        None, None, "https://kubernetes.io/docs/reference/labels-annotations-taints/#node-kubernetes-io-out-of-service"
+    ),
+}
+"""Taints of nodes that are about to be terminated."""
+CONDITIONS: Mapping[str, Usual] = {
+    "VMEventScheduled": Usual(None, 30.0, "https://learn.microsoft.com/en-us/azure/aks/node-problem-detector"),
+}
+"""Conditions that say the same when they are True and the node is cordoned: a node that still takes pods stays."""
+TAINTED = "tainted"
+"""Key of the time, by the operator's clock, at which a watch first delivered a node with one of these notices."""
+KEPT_S = 2.0
+"""Of the time left, what the way of a deletion to the kubelet and the end of a pod take."""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Why a worker has to go."""
+
+    cause: str
+    """The taint's key, with its value if it is ours, the condition's type, or the annotation's key."""
+    deadline: float | None = None
+    """Seconds since the epoch; None: no sooner than the pod's own grace period ends."""
+    reason: str = ""
+    """The sentence of who wrote the deadline, if any."""
+
+    def sentence(self, node: str) -> str:
+        """What the worker's log says: where it has to leave, and why."""
+        return f"node {node} ({self.cause}{f', {self.reason}' if self.reason else ''})"
+
+    def grace_s(self, pod: Document, now: float) -> int | None:
+        """The grace period to delete a pod with; None: its own, which ends sooner. At least 1: 0 would not wait for its node."""
+        if self.deadline is None:
+            return None
+        left_s = max(1, math.floor(self.deadline - now - KEPT_S))
+        own_s = pod["spec"].get("terminationGracePeriodSeconds", 30)
+        return left_s if left_s < own_s else None
+
+
+def of_node(node: Document | None) -> Leave | None:
+    """Why the workers of a node have to go; None for a node that stays."""
+    found = _notices(node or {})
+    if node is None or not found:
+        return None
+    labels = node["metadata"].get("labels") or {}
+    annotations = node["metadata"].get("annotations") or {}
+    spot = any(labels.get(name) == value for name, value in SPOT.items())
+    kind = found.get(LEAVING, LeavingKind.UNKNOWN)
+    seen, deadline = node.get(TAINTED), _deadline(annotations)
+    if deadline is not None and kind is LeavingKind.MAINTENANCE and seen is not None and deadline <= seen:
+        deadline = None  # it had begun when we heard of it, and may last for hours: there is time to save
+    if deadline is None and seen is not None:
+        usual = [_usual(name, each, spot=spot) for name, each in found.items()]
+        deadline = min((seen + each for each in usual if each is not None), default=None)
+    first = LEAVING if LEAVING in found else next(iter(found))
+    return Leave(f"{first}={kind}" if kind else first, deadline, _reason(annotations))
+
+
+def _notices(node: Document) -> dict[str, LeavingKind]:
+    """The taints and conditions of a node that are notices, with the value of our own taint."""
+    spec, status = node.get("spec") or {}, node.get("status") or {}
+    taints = {each["key"]: each.get("value") or "" for each in spec.get("taints") or () if each.get("key") in TAINTS}
+    found = {key: LeavingKind(value) if key == LEAVING else LeavingKind.UNKNOWN for key, value in taints.items()}
+    told = [each for each in status.get("conditions") or () if each.get("status") == "True"]
+    said = [each["type"] for each in told if "freeze" not in f"{each.get('reason')} {each.get('message')}".lower()]  # seconds
+    return found | ({each: LeavingKind.UNKNOWN for each in said if each in CONDITIONS} if spec.get("unschedulable") else {})
+
+
+def of_pod(pod: Document) -> Leave | None:
+    """Why this worker has to go although its node may stay."""
+    annotations = pod["metadata"].get("annotations") or {}
+    if (deadline := _deadline(annotations)) is None:
+        return None
+    return Leave(Annotation.LEAVING_AT, deadline, _reason(annotations))
+
+
+def soonest(*leaves: Leave | None) -> Leave | None:
+    """The one with the earliest deadline; one without a deadline is the last."""
+    known = [each for each in leaves if each is not None]
+    return min(known, key=lambda each: math.inf if each.deadline is None else each.deadline, default=None)
+
+
+def _usual(name: str, kind: LeavingKind, *, spot: bool) -> float | None:
+    if kind is LeavingKind.SPOT:
+        return SPOT_NOTICE_S
+    row = TAINTS.get(name) or CONDITIONS[name]
+    return row.spot_s if spot else row.any_s
+
+
+def _deadline(annotations: Mapping[str, str]) -> float | None:
+    """The annotated deadline; None when there is none, or one that cannot be read."""
+    try:
+        return podwords.seconds(annotations.get(Annotation.LEAVING_AT)) or None
+    except (ValueError, TypeError, OverflowError):
+        return None
+
+
+def _reason(annotations: Mapping[str, str]) -> str:
+    return str(annotations.get(Annotation.LEAVING_REASON) or "")[:_LONGEST]
+
+
+_LONGEST = 256
+"""Characters of a sentence that others have written into an annotation."""

@@ -1,0 +1,306 @@
+"""The operator's process: watches fill a cache, changes queue jobs, worker threads reconcile one job each.
+
+    Operator(cluster, {kinds.ELASTIC_JOB: reconciler}, ...).run(stop)
+
+A reconciler for each kind of job, a pure function, decides what to do. This process adds only that nothing is decided before all
+watches have delivered everything once, that only the leader writes, and that failures are retried with backoff. It may be killed
+between any two lines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from outlast.base import backoff, probes
+from outlast.base.clock import Clock
+from outlast.base.errors import ClusterError, Forbidden, Refused
+from outlast.kubernetes import api
+from outlast.kubernetes.api.kinds import POD, Kind
+from outlast.kubernetes.manifests import kueue
+from outlast.kubernetes.operator import apply
+from outlast.kubernetes.operator.cache import Cache, CachedJob, Key, Urgency
+from outlast.kubernetes.operator.leader import Leadership
+from outlast.kubernetes.operator.metrics import Metrics
+from outlast.kubernetes.operator.parallel import Background, Parallel
+from outlast.kubernetes.operator.plan import Document, Plan
+from outlast.kubernetes.operator.queues import ClusterFeatures
+from outlast.kubernetes.operator.watches import Intervals, Watches
+from outlast.kubernetes.operator.workqueue import WorkQueue
+from outlast.kubernetes.operator.writer import NotLeader, Writer
+
+log = logging.getLogger(__name__)
+
+Reconciler = Callable[[CachedJob, float, ClusterFeatures], Plan]
+"""(the objects of a job, now, what the cluster offers) -> what to do. Pure."""
+Orphans = Callable[[CachedJob, float], Plan]
+"""(the objects left of a job that is gone, now) -> which of its pods to delete. Pure."""
+
+LONGEST_BACKOFF_S = 60.0
+"""Longest pause before a failed reconcile pass is retried."""
+STUCK_S = 300.0
+"""Timeout of a reconcile pass: the liveness probe fails then, and the kubelet restarts the process."""
+BUSY_PASSES = 30
+"""More passes in a row that found something to do than any change of a job needs; from then on they are slowed down."""
+PROGRESS_DEBOUNCE_S = 2.0
+"""A job whose members only report progress is reconciled within this time, once for all of them."""
+STOP_TIMEOUT_S = 6.0
+"""Timeout after SIGTERM for the reconcile passes that have begun; below the pod's terminationGracePeriodSeconds."""
+WRITERS_PER_WORKER = 2
+"""Extra writer threads per concurrent reconcile."""
+PENDING_EVENTS = 1000
+"""Most Events waiting to be written, as in client-go's recorder."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the operator works."""
+
+    namespace: str | None = None
+    """The only namespace it looks after. Default: all."""
+    workers: int = 8
+    """Jobs that are reconciled concurrently."""
+    host: str = ""
+    """Address of the probes. Default: all addresses."""
+    port: int = 0
+    """Port of the probes. 0: any free one."""
+    retry_s: float = 1.0
+    """First pause before a failure is retried; doubled each time."""
+    discovery_s: float = 60.0
+    """Interval between two looks for Kueue and gang schedulers."""
+
+
+class Operator:
+    """One process. `run` returns its exit code."""
+
+    def __init__(
+        self,
+        cluster: api.Cluster,
+        reconcilers: Mapping[Kind, Reconciler],
+        leadership: Leadership,
+        settings: Settings | None = None,
+        *,
+        orphans: Orphans | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.cluster, self.reconcilers, self.leadership = cluster, dict(reconcilers), leadership
+        self.settings = settings or Settings()
+        self.metrics = Metrics()
+        self.address = ""
+        """Of the probes, from `run` on."""
+        self._clock = clock or Clock()
+        self.queue: WorkQueue[Key] = WorkQueue(self._clock)
+        self.cache = Cache(self.reconcilers, self._changed)
+        self.writer = Writer(cluster, self.cache, self.metrics, leadership.holds)
+        intervals = Intervals(self.settings.retry_s, self.settings.discovery_s)
+        namespace = self.settings.namespace
+        self.watches = Watches(
+            cluster, self.cache, self.metrics, self._clock, self._queue_all, namespace=namespace, intervals=intervals
+        )
+        self._orphans = orphans
+        self._parallel = Parallel(WRITERS_PER_WORKER * self.settings.workers)
+        self._background = Background(PENDING_EVENTS)
+        self._failures: dict[Key, int] = {}
+        """Failed passes in a row."""
+        self._busy: dict[Key, int] = {}
+        """Passes in a row that found something to do."""
+        self._refused: dict[Key, str] = {}
+        """Why pods of a job could not be created on the last attempt."""
+        self._deciding = threading.Lock()
+        """One decision is computed at a time: several would not be faster in Python, and would starve the watches, so that
+        renewals of Leases would be read too late."""
+        self._running: dict[Key, float] = {}
+        """When the passes that are running began."""
+        self._threads: list[threading.Thread] = []
+
+    def run(self, stop: threading.Event) -> int:
+        """Work until `stop` is set (0), or until the lease is lost or a thread has ended (1)."""
+        self.address = probes.serve(self.health, {}, host=self.settings.host, port=self.settings.port)
+        log.info("probes and metrics are served on %s", self.address)
+        resign = threading.Event()
+        leading = threading.Thread(target=self.leadership.run, args=(resign,), name="lease", daemon=True)
+        workers = [
+            threading.Thread(target=self._work, name=f"worker {n}", daemon=True)  # one that hangs must not keep the process
+            for n in range(self.settings.workers)
+        ]
+        self.watches.start()
+        leading.start()
+        self._threads = [*self.watches.threads, leading]
+        self._until_stopped(stop, workers)
+        asked = stop.is_set()
+        self.queue.shut_down()
+        until = time.monotonic() + (STOP_TIMEOUT_S if asked and self.leadership.holds() else 0.0)
+        for worker in workers:
+            if worker.ident is not None:
+                worker.join(max(0.0, until - time.monotonic()))
+        self._background.finish(max(0.0, until - time.monotonic()))
+        resign.set()  # only now: no other operator may write while a worker of ours does
+        leading.join(1.0 if asked else 0.0)
+        self.watches.stop()
+        log.info("stopped" if asked else "stopped: this operator is not the leader any more")
+        return 0 if asked else 1
+
+    def _until_stopped(self, stop: threading.Event, workers: list[threading.Thread]) -> None:
+        """Start the workers once all is known and we lead; return when `stop` is set, the lease is lost or a thread has ended."""
+        logged: list[Kind] | None = None
+        while not stop.is_set() and not self.leadership.lost:
+            if (missing := self.cache.unsynced()) and missing != logged:
+                log.info("waiting until all is known of %s", ", ".join(kind.resource for kind in missing))
+                logged = missing
+            if not missing and self.leadership.holds() and workers[0].ident is None:
+                log.info("all is known: %d jobs, %d pods", len(self.cache.job_keys()), self.cache.count(POD))
+                for worker in workers:
+                    worker.start()
+                self._threads += workers
+            if broken := [thread.name for thread in self._threads if not thread.is_alive()]:
+                if not self.leadership.lost:
+                    log.error("%s ended by itself; this process ends, to be started again", ", ".join(broken))
+                return
+            stop.wait(0.5 if workers[0].ident is not None or self.leadership.waits else 0.02)
+
+    def _changed(self, key: Key, urgency: Urgency) -> None:
+        if urgency == "now":
+            self.queue.add(key)
+        else:
+            self.queue.add_at(key, self._clock() + PROGRESS_DEBOUNCE_S)
+
+    def _queue_all(self) -> None:
+        for key in self.cache.job_keys():
+            self.queue.add(key)
+
+    def _work(self) -> None:
+        while (key := self.queue.get()) is not None:
+            try:
+                with self._timed(key):
+                    self.reconcile(key)
+                self._failures.pop(key, None)
+            except NotLeader as error:  # the process ends
+                log.warning("%s", error, extra=_about(key))
+            except ClusterError as error:
+                self._failed(key, error)
+            except Exception as error:  # a bug that one job meets must not stop the others
+                self._failed(key, error, bug=True)
+            finally:
+                self.queue.done(key)
+
+    def reconcile(self, key: Key) -> None:
+        """One reconcile pass: decide about a job and carry the plan out. Raises ClusterError."""
+        with self._deciding:
+            now = self._clock()
+            cached = self.cache.job(key, now)
+        since = max(cached.since, now - self.leadership.heard_for(), self._clock.broken_at)
+        cached = dataclasses.replace(cached, since=since, refused=self._refused.get(key, ""))
+        if cached.job is None:
+            self._gone(key, cached, now)
+            return
+        old = cached.job.get("status") or {}
+        if not old and kueue.queue(cached.job) and not self.watches.serves(kueue.GROUP):
+            self.watches.discover()  # Kueue may have been installed a moment ago
+        features = self.watches.features(key)
+        with self._deciding:
+            plan = self.reconcilers[key.kind](cached, now, features)
+        done = self._apply(key, cached.job, plan, now) if plan or plan.events else apply.Done(plan.requeue_at)
+        self._refused.pop(key, None)
+        if done.blocked:
+            self._refused[key] = done.blocked
+        self.metrics.set_job(key.kind.resource, key.namespace, key.name, plan.status if plan.status is not None else old)
+        if done.requeue_at is not None:
+            self.queue.add_at(key, done.requeue_at)
+        self._requeue(key, plan, done, now)
+
+    def _apply(self, key: Key, job: Document, plan: Plan, now: float) -> apply.Done:
+        if plan.status is not None:
+            log.info("%s", plan.status.get("reason") or plan.status.get("state") or "its status changes", extra=_about(key))
+        old = job.get("status") or {}
+        written = functools.partial(self.metrics.count_changes, old, plan.status or {}, plan.events, now)
+        try:
+            done = apply.act(self.writer, job, plan, now, self._parallel, self._background, written)
+        except (Forbidden, Refused) as error:
+            self._refused[key] = str(error)
+            if plan.requeue_at is not None:  # the workers that exist must not wait for those that are refused
+                self.queue.add_at(key, plan.requeue_at)
+            raise
+        if done.stale:
+            log.info("%s; the job is reconciled again", done.stale, extra=_about(key))
+        return done
+
+    def _requeue(self, key: Key, plan: Plan, done: apply.Done, now: float) -> None:
+        """Reconcile again after something was done: only a pass that finds nothing to do shows that a job has settled. A job that
+        never settles is slowed down and logged."""
+        if not plan:
+            self._busy.pop(key, None)
+            return
+        busy = self._busy[key] = self._busy.get(key, 0) + 1
+        if busy <= BUSY_PASSES and (done.stale or done.blocked):  # usually the watch brings the change first
+            self.queue.add_at(key, now + 1.0)
+        elif busy <= BUSY_PASSES:
+            self.queue.add(key)
+        else:
+            pause = backoff.exponential(busy - BUSY_PASSES, 1.0, LONGEST_BACKOFF_S)
+            log.warning("%d passes in a row found something to do; the next is in %.0f s", busy, pause, extra=_about(key))
+            self.queue.hold(key, now + pause)  # our own writes come back as changes and must not keep us busy
+
+    def _gone(self, key: Key, cached: CachedJob, now: float) -> None:
+        """The job does not exist any more. Its objects are garbage-collected, but pods on nodes that do not answer need help."""
+        self.metrics.remove_job(key.kind.resource, key.namespace, key.name)
+        self._busy.pop(key, None)
+        self._refused.pop(key, None)
+        if not cached.pods or self._orphans is None or self._exists_otherwise(key):
+            return
+        plan = self._orphans(cached, now)
+        for deletion in plan.deletes:
+            apply.delete(self.writer, deletion, key.namespace)
+        if plan.requeue_at is not None:
+            self.queue.add_at(key, plan.requeue_at)
+
+    def _exists_otherwise(self, key: Key) -> bool:
+        """Whether a job of another kind has this name, and the pods."""
+        others = [Key(kind, key.namespace, key.name) for kind in self.reconcilers if kind != key.kind]
+        return any(self.cache.job(other, self._clock()).job is not None for other in others)
+
+    def _failed(self, key: Key, error: Exception, *, bug: bool = False) -> None:
+        count = self._failures[key] = self._failures.get(key, 0) + 1
+        pause = backoff.exponential(count - 1, self.settings.retry_s, LONGEST_BACKOFF_S)
+        self.metrics.count_error()
+        sentence = "%s; the next try is in %.0f s"
+        if bug:
+            log.error(sentence, error, pause, extra=_about(key), exc_info=error)
+        else:
+            log.warning(sentence, error, pause, extra=_about(key))
+        self.queue.add_at(key, self._clock() + pause)
+
+    @contextmanager
+    def _timed(self, key: Key) -> Iterator[None]:
+        begun = self._running[key] = time.monotonic()
+        try:
+            yield
+        finally:
+            self._running.pop(key, None)
+            self.metrics.time_reconcile(time.monotonic() - begun)
+
+    def health(self) -> probes.Health:
+        """What the probes answer."""
+        now, missing = time.monotonic(), self.cache.unsynced()
+        dead = [thread.name for thread in self._threads if not thread.is_alive()]
+        stuck = [key for key, begun in list(self._running.items()) if now - begun > STUCK_S]
+        if dead:
+            reason = f"{', '.join(dead)} ended"
+        elif stuck:
+            reason = f"a reconcile pass of {stuck[0].namespace}/{stuck[0].name} takes longer than {STUCK_S:.0f} s"
+        elif missing:
+            reason = f"waiting until all is known of {', '.join(kind.resource for kind in missing)}"
+        else:
+            reason = "acting" if self.leadership.holds() else "standing by"
+        text = self.metrics.text(leads=self.leadership.holds(), now=self._clock())
+        return probes.Health(not dead and not stuck, not missing and not dead, reason, text=text)
+
+
+def _about(key: Key) -> dict[str, str]:
+    """The job of a log line."""
+    return {"job": key.name, "namespace": key.namespace}

@@ -1,0 +1,43 @@
+"""The reconciler of each kind of job: ours, and those of `kube.dropins`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from outlast.kubernetes.api import dropins
+from outlast.kubernetes.api.kinds import ELASTIC_JOB, Kind
+from outlast.kubernetes.operator import decide, snapshot
+from outlast.kubernetes.operator.cache import CachedJob
+from outlast.kubernetes.operator.operator import Reconciler
+from outlast.kubernetes.operator.plan import Plan
+from outlast.kubernetes.operator.queues import ClusterFeatures
+from outlast.kubernetes.operator.rules import end
+from outlast.kubernetes.operator.snapshot import Limits
+
+WRITES_PER_S = 100
+"""Upper bound of status writes per second for progress, over all jobs."""
+
+
+def elastic_job(limits: Limits, cached: CachedJob, now: float, features: ClusterFeatures) -> Plan:
+    """The plan for one of our ElasticJobs."""
+    if (interval_s := cached.jobs / WRITES_PER_S) > limits.progress_s:
+        limits = dataclasses.replace(limits, progress_s=interval_s)
+    return decide.decide(snapshot.take(cached, now, features, limits))
+
+
+def orphans(limits: Limits, cached: CachedJob, now: float) -> Plan:
+    """The plan for the pods of an ElasticJob that is gone."""
+    ours = [pod for pod in snapshot.pods_of(cached) if _of_an_elastic_job(pod)]
+    return end.orphans(ours, now, cached.since, limits)
+
+
+def _of_an_elastic_job(pod: snapshot.Pod) -> bool:
+    """Whether we have made it: pods of Jobs and StatefulSets have the label of their job too."""
+    return any(owner["kind"] == ELASTIC_JOB.kind for owner in pod.document["metadata"].get("ownerReferences") or ())
+
+
+def of(limits: Limits) -> dict[Kind, Reconciler]:
+    """The reconciler of each kind."""
+    added = {each.kind: functools.partial(each.functions.reconcile, limits) for each in dropins.DROP_INS}
+    return {ELASTIC_JOB: functools.partial(elastic_job, limits), **added}

@@ -1,0 +1,43 @@
+"""A job waits in a queue of Kueue. Pure."""
+
+from __future__ import annotations
+
+from outlast.job.status import State
+from outlast.kubernetes.manifests.kueue import Priority
+from outlast.kubernetes.operator import desired
+from outlast.kubernetes.operator.plan import Document
+from outlast.kubernetes.operator.reconcile import Reconcile
+from outlast.kubernetes.operator.rules import failures
+
+RECHECK_S = 10.0
+"""Poll interval for missing Kueue objects (we do not watch them)."""
+
+
+def queued(rec: Reconcile) -> None:
+    """The queue has not admitted enough workers, or takes quota back."""
+    queue, kept = rec.snapshot.queue, rec.status
+    if queue is None:
+        if rec.asked and not rec.wanted:
+            rec.set_state(State.QUEUED, "it is not known yet what Kueue says", "Queued")
+        return rec.update(queue="")
+    sizes, trains = rec.spec.workers.allowed(), kept.world is not None and kept.called is None and kept.result is None
+
+    def make(name: str, count: int, least: int, priority: Priority) -> Document:
+        return desired.workload(rec.snapshot, queue.objects.kind, name, count, least, priority)
+
+    changes = queue.changes(rec.asked, sizes, rec.using, trains, make, rec.now)
+    rec.apply, rec.statuses = (*rec.apply, *changes.apply), changes.statuses
+    for deletion in changes.deletes:
+        rec.deletes[deletion.uid] = deletion
+    rec.update(queue=queue.name)
+    if lacking := queue.lacking():
+        rec.requeue_at(rec.now + RECHECK_S)
+        if not trains and rec.asked:
+            rec.set_state(State.QUEUED, lacking, "Queued", warning=True)
+    if rec.asked and not rec.wanted:  # all save and exit together, as on suspension
+        return rec.set_state(State.QUEUED, queue.reason(), "Evicted" if rec.alive else "Queued", warning=bool(rec.alive))
+    for pod in rec.alive:
+        if queue.refuses(pod.document):
+            sentence = f"worker {pod.index} leaves: the queue {queue.name} takes its quota back"
+            failures.interrupted(rec, pod, "WorkerPreempted", sentence)
+            rec.delete(pod, sentence)

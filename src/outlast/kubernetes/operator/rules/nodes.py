@@ -1,0 +1,103 @@
+"""A node does not answer, is gone, or will be. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from outlast.kubernetes.operator import job_status
+from outlast.kubernetes.operator.job_status import Leaving, Lost
+from outlast.kubernetes.operator.plan import Event
+from outlast.kubernetes.operator.reconcile import Reconcile
+from outlast.kubernetes.operator.rules import failures
+from outlast.kubernetes.operator.rules.workers import FAST_LOSS_S
+from outlast.rendezvous.partition import FORGIVEN_S, Loss
+
+_EARLIER_S = 2.0
+"""A deletion that others have begun is shortened if it would end later than this after the deadline: API servers keep whole
+seconds."""
+
+
+def lost_workers(rec: Reconcile) -> None:
+    """Force-delete pods whose node does not answer or is gone."""
+    explained = set()
+    silent = rec.status.silent_uids
+    for pod in rec.snapshot.pods:
+        if pod.node_lost is None or pod.uid in rec.ends or pod.uid in rec.deletes:
+            continue
+        gone = pod.node not in rec.snapshot.nodes
+        report = rec.snapshot.reports.get(pod.index)
+        quiet = rec.last_heard(report) if report and not gone else max(pod.node_lost, pod.created, rec.snapshot.since)
+        # Its peers would say if they did not hear it: it renews its Lease rarely.
+        limit_s = rec.lease_s(report) if report and report.mesh and not gone else rec.snapshot.limits.lost_s
+        if (end := rec.until(quiet, limit_s)) is not None:
+            rec.requeue_at(end)
+            continue
+        how = "is gone" if gone else f"has not answered for {limit_s:g} s"
+        sentence = f"worker {pod.index} was lost: its node {pod.node} {how}"
+        if pod.uid in silent or (not pod.terminating and pod.uid not in rec.handled):
+            rec.update(interruptions=rec.status.interruptions + 1)
+            explained.add(pod.uid)
+            rec.events.append(Event("Warning", "NodeLost", sentence))
+            rec.note("failure", generation=rec.generation_of(pod), worker=pod.index, reason=sentence, counted=False)
+            failures.expect_others(rec, pod)
+        rec.delete(pod, sentence, grace_s=0)
+    if explained & silent:
+        rec.update(silent=tuple(each for each in rec.status.silent if each.uid not in explained))
+
+
+def cut_off(rec: Reconcile, found: Mapping[int, Loss]) -> None:
+    """Take over which workers their peers do not hear: an interruption each, as a lost node is one. The status keeps them as long
+    as it matters."""
+    known = {each.worker: each for each in rec.status.lost}
+    lost = []
+    for id, loss in sorted(found.items()):
+        before, pod = known.get(id), rec.pod(id)
+        if before is None or before.at != loss.at:
+            if pod and pod.alive and pod.uid not in rec.handled:
+                rec.update(interruptions=rec.status.interruptions + 1)
+                failures.expect_others(rec, pod)
+            before = Lost(id, pod.uid if pod else "", pod.node if pod else "", loss.at)
+        if rec.until(loss.at, FORGIVEN_S) is not None:
+            lost.append(replace(before, times=loss.times, held=loss.held))
+    if tuple(lost) != rec.status.lost:
+        rec.update(lost=tuple(lost))
+    cut_off_workers(rec)
+
+
+def cut_off_workers(rec: Reconcile) -> None:
+    """Force-delete the pods of workers that their peers did not hear."""
+    lost = {each.uid for each in rec.status.lost}
+    for pod in rec.alive:
+        if pod.uid in lost:
+            rec.delete(pod, f"worker {pod.index} was lost: its peers did not hear it", grace_s=0)
+
+
+def kept_out(rec: Reconcile) -> dict[int, Loss]:
+    """The same, as `rendezvous.world` knows it."""
+    return {each.worker: Loss(each.at, each.times, held=each.held) for each in rec.status.lost}
+
+
+def leaving_nodes(rec: Reconcile) -> None:
+    """A node is about to be terminated, or a worker is to go for another reason: it saves and exits while there is time. Its
+    deadline is published before its pod is deleted, and shortens a deletion that others have begun."""
+    told = {each.uid: each for each in rec.status.leaves}
+    for pod in rec.snapshot.pods:
+        leave = pod.leave
+        if leave is None or pod.over or pod.uid in rec.deletes:
+            continue
+        if pod.alive and (rest := rec.until(pod.created, FAST_LOSS_S)) is not None:
+            rec.requeue_at(rest)  # scheduled there despite the taint; the next one would be, too
+            continue
+        if leave.deadline is not None and not (pod.uid in told and told[pod.uid].deadline <= leave.deadline):
+            told[pod.uid] = Leaving(pod.index, pod.uid, leave.deadline, leave.sentence(pod.node))
+        if pod.alive:
+            by = f", by {job_status.text(leave.deadline)}" if leave.deadline is not None else ""
+            sentence = f"worker {pod.index} leaves: its node {pod.node} is about to be terminated ({leave.cause}{by})"
+            failures.interrupted(rec, pod, "NodeLeaving", sentence)
+            rec.delete(pod, sentence, grace_s=leave.grace_s(pod.document, rec.now))
+        elif leave.deadline is not None and pod.ends_at > leave.deadline + _EARLIER_S:
+            sentence = f"worker {pod.index}, which leaves already, has less time: until {job_status.text(leave.deadline)}"
+            rec.delete(pod, sentence, grace_s=leave.grace_s(pod.document, rec.now))
+    there = {pod.uid for pod in rec.snapshot.pods}
+    rec.update(leaves=tuple(each for each in told.values() if each.uid in there))

@@ -1,0 +1,199 @@
+"""Workers have ended, are silent, too many or too few. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from outlast.base import backoff
+from outlast.job import contract
+from outlast.job.contract import End, FailureCause
+from outlast.job.failure import Failure
+from outlast.job.status import State
+from outlast.kubernetes.api import ownership
+from outlast.kubernetes.api import pods as podwords
+from outlast.kubernetes.operator import desired, reconcile
+from outlast.kubernetes.operator.job_status import Silent
+from outlast.kubernetes.operator.plan import Event
+from outlast.kubernetes.operator.reconcile import Reconcile
+from outlast.kubernetes.operator.rules import failures
+from outlast.kubernetes.operator.rules.kueue import RECHECK_S as QUEUE_RECHECK_S
+from outlast.kubernetes.operator.snapshot import Pod
+from outlast.rendezvous.world import MemberState
+
+FAST_LOSS_S = 10.0
+"""Lifetime below which the loss of a pod is followed by a pause: its node would reject the next one as well."""
+UNHEARD_RECHECK_S = 10.0
+"""Poll interval while most workers are silent: that they are heard again triggers no reconcile pass."""
+AVOID = 2
+"""Counted failures within the window from which on pods of this job avoid a node."""
+_LONGEST_PAUSE_S = 60.0
+
+
+def ended_workers(rec: Reconcile) -> None:
+    """Delete failed pods, so that they are replaced, and count each failure once."""
+    silent = rec.status.silent_uids
+    for pod in rec.ended_pods:
+        end = rec.ends.get(pod.uid)
+        if end is None or pod.succeeded:
+            continue
+        counted = end.counted and not (pod.terminating and contract.killed(end.code))  # killed by its deletion
+        if pod.uid not in rec.handled and pod.uid not in silent:
+            if end.code == contract.Exit.GIVEN_UP:  # the coordinator has counted too many failures
+                rec.update(failure=failures.kept(rec, failures.of_pod(rec, pod, end), pod.node))
+                reason = f"worker {pod.index} says that the run is given up"
+                return rec.finish(State.FAILED, reason, contract.Exit.GIVEN_UP, End.LIMIT)
+            if counted:
+                failure, generation = failures.of_pod(rec, pod, end), rec.generation_of(pod)
+                if rec.is_counted(generation):
+                    rec.update(failure=failures.kept(rec, failure, pod.node))
+                else:
+                    failures.count(rec, failure, raised=failure.step, node=pod.node)
+                    if rec.done:
+                        return
+                    failures.cover_others(rec, generation)
+                rec.handled[pod.uid] = None
+            else:
+                if rec.wanted:
+                    rec.update(interruptions=rec.status.interruptions + 1)
+                    sentence = f"worker {pod.index} {end.sentence}; it is created again"
+                    rec.events.append(Event("Normal", "WorkerInterrupted", sentence))
+                    if (generation := rec.generation_of(pod)) and rec.status.called is None:
+                        told = {"generation": generation, "worker": pod.index, "code": end.code}
+                        rec.note("failure", **told, reason=f"worker {pod.index} {end.sentence}", counted=False)
+                failures.expect_others(rec, pod)
+        if not counted and rec.wanted and (rest := rec.until(lost_fast_at(pod, end.time), FAST_LOSS_S)) is not None:
+            rec.requeue_at(rest)  # keeps the name, so that the next pod waits
+            continue
+        rec.delete(pod, f"it has ended: {end.sentence}", grace_s=0 if podwords.all_ended(pod.document) else None)
+
+
+def lost_fast_at(pod: Pod, ended: float) -> float:
+    """Start of the pause after a pod that ended soon after its creation; for others long ago."""
+    return ended if ended - pod.created < FAST_LOSS_S else float("-inf")
+
+
+def silent_workers(rec: Reconcile) -> None:
+    """Delete a worker whose Lease has expired, and count the failure once it is gone: a ready node kills it, so it had hung or
+    was stopped; a node that does not answer has lost it, see `lost_workers`. Silence in one world has one cause and counts
+    once."""
+    there = {pod.uid for pod in rec.snapshot.pods}
+    gone = [each for each in rec.status.silent if each.uid not in there]
+    if gone:
+        rec.update(silent=tuple(each for each in rec.status.silent if each.uid in there))
+    counted = set()
+    for each in gone:
+        if each.echo or each.generation in counted:
+            continue
+        counted.add(each.generation)
+        reason = f"worker {each.worker} has said nothing for {each.after_s:g} s"
+        failure = Failure(
+            worker=each.worker,
+            code=137,
+            reason=reason,
+            cause=FailureCause.HANG,
+            generation=each.generation,
+            attempt=rec.start_of(each.generation)[1],
+            time=each.since,
+        )
+        failures.count(rec, failure, raised=None, node=each.node)
+        if rec.done:
+            return
+        failures.cover_others(rec, each.generation)
+    new = []
+    for pod in rec.alive:
+        report = rec.snapshot.reports.get(pod.index)
+        if report is None or report.member.standing is MemberState.DONE:
+            continue
+        if (end := rec.silent_at(report)) is not None:
+            rec.requeue_at(min(end, rec.now + UNHEARD_RECHECK_S) if rec.unheard else end)  # to hear them again is no change
+            continue
+        generation = rec.generation_of(pod)
+        if pod.uid not in rec.handled and not rec.is_counted(generation):
+            new.append(Silent(pod.uid, pod.index, pod.node, rec.now, generation, after_s=rec.lease_s(report)))
+        rec.delete(pod, f"worker {pod.index} has said nothing for {rec.lease_s(report):g} s", grace_s=5)
+    if new:
+        rec.update(silent=(*rec.status.silent, *new))
+
+
+def unheard_workers(rec: Reconcile) -> None:
+    """Most workers are silent though their nodes are ready: they train on, and kubelets kill those that hang."""
+    if rec.most_are_silent() and rec.status.state is not None:
+        silence_s, held_s = min(map(rec.lease_s, rec.unheard)), rec.snapshot.limits.held_s
+        count = len(rec.snapshot.reports)
+        reason = (
+            f"most of the {count} workers have said nothing for {silence_s:g} s though their nodes are well: the "
+            f"path from them to the API server is presumed broken, and none dead before {held_s:g} s are over"
+        )
+        rec.set_state(rec.status.state, reason, reconcile.UNHEARD, event=True, warning=True)
+
+
+def surplus_workers(rec: Reconcile) -> None:
+    """Delete pods beyond the wanted number, once they are in no world."""
+    known = rec.status
+    leaving = frozenset(known.called.leaving if known.called is not None and known.world is not None else ())
+    for pod in _by_worth(rec)[rec.wanted :]:
+        if pod.index in rec.members and known.result is None:
+            continue  # a world without it is formed first
+        if pod.index in leaving:
+            continue
+        rec.handled[pod.uid] = None
+        rec.delete(pod, f"{rec.wanted} workers are wanted, and worker {pod.index} is in no world")
+
+
+def missing_workers(rec: Reconcile) -> None:
+    """Create pods for free indices, the smallest first; a terminating pod keeps its name until it is gone."""
+    alive = rec.alive
+    lacking = rec.wanted - len(alive) - len(rec.succeeded)
+    if lacking <= 0 or rec.status.result is not None:
+        return
+    if (pause := backoff_until(rec)) is not None:
+        return rec.requeue_at(pause)
+    gone = {uid for uid, deletion in rec.deletes.items() if deletion.grace_s == 0}
+    taken = {contract.worker_name(rec.snapshot.name, pod.index) for pod in rec.snapshot.pods if pod.uid not in gone}
+    taken |= {pod.name for pod in rec.snapshot.others if _goes(rec, pod)}  # one that stays is reported when its name is used
+    free = [index for index in range(rec.wanted) if contract.worker_name(rec.snapshot.name, index) not in taken][:lacking]
+    generation = rec.status.generation + (rec.status.called is None)
+    queue = rec.snapshot.queue if rec.snapshot.queue is not None and rec.snapshot.queue.name else None
+    room = queue.room(rec.using) if queue is not None else {}
+    for pod in desired.workers(rec.snapshot, free, generation, _avoided(rec)):
+        placed = queue.place(pod, room) if queue is not None else pod
+        if placed is None:
+            return rec.requeue_at(rec.now + QUEUE_RECHECK_S)
+        rec.creates.append(placed)
+
+
+def _by_worth(rec: Reconcile) -> list[Pod]:
+    """The live pods in the order in which they are kept: by rank in the world, then by index."""
+    order = {id: rank for rank, id in enumerate(rec.status.world.members)} if rec.status.world else {}
+    return sorted(rec.alive, key=lambda pod: (order.get(pod.index, len(order)), pod.index))
+
+
+def desired_indices(rec: Reconcile) -> Iterable[int]:
+    """The indices of the members to be: of pods that are kept or will be created."""
+    kept = dict.fromkeys([pod.index for pod in _by_worth(rec)][: rec.wanted])
+    return [*kept, *[index for index in range(rec.wanted) if index not in kept][: rec.wanted - len(kept)]]
+
+
+def backoff_until(rec: Reconcile) -> float | None:
+    """When the next pod may be created: at once (None) after one failure, with exponential backoff while failures repeat."""
+    recent = [counted.record.time for counted in rec.status.counted_failures if counted.record.committed_step >= rec.committed]
+    if len(recent) < 2:
+        return None
+    return rec.until(max(recent), backoff.exponential(len(recent) - 1, 1.0, _LONGEST_PAUSE_S))
+
+
+def _avoided(rec: Reconcile) -> tuple[str, ...]:
+    """Nodes with repeated failures, nodes about to be terminated, and nodes whose workers were not heard by others."""
+    window = rec.policy.window.total_seconds()
+    counts: dict[str, int] = {}
+    for counted in rec.status.counted_failures:
+        if counted.node and rec.now - counted.record.time < window:
+            counts[counted.node] = counts.get(counted.node, 0) + 1
+    leaving = {pod.node for pod in rec.snapshot.pods if pod.leave}
+    cut_off = {each.node for each in rec.status.lost if each.node}
+    return tuple(sorted({*leaving, *cut_off, *(node for node, count in counts.items() if count >= AVOID)}))
+
+
+def _goes(rec: Reconcile, pod: Pod) -> bool:
+    """Whether a pod that is not of this job will go by itself: it terminates, or belongs to an earlier job of this name."""
+    return pod.terminating or ownership.owned_by_predecessor(pod.document, rec.snapshot.document)

@@ -1,0 +1,410 @@
+"""A snapshot of a job: the objects in the cache, read into the values that `decide` asks for. Pure."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic_core import from_json
+
+from outlast.base.errors import InvalidJob
+from outlast.job import contract, spec
+from outlast.job.contract import LEASE_S, Annotation, Label
+from outlast.job.failure import Failure
+from outlast.kubernetes.api import ownership, wire
+from outlast.kubernetes.api import pods as podwords
+from outlast.kubernetes.manifests import gang, kueue
+from outlast.kubernetes.operator import job_status, leaving, queues
+from outlast.kubernetes.operator.cache import CachedJob
+from outlast.kubernetes.operator.job_status import Status
+from outlast.kubernetes.operator.leaving import Leave
+from outlast.kubernetes.operator.queues import ClusterFeatures
+from outlast.rendezvous import failures
+from outlast.rendezvous.transports.sockets import Report, is_count, is_number
+from outlast.rendezvous.world import Member, MemberState
+
+Document = Mapping[str, Any]
+
+HEARD = "heard"
+"""Key of the time, by the operator's clock, at which a watch delivered a renewal of a Lease, or that a node is unready: clocks of
+other machines are not compared with ours."""
+NNODES = f"{contract.GROUP}/nnodes"
+"""Annotation of a pod without an agent: --nnodes of its torchrun."""
+LONGEST_S = 600.0
+"""Upper bound of a Lease's duration, whatever its worker wrote."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Timeouts of the operator, in seconds."""
+
+    silence_s: float = LEASE_S
+    """A member whose Lease has not been renewed for this long is dead."""
+    held_s: float = 300.0
+    """Timeout when most workers fall silent at once though their nodes are ready: see decision 17. As long as Kubernetes
+    tolerates an unreachable node, and several times what a kubelet takes to kill an agent that hangs."""
+    progress_s: float = 3.0
+    """Interval between writes of the step while nothing else is written, except for the first step of a world."""
+    lost_s: float = 30.0
+    """A pod whose node has not answered for this long is lost and force-deleted."""
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A pod of the job."""
+
+    document: Document
+    index: int
+    node: str
+    node_lost: float | None
+    """Since when its node has not answered; of a node that does not exist, since when the pod has been bound to it."""
+    leave: Leave | None = None
+    """Why it has to go: its node is about to be terminated, or the pod itself says so."""
+
+    @property
+    def name(self) -> str:
+        return str(self.document["metadata"]["name"])
+
+    @property
+    def uid(self) -> str:
+        return str(self.document["metadata"]["uid"])
+
+    @property
+    def created(self) -> float:
+        """Its creation time."""
+        return podwords.born(self.document)
+
+    @property
+    def first_generation(self) -> int:
+        """The first generation that it may be part of."""
+        label = (self.document["metadata"].get("labels") or {}).get(Label.GENERATION, "")
+        return int(label) if label.isdecimal() else 0
+
+    @property
+    def terminating(self) -> bool:
+        """Whether it is being deleted."""
+        return podwords.leaves(self.document)
+
+    @property
+    def ends_at(self) -> float:
+        """When its kubelet kills it at the latest, if it is being deleted; else 0."""
+        return podwords.seconds(self.document["metadata"].get("deletionTimestamp"))
+
+    @property
+    def lingering(self) -> bool:
+        """Whether its worker has ended and its phase does not say so: a sidecar still runs, or its sandbox is not gone."""
+        if self.document["spec"].get("restartPolicy") != "Never":
+            return False
+        worker = podwords.container_status(self.document)
+        alone = len(self.document["spec"].get("containers") or ()) == 1
+        ended = (alone or worker.get("name") in podwords.CONTAINERS) and "terminated" in (worker.get("state") or {})
+        return ended and not podwords.over(self.document)
+
+    @property
+    def over(self) -> bool:
+        """Whether its worker has ended for good."""
+        return podwords.over(self.document) or self.lingering
+
+    @property
+    def end(self) -> podwords.End | None:
+        """How its worker ended, once it has ended for good."""
+        return podwords.end(self.document) if self.over else None
+
+    @property
+    def succeeded(self) -> bool:
+        ended = self.end
+        well = ended is not None and ended.code == 0 and (self.lingering or not podwords.disrupted(self.document))
+        return podwords.phase(self.document) == "Succeeded" or well
+
+    @property
+    def waiting(self) -> str:
+        """Why it has not started."""
+        return podwords.waits(self.document)
+
+    @property
+    def stuck(self) -> str:
+        """Why it cannot start, when people should know."""
+        return podwords.stuck(self.document)
+
+    @property
+    def kept(self) -> str:
+        """The finalizers of others that keep a terminated pod; else empty."""
+        meta = self.document["metadata"]
+        gone = self.terminating and meta.get("deletionGracePeriodSeconds") == 0 and podwords.over(self.document)
+        found = ", ".join(meta.get("finalizers") or ()) if gone else ""
+        return f"has gone, and its name is kept by the finalizers {found}; have them removed" if found else ""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it trains or will train."""
+        return not self.terminating and not self.over
+
+    @property
+    def log_tail(self) -> str:
+        """The last lines of the log of a pod that failed."""
+        state = podwords.container_status(self.document).get("state") or {}
+        return str((state.get("terminated") or {}).get("message") or "")
+
+
+@dataclass(frozen=True)
+class MemberReport:
+    """A member's report on its Lease."""
+
+    member: Member
+    renewed: float
+    """When the Lease was last renewed."""
+    failure: Failure | None
+    """What failed in its generation, see `rendezvous.transports.sockets.Report`."""
+    echo: bool = False
+    """Whether that failure is secondary: caused by another member's."""
+    step: int | None = None
+    steps: int | None = None
+    committed: int = 0
+    generation: int | None = None
+    """The generation of that step, if reported."""
+    time: float = 0.0
+    """Time of that step by the member's clock; 0 when not reported."""
+    lasts: float = LEASE_S
+    """Duration of the Lease in seconds, at most LONGEST_S."""
+    snapshot: tuple[int, int] = (0, 0)
+    """Step of the newest complete snapshot in memory, and steps between two; 0: none, or unknown."""
+    attempt: int = 0
+    past: tuple[Mapping[str, Any], ...] = ()
+    """How often members have started their processes again by themselves, and what they have repaired so: as `sockets.Report`."""
+    mesh: bool = False
+    """Whether the members of its world watch one another."""
+    bytes: int = 0
+    """Size of the newest committed checkpoint; 0: unknown."""
+    goodput: float | None = None
+    """Of the run, as the worker of rank 0 computes it."""
+    whole: bool = False
+    """Whether that is of the whole run, to its end."""
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A job whose workers have no agent: their pods run plain torchrun."""
+
+    job: Document
+    """As one of ours: how many workers there are, how many restarts, which deadlines."""
+    nnodes: str
+    """--nnodes of torchrun, `1:4`; pods carry it as the annotation `NNODES`. With different values they do not meet."""
+    policy: str
+    """Which failures are restarted: `Never` none, `ExitCode` those of pods that were killed or lost, or never began."""
+    service: Document
+    """By which the workers find worker 0."""
+    pod: Callable[[int], dict[str, Any]]
+    """The pod of a worker."""
+
+
+@dataclass(frozen=True)
+class JobSnapshot:
+    """A job and everything that belongs to it, at one time."""
+
+    document: Document
+    job: spec.Job | None
+    """None when it cannot be parsed; `problem` says why."""
+    problem: str
+    status: Status
+    run: str
+    pods: tuple[Pod, ...]
+    """By index."""
+    others: tuple[Pod, ...]
+    """Pods with the labels of this job that it does not own: left over from an earlier job of its name."""
+    reports: Mapping[int, MemberReport]
+    now: float
+    since: float
+    """Since when all watches have been connected: earlier silence is ours."""
+    features: ClusterFeatures = field(default_factory=ClusterFeatures)
+    """What the cluster offers beside Kubernetes."""
+    queue: queues.Queue | None = None
+    limits: Limits = Limits()
+    nodes: Mapping[str, Document] = field(default_factory=dict)
+    refused: str = ""
+    """Why its pods could not be created on the last attempt: a sentence."""
+    plain: Plain | None = None
+    """If its workers have no agent."""
+
+    @property
+    def name(self) -> str:
+        return str(self.document["metadata"]["name"])
+
+    @property
+    def uid(self) -> str:
+        return str(self.document["metadata"]["uid"])
+
+    @property
+    def gang(self) -> gang.Who:
+        """The gang scheduler of its pods: chosen when the job is first reconciled, and kept for all its pods."""
+        assert self.job is not None, "pods are only made for jobs that can be parsed"
+        if self.status.started is None or self.job.spec.scheduling.gang != "auto":
+            admitted = kueue.GROUP in self.features.groups and bool(kueue.queue(self.document))
+            return gang.choose(self.job.spec, self.features.groups, admitted=admitted)
+        return "volcano" if self.status.gang == "volcano" else "coscheduling" if self.status.gang == "coscheduling" else "none"
+
+    @property
+    def generation(self) -> int:
+        """`metadata.generation`: grows with each change of the specification."""
+        return int(self.document["metadata"].get("generation", 1))
+
+    @property
+    def owner(self) -> dict[str, Any]:
+        """The owner reference of what is made for it."""
+        return ownership.reference(self.document)
+
+
+def take(
+    cached: CachedJob,
+    now: float,
+    features: ClusterFeatures | None = None,
+    limits: Limits | None = None,
+    *,
+    plain: Plain | None = None,
+) -> JobSnapshot:
+    """The snapshot of a job that exists; `plain`: one whose workers have no agent."""
+    job, features = cached.job, features or ClusterFeatures()
+    assert job is not None, "reconcilers are only called for jobs that exist"
+    broken = str(job.get(wire.UNREADABLE) or "")
+    read, problem = (None, broken) if broken else _read(json.dumps(plain.job if plain else _document(job)))
+    run = f"{job['metadata']['name']}-{job['metadata']['uid'][:8]}"
+    pods = pods_of(cached)
+    owned = {id(pod) for pod in pods if ownership.owned_by(pod.document, job)}
+    ours = tuple(pod for pod in pods if id(pod) in owned)
+    holders = {pod.index: pod.uid for pod in reversed(ours)}
+    name = job["metadata"]["name"]
+    return JobSnapshot(
+        document=job,
+        job=read,
+        problem=problem,
+        status=job_status.read(job.get("status") or {}),
+        run=run,
+        pods=ours,
+        others=tuple(pod for pod in pods if id(pod) not in owned),
+        reports={report.member.id: report for lease in cached.leases if (report := _report(lease, name, run, holders))},
+        now=now,
+        since=cached.since,
+        features=features,
+        queue=queues.of(job, features),
+        limits=limits or Limits(),
+        nodes=cached.nodes,
+        refused=cached.refused,
+        plain=plain if read else None,
+    )
+
+
+def _document(job: Document) -> dict[str, Any]:
+    """The job as its author wrote it, without metadata that others have added."""
+    meta = job["metadata"]
+    kept = {key: meta[key] for key in ("name", "namespace") if key in meta}
+    labels = {key: value for key, value in (meta.get("labels") or {}).items() if not _ours(key)}
+    head = {"apiVersion": contract.API_VERSION, "kind": contract.KIND}
+    return {**head, "metadata": {**kept, **({"labels": labels} if labels else {})}, "spec": job["spec"]}
+
+
+@functools.lru_cache(maxsize=4096)  # the same job is reconciled again and again
+def _read(text: str) -> tuple[spec.Job | None, str]:
+    """The parsed job, or why it cannot be parsed."""
+    try:
+        return spec.of(json.loads(text)), ""
+    except InvalidJob as error:
+        return None, "; ".join(sentence for _, sentence in error.problems)
+
+
+def _ours(label: str) -> bool:
+    prefix, slash, _ = label.partition("/")
+    return bool(slash) and prefix.endswith(("app.kubernetes.io", contract.GROUP, "kueue.x-k8s.io"))
+
+
+def pods_of(cached: CachedJob) -> list[Pod]:
+    """The pods with the job's label, by index, each with the state of its node."""
+    return sorted((_pod(pod, cached.nodes) for pod in cached.pods), key=lambda pod: pod.index)
+
+
+def _pod(pod: Document, nodes: Mapping[str, Document]) -> Pod:
+    name = str(pod["spec"].get("nodeName") or "")
+    node = nodes.get(name)
+    lost = None
+    if name and nodes:  # a node that has just joined is in its pods before the watch of nodes delivers it
+        lost = podwords.bound(pod) if node is None else _silent_since(node)
+    return Pod(pod, podwords.index(pod), name, lost, leaving.soonest(leaving.of_node(node), leaving.of_pod(pod)))
+
+
+def _silent_since(node: Document) -> float | None:
+    """Since when a node has not answered; None for one that answers."""
+    for ready in podwords.conditions(node, "Ready"):
+        if ready["status"] != "True":
+            return node.get(HEARD) or podwords.seconds(ready.get("lastTransitionTime"))
+    return None
+
+
+def answers(node: Document) -> bool:
+    """Whether a node is ready."""
+    return _silent_since(node) is None
+
+
+def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> MemberReport | None:
+    """The report on a Lease; None when it is of an earlier pod of this name, or of another run. A worker writes the labels of its
+    own Lease, so the name tells whose it is."""
+    meta, fields = lease["metadata"], lease.get("spec") or {}
+    annotations = meta.get("annotations") or {}
+    try:
+        index = int((meta.get("labels") or {})[Label.WORKER])
+        report = Report.of(from_json(annotations[Annotation.REPORT]))
+        progress = from_json(annotations.get(Annotation.PROGRESS) or "{}") or {}
+        renewed = lease.get(HEARD) or podwords.seconds(fields.get("renewTime"))
+        member = Member(
+            index,
+            report.address,
+            MemberState(report.standing),
+            report.generation,
+            min(float(report.since), renewed),  # the clock of its node may be ahead
+            report.failed,
+            "",
+            report.unheard,
+            report.refused,
+            renewed,
+            report.held,
+            report.again,
+            report.owes,
+        )
+        holder, its_run = fields.get("holderIdentity"), report.run
+        step, steps, committed, generation = (_count(progress.get(each)) for each in ("step", "steps", "committed", "generation"))
+        memory = _count(progress.get("snapshot")) or 0, _count(progress.get("every")) or 0
+        time = float(progress["time"]) if is_number(progress.get("time")) else 0.0
+        lasts = min(LONGEST_S, float(fields.get("leaseDurationSeconds") or LEASE_S))
+        failed = report.failure or {}
+        start = member.generation, report.attempt
+        echo, failure = failures.reported(failed, index, start, member.since) if failed else (False, None)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):  # written by another version, or by others
+        return None
+    if its_run != run or meta["name"] != contract.worker_name(job, index):
+        return None
+    if holders.get(index, holder) != holder:
+        return None
+    return MemberReport(
+        member,
+        renewed,
+        failure,
+        echo,
+        step,
+        steps,
+        committed or 0,
+        generation,
+        time,
+        lasts,
+        memory,
+        report.attempt,
+        report.past,
+        report.mesh,
+        _count(progress.get("bytes")) or 0,
+        min(1.0, max(0.0, float(progress["goodput"]))) if is_number(progress.get("goodput")) else None,
+        progress.get("whole") is True,
+    )
+
+
+def _count(value: object) -> int | None:
+    """A reported count; None when it is not a count."""
+    return value if is_count(value) and isinstance(value, int) else None

@@ -1,0 +1,227 @@
+"""The operator's watches: one thread for each kind of object fills the cache; another finds Kueue and gang schedulers.
+
+A watch is never given up: errors are logged and counted, and the watch begins again after a pause.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from outlast.base import backoff
+from outlast.base.clock import Clock
+from outlast.base.errors import ClusterError, NotServed
+from outlast.job.contract import Label
+from outlast.kubernetes import api
+from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEASE, NODE, POD, POD_GROUP, PRIORITY_CLASS, VOLCANO_GROUP, Kind
+from outlast.kubernetes.manifests import kueue
+from outlast.kubernetes.operator import cache as caches
+from outlast.kubernetes.operator import leaving
+from outlast.kubernetes.operator.cache import Cache, Document, Key
+from outlast.kubernetes.operator.metrics import Metrics
+from outlast.kubernetes.operator.queues import ClusterFeatures, KueueObjects
+from outlast.kubernetes.operator.snapshot import HEARD, answers
+
+log = logging.getLogger(__name__)
+
+WATCH_RETRY_S = 10.0
+"""Longest pause before a watch begins again: a CRD that is installed now should be found within seconds."""
+_JOIN_S = 0.5
+_GANGS = (VOLCANO_GROUP, POD_GROUP)
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Times of the watches."""
+
+    retry_s: float = 1.0
+    """First pause before a failed watch begins again; doubled each time."""
+    discovery_s: float = 60.0
+    """Interval between two looks for Kueue and gang schedulers."""
+
+
+class Watches:
+    """Threads that fill `cache`. Calls `changed` when what the cluster offers has changed: every job must be reconciled then."""
+
+    def __init__(
+        self,
+        cluster: api.Cluster,
+        cache: Cache,
+        metrics: Metrics,
+        clock: Clock,
+        changed: Callable[[], None],
+        *,
+        namespace: str | None,
+        intervals: Intervals,
+    ) -> None:
+        self._cluster, self._cache, self._metrics, self._clock, self._changed = cluster, cache, metrics, clock, changed
+        self._namespace, self._intervals = namespace, intervals
+        self._stop = api.Stop()
+        self._served: tuple[Kind, ...] = ()
+        """The kinds of Kueue and of gang schedulers that the cluster serves."""
+        self._discovering = threading.Lock()
+        self._optional: dict[Kind, threading.Thread] = {}
+        """The watches of Kueue's objects."""
+        self._unready: dict[str, float] = {}
+        """Since when nodes have been unready, by our clock."""
+        self._leaving: dict[str, float] = {}
+        """Since when nodes have been about to be terminated, by our clock."""
+        kinds = (*cache.jobs, POD, LEASE, NODE)
+        self.threads = [
+            *(threading.Thread(target=self._watch, args=(kind,), name=f"watch {kind}", daemon=True) for kind in kinds),
+            threading.Thread(target=self._discover_often, name="discovery", daemon=True),
+        ]
+        """The process must end when one of these does."""
+
+    def start(self) -> None:
+        """Find out what the cluster serves and start all threads."""
+        self.discover()
+        for thread in self.threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Stop all threads; those that hang are left behind."""
+        self._stop.set()
+        for thread in (*self.threads, *self._optional.values()):
+            thread.join(_JOIN_S)  # the cluster's connections are closed next, when no thread should use them
+
+    def serves(self, group: str) -> bool:
+        """Whether the cluster serves an API group of Kueue or of a gang scheduler."""
+        return any(kind.group == group for kind in self._served)
+
+    def features(self, key: Key) -> ClusterFeatures:
+        """What the cluster offers beside Kubernetes, and the Kueue objects of a job."""
+        groups = frozenset(kind.group for kind in self._served)
+        queues = next((kinds for kinds in kueue.VERSIONS if kinds[0] in self._served), ())
+        if not queues or self._cache.unsynced((*queues, PRIORITY_CLASS)):
+            return ClusterFeatures(groups)
+        workload, flavor, priority = queues
+        flavors = {each["metadata"]["name"]: each for each in self._cache.documents(flavor)}
+        classes = (*self._cache.documents(priority), *self._cache.documents(PRIORITY_CLASS))
+        return ClusterFeatures(groups, KueueObjects(workload, self._cache.of_job(workload, key), flavors, classes))
+
+    def discover(self) -> None:
+        """Find out which of Kueue and the gang schedulers the cluster serves, and watch Kueue's objects from then on."""
+        with self._discovering:
+            try:
+                queues = next((kinds for kinds in kueue.VERSIONS if all(self._cluster.serves(kind) for kind in kinds)), ())
+                found = (*queues, *(kind for kind in _GANGS if self._cluster.serves(kind)))
+            except ClusterError as error:
+                self._metrics.count_error()
+                return log.warning("what else the cluster has is not known: %s", error)
+            before, self._served = self._served, found
+            self._watch_queues(queues)
+        if found != before:
+            log.info("this cluster has %s now", ", ".join(kind.resource for kind in found) or "neither Kueue nor gangs")
+            self._changed()
+
+    def _discover_often(self) -> None:
+        while not self._stop.wait(self._intervals.discovery_s):
+            try:
+                self.discover()
+            except Exception as error:  # the process must not end for it
+                self._metrics.count_error()
+                log.error("what else the cluster has is not known: %s", error, exc_info=error)
+
+    def _watch_queues(self, queues: tuple[Kind, ...]) -> None:
+        for kind in (*queues, PRIORITY_CLASS) if queues else ():
+            if kind not in self._optional or not self._optional[kind].is_alive():
+                self._cache.add_kind(kind)
+                watch = threading.Thread(target=self._watch, args=(kind,), name=f"watch {kind}", daemon=True)
+                self._optional[kind] = watch
+                watch.start()
+
+    def _watch(self, kind: Kind) -> None:
+        """Fill the cache with one kind until `stop`."""
+        watch = _Watch(kind)
+        while not self._stop.is_set():
+            self._cache.begin(kind)
+            try:
+                self._follow(watch)
+            except NotServed as error:
+                if kind in self._optional:
+                    log.info("%s are watched no more: %s", kind.resource, error)
+                    return self._cache.set_version(kind, None, self._clock())
+                if kind in self._cache.jobs and kind != ELASTIC_JOB:
+                    self._cache.mark_unserved(kind, self._clock())  # optional: nothing waits for it
+                else:
+                    self._set_version(watch, None)
+                    if not watch.failures:
+                        log.warning("waiting for %s: %s", kind.resource, error)
+            except Exception as error:  # a bug that is met here must not end the watch, on which all jobs depend
+                self._set_version(watch, None)
+                self._metrics.count_error()
+                bug = None if isinstance(error, ClusterError) else error
+                log.log(logging.ERROR if bug else logging.WARNING, "%s cannot be watched: %s", kind.resource, error, exc_info=bug)
+            watch.failures += 1
+            self._stop.wait(backoff.exponential(watch.failures - 1, self._intervals.retry_s, WATCH_RETRY_S))
+
+    def _follow(self, watch: _Watch) -> None:
+        kind = watch.kind
+        where: dict[str, Any] = {}
+        if kind.namespaced:
+            where = {"namespace": self._namespace} if self._namespace else {"everywhere": True}
+        labelled = kind in (POD, LEASE) or kind in (versions[0] for versions in kueue.VERSIONS)
+        for change in self._cluster.watch(
+            kind,
+            stop=self._stop,
+            labels=Label.JOB if labelled else "",
+            pace=api.Pace(lambda version: self._set_version(watch, version), WATCH_RETRY_S),
+            **where,
+        ):
+            self._apply(kind, change)
+
+    def _set_version(self, watch: _Watch, version: str | None) -> None:
+        connects = not watch.connected and version is not None
+        if watch.connected and version is None:
+            log.warning("the watch of %s is lost; no worker is presumed dead until it is back", watch.kind.resource)
+        elif connects:
+            watch.failures = 0
+            log.info("%s are watched", watch.kind.resource)
+        watch.connected = version is not None
+        self._cache.set_version(watch.kind, version, self._clock())
+        if connects and watch.kind in self._optional:
+            self._changed()  # queues may be known now
+
+    def _apply(self, kind: Kind, change: api.Change) -> None:
+        """Put one change of a watch into the cache. A bug that one document meets must not keep the others from it."""
+        try:
+            if change.type == "deleted":
+                if kind == NODE:
+                    self._unready.pop(change.document["metadata"]["name"], None)
+                    self._leaving.pop(change.document["metadata"]["name"], None)
+                self._cache.remove(kind, change.document)
+            else:
+                self._cache.put(kind, self._stamped(kind, caches.trimmed(kind, change.document)))
+        except Exception as error:
+            self._metrics.count_error()
+            meta = change.document["metadata"]
+            where = {"namespace": meta.get("namespace", ""), "job": meta.get("name", "")}
+            log.error("%s %s cannot be kept: %s", kind, meta.get("name"), error, extra=where, exc_info=error)
+
+    def _stamped(self, kind: Kind, document: Document) -> Document:
+        """A Lease or an unready node with the time, by our clock, from which its silence counts; a node that is about to be
+        terminated with the time from which its notice does."""
+        if kind == LEASE:
+            return {**document, HEARD: self._clock()}
+        if kind != NODE:
+            return document
+        name = document["metadata"]["name"]
+        if leaving.of_node(document) is None:
+            self._leaving.pop(name, None)
+        else:
+            document = {**document, leaving.TAINTED: self._leaving.setdefault(name, self._clock())}
+        if answers(document):
+            self._unready.pop(name, None)
+            return document
+        return {**document, HEARD: self._unready.setdefault(name, self._clock())}
+
+
+@dataclass
+class _Watch:
+    kind: Kind
+    failures: int = 0
+    connected: bool = False

@@ -1,0 +1,110 @@
+"""The CustomResourceDefinition: the archived controller's Go types as a structural schema, with checks in CEL that it lacked."""
+
+from __future__ import annotations
+
+from outlast.kubernetes.api.kinds import LEGACY_JOB
+from outlast.kubernetes.manifests import cel, crd
+from outlast.kubernetes.manifests.crd import Schema, known, part
+from outlast.kubernetes.manifests.request import Document
+from outlast.kubernetes.torchelastic.pods import CONTAINER, MAX_RESTARTS, RENDEZVOUS
+
+_REPLICAS = "self.replicaSpecs.Worker.replicas"
+
+
+def definition() -> Document:
+    """The CustomResourceDefinition."""
+    columns = [
+        crd.column("Min", ".spec.minReplicas", "integer"),
+        crd.column("Max", ".spec.maxReplicas", "integer"),
+        crd.column("Desired", ".spec.replicaSpecs.Worker.replicas", "integer"),
+        crd.column("State", ".status.state"),
+        crd.column("Age", ".metadata.creationTimestamp", "date"),
+    ]
+    wanted, there = ".spec.replicaSpecs.Worker.replicas", ".status.replicaStatuses.Worker.active"
+    return crd.resource(LEGACY_JOB, schema(), columns, wanted, there, {})
+
+
+def schema() -> Schema:
+    """The structural schema."""
+    about = "A training job of torchelastic: its workers run torchrun, and their number may change."
+    parts = {"apiVersion": {"type": "string"}, "kind": {"type": "string"}, "metadata": {"type": "object"}}
+    return known("object", about, required=["spec"], properties={**parts, "spec": _spec(), "status": _status()})
+
+
+def _spec() -> Schema:
+    # Other types of replicas are kept, so that the status can say that they are not used.
+    replicas = {**part("What to run.", Worker=_worker()), "required": ["Worker"]}
+    limit = f"The job fails after more restarts of its workers than this. Default: {MAX_RESTARTS}."
+    etcd = f"Address of an etcd v3. It is used when the annotation {RENDEZVOUS} says etcd."
+    fields = {
+        "rdzvEndpoint": known("string", etcd),
+        "minReplicas": known("integer", "Training goes on with no fewer workers. Default: replicas.", minimum=1),
+        "maxReplicas": known("integer", "Training takes no more workers. Default: replicas.", minimum=1),
+        "replicaSpecs": replicas,
+        "activeDeadlineSeconds": known("integer", "The job fails when it has run for longer. Default: no limit.", minimum=1),
+        "backoffLimit": known("integer", limit, minimum=0),
+        "cleanPodPolicy": known(
+            "string",
+            "Which pods are deleted when the job ends; running ones always are. Default: None.",
+            enum=["All", "Running", "None"],
+        ),
+        "schedulingPolicy": part(
+            "For gang schedulers. It is not used.", minAvailable=known("integer", "Workers that are started all or none.")
+        ),
+        "ttlSecondsAfterFinished": known("integer", "A finished job is deleted after this time. Default: never.", minimum=0),
+    }
+    rules = [
+        cel.rule(
+            "!has(self.minReplicas) || !has(self.maxReplicas) || self.minReplicas <= self.maxReplicas",
+            "minReplicas is above maxReplicas; swap them or raise maxReplicas",
+            at=".minReplicas",
+        ),
+        cel.rule(
+            f"!has(self.minReplicas) || {_REPLICAS} == 0 || {_REPLICAS} >= self.minReplicas",
+            "replicas is below minReplicas; raise replicas or lower minReplicas",
+            at=".replicaSpecs.Worker.replicas",
+        ),
+        cel.rule(
+            f"!has(self.maxReplicas) || {_REPLICAS} <= self.maxReplicas",
+            "replicas is above maxReplicas; lower replicas or raise maxReplicas",
+            at=".replicaSpecs.Worker.replicas",
+        ),
+    ]
+    more = {"required": ["replicaSpecs"], "properties": fields, "x-kubernetes-validations": rules}
+    return known("object", "What to run, and with how many workers.", **more)
+
+
+def _worker() -> Schema:
+    wanted = known("integer", "How many are wanted; 0 suspends the job. Default: 1.", minimum=0, maximum=10_000, default=1)
+    policy = known(
+        "string",
+        "Never, OnFailure, Always: as of pods. ExitCode: pods that ended with 130, 137, 138 or 143, were lost, or never "
+        "began, are replaced; any other failure fails the job. Default: ExitCode.",
+        enum=["Always", "OnFailure", "Never", "ExitCode"],
+    )
+    named = {"type": "object", "required": ["name"], "x-kubernetes-preserve-unknown-fields": True}
+    env = {"type": "array", "nullable": True, "items": {**named, "properties": {"name": {"type": "string"}}}}
+    container = {**named, "properties": {"name": {"type": "string"}, "env": env}}
+    texts = {"type": "object", "nullable": True, "additionalProperties": {"type": "string"}}
+    template = {
+        **part(
+            f"The pods. torchrun runs in the only container, or in the one that is called {CONTAINER}.",
+            metadata=part("Labels and annotations of the pods.", labels=texts, annotations=texts),
+            spec={
+                **part("A PodSpec.", containers=known("array", "The containers.", minItems=1, items=container)),
+                "required": ["containers"],
+            },
+        ),
+        "required": ["spec"],
+    }
+    properties = {"replicas": wanted, "restartPolicy": policy, "template": template}
+    return known("object", "The workers.", required=["template"], properties=properties)
+
+
+def _status() -> Schema:
+    """Without types, so that what earlier operators and the archived controller have written is kept."""
+    return part(
+        "What is known of the job, written by the operator: state (Created, Running, Restarting, Suspended, Succeeded, Failed), "
+        "conditions (the same, and Limited for what cannot be honoured), replicaStatuses (pods that are active, have succeeded, "
+        "have failed), restarts, startTime, completionTime; as job what ElasticJobs of Outlast have."
+    )

@@ -1,0 +1,115 @@
+"""Jobs in a notebook: follow one while it trains, and look at its report.
+
+    from outlast import notebooks
+
+    notebooks.follow("gpt")     # a panel that changes until the job has ended
+    notebooks.draw("gpt")       # its loss, and where its time went
+    notebooks.report("gpt")     # the same as a dict
+
+Jobs are those of the notebook's directory, as for `outlast status`. Without a page, in a terminal, the panel is a line of text.
+`notebooks.jupyter` starts JupyterLab for `outlast notebook`, and `first.ipynb` is the notebook to begin with.
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outlast.base.errors import OutlastError
+
+if TYPE_CHECKING:
+    from outlast.job.report.goodput import Goodput
+    from outlast.job.status import JobStatus
+    from outlast.local.backend import LocalBackend
+    from outlast.local.notebooks.panel import Point
+
+
+def follow(name: str, *, until: int | None = None, metric: str = "loss") -> None:
+    """Show a job, and refresh it until it has done `until` steps, or ended.
+
+    `metric` is what is drawn: a name that the training passes to `run.log`. The Stop button stops the watching, not the job.
+    Raises OutlastError when the job has failed or was cancelled, so that later cells do not run on something else.
+    """
+    from IPython import display
+
+    place = _here()
+    shown = _Panel(place, name, metric)
+    handle = display.display(shown, display_id=True)
+    while shown.status.state.active and (until is None or shown.status.step < until):
+        time.sleep(place.poll_s)
+        before, shown = shown, _Panel(place, name, metric)
+        if handle is not None and shown != before:
+            handle.update(shown)
+    status = shown.status
+    if not status.state.active and status.state != "Succeeded":
+        raise OutlastError(f"{name} has ended: {status.state}: {status.reason}; its log: outlast logs {name}")
+
+
+def report(name: str) -> dict[str, Any]:
+    """Where the time of a job went, and what failures have cost: what `outlast report -o json` prints."""
+    from outlast.job.report import text
+
+    return text.as_json(_account(_here(), name))
+
+
+def draw(name: str) -> None:
+    """Draw the loss of a job over its steps, and its time from the start to now. Needs matplotlib."""
+    from IPython import display
+
+    from outlast.local.notebooks import charts
+
+    place = _here()
+    figure = charts.story(_account(place, name), _points(place, name, "loss"), _points(place, name, "val_loss"))
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=160)
+    display.display(display.Image(picture.getvalue(), width=820))
+
+
+class _Panel:
+    """A job at one moment, as a page or a terminal shows it."""
+
+    def __init__(self, place: LocalBackend, name: str, metric: str) -> None:
+        self.status: JobStatus = place.status(name)
+        self._metric, self._points = metric, _points(place, name, metric)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Panel) and (self.status, self._points) == (other.status, other._points)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        from outlast.local.notebooks import panel
+
+        return panel.text(self.status, self._metric)
+
+    def _repr_html_(self) -> str:
+        from outlast.local.notebooks import panel
+
+        return panel.page(self.status, self._points, self._metric, time.time())
+
+
+def _here() -> LocalBackend:
+    """The jobs of this directory."""
+    from outlast.local import backend, state_dir
+
+    return backend.LocalBackend(state_dir.root())
+
+
+def _points(place: LocalBackend, name: str, metric: str) -> Sequence[Point]:
+    from outlast.job import contract
+    from outlast.local.notebooks import panel
+
+    try:
+        return panel.points((Path(place.output(name)) / contract.METRICS).read_bytes().splitlines(), metric)
+    except FileNotFoundError:  # nothing logged yet
+        return ()
+
+
+def _account(place: LocalBackend, name: str) -> Goodput:
+    from outlast.job.report import goodput
+
+    return goodput.buckets(place.events(name), time.time() if place.status(name).launcher is not None else None)

@@ -1,0 +1,217 @@
+"""JupyterLab as Outlast starts it: its command, its environment, its token, and whether one runs already (decision 0052).
+
+The only module that knows Jupyter. `cli.notebook` runs the command; a pod in a cluster runs the same one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.client
+import importlib.util
+import json
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from outlast.base.errors import OutlastError
+
+PORT = 8888
+"""Jupyter's own default."""
+FIRST = "first.ipynb"
+"""The first notebook, in this package and in the user's directory."""
+TOKEN = "OUTLAST_NOTEBOOK_TOKEN"
+"""Environment variable: a token given by the user."""
+PREFIX = "NB_PREFIX"
+"""Environment variable of Kubeflow: the path below which its gateway leads to a notebook."""
+_DEFAULTS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
+"""Settings of the page; the user's own count more."""
+_BITS = 256
+_SHORTEST = 16
+"""Characters of a token that is given; arbitrary."""
+_ANSWER_S = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """What a server is told on its command line, which everybody on the machine can read: no secrets."""
+
+    directory: Path = Path()
+    port: int = PORT
+    bind: str = "127.0.0.1"
+    open: bool = False
+    """Whether it opens a browser. It does so by way of a private file, so that the token is not in the browser's arguments."""
+    base: str = "/"
+    """The path of all its URLs, as a proxy in front needs it; begins and ends with a slash."""
+
+    @property
+    def host(self) -> str:
+        """Where this machine reaches it."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.bind, self.bind)
+
+
+def check() -> None:
+    """Raise OutlastError unless JupyterLab is installed."""
+    if importlib.util.find_spec("jupyterlab") is None:
+        raise OutlastError("JupyterLab is not installed; pip install 'outlast[notebook]'")
+
+
+def token(file: Path | None, environ: Mapping[str, str]) -> tuple[str, bool]:
+    """The token, and whether it was made here: the one in a file, else the one of the variable, else 256 random bits.
+
+    Raises OutlastError when the file cannot be read, or holds no usable token.
+    """
+    if file is not None:
+        try:
+            given, source = file.read_text().strip(), str(file)
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise OutlastError(f"--token-file {file} cannot be read: {reason}; name a file with one line, the token") from error
+    elif TOKEN in environ:
+        given, source = environ[TOKEN].strip(), f"the variable {TOKEN}"
+    else:
+        return secrets.token_hex(_BITS // 8), True
+    if len(given) < _SHORTEST or not given.isprintable() or " " in given:
+        raise OutlastError(
+            f"the token in {source} has {len(given)} characters; it must have at least {_SHORTEST}, without spaces; "
+            "make one with: python3 -c 'import secrets; print(secrets.token_hex(32))'"
+        )
+    return given, False
+
+
+def base(environ: Mapping[str, str]) -> str:
+    """The path of all URLs in a pod of Kubeflow, whose controller says it."""
+    return f"/{found}/" if (found := environ.get(PREFIX, "").strip("/")) else "/"
+
+
+def command(server: Server, *, root: bool) -> list[str]:
+    """The command line of a server; `root`: it runs as root, which Jupyter otherwise refuses."""
+    options = {
+        "ServerApp.ip": server.bind,
+        "ServerApp.port": server.port,
+        "ServerApp.port_retries": 0,
+        "ServerApp.root_dir": server.directory,
+        "ServerApp.base_url": server.base,
+        "ServerApp.open_browser": server.open,
+        "ServerApp.allow_root": root,
+        "LabApp.default_url": f"/lab/tree/{FIRST}",
+    }
+    return [sys.executable, "-P", "-m", "jupyterlab", *(f"--{name}={value}" for name, value in options.items())]
+
+
+def environment(environ: Mapping[str, str], directory: Path, private: Path, *, home: bool) -> dict[str, str]:
+    """The variables of a server and its kernels, after `prepare` has made the files in `private`.
+
+    `home`: the home directory can be written; otherwise, as in a pod with a read-only root, settings go to the work directory.
+    """
+    where = Path(environ["HOME"]) if home else directory / ".home"
+    kept = {name: value for name, value in environ.items() if name not in (TOKEN, "JUPYTER_TOKEN")}
+    return {
+        **kept,
+        "HOME": str(where),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)]),
+        "JUPYTER_PATH": os.pathsep.join([str(private), *filter(None, [environ.get("JUPYTER_PATH")])]),
+        "JUPYTER_CONFIG_PATH": os.pathsep.join([str(private), *filter(None, [environ.get("JUPYTER_CONFIG_PATH")])]),
+        "JUPYTER_RUNTIME_DIR": environ.get("JUPYTER_RUNTIME_DIR") or str(where / ".local" / "share" / "jupyter" / "runtime"),
+        "JUPYTER_TOKEN_FILE": str(private / "token"),
+    }
+
+
+def prepare(private: Path, token: str) -> None:
+    """Write what a server needs to a directory that only its user can read: the token, the kernel of this Python, and defaults of
+    the page, which does not ask for news on the network then."""
+    file = os.open(private / "token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(file, "w") as opened:
+        opened.write(token)
+    kernel = private / "kernels" / "python3"
+    kernel.mkdir(parents=True)
+    spec = {
+        "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        "display_name": "Python 3 (Outlast)",
+        "language": "python",
+        "metadata": {"debugger": True},
+    }
+    (kernel / "kernel.json").write_text(json.dumps(spec))
+    (private / "labconfig").mkdir()
+    (private / "labconfig" / "default_setting_overrides.json").write_text(json.dumps(_DEFAULTS))
+
+
+def forget(private: Path) -> None:
+    """Delete the token once the server has read it: SIGKILL, or a machine that stops, leaves the directory behind."""
+    (private / "token").unlink()
+
+
+def place(directory: Path) -> bool:
+    """Make the directory of the work, and put the first notebook there unless a file of that name is there; returns whether it
+    was put there. Raises OutlastError when it cannot be written."""
+    text = resources.files("outlast.local.notebooks").joinpath(FIRST).read_bytes()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError), (directory / FIRST).open("xb") as file:
+            file.write(text)
+            return True
+        if not os.access(directory, os.W_OK):
+            raise PermissionError(13, os.strerror(13))
+    except OSError as error:
+        raise OutlastError(
+            f"{directory} cannot be written: {error.strerror}; name another directory for the notebooks"
+        ) from error
+    return False
+
+
+def url(server: Server, host: str, token: str) -> str:
+    """What a browser opens; without a token the page asks for it."""
+    return f"http://{host}:{server.port}{server.base}lab/tree/{FIRST}{f'?token={token}' if token else ''}"
+
+
+def ready(server: Server, token: str) -> bool:
+    """Whether the server answers with the token, which may be empty. Raises OutlastError when it also answers without."""
+    if _status(server.host, server.port, server.base, token) != http.client.OK:
+        return False
+    if token and _status(server.host, server.port, server.base, "") == http.client.OK:
+        raise OutlastError(
+            "JupyterLab answers without a token: your Jupyter settings switch authentication off; "
+            "`jupyter --paths` says where they are, remove allow_unauthenticated_access and an empty token there"
+        )
+    return True
+
+
+def running(directory: Path, environ: Mapping[str, str]) -> str | None:
+    """The URL, with its token, of the server of this user that serves a directory already."""
+    from jupyter_server import serverapp
+
+    for each in serverapp.list_running_servers(environ["JUPYTER_RUNTIME_DIR"]):
+        same = os.path.realpath(each.get("root_dir") or "/") == os.path.realpath(directory)
+        if same and (address := urlsplit(each["url"])).hostname:
+            base, token = each.get("base_url") or "/", each.get("token") or ""
+            if _status(address.hostname, address.port or 80, base, token) == http.client.OK:
+                return f"{each['url']}lab{f'?token={token}' if token else ''}"
+    return None
+
+
+def writable(home: str | None) -> bool:
+    """Whether settings can be kept in a home directory."""
+    return bool(home) and os.access(home or "", os.W_OK)
+
+
+def _status(host: str, port: int, base: str, token: str) -> int:
+    """The HTTP status that the API answers; 0: nobody answers."""
+    with _connection(host, port) as connection:
+        try:
+            connection.request("GET", f"{base}api/status", headers={"Authorization": f"token {token}"} if token else {})
+            return connection.getresponse().status
+        except (OSError, http.client.HTTPException):
+            return 0
+
+
+@contextlib.contextmanager
+def _connection(host: str, port: int) -> Iterator[http.client.HTTPConnection]:
+    connection = http.client.HTTPConnection(host, port, timeout=_ANSWER_S)  # asks no proxy
+    try:
+        yield connection
+    finally:
+        connection.close()

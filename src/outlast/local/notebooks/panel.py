@@ -1,0 +1,166 @@
+"""A job as a panel in a page: its state, progress, workers and loss, as HTML and SVG that need no widgets. Pure.
+
+Colours of text and lines are JupyterLab's variables, so that dark themes look right; elsewhere the values behind them count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import itertools
+import json
+import math
+from collections.abc import Iterable, Sequence
+
+from outlast.base import units
+from outlast.job.status import JobStatus, State, WorkerStatus
+
+_GREEN, _AMBER, _RED, _BLUE, _GREY = "#2e9e5b", "#d18616", "#d64545", "#4c72b0", "#8a8f98"
+_STATES = {
+    State.RUNNING: _GREEN,
+    State.SUCCEEDED: _GREEN,
+    State.RESTARTING: _AMBER,
+    State.INTERRUPTED: _AMBER,
+    State.FAILED: _RED,
+    State.CANCELLED: _RED,
+}
+_WORKERS = {"training": _GREEN, "done": _GREEN, "gone": _RED}
+_TEXT, _DIM, _LINE = "var(--jp-ui-font-color1, #222)", "var(--jp-ui-font-color2, #666)", "var(--jp-border-color2, #ccc)"
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 660, 150, 44, 22, 10
+"""Of the curve, in pixels, and its margins."""
+_LABEL = 60
+"""Width of the label of a world, in pixels."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """What the training logged at a step."""
+
+    step: int
+    generation: int
+    value: float
+
+
+def points(lines: Iterable[str | bytes], metric: str) -> list[Point]:
+    """The values of a metric in the lines of `metrics.jsonl`, without lines that lack it, such as one that is still written."""
+    found = []
+    for line in lines:
+        try:
+            said = json.loads(line)
+            found.append(Point(int(said["step"]), int(said.get("generation", 0)), float(said[metric])))
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found
+
+
+def text(status: JobStatus, metric: str = "loss") -> str:
+    """`gpt: Running, step 120/300, 2 workers, 1 restart, loss 4.23`: the same for a terminal."""
+    steps = f"step {status.step}" + (f"/{status.steps}" if status.steps else "")
+    said = [
+        str(status.state),
+        steps,
+        _count(len(status.world) if status.state.active else status.replicas, "worker"),
+        _count(status.restarts, "restart"),
+    ]
+    if metric in status.metrics:
+        said.append(f"{metric} {status.metrics[metric]:.3g}")
+    return f"{status.name}: {', '.join(said)}"
+
+
+def page(status: JobStatus, curve: Sequence[Point], metric: str, now: float) -> str:
+    """The panel as HTML."""
+    rows = [_head(status), _progress(status), _workers(status.workers), _facts(status, now), _curve(curve, metric, status.steps)]
+    if status.failure is not None:
+        rows.insert(3, _div(f"last failure: {html.escape(status.failure.reason)}", f"color:{_RED};margin:6px 0"))
+    look = f"max-width:{_WIDTH}px;border:1px solid {_LINE};border-radius:6px;padding:10px 14px;color:{_TEXT};"
+    return _div("".join(rows), look + "font:13px/1.5 var(--jp-ui-font-family, sans-serif)")
+
+
+def _head(status: JobStatus) -> str:
+    colour = _STATES.get(status.state, _BLUE)
+    state = f'<b style="color:{colour}">{status.state}</b>'
+    return _div(f'<b>{html.escape(status.name)}</b> · {state} <span style="color:{_DIM}">{html.escape(status.reason)}</span>')
+
+
+def _progress(status: JobStatus) -> str:
+    steps = f"step {status.step:,}" + (f" of {status.steps:,}" if status.steps else "")
+    said = [f"<b>{steps}</b>"]
+    if status.rate and status.state.trains:
+        said.append(f"{status.rate:.3g} steps/s")
+    if status.eta_s:
+        said.append(f"{units.human_seconds(status.eta_s)} left")
+    share = min(1.0, status.step / status.steps) if status.steps else 0.0
+    done = _div("", f"width:{share:.1%};height:8px;border-radius:4px;background:{_STATES.get(status.state, _BLUE)}")
+    bar = _div(done, f"height:8px;border-radius:4px;background:{_LINE};margin:6px 0 2px")
+    return bar + _div(" · ".join(said))
+
+
+def _workers(workers: Sequence[WorkerStatus]) -> str:
+    chips = []
+    for worker in workers:
+        colour = _WORKERS.get(worker.state, _AMBER)
+        ranks = f", rank {', '.join(str(rank.rank) for rank in worker.ranks)}" if worker.ranks else ""
+        again = f", {_count(worker.restarts, 'restart')}" if worker.restarts else ""
+        look = f"display:inline-block;border:1px solid {colour};border-radius:10px;padding:0 10px;margin:6px 6px 2px 0"
+        dot = f'<span style="color:{colour}">●</span>'
+        chips.append(f'<span style="{look}">{dot} worker {worker.index}: {html.escape(worker.state)}{ranks}{again}</span>')
+    return _div("".join(chips))
+
+
+def _facts(status: JobStatus, now: float) -> str:
+    facts = [_count(status.restarts, "restart")]
+    if status.snapshot is not None and status.state.active:
+        facts.append(f"snapshot in memory of step {status.snapshot.step:,}")
+    if status.checkpoint is not None:
+        facts.append(f"checkpoint of step {status.checkpoint.step:,}")
+    if status.goodput is not None:
+        facts.append(f"goodput {units.percent(status.goodput)}")
+    facts.append(f"{units.human_seconds(max(0.0, (status.finished or now) - status.submitted))} since the start")
+    return _div(" · ".join(facts), f"color:{_DIM}")
+
+
+def _curve(points: Sequence[Point], metric: str, steps: int | None) -> str:
+    """The metric over the steps, with a line where a new world began. What is not finite has no place, and is a gap."""
+    finite = [point for point in points if math.isfinite(point.value)]
+    if len(finite) < 2:
+        return _div(f"the {html.escape(metric)} is drawn as soon as it is logged twice", f"color:{_DIM}")
+    low, high = min(point.value for point in finite), max(point.value for point in finite)
+    last = max(steps or 1, *(point.step for point in points))
+    wide, tall = _WIDTH - _LEFT - 10, _HEIGHT - _TOP - _BOTTOM
+
+    def x(step: float) -> float:
+        return round(_LEFT + wide * step / last, 1)
+
+    def y(value: float) -> float:
+        return round(_TOP + tall * (high - value) / ((high - low) or 1.0), 1)
+
+    base = _TOP + tall
+    shapes = [f'<path d="M{_LEFT} {_TOP}V{base}H{_LEFT + wide}" fill="none" stroke="{_LINE}"/>']
+    free = 0.0  # where a label has room
+    for before, after in itertools.pairwise(points):
+        if after.generation > before.generation:
+            at = x((before.step + after.step) / 2)
+            shapes.append(f'<path d="M{at} {_TOP}V{base}" stroke="{_RED}" stroke-dasharray="4 3"/>')
+            if at >= free:
+                shapes.append(_label(at + 4, _TOP + 10, f"world {after.generation}", _RED))
+                free = at + _LABEL
+    thin = [*finite[: -1 : math.ceil(len(finite) / _WIDTH)], finite[-1]]  # a long run has more points than there are pixels
+    line = " ".join(f"{x(point.step)},{y(point.value)}" for point in thin)
+    shapes.append(f'<polyline points="{line}" fill="none" stroke="{_BLUE}" stroke-width="2"/>')
+    shapes += [_label(_LEFT - 6, y(value) + 4, f"{value:.3g}", _DIM, "end") for value in (low, high)]
+    shapes += [_label(_LEFT, base + 16, "0", _DIM), _label(_LEFT + wide, base + 16, f"step {last:,}", _DIM, "end")]
+    shapes.append(_label(_LEFT + wide / 2, base + 16, f"{metric}, now {points[-1].value:.3g}", _TEXT, "middle"))
+    box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" width="100%" role="img" aria-label="{html.escape(metric)}"'
+    return f"<svg {box}>{''.join(shapes)}</svg>"
+
+
+def _label(x: float, y: float, said: str, colour: str, anchor: str = "start") -> str:
+    return f'<text x="{x}" y="{y}" font-size="11" style="fill:{colour}" text-anchor="{anchor}">{html.escape(said)}</text>'
+
+
+def _div(content: str, look: str = "") -> str:
+    return f'<div style="{look}">{content}</div>' if look else f"<div>{content}</div>"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

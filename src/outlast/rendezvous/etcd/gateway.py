@@ -1,0 +1,537 @@
+"""A client of etcd v3 over its JSON gateway: keys, leases, transactions, watches. The only module that knows its wire format.
+
+    etcd://host:2379,host2:2379/prefix       plain; several endpoints of one etcd, the first that is well is used
+    etcds://host:2379                        TLS
+
+The gateway is part of every etcd since 3.4 (`POST /v3/kv/range`; https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway/), so
+`http.client` is enough: no package, no gRPC core in processes that fork. Why not one of the clients: docs/decisions/0014.
+
+A request is sent again, to the next endpoint if there is one, when its answer was lost; so it may be carried out twice. Callers
+write with comparisons, for which that does no harm: the second time they fail, and the caller finds its own words there.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import json
+import os
+import re
+import socket
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from outlast.base.errors import EtcdAway, EtcdError, EtcdRefused, OutlastError
+from outlast.job.contract import ETCD, Env
+
+if TYPE_CHECKING:
+    import ssl
+
+SCHEME, SECURE = ETCD
+PORT = 2379
+PREFIX = "/outlast"
+ANSWER_S = 2.0
+"""Default timeout of a request to one endpoint."""
+LOGIN_S = 20.0
+"""Timeout of a login: an etcd spends 60 ms of a core on each password, and all workers of a job may come at once. Retrying early
+only adds to that load."""
+_IDLE_S, _PROBE_S, _PROBES = 5, 2, 3
+"""TCP keepalive of a watch: idle time, interval, probes (tcp(7))."""
+_HOST = re.compile(r"\[([0-9A-Fa-f:.]+)\](?::(\d+))?|([^\[\]:@/]+)(?::(\d+))?")
+_AGAIN = (1, 4, 8, 10, 13, 14)
+"""gRPC codes worth a retry: cancelled, deadline exceeded, exhausted, aborted, internal, unavailable."""
+_UNAUTHENTICATED = 16
+_OLD = re.compile("revision .* is old")
+"""Users or roles have changed since a token was given: one that is a JWT is refused from then on."""
+_NO_USER = "user name is empty"
+_REFUSALS = {
+    "database space exceeded": "is full: {message}; compact and defragment it, or raise its quota",
+    _NO_USER: f"wants to know who asks; say user and password ({Env.ETCD_USER}, ...)",
+    "authentication failed": "does not accept user {to.user}: {message}; correct user or password",
+    "permission denied": "does not let user {to.user} read and write below {to.prefix}/; "
+    "grant its role readwrite on all keys that begin with {to.prefix}/",
+}
+"""What etcd's message contains, and what is printed."""
+_EXPECTED = "expected the client port of an etcd of version 3.4 or newer"
+_NO_ETCD = {
+    b"HTTPS server": f"speaks TLS; write {SECURE}{{where}}",
+    b"CommonName": "rejects logins with a client certificate that has a common name; use one without (cert: {to.cert})",
+    b"404": "answers a request of v3 with HTTP {status}, as an etcd that speaks v2 only, or one whose JSON gateway is not on "
+    f"this port (enable-grpc-gateway, --listen-client-http-urls); {_EXPECTED}",
+    b"": f"answers a request of v3 with HTTP {{status}}, which no etcd does; {_EXPECTED}",
+}
+"""The same for answers that are not JSON, by their status and body."""
+OPTIONS = {
+    "prefix": Env.ETCD_PREFIX,
+    "cacert": Env.ETCD_CACERT,
+    "cert": Env.ETCD_CERT,
+    "key": Env.ETCD_KEY,
+    "user": Env.ETCD_USER,
+    "password": Env.ETCD_PASSWORD,
+}
+"""Options besides the endpoint, and the variable that is read where an option is absent."""
+
+
+class Host(NamedTuple):
+    """An endpoint."""
+
+    name: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.name}]:{self.port}" if ":" in self.name else f"{self.name}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Address:
+    """Endpoints and credentials of an etcd."""
+
+    hosts: tuple[Host, ...]
+    prefix: str = PREFIX
+    """What all keys begin with."""
+    tls: bool = False
+    cacert: str = ""
+    """File of the authorities that are trusted; those of this machine when empty."""
+    cert: str = ""
+    key: str = ""
+    user: str = ""
+    password: str = field(default="", repr=False)
+
+    def __str__(self) -> str:
+        return "etcd at " + ", ".join(map(str, self.hosts))
+
+
+@dataclass(frozen=True)
+class KeyValue:
+    """A key as it was at some revision."""
+
+    key: str
+    value: str
+    created: int
+    """Revision of the creation: a key that was deleted and made again has another."""
+    modified: int
+    lease: int = 0
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A key that was deleted, or whose lease ended."""
+
+    key: str
+    modified: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of a transaction: whether its comparisons held, and what the branch taken has read."""
+
+    succeeded: bool
+    revision: int
+    found: tuple[KeyValue, ...] = ()
+
+
+class LeaseGone(EtcdError):
+    """The lease has ended, or the etcd has forgotten it."""
+
+
+class Behind(EtcdError):
+    """The revision to watch from is compacted or not there yet: list again."""
+
+
+def address(endpoint: str, options: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None) -> Address:
+    """An address from an endpoint and options (see OPTIONS); what they do not say is in the environment. Raises OutlastError."""
+    environ = os.environ if environ is None else environ
+    said = {name: (options or {}).get(name) or environ.get(variable) or "" for name, variable in OPTIONS.items()}
+    secure = endpoint.startswith(SECURE)
+    hosts, slash, path = endpoint.removeprefix(SECURE).removeprefix(SCHEME).partition("/")
+    found = []
+    for text in hosts.split(","):
+        match = _HOST.fullmatch(text.strip())
+        port = int((match[2] or match[4] or PORT) if match else 0)
+        if not match or not 0 < port < 65536:
+            raise OutlastError(f"{endpoint!r} is no address of an etcd; expected etcd://host:2379, with commas between several")
+        found.append(Host(match[1] or match[3], port))
+    if bool(said["cert"]) != bool(said["key"]):
+        raise OutlastError(f"of cert ({said['cert']!r}) and key ({said['key']!r}) one is missing; say both or neither")
+    if bool(said["user"]) != bool(said["password"]):
+        raise OutlastError("of user and password for the etcd one is missing; say both or neither")
+    prefix = (said.pop("prefix") or (slash + path)).rstrip("/") or PREFIX
+    return Address(tuple(found), "/" + prefix.lstrip("/"), secure or bool(said["cacert"] or said["cert"]), **said)
+
+
+class Etcd:
+    """The connection of one process, shared by its threads: one request at a time. Connects with the first."""
+
+    def __init__(self, where: Address, *, answer_s: float = ANSWER_S) -> None:
+        """`answer_s`: how long an endpoint may take to answer before the next is asked."""
+        self.address, self._answer_s = where, answer_s
+        self.requests = 0
+        """How many have been sent."""
+        self.local = ""
+        """Our own address, as seen on the way to the etcd; empty before the first request."""
+        self._lock = threading.Lock()
+        self._connection: http.client.HTTPConnection | None = None
+        self._at = 0
+        """Which of the hosts is asked first."""
+        self._token = ""
+        self._tls: ssl.SSLContext | None = None
+        self._spoken = False
+        """Whether there has been an answer: then it is not the address that is wrong."""
+        self._watching: set[socket.socket] = set()
+        self._closed = False
+
+    # Words
+
+    def range(self, key: str, *, prefix: bool = False) -> Outcome:
+        """One key, or all that begin with it, as they are now. `revision` is where a watch has to go on."""
+        return _outcome(self.ask("kv/range", range_(key, prefix=prefix)["request_range"]))
+
+    def txn(
+        self,
+        compare: Sequence[Mapping[str, Any]],
+        then: Sequence[Mapping[str, Any]],
+        otherwise: Sequence[Mapping[str, Any]] = (),
+    ) -> Outcome:
+        """If all comparisons hold do this, else that; both made by `range_`, `put`, `delete`. Raises LeaseGone."""
+        answer = self.ask("kv/txn", {"compare": list(compare), "success": list(then), "failure": list(otherwise)})
+        parts = [part["response_range"] for part in answer.get("responses", ()) if "response_range" in part]
+        found = [_keyvalue(kv) for part in parts for kv in part.get("kvs", ())]
+        return Outcome(bool(answer.get("succeeded")), int(answer["header"]["revision"]), tuple(found))
+
+    def grant(self, seconds: int) -> int:
+        """A new lease; its id."""
+        return int(self.ask("lease/grant", {"TTL": str(seconds)})["ID"])
+
+    def keep(self, lease: int) -> None:
+        """Renew a lease. Raises LeaseGone."""
+        answer = self.ask("lease/keepalive", {"ID": str(lease)})
+        if int(answer.get("result", {}).get("TTL", 0)) <= 0:
+            raise LeaseGone("the lease has ended")
+
+    def left(self, lease: int) -> int | None:
+        """How many seconds a lease has left; None when it has ended."""
+        seconds = int(self.ask("lease/timetolive", {"ID": str(lease)}).get("TTL", 0))
+        return seconds if seconds >= 0 else None
+
+    def revoke(self, lease: int) -> None:
+        """End a lease, and with it its keys."""
+        with contextlib.suppress(LeaseGone):
+            self.ask("lease/revoke", {"ID": str(lease)})
+
+    def watch(self, prefix: str, after: int) -> Generator[Sequence[KeyValue | Gone], None, None]:
+        """What happens to keys that begin so, after a revision, in order, for ever; first nothing, when it has begun.
+
+        Raises Behind when the etcd does not have that revision: it has forgotten it, or has not got there; EtcdAway, also when
+        `interrupt` was called.
+        """
+        with self._lock:
+            self._open()
+            connection, where = self._connect(self._at), self.address.hosts[self._at]
+            token, sock = self._token, connection.sock
+            self._watching.add(sock)
+        if self._closed:
+            self.interrupt()
+        try:
+            request = {**range_(prefix, prefix=True)["request_range"], "start_revision": str(after + 1)}
+            with self._send(connection, "watch", {"create_request": request}, token) as answer:
+                if answer.status != 200:
+                    self._refused(where, answer.status, answer.read(), token)
+                self._listen_on(sock)
+                while line := answer.readline():
+                    said = json.loads(line)
+                    if "error" in said:
+                        raise EtcdAway(f"etcd at {where} ended a watch: {said['error'].get('message', said['error'])}")
+                    result = said["result"]
+                    if result.get("canceled") or (result.get("created") and int(result["header"]["revision"]) < after):
+                        raise Behind(f"etcd at {where} has nothing of revision {after + 1}")
+                    yield [_event(event) for event in result.get("events", ())]
+            raise EtcdAway(f"etcd at {where} ended a watch")
+        except (OSError, ValueError, http.client.HTTPException) as problem:
+            raise EtcdAway(f"etcd at {where} ended a watch: {_why(problem)}") from problem
+        finally:
+            self._watching.discard(sock)
+            connection.close()
+
+    def interrupt(self) -> None:
+        """End all watches: what they are connected to may be no more."""
+        for sock in list(self._watching):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Hang up, for good: what is asked from now on raises EtcdAway. Who still waits for an answer hangs up after it."""
+        self._closed = True
+        self.interrupt()
+        if self._lock.acquire(timeout=self._answer_s):
+            self._hang_up()
+            self._lock.release()
+
+    # Requests
+
+    def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to any request of the gateway, below `/v3/`. Raises EtcdError."""
+        with self._lock:
+            self._open()
+            try:
+                return self._of_any(path, body)
+            finally:
+                if self._closed:
+                    self._hang_up()
+
+    def _open(self) -> None:
+        """Raise EtcdAway after `close`: a new connection would never be closed."""
+        if self._closed:
+            raise EtcdAway(f"{self.address}: the connection was closed")
+
+    def _of_any(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer of the first endpoint that has one, beginning with the one that had one last."""
+        first, problems = self._at, list[OutlastError]()
+        for n in range(len(self.address.hosts)):
+            self._at = (first + n) % len(self.address.hosts)
+            try:
+                answer = self._answer(path, body)
+            except (EtcdAway, _Useless) as problem:
+                self._hang_up()
+                problems.append(problem)
+                continue
+            if n:
+                self.interrupt()  # watches of an endpoint that is not well may say nothing for ever
+            return answer
+        self._at = (first + 1) % len(self.address.hosts)
+        if len(problems) == 1:
+            raise problems[0]
+        kind = EtcdAway if any(isinstance(problem, EtcdAway) for problem in problems) else EtcdRefused
+        raise kind("; ".join(dict.fromkeys(map(str, problems)))) from problems[-1]
+
+    def _answer(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the current endpoint. A connection that was idle may have been closed by the other end: then a new one is tried."""
+        where = self.address.hosts[self._at]
+        kept, logged_in = self._connection is not None, False
+        while True:
+            if self._connection is None:
+                self._connection = self._connect(self._at)
+            try:
+                with self._send(self._connection, path, body, self._token) as answer:
+                    text = answer.read()
+            except TimeoutError as problem:
+                if not kept:  # an etcd that has lost its data lets a token of before wait, perhaps for ever
+                    self._token = ""
+                raise EtcdAway(f"etcd at {where} does not answer within {self._answer_s:.2g} s") from problem
+            except (OSError, http.client.HTTPException) as problem:
+                self._hang_up()
+                failed = self._failed(where, problem)  # with TLS 1.3, our certificate is refused with the first answer
+                if kept and isinstance(failed, EtcdAway):
+                    kept = False
+                    continue
+                raise failed from problem
+            if answer.status == 200:
+                self._spoken = True
+                with contextlib.suppress(ValueError):
+                    said = json.loads(text)
+                    if isinstance(said, dict) and ("header" in said or "result" in said):
+                        return said
+                raise _Useless(f"etcd at {where} is no etcd: it answers {text[:60]!r}")
+            try:
+                self._refused(where, answer.status, text, self._token)
+            except _Expired as problem:
+                if logged_in:
+                    raise EtcdRefused(
+                        f"etcd at {where} does not accept the token that it has given to user {self.address.user}"
+                    ) from problem
+                kept, logged_in, self._token = False, True, ""
+                self._hang_up()
+
+    def _connect(self, at: int) -> http.client.HTTPConnection:
+        """A connection to an endpoint, and a token if there is a user. Raises EtcdAway, EtcdRefused."""
+        where = self.address.hosts[at]
+        connection = http.client.HTTPConnection(*where, timeout=self._answer_s)
+        if self.address.tls:
+            connection = http.client.HTTPSConnection(*where, timeout=self._answer_s, context=self._context())
+        reached = False
+        try:
+            connection.connect()
+            reached = True
+            self.local = connection.sock.getsockname()[0]
+            if self.address.user and not self._token:
+                self._log_in(connection, where)
+        except OutlastError:
+            connection.close()
+            raise
+        except (OSError, http.client.HTTPException) as problem:
+            connection.close()
+            raise self._failed(where, problem, reached=reached) from problem
+        return connection
+
+    def _log_in(self, connection: http.client.HTTPConnection, where: Host) -> None:
+        login = {"name": self.address.user, "password": self.address.password}
+        connection.sock.settimeout(LOGIN_S)
+        with self._send(connection, "auth/authenticate", login, "") as answer:
+            text = answer.read()
+        if connection.sock:
+            connection.sock.settimeout(self._answer_s)
+        if answer.status == 200:
+            self._token = json.loads(text)["token"]
+        elif b"authentication is not enabled" not in text:
+            self._refused(where, answer.status, text, "")
+
+    def _context(self) -> ssl.SSLContext:
+        import ssl
+
+        if self._tls is None:
+            where = self.address
+            try:
+                self._tls = ssl.create_default_context(cafile=where.cacert or None)
+                if where.cert:
+                    self._tls.load_cert_chain(where.cert, where.key)
+            except OSError as problem:  # an SSLError is one
+                files = ", ".join(filter(None, (where.cacert, where.cert, where.key)))
+                raise EtcdRefused(f"{files}: {_why(problem)}; expected files in PEM format") from problem
+        return self._tls
+
+    def _send(
+        self, connection: http.client.HTTPConnection, path: str, body: Mapping[str, Any], token: str
+    ) -> http.client.HTTPResponse:
+        self.requests += 1
+        headers = {"Authorization": token} if token else {}
+        connection.request("POST", f"/v3/{path}", json.dumps(body), headers)
+        return connection.getresponse()
+
+    def _refused(self, where: Host, status: int, text: bytes, token: str) -> None:
+        """Raise the error for an answer that has another status than 200."""
+        user = self.address.user
+        try:
+            said = json.loads(text)
+            code, message = int(said["code"]), str(said.get("message") or said.get("error")).removeprefix("etcdserver: ")
+        except (ValueError, KeyError, TypeError):
+            if status >= 500:
+                raise EtcdAway(f"etcd at {where} is not well: HTTP {status}") from None
+            remedy = next(remedy for sign, remedy in _NO_ETCD.items() if sign in b"%d %s" % (status, text))
+            raise _Useless(f"etcd at {where} {remedy.format(where=where, to=self.address, status=status)}") from None
+        if token and (code == _UNAUTHENTICATED or _OLD.search(message)):
+            raise _Expired(message)
+        if not token and user and _NO_USER in message:  # users were made since we came
+            raise _Expired(message)
+        if "lease not found" in message:
+            raise LeaseGone(message)
+        anonymous = code == _UNAUTHENTICATED or ("permission denied" in message and not user)
+        for sign, remedy in _REFUSALS.items():
+            if sign in (_NO_USER if anonymous else message):
+                raise EtcdRefused(f"etcd at {where} {remedy.format(to=self.address, message=message)}")
+        if code in _AGAIN:
+            raise EtcdAway(f"etcd at {where} is not well: {message}")
+        raise EtcdError(f"etcd at {where} refuses what it was asked: {message} (code {code})")
+
+    def _failed(self, where: Host, problem: Exception, *, reached: bool = True) -> OutlastError:
+        """The error for a connection that could not be made or has ended without an answer.
+
+        A certificate that is missing, or not accepted, may look like the latter: with TLS 1.3 the server judges it after the
+        handshake, and its alert is lost if it hangs up at once.
+        """
+        self._tls = None  # files that are renewed meanwhile are read again
+        text, tls = str(problem), self.address.tls
+        if "CERTIFICATE_VERIFY_FAILED" in text:
+            remedy = "it is for the etcd to get a valid one"
+            if re.search("mismatch|not valid for", text):
+                remedy = "write the endpoint as it is named there"
+            elif re.search("unable to get|self.signed", text):
+                remedy = "name the authority that signed it with cacert"
+            return _Useless(f"the certificate of etcd at {where} is not accepted: {_why(problem)}; {remedy}")
+        if "CERTIFICATE" in text:
+            return _Useless(f"etcd at {where} wants to see a certificate: {_why(problem)}; say cert and key")
+        hint = f"; if it speaks TLS, write {SECURE}{where}"
+        if tls:
+            hint = "; if it wants to see a certificate, say cert and key"
+            if self.address.cert:
+                hint = f"; if it does not accept {self.address.cert}, give it one that its authority has signed"
+        if reached:
+            return EtcdAway(f"etcd at {where} does not answer: {_why(problem)}{'' if self._spoken else hint}")
+        hint = f"; if it speaks no TLS, write {SCHEME}{where}{hint}"
+        shook_hands = tls and not isinstance(problem, ConnectionRefusedError | TimeoutError | socket.gaierror)
+        return EtcdAway(f"etcd at {where} cannot be reached: {_why(problem)}{hint if shook_hands else ''}")
+
+    def _hang_up(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _listen_on(self, sock: socket.socket) -> None:
+        sock.settimeout(None)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (("TCP_KEEPIDLE", _IDLE_S), ("TCP_KEEPINTVL", _PROBE_S), ("TCP_KEEPCNT", _PROBES)):
+            if hasattr(socket, option):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+class _Useless(EtcdRefused):
+    """This endpoint can serve no request of ours; another one of the same etcd may."""
+
+
+class _Expired(EtcdAway):
+    """The token is no longer accepted, or one is needed now."""
+
+
+# Parts of a transaction
+
+
+def range_(key: str, *, prefix: bool = False) -> dict[str, Any]:
+    """Read a key, or all that begin with it."""
+    return {"request_range": {"key": _b64(key), **({"range_end": _b64(_end(key))} if prefix else {})}}
+
+
+def put(key: str, value: str, lease: int = 0) -> dict[str, Any]:
+    """Write a key, under a lease if there is one."""
+    return {"request_put": {"key": _b64(key), "value": _b64(value), "lease": str(lease)}}
+
+
+def delete(key: str) -> dict[str, Any]:
+    """Remove a key."""
+    return {"request_delete_range": {"key": _b64(key)}}
+
+
+def created(key: str, revision: int) -> dict[str, Any]:
+    """Whether a key is the one that was created then; 0: that there is none."""
+    return {"key": _b64(key), "target": "CREATE", "result": "EQUAL", "create_revision": str(revision)}
+
+
+def modified(key: str, revision: int) -> dict[str, Any]:
+    """Whether a key has not been written since; 0: that there is none."""
+    return {"key": _b64(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(revision)}
+
+
+def holds(key: str, value: str) -> dict[str, Any]:
+    """Whether a key holds exactly this."""
+    return {"key": _b64(key), "target": "VALUE", "result": "EQUAL", "value": _b64(value)}
+
+
+def _b64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+def _text(encoded: str) -> str:
+    return base64.b64decode(encoded).decode(errors="replace")
+
+
+def _end(prefix: str) -> str:
+    """The first key behind all that begin so."""
+    return prefix[:-1] + chr(ord(prefix[-1]) + 1)
+
+
+def _outcome(answer: Mapping[str, Any]) -> Outcome:
+    return Outcome(True, int(answer["header"]["revision"]), tuple(_keyvalue(kv) for kv in answer.get("kvs", ())))
+
+
+def _keyvalue(kv: Mapping[str, Any]) -> KeyValue:
+    revisions = int(kv["create_revision"]), int(kv["mod_revision"])
+    return KeyValue(_text(kv["key"]), _text(kv.get("value", "")), *revisions, int(kv.get("lease", 0)))
+
+
+def _event(event: Mapping[str, Any]) -> KeyValue | Gone:
+    kv = event["kv"]
+    return Gone(_text(kv["key"]), int(kv["mod_revision"])) if event.get("type") == "DELETE" else _keyvalue(kv)
+
+
+def _why(problem: Exception) -> str:
+    return getattr(problem, "strerror", None) or str(problem) or type(problem).__name__

@@ -1,0 +1,1 @@
+"""Where state is kept: in memory, on a disk, in a store."""

@@ -1,0 +1,33 @@
+"""Committed checkpoints: on a worker's disk (`disk`), in a store (`remote`), and how they get from one to the other."""
+
+from __future__ import annotations
+
+from outlast.storage.checkpoints.disk import (
+    Checkpoint,
+    Commit,
+    abandon,
+    acquire,
+    checksum,
+    commit,
+    expired,
+    fetching,
+    first,
+    generation,
+    latest,
+    list_,
+    owner,
+    place,
+    read,
+    reading,
+    remove,
+    saving,
+    sweep,
+    verify,
+)
+from outlast.storage.checkpoints.retention import Metric, Retention, named, ranked
+
+__all__ = [
+    "Checkpoint", "Commit", "Metric", "Retention", "abandon", "acquire", "checksum", "commit", "expired", "fetching", "first",
+    "generation", "latest", "list_", "named", "owner", "place", "ranked", "read", "reading", "remove", "saving", "sweep",
+    "verify",
+]  # fmt: skip

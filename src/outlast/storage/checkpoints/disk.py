@@ -1,0 +1,433 @@
+"""Checkpoints on disk: which exist, which are valid, who may commit one, which are removed.
+
+The training library writes them, the command line lists them, agents wait for them and bring them to a store and back
+(`outlast.storage.checkpoints.remote`). Nothing here knows torch. In `checkpoints/` lie
+
+    step-00001200/              a checkpoint: torch.distributed.checkpoint's files and COMMIT, which was written last
+    step-00001300.saving-g4/    being written by generation 4, or left behind when that generation died
+    step-00001300.fetching/     being fetched from a store or another disk, locked meanwhile; or left behind
+    step-00001300.replaced-0/   damaged, or of an earlier generation, and saved again since: goes with the checkpoints before it;
+                                of another run: stays
+    FENCE                       {run, generation} that may commit, and whether this is the `first` disk, that of rank 0; read and
+                                written while `.lock` is held
+
+What stays true however a process dies: a directory named `step-N` with a COMMIT in it is complete, because its files were
+durable before COMMIT was written and it got its name after. A generation that has been replaced cannot commit, because its
+successor moved the fence. Readers hold a shared lock on its COMMIT (`reading`), and removing it needs
+that lock exclusively. A crc32 protects against rot and truncation, not against malice (11 GB/s on one core; sha256 2 GB/s).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from outlast.base import crc32, file_locks, files
+from outlast.base.errors import Superseded
+from outlast.job import contract
+from outlast.storage.checkpoints.retention import Metric, Retention
+
+_NAME = re.compile(r"step-(\d{8,})")
+_LEFTOVER = re.compile(r"step-\d{8,}\.(?:saving-g(\d+)|expired|fetching|(replaced)-\d+)")
+_FENCE = "FENCE"
+_LOCK = ".lock"
+_BLOCK = 8 << 20
+"""Bytes hashed at a time; crc32 releases the GIL for buffers of this size."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """One committed checkpoint."""
+
+    step: int
+    """Optimizer steps done when it was saved."""
+    path: Path
+    """Its directory."""
+    run: str = ""
+    """The run that wrote it; "" when that was not started by Outlast."""
+    generation: int = 0
+    """The generation that saved it; see `Session.generation`."""
+    world_size: int = 0
+    """The number of ranks that saved it."""
+    time: float = 0.0
+    """When it was committed, seconds since the epoch."""
+    bytes: int = 0
+    """Size of its files together."""
+    problem: str = ""
+    """Why its COMMIT cannot be read, if so."""
+    metric: Metric | None = None
+    """How good it is, if the training said so."""
+
+
+def list_(directory: Path) -> list[Checkpoint]:
+    """Return the committed checkpoints in `directory`, lowest step first, with those whose COMMIT cannot be read (`problem`)."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    found = []
+    for name in names:
+        step, path = step_of(name), directory / name
+        if step is not None and (path / contract.COMMIT).exists():
+            try:
+                found.append(dataclasses.replace(_committed(path, read(path)), step=step))
+            except (OSError, ValueError) as error:
+                found.append(Checkpoint(step, path, problem=f"{contract.COMMIT} cannot be read: {error}"))
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def step_of(name: str) -> int | None:
+    """The step in the name of a checkpoint's directory; None for other names."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def _committed(path: Path, commit: Commit) -> Checkpoint:
+    saved = commit.run, commit.generation, commit.world_size, commit.time, commit.size
+    return Checkpoint(commit.step, path, *saved, metric=commit.metric)
+
+
+@dataclasses.dataclass(frozen=True)
+class Commit:
+    """The content of a COMMIT: who saved which step, and the size and checksum of every file."""
+
+    run: str
+    step: int
+    generation: int
+    world_size: int
+    time: float
+    files: Mapping[str, Mapping[str, int]]
+    """`{name: {size, crc32}}`."""
+    metric: Metric | None = None
+    """How good it is; left out where that is not known, and by versions that did not know it."""
+
+    @property
+    def size(self) -> int:
+        """Of all files together."""
+        return sum(file["size"] for file in self.files.values())
+
+    @classmethod
+    def parse(cls, text: bytes) -> Commit:
+        """The COMMIT that is `text`; raises ValueError with what is wrong. No file in it lies outside of its directory."""
+        document = json.loads(text.decode())
+        if not isinstance(document, dict):
+            raise ValueError("not a mapping")
+        if lacking := [name for name in _REQUIRED if name not in document]:
+            raise ValueError(f"it does not say {lacking[0]}")
+        files = document["files"]
+        if not isinstance(files, dict) or not all(map(_is_file, files.values())):
+            raise ValueError("its files have no size and crc32")
+        for name in files:
+            if not name or "\0" in name or name.startswith("/") or ".." in name.split("/") or name == contract.COMMIT:
+                raise ValueError(f"{name!r} is no name for a file of a checkpoint")
+        numbers = [document[name] for name in ("step", "generation", "world_size", "time")]
+        if not isinstance(document["run"], str) or not all(isinstance(number, int | float) for number in numbers):
+            raise ValueError("run, step, generation, world_size or time is not of its kind")
+        saved = document["run"], document["step"], document["generation"], document["world_size"], document["time"]
+        return cls(*saved, files, Metric.of(document.get("metric")))
+
+    def text(self) -> str:
+        """As it is written; `parse` reads it back."""
+        document = {name: getattr(self, name) for name in _REQUIRED} | {"files": dict(self.files)}
+        return json.dumps(document | ({"metric": self.metric.plain()} if self.metric else {}))
+
+
+_REQUIRED = ("run", "step", "generation", "world_size", "time", "files")
+
+
+def _is_file(file: object) -> bool:
+    return isinstance(file, dict) and all(isinstance(file.get(key), int) and file[key] >= 0 for key in ("size", "crc32"))
+
+
+def read(path: Path) -> Commit:
+    """The COMMIT of the checkpoint at `path`; raises OSError, and ValueError if it is damaged."""
+    return Commit.parse((path / contract.COMMIT).read_bytes())
+
+
+def latest(found: Iterable[Checkpoint], run: str) -> Checkpoint | None:
+    """Return the newest checkpoint of `run` whose COMMIT can be read, or None. `run` is "" for scripts run without Outlast."""
+    ours = (checkpoint for checkpoint in found if checkpoint.run == run and not checkpoint.problem)
+    return max(ours, key=lambda checkpoint: checkpoint.step, default=None)
+
+
+def expired(found: Iterable[Checkpoint], retention: Retention) -> list[Checkpoint]:
+    """Which checkpoints to remove. Those whose COMMIT cannot be read do not count, and stay."""
+    return retention.expired(checkpoint for checkpoint in found if not checkpoint.problem)
+
+
+def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
+    """What is wrong with the checkpoint at `path`, as a sentence, or None. Checks every `parts`-th file, beginning at `part`."""
+    try:
+        files = sorted(read(path).files.items())
+    except (OSError, ValueError) as error:
+        return f"{contract.COMMIT} cannot be read: {error}"
+    for name, expected in files[part::parts]:
+        try:
+            if problem := verify_file(path, name, expected):
+                return problem
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+    return None
+
+
+def verify_file(path: Path, name: str, expected: Mapping[str, int], *, deep: bool = True) -> str | None:
+    """What is wrong with a file of the checkpoint at `path`, as a sentence, or None; without `deep`, only its size counts."""
+    if problem := wrong_size(name, (path / name).stat().st_size, expected):
+        return problem
+    return wrong_crc(name, checksum(path / name), expected) if deep else None
+
+
+def wrong_size(name: str, size: int, expected: Mapping[str, int]) -> str | None:
+    """A sentence if a file has another size than expected."""
+    return None if size == expected["size"] else f"{name} has {size} bytes instead of {expected['size']}"
+
+
+def wrong_crc(name: str, crc: int, expected: Mapping[str, int]) -> str | None:
+    """A sentence if a file has another checksum than expected."""
+    return None if crc == expected["crc32"] else f"{name} has crc32 {crc} instead of {expected['crc32']}"
+
+
+def checksum(path: Path) -> int:
+    """The crc32 of a file."""
+    crc = 0
+    buffer = memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = crc32.update(buffer[:count], crc)
+    return crc
+
+
+def saving(directory: Path, step: int, generation: int) -> Path:
+    """Where `generation` writes the checkpoint of `step` before it is committed."""
+    return directory / f"{contract.checkpoint_name(step)}.saving-g{generation}"
+
+
+def abandon(directory: Path, generation: int) -> None:
+    """Remove what earlier attempts of `generation`, and generations before it, were writing when they died: a disk may be full
+    because of it. What was moved aside and not replaced, since they died just then, comes back: the newest that is valid. Only
+    before this one saves, and after `acquire`, so that no earlier one commits what is being removed."""
+    with file_locks.attempted(directory / _LOCK, wait=True):
+        aside = [path for path in directory.glob("*.replaced-*") if _LEFTOVER.fullmatch(path.name)]
+        lost = [path for path in aside if not path.with_suffix("").exists()]
+        for path in sorted(lost, key=lambda path: (verify(path) is None, int(path.name.rpartition("-")[2])), reverse=True):
+            if not path.with_suffix("").exists():
+                path.rename(path.with_suffix(""))
+        for path in directory.glob("*.saving-g*"):
+            match = _LEFTOVER.fullmatch(path.name)
+            if match and int(match[1]) <= generation:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Keep the checkpoint at `path` from being removed; raises FileNotFoundError if its removal has begun.
+
+    A shared lock of the kernel, which ends with this process.
+    """
+    fd = os.open(path / contract.COMMIT, os.O_RDONLY)
+    try:
+        if not file_locks.acquire(fd, share=True) or not _is(fd, path / contract.COMMIT):
+            raise FileNotFoundError(errno.ENOENT, "it is being removed", str(path))
+        yield
+    finally:
+        os.close(fd)
+
+
+def _is(fd: int, path: Path) -> bool:
+    """Whether an open file still has that name."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[bool]:
+    """Lock the file or directory at `path` against `reading` and `fetching`; yields False if it is in use."""
+    fd = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        yield file_locks.acquire(fd)
+    finally:
+        os.close(fd)
+
+
+def generation(directory: Path, run: str) -> int:
+    """The generation of `run` that may commit in `directory`; 0 before one came, or when another run owns it."""
+    holder, last, _ = _fence(directory)
+    return last if holder == run else 0
+
+
+def owner(directory: Path) -> str:
+    """The run that may commit in `directory`; empty before one came."""
+    return _fence(directory)[0]
+
+
+def first(directory: Path, run: str) -> bool:
+    """Whether `directory` is rank 0's in the generation of `run` that owns it, as far as is known: where workers share no disk,
+    only one directory is, and what it holds counts."""
+    holder, _, first = _fence(directory)
+    return first or holder != run
+
+
+def acquire(directory: Path, run: str, generation: int | None, *, first: bool | None = None) -> int:
+    """Move the fence to `generation` of `run`: earlier ones can no longer commit. None: the one after the last.
+
+    `first`: whether the directory is rank 0's; None when that is not known yet, then it is what it was. Raises Superseded when a
+    later generation of the run has been here. Another run's fence is taken over: the last run to open a directory owns it. Writes
+    nothing if the fence is there already, so another attempt of a generation needs no room, and raises OSError if it cannot.
+    """
+    holder, last, was = _fence(directory)
+    if (holder, last) == (run, generation) and first in (None, was):
+        return last
+    directory.mkdir(parents=True, exist_ok=True)
+    with file_locks.attempted(directory / _LOCK, wait=True):
+        holder, last, was = _fence(directory)
+        if holder != run:
+            last, was = 0, True
+        if generation is None:
+            generation = last + 1
+        if generation < last:
+            raise Superseded(
+                f"generation {generation} of this run has been replaced by generation {last}; this process must stop"
+            )
+        fence = {"run": run, "generation": generation, "first": was if first is None else first}
+        files.replace(directory / _FENCE, json.dumps(fence), durable=True)
+    return generation
+
+
+def commit(written: Path, checkpoint: Checkpoint, content: Mapping[str, Mapping[str, int]]) -> Checkpoint:
+    """Make the files in `written` the checkpoint `checkpoint.path`: from here on it exists, whatever dies.
+
+    `content` maps file names to `{size, crc32}`; the files must be durable. A valid checkpoint of that step that no earlier
+    generation saved wins: ours is dropped and that one returned. Any other is moved aside. Raises Superseded when a later
+    generation owns the directory.
+    """
+    directory = checkpoint.path.parent
+    stamp = (checkpoint.run, checkpoint.step, checkpoint.generation, checkpoint.world_size, checkpoint.time)
+    stamped = Commit(*stamp, content, checkpoint.metric)
+    files.replace(written / contract.COMMIT, stamped.text(), durable=True)
+    with file_locks.attempted(directory / _LOCK, wait=True):
+        run, generation, _ = _fence(directory)
+        if (run, generation) != (checkpoint.run, checkpoint.generation):
+            raise Superseded(
+                f"generation {checkpoint.generation} may not commit step {checkpoint.step}: "
+                f"generation {generation} of run {run or '(unnamed)'} owns {directory}"
+            )
+        there = _put(written, checkpoint)
+    return there or dataclasses.replace(checkpoint, bytes=stamped.size)
+
+
+def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Checkpoint | None:
+    """Give what was written, COMMIT included, its name; drop it and return the valid checkpoint of that step if one is there that
+    is no older: (generation, step) decides."""
+    directory = checkpoint.path.parent
+    if checkpoint.path.exists():
+        there = next((c for c in list_(directory) if (c.run, c.step) == (checkpoint.run, checkpoint.step)), None)
+        if there and not instead and there.generation >= checkpoint.generation and verify(there.path) is None:
+            shutil.rmtree(written)
+            return there
+        aside = (checkpoint.path.with_name(f"{checkpoint.path.name}.replaced-{i}") for i in range(1 << 30))
+        checkpoint.path.rename(next(path for path in aside if not path.exists()))
+    written.rename(checkpoint.path)
+    files.sync(directory)
+    return None
+
+
+@contextlib.contextmanager
+def fetching(directory: Path, step: int) -> Iterator[Path]:
+    """A directory in which to put together the checkpoint of `step` before `place`; one process at a time, the others wait.
+
+    It may hold what one that was killed has fetched.
+    """
+    path = directory / f"{contract.checkpoint_name(step)}.fetching"
+    while True:
+        path.mkdir(parents=True, exist_ok=True)
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:  # its holder has just placed it
+            continue
+        try:
+            file_locks.acquire(fd, wait=True)
+            if _is(fd, path):
+                yield path
+                return
+        finally:
+            os.close(fd)
+
+
+def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint:
+    """Make the files in `fetched`, which are durable and match `commit`, the checkpoint of that step.
+
+    One that is here, valid and of no earlier generation stays, and is returned, unless this one comes `instead`; any other is
+    moved aside. Needs no fence: what a store or another disk of the world has committed is the run's.
+    """
+    directory = fetched.parent
+    new = _committed(directory / contract.checkpoint_name(commit.step), commit)
+    files.replace(fetched / contract.COMMIT, commit.text(), durable=True)
+    with file_locks.attempted(directory / _LOCK, wait=True):
+        return _put(fetched, new, instead=instead) or new
+
+
+def sweep(directory: Path, newest: Checkpoint, retention: Retention) -> list[Checkpoint]:
+    """After `newest` was committed: delete its run's expired checkpoints, the damaged ones that were replaced before the newest
+    that are kept, and what dead generations left half written.
+
+    Checkpoints of higher steps stay and do not count: restoring skipped them, so they are damaged. One that is being read stays
+    until the next time. Returns what was deleted.
+    """
+    ours = [c for c in list_(directory) if c.run == newest.run and c.step <= newest.step]
+    gone = [checkpoint for checkpoint in expired(ours, retention) if remove(checkpoint)]
+    recent = Retention(retention.keep).expired(c for c in ours if not c.problem)  # a best one may be much older
+    oldest = min((c.step for c in ours if c not in gone and c not in recent), default=newest.step)
+    for name in os.listdir(directory):
+        match = _LEFTOVER.fullmatch(name)
+        if match and (match[1] is None or int(match[1]) < newest.generation):
+            path = directory / name
+            if match[2] and (int(match[0][5:].partition(".")[0]) >= oldest or _anothers(path, newest.run)):
+                continue
+            read_by = path / contract.COMMIT if match[2] and (path / contract.COMMIT).exists() else path
+            with contextlib.suppress(FileNotFoundError), _alone(read_by) as alone:
+                if alone:
+                    shutil.rmtree(path)
+    return gone
+
+
+def _anothers(path: Path, run: str) -> bool:
+    """Whether a checkpoint can be read and is another run's."""
+    try:
+        return read(path).run != run
+    except (OSError, ValueError):
+        return False
+
+
+def remove(checkpoint: Checkpoint) -> bool:
+    """Delete a checkpoint unless it is being read; returns whether it was deleted. It exists as a whole or not at all."""
+    aside = checkpoint.path.with_name(f"{checkpoint.path.name}.expired")
+    try:
+        with _alone(checkpoint.path / contract.COMMIT) as alone:
+            if not alone:
+                return False
+            if aside.exists():  # of a sweep that was killed
+                shutil.rmtree(aside)
+            checkpoint.path.rename(aside)
+        shutil.rmtree(aside)
+    except FileNotFoundError:  # a zombie sweeps at the same time
+        pass
+    return True
+
+
+def _fence(directory: Path) -> tuple[str, int, bool]:
+    """Run and generation that may commit, and whether rank 0 does so here; ("", 0, True) without a fence, or with a damaged one:
+    then nobody may commit until the next generation comes."""
+    try:
+        fence = json.loads((directory / _FENCE).read_text())
+        return fence["run"], int(fence["generation"]), fence.get("first", True)
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return "", 0, True

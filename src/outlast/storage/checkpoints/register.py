@@ -1,0 +1,240 @@
+"""The register of a run in a store: who may commit, and what is committed. The only object that several writers write.
+
+`Swapped` is an object, `checkpoints/latest`, that is only ever replaced in the version that was read (compare-and-swap). `Named`
+is for stores that cannot do that (`rclone serve s3`, directories): a set of names below `checkpoints/latest.<run>/`, each written
+by one generation and never rewritten. Both promise the same: what was once committed stays so until it expires; a generation
+commits nothing after a later one has begun; the newest step never goes back. A writer that dies or loses a response may simply
+start over. Docs: docs/decisions/0007-commits-in-a-store.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from outlast.base.errors import Changed, Exists, Missing, Superseded, Unreachable
+from outlast.job import contract
+from outlast.storage import runs
+from outlast.storage.checkpoints import rules
+from outlast.storage.checkpoints.rules import Latest, Names, Place
+from outlast.storage.store import Store
+
+LATEST = f"{contract.CHECKPOINTS}/latest"
+_ATTEMPTS = 50
+"""Lost races after which we report contention; arbitrary."""
+
+
+class Register(Protocol):
+    """A kind of register. All methods may raise StoreError."""
+
+    def acquire(self, generation: int) -> Latest:
+        """Begin `generation`: earlier ones can no longer commit. Raises Superseded if a later one has begun."""
+
+    def add(self, place: Place, generation: int, instead: Place | None = None) -> Latest:
+        """Commit a checkpoint, in place of the damaged one `instead` if given; what the register says then.
+
+        It is not in there if `rules.refused` has a reason, or another one of that step is committed. Raises Superseded.
+        """
+
+    def drop(self, places: Sequence[Place]) -> Latest | None:
+        """Forget checkpoints, but none that might be needed (`rules.obsolete`); what the register says then."""
+
+
+def open_(store: Store, of: str) -> Register:
+    """The register of the run `of`, for writing: of the kind that the store is capable of."""
+    return Swapped(store, of) if store.conditional() else Named(store, of)
+
+
+def read(store: Store, of: str) -> Latest | None:
+    """The register of the run `of`, of either kind; None if there is none. Writes nothing.
+
+    A lost or damaged register is rebuilt from the checkpoints themselves.
+    """
+    latest, _ = _object(store)
+    if latest:
+        return latest if latest.run == of else None
+    return Named(store, of).names().latest or rules.rebuilt(of, finished(store, of))
+
+
+def finished(store: Store, of: str) -> list[Place]:
+    """The places of the run `of` that have a COMMIT, so all of their files."""
+    found = []
+    for entry in store.entries(contract.CHECKPOINTS):
+        key = entry.key.removeprefix(f"{contract.CHECKPOINTS}/")
+        place = Place.parse(key, of)
+        if place and key == f"{place.key}/{contract.COMMIT}":
+            found.append(place)
+    return found
+
+
+def _object(store: Store) -> tuple[Latest | None, str]:
+    """The content of `checkpoints/latest` and its etag; no etag if there is no such object, no content if it is damaged."""
+    try:
+        text, entry = store.read(LATEST)
+    except Missing:
+        return None, ""
+    try:
+        return Latest.parse(text), entry.etag
+    except ValueError:
+        return None, entry.etag
+
+
+@dataclasses.dataclass(frozen=True)
+class Swapped:
+    """One object, replaced by compare-and-swap."""
+
+    store: Store
+    of: str
+
+    def acquire(self, generation: int) -> Latest:
+        """See `Register`. A register of another run is taken over if the store's `runs.json` says that it is our turn."""
+        for _ in range(_ATTEMPTS):
+            found, etag = _object(self.store)
+            latest = found if found and found.run == self.of else None
+            if not latest:
+                runs.check(self.store, self.of)
+                lost = Named(self.store, self.of).names().latest or rules.rebuilt(self.of, finished(self.store, self.of))
+            latest = latest or lost or Latest(self.of, 0)
+            if reason := rules.superseded(latest, self.of, generation):
+                raise Superseded(reason)
+            if latest is found and latest.generation == generation:
+                return latest
+            if self._swap(new := rules.acquired(latest, generation, finished(self.store, self.of)), etag):
+                return new
+        raise self._contended()
+
+    def add(self, place: Place, generation: int, instead: Place | None = None) -> Latest:
+        """See `Register`."""
+        for _ in range(_ATTEMPTS):
+            latest, etag = _object(self.store)
+            if latest and latest.run == self.of and latest.at(place.step) == place:
+                return latest  # perhaps by our own attempt whose answer was lost
+            if reason := rules.superseded(latest, self.of, generation):
+                raise Superseded(reason)
+            if latest is None or latest.generation < generation:  # it was removed or damaged
+                self.acquire(generation)
+                continue
+            if rules.refused(latest, place) or latest.at(place.step) not in (None, instead):
+                return latest
+            if self._swap(new := latest.added(place), etag):
+                return new
+        raise self._contended()
+
+    def drop(self, places: Sequence[Place]) -> Latest | None:
+        """See `Register`."""
+        for _ in range(_ATTEMPTS):
+            latest, etag = _object(self.store)
+            if latest is None or latest.run != self.of:
+                return None
+            new = latest.without([place for place in places if rules.obsolete(latest, place)])
+            if new == latest or self._swap(new, etag):
+                return new
+        raise self._contended()
+
+    def _swap(self, new: Latest, etag: str) -> bool:
+        text = new.text(time.time())
+        try:
+            if etag:
+                self.store.replace(LATEST, text, etag)
+            else:
+                self.store.create(LATEST, text)
+        except (Changed, Exists):
+            return False
+        return True
+
+    def _contended(self) -> Unreachable:
+        return Unreachable(f"{self.store.url}/{LATEST} changes whenever we would change it; is more than one job writing there?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A set of names. A generation announces itself before it reads, and reads again after it has proposed a commit: of two that
+    race, at least one sees the other."""
+
+    store: Store
+    of: str
+
+    @property
+    def _below(self) -> str:
+        return f"{LATEST}.{self.of}"
+
+    def names(self) -> Names:
+        """The content of the register."""
+        for _ in range(_ATTEMPTS):
+            names = self.store.names(self._below)
+            content = Names.read(names, self.of)
+            # A listing is not of one moment: one without an owner may have missed the old one and not yet seen the new one.
+            if content.latest or not content.announced or names == self.store.names(self._below):
+                return content
+        return content
+
+    def acquire(self, generation: int) -> Latest:
+        """See `Register`. Proposals of the previous generation are committed: it may have reported them as committed."""
+        content = self.names()
+        if content.latest and content.latest.generation == generation == content.announced:
+            return content.latest
+        runs.check(self.store, self.of)
+        self._write(rules.announcement(generation))
+        content = self.names()
+        self._check(content, generation)
+        if content.latest and content.latest.generation == generation:
+            return content.latest
+        latest, etag = (content.latest, "") if content.latest else _object(self.store)
+        if latest is None or latest.run != self.of:
+            latest = rules.rebuilt(self.of, finished(self.store, self.of)) or Latest(self.of, 0)
+        latest = rules.completed(latest, content.proposed)
+        if reason := rules.superseded(latest, self.of, generation):
+            raise Superseded(reason)
+        for place in latest.places:
+            self._write(rules.commitment(generation, place))
+        if etag:  # of a time when the store could do better; readers would believe it
+            self.store.delete([LATEST])
+        self._write(rules.ownership(generation))
+        self._check(self.names(), generation)
+        # Names of the previous owner stay until the next one, for listings in progress.
+        old = [name for name in self.store.names(self._below) if (rules.generation_of(name) or 0) < latest.generation]
+        self.store.delete([f"{self._below}/{name}" for name in old])
+        return dataclasses.replace(latest, generation=generation)
+
+    def add(self, place: Place, generation: int, instead: Place | None = None) -> Latest:
+        """See `Register`."""
+        for proposed in (True, False):
+            latest = self._open(place, generation)
+            if rules.refused(latest, place) or latest.at(place.step) not in (None, instead):
+                return latest
+            self._write(rules.commitment(generation, place, proposed=proposed))
+        if instead:
+            self._forget(generation, [instead])
+        return latest.added(place)
+
+    def _open(self, place: Place, generation: int) -> Latest:
+        """The content of the register, if `generation` may commit or has committed `place` already."""
+        content = self.names()
+        if content.latest and content.latest.at(place.step) == place:
+            return content.latest
+        self._check(content, generation)
+        if content.latest is None or content.latest.generation < generation:  # it was removed
+            return self.acquire(generation)
+        return content.latest
+
+    def drop(self, places: Sequence[Place]) -> Latest | None:
+        """See `Register`."""
+        latest = self.names().latest
+        if latest is None:
+            return None
+        gone = [place for place in places if rules.obsolete(latest, place)]
+        self._forget(latest.generation, gone)
+        return latest.without(gone)
+
+    def _forget(self, generation: int, places: Sequence[Place]) -> None:
+        names = [rules.commitment(generation, place, proposed=proposed) for place in places for proposed in (True, False)]
+        self.store.delete([f"{self._below}/{name}" for name in names])
+
+    def _check(self, content: Names, generation: int) -> None:
+        if reason := rules.superseded(Latest(self.of, content.announced), self.of, generation):
+            raise Superseded(reason)
+
+    def _write(self, name: str) -> None:
+        self.store.put(f"{self._below}/{name}", b"{}\n")

@@ -1,0 +1,383 @@
+"""A run's checkpoints in a store: committing, fetching, verifying and pruning them.
+
+Below the job's place in the store lie
+
+    checkpoints/latest                                the register: who may commit and what is committed (`register`)
+    checkpoints/step-00001200/<run>-g4-5f3a9c01/      the files that generation 4 saved, and COMMIT (`parts`)
+    checkpoints/step-00001200/READING-<id>            lease of a reader of that step
+
+Invariants, whatever process dies, whichever response is lost and in whatever order writers come: the register lists complete
+checkpoints of one writer each; its newest step never goes back; a generation commits nothing after its successor has begun; the
+last two checkpoints and those being read stay. Docs: docs/decisions/0007-commits-in-a-store.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+from outlast.base import units
+from outlast.base.errors import Denied, OutlastError, StoreError, Superseded
+from outlast.job import contract
+from outlast.storage.checkpoints import disk, register, rules
+from outlast.storage.checkpoints.retention import Metric, Retention
+from outlast.storage.checkpoints.rules import Latest, Place
+from outlast.storage.checkpoints.stored_files import Damaged, DamagedHere, Parts, Progress
+from outlast.storage.store import Entry, Store
+
+__all__ = ["Checkpoint", "Checkpoints", "Damaged", "Outcome"]
+
+_READING = "READING-"
+_AT_ONCE = 8
+"""COMMITs read at a time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """One committed checkpoint in a store."""
+
+    place: Place
+    commit: disk.Commit | None = None
+    """Its COMMIT; None if that cannot be read."""
+    problem: str = ""
+    """Why it cannot be read."""
+
+    @property
+    def step(self) -> int:
+        """The step after which it was saved."""
+        return self.place.step
+
+    @property
+    def generation(self) -> int:
+        """The generation that saved it."""
+        return self.place.generation
+
+    @property
+    def metric(self) -> Metric | None:
+        """How good it is, if that is known."""
+        return self.commit.metric if self.commit else self.place.metric
+
+    @property
+    def bytes(self) -> int:
+        """The size of all files; 0 when that is not known."""
+        return self.commit.size if self.commit else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Outcome of a push."""
+
+    kind: Literal["committed", "there", "expired", "waiting", "damaged"]
+    """Committed; there already; too old to be kept; waiting for files that another machine has; damaged here."""
+    reason: str
+    missing: tuple[str, ...] = ()
+    """The files that are neither here nor in the store."""
+
+    @property
+    def there(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.kind in ("committed", "there", "expired")
+
+
+class Checkpoints:
+    """The checkpoints of `run` below the job's place `store`. Opening it asks nothing of the store."""
+
+    def __init__(self, store: Store, run: str) -> None:
+        self.store, self.run = store, run
+        self._generation: int | None = None
+        self._metrics: dict[Place, Metric | None] = {}
+        """Of checkpoints whose COMMIT we have seen; it never changes."""
+
+    @functools.cached_property
+    def _register(self) -> register.Register:
+        return register.open_(self.store, self.run)
+
+    def _parts(self, place: Place) -> Parts:
+        return Parts(self.store, self.run, place)
+
+    def acquire(self, generation: int) -> Latest:
+        """Fence off earlier generations: only `generation` may commit now. The newest step is `.step`, 0 if there is none.
+
+        Call this before a push, and before choosing a checkpoint to resume from, so that none is committed after the choice.
+        Raises Superseded when a later generation has begun or another run owns the place, and StoreError.
+        """
+        latest = self._register.acquire(generation)
+        self._generation = generation
+        return latest
+
+    def list_(self) -> list[Checkpoint]:
+        """The committed checkpoints, lowest step first, including those whose COMMIT turned out to be unreadable."""
+        latest = register.read(self.store, self.run)
+        if latest is None:
+            return []
+        with ThreadPoolExecutor(_AT_ONCE, "outlast-list") as pool:
+            found = list(pool.map(self._known, latest.places))
+        # Obsolete and without COMMIT: it is being removed.
+        return [c for c in found if c.commit or not rules.obsolete(latest, c.place)]
+
+    def latest(self) -> Checkpoint | None:
+        """The newest committed checkpoint whose COMMIT can be read."""
+        latest = register.read(self.store, self.run)
+        found = (self._known(place) for place in reversed(latest.places if latest else ()))
+        return next((checkpoint for checkpoint in found if not checkpoint.problem), None)
+
+    def _known(self, place: Place) -> Checkpoint:
+        try:
+            commit = self._parts(place).read_commit()
+            self._metrics[place] = commit.metric
+            return Checkpoint(place, commit)
+        except Damaged as problem:
+            return Checkpoint(place, problem=str(problem))
+
+    # Pushing
+
+    def push(
+        self,
+        local: disk.Checkpoint,
+        *,
+        journals: Path,
+        progress: Progress = lambda _: None,
+        stop: threading.Event | None = None,
+    ) -> Outcome:
+        """Commit a local checkpoint in the store. `acquire` comes first.
+
+        Files that are in the store are not sent again. If a checkpoint is spread over machines, each pushes the files that it
+        has, and the last one commits. `journals` is a directory for journals of unfinished uploads. Raises Superseded, Stopped,
+        OSError and StoreError; a later call resumes.
+        """
+        if self._generation is None:
+            raise ValueError("acquire() comes before push()")
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(disk.reading(local.path))
+                commit = disk.read(local.path)
+            except FileNotFoundError:
+                return Outcome("expired", f"{local.path.name} has been removed here meanwhile")
+            except ValueError as error:
+                return Outcome("damaged", f"{local.path.name} is damaged here: {contract.COMMIT} cannot be read: {error}")
+            if commit.run != self.run:
+                raise OutlastError(f"{local.path} is of run {commit.run or '(unnamed)'}, not of run {self.run}")
+            place = Place.of(commit)
+            self._metrics[place] = commit.metric
+            latest, instead = self._fenced(), None
+            if latest and (reason := rules.refused(latest, place)):
+                return Outcome("expired", reason)
+            # One of that step by another writer: the run went back before it, so it was skipped as damaged. Is it?
+            if latest and (there := latest.at(place.step)):
+                if self._parts(there).problem(deep=there != place) is None:
+                    return _there(place)
+                instead = there
+            try:
+                missing = self._parts(place).send(local.path, commit, journals=journals, progress=progress, stop=stop)
+            except DamagedHere as problem:
+                return Outcome("damaged", str(problem))
+            if missing:
+                more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+                return Outcome("waiting", f"{local.path.name} waits for {missing[0]}{more}, which another machine has", missing)
+            self._fenced()  # not needed, but so a zombie leaves less behind
+            self._parts(place).commit(commit)
+            latest = self._register.add(place, self._generation, instead)
+        if latest.at(place.step) == place:
+            return Outcome("committed", f"step {place.step} is in the store")
+        reason = rules.refused(latest, place)
+        return Outcome("expired", reason) if reason else _there(place)
+
+    def _fenced(self) -> Latest | None:
+        """The content of the register; raises Superseded."""
+        latest = register.read(self.store, self.run)
+        if reason := rules.superseded(latest, self.run, self._generation or 0):
+            raise Superseded(reason)
+        return latest
+
+    def next_(self, waiting: Sequence[disk.Checkpoint], retention: Retention) -> disk.Checkpoint:
+        """Which of the local checkpoints to push next; see `rules.pressing`."""
+        latest = self._fenced() if retention.best and len(waiting) > 1 else None
+        return rules.pressing(self._measured(latest) if latest else Latest(self.run, 0), waiting, retention)
+
+    def _measured(self, latest: Latest) -> Latest:
+        """The same with the metrics that the register does not have: it does not everywhere, but COMMIT does."""
+        for place in latest.places:
+            if not place.metric and place not in self._metrics:
+                self._known(place)
+        places = (dataclasses.replace(p, metric=p.metric or self._metrics.get(p)) for p in latest.places)
+        return dataclasses.replace(latest, places=tuple(places))
+
+    def forget(self, journals: Path) -> None:
+        """Abort abandoned uploads, once nothing is left to push. `journals` must hold journals of checkpoints only."""
+        for journal in sorted(journals.glob("*.upload")):
+            self.store.forget(journal)
+
+    # Reading
+
+    def verify(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        deep: bool = False,
+        progress: Progress = lambda _: None,
+        stop: threading.Event | None = None,
+    ) -> str | None:
+        """What is wrong with a checkpoint in the store, as a sentence, or None.
+
+        Compares the sizes of its files; with `deep` reads all of them and compares their checksums, too.
+        """
+        return self._parts(checkpoint.place).problem(deep=deep, progress=progress, stop=stop)
+
+    def fetch(
+        self,
+        checkpoint: Checkpoint,
+        directory: Path,
+        *,
+        progress: Progress = lambda _: None,
+        stop: threading.Event | None = None,
+    ) -> disk.Checkpoint:
+        """Fetch a checkpoint to the local `directory`, verified and durable, unless a valid one of its step is there that no
+        earlier generation saved.
+
+        Raises Damaged if the one in the store differs from its COMMIT or has been removed; after Stopped, OSError and StoreError
+        a later call resumes.
+        """
+        parts = self._parts(checkpoint.place)
+        if here := _valid_here(directory, checkpoint, self.run):
+            return here
+        with disk.fetching(directory, checkpoint.step) as path:
+            if here := _valid_here(directory, checkpoint, self.run):  # while we waited
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+                return here
+            with self.reading(checkpoint.place):
+                try:
+                    commit = parts.read_commit()
+                    parts.receive(path, commit, progress=progress, stop=stop)
+                except Damaged as problem:
+                    raise Damaged(f"{parts.url}: {problem}") from problem
+            return disk.place(path, commit)
+
+    def restore(
+        self,
+        directory: Path,
+        *,
+        say: Callable[[str], None],
+        above: int = 0,
+        progress: Progress = lambda _: None,
+        stop: threading.Event | None = None,
+    ) -> disk.Checkpoint | None:
+        """Fetch the newest valid checkpoint of a step higher than `above`; None if there is none.
+
+        `say` gets the fetched and the skipped ones. Raises what `fetch` raises, except Damaged.
+        """
+        skipped: set[Place] = set()
+        while found := [c for c in self.list_() if c.step > above and c.place not in skipped]:  # newer ones may have come
+            newest = found[-1]
+            try:
+                if newest.problem:
+                    raise Damaged(f"{self._parts(newest.place).url}: {newest.problem}")
+                say(f"fetching the checkpoint of step {newest.step} ({units.human_bytes(newest.bytes)}) from {self.store.url}")
+                return self.fetch(newest, directory, progress=progress, stop=stop)
+            except Damaged as problem:
+                say(f"the checkpoint of step {newest.step} is skipped: {problem}")
+                skipped.add(newest.place)
+        return None
+
+    @contextlib.contextmanager
+    def reading(self, place: Place) -> Iterator[None]:
+        """Hold a lease on a checkpoint, which keeps it from being removed. Raises Damaged if removal has begun.
+
+        A remover takes the checkpoint out of the register before it looks for leases; a reader writes its lease before it looks
+        into the register. So at least one of the two sees the other.
+        """
+        key = f"{contract.CHECKPOINTS}/{contract.checkpoint_name(place.step)}/{_READING}{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            self.store.put(key, b"")
+        except Denied:  # may read but not write; then the checksums must tell
+            yield
+            return
+        done = threading.Event()
+
+        def renew() -> None:
+            while not done.wait(rules.RENEW_S):
+                with contextlib.suppress(StoreError):
+                    self.store.put(key, b"")
+
+        thread = threading.Thread(target=renew, name="outlast-reading", daemon=True)
+        thread.start()
+        try:
+            latest = register.read(self.store, self.run)
+            if latest is None or latest.at(place.step) != place:
+                raise Damaged(f"{self._parts(place).url} is no longer kept")
+            yield
+        finally:
+            done.set()
+            thread.join()
+            with contextlib.suppress(StoreError):
+                self.store.delete([key])
+
+    # Removing
+
+    def prune(self, retention: Retention, *, dry_run: bool = False) -> list[Place]:
+        """Remove expired checkpoints that are not being read, and leftovers of dead writers.
+
+        Returns the removed checkpoints, with `dry_run` those to be removed. Raises StoreError.
+        """
+        latest = register.read(self.store, self.run)
+        if latest is None:
+            return []
+        if retention.best:
+            latest = self._measured(latest)
+        gone = [place for place in retention.expired(latest.places) if not self._being_read(self._below(place.step))]
+        if not dry_run:
+            if gone:
+                latest = self._register.drop(gone) or latest
+            self._sweep(latest)
+        return gone
+
+    def _sweep(self, latest: Latest) -> None:
+        """Delete files that are not in the register and can never be added again."""
+        for name in self.store.names(contract.CHECKPOINTS):
+            step = disk.step_of(name)
+            if step is None or latest.at(step) or len(latest.places) < 2 or step > latest.places[-2].step:
+                continue
+            entries = self._below(step)
+            if self._being_read(entries):
+                continue
+            dead: dict[Place, list[str]] = {}
+            for entry in entries:
+                place = Place.parse(entry.key.removeprefix(f"{contract.CHECKPOINTS}/"), self.run)
+                if place and rules.obsolete(latest, place):
+                    dead.setdefault(place, []).append(entry.key)
+            for place, keys in dead.items():
+                self._parts(place).delete(keys)
+            self.store.delete([entry.key for entry in entries if _READING in entry.key])
+
+    def _below(self, step: int) -> list[Entry]:
+        """All that there is of a step."""
+        return list(self.store.entries(f"{contract.CHECKPOINTS}/{contract.checkpoint_name(step)}"))
+
+    def _being_read(self, entries: Iterable[Entry]) -> bool:
+        """Whether a lease among these objects of a step is valid, by the store's clock."""
+        renewed = [entry.modified for entry in entries if entry.key.rpartition("/")[2].startswith(_READING)]
+        return bool(renewed) and rules.being_read(renewed, self._clock())
+
+    def _clock(self) -> float:
+        key = f"{contract.CHECKPOINTS}/clock"
+        self.store.put(key, b"")
+        return self.store.head(key).modified
+
+
+def _there(place: Place) -> Outcome:
+    return Outcome("there", f"step {place.step} is in the store")
+
+
+def _valid_here(directory: Path, wanted: Checkpoint, run: str) -> disk.Checkpoint | None:
+    """The valid local checkpoint of the step that is wanted, of its generation or a later one."""
+    found = (c for c in disk.list_(directory) if c.step == wanted.step and c.generation >= wanted.generation)
+    found = (c for c in found if c.run == run and not c.problem)
+    return next((c for c in found if disk.verify(c.path) is None), None)

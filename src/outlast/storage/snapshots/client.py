@@ -1,0 +1,489 @@
+"""What a rank uses: rooms to write its parts into, and parts to read, its own worker's and other workers'.
+
+    client = connect(os.environ)                                        None: snapshots are off
+    room = client.room(nbytes, at, complete)                            memory of the agent, mapped here; or, without waiting:
+    client.spare([nbytes], complete)                                    whether it is there
+    room.view[place : place + n] = ...
+    client.publish(room, part, index, to=addresses, complete=at)        returns at once
+    client.poll()                                                       {("unique", 120): "held"}
+
+    for part in client.catalog():
+        with client.open(part) as source:
+            source.fetch([(i, memory) for i, item in enumerate(source.index)])
+
+One thread at a time may use a client, except that `poll` and `spare`, which never wait, may be called from another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import mmap
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from outlast.base import crc32, unix_sockets
+from outlast.base.errors import NotRestored, OutlastError, StoreError
+from outlast.job import contract
+from outlast.job.contract import Env
+from outlast.storage.snapshots import parts, wire
+from outlast.storage.snapshots.parts import Damaged, Item, OutOfReach, Part
+
+_CONNECT_S, _REPLY_S = 5, 60
+"""Timeout of an answer of our own agent. Arbitrary."""
+_STATES = 16
+"""How many publications are remembered."""
+_BATCH = 1024
+"""Blocks that are requested at once from a peer."""
+
+
+class NoMemory(OutlastError):
+    """There is no room for a part."""
+
+
+class Where(NamedTuple):
+    """Where a worker runs; empty where unknown."""
+
+    node: str
+    zone: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """Memory of the agent, mapped and touched."""
+
+    id: int
+    view: memoryview
+    """Of the requested size."""
+    whole: memoryview
+    """All that is mapped, from the beginning of a page: the same memory each time the room is used."""
+
+
+@dataclasses.dataclass
+class _Lent:
+    """Memory of the agent that is ours until it is given back."""
+
+    mapped: mmap.mmap
+    size: int
+    place: int
+    """Which of the parts of a snapshot it is for."""
+    at: tuple[int, int] | None = None
+    """The snapshot that it holds a part of, or is to."""
+
+
+_open: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+def _hang_up() -> None:
+    """In a fork, of a data loader say: the agent is to notice the end of the rank, not that of its last fork."""
+    for client in list(_open):
+        client.close()
+
+
+os.register_at_fork(after_in_child=_hang_up)
+
+
+class Client:
+    """The connection of one rank to its agent."""
+
+    def __init__(self, connection: wire.Connection) -> None:
+        """Raises OSError, ValueError."""
+        self._connection = connection
+        self._using = threading.Lock()
+        self._states: dict[tuple[str, int], str] = {}
+        self._lent: dict[int, _Lent] = {}
+        """By the id of the room: mapped once, used again and again."""
+        self._indices: dict[str, Sequence[Item]] = {}
+        """By kind of part: what the agent has last been told."""
+        hello = connection.receive()["hello"]
+        self.address: str = hello["address"]
+        """host:port of our agent's data port; empty if it has none."""
+        self.where = Where(hello["node"], hello["zone"])
+        self.budget: int = hello["budget"]
+        """Bytes for the snapshots of this worker: two of them, and the replicas of others."""
+        self._key = bytes.fromhex(hello["key"])
+        self._store = bool(hello.get("store"))
+        """Whether the agent can say what is in the store; one of an earlier version cannot."""
+        _open.add(self)
+
+    def room(self, nbytes: int, at: tuple[int, int], complete: tuple[int, int] = (0, 0)) -> Room:
+        """`rooms` for one part."""
+        return self.rooms([nbytes], at, complete)[0]
+
+    def rooms(self, sizes: Sequence[int], at: tuple[int, int], complete: tuple[int, int] = (0, 0)) -> list[Room]:
+        """Memory for the parts of the snapshot `at`, (generation, step). `complete` is the newest complete snapshot: its parts
+        stay, all older ones may be overwritten. What was not reserved is asked for now. Raises NoMemory."""
+        self.reserve(sizes, at, complete)
+        rooms = []
+        for id, nbytes in zip(self._fitting(sizes, complete, at), sizes, strict=True):
+            lent = self._lent[id]
+            lent.at, whole = at, memoryview(lent.mapped)
+            whole[: parts.PAGE] = bytes(parts.PAGE)  # what it held is no part any more
+            rooms.append(Room(id, whole[parts.PAGE : parts.PAGE + nbytes], whole))
+        return rooms
+
+    def reserve(self, sizes: Sequence[int], at: tuple[int, int], complete: tuple[int, int] = (0, 0), session: str = "") -> None:
+        """Ask the agent for what `rooms` would lack, and wait for it: to touch 100 GB is half a minute. Raises NoMemory."""
+        found = self._fitting(sizes, complete, at)
+        if 0 not in found:
+            return
+        self.give_back(complete, [id for id, lent in self._lent.items() if lent.at not in (complete, at) and id not in found])
+        try:
+            for place in (place for place, id in enumerate(found) if not id):
+                with self._patient():
+                    said = self._ask({"room": sizes[place], "at": at, "complete": complete, "session": session})
+                fd = self._connection.descriptor()
+                try:
+                    mapped = mmap.mmap(fd, parts.PAGE + said["size"], mmap.MAP_SHARED | mmap.MAP_POPULATE)
+                finally:
+                    os.close(fd)
+                self._lent[said["room"]] = _Lent(mapped, said["size"], place)
+        except OutlastError as problem:
+            raise NoMemory(str(problem)) from problem
+        except (OSError, ValueError) as error:
+            raise NoMemory(f"the agent gives no memory: {error}") from error
+
+    def spare(self, sizes: Sequence[int], complete: tuple[int, int]) -> bool:
+        """Whether `rooms` has memory for parts of these sizes without asking the agent. Does not wait."""
+        return 0 not in self._fitting(sizes, complete)
+
+    def _fitting(self, sizes: Sequence[int], *used: tuple[int, int]) -> list[int]:
+        """For each size the smallest room that was lent to us for that place, fits, and holds nothing of the snapshots `used`;
+        0 where there is none."""
+        free = sorted((lent.size, id, lent.place) for id, lent in list(self._lent.items()) if lent.at not in used)
+        return [next((id for size, id, of in free if of == place and size >= nbytes), 0) for place, nbytes in enumerate(sizes)]
+
+    def give_back(self, complete: tuple[int, int], ids: Sequence[int] | None = None) -> None:
+        """Give rooms back to the agent, without `ids` all. What is complete stays there, all else is freed."""
+        ids = list(self._lent) if ids is None else ids
+        for id in ids:
+            del self._lent[id]
+        if ids:
+            with self._using, contextlib.suppress(OSError):
+                self._connection.send({"give": ids, "complete": complete})
+
+    def publish(
+        self, room: Room, part: Part, index: Sequence[Item], *, to: Sequence[str] = (), complete: tuple[int, int] = (0, 0)
+    ) -> None:
+        """Hand a part over, written completely, and have replicas of it sent to the agents at `to`. Its state is in `poll`."""
+        self._states[part.kind, part.step] = ""
+        for old in list(self._states)[:-_STATES]:
+            del self._states[old]
+        known, self._indices[part.kind] = self._indices.get(part.kind), index
+        rows = None if known == index else parts.rows(index)
+        message = {"publish": room.id, "part": part.json(), "index": rows, "to": list(to), "complete": complete}
+        if room.id in self._lent:
+            self._lent[room.id].at = part.at
+        try:
+            with self._using:
+                self._connection.send(message)
+        except OSError as error:
+            self._states[part.kind, part.step] = f"{part} cannot be kept: the agent is gone ({error})"
+
+    def poll(self) -> Mapping[tuple[str, int], str]:
+        """The state of the last publications, by kind and step: "" while the agent works on it, `held`, `replicated`, `held; `
+        and why there is no replica, or a sentence that says why it is not held. Does not wait."""
+        if self._using.acquire(blocking=False):
+            try:
+                while self._connection.waiting():
+                    self._heard(self._connection.receive())
+            except (OSError, ValueError) as error:
+                for each, state in self._states.items():
+                    if state in ("", "held"):
+                        self._states[each] = f"the agent is gone ({error})"
+            finally:
+                self._using.release()
+        return dict(self._states)
+
+    def catalog(self) -> list[Part]:
+        """The parts in the memory of this worker, replicas included. Raises Damaged, OutOfReach."""
+        with _reading("the agent does not answer"):
+            return parts.listed(self._ask({"catalog": True})["parts"])
+
+    def open(self, part: Part, address: str | None = None) -> Source:
+        """Read a part from our own agent, or from the one at `address`. Raises Damaged, OutOfReach."""
+        if address is not None and address != self.address:
+            with _reading(f"{part} is out of reach: {address}"):
+                return Source(_Peer(address, self._key, part), part)
+        with _reading("the agent does not answer"):
+            id = self._ask({"open": part.json()})["open"]
+            return Source(_Local(self._connection.descriptor(), lambda: self._connection.send({"close": id})), part)
+
+    def forget(self, keep: tuple[int, int] | None = None) -> None:
+        """Give up all parts in the memory of this worker, but for those of one snapshot."""
+        with contextlib.suppress(OSError, ValueError):
+            self._ask({"forget": keep})
+
+    def newest(self) -> tuple[int, int] | None:
+        """(generation, step) of the newest checkpoint in the store, if any. Raises StoreError, also if that takes too long."""
+        at = self._stored({"newest": True})["newest"] if self._store else None
+        return at and (int(at[0]), int(at[1]))
+
+    def restore(self) -> None:
+        """Have the agent fetch the newest checkpoint of the store; returns when it is on the disk. Raises StoreError."""
+        self._stored({"restore": True})
+
+    def _stored(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The agent's answer about the store, however long it takes."""
+        try:
+            with self._patient():
+                said = self._exchange(message)
+        except (OSError, ValueError) as error:
+            raise StoreError(f"the newest checkpoint cannot be fetched: the agent is gone ({error})", retry=True) from error
+        if "problem" in said:
+            raise StoreError(said["problem"], retry=said["retry"])
+        return said
+
+    def close(self) -> None:
+        """Hang up. Rooms that are not published go back to the agent."""
+        self._connection.close()
+
+    @contextlib.contextmanager
+    def _patient(self) -> Iterator[None]:
+        """The agent may take as long as it likes to answer."""
+        wire.patient(self._connection.sock, 0)
+        try:
+            yield
+        finally:
+            wire.patient(self._connection.sock, _REPLY_S)
+
+    def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
+        with self._using:
+            self._connection.send(message)
+            while "event" in (said := self._connection.receive()):
+                self._heard(said)
+        return said
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        said = self._exchange(message)
+        if "problem" in said:
+            raise OutlastError(str(said["problem"]))
+        return said
+
+    def _heard(self, said: dict[str, Any]) -> None:
+        kind, step, state = said["event"]
+        if (kind, step) in self._states:
+            self._states[kind, step] = state
+
+
+@contextlib.contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Decide of whatever goes wrong while a copy is read whether the copy is wrong or out of reach: here, and nowhere else."""
+    try:
+        yield
+    except (Damaged, OutOfReach):
+        raise
+    except OutlastError as problem:  # the holder itself says so
+        raise Damaged(str(problem)) from problem
+    except OSError as error:
+        raise OutOfReach(f"{what}: {error}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Damaged(f"{what}: {error!r}") from error
+
+
+def connect(environ: Mapping[str, str]) -> Client | None:
+    """The client of this process; None where snapshots are off.
+
+    Raises NotRestored if they are on and the agent does not answer: it has left what is in the store for this rank to ask for, so
+    the training must not begin without it.
+    """
+    path = Path(environ.get(Env.STATE, "/nonexistent")) / contract.SNAPSHOTS
+    try:
+        sock = unix_sockets.connect(path, _CONNECT_S)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise NotRestored(f"the agent of this worker does not answer at {path}: {error}") from error
+    connection = wire.Connection(wire.patient(sock, _REPLY_S), longest=wire.INDEX)
+    try:
+        client = Client(connection)
+        if client._store and environ.get("RANK", "0") == "0":  # which is to know the newest checkpoint when the script resumes
+            connection.send({"look": True})
+        return client
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        connection.close()
+        raise NotRestored(f"the agent of this worker does not answer at {path}: {error!r}") from error
+
+
+class Source:
+    """A part that can be read."""
+
+    def __init__(self, reader: _Local | _Peer, part: Part) -> None:
+        """Raises Damaged if it is another one than `part`, or its index is wrong, OSError and ValueError."""
+        self._reader = reader
+        try:
+            found, tail = reader.described()
+            if found.name != part.name or found.bytes != part.bytes:
+                raise Damaged(f"{part} was announced, and {found} is there")
+            self.part, self.tail = found, tail
+            self.index, self._crcs = parts.read_tail(found, tail)
+        except BaseException:
+            reader.close()
+            raise
+
+    def fetch(self, wanted: Iterable[tuple[int, memoryview]]) -> None:
+        """Read several items, each into memory of its size: faster than one by one. Raises Damaged, OutOfReach."""
+        blocks = []
+        for i, into in wanted:
+            item, memory = self.index[i], into.cast("B")
+            if memory.nbytes != item.nbytes:
+                raise ValueError(f"{item.key} has {item.nbytes} bytes, the memory for it {memory.nbytes}")
+            for (place, nbytes), crc in zip(item.blocks(), self._crcs[i], strict=True):
+                start = place - item.place
+                blocks.append(_Block(place, memory[start : start + nbytes], crc, item.key))
+        with _reading(f"{self.part} cannot be read"):
+            self._reader.fetch(blocks)
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class _Block(NamedTuple):
+    place: int
+    into: memoryview
+    crc: int
+    key: str
+
+    def check(self, crc: int | None = None) -> None:
+        """Raises Damaged if what was read has another checksum; `crc` is that, if it is known already."""
+        if (crc32.update(self.into) if crc is None else crc) != self.crc:
+            raise Damaged(f"{self.key:.80} has a wrong checksum in a snapshot")
+
+
+class _Local:
+    """Reads from memory of our own agent, in several threads: they verify checksums, which takes longest."""
+
+    def __init__(self, fd: int, closed: Any) -> None:
+        self._fd, self._closed = fd, closed
+        self._over = False
+
+    def described(self) -> tuple[Part, bytes]:
+        part, length = parts.read_header(os.pread(self._fd, parts.PAGE, 0))
+        tail = bytearray(length)
+        self._read(memoryview(tail), parts.PAGE + part.bytes)
+        return part, bytes(tail)
+
+    def fetch(self, blocks: Sequence[_Block]) -> None:
+        def work(block: _Block) -> None:
+            at = parts.PAGE + block.place
+            block.check(parts.filled(block.into, lambda offset, piece: self._read(piece, at + offset)))
+
+        _together(work, blocks)
+
+    def _read(self, into: memoryview, at: int) -> None:
+        while into:
+            count = os.preadv(self._fd, [into], at)
+            if not count:
+                raise Damaged("a part of a snapshot is shorter than it should be")
+            into, at = into[count:], at + count
+
+    def close(self) -> None:
+        if self._over:  # its number may be another file's by now
+            return
+        self._over = True
+        os.close(self._fd)
+        with contextlib.suppress(OSError):
+            self._closed()
+
+
+class _Peer:
+    """Reads from the agent of another worker; a second thread verifies checksums meanwhile."""
+
+    def __init__(self, address: str, key: bytes, part: Part) -> None:
+        self._connection, self._part = wire.connect(address, key), part
+
+    def described(self) -> tuple[Part, bytes]:
+        self._connection.send({"open": self._part.json()})
+        said = self._connection.receive()
+        if "problem" in said:
+            raise Damaged(str(said["problem"])[:500])
+        part, length = parts.described(said)
+        tail = bytearray(length)
+        self._connection.read_into(memoryview(tail))
+        return part, bytes(tail)
+
+    def fetch(self, blocks: Sequence[_Block]) -> None:
+        with _Checker() as checker:
+            for batch in _batches(blocks):
+                self._connection.send({"items": [[block.place, len(block.into)] for block in batch]})
+                for block in batch:
+                    self._connection.read_into(block.into)
+                    checker.put(block)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class _Checker:
+    """Verifies blocks in a thread. Raises Damaged at the end."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[_Block | None] = queue.SimpleQueue()
+        self._problem: Damaged | None = None
+        self._thread = threading.Thread(target=self._run, name="outlast-snapshots-check", daemon=True)
+
+    def put(self, block: _Block) -> None:
+        self._queue.put(block)
+
+    def _run(self) -> None:
+        while (block := self._queue.get()) is not None:
+            try:
+                block.check()
+            except Damaged as problem:
+                self._problem = problem
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._queue.put(None)
+        self._thread.join()
+        if self._problem is not None and error is None:
+            raise self._problem
+
+
+def _batches(blocks: Sequence[_Block]) -> Iterator[list[_Block]]:
+    rest = iter(blocks)
+    while batch := list(itertools.islice(rest, _BATCH)):
+        yield batch
+
+
+def _together(work: Any, blocks: Sequence[_Block]) -> None:
+    """Do the work of all blocks in a few threads; raises what one of them raised."""
+    errors: list[BaseException] = []
+    rest, lock = iter(blocks), threading.Lock()
+
+    def run() -> None:
+        while not errors:
+            with lock:
+                block = next(rest, None)
+            if block is None:
+                return
+            try:
+                work(block)
+            except (OSError, OutlastError) as error:
+                errors.append(error)
+
+    count = min(len(os.sched_getaffinity(0)), 4, len(blocks))
+    threads = [threading.Thread(target=run, name="outlast-snapshots-read", daemon=True) for _ in range(count - 1)]
+    for thread in threads:
+        thread.start()
+    run()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

@@ -1,0 +1,81 @@
+"""How much memory there is for snapshots, and files in memory that are touched before they are used.
+
+`budget` says how much a worker may keep. Whatever that is, a tenth of the memory stays free: a worker that is killed for its
+memory is worse than one without snapshots.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Callable
+
+from outlast.base import memory
+from outlast.storage.snapshots import budget, parts
+
+
+class Machine(memory.Machine):
+    """What the kernel says of memory, and what of it is for snapshots."""
+
+    def budget(self, asked: budget.Asked, workers: int) -> budget.Budget:
+        """What snapshots of one of so many workers of this machine may use."""
+        machine = self.machine()
+        total, free = machine.get("MemTotal", 0), machine.get("MemAvailable", 0)
+        shared = total // workers, max(0, total // workers - free // workers)
+        limit, used = min([*self.groups(), shared])
+        return budget.budget(asked, limit, used, free // workers)
+
+
+_PIECE = 4 << 30
+"""Bytes that are allocated at a time: some seconds."""
+
+
+class File:
+    """A file in memory for one part: its header page and `size` bytes of data, touched; a tail may be written behind them.
+
+    Raises OSError when there is not so much memory, and whatever `alive` raises, which is called between pieces.
+    """
+
+    def __init__(self, size: int, alive: Callable[[], None] = lambda: None) -> None:
+        self.size = size
+        self.fd = os.memfd_create("outlast-snapshot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            end = parts.PAGE + size
+            os.posix_fallocate(self.fd, 0, min(_PIECE, end))
+            for at in range(_PIECE, end, _PIECE):
+                alive()
+                os.posix_fallocate(self.fd, at, min(_PIECE, end - at))
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # so nobody who maps it ever gets SIGBUS
+            self._whole = memoryview(mmap.mmap(self.fd, end))
+            self.data = self._whole[parts.PAGE :]
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    @property
+    def torn(self) -> bool:
+        """Whether a rank has begun to write another part over the one that it held."""
+        return not self._whole[0]
+
+    def clear(self) -> None:
+        """Whatever it held is no part any more."""
+        os.pwrite(self.fd, bytes(parts.PAGE), 0)
+
+    def finish(self, part: parts.Part, tail: bytes) -> None:
+        """Write the tail, then the header: from here on it holds a part."""
+        _write(self.fd, tail, parts.PAGE + part.bytes)
+        _write(self.fd, parts.header(part, len(tail)), 0)
+
+    def close(self) -> None:
+        """Free the memory, once nobody maps it: a thread that has just finished may still hold a slice of `data`."""
+        self.data.release()
+        self._whole.release()
+        os.close(self.fd)
+
+
+def _write(fd: int, data: bytes, at: int) -> None:
+    rest = memoryview(data)
+    while rest:
+        written = os.pwrite(fd, rest, at)
+        rest, at = rest[written:], at + written

@@ -1,0 +1,276 @@
+"""The format of a part: what one rank holds of a snapshot, in a file in memory.
+
+    header page     magic, length and crc32 of a JSON document: the part, the length of its tail; written last
+    data            the items, at the places that the index gives
+    tail            how many blocks there are, crc32 of each (little-endian), the index (JSON)
+
+A part exists once its header does. Its digest is the crc32 of the tail, which holds the crc32 of every block: two parts with
+one digest have the same bytes. Whatever is read comes from another process or machine, so everything is checked. Pure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Self, TypeGuard
+
+from outlast.base import crc32
+from outlast.base.errors import OutlastError
+from outlast.job import contract
+
+PAGE = 4096
+"""Bytes of the header page; data begins behind it."""
+BLOCK = 4 << 20
+"""Bytes of an item that have a checksum of their own, so that several threads can verify one item."""
+_PIECE = 256 << 10
+"""Bytes; smaller than the cache of a core."""
+ALIGNED = 64
+"""Places are multiples of this: any dtype, and a cache line."""
+LONGEST_TAIL = 256 << 20
+"""Bytes. Arbitrary: an index has some 150 bytes for each tensor."""
+_MAGIC = b"outlast1"
+_HEAD = struct.Struct("<8sII")
+_MOST = 1 << 53
+
+Kind = Literal["shared", "unique"]
+"""What every worker has (dealt over its ranks), and what one rank alone has."""
+
+
+class Damaged(OutlastError):
+    """A copy of a part is wrong: torn, changed, of another snapshot, or not there any more. Another copy may be right."""
+
+
+class OutOfReach(OutlastError):
+    """A copy of a part cannot be read now, right or wrong; a retry may succeed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What one rank holds of the snapshot of one step boundary."""
+
+    run: str
+    generation: int
+    step: int
+    world: int
+    """How many ranks the world has."""
+    rank: int
+    worker: int
+    """The worker whose rank wrote it; a replica lies at another."""
+    local_rank: int
+    local_ranks: int
+    kind: Kind
+    bytes: int = 0
+    """Of data."""
+    items: int = 0
+    digest: str = ""
+    """Identity of the content, 8 hex digits; the agent computes it."""
+    replica: bool = False
+    session: str = ""
+    """Equal for the parts of one world of processes: those of another attempt of the same generation never mix with them."""
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """(generation, step): the order of snapshots."""
+        return self.generation, self.step
+
+    @property
+    def name(self) -> tuple[object, ...]:
+        """Equal for a part and its replicas, different for all others."""
+        return self.run, self.generation, self.step, self.kind, self.rank, self.worker, self.digest, self.session
+
+    def __str__(self) -> str:
+        return f"the {self.kind} part of rank {self.rank} of step {self.step} (generation {self.generation})"
+
+    def json(self) -> dict[str, Any]:
+        """The part as a document."""
+        return dict(vars(self))
+
+    @classmethod
+    def of(cls, said: object) -> Self:
+        """From untrusted JSON; ignores fields of newer versions. Raises Damaged."""
+        if not isinstance(said, Mapping):
+            raise Damaged(f"{said!r:.80} is no part of a snapshot")
+        fields = {name: said[name] for name in _FITS if name in said}
+        for name, value in fields.items():
+            if not _FITS[name](value):
+                raise Damaged(f"{name} of a part of a snapshot cannot be {value!r:.80}")
+        try:
+            part = cls(**fields)
+        except TypeError as error:
+            raise Damaged(f"a part of a snapshot lacks a field: {error}") from None
+        if part.rank >= part.world or part.local_rank >= part.local_ranks:
+            raise Damaged(f"a world of {part.world} has no rank {part.rank}, or {part.local_ranks} none of {part.local_rank}")
+        return part
+
+
+def listed(said: Iterable[object]) -> list[Part]:
+    """The parts in a list from untrusted JSON, but for those that only a newer version understands."""
+    found = []
+    for each in said:
+        with contextlib.suppress(Damaged):
+            found.append(Part.of(each))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One chunk of a tensor, or some bytes."""
+
+    key: str
+    dtype: str
+    """`float32`, as torch names it; `bytes` for anything that is no tensor."""
+    size: tuple[int, ...]
+    """Shape of the whole tensor; () for bytes and scalars."""
+    offsets: tuple[int, ...]
+    """Where in it the chunk begins."""
+    chunk: tuple[int, ...]
+    """Shape of the chunk."""
+    place: int
+    """Offset in the data of the part, in bytes."""
+    nbytes: int
+
+    def blocks(self) -> list[tuple[int, int]]:
+        """(place, bytes) of each block of the item."""
+        return [(self.place + at, min(BLOCK, self.nbytes - at)) for at in range(0, self.nbytes, BLOCK)]
+
+    @classmethod
+    def of(cls, said: object) -> Self:
+        """From untrusted JSON. Raises Damaged."""
+        if not (isinstance(said, Sequence) and len(said) == 7):
+            raise Damaged(f"{said!r:.80} is no item of a snapshot")
+        key, dtype, size, offsets, chunk, place, nbytes = said
+        shapes = (size, offsets, chunk)
+        fits = (
+            isinstance(key, str) and 0 < len(key) <= 4096,
+            isinstance(dtype, str) and 0 < len(dtype) <= 64,
+            all(isinstance(shape, list) and len(shape) <= 64 and all(map(_count, shape)) for shape in shapes),
+            _count(place) and _count(nbytes),
+        )
+        if not all(fits) or len({len(shape) for shape in shapes}) != 1:
+            raise Damaged(f"{said!r:.80} is no item of a snapshot")
+        if any(offset + length > whole for whole, offset, length in zip(size, offsets, chunk, strict=True)):
+            raise Damaged(f"the chunk of {key:.80} lies outside of its tensor")
+        return cls(key, dtype, tuple(size), tuple(offsets), tuple(chunk), place, nbytes)
+
+
+def laid_out(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Places for items of these sizes (bytes), and how much room they take together."""
+    places, end = [], 0
+    for size in sizes:
+        places.append(end)
+        end += -(-size // ALIGNED) * ALIGNED
+    return places, end
+
+
+def checksums(index: Sequence[Item], data: memoryview) -> list[int]:
+    """The crc32 of each block, in the order of the index."""
+    return [crc32.update(data[place : place + nbytes]) for item in index for place, nbytes in item.blocks()]
+
+
+def filled(into: memoryview, fill: Callable[[int, memoryview], object]) -> int:
+    """Have memory filled, piece by piece, by `fill(offset, piece)`. Returns its crc32.
+
+    A piece is still in the processor's cache when its checksum is computed: that takes a third less than reading the block first.
+    """
+    crc = 0
+    for start in range(0, len(into), _PIECE):
+        piece = into[start : start + _PIECE]
+        fill(start, piece)
+        crc = crc32.update(piece, crc)
+    return crc
+
+
+def checked(index: Iterable[Item], part: Part) -> list[Item]:
+    """The items of a part. Raises Damaged if they do not lie in its data."""
+    items = list(index)
+    for item in items:
+        if item.place + item.nbytes > part.bytes:
+            raise Damaged(f"{item.key:.80} of {part} ends at byte {item.place + item.nbytes} of {part.bytes}")
+    return items
+
+
+def rows(index: Sequence[Item]) -> list[list[object]]:
+    """An index as a document."""
+    return [[item.key, item.dtype, item.size, item.offsets, item.chunk, item.place, item.nbytes] for item in index]
+
+
+def encoded(rows: Sequence[object]) -> bytes:
+    """`rows` as they stand in a tail."""
+    return json.dumps(rows, separators=(",", ":")).encode()
+
+
+def tail(index: Sequence[Item], crcs: Sequence[int], said: bytes = b"") -> bytes:
+    """What stands behind the data. `said`: the index, `encoded`, if that is known."""
+    return struct.pack(f"<{1 + len(crcs)}I", len(crcs), *crcs) + (said or encoded(rows(index)))
+
+
+def finished(part: Part, index: Sequence[Item], tail: bytes) -> Part:
+    """The part with its number of items and its digest."""
+    return dataclasses.replace(part, items=len(index), digest=f"{crc32.update(tail):08x}")
+
+
+def read_tail(part: Part, tail: bytes) -> tuple[list[Item], list[list[int]]]:
+    """The index of a part, and of each item the crc32 of its blocks. Raises Damaged."""
+    if f"{crc32.update(tail):08x}" != part.digest:
+        raise Damaged(f"the index of {part} has digest {crc32.update(tail):08x} instead of {part.digest}")
+    try:
+        (count,) = struct.unpack_from("<I", tail)
+        crcs = iter(struct.unpack_from(f"<{count}I", tail, 4))
+        index = checked(map(Item.of, json.loads(tail[4 + 4 * count :])), part)
+    except (ValueError, struct.error, RecursionError, TypeError) as error:
+        raise Damaged(f"the index of {part} cannot be read: {error}") from None
+    if len(index) != part.items or count != sum(-(-item.nbytes // BLOCK) for item in index):
+        raise Damaged(f"the index of {part} does not have its {part.items} items")
+    return index, [[next(crcs) for _ in range(0, item.nbytes, BLOCK)] for item in index]
+
+
+def header(part: Part, tail: int) -> bytes:
+    """The header page of a part whose tail has so many bytes."""
+    said = json.dumps({"part": part.json(), "tail": tail}).encode()
+    if len(said) > PAGE - _HEAD.size:
+        raise Damaged(f"the header of {part} has {len(said)} bytes; {PAGE - _HEAD.size} are possible")
+    return (_HEAD.pack(_MAGIC, len(said), crc32.update(said)) + said).ljust(PAGE, b"\0")
+
+
+def read_header(page: bytes) -> tuple[Part, int]:
+    """The part that a header page describes, and the bytes of its tail. Raises Damaged."""
+    if len(page) < _HEAD.size:
+        raise Damaged("a part of a snapshot has no header")
+    magic, length, crc = _HEAD.unpack_from(page)
+    said = page[_HEAD.size : _HEAD.size + length]
+    if magic != _MAGIC or len(said) != length or crc32.update(said) != crc:
+        raise Damaged("a part of a snapshot has no header: whoever wrote it has not finished")
+    return described(json.loads(said))
+
+
+def described(said: object) -> tuple[Part, int]:
+    """The part and the bytes of its tail, from the document in a header. Raises Damaged."""
+    found = said.get("tail") if isinstance(said, Mapping) else None
+    if not (isinstance(said, Mapping) and _count(found) and found <= LONGEST_TAIL):
+        raise Damaged(f"{said!r:.80} is no header of a part of a snapshot")
+    return Part.of(said.get("part")), found
+
+
+def _count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST
+
+
+_FITS: Mapping[str, Callable[[Any], bool]] = {
+    "run": lambda value: isinstance(value, str) and 0 < len(value) <= 256,
+    "generation": _count,
+    "step": _count,
+    "world": _count,
+    "rank": _count,
+    "worker": lambda value: _count(value) and value < contract.MOST_WORKERS,
+    "local_rank": _count,
+    "local_ranks": _count,
+    "kind": lambda value: value in ("shared", "unique"),
+    "bytes": _count,
+    "items": _count,
+    "digest": lambda value: isinstance(value, str) and len(value) in (0, 8),
+    "replica": lambda value: isinstance(value, bool),
+    "session": lambda value: isinstance(value, str) and len(value) <= 64,
+}

@@ -1,0 +1,160 @@
+"""The data port of an agent: other agents bring replicas here, and ranks of other workers read parts.
+
+It can be reached by strangers, so whoever connects has to prove with its first line that it knows the key of the run, and
+whatever a peer sends costs that peer its connection at most. When too many have come, the first of those that have proved nothing
+goes; a member waits for its turn.
+
+    {"put": part, "tail": bytes, "complete": at}    -> {"soon": true} while memory is allocated, {"go": true}; then the peer
+                                                       sends tail and blocks; -> {"held": true}
+    {"open": part}                                  -> {"part": part, "tail": bytes} and the tail
+    {"items": [[place, bytes], ...]}                -> the bytes, of the part that was opened
+    on any problem                                  -> {"problem": sentence}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from outlast.base import crc32
+from outlast.base.errors import OutlastError
+from outlast.storage.snapshots import interfaces, parts, wire
+from outlast.storage.snapshots.parts import Damaged, Part
+from outlast.storage.snapshots.rooms import Room, Rooms
+
+_STRANGERS = 256
+"""Connections that have proved nothing yet; one more, and the first of them is closed."""
+_READERS, _REPLICAS = 512, 128
+"""Members that are served at a time, those that read and those that bring: neither keep the others out."""
+_MOST = 768
+"""All connections; more wait in the listener's queue. A process may usually have 1,024 files open."""
+_BACKLOG = 1024
+_PROVE_S = 5.0
+
+
+class Port:
+    """Listens for other agents and ranks, a thread for each."""
+
+    def __init__(self, rooms: Rooms, key: bytes, environ: Mapping[str, str]) -> None:
+        self._rooms, self._key, self._environ = rooms, key, environ
+        self._changed = threading.Condition()
+        self._strangers: dict[socket.socket, None] = {}
+        """In the order in which they came."""
+        self._all = 0
+        self._readers, self._replicas = threading.Semaphore(_READERS), threading.Semaphore(_REPLICAS)
+        self._listener: socket.socket | None = None
+        self.address = ""
+        """host:port, once it listens; none without a key."""
+
+    def start(self) -> None:
+        """Listen. Raises OSError."""
+        if not self._key:
+            return
+        host, everywhere = interfaces.advertised(self._environ)
+        six = everywhere and socket.has_dualstack_ipv6()
+        where = ("" if everywhere else host, 0)
+        family = socket.AF_INET6 if six or ":" in where[0] else socket.AF_INET
+        self._listener = socket.create_server(where, family=family, dualstack_ipv6=six, backlog=_BACKLOG)
+        self.address = f"{f'[{host}]' if ':' in host else host}:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, name="outlast-snapshots-port", daemon=True).start()
+
+    def close(self) -> None:
+        """Accept nobody any more."""
+        wire.close(self._listener)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        for sock in wire.accepted(self._listener):
+            with self._changed:
+                if self._strangers and (len(self._strangers) >= _STRANGERS or self._all >= _MOST):
+                    first = next(iter(self._strangers))
+                    del self._strangers[first]
+                    with contextlib.suppress(OSError):  # it has hung up itself
+                        first.shutdown(socket.SHUT_RDWR)
+                self._changed.wait_for(lambda: self._all < _MOST)
+                self._strangers[sock] = None
+                self._all += 1
+            threading.Thread(target=self._serve, args=(sock,), name="outlast-snapshots-peer", daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        opened: list[Room] = []
+        try:
+            connection = wire.Connection(wire.patient(wire.between_machines(sock), _PROVE_S))
+            connection.greet(self._key, "decider")
+            said = connection.receive()
+            with self._changed:
+                self._strangers.pop(sock, None)
+            wire.patient(sock)
+            with self._replicas if "put" in said else self._readers:
+                while True:
+                    self._answer(connection, said, opened)
+                    said = connection.receive()
+        except (OSError, ValueError, RecursionError):
+            pass  # it has gone, or is no member
+        finally:
+            for room in opened:
+                self._rooms.release(room)
+            with self._changed:  # before it is closed: the number of its descriptor may be another's then
+                self._strangers.pop(sock, None)
+                self._all -= 1
+                self._changed.notify_all()
+            sock.close()
+
+    def _answer(self, connection: wire.Connection, said: dict[str, Any], opened: list[Room]) -> None:
+        try:
+            match said:
+                case {"put": part, "tail": int(tail), "complete": [int(generation), int(step)]}:
+                    self._receive(connection, Part.of(part), tail, (generation, step))
+                case {"open": part}:
+                    room = self._rooms.open(Part.of(part))
+                    opened.append(room)
+                    assert room.part is not None
+                    connection.send({"part": room.part.json(), "tail": room.tail})
+                    connection.write_from(room.file.fd, parts.PAGE + room.part.bytes, room.tail)
+                case {"items": list(wanted)} if opened:
+                    for block in wanted:
+                        self._send(connection, opened[-1], block)
+                case _:
+                    raise ValueError(f"{said!r:.80} is no request")
+        except OutlastError as problem:
+            connection.send({"problem": str(problem)})
+
+    def _send(self, connection: wire.Connection, room: Room, block: object) -> None:
+        assert room.part is not None
+        match block:
+            case [int(place), int(nbytes)] if 0 <= place <= place + nbytes <= room.part.bytes:
+                connection.write_from(room.file.fd, parts.PAGE + place, nbytes)
+            case _:
+                raise ValueError(f"{room.part} has no block {block!r:.80}")
+
+    def _receive(self, connection: wire.Connection, part: Part, length: int, complete: tuple[int, int]) -> None:
+        """Take a replica in. The header is written when everything has arrived and its checksums are right."""
+        self._rooms.admit(part.run, part.at, complete, part.session, own=False)
+        if length > parts.LONGEST_TAIL:
+            raise Damaged(f"the index of {part} has {length} bytes")
+        room = self._rooms.take(part.bytes, part.at, replica=True, alive=lambda: connection.send({"soon": True}))
+        held = False
+        try:
+            connection.send({"go": True})
+            tail = bytearray(length)
+            connection.read_into(memoryview(tail))
+            index, crcs = parts.read_tail(part, bytes(tail))
+            wrong = ""
+            for item, expected in zip(index, crcs, strict=True):
+                for (place, nbytes), crc in zip(item.blocks(), expected, strict=True):
+                    block = room.file.data[place : place + nbytes]
+                    connection.read_into(block)
+                    if crc32.update(block) != crc:
+                        wrong = f"{item.key:.80} of {part} has arrived with a wrong checksum"
+            if wrong:
+                raise Damaged(wrong)
+            self._rooms.hold(room, dataclasses.replace(part, replica=True), index, bytes(tail))
+            held = True
+            connection.send({"held": True})
+        finally:
+            if not held:
+                self._rooms.release(room)

@@ -1,0 +1,242 @@
+"""The rooms of one agent: files in memory, which parts they hold, who uses them. Threads of `server` and `port` share it.
+
+`pool` decides which room a part gets. A room is reserved under the lock and its memory allocated outside of it: that takes a
+third of a second a GiB. Here are also the fences: nothing of another run, of an earlier generation, or of processes that have
+ended comes in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from outlast.base.errors import OutlastError
+from outlast.storage.snapshots import memory, pool
+from outlast.storage.snapshots.parts import Damaged, Item, Part
+
+_STALE_S = 20.0
+"""How long a part waits for memory that was given up but is still in use; less than ranks wait for the agent."""
+
+
+class Refused(OutlastError):
+    """There is no room for a part, or it may not come in."""
+
+
+@dataclasses.dataclass(eq=False)
+class Room:
+    """One file in memory."""
+
+    id: int
+    size: int
+    """Bytes."""
+    at: pool.At
+    replica: bool
+    file: memory.File = dataclasses.field(init=False)
+    """Once its memory is allocated."""
+    users: int = 1
+    """Who writes or reads it now, and the rank that it is lent to."""
+    part: Part | None = None
+    """What it holds, once its header is written."""
+    tail: int = 0
+    """Bytes of the tail of that part."""
+    index: Sequence[Item] = ()
+    stale: bool = False
+    """Given up while somebody used it: free from then on."""
+
+    def seen(self) -> pool.Room:
+        """As `pool` sees it."""
+        at = self.at if self.part or self.users else None
+        return pool.Room(self.id, self.size, at, bool(self.users), self.replica)
+
+    def clear(self) -> None:
+        """It holds nothing any more."""
+        self.part, self.stale = None, False
+        self.file.clear()
+
+
+class Rooms:
+    """All rooms of an agent."""
+
+    def __init__(self, run: str, budget: int, headroom: Callable[[], int]) -> None:
+        self.run, self.budget, self.headroom = run, budget, headroom
+        self._rooms: dict[int, Room] = {}
+        self._lock = threading.Condition()
+        self._next = 0
+        self._complete: pool.At = (0, 0)
+        self._before: pool.At = (0, 0)
+        """The complete snapshot before that."""
+        self._generation = 0
+        self._session, self._over = "", set[str]()
+        """The session of the ranks of this worker, and those before it."""
+        self._allocating = 0
+        """Bytes that do not count as used yet."""
+        self._closed = False
+
+    def admit(self, run: str, at: pool.At, complete: pool.At, session: str = "", *, own: bool = True) -> None:
+        """Note which generation trains and which snapshot is complete. Raises Refused for anything out of date.
+
+        Another worker (not `own`) is believed only about the session that the ranks of this one are in.
+        """
+        if run != self.run:
+            raise Refused(f"this worker trains run {self.run}, not {run}")
+        with self._lock:
+            if at[0] < self._generation:
+                raise Refused(f"generation {at[0]} is over: generation {self._generation} trains here now")
+            if session in self._over or not (own or self._session in ("", session)):
+                raise Refused(f"step {at[1]} of generation {at[0]} is of processes that have ended")
+            if own and session != self._session:
+                self._end_session()
+                self._session = session
+            self._generation = at[0]
+            unused: list[Room] = []
+            if complete > self._complete:
+                self._before, self._complete = self._complete, complete
+                surplus = pool.surplus([room.seen() for room in self._rooms.values()], self._before)
+                unused = [self._rooms.pop(id) for id in surplus]
+        _free(unused)
+
+    def _end_session(self) -> None:
+        """What of the current session still comes is late."""
+        self._over |= {self._session} - {""}
+        self._session = ""
+
+    def take(self, size: int, at: pool.At, *, replica: bool = False, alive: Callable[[], None] = lambda: None) -> Room:
+        """A room for a part of so many bytes; `release` or `hold` it. Raises Refused.
+
+        `alive` is called now and then while memory is allocated; what it raises ends that.
+        """
+        with self._lock:
+            choice = self._choose(size, at, replica)
+            while choice.problem and not replica and self._stale() and self._lock.wait(_STALE_S):
+                choice = self._choose(size, at, replica)
+            if choice.problem or self._closed:
+                raise Refused(choice.problem or "this worker is ending")
+            dropped = [self._rooms.pop(id) for id in choice.drop]
+            if choice.reuse is None:
+                self._next += 1
+                self._rooms[self._next] = Room(self._next, size, at, replica)
+            room = self._rooms[choice.reuse or self._next]
+            room.part, room.at, room.replica, room.users = None, at, replica, 1
+        _free(dropped)
+        if choice.reuse is None:
+            self._allocate(room, alive)
+        room.file.clear()
+        return room
+
+    def _allocate(self, room: Room, alive: Callable[[], None]) -> None:
+        """Make the file of a room. Raises Refused, and there is no such room then."""
+        with self._lock:
+            self._allocating += room.size
+            headroom = max(0, self.headroom() + room.size - self._allocating)
+        try:
+            if room.size > headroom:
+                short = f"{room.size / 1e6:.1f} MB are needed for snapshots, and {headroom / 1e6:.1f} MB can be taken"
+                raise Refused(f"{short}, if a tenth of the memory is to stay free; lower checkpoint.memory or use less elsewhere")
+            room.file = memory.File(room.size, alive)
+        except BaseException as error:
+            with self._lock:
+                del self._rooms[room.id]
+            if isinstance(error, OSError):
+                raise Refused(f"{room.size / 1e6:.1f} MB for snapshots cannot be had: {error.strerror}") from error
+            raise
+        finally:
+            with self._lock:
+                self._allocating -= room.size
+
+    def _choose(self, size: int, at: pool.At, replica: bool) -> pool.Choice:
+        rooms = [room.seen() for room in self._rooms.values()]
+        return pool.choose(rooms, size, self.budget, at, self._complete, replica=replica)
+
+    def _stale(self) -> bool:
+        return any(room.stale for room in self._rooms.values())
+
+    def use(self, room: Room, at: pool.At) -> None:
+        """A rank has written a part of `at` into a room that is lent to it: `hold` or `release` it once more."""
+        with self._lock:
+            room.part, room.at, room.users = None, at, room.users + 1
+
+    def hold(self, room: Room, part: Part, index: Sequence[Item], tail: bytes) -> None:
+        """Write tail and header; the part can be opened from now on. Raises Refused if it has been given up meanwhile."""
+        if not room.stale:
+            room.file.finish(part, tail)
+        with self._lock:
+            if room.stale:
+                raise Refused(f"{part} was given up: training goes on from another snapshot")
+            room.part, room.index, room.tail, room.users = part, index, len(tail), room.users - 1
+
+    def release(self, room: Room) -> None:
+        """Somebody no longer uses a room."""
+        with self._lock:
+            room.users -= 1
+            if room.stale and not room.users:
+                room.clear()
+                self._lock.notify_all()
+
+    def give_back(self, rooms: Iterable[Room], complete: pool.At) -> None:
+        """A rank no longer uses these; free all memory but that of the newest complete snapshot."""
+        for room in rooms:
+            self.release(room)
+        with self._lock:
+            self._complete = max(self._complete, complete)
+            unused = [id for id, each in self._rooms.items() if not each.users and not (each.part and each.at == self._complete)]
+            dropped = [self._rooms.pop(id) for id in unused]
+        _free(dropped)
+
+    def parts(self) -> list[Part]:
+        """The parts that can be opened here."""
+        with self._lock:
+            return [room.part for room in self._rooms.values() if room.part and not room.stale and not room.file.torn]
+
+    def ids(self) -> list[int]:
+        """All rooms."""
+        with self._lock:
+            return list(self._rooms)
+
+    def busy(self) -> list[int]:
+        """The rooms that somebody uses."""
+        with self._lock:
+            return [room.id for room in self._rooms.values() if room.users]
+
+    def open(self, part: Part) -> Room:
+        """The room that holds a part; `release` it. Raises Damaged."""
+        with self._lock:
+            for room in self._rooms.values():
+                if room.part and room.part.name == part.name and not room.stale:
+                    room.users += 1
+                    return room
+        raise Damaged(f"{part} is not in the memory of this worker any more")
+
+    @contextlib.contextmanager
+    def opened(self, part: Part) -> Iterator[Room]:
+        """`open`, and `release` at the end."""
+        room = self.open(part)
+        try:
+            yield room
+        finally:
+            self.release(room)
+
+    def forget(self, keep: pool.At | None) -> None:
+        """Give up all parts but those of the snapshot `keep`, from which training goes on: it is the newest complete one now."""
+        with self._lock:
+            self._end_session()
+            self._before = self._complete = keep or (0, 0)
+            for room in self._rooms.values():
+                if room.at != keep:
+                    room.stale = bool(room.users)
+                    if room.part and not room.users:
+                        room.clear()
+
+    def close(self) -> None:
+        """Free what nobody uses; the rest is freed with the process."""
+        with self._lock:
+            self._closed = True
+            dropped = [self._rooms.pop(id) for id in [id for id, room in self._rooms.items() if not room.users]]
+        _free(dropped)
+
+
+def _free(rooms: Iterable[Room]) -> None:
+    """Free the memory of rooms. This takes a while: not under the lock."""
+    for room in rooms:
+        room.file.close()

@@ -1,0 +1,297 @@
+"""The agent's side of snapshots: memory for the ranks of its worker, and a port for other agents (`port`).
+
+Ranks connect to `snapshots.sock` in the worker's state directory, which only its user can open. A rank asks for a room, writes
+into it, publishes it; the agent computes the checksums and writes the header, then sends the part to other agents. So a rank that
+dies in between leaves no part, and one that dies afterwards leaves a whole one.
+
+    agent -> rank   {"hello": {address, node, zone, budget, key, store}}
+    rank -> agent   {"room": bytes, "at", "complete", "session"}    -> {"room": id, "size"} with a descriptor; it may be used
+                                                                       again and again, until it is given back
+                    {"publish": id, "part", "index", "to", "complete"}   no answer, but {"event": [kind, step, state]}; an index
+                                                                         of null is that of the last part of the kind
+                    {"give": [id, ...], "complete": at}                  no answer
+                    {"catalog": true}                               -> {"parts": [...]}
+                    {"open": part}                                  -> {"open": id} with a descriptor;   {"close": id}
+                    {"forget": [generation, step] or null}          -> {}
+                    {"look": true}                                  no answer: the store is asked for its newest checkpoint
+                    {"newest": true}                                -> {"newest": at or null}, or {"problem", "retry"}
+                    {"restore": true}                               -> {} when it is on the disk, or {"problem", "retry"}
+    on any problem                                                  -> {"problem": sentence}
+
+The agent must not be slowed: its threads wait, or are in calls that release the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outlast.base import unix_sockets
+from outlast.base.errors import OutlastError
+from outlast.job import contract, seal
+from outlast.job.contract import Env
+from outlast.storage.snapshots import memory, parts, pool, port, replicas, wire
+from outlast.storage.snapshots.parts import Item, Part
+from outlast.storage.snapshots.rooms import Refused, Room, Rooms
+
+Ask = Callable[[], object]
+"""Something that asks the store. Raises StoreError, OSError."""
+_LOOK_S = 3.0
+"""How long a rank waits to hear what the store has: it was asked before, and memory may have a state to go on from."""
+_FINISHERS = 8
+"""Threads that compute checksums, at most; one for each four cores."""
+_SMALL = parts.BLOCK
+"""Bytes of a part that is finished where it is heard of: to wake a thread takes as long."""
+
+
+@dataclass(frozen=True)
+class Publication:
+    """A part that a rank has written."""
+
+    room: Room
+    part: Part
+    index: list[Item]
+    rows: bytes
+    """The same, encoded."""
+    to: tuple[str, ...]
+    """Addresses of the agents that get a replica."""
+    complete: pool.At
+    rank: _Rank
+    """Is told its state."""
+
+
+class Server:
+    """Serves the ranks of one worker and other agents, in threads.
+
+    `restore` fetches the newest checkpoint of the store, `newest` says which it is: (generation, step), or None.
+    """
+
+    def __init__(self, environ: Mapping[str, str], budget: int, restore: Ask, newest: Ask = lambda: None) -> None:
+        machine = memory.Machine()
+        self.rooms = Rooms(environ[Env.RUN], budget, lambda: machine.headroom)
+        self._environ, self.fetch, self.newest = environ, restore, newest
+        self._key = seal.key(environ)
+        self._path = Path(environ[Env.STATE]) / contract.SNAPSHOTS
+        self._published: queue.SimpleQueue[Publication] = queue.SimpleQueue()
+        self.sender = replicas.Sender(self.rooms, self._key)
+        self._port = port.Port(self.rooms, self._key, environ)
+        self._restoring = threading.Lock()
+        self._listener: socket.socket | None = None
+
+    def start(self) -> None:
+        """Listen. Raises OSError."""
+        self._port.start()
+        self._listener = unix_sockets.listening(self._path)
+        _thread(self._accept, "accept")
+        for _ in range(max(1, min(_FINISHERS, len(os.sched_getaffinity(0)) // 4))):
+            _thread(self._finishing, "finish")
+
+    def close(self) -> None:
+        """Hang up and free the memory."""
+        if self._listener is not None:
+            wire.close(self._listener)
+            self._path.unlink(missing_ok=True)
+        self._port.close()
+        self.sender.close()
+        self.rooms.close()
+
+    @property
+    def address(self) -> str:
+        """host:port of the data port."""
+        return self._port.address
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        for sock in wire.accepted(self._listener):
+            _thread(_Rank(self, sock).serve, "rank")
+
+    def hello(self) -> dict[str, object]:
+        """What a rank is told first."""
+        node = self._environ.get(Env.NODE) or _boot_id()
+        where = {"node": node, "zone": self._environ.get(Env.ZONE, "")}
+        return {"address": self.address, "budget": self.rooms.budget, "key": self._key.hex(), "store": True, **where}
+
+    def publish(self, publication: Publication) -> None:
+        """Have a part finished and sent."""
+        if publication.part.bytes <= _SMALL:
+            self._finish(publication)
+        else:
+            self._published.put(publication)
+
+    def restore(self) -> dict[str, object]:
+        """Fetch the newest checkpoint of the store. Returns the answer to who asked."""
+        with self._restoring:
+            return _answered(self.fetch)
+
+    def look(self) -> queue.SimpleQueue[dict[str, object]]:
+        """Ask the store in a thread for its newest checkpoint. Returns where the answer to who asked comes."""
+        found: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
+        _thread(lambda: found.put(_answered(self.newest)), "look")
+        return found
+
+    def _finishing(self) -> None:
+        """One part after another: a part keeps a core busy."""
+        while True:
+            self._finish(self._published.get())
+
+    def _finish(self, each: Publication) -> None:
+        """Write tail and header."""
+        try:
+            tail = parts.tail(each.index, parts.checksums(each.index, each.room.file.data), each.rows)
+            part = parts.finished(each.part, each.index, tail)
+            self.rooms.hold(each.room, part, each.index, tail)
+        except Exception as error:  # a bug of ours, too, must not end snapshots in silence
+            self.rooms.release(each.room)
+            each.rank.report(each.part, f"{each.part} cannot be kept: {error!r}")
+            return
+        if not each.to or part.bytes > _SMALL:
+            each.rank.report(part, "held")
+        if each.to:
+            each.rank.sending(functools.partial(self._replicate, part, each))
+
+    def _replicate(self, part: Part, each: Publication) -> None:
+        try:
+            problems = self.sender.send(part, each.to, each.complete)
+        except Exception as error:  # the rank waits for a word
+            problems = [f"no replica of {part}: {error!r}"]
+        each.rank.report(part, "; ".join(["held", *problems]) if problems else "replicated")
+
+
+class _Rank:
+    """The connection of one rank."""
+
+    def __init__(self, server: Server, sock: socket.socket) -> None:
+        self._server, self._rooms = server, server.rooms
+        self._connection = wire.Connection(sock, longest=wire.INDEX)
+        self._lent: dict[int, Room] = {}
+        self._open: list[Room] = []
+        self._looked: queue.SimpleQueue[dict[str, object]] | None = None
+        self._indices: dict[str, tuple[list[Item], bytes]] = {}
+        """By kind of part: that of the last one, and encoded."""
+        self._replicas: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    def serve(self) -> None:
+        connection = self._connection
+        _thread(self._send, "replicate")
+        try:
+            connection.send({"hello": self._server.hello()})
+            while True:
+                said = connection.receive()
+                try:
+                    self._answer(said)
+                except OutlastError as problem:
+                    connection.send({"problem": str(problem)})
+        except (OSError, ValueError):
+            pass  # the rank has ended, or makes no sense
+        finally:
+            for room in [*self._lent.values(), *self._open]:
+                self._rooms.release(room)
+            self._replicas.put(None)
+            connection.close()
+
+    def _answer(self, said: dict[str, Any]) -> None:
+        match said:
+            case {"room": int(size), "at": at, "complete": complete}:
+                self._rooms.admit(self._rooms.run, _at(at), _at(complete), str(said.get("session", "")))
+                room = self._rooms.take(size, _at(at))
+                self._lent[room.id] = room
+                self._connection.send({"room": room.id, "size": room.size}, room.file.fd)
+            case {"publish": int(id), "part": part, "index": index, "to": to, "complete": complete}:
+                self._publish(id, Part.of(part), index, [str(each) for each in to], _at(complete))
+            case {"give": list(ids), "complete": complete}:
+                self._rooms.give_back([self._lent.pop(id) for id in ids if id in self._lent], _at(complete))
+            case {"catalog": True}:
+                self._connection.send({"parts": [part.json() for part in self._rooms.parts()]})
+            case {"open": part}:
+                room = self._rooms.open(Part.of(part))
+                self._open.append(room)
+                fd = os.open(f"/proc/self/fd/{room.file.fd}", os.O_RDONLY | os.O_CLOEXEC)
+                self._connection.send({"open": room.id}, fd)
+                os.close(fd)
+            case {"close": int(id)}:
+                for each in [room for room in self._open if room.id == id][:1]:
+                    self._open.remove(each)
+                    self._rooms.release(each)
+            case {"forget": keep}:
+                self._rooms.forget(None if keep is None else _at(keep))
+                self._connection.send({})
+            case {"look": True}:
+                self._looked = self._server.look()
+            case {"newest": True}:
+                looked, self._looked = self._looked or self._server.look(), None
+                try:
+                    self._connection.send(looked.get(timeout=_LOOK_S))
+                except queue.Empty:
+                    self._connection.send({"problem": f"the store has not answered within {_LOOK_S:.0f} s", "retry": True})
+            case {"restore": True}:
+                self._connection.send(self._server.restore())
+            case _:
+                raise ValueError(f"{said!r:.80} is no request")
+
+    def _publish(self, id: int, part: Part, index: object, to: list[str], complete: pool.At) -> None:
+        try:
+            if isinstance(index, list):  # whatever becomes of this part: the rank does not send it again
+                self._indices[part.kind] = [], b""
+                self._indices[part.kind] = [Item.of(each) for each in index], parts.encoded(index)
+            self._rooms.admit(part.run, part.at, complete, part.session)
+            room = self._lent.get(id)
+            if room is None or part.bytes > room.size:
+                raise Refused(f"{part} has no room: {id} is none that this rank was given for it")
+            items, rows = self._indices.get(part.kind, ([], b""))
+            if not rows:
+                raise Refused(f"{part} has no index")
+            parts.checked(items, part)
+        except OutlastError as problem:
+            self.report(part, str(problem))
+            return
+        self._rooms.use(room, part.at)
+        self._server.publish(Publication(room, part, items, rows, tuple(to), complete, self))
+
+    def report(self, part: Part, state: str) -> None:
+        """Tell the rank the state of a part."""
+        with contextlib.suppress(OSError):  # the rank has ended
+            self._connection.send({"event": [part.kind, part.step, state]})
+
+    def sending(self, send: Callable[[], None]) -> None:
+        """Have replicas sent, after those before, in a thread."""
+        self._replicas.put(send)
+
+    def _send(self) -> None:
+        while (send := self._replicas.get()) is not None:
+            send()
+
+
+def _answered(ask: Ask) -> dict[str, object]:
+    """What the store says to a rank."""
+    try:
+        return {"newest": ask()}
+    except OSError as error:
+        return {"problem": f"the newest checkpoint cannot be fetched: {error}", "retry": True}
+    except OutlastError as problem:
+        return {"problem": str(problem), "retry": getattr(problem, "retry", False)}
+
+
+def _at(said: object) -> pool.At:
+    if not (isinstance(said, list) and len(said) == 2 and all(isinstance(each, int) for each in said)):
+        raise ValueError(f"{said!r:.80} is no generation and step")
+    return said[0], said[1]
+
+
+def _boot_id() -> str:
+    """The same for all containers of one machine that has not been restarted."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _thread(target: Callable[[], None], name: str) -> None:
+    threading.Thread(target=target, name=f"outlast-snapshots-{name}", daemon=True).start()

@@ -1,0 +1,178 @@
+"""Messages between agents and ranks: JSON in lines, descriptors beside them on a Unix socket, raw bytes between them on TCP.
+
+On TCP each line is sealed with the key of the run (`rendezvous.transports.seal`), raw bytes are not: their crc32 is in a line.
+Nothing is encrypted, as nothing is that ranks send each other.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextlib
+import errno
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from outlast.base import tcp
+from outlast.job import seal
+
+LINE = 64 << 10
+"""Longest line that anybody may send."""
+INDEX = 256 << 20
+"""Longest line of a rank to its own agent: it holds an index."""
+TIMEOUT_S = 10.0
+"""How long a connection may make no progress. Arbitrary: twice what a swapping machine may be silent elsewhere."""
+_CHUNK = 1 << 18
+_FDS = 8
+
+
+class Connection:
+    """One side of a connection."""
+
+    def __init__(self, sock: socket.socket, *, longest: int = LINE) -> None:
+        self.sock, self._longest = sock, longest
+        self._buffer = bytearray()
+        self._fds: collections.deque[int] = collections.deque()
+        self._seal = seal.Plain()
+        self._sending = threading.Lock()
+
+    def greet(self, key: bytes, side: seal.Side) -> None:
+        """Agree on a seal. Raises OSError, ValueError."""
+        mine = seal.nonce()
+        self.sock.sendall(seal.greeting(mine))
+        theirs = seal.greeted(self._line(seal.LONGEST_NONCE))
+        self._seal = seal.Seal(key, side, ours=mine, theirs=theirs)
+
+    def send(self, message: dict[str, Any], fd: int | None = None) -> None:
+        """Send a message, and a descriptor with it. Raises OSError."""
+        with self._sending:
+            line = memoryview(self._seal.sealed(json.dumps(message).encode()))
+            if fd is not None:
+                socket.send_fds(self.sock, [line[:1]], [fd])
+                line = line[1:]
+            self.sock.sendall(line)
+
+    def receive(self) -> dict[str, Any]:
+        """The next message. Raises OSError, also at the end, and ValueError."""
+        said = json.loads(self._seal.opened(self._line(self._longest)))
+        if not isinstance(said, dict):
+            raise ValueError(f"{said!r:.80} is no message")
+        return said
+
+    def waiting(self) -> bool:
+        """Whether a message can be received without waiting."""
+        while b"\n" not in self._buffer:
+            try:
+                if not self._fill(socket.MSG_DONTWAIT):
+                    return True  # the end, which is news
+            except BlockingIOError:
+                return False
+            except OSError:
+                return True
+        return True
+
+    def descriptor(self) -> int:
+        """The descriptor that came with a message. Raises ValueError."""
+        if not self._fds:
+            raise ValueError("no descriptor came with it")
+        return self._fds.popleft()
+
+    def _line(self, longest: int) -> bytes:
+        at = 0
+        while (end := self._buffer.find(b"\n", at)) < 0:
+            at = len(self._buffer)
+            if at > longest:
+                raise ValueError(f"a line has more than {longest} bytes")
+            if not self._fill(0):
+                raise ConnectionError("the other side hung up")
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        return line
+
+    def _fill(self, flags: int) -> bool:
+        if self.sock.family == socket.AF_UNIX:
+            space = socket.CMSG_LEN(_FDS * array.array("i").itemsize)
+            data, extra, _flags, _address = self.sock.recvmsg(_CHUNK, space, flags | socket.MSG_CMSG_CLOEXEC)
+            for level, kind, content in extra:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    self._fds.extend(struct.unpack(f"{len(content) // 4}i", content[: len(content) // 4 * 4]))
+        else:
+            data = self.sock.recv(_CHUNK, flags)
+        self._buffer += data
+        return bool(data)
+
+    def read_into(self, into: memoryview) -> None:
+        """Fill memory with raw bytes. Raises OSError."""
+        early = min(len(into), len(self._buffer))
+        into[:early] = self._buffer[:early]
+        del self._buffer[:early]
+        into = into[early:]
+        while into:
+            count = self.sock.recv_into(into)
+            if not count:
+                raise ConnectionError("the other side hung up")
+            into = into[count:]
+
+    def write_from(self, fd: int, at: int, count: int) -> None:
+        """Send raw bytes of a file. Raises OSError."""
+        while count:
+            sent = os.sendfile(self.sock.fileno(), fd, at, count)
+            if not sent:
+                raise ConnectionError("the file is shorter than it was")
+            at, count = at + sent, count - sent
+
+    def close(self) -> None:
+        while self._fds:
+            os.close(self._fds.popleft())
+        self.sock.close()
+
+
+def patient(sock: socket.socket, seconds: float = TIMEOUT_S) -> socket.socket:
+    """Make operations of a socket fail after so long without progress; unlike `settimeout` this also works with sendfile."""
+    sock.settimeout(None)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), 0))
+    return sock
+
+
+def between_machines(sock: socket.socket) -> socket.socket:
+    """Set the options of a connection to another agent: a machine that is lost ends it soon."""
+    tcp.ends_when_lost(sock, TIMEOUT_S, idle_s=5, probe_s=2)
+    return patient(sock)
+
+
+def accepted(listener: socket.socket) -> Iterator[socket.socket]:
+    """The connections that come to a listener, until it is closed."""
+    while True:
+        try:
+            yield listener.accept()[0]
+        except OSError as error:
+            if error.errno in (errno.EBADF, errno.EINVAL):  # closed, shut down
+                return
+            time.sleep(0.1)  # this process has too many descriptors, or the peer has gone already
+
+
+def close(listener: socket.socket | None) -> None:
+    """Accept nobody any more: `accepted` ends, also where a thread waits in it."""
+    if listener is not None:
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+def connect(address: str, key: bytes) -> Connection:
+    """A connection to the data port of an agent. Raises OSError, ValueError."""
+    sock = socket.create_connection(tcp.host_port(address), timeout=5)
+    try:
+        connection = Connection(between_machines(sock))
+        connection.greet(key, "member")
+    except BaseException:
+        sock.close()
+        raise
+    return connection

@@ -1,0 +1,501 @@
+"""The client of a store; the only module that knows obstore.
+
+All reads and writes of stores go through here: `sync.sync`, `checkpoints`, `prepare.prepare`, the command line. Calls raise
+StoreError, whose `retry` says whether a later attempt can succeed. Errors that may pass have been retried for about
+OUTLAST_STORE_TIMEOUT seconds (default 60) by then. Calls block and release the GIL; they may come from many threads, and in the
+main thread a signal interrupts them. obstore is imported when a store is opened. Not for use across a fork.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+from outlast.base import backoff
+from outlast.base.errors import Changed, Denied, Exists, Missing, NoBucket, Stopped, StoreError, Unreachable
+from outlast.storage.store import error_mapping, multipart, s3, urls
+from outlast.storage.store.urls import normalised
+
+STALLED_S = 30.0
+"""Read timeout: a connection without a byte for this long is closed."""
+SLOW_S = 300.0
+"""Read timeout of large uploads once the network has proved slow: 8 MiB at 28 KiB/s."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One object."""
+
+    key: str
+    """Relative to the store it was listed in."""
+    size: int
+    etag: str
+    """Changes with the content; compare it, do not compute it."""
+    modified: float
+    """Seconds since the epoch, by the store's clock."""
+
+
+@dataclass
+class _Root:
+    """Connection and settings that all places of a bucket share."""
+
+    scheme: str
+    bucket: str
+    raw: Any
+    """obstore's store."""
+    slow_raw: Any = None
+    """The same with a longer read timeout, for large bodies on slow networks."""
+    access: s3.Access | None = None
+    timeout_s: float = backoff.DEFAULT_S
+    conditional: bool | None = None
+    slow: bool = False
+    """Whether a large upload timed out although the store answers."""
+    odd_ranges: bool = False
+    """Whether the server answers range requests in a way that obstore rejects."""
+
+
+class Store:
+    """A place in a store. Make one with `open_`."""
+
+    def __init__(self, url: str, root: _Root, prefix: str) -> None:
+        self.url = url
+        """Normalised, without a slash at the end."""
+        self._root = root
+        self._raw = root.raw
+        self._prefix = prefix
+
+    def __repr__(self) -> str:
+        return f"Store({self.url})"
+
+    def child(self, key: str) -> Store:
+        """The place below `key`."""
+        key = key.strip("/")
+        return Store(f"{self.url}/{key}", self._root, self._path(key)) if key else self
+
+    def entries(self, below: str = "") -> Iterator[Entry]:
+        """All objects below `below` (whole path segments), in the order of their keys (UTF-8), page by page as they arrive."""
+        held: Entry | None = None
+        for entry in map(self._entry, chain.from_iterable(self._pages(below))):
+            # Consoles make an empty object `directory/` to show one; obstore drops the slash.
+            if held and not (held.size == 0 and entry.key.startswith(f"{held.key}/")):
+                yield held
+            held = None if entry.size == 0 and entry.key == below else entry
+        if held:
+            yield held
+
+    def _pages(self, below: str) -> Iterator[list[Any]]:
+        import obstore
+
+        path = self._path(below) if below else self._prefix
+        if self._root.scheme == "file":  # which lists in the order of the disk
+            found = self._do("list", below, lambda: obstore.list(self._raw, path).collect())
+            yield sorted(found, key=lambda meta: meta["path"].encode())
+            return
+        offset: str | None = None
+        pages: Any = None
+
+        def following() -> Any:
+            nonlocal pages
+            pages = pages or iter(obstore.list(self._raw, path, chunk_size=1000, offset=offset))
+            try:
+                return next(pages, None)
+            except Exception:
+                pages = None  # the next attempt continues after the last page
+                raise
+
+        while page := self._do("list", below, following):
+            yield page
+            offset = page[-1]["path"]
+
+    def names(self, below: str = "") -> list[str]:
+        """The names directly below `below`: objects and first segments of deeper ones, sorted, without duplicates."""
+        import obstore
+
+        path = self._path(below) if below else self._prefix
+        found = self._do("list", below, lambda: obstore.list_with_delimiter(self._raw, path))
+        paths = [*found["common_prefixes"], *(meta["path"] for meta in found["objects"])]
+        return sorted({each.rstrip("/").rpartition("/")[2] for each in paths if each != path})
+
+    def head(self, key: str) -> Entry:
+        """Size, etag and time of an object; raises Missing."""
+        import obstore
+
+        path = self._path(key)
+        try:
+            return self._entry(self._do("read", key, lambda: obstore.head(self._raw, path)))
+        except StoreError as error:
+            if error.retry or isinstance(error, Missing):
+                raise
+        # The answer to HEAD has no body to say why; that to GET has.
+        return self._entry(self._do("read", key, lambda: obstore.get(self._raw, path).meta))
+
+    def get(self, key: str) -> bytes:
+        """The content of an object; raises Missing."""
+        return self.read(key)[0]
+
+    def read(self, key: str) -> tuple[bytes, Entry]:
+        """Content and version of an object; raises Missing."""
+        import obstore
+
+        path = self._path(key)
+
+        def attempt() -> tuple[bytes, Entry]:
+            answer = obstore.get(self._raw, path)
+            entry = self._entry(answer.meta)
+            data = answer.bytes().to_bytes()
+            if len(data) != entry.size:
+                raise Unreachable(f"{self._name(key)} ended after {len(data)} of {entry.size} bytes")
+            return data, entry
+
+        return self._do("read", key, attempt)
+
+    def range(self, key: str, start: int, end: int) -> memoryview:
+        """Bytes `start` to `end` (exclusive) of an object. Raises Missing, and Changed when it has no such bytes."""
+        import obstore
+
+        root, path = self._root, self._path(key)
+
+        def attempt() -> memoryview:
+            if not root.odd_ranges:
+                try:
+                    return memoryview(obstore.get(self._raw, path, options={"range": (start, end)}).bytes())
+                except Exception as error:
+                    if root.access is None or "non-partial response" not in str(error):
+                        raise
+                    root.odd_ranges = True
+            assert root.access
+            return memoryview(root.access.range(root.bucket, path, start, end))
+
+        data = self._do("read", key, attempt) if end > start else memoryview(b"")
+        if len(data) != end - start:
+            raise Changed(f"{self._name(key)} has no such bytes: it was replaced by a shorter one", retry=True)
+        return data
+
+    def link(self, key: str) -> str | None:
+        """A presigned URL to read an object, valid for 15 minutes; None if the store has none, or we have no key."""
+        import obstore
+
+        if self._root.scheme in ("file", "memory") or (self._root.access and self._root.access.anonymous):
+            return None
+        path = self._path(key)
+        try:
+            return str(self._do("read", key, lambda: obstore.sign(self._raw, "GET", path, timedelta(minutes=15)), once=True))
+        except StoreError:
+            return None
+
+    def put(self, key: str, data: bytes | bytearray | memoryview, mode: Any = "overwrite") -> str:
+        """Write an object as a whole; its etag. `mode` is obstore's: see `create` and `replace`. For files, see `upload`."""
+        import obstore
+
+        root, path = self._root, self._path(key)
+        large = len(data) > multipart.PIECE and root.slow_raw is not None
+
+        def attempt() -> str:
+            sent = partial(obstore.put, path=path, file=data, mode=mode, use_multipart=False)
+            if large and root.slow:
+                return _tag(sent(root.slow_raw))
+            try:
+                return _tag(sent(self._raw))
+            except Exception as error:
+                if not large or "kind: Timeout" not in str(error):
+                    raise
+            # To obstore, a body that takes long and an answer that does not come are the same. Who answers this is there:
+            with contextlib.suppress(FileNotFoundError):
+                obstore.head(self._raw, path)
+            root.slow = True
+            return _tag(sent(root.slow_raw))
+
+        return self._do("write", key, attempt)
+
+    def upload(
+        self,
+        path: Path,
+        key: str,
+        *,
+        journal: Path | None = None,
+        progress: Callable[[int], None] = lambda _: None,
+        stop: threading.Event | None = None,
+    ) -> str:
+        """Write a large file by parts, several at a time, in bounded memory; its etag.
+
+        `journal` is a file that makes uploads to S3 resumable: called again with it after a kill, this sends only the parts that
+        have not arrived; if the file has changed since, the old upload is aborted. `progress` gets the bytes that have arrived
+        since the last call, those of an earlier attempt at once. Raises StoreError; Changed when the file
+        changes meanwhile; and Stopped soon after `stop` is set (what has arrived is kept for the next time).
+        """
+        stop = stop or threading.Event()
+        root = self._root
+        with self._reading(path):
+            before = path.stat()
+            if before.st_size <= multipart.SMALL:
+                with path.open("rb") as file:
+                    content = file.read(multipart.SMALL + 1)
+                etag = self.put(key, content)
+                progress(len(content))
+            elif root.access:
+                etag = self._multipart(key, stop).send(path, journal, progress)
+            else:
+                etag = self._stream(path, key, before.st_size, progress, stop)
+            after = path.stat()
+        if (after.st_size, after.st_mtime_ns, after.st_ino) != (before.st_size, before.st_mtime_ns, before.st_ino):
+            raise Changed(f"{path} changed while it was sent", retry=True)
+        return etag
+
+    def _stream(self, path: Path, key: str, size: int, progress: Callable[[int], None], stop: threading.Event) -> str:
+        """Upload by obstore, which cannot resume: after an interruption it starts over."""
+        import obstore
+
+        target, part = self._path(key), multipart.part_size(size) // 2
+
+        def attempt() -> str:
+            with path.open("rb") as file:
+
+                def pieces() -> Iterator[bytes]:
+                    while piece := file.read(part):
+                        if stop.is_set():
+                            raise Stopped(f"the upload of {self._name(key)} was stopped")
+                        yield piece
+                        progress(len(piece))
+
+                raw = self._root.slow_raw or self._raw
+                return _tag(obstore.put(raw, target, pieces(), use_multipart=True, chunk_size=part, max_concurrency=4))
+
+        etag = self._do("write", key, attempt, once=True)
+        if (there := self.head(key).size) != size:
+            raise Changed(f"{self._name(key)} has {there} bytes, not {size}: it was changed while it was sent", retry=True)
+        return etag
+
+    def forget(self, journal: Path) -> None:
+        """Abort the upload noted in a journal, if any, and remove the journal."""
+        if (note := multipart.noted(journal)) and self._root.access:
+            bucket, _, path = note["key"].partition("/")
+            key = path.removeprefix(f"{self._prefix}/" if self._prefix else "")
+            if (bucket, self._path(key)) == (self._root.bucket, path):
+                self._multipart(key).abort(note["upload"])
+        journal.unlink(missing_ok=True)
+
+    def create(self, key: str, data: bytes) -> str:
+        """Write an object that must not exist yet; its etag. Raises Exists, unless the one that exists has the same content: then
+        it is ours, from an attempt whose answer was lost. Needs `conditional()`."""
+        try:
+            return self.put(key, data, "create")
+        except Exists:
+            if etag := self._ours(key, data):
+                return etag
+            raise
+
+    def replace(self, key: str, data: bytes, etag: str) -> str:
+        """Write an object if it is still the version `etag`; its new etag. Raises Changed (also when it is gone), unless the
+        current one has the same content. Needs `conditional()`."""
+        import obstore
+
+        condition: Any = {"e_tag": etag}
+        try:
+            if self._root.scheme == "gs":  # whose condition is the generation, which a listing does not tell
+                now = self._do("read", key, lambda: obstore.head(self._raw, self._path(key)))
+                if _tag(now) != etag:
+                    raise Changed(f"{self._name(key)} is no longer what it was")
+                condition = {"version": now["version"]}
+            return self.put(key, data, condition)
+        except (Changed, Missing, Exists) as error:
+            if ours := self._ours(key, data):
+                return ours
+            if isinstance(error, Changed):
+                raise
+            raise Changed(f"{self._name(key)} is gone") from error
+
+    def _ours(self, key: str, data: bytes) -> str:
+        """The etag of an object with this very content; else empty."""
+        with contextlib.suppress(Missing):
+            there, entry = self.read(key)
+            return entry.etag if there == data else ""
+        return ""
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; missing ones are not an error."""
+        import obstore
+
+        rest = iter(keys)
+        while some := list(islice(rest, 1000)):
+            paths = [self._path(key) for key in some]
+            try:
+                self._do("delete", some[0], partial(obstore.delete, self._raw, paths))
+            except Missing:  # which not every store takes for done
+                for key, path in zip(some, paths, strict=True):
+                    with contextlib.suppress(Missing):
+                        self._do("delete", key, partial(obstore.delete, self._raw, path))
+            if self._root.scheme == "file":
+                self._tidy(paths)
+
+    def _tidy(self, paths: list[str]) -> None:
+        """Remove directories that have become empty: a store has none."""
+        top = Path("/") / self._prefix
+        for path in paths:
+            for directory in (Path("/") / path).parents:
+                if top not in directory.parents:
+                    break
+                try:
+                    directory.rmdir()
+                except OSError:
+                    break
+
+    def copy(self, key: str, to: str) -> None:
+        """Copy an object inside this place: in the store if it can, else by a download and an upload."""
+        import obstore
+
+        path, target = self._path(key), self._path(to)
+        try:
+            return self._do("copy", key, lambda: obstore.copy(self._raw, path, target))
+        except (Missing, NoBucket, Denied, Unreachable):
+            raise
+        except StoreError:
+            entry = self.head(key)  # perhaps too large for one request: S3 copies up to 5 GiB
+        if self._root.access:
+            try:
+                return self._multipart(to).copied(path, entry.size, entry.etag)
+            except (Missing, NoBucket, Denied, Unreachable):
+                raise
+            except StoreError:
+                pass  # it cannot do that either
+        raw, part = self._root.slow_raw or self._raw, multipart.part_size(entry.size) // 2
+
+        async def through_here() -> None:
+            pieces = (await obstore.get_async(self._raw, path)).stream(min_chunk_size=part)
+            await obstore.put_async(raw, target, pieces, use_multipart=True, chunk_size=part, max_concurrency=4)
+
+        self._do("copy", key, lambda: asyncio.run(through_here()))
+        if self.head(to).size != entry.size:
+            raise Changed(f"{self._name(key)} changed while it was copied", retry=True)
+
+    def conditional(self) -> bool:
+        """Whether this store supports conditional writes (`create`, `replace`). Probed once, with an object `.outlast-probe-...`
+        that is removed again; raises Denied without permission to write."""
+        if self._root.conditional is None:
+            self._root.conditional = self._tried(f".outlast-probe-{uuid.uuid4().hex[:16]}")
+        return self._root.conditional
+
+    def _tried(self, key: str) -> bool:
+        first = self.put(key, b"1")
+        try:
+            with contextlib.suppress(Exists):
+                self.put(key, b"2", "create")
+                return False
+            if self.replace(key, b"3", self.head(key).etag) == first:
+                return False
+            with contextlib.suppress(Changed):
+                self.replace(key, b"4", first)
+                return False
+            return True
+        except StoreError as error:
+            if error.retry or isinstance(error, Denied):
+                raise
+            return False  # it knows no such requests
+        finally:
+            with contextlib.suppress(StoreError):
+                self.delete([key])
+
+    def _do(self, verb: str, key: str, attempt: Callable[[], T], *, once: bool = False) -> T:
+        seconds = 0 if once else self._root.timeout_s
+        return backoff.retried(attempt, partial(self._mistake, verb, key), seconds)
+
+    def _multipart(self, key: str, stop: threading.Event | None = None) -> multipart.Upload:
+        def do(verb: str, attempt: Callable[[], Any]) -> Any:
+            return self._do(verb, key, attempt)
+
+        assert self._root.access
+        return multipart.Upload(self._root.access, self._root.bucket, self._path(key), do, stop or threading.Event())
+
+    def _mistake(self, verb: str, key: str, error: Exception) -> StoreError:
+        endpoint = self._root.access.endpoint if self._root.access else ""
+        return error if isinstance(error, StoreError) else error_mapping.mistake(error, verb, self._name(key), endpoint=endpoint)
+
+    @contextlib.contextmanager
+    def _reading(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            other = error.filename not in (None, str(path), path)  # the journal
+            raise StoreError(f"{path} cannot be {f'sent: {error}' if other else f'read: {error.strerror}'}") from error
+
+    def impossible(self, key: str) -> str:
+        """Why no object can be called so here; empty when one can."""
+        return urls.impossible(key, "") or urls.impossible(self._whole(key), self._root.scheme)
+
+    def _path(self, key: str) -> str:
+        if wrong := self.impossible(key):
+            raise StoreError(f"{self._name(key)!r} cannot be the name of an object: {wrong}; rename it")
+        return self._whole(key)
+
+    def _whole(self, key: str) -> str:
+        return f"{self._prefix}/{key}" if self._prefix else key
+
+    def _name(self, key: str) -> str:
+        return f"{self.url}/{key}" if key else self.url
+
+    def _entry(self, meta: Any) -> Entry:
+        key = meta["path"][len(self._prefix) + 1 :] if self._prefix else meta["path"]
+        return Entry(key, meta["size"], _tag(meta), meta["last_modified"].timestamp())
+
+
+def _tag(meta: Any) -> str:
+    """The etag, always in quotes: some servers leave them out in listings."""
+    etag = meta["e_tag"] or ""
+    return etag if not etag or etag.endswith('"') else f'"{etag}"'
+
+
+_memories: dict[str, _Root] = {}
+_memories_lock = threading.Lock()
+
+
+def open_(url: str, *, timeout_s: float | None = None) -> Store:
+    """The place that a URL names: `s3://bucket/prefix`, `gs://`, `az://container/prefix`, `file:///directory`, `memory://name`.
+
+    Credentials come from the environment, the standard way of each store. Sends no request yet. `timeout_s`: how long requests
+    are retried; default OUTLAST_STORE_TIMEOUT, or 60. Raises StoreError for an invalid URL or without credentials.
+    """
+    url = normalised(url)
+    scheme, _, rest = url.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    timeout_s = backoff.timeout_from_environment() if timeout_s is None else timeout_s
+    try:
+        from obstore import store as obstores
+    except ImportError as error:
+        raise StoreError(f"{url}: stores need obstore; pip install 'outlast[store]'") from error
+    if scheme == "memory":
+        with _memories_lock:
+            return Store(url, _memories.setdefault(bucket, _Root(scheme, bucket, obstores.MemoryStore())), prefix)
+    if scheme == "file":
+        return Store(url, _Root(scheme, "", obstores.LocalStore(), timeout_s=timeout_s), rest.strip("/"))
+    s3.find_certificates(os.environ)
+    stalled_s = min(STALLED_S, timeout_s / 2)
+    access = s3.access(timeout_s=stalled_s) if scheme == "s3" else None
+    kind: Any = {"s3": obstores.S3Store, "gs": obstores.GCSStore, "az": obstores.AzureStore}[scheme]
+    options: dict[str, Any] = access.options(bucket) if access else {}
+    options["retry_config"] = {
+        "max_retries": 10,
+        "retry_timeout": timedelta(seconds=timeout_s / 2),
+        "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=8), "base": 2},
+    }
+    client = {
+        "allow_http": access is not None and access.endpoint.startswith("http://"),
+        "connect_timeout": timedelta(seconds=min(10, stalled_s)),
+        "timeout": timedelta(days=1),  # of a whole request, which may be slow
+        "read_timeout": timedelta(seconds=stalled_s),  # without a byte of the answer
+    }
+    slow = {**client, "read_timeout": timedelta(seconds=SLOW_S)}
+    try:
+        raws = [kind(bucket, client_options=each, **options) for each in (client, slow)]
+    except Exception as error:  # whatever is wrong with what the environment says
+        raise error_mapping.mistake(error, "open", url) from error
+    return Store(url, _Root(scheme, bucket, raws[0], raws[1], access, timeout_s), prefix)

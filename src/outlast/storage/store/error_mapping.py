@@ -1,0 +1,172 @@
+"""Maps obstore's and botocore's exceptions to ours, with a remedy. Called by `store` only.
+
+Both libraries keep the store's answer as text, so this parses text; tests/test_store_faults.py checks it with real answers.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import datetime
+
+from outlast.base.errors import Changed, Denied, Exists, Missing, NoBucket, StoreError, Unreachable
+from outlast.storage.store import s3
+from outlast.storage.store.urls import PLACES
+
+_DONE = {"read": "read", "list": "listed", "write": "written", "delete": "deleted", "copy": "copied", "open": "opened"}
+
+_NEEDED = {
+    "s3": {
+        "read": "s3:GetObject (and s3:ListBucket: without it, what does not exist is refused as well)",
+        "list": "s3:ListBucket",
+        "write": "s3:PutObject",
+        "delete": "s3:DeleteObject",
+        "copy": "s3:GetObject and s3:PutObject",
+    },
+    "gs": {
+        "read": "storage.objects.get",
+        "list": "storage.objects.list",
+        "write": "storage.objects.create (and storage.objects.delete, to replace)",
+        "delete": "storage.objects.delete",
+        "copy": "storage.objects.get and storage.objects.create",
+    },
+    "az": {verb: f"the role Storage Blob Data {'Reader' if verb in ('read', 'list') else 'Contributor'}" for verb in _DONE},
+}
+
+_KEYS = {
+    "InvalidAccessKeyId": "the access key is unknown to it (InvalidAccessKeyId); correct AWS_ACCESS_KEY_ID or the profile",
+    "SignatureDoesNotMatch": "the secret is not that of the access key (SignatureDoesNotMatch); correct AWS_SECRET_ACCESS_KEY",
+    "ExpiredToken": "the credentials have expired (ExpiredToken); renew them (aws sso login, or new keys and token)",
+    "TokenRefreshRequired": "the credentials have expired (TokenRefreshRequired); renew them",
+    "InvalidToken": "the session token is not valid (InvalidToken); correct AWS_SESSION_TOKEN",
+    "AuthenticationFailed": "the key or token is wrong (AuthenticationFailed); correct AZURE_STORAGE_ACCOUNT_KEY",
+}
+_SKEWED = {"RequestTimeTooSkewed", "RequestExpired"}
+_REGIONS = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException", "TemporaryRedirect"}
+_PASSING = {
+    "RequestTimeout",
+    "SlowDown",
+    "ConditionalRequestConflict",
+    "OperationAborted",
+    "BadDigest",
+    "XAmzContentSHA256Mismatch",
+}
+_NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
+_DENYING_DISK = {1: "it is not permitted", 13: "permission denied", 30: "the file system is read-only"}
+_PASSING_DISK = {5: "input/output error", 28: "the disk is full", 122: "the quota is used up"}
+
+_CONNECTION = (
+    (r"No CA certificates", "this machine has no CA certificates (install ca-certificates, or set SSL_CERT_FILE)"),
+    (r"builder error|BadScheme", "http:// is not allowed here"),
+    (r"[Tt]imed ?[Oo]ut|Timeout", "it does not answer in time"),
+    (r"dns error|failed to lookup|Name or service|NameResolution", "its host is not known (DNS)"),
+    (r"certificate|InvalidContentType|SSL", "there is no secure connection (TLS)"),
+    (r"[Rr]efused", "the connection was refused"),
+    (r"IncompleteMessage", "the connection was lost before the answer was complete"),
+    (
+        r"HttpError|HTTP error|HTTPClientError|ConnectionError|ConnectionClosed|ResponseStreaming|IncompleteRead",
+        "the connection was lost",
+    ),
+)
+
+
+def mistake(error: Exception, verb: str, url: str, *, endpoint: str = "") -> StoreError:
+    """Our error for a foreign exception. `verb`: read, list, write, delete, copy or open."""
+    status, code, message, text = _said(error)
+    kind = type(error).__name__
+    scheme, _, rest = url.partition("://")
+    bucket = f"{scheme}://{rest.partition('/')[0]}"
+    what = PLACES[scheme]
+    where = f" at {endpoint}" if endpoint else ""
+    undone = f"{url} cannot be {_DONE[verb]}"
+    quoted = ": ".join(filter(None, (f"HTTP {status}" if status else "", code, message)))
+    if isinstance(own := getattr(error, "kwargs", {}).get("error"), StoreError):
+        return own  # ours, that botocore has wrapped
+    if code in _NO_BUCKET or "specified bucket does not exist" in text:
+        return NoBucket(f"there is no {what} {bucket}{where}; create it, or correct its name, the region or the endpoint")
+    if status == 501 or kind in ("NotImplementedError", "NotSupportedError"):
+        return StoreError(f"{undone}: this store does not know how ({quoted or f'{scheme}://'})")
+    if code in _PASSING or status in (408, 429) or status >= 500:
+        return Unreachable(f"{undone}: the store{where} is not well ({quoted})")
+    if code in _SKEWED:
+        return Denied(f"{undone}: {_skew(text)}; correct the clock, requests are valid for 15 minutes")
+    if code in _KEYS:
+        return Denied(f"{undone}: the store{where} says that {_KEYS[code]}")
+    if code in _REGIONS or "without LOCATION" in text:
+        region = re.search(r"<Region>([\w-]+)", text) or re.search(r"expecting '([\w-]+)'", text)
+        return Denied(
+            f"{undone}: {bucket} is in {f'the region {region[1]}' if region else 'another region'}; set AWS_REGION to it"
+        )
+    if "token request" in text or "UnauthenticatedError" in kind or "CredentialError" in kind:
+        return _without_credentials(scheme, undone, status, text)
+    if kind == "PermissionDeniedError" or status in (401, 403):
+        needed = _NEEDED.get(scheme, {}).get(verb, "the permission of the file system")
+        return Denied(f"{undone}: access is denied{f' ({quoted})' if quoted else ''}; needed is {needed}")
+    if kind == "FileNotFoundError" or status == 404:
+        return Missing(f"{url} does not exist")
+    if kind == "AlreadyExistsError":
+        return Exists(f"{url} exists already")
+    if kind == "PreconditionError" or status == 412:
+        return Changed(f"{url} is no longer what it was")
+    if status == 409:
+        return Unreachable(f"{undone}: somebody else writes it at this moment ({quoted})")
+    if status == 416 or "nvalid range" in text or "InvalidRange" in text or "range was invalid" in text:
+        return Changed(f"{url} has no such bytes: it was replaced by a shorter one", retry=True)
+    if scheme == "file" and (number := re.search(r"code: (\d+)", text)):
+        return _disk(int(number[1]), undone, text)
+    if kind == "InvalidPathError":
+        odd = re.search(r'[Pp]ath "([^"]*)"', text)
+        return StoreError(
+            f"{undone}: there is an object called {odd[1] if odd else '?'!r}, which cannot be a file: a segment of its name is"
+            " empty, `.` or `..` (scripts make such names by joining `dir/` and `/name`); rename or remove it"
+        )
+    if words := next((words for pattern, words in _CONNECTION if re.search(pattern, f"{kind} {text}")), ""):
+        remedy = "; correct AWS_ENDPOINT_URL if that is not its address" if endpoint else ""
+        return Unreachable(f"{undone}: {words}{where}{remedy}")
+    if "Account must be specified" in text:
+        return Denied(f"{undone}: no account for Azure; set AZURE_STORAGE_ACCOUNT_NAME")
+    return StoreError(f"{undone}: {quoted or text.splitlines()[0]}")
+
+
+def _said(error: Exception) -> tuple[int, str, str, str]:
+    """Status (0 without an answer), code and message of the store, and the whole text."""
+    if (answer := s3.answer(error)) is not None:
+        return *answer, f"{error} {getattr(error, 'kwargs', {}).get('error', '')}"
+    text = str(error)
+    status = re.search(r"status code: (\d{3})", text)
+    code = re.search(r"<Code>(\w+)</Code>", text)
+    message = re.search(r"<Message>\s*([^<]*?)\.?\s*</Message>", text)
+    said = message[1].splitlines()[0].rstrip(".") if message and message[1] else ""  # Azure adds the request and the time
+    return int(status[1]) if status else 0, code[1] if code else "", said, text
+
+
+def _without_credentials(scheme: str, undone: str, status: int, text: str) -> StoreError:
+    """The error without credentials for GCS or Azure, after obstore has tried the machine's metadata last."""
+    first = text.splitlines()[0].removeprefix("Generic ")
+    if scheme == "gs":
+        looked, way = "GOOGLE_APPLICATION_CREDENTIALS, gcloud's default login", "gcloud auth application-default login"
+    elif scheme == "az":
+        looked, way = "AZURE_STORAGE_ACCOUNT_KEY, AZURE_CLIENT_ID and _SECRET, a workload's identity", "set one of them"
+    else:
+        return Denied(f"{undone}: the credentials cannot be used: {first}")
+    return Denied(
+        f"{undone}: no credentials in {looked} or the metadata of this machine ({first}); {way}", retry=not 0 < status < 500
+    )
+
+
+def _disk(number: int, undone: str, text: str) -> StoreError:
+    if number in _DENYING_DISK:
+        return Denied(f"{undone}: {_DENYING_DISK[number]}")
+    said = re.search(r'message: "([^"]*)"', text)
+    return StoreError(f"{undone}: {_PASSING_DISK.get(number, said[1] if said else text)}", retry=number in _PASSING_DISK)
+
+
+def _skew(text: str) -> str:
+    """The difference between our clock and the store's, if its answer has the time."""
+    if found := re.search(r"<ServerTime>([^<]+)", text):
+        try:
+            seconds = time.time() - datetime.fromisoformat(found[1].strip()).timestamp()
+            return f"the clock of this machine is {abs(seconds):,.0f} s {'ahead of' if seconds > 0 else 'behind'} the store's"
+        except ValueError:
+            pass
+    return "the clocks of this machine and of the store differ (RequestTimeTooSkewed)"

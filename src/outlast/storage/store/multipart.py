@@ -1,0 +1,309 @@
+"""Multipart uploads to S3, several parts at a time, which resume after a kill.
+
+Before the first part, a journal records the upload: {key, upload, size, mtime_ns, inode, part}. A later call with the same
+journal sends only the missing parts if the file is unchanged, and aborts the upload otherwise. `etag` is added when all parts
+have arrived, to recognise an upload whose completion got no answer. Called by `store.Store.upload`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from outlast.base import files
+from outlast.base.errors import Changed, Missing, Stopped, StoreError
+from outlast.storage.store.s3 import Access
+
+SMALL = 8 << 20
+"""Bytes; what is not larger is one request instead."""
+PART = 16 << 20
+"""Bytes a part, as long as that makes no more than MAX_PARTS."""
+MAX_PARTS = 9_500  # S3 allows 10,000
+AT_ONCE = 8
+COPIED = 1 << 30
+"""Bytes a part that is copied in the store."""
+PIECE = 256 << 10
+"""Bytes read and sent at once: all the memory a part takes, and what must not time out on a slow line."""
+_ENCRYPTION = {
+    "ServerSideEncryption": "AWS_SERVER_SIDE_ENCRYPTION",
+    "SSEKMSKeyId": "AWS_SSE_KMS_KEY_ID",
+    "BucketKeyEnabled": "AWS_SSE_BUCKET_KEY_ENABLED",
+}
+"""Arguments of an upload, and the environment variables by which obstore knows them for everything else."""
+
+
+def part_size(size: int) -> int:
+    """Bytes a part for a file of `size` bytes; whole MiB."""
+    return max(PART, -(-size // (MAX_PARTS << 20)) << 20)
+
+
+def noted(journal: Path | None) -> dict[str, Any] | None:
+    """The upload noted in a journal; None if there is none, or the journal is damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        note = json.loads(journal.read_text()) if journal else None
+        if isinstance(note, dict) and {"key", "upload", "size", "mtime_ns", "inode", "part"} <= note.keys():
+            return note
+    return None
+
+
+class Slice:
+    """Some bytes of an open file, as a file to be sent. `stop` ends the request in the middle."""
+
+    def __init__(self, file: int, start: int, length: int, stop: threading.Event) -> None:
+        self._file, self._start, self._length, self._stop, self._at = file, start, length, stop, 0
+
+    def read(self, _: int = -1) -> bytes:
+        """The next piece, whatever was asked for."""
+        if self._stop.is_set():
+            raise Stopped("the upload was stopped")
+        wanted = min(PIECE, self._length - self._at)
+        data = os.pread(self._file, wanted, self._start + self._at) if wanted else b""
+        if len(data) != wanted:
+            raise Changed("the file became shorter while it was sent", retry=True)
+        self._at += wanted
+        return data
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._length)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def __len__(self) -> int:
+        return self._length
+
+
+@dataclass(frozen=True)
+class Upload:
+    """One object that is written by parts."""
+
+    access: Access
+    bucket: str
+    key: str
+    do: Callable[[str, Callable[[], Any]], Any]
+    """Makes a request, named by a verb: patiently, and with its errors mapped."""
+    stop: threading.Event
+
+    def send(self, path: Path, journal: Path | None, progress: Callable[[int], None]) -> str:
+        """Send a file, or what of it is not there yet; the object's etag. Raises StoreError, Changed when the file changes
+        meanwhile, Stopped, and OSError when it cannot be read."""
+        reported = 0
+        for again in (False, True):
+            arrived = 0
+
+            def tell(count: int) -> None:
+                nonlocal reported, arrived
+                arrived += count
+                progress(max(0, arrived - reported))
+                reported = max(reported, arrived)
+
+            try:
+                return self._send(path, journal, tell)
+            except StoreError as error:
+                if again or type(error) is not StoreError:
+                    raise
+                # Some servers cannot take a part once more that did not arrive whole (rclone): from the beginning, then.
+                if note := noted(journal):
+                    self.abort(note["upload"])
+                self._end(journal)
+        raise AssertionError
+
+    def _send(self, path: Path, journal: Path | None, progress: Callable[[int], None]) -> str:
+        with path.open("rb") as file:
+            before = _identity(os.fstat(file.fileno()))
+            if not before["size"]:
+                raise Changed(f"{path} was emptied before it was sent", retry=True)
+            note, arrived = self._found(before, noted(journal))
+            if note and arrived is None and (etag := self._completed(note)):
+                progress(before["size"])
+                self._end(journal)
+                return etag
+            if note is None or arrived is None:
+                note, arrived = self._begun(before), {}
+                if journal:
+                    files.replace(journal, json.dumps(note))
+            try:
+                etags = self._parts(file.fileno(), note, arrived, progress)
+                if _identity(os.fstat(file.fileno())) != before or _identity(path.stat()) != before:
+                    raise Changed(f"{path} changed while it was sent", retry=True)
+                note["etag"] = _etag(etags)
+                if journal:
+                    files.replace(journal, json.dumps(note))
+                etag = self._complete(note, etags)
+            except BaseException as error:
+                if journal is None or isinstance(error, Changed):
+                    with contextlib.suppress(StoreError):
+                        self.abort(note["upload"])
+                    self._end(journal)
+                raise
+        self._end(journal)
+        return etag
+
+    def abort(self, upload: str) -> None:
+        """Have the store forget the parts it has got of an upload."""
+        with contextlib.suppress(Missing):
+            self.do("write", lambda: self._ask("abort_multipart_upload", UploadId=upload))
+
+    def copied(self, source: str, size: int, etag: str) -> None:
+        """Have the store make the object of another one of the same bucket, which is too large to be copied by one request."""
+        note = self._begun({"size": size})
+        try:
+            etags = []
+            for number, start in enumerate(range(0, size, COPIED), 1):
+                arguments = {
+                    "CopySource": {"Bucket": self.bucket, "Key": source},
+                    "CopySourceIfMatch": etag,
+                    "CopySourceRange": f"bytes={start}-{min(size, start + COPIED) - 1}",
+                    "PartNumber": number,
+                    "UploadId": note["upload"],
+                }
+                said = self.do("copy", partial(self._ask, "upload_part_copy", **arguments))
+                if not said.get("CopyPartResult", {}).get("ETag"):
+                    raise StoreError(f"the server cannot copy parts of {source}")
+                etags.append(said["CopyPartResult"]["ETag"])
+            note["etag"] = _etag(etags)
+            self._complete(note, etags)
+        except BaseException:
+            with contextlib.suppress(StoreError):
+                self.abort(note["upload"])
+            raise
+
+    def _ask(self, operation: str, **arguments: Any) -> Any:
+        return getattr(self.access.client, operation)(Bucket=self.bucket, Key=self.key, **arguments)
+
+    def _found(
+        self, before: dict[str, int], note: dict[str, Any] | None
+    ) -> tuple[dict[str, Any] | None, dict[int, tuple[str, int]] | None]:
+        """The upload that was begun for this very file, and its parts that have arrived; None: the store knows of no upload."""
+        if note is None or note["key"] != f"{self.bucket}/{self.key}":
+            return None, None
+        if before.items() <= note.items():
+            return note, self._arrived(note["upload"])
+        self.abort(note["upload"])
+        return None, None
+
+    def _begun(self, before: dict[str, int]) -> dict[str, Any]:
+        encryption: dict[str, Any] = {name: os.environ[env] for name, env in _ENCRYPTION.items() if os.environ.get(env)}
+        if "BucketKeyEnabled" in encryption:
+            encryption["BucketKeyEnabled"] = encryption["BucketKeyEnabled"].lower() in ("1", "true")
+        upload = self.do("write", lambda: self._ask("create_multipart_upload", **encryption))["UploadId"]
+        return {"key": f"{self.bucket}/{self.key}", "upload": upload, **before, "part": part_size(before["size"])}
+
+    def _arrived(self, upload: str) -> dict[int, tuple[str, int]] | None:
+        """Etag and size of the parts that the store has got; None when it does not know of the upload."""
+        found: dict[int, tuple[str, int]] = {}
+        marker = 0
+
+        def page() -> Any:
+            return self._ask("list_parts", UploadId=upload, PartNumberMarker=marker)
+
+        while True:
+            try:
+                said = self.do("write", page)
+            except Missing:
+                return None
+            found.update({part["PartNumber"]: (part["ETag"], part["Size"]) for part in said.get("Parts", ())})
+            if not said.get("IsTruncated") or (following := int(said.get("NextPartNumberMarker") or 0)) <= marker:
+                return found
+            marker = following
+
+    def _parts(
+        self, file: int, note: Mapping[str, Any], arrived: Mapping[int, tuple[str, int]], progress: Callable[[int], None]
+    ) -> list[str]:
+        """Send the parts that have not arrived; the etags of all."""
+        size, part = note["size"], note["part"]
+        lengths = {number: min(part, size - start) for number, start in enumerate(range(0, size, part), 1)}
+        etags = {number: arrived[number][0] for number, length in lengths.items() if arrived.get(number, ("", -1))[1] == length}
+        progress(sum(lengths[number] for number in etags))
+        waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for number in lengths.keys() - etags.keys():
+            waiting.put(number)
+        done: queue.SimpleQueue[tuple[int, str] | BaseException] = queue.SimpleQueue()
+        enough = threading.Event()
+
+        def work(own: int) -> None:
+            try:
+                while not enough.is_set():
+                    number = waiting.get_nowait()
+
+                    def request(number: int = number) -> Any:
+                        body = Slice(own, (number - 1) * part, lengths[number], enough)
+                        return self._ask("upload_part", PartNumber=number, UploadId=note["upload"], Body=body)
+
+                    done.put((number, self.do("write", request)["ETag"]))
+            except queue.Empty:
+                pass
+            except BaseException as error:
+                done.put(error)
+            finally:
+                os.close(own)
+
+        threads: list[threading.Thread] = []
+        try:
+            for _ in range(min(AT_ONCE, waiting.qsize())):
+                # A daemon: a stalled connection does not keep the process from its end. With its own file: it may outlast us.
+                threads.append(threading.Thread(target=work, args=(os.dup(file),), name=f"part of {self.key}", daemon=True))
+                threads[-1].start()
+            while len(etags) < len(lengths):
+                if self.stop.is_set():
+                    raise Stopped(f"the upload of {self.key} was stopped")
+                with contextlib.suppress(queue.Empty):
+                    said = done.get(timeout=0.1)
+                    if isinstance(said, BaseException):
+                        raise said
+                    etags[said[0]] = said[1]
+                    progress(lengths[said[0]])
+        finally:
+            enough.set()
+            deadline = time.monotonic() + (0 if self.stop.is_set() else 5)
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+        return [etags[number] for number in sorted(etags)]
+
+    def _complete(self, note: Mapping[str, Any], etags: list[str]) -> str:
+        parts = {"Parts": [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, 1)]}
+        try:
+            self.do("write", lambda: self._ask("complete_multipart_upload", UploadId=note["upload"], MultipartUpload=parts))
+        except Missing:  # an attempt whose answer was lost may have done it
+            if etag := self._completed(note):
+                return etag
+            raise Changed(f"the store has forgotten the upload of {self.key}", retry=True) from None
+        head = self.do("read", lambda: self._ask("head_object"))
+        if head["ContentLength"] != note["size"]:
+            raise Changed(f"{self.key} has {head['ContentLength']} bytes in the store, not {note['size']}", retry=True)
+        return str(head["ETag"])
+
+    def _completed(self, note: Mapping[str, Any]) -> str:
+        """The etag of the object if it is what this upload makes; else empty."""
+        with contextlib.suppress(Missing):
+            head = self.do("read", lambda: self._ask("head_object"))
+            if note.get("etag") and head["ContentLength"] == note["size"] and head["ETag"].strip('"') == note["etag"]:
+                return str(head["ETag"])
+        return ""
+
+    def _end(self, journal: Path | None) -> None:
+        if journal:
+            journal.unlink(missing_ok=True)
+
+
+def _identity(stat: os.stat_result) -> dict[str, int]:
+    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "inode": stat.st_ino}
+
+
+def _etag(parts: list[str]) -> str:
+    """The etag that an object of these parts gets where etags are MD5 sums (not with KMS): that of theirs, and their number."""
+    with contextlib.suppress(ValueError):
+        whole = hashlib.md5(b"".join(bytes.fromhex(etag.strip('"')) for etag in parts), usedforsecurity=False)
+        return f"{whole.hexdigest()}-{len(parts)}"
+    return ""

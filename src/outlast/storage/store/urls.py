@@ -1,0 +1,71 @@
+"""URLs of stores, and valid names of objects. Pure; called by `store.client`.
+
+A URL is taken literally: nothing in it is percent-encoded, `#` and `?` are letters like others. Slashes that are repeated or at
+the end have no meaning.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from outlast.base.errors import StoreError
+
+PLACES = {"s3": "bucket", "gs": "bucket", "az": "container", "file": "directory", "memory": "name"}
+"""By scheme, what the first segment names."""
+_BUCKET = {
+    "s3": (re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{1,253}[a-zA-Z0-9]"), "3 to 63 of a-z, 0-9, `-` and `.`"),
+    "gs": (re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]"), "3 to 63 of a-z, 0-9, `-`, `_` and `.`"),
+    "az": (re.compile(r"\$?[a-z0-9](-?[a-z0-9])*"), "3 to 63 of a-z, 0-9 and single `-`"),
+}
+
+
+def normalised(url: str) -> str:
+    """The URL without what has no meaning: repeated and trailing slashes, `.` segments. Raises StoreError when it names no
+    place."""
+    scheme, separator, rest = url.partition("://")
+    known = ", ".join(f"{scheme}://" for scheme in PLACES)
+    if not separator:
+        if match := re.fullmatch(rf"({'|'.join(PLACES)}):/?([^/].*)", url):
+            raise StoreError(f"{url} is no URL of a store; write {match[1]}://{match[2]}")
+        raise StoreError(f"{url!r} is no URL of a store; those begin with {known}")
+    if scheme not in PLACES:
+        raise StoreError(f"{url}: there is no store {scheme}:// here; use one of {known}")
+    segments = [segment for segment in rest.split("/") if segment not in ("", ".")]
+    if wrong := segments and impossible("/".join(segments), "") if scheme != "file" else "\0" in rest and "it has a zero byte":
+        raise StoreError(f"{url!r} cannot be a place in a store: {wrong}")
+    if scheme == "file":
+        # RFC 8089 knows absolute paths only; file://./x and file://x are below the current directory here.
+        path = os.path.normpath(os.path.join("/" if rest.startswith("/") else os.getcwd(), *segments))
+        return f"file://{path}"
+    what = PLACES[scheme]
+    if rest.startswith("/") or not segments:
+        raise StoreError(f"{url} names no {what}; write {scheme}://{what}/prefix")
+    pattern, allowed = _BUCKET.get(scheme, (re.compile(".+"), ""))
+    if not pattern.fullmatch(segments[0]):
+        raise StoreError(f"{url}: {segments[0]!r} cannot be the name of a {what}; that is {allowed}")
+    return f"{scheme}://{'/'.join(segments)}"
+
+
+def impossible(key: str, scheme: str) -> str:
+    """Why an object cannot be called so; empty when it can."""
+    if not key:
+        return "it is empty"
+    segments = key.split("/")
+    if "" in segments:
+        return "a segment is empty (a slash at its begin or end, or two in a row)"
+    if "." in segments or ".." in segments:
+        return "a segment is `.` or `..`"
+    if odd := next((letter for letter in key if ord(letter) < 32 or ord(letter) == 127), ""):
+        return f"it has the control character {odd!r}"
+    try:
+        length = len(key.encode())
+    except UnicodeEncodeError:
+        return "it is not valid Unicode"
+    if scheme == "az" and "\\" in key:
+        return "Azure takes a backslash for a slash"
+    if scheme == "file" and re.search(r"#\d+$", key):
+        return "file:// keeps names that end in # and digits for files that are being written"
+    if scheme == "file" and any(len(segment.encode()) > 255 for segment in segments):
+        return "a segment is longer than 255 bytes"
+    return f"it has {length:,} bytes, and 1,024 are allowed" if length > 1024 and scheme in ("s3", "gs", "az") else ""

@@ -1,0 +1,120 @@
+"""The local state of a sync: an interrupted one resumes, an unchanged one has nothing to do.
+
+    state           files and objects (`index.State`), replaced as a whole
+    state.done      log of transfers since then, a line a file
+    state.lock      held by the one process that syncs
+    state.uploads/  journals of large uploads (`Store.upload`)
+
+A transfer is logged after it is done. So whenever the process dies, a logged file has been transferred, and one that is not
+logged is transferred again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from outlast.base import file_locks, files
+from outlast.base.errors import AlreadyRunning, OutlastError
+from outlast.storage.sync.index import Object, Seen, State
+
+_FLUSH_S = 1.0
+"""Flush interval of the log: a kill loses this much of it, an exception nothing."""
+
+
+class StateFile:
+    """The state of one tree and one store, while we hold its lock."""
+
+    def __init__(self, path: Path, place: str) -> None:
+        self._path = path
+        self._done = path.with_name(f"{path.name}.done")
+        self.uploads = path.with_name(f"{path.name}.uploads")
+        self._file: IO[str] | None = None
+        self._flushed = 0.0
+        self._id = ""
+        self.fresh: set[str] = set()
+        """Paths transferred after the state was written, which the manifest in the store does not list yet."""
+        self.state = State(place)
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            state, self._id = State.decode(path.read_bytes()), _id(path)
+            if state.place == place:
+                self.state = state
+        self._replay()
+        self._replayed = bool(self.fresh)
+
+    def _replay(self) -> None:
+        """Apply the log. Its last line may be incomplete."""
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError), self._done.open() as lines:
+            if json.loads(next(lines, "null")) != {"place": self.state.place, "after": self._id}:
+                return
+            for line in lines:
+                path, there, here = json.loads(line)
+                self.state.objects[path], self.state.seen[path] = Object(*there), Seen(*here)
+                self.fresh.add(path)
+
+    def add(self, path: str, there: Object, here: Seen) -> None:
+        """Record that a file and an object are the same."""
+        self.state.objects[path], self.state.seen[path] = there, here
+        self.fresh.add(path)
+        if self._file is None:
+            self._file = self._opened()
+        self._file.write(json.dumps([path, there, here]) + "\n")
+        if time.monotonic() - self._flushed > _FLUSH_S:
+            self.flush()
+
+    def _opened(self) -> IO[str]:
+        if self._replayed:  # cut off what a kill left of a line, lest it spoil the next
+            whole = self._done.read_bytes()
+            os.truncate(self._done, whole.rfind(b"\n") + 1)
+            return self._done.open("a")
+        file = self._done.open("w")
+        file.write(json.dumps({"place": self.state.place, "after": self._id}) + "\n")
+        return file
+
+    def flush(self) -> None:
+        """Flush the log."""
+        if self._file is not None:
+            self._file.flush()
+            self._flushed = time.monotonic()
+
+    def save(self) -> None:
+        """Write the state, and start a new log."""
+        files.replace(self._path, self.state.encode())
+        self._id = _id(self._path)
+        self.close()
+        self._done.unlink(missing_ok=True)
+        self.fresh.clear()
+        self._replayed = False
+
+    def close(self) -> None:
+        """Close the log."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _id(path: Path) -> str:
+    """Identifies a version of the state: a log belongs to one."""
+    stat = path.stat()
+    return f"{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}"
+
+
+@contextlib.contextmanager
+def opened(path: Path, place: str) -> Iterator[StateFile]:
+    """The state at `path`, locked; raises AlreadyRunning when another process has it."""
+    lock = path.with_name(f"{path.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.touch()
+    except OSError as error:
+        raise OutlastError(f"the notes of a sync cannot be kept in {path.parent}: {error.strerror}") from error
+    with file_locks.attempted(lock) as ours:
+        if not ours:
+            raise AlreadyRunning(f"another process syncs this with {place.rpartition('/')[0]} now ({lock}); wait for it")
+        with contextlib.closing(StateFile(path, place)) as file:
+            yield file

@@ -1,0 +1,375 @@
+"""Files to objects and objects to files, many at a time, in bounded memory.
+
+    send(store, [(path, key)], journals=directory)        -> {key: Sent}
+    receive(store, [(key, size, path)])                   -> {key: crc32}
+
+Small files are sent and received whole, large ones by parts. What arrives is written beside its place, compared with the size
+(and checksum) that is expected, and renamed. `pool` provides the threads and limits the memory. `sync` does this for trees,
+`checkpoints` for checkpoints, `fetch` and `code` for data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from outlast.base import crc32
+from outlast.base.errors import Changed, Denied, Missing, Stopped, StoreError, Unreachable
+from outlast.storage.store import Store
+from outlast.storage.sync import tree
+from outlast.storage.sync.direct import Direct
+from outlast.storage.sync.index import Stat
+from outlast.storage.sync.pool import Job, Outcome, work
+
+T = TypeVar("T")
+SMALL = 8 << 20
+"""Bytes; a larger file is sent by `Store.upload`, and received by pieces of this size."""
+_UPLOAD = 32 << 20
+"""Bytes that `Store.upload` holds of one file."""
+
+
+class Damaged(StoreError):
+    """The content that arrived has another size or checksum than expected."""
+
+
+class Sent(NamedTuple):
+    """An object as it was written."""
+
+    size: int
+    crc32: int
+    etag: str
+
+
+class Uploaded(NamedTuple):
+    """A file that was sent."""
+
+    sent: Sent
+    stat: Stat
+    """The file when it was read."""
+    read: int
+    """When reading began, nanoseconds since the epoch."""
+    steady: bool
+    """Whether it stayed unchanged while it was read."""
+
+
+class Wanted(NamedTuple):
+    """An object to be received."""
+
+    key: str
+    size: int
+    path: str
+    crc32: int = -1
+    """The expected checksum; -1: unknown."""
+    mtime: int | None = None
+    """Modification time to set, nanoseconds since the epoch."""
+
+
+class Downloaded(NamedTuple):
+    """A file that was received."""
+
+    crc32: int
+    stat: Stat
+
+
+def send(
+    store: Store,
+    files: Iterable[tuple[Path, str]],
+    *,
+    journals: Path,
+    progress: Callable[[int], None] = lambda _: None,
+    stop: threading.Event | None = None,
+) -> dict[str, Sent]:
+    """Upload files, given as (path, key); returns the objects by key.
+
+    Uploads of large files resume after a kill, from their journals in the directory `journals`. `progress` gets the bytes sent
+    since the last call, from many threads. Raises the first StoreError or OSError, Changed when a file changes meanwhile, and
+    Stopped soon after `stop` is set.
+    """
+    done = {}
+    for (path, key), uploaded in _results(uploads(store, files, journals=journals, progress=progress, stop=stop)):
+        if not uploaded.steady:
+            raise Changed(f"{path} changes while it is sent", retry=True)
+        done[key] = uploaded.sent
+    return done
+
+
+def receive(
+    store: Store,
+    objects: Iterable[tuple[str, int, Path]],
+    *,
+    durable: bool = False,
+    progress: Callable[[int], None] = lambda _: None,
+    stop: threading.Event | None = None,
+) -> dict[str, int]:
+    """Download objects to files, given as (key, size, path); returns their crc32 by key.
+
+    A file appears under its name when it has the right size; `durable`: not before it would survive a power failure. `progress`
+    gets the bytes received since the last call, from many threads. Raises the first StoreError or OSError, Missing and Changed
+    among them, and Stopped soon after `stop` is set.
+    """
+    wanted = (Wanted(key, size, str(path)) for key, size, path in objects)
+    outcomes = downloads(store, wanted, durable=durable, progress=progress, stop=stop)
+    return {one.key: downloaded.crc32 for one, downloaded in _results(outcomes)}
+
+
+def _results(outcomes: Generator[Outcome[T], None, None]) -> Iterator[tuple[Any, T]]:
+    """What was transferred, with its result; raises the first error."""
+    with contextlib.closing(outcomes):
+        for of, result, error in outcomes:
+            if error is not None:
+                raise error
+            assert result is not None
+            yield of, result
+
+
+# Sending
+
+
+def uploads(
+    store: Store,
+    files: Iterable[tuple[Path, str]],
+    *,
+    journals: Path,
+    snapshots: bool = False,
+    progress: Callable[[int], None] = lambda _: None,
+    stop: threading.Event | None = None,
+    tick: Callable[[], None] = lambda: None,
+) -> Generator[Outcome[Uploaded], None, None]:
+    """Upload files and yield the outcome of each. With `snapshots`, a large file that keeps changing is copied first."""
+    enough = threading.Event()
+
+    def job(path: Path, key: str) -> Uploaded:
+        read = time.time_ns()
+        data = tree.read(path, SMALL)
+        if data is None:
+            return _upload(store, path, key, journals, snapshots, progress, enough)
+        content, stat, steady = data
+        uploaded = Uploaded(Sent(len(content), crc32.update(content), store.put(key, content)), stat, read, steady)
+        progress(len(content))
+        return uploaded
+
+    def jobs() -> Iterator[Job[Uploaded]]:
+        for path, key in files:
+            size = 0
+            with contextlib.suppress(OSError):  # the job will say so
+                size = os.stat(path).st_size
+            yield Job((path, key), size if size <= SMALL else _UPLOAD, partial(job, path, key))
+
+    yield from work(jobs(), enough, stop=stop, tick=tick)
+
+
+def _upload(
+    store: Store,
+    path: Path,
+    key: str,
+    journals: Path,
+    snapshots: bool,
+    progress: Callable[[int], None],
+    stop: threading.Event,
+) -> Uploaded:
+    """Upload a large file. A second thread computes the checksum at the same time, from the same pages."""
+    journals.mkdir(parents=True, exist_ok=True)
+    journal = journals / f"{hashlib.sha256(f'{store.url}/{key}'.encode()).hexdigest()[:32]}.upload"
+    for _ in range(1 if snapshots else tree.ATTEMPTS):  # a file that has changed once will change again
+        read, before = time.time_ns(), tree.look(path)
+        failed = threading.Event()
+        with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1) as other:
+            crc = other.submit(crc32.of, file.fileno(), before.size, stop=failed)
+            try:
+                etag = store.upload(path, key, journal=journal, progress=progress, stop=stop)
+            except Changed:
+                failed.set()
+                continue
+            except BaseException:
+                failed.set()
+                raise
+            if tree.look(path) == before:
+                return Uploaded(Sent(before.size, crc.result(), etag), before, read, True)
+    if not snapshots:
+        raise Changed(f"{path} changes while it is sent", retry=True)
+    with tempfile.TemporaryDirectory(dir=journals) as directory:
+        copy = Path(directory) / "copy"
+        read, before = time.time_ns(), tree.look(path)
+        size, crc_sent = tree.copy(path, copy, before.size)
+        # What has only grown still begins like this: then it is no mixture of old and new.
+        with path.open("rb", buffering=0) as file:
+            steady = crc32.of(file.fileno(), size) == crc_sent
+        etag = store.upload(copy, key, progress=progress, stop=stop)
+    return Uploaded(Sent(size, crc_sent, etag), before._replace(size=size, ctime=0), read, steady)
+
+
+# Receiving
+
+
+def downloads(
+    store: Store,
+    wanted: Iterable[Wanted],
+    *,
+    durable: bool = False,
+    progress: Callable[[int], None] = lambda _: None,
+    stop: threading.Event | None = None,
+    tick: Callable[[], None] = lambda: None,
+) -> Generator[Outcome[Downloaded], None, None]:
+    """Download objects and yield the outcome of each."""
+    enough = threading.Event()
+    direct = Direct(store.link)
+    begun: list[_Pieces] = []
+
+    def small(one: Wanted) -> Downloaded:
+        for attempt in range(2):
+            with tree.AtomicFile(one.path) as partial:
+                arrived = direct.fetch(one.key, partial.fd, 0, one.size, True) if one.size and not attempt else None
+                if arrived is None:
+                    data, entry = store.read(one.key)
+                    if entry.size != one.size:
+                        raise _replaced(store, one, entry.size)
+                    arrived = crc32.update(data)
+                    tree.write(partial.fd, data, 0)
+                crc = arrived
+                if one.crc32 in (-1, crc):
+                    stat = partial.finish(one.mtime, durable=durable)
+                    progress(one.size)
+                    return Downloaded(crc, stat)
+        raise _damaged(store, one, crc)
+
+    def jobs() -> Iterator[Job[Downloaded | None]]:
+        for one in wanted:
+            if one.size <= SMALL:
+                yield Job(one, one.size, partial(small, one))
+                continue
+            pieces = _Pieces(store, one, direct, durable, progress, enough)
+            begun[:] = [other for other in begun if not other.ended] + [pieces]
+            for start in range(0, one.size, SMALL):
+                yield Job(one, SMALL, partial(pieces.fetch, start))
+
+    try:
+        with contextlib.closing(work(jobs(), enough, stop=stop, tick=tick)) as outcomes:
+            for outcome in outcomes:
+                if outcome.result is not None or outcome.error is not None:
+                    yield outcome  # type: ignore[misc]
+    finally:
+        for pieces in begun:
+            pieces.give_up()
+        direct.close()
+
+
+@dataclass(eq=False)
+class _Pieces:
+    """A large object that is downloaded in pieces. The thread with the last piece finishes the file, or raises the first
+    error."""
+
+    store: Store
+    wanted: Wanted
+    direct: Direct
+    durable: bool
+    progress: Callable[[int], None]
+    enough: threading.Event
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._file: tree.AtomicFile | None = None
+        self._etag = ""
+        self._left = -(-self.wanted.size // SMALL)
+        self._busy = 0
+        self._crcs: dict[int, int] = {}
+        self._error: BaseException | None = None
+        self.ended = False
+
+    def fetch(self, start: int) -> Downloaded | None:
+        """Download the piece at `start`; returns the file after the last piece."""
+        with self._lock:
+            self._left -= 1
+            if self._error is None:
+                try:
+                    self._begin()
+                except BaseException as error:
+                    self._error = error
+            going = self._error is None
+            self._busy += going
+        if going:
+            try:
+                self._bring(start)
+            except BaseException as error:
+                self._error = self._error or error
+        with self._lock:
+            self._busy -= going
+            if self._left or self._busy:
+                self._drop_if_idle()
+                return None
+            self.ended = True
+            try:
+                if self._error is not None:
+                    raise self._error
+                return self._end()
+            finally:
+                if self._file is not None:
+                    self._file.close()
+
+    def give_up(self) -> None:
+        """Abandon the download if it has not ended."""
+        with self._lock:
+            self._error = self._error or Stopped(f"the download of {self.wanted.key} was stopped")
+            self._drop_if_idle()
+
+    def _begin(self) -> None:
+        if self.enough.is_set():
+            raise Stopped(f"the download of {self.wanted.key} was stopped")
+        if self._file is None:
+            if self.wanted.crc32 < 0:  # else that tells whether all pieces are of one version
+                entry = self.store.head(self.wanted.key)
+                if entry.size != self.wanted.size:
+                    raise _replaced(self.store, self.wanted, entry.size)
+                self._etag = entry.etag
+            self._file = tree.AtomicFile(self.wanted.path)
+            os.truncate(self._file.fd, self.wanted.size)
+
+    def _bring(self, start: int) -> None:
+        assert self._file is not None
+        file, end = self._file.fd, min(start + SMALL, self.wanted.size)
+        crc = self.direct.fetch(self.wanted.key, file, start, end, False)
+        if crc is None:
+            try:
+                data = self.store.range(self.wanted.key, start, end)
+            except (Denied, Missing, Unreachable):
+                raise
+            except StoreError:  # stores have many words for an object that has no such bytes
+                if (entry := self.store.head(self.wanted.key)).size != self.wanted.size:
+                    raise _replaced(self.store, self.wanted, entry.size) from None
+                raise
+            crc = crc32.update(data)
+            tree.write(file, data, start)
+        self._crcs[start] = crc
+        self.progress(end - start)
+
+    def _end(self) -> Downloaded:
+        assert self._file is not None
+        one, crc = self.wanted, 0
+        for start in sorted(self._crcs):
+            crc = crc32.combine(crc, self._crcs[start], min(SMALL, one.size - start))
+        if one.crc32 not in (-1, crc):
+            raise _damaged(self.store, one, crc)
+        if self._etag and self.store.head(one.key).etag != self._etag:
+            raise Changed(f"{self.store.url}/{one.key} was replaced while it was received", retry=True)
+        return Downloaded(crc, self._file.finish(one.mtime, durable=self.durable))
+
+    def _drop_if_idle(self) -> None:
+        if self._error is not None and not self._busy and self._file is not None:
+            self._file.close()
+
+
+def _replaced(store: Store, wanted: Wanted, size: int) -> Changed:
+    return Changed(f"{store.url}/{wanted.key} has {size} bytes instead of {wanted.size}: it was replaced meanwhile", retry=True)
+
+
+def _damaged(store: Store, wanted: Wanted, crc: int) -> Damaged:
+    return Damaged(f"{store.url}/{wanted.key} has crc32 {crc} instead of {wanted.crc32}; it was replaced, or is damaged")

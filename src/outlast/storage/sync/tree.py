@@ -1,0 +1,313 @@
+"""A directory tree: scanning it, consistent reads of files, atomic writes.
+
+Called by `sync` and `transfer`. Links to files count as files. A link to a directory is followed if that lies inside the tree and
+is not being walked already. Names are UTF-8. Empty directories do not count: stores know none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat as kinds
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from outlast.base import crc32
+from outlast.base.errors import NotFound, OutlastError
+from outlast.storage.sync.index import Seen, Stat, seen
+
+PARTIAL = ".outlast-"
+"""How the names of files begin that are being written; they end in `.part`."""
+_PIECE = 64 << 10
+"""Bytes written at a time. For more, Linux takes larger blocks of memory for its cache; a virtual machine that gives free blocks
+back to its host (free page reporting) must then get them again, which takes three times as long as all the rest."""
+ATTEMPTS = 3
+"""How often a file is read that changes meanwhile."""
+
+
+@dataclass
+class Scan:
+    """What a walk has found. Paths are relative, with slashes."""
+
+    files: dict[str, Stat] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    """What could not be read, and why. It may exist although it is not in `files`."""
+    ignored: dict[str, str] = field(default_factory=dict)
+    """What is no file, and why."""
+    partials: list[str] = field(default_factory=list)
+    """Files being written, or left half written."""
+
+
+def scan(root: str, *, skip: Callable[[str], bool] | None = None, own: str = "") -> Scan:
+    """Walk a tree. `own` is the name of a manifest, which does not count. Raises NotFound when there is no such directory.
+
+    What is deleted during the walk is ignored.
+    """
+    if not os.path.isdir(root):
+        there = os.path.lexists(root)
+        raise NotFound(
+            f"{root} is not a directory; give a directory" if there else f"{root} is not there; give a directory that is"
+        )
+    scan = Scan()
+    files, real = scan.files, os.path.realpath(root)
+    # Prefix of its files, where it is, and the true places of all directories on the way, each walked into through a link.
+    waiting: list[tuple[str, str, tuple[str, ...]]] = [("", root, (real,))]
+    while waiting:
+        prefix, place, way = waiting.pop()
+        try:
+            with os.scandir(place) as entries:
+                for entry in entries:
+                    name = entry.name
+                    path = prefix + name
+                    if not name.isascii() and (wrong := _not_utf8(name)):
+                        scan.failed[wrong] = "its name is not UTF-8; rename it"
+                    elif entry.is_dir(follow_symlinks=False):
+                        waiting.append((path + "/", entry.path, (*way[:-1], f"{way[-1]}/{name}")))
+                    elif name.startswith(PARTIAL) and name.endswith(".part"):
+                        scan.partials.append(path)
+                    elif path == own or (skip is not None and skip(path)):
+                        pass
+                    elif entry.is_file(follow_symlinks=False):
+                        try:
+                            stat = entry.stat(follow_symlinks=False)
+                        except FileNotFoundError:
+                            continue
+                        files[path] = _stat(stat)
+                    elif entry.is_symlink():
+                        if inside := _link(scan, path, entry.path, real, way):
+                            waiting.append((path + "/", entry.path, (*way, inside)))
+                    else:
+                        scan.ignored[path] = "it is neither a file nor a directory"
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            scan.failed[prefix or "."] = f"it cannot be listed: {error.strerror}"
+    return scan
+
+
+def _link(scan: Scan, path: str, place: str, real: str, way: tuple[str, ...]) -> str:
+    """Add the target of a link if it is a file; returns the target if it is a directory to walk."""
+    try:
+        found = os.stat(place)
+        target = os.path.realpath(place)
+    except OSError as error:
+        scan.ignored[path] = f"it is a link to nothing ({error.strerror})"
+        return ""
+    if kinds.S_ISREG(found.st_mode):
+        scan.files[path] = _stat(found)
+    elif not kinds.S_ISDIR(found.st_mode):
+        scan.ignored[path] = "it is a link to neither a file nor a directory"
+    elif not f"{target}/".startswith(f"{real}/"):
+        scan.ignored[path] = f"it is a link to a directory outside ({target})"
+    elif any(f"{step}/".startswith(f"{target}/") for step in way):
+        scan.ignored[path] = f"it is a link to a directory that it is in ({target})"
+    else:
+        return target
+    return ""
+
+
+def _not_utf8(name: str) -> str:
+    """The printable form of a name that is not UTF-8; empty if it is UTF-8."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return repr(os.fsencode(name))[2:-1]
+    return ""
+
+
+def gone(path: str | Path) -> bool:
+    """Whether a path does not exist (as opposed to one that we may not access)."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def look(path: str | Path) -> Stat:
+    """Size and times of a file; raises OSError."""
+    return _stat(os.stat(path))
+
+
+def _stat(found: os.stat_result) -> Stat:
+    return Stat(found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+def version(stat: Stat) -> tuple[int, int]:
+    """Changes when the content does."""
+    return stat.size, stat.mtime
+
+
+def read(path: str | Path, limit: int) -> tuple[bytes, Stat, bool] | None:
+    """A file's content, its stat before the read, and whether that stayed the same; None if it has more than `limit` bytes.
+
+    A file that changes meanwhile is read again, a few times. Raises OSError.
+    """
+    with open(path, "rb", buffering=0) as file:
+        for _ in range(ATTEMPTS):
+            before = _stat(os.fstat(file.fileno()))
+            if before.size > limit:
+                return None
+            data = os.pread(file.fileno(), before.size, 0)
+            steady = len(data) == before.size and version(_stat(os.fstat(file.fileno()))) == version(before)
+            if steady:
+                break
+    return data, before._replace(size=len(data)), steady
+
+
+def write(file: int, data: bytes | memoryview, start: int) -> None:
+    """Write all of `data` at a place of an open file; raises OSError."""
+    view = memoryview(data)
+    written = 0
+    while written < len(view):
+        written += os.pwrite(file, view[written : written + _PIECE], start + written)
+
+
+def checksum(path: str) -> Seen:
+    """A file's checksum and stat; the checksum is -1 if the file changes meanwhile. Raises OSError."""
+    began = time.time_ns()
+    with open(path, "rb", buffering=0) as file:
+        before = _stat(os.fstat(file.fileno()))
+        crc = crc32.of(file.fileno(), before.size)
+        steady = version(_stat(os.fstat(file.fileno()))) == version(before)
+    return seen(before, crc if steady else -1, began)
+
+
+def copy(path: Path, to: Path, length: int) -> tuple[int, int]:
+    """Copy up to `length` bytes of a file; returns their number and crc32. Raises OSError."""
+    with path.open("rb", buffering=0) as source, to.open("wb", buffering=0) as target:
+        size, crc = 0, 0
+        while size < length and (data := source.read(min(1 << 20, length - size))):
+            write(target.fileno(), data, size)
+            size, crc = size + len(data), crc32.update(data, crc)
+    return size, crc
+
+
+class AtomicFile:
+    """A file that is written beside `path` and renamed to it when complete.
+
+        with AtomicFile(path) as file:
+            os.pwrite(file.fd, ...)
+            stat = file.finish(mtime)
+
+    Without `finish`, nothing remains. Raises OSError, and OutlastError where a directory is in the way.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        directory = os.path.dirname(path)
+        self._partial = os.path.join(directory, f"{PARTIAL}{uuid.uuid4().hex}.part")
+        try:
+            self.fd = self._open()
+        except FileNotFoundError:
+            os.makedirs(directory, exist_ok=True)
+            self.fd = self._open()
+        self._finished = False
+
+    def _open(self) -> int:
+        return os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def __enter__(self) -> AtomicFile:
+        return self
+
+    def finish(self, mtime: int | None = None, *, durable: bool = False) -> Stat:
+        """Give the file its name, and its time (nanoseconds); the file as it is then."""
+        if mtime is not None:
+            os.utime(self.fd, ns=(mtime, mtime))
+        if durable:
+            os.fsync(self.fd)
+        try:
+            os.rename(self._partial, self.path)
+        except IsADirectoryError as error:
+            raise OutlastError(f"there is a directory of this name at {self.path}; move it away") from error
+        self._finished = True
+        return _stat(os.fstat(self.fd))
+
+    def finish_unless_there(self) -> None:
+        """Give the file its name unless a file of that name exists, which then stays."""
+        try:
+            os.link(self._partial, self.path)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links
+            if not os.path.lexists(self.path):
+                self.finish()
+
+    def close(self) -> None:
+        """Remove the file unless it is finished."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            if not self._finished:
+                with contextlib.suppress(OSError):
+                    os.unlink(self._partial)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Inside:
+    """Decides whether a path may be written: whether its directory, after all links, lies inside the tree."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._real = os.path.realpath(root)
+        self._known: dict[str, str] = {}
+
+    def obstacle(self, path: str) -> str:
+        """Why a file cannot be written at a relative path; empty when it can."""
+        directory = path.rpartition("/")[0]
+        if directory not in self._known:
+            self._known[directory] = self._why(directory)
+        return self._known[directory]
+
+    def _why(self, directory: str) -> str:
+        if directory and (above := self.obstacle(directory)):
+            return above
+        place = os.path.join(self._root, directory)
+        real = os.path.realpath(place)
+        if not f"{real}/".startswith(f"{self._real}/"):
+            return f"{directory} is a link that leads outside ({real})"
+        if os.path.lexists(place) and not os.path.isdir(place):
+            return f"{directory} is not a directory here; move it away"
+        return ""
+
+    def through_link(self, path: str) -> bool:
+        """Whether a link leads to the directory of a path."""
+        directory = path.rpartition("/")[0]
+        return os.path.realpath(os.path.join(self._root, directory)) != os.path.normpath(os.path.join(self._real, directory))
+
+
+def sweep(root: str, partials: list[str], before: float) -> None:
+    """Remove half-written files that have not changed since `before`."""
+    for path in partials:
+        with contextlib.suppress(OSError):
+            if os.stat(os.path.join(root, path)).st_mtime < before:
+                os.unlink(os.path.join(root, path))
+
+
+def remove(root: str, paths: list[str]) -> Iterator[tuple[str, str]]:
+    """Delete files, and the directories that become empty by that; yields each path with the reason why it could not, or ""."""
+    emptied: set[str] = set()
+    for path in paths:
+        try:
+            os.unlink(os.path.join(root, path))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            yield path, f"it cannot be deleted: {error.strerror}"
+            continue
+        emptied.add(path.rpartition("/")[0])
+        yield path, ""
+    while emptied:
+        above = set()
+        for directory in emptied - {""}:
+            with contextlib.suppress(OSError):
+                os.rmdir(os.path.join(root, directory))
+                above.add(directory.rpartition("/")[0])
+        emptied = above

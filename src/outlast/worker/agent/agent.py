@@ -1,0 +1,487 @@
+"""The agent: first process of a worker on this machine, the second in a pod (`agent.pid1`). It imports no torch and outlives
+everything it starts.
+
+Configured by the environment, see `contract.Env`, and begun by `agent.start`, it carries out what `agent.lifecycle` decides:
+prepares code and data, starts the warm process and from it the elastic agent, asks training to leave, kills hung processes,
+answers probes, and exits with a code of `contract.Exit`, however training ends.
+Its own state on disk (`worker.json`) is replaced as a whole, so it may be killed between any two lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import queue
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from outlast.base import probes
+from outlast.base.clock import Awake
+from outlast.base.errors import OutlastError, Superseded
+from outlast.job import contract, seal
+from outlast.job.ledger import Ledger
+from outlast.job.workerfiles import notice, time_left
+from outlast.job.workerfiles.log_pipe import Output
+from outlast.rendezvous.transport import Mode
+from outlast.rendezvous.transports import orders
+from outlast.worker.agent import coordination, lifecycle, ranks, reporter, snapshot_memory, upload_handle
+from outlast.worker.agent.launcher_watch import LauncherWatch
+from outlast.worker.agent.lifecycle import Phase
+from outlast.worker.hangs import rule, stacks
+from outlast.worker.launch import bytecode, shim, sibling
+
+if TYPE_CHECKING:
+    from outlast.job import spec
+    from outlast.storage.snapshots.server import Server as Snapshots
+    from outlast.worker.agent import run_ownership
+
+LOOK_INTERVAL_S = 0.1
+"""Longest time between two looks at the training processes."""
+LEAST_S = 1.0
+"""Time that a worker whose deadline is over has left: the clock of who wrote it may be ahead."""
+PREPARATION_STOP_TIMEOUT_S = 5.0
+"""How long a preparing phase may take to stop."""
+
+
+class Agent:
+    """One worker's agent. `main` makes one and runs it. `warm` is None until the job's environment exists, if it brings one."""
+
+    def __init__(
+        self,
+        warm: subprocess.Popen[bytes] | sibling.Forked | None,
+        job: spec.Job,
+        environ: dict[str, str],
+        log: Output,
+        clock: Awake | None = None,
+    ) -> None:
+        self.job, self.environ = job, environ
+        self.index = int(environ[contract.Env.WORKER])
+        self.state = Path(environ[contract.Env.STATE])
+        self.output = Path(environ[contract.Env.OUTPUT])
+        self.notice = Path(environ[contract.Env.NOTICE])
+        self.processes = job.spec.processes()
+        self.hang_limit_s = job.spec.hang.limit.total_seconds()
+        self.worker = lifecycle.Worker(stay=environ.get(contract.Env.STAY) == "1")
+        self.clock = clock or Awake()
+        self.exit: lifecycle.Exit | None = None
+        self.coordination = coordination.Coordination(job, environ, lost=self._superseded, broken=self._coordination_broke)
+        self.reporter = reporter.Reporter(self.state, log, self.hang_limit_s, pod=contract.Env.ADDRESS in environ)
+        self._looked_at = self.clock()
+        self._kill_at = float("inf")
+        """Time at which training that was asked to leave is killed."""
+        self._published = ""
+        """The deadline that the operator published last, as JSON."""
+        self._warm = warm
+        self._stop_preparing = threading.Event()
+        from outlast.worker.prepare import prepare
+
+        self._preparation = prepare.Preparation(job, environ, stop=self._stop_preparing)
+        self._preparing: threading.Thread | None = None
+        self._elastic: socket.socket | None = None
+        self._launch_at = float("inf")
+        """When the elastic agent is to be started."""
+        self._lost: dict[str, Any] = {}
+        """How the last one ended, for its successor to report."""
+        self._events: queue.SimpleQueue[lifecycle.Event] = queue.SimpleQueue()
+        self._wake_r, self._wake_w = os.pipe()
+        os.set_blocking(self._wake_w, False)
+        self._log = log
+        self._store = environ.get(contract.Env.STORE, "")
+        self._upload = upload_handle.UploadProcess(environ)
+        self._snapshots: Snapshots | None = None
+        self._launcher = LauncherWatch(environ)
+        self._signalled = threading.Event()
+        self._printed_end: tuple[int | None, str] = (None, "")
+        """The end that the log ends with already."""
+        self._ranks = ranks.Ranks(self.state, self.processes, self.clock)
+        labels = {"job": job.metadata.name, "worker": str(self.index)}
+        port = int(environ.get(contract.Env.PROBE_PORT, "0"))
+        host = "" if contract.Env.ADDRESS in environ else "127.0.0.1"
+        self._orders = orders.Orders(seal.key(environ), worker=self.index, since=time.time())
+        taken = {orders.PATH: self._ordered}
+        self.reporter.probes = probes.serve(lambda: self.reporter.health, labels, host=host, port=port, orders=taken)
+
+    @property
+    def launched_here(self) -> bool:
+        """Whether the launcher of this machine owns the run."""
+        return self.coordination.mode is Mode.LAUNCHER
+
+    def run(self) -> lifecycle.Exit:
+        """Live from the first event to the exit."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
+        self.notice.unlink(missing_ok=True)
+        for name in (contract.END, contract.LEAVE):
+            (self.state / name).unlink(missing_ok=True)
+        self._ranks.forget()
+        if self._warm and (warning := bytecode.warning(image=contract.Env.ADDRESS in self.environ)):
+            print(f"outlast | {warning}", flush=True)
+        self._happened(lifecycle.Started())
+        while self.exit is None:
+            self._wait()
+            while not self._events.empty():
+                self._happened(self._events.get())
+            self._look()
+        self._shut_down(self.exit)
+        return self._stay(self.exit) if self.exit.stay else self.exit
+
+    def _shut_down(self, end: lifecycle.Exit) -> None:
+        self.reporter.write("done" if end.code == contract.Exit.DONE else "gone", self.worker, self._upload, code=end.code)
+        self._stop_preparing.set()
+        self._kill_training()
+        if self._warm:
+            self._warm.wait()
+        if self._preparing:
+            self._preparing.join(PREPARATION_STOP_TIMEOUT_S)  # it ends what it has started
+        if self._snapshots:
+            self._snapshots.close()
+        self.coordination.close()
+
+    def _stay(self, end: lifecycle.Exit) -> lifecycle.Exit:
+        """Answer probes until the pod is deleted."""
+        print(f"outlast | worker {self.index} {contract.STAYS}", flush=True)
+        done = end.code == contract.Exit.DONE
+        metrics = {"done": float(done), "failed": float(not done)}
+        answer = self.coordination.end_for_others(end.code)
+        self.reporter.health = probes.Health(True, False, end.reason, metrics, end=answer)
+        self._signalled.wait()
+        return lifecycle.Exit(contract.Exit.DONE, end.reason)
+
+    @functools.cached_property
+    def ledger(self) -> Ledger:
+        """This agent's ledger; opened when there is an event, after what was written before has been fetched."""
+        return Ledger(self.output / contract.LEDGER, f"agent-{self.index}")
+
+    def _kill_training(self) -> None:
+        if self._warm:
+            self._warm.kill()  # and with it whatever it forked
+
+    # Effects
+
+    def _happened(self, event: lifecycle.Event) -> None:
+        if event == lifecycle.Prepared(self.worker.phase) == lifecycle.Prepared(Phase.ENVIRONMENT) and self._warm is None:
+            with contextlib.suppress(OSError):  # it is tried again when it is needed
+                # By this thread: it dies with who starts it.
+                self._warm = sibling.start_warm(self._preparation.python, self.environ)
+        self.worker, effects = lifecycle.step(self.worker, event)
+        for effect in effects:
+            match effect:
+                case lifecycle.Prepare(phase):
+                    self._preparing = threading.Thread(target=self._prepare, args=(phase,), daemon=True)
+                    self._preparing.start()
+                case lifecycle.Launch(pause_s):
+                    self._launch_at = self.clock() + pause_s
+                case lifecycle.Notify(reason, deadline):
+                    self._notify(reason, deadline)
+                case lifecycle.Kill():
+                    why = f"the time to leave is over ({self.worker.leaving})" if self.worker.leaving else self.worker.reason
+                    print(f"outlast | {why}; ending the training", flush=True)
+                    self._kill_training()
+                    if self._elastic is None:  # in the pause before a launch
+                        self._events.put(lifecycle.Trained(contract.exit_code(-signal.SIGKILL)))
+                case lifecycle.Flush():
+                    self._begin_flush()
+                case lifecycle.Exit(code, reason):
+                    self.exit = effect
+                    if (code, reason) != self._printed_end:
+                        print_end(self.index, code, reason)
+
+    def _notify(self, reason: str, deadline: float) -> None:
+        self._kill_at = deadline
+        try:
+            notice.write(self.notice, "leave", reason, time.time() + deadline - self.clock())
+        except OSError as problem:
+            print(f"outlast | cannot tell the training to leave: {problem}", flush=True)
+            self._events.put(lifecycle.GraceOver())
+
+    def _begin_flush(self) -> None:
+        self._printed_end = self.worker.code, self.worker.reason
+        print_end(self.index, *self._printed_end)  # first, so that the last line of the log is uploaded, too
+        self.coordination.record_end_from_operator()
+        if self._store:
+            threading.Thread(target=self._flush, args=(self._flush_timeout_s(),), daemon=True).start()
+        else:  # the output is where it belongs
+            self._events.put(lifecycle.Flushed())
+
+    def _flush_timeout_s(self) -> float:
+        now = self.clock()
+        timeout_s = lifecycle.flush_timeout_s(self.worker.code, self.worker, now)
+        if self.worker.gone_by is not None and (why := time_left.too_late_to_upload(timeout_s, self._upload.seconds)):
+            print(f"outlast | {why}", flush=True)
+        return timeout_s
+
+    def _flush(self, timeout_s: float) -> None:
+        """Upload what is left, this worker's log to its last line included."""
+        self._log.drain()
+        try:
+            code, problem = self._upload.flush(timeout_s)
+        except OSError as error:  # no process can be started
+            code, problem = 1, str(error)
+        if code == upload_handle.SUPERSEDED:
+            self._superseded(problem)
+            return
+        self.coordination.tell_goodput(self._upload.report.get("goodput"))
+        kept = f"the output is not all in {self._store}: {problem}; it is kept in {self.output}, and the next start pushes it"
+        self._put(lifecycle.Flushed(kept if code else ""))
+
+    def _prepare(self, phase: Phase) -> None:
+        try:
+            if ended := self._do(phase):
+                self._put(lifecycle.Over(ended.code, ended.reason))
+                return
+        except Superseded as problem:
+            self._superseded(str(problem))
+        except OutlastError as problem:
+            self._put(lifecycle.PreparationFailed(phase, str(problem), retry=getattr(problem, "retry", False)))
+        except OSError as problem:
+            self._put(lifecycle.PreparationFailed(phase, f"{phase}: {problem}", retry=True))
+        except Exception as problem:  # a bug of ours must not leave the worker in this phase for ever
+            self._put(lifecycle.PreparationFailed(phase, f"{phase}: {problem!r}", retry=False))
+            raise
+        else:
+            self._put(lifecycle.Prepared(phase))
+
+    def _do(self, phase: Phase) -> run_ownership.Ended | None:
+        """Do the work of a preparing phase. Returns how the run has ended, if it has."""
+        match phase:
+            case Phase.RUN:
+                return self.coordination.claim(self._log)
+            case Phase.CODE:
+                self._preparation.code()
+                if not self.launched_here:
+                    from outlast.worker.prepare import workdir
+
+                    workdir.enter(self.environ, self._preparation.say, self._stop_preparing)
+            case Phase.ENVIRONMENT:
+                self._preparation.environment()
+            case Phase.DATA:
+                self._preparation.data()
+                self._preparation.compiled()
+            case Phase.CHECKPOINT:
+                if self._snapshots is None:  # else this is another attempt
+                    workers = self.job.spec.workers.max if self.launched_here else 1
+                    self._snapshots = snapshot_memory.begin(self.environ, workers, self._restore, self._newest)
+                if self._snapshots is None:  # else the training asks for it if nobody has anything later
+                    self._restore()
+                if self._store and not self.launched_here:  # else the submission has brought them
+                    from outlast.storage import store
+                    from outlast.worker.prepare import workdir
+
+                    workdir.fetch(self.output, store.open_(self._store), self._preparation.say, self._stop_preparing)
+                self.coordination.begin()
+        return None
+
+    def _restore(self) -> None:
+        """Fetch the newest checkpoint of the store, if there is one. Also called by a thread of `snapshots`."""
+        if self._store:
+            from outlast.storage import store
+            from outlast.storage.checkpoints import restore
+
+            place, run = store.open_(self._store), self.environ[contract.Env.RUN]
+            restore.restore(self.output, place, run, self._preparation.say)
+
+    def _newest(self) -> tuple[int, int] | None:
+        """(generation, step) of the newest checkpoint of the store, if there is one. Called by a thread of `snapshots`."""
+        if not self._store:
+            return None
+        from outlast.storage import store
+        from outlast.storage.checkpoints import register
+
+        latest = register.read(store.open_(self._store), self.environ[contract.Env.RUN])
+        return (latest.places[-1].generation, latest.step) if latest and latest.places else None
+
+    def _coordination_broke(self, reason: str) -> None:
+        print(f"outlast | {reason}", flush=True)
+        self._put(lifecycle.Trained(contract.exit_code(-signal.SIGKILL)))  # the whole worker is to be started again
+        self._kill_training()
+
+    def _superseded(self, reason: str) -> None:
+        self.reporter.displaced = True
+        self._put(lifecycle.Superseded(reason or "the run goes on elsewhere"))
+
+    def _launch(self) -> None:
+        """Have the elastic agent forked; the warm process listens a moment after its start and answers when torch is imported."""
+        try:
+            self._warm = self._warm or sibling.start_warm(self._preparation.python, self.environ)
+            sock = shim.connect(str(self.state / shim.SOCKET))
+        except OSError as problem:
+            why = None if self._warm else f"could not be started: {problem.strerror}"
+            if (status := self._warm.poll() if self._warm else -signal.SIGKILL) is not None:
+                self._warm = None
+                self._ended("warm process", min(status, 0) or os.EX_SOFTWARE, why)
+            return
+        from outlast.worker.prepare import prepare
+
+        grace = f"{self.job.spec.interruption.grace.total_seconds():g}"
+        argv = [str(self.processes), grace, str(self.job.spec.restarts.limit), *prepare.command(self.job, self.environ)]
+        environ = self.environ | ({contract.Env.LOST: json.dumps(self._lost)} if self._lost else {})
+        environ |= {contract.Env.NEEDED: "1"} if self.job.spec.workers.replicas <= self.job.spec.workers.min else {}
+        with contextlib.suppress(OSError):  # it died this very moment: the connection shows it
+            shim.request(sock, "elastic", argv, environ, self.environ[contract.Env.CODE], (0, 1, 2))
+        self._elastic, self._launch_at = sock, float("inf")
+
+    # Events
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        grace = self.job.spec.interruption.grace.total_seconds()
+        self._signalled.set()
+        # The clock has a lock, which this very thread may hold.
+        self._events.put(lifecycle.Interrupted(f"received {signal.Signals(number).name}", self._looked_at, grace))
+
+    def _ordered(self, headers: Mapping[str, str], body: bytes) -> tuple[int, str]:
+        """Answer `POST /leave`; called by a thread of the probes."""
+        answer = self._orders.judge(headers, body, time.time())
+        if answer.status != HTTPStatus.ACCEPTED:
+            return answer.status, answer.text
+        if self.worker.phase in (Phase.FLUSHING, Phase.ENDED):
+            return HTTPStatus.CONFLICT, "this worker ends already"
+        self._leave_until(answer.deadline, f"ordered to leave{f': {answer.reason}' if answer.reason else ''}")
+        return answer.status, answer.text
+
+    def _look_for_deadline(self) -> None:
+        """Take up the deadline that the operator has published for this worker, if there is a new one."""
+        try:
+            text = (self.state / contract.LEAVE).read_text()
+            if text == self._published:
+                return
+            self._published, said = text, json.loads(text)
+            self._leave_until(float(said["deadline"]), f"told to leave: {said['reason']}")
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError) as problem:
+            print(f"outlast | {contract.LEAVE} cannot be read: {problem!r}", flush=True)
+
+    def _leave_until(self, deadline: float | None, reason: str) -> None:
+        """Leave before a deadline, seconds since the epoch; None: within the job's grace."""
+        grace_s, now = self.job.spec.interruption.grace.total_seconds(), self._looked_at
+        if deadline is None:
+            self._put(lifecycle.Interrupted(reason, now, grace_s))
+            return
+        left_s = max(LEAST_S, deadline - time.time())
+        share: time_left.Share = {"stored": bool(self._store), "upload_s": self._upload.seconds}
+        print(f"outlast | {reason}; {time_left.divided(left_s, **share)}", flush=True)
+        self._put(lifecycle.Interrupted(reason, now, min(grace_s, time_left.for_training(left_s, **share)), left_s))
+
+    def _put(self, event: lifecycle.Event) -> None:
+        self._events.put(event)
+        os.write(self._wake_w, b"\0")
+
+    def _wait(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_r, selectors.EVENT_READ)
+            if self._elastic is not None:
+                selector.register(self._elastic, selectors.EVENT_READ)
+            for key, _ in selector.select(LOOK_INTERVAL_S):
+                if key.fileobj is self._elastic:
+                    self._elastic_ended()
+                else:
+                    os.read(self._wake_r, 4096)
+
+    def _elastic_ended(self) -> None:
+        assert self._elastic is not None
+        assert self._warm is not None
+        try:
+            reply = self._elastic.recv(4096)
+        except OSError:
+            reply = b""
+        self._elastic.close()
+        self._elastic = None
+        if reply:
+            ended = json.loads(reply)
+            self._ended("elastic agent", ended["status"], ended.get("why"))
+        else:
+            self._warm.kill()
+            status, self._warm = self._warm.wait(), None
+            self._ended("warm process", min(status, 0) or os.EX_SOFTWARE)
+
+    def _ended(self, process: str, status: int, why: str | None = None) -> None:
+        """The elastic agent has ended, or the warm process and with it all that it forked."""
+        broken, reached, start, self._launch_at = status == os.EX_SOFTWARE, self._ranks.newest(), None, float("inf")
+        code = contract.Exit.FAILED if broken else contract.exit_code(status)
+        if (status < 0 or broken) and reached:
+            start = reached.generation, reached.attempt
+            how = "ended by an exception of its own" if broken else f"was killed by {contract.signal_name(-status)}"
+            reason = f"the {process} of worker {self.index} {why or how}"
+            failure = {"rank": None, "code": code, "reason": reason, "time": time.time(), "committed": reached.committed}
+            self._lost = {"generation": start[0], "attempt": start[1], "failure": failure}
+            print(f"outlast | {reason}", flush=True)
+        self._events.put(lifecycle.Trained(code, start))
+
+    def _look(self) -> None:
+        now = self._looked_at = self.clock()
+        if now >= self._launch_at and self._elastic is None and self.worker.phase is Phase.TRAINING and self._events.empty():
+            self._launch()
+        self._look_for_deadline()
+        if self.worker.leaving and now > self._kill_at:
+            self._kill_at = float("inf")
+            self._events.put(lifecycle.GraceOver())
+        found = self._ranks.look(self._log.written)
+        if self.worker.phase is Phase.TRAINING:
+            if victims := rule.hung(found, self.hang_limit_s):
+                self._end_hang(victims, found)
+            if not self.worker.leaving:
+                self._launcher.look()
+            if self._store and self._upload.ensure_running(found):
+                self._superseded(self._upload.report.get("error", ""))
+        self.reporter.report(self.worker, found, self._upload)
+        if not self.state.is_dir():  # the job was removed while it runs
+            self._kill_training()
+            os._exit(contract.Exit.FAILED)
+
+    def _end_hang(self, victims: Sequence[tuple[rule.Process, str]], found: Sequence[rule.Process]) -> None:
+        """Dump the stacks, leave the verdict for the elastic agent, kill."""
+        file = self.output / contract.LOGS / f"stacks-worker-{self.index}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+        stacks.dump([process.progress.pid for process in found], file)
+        for process, reason in victims:
+            record = process.progress
+            print(f"outlast | rank {record.rank} on worker {self.index} {reason}; stacks in {file}", flush=True)
+            path = self.state / contract.VERDICT.format(local_rank=process.local_rank)
+            with contextlib.suppress(OSError):  # a full disk costs the explanation, not the rescue
+                verdict = {"pid": record.pid, "reason": reason, "stuck": not process.stopped, "early": process.early}
+                path.write_text(json.dumps({**verdict, "time": time.time()}))
+            self.ledger.write(
+                "hang", worker=self.index, rank=record.rank, pid=record.pid, silent_s=round(process.silent_s, 1),
+                state="stopped" if process.stopped else "stuck", stacks=str(file), reason=reason,
+            )  # fmt: skip
+            self._ranks.kill(process)
+
+
+def print_end(worker: int | str, code: int | None, reason: str) -> None:
+    """Print the last line of a worker's log."""
+    print(contract.end_line(worker, reason, code), flush=True)
+
+
+def main(warm: subprocess.Popen[bytes] | sibling.Forked | None, environ: dict[str, str], log: Output) -> NoReturn:
+    """Run the agent of this process and exit with its code."""
+    try:
+        from outlast.job import spec
+        from outlast.job.spec import substitution
+
+        job = spec.load(environ[contract.Env.JOB_FILE])
+        environ |= substitution.values(job.spec.env, environ)
+        agent = Agent(warm, job, environ, log)
+        if agent.launched_here:
+            log.keep(None)
+        ended = agent.run()
+    except OutlastError as problem:
+        if warm:
+            warm.kill()
+        ended = lifecycle.Exit(contract.Exit.MISCONFIGURED, str(problem))
+        reporter.write_state(
+            Path(environ[contract.Env.STATE]), {"pid": os.getpid(), "state": "gone", "reason": ended.reason, "code": ended.code}
+        )
+        print_end(environ[contract.Env.WORKER], ended.code, ended.reason)
+    log.close()
+    sys.exit(ended.code)

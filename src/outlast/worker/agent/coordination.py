@@ -1,0 +1,223 @@
+"""What agents do for the run as a whole where no launcher does it: claim the run, coordinate its rendezvous, record its end.
+
+Every worker claims and records, since any of them may be gone. Which one coordinates follows from `rendezvous.transport.Mode`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from outlast.base.errors import OutlastError
+from outlast.job import contract
+from outlast.job.contract import Env
+from outlast.job.ledger import Ledger
+from outlast.rendezvous import transport
+from outlast.rendezvous.transport import Mode
+from outlast.worker import tracking
+
+if TYPE_CHECKING:
+    from outlast.job import spec
+    from outlast.job.workerfiles.log_pipe import Output
+    from outlast.rendezvous.etcd import client as etcd
+    from outlast.rendezvous.worker0 import Host
+    from outlast.storage import store
+    from outlast.storage.runs import alive
+    from outlast.worker.agent import run_ownership
+
+RECORD_TIMEOUT_S = 10.0
+"""How long a worker that ends waits for the end of the run to be recorded."""
+
+
+class Coordination:
+    """The part of one worker's agent that concerns the whole run. `environ` is the worker's; `claim` completes it.
+
+    `lost(reason)` is called when another machine takes the run, `broken(reason)` when coordinating fails for good.
+    """
+
+    def __init__(
+        self, job: spec.Job, environ: dict[str, str], *, lost: Callable[[str], None], broken: Callable[[str], None]
+    ) -> None:
+        self.mode = transport.mode(environ[Env.RENDEZVOUS])
+        self._job, self._environ = job, environ
+        self._lost, self._broken = lost, broken
+        self.index = int(environ[Env.WORKER])
+        self.output = Path(environ[Env.OUTPUT])
+        self._store = environ.get(Env.STORE, "")
+        self._owner = environ.get(Env.RUN, "")
+        """Name by which the submission knows the run, see `ownership`."""
+        self._coordinator: Host | etcd.Running | None = None
+        self._heart: alive.Heart | None = None
+        self._recording: threading.Thread | None = None
+        self._telling: threading.Thread | None = None
+
+    def claim(self, log: Output) -> run_ownership.Ended | None:
+        """Find out which run this worker trains, and continue its `log`. Returns how the run ended, if it has."""
+        if self.mode is Mode.LAUNCHER:
+            return None
+        from outlast.storage import runs
+        from outlast.storage.runs import alive
+        from outlast.worker.agent import run_ownership
+
+        environ = self._environ
+        where = self._place()
+        if environ.get(Env.STAY) == "1" and runs.read(where) is None:
+            others = run_ownership.others(environ[Env.RENDEZVOUS], socket.getfqdn(), self.index, self._job.spec.workers.max)
+            if end := run_ownership.told(others, self._owner):
+                return end
+        self.output.mkdir(parents=True, exist_ok=True)
+        begun = run_ownership.record(self._job.metadata.name, self._owner, self._owner)
+        home, fresh = run_ownership.home(environ), environ.get(Env.FRESH) == "1"
+        run = run_ownership.take(where, begun, home=home, fresh=fresh, say=_say)
+        if isinstance(run, run_ownership.Ended):
+            return run
+        environ[Env.RUN], environ[Env.OWNER] = run, self._owner
+        if self._store:
+            if self._heart is None:  # else this is another attempt
+                self._heart = alive.Heart(lambda: where, run, self._owner, home, self.index, self._lost)
+            run_ownership.set_aside(self.output, run, _say)
+            run_ownership.fetch_own(where, self.output, self.index)
+        log.keep(self.output / contract.LOGS / contract.worker_log(self.index))
+        return None
+
+    def _place(self) -> store.Store:
+        """Where the record of the run is."""
+        from outlast.storage import store
+
+        return store.open_(self._store or f"file://{self.output}")
+
+    def begin(self) -> None:
+        """Take part in coordinating, before training starts."""
+        if self.mode in (Mode.OPERATOR, Mode.ELECTED):
+            from outlast.worker.agent import run_ownership
+
+            # The next generation must exceed this one even if the coordinator knows none.
+            seen = run_ownership.seen(self._place(), self.output, self._environ[Env.RUN], stored=bool(self._store))
+            self._environ[Env.GENERATION] = str(seen)
+        if self.mode is Mode.ELECTED:
+            self._run_for_election()
+        elif self.mode is Mode.WORKER_0 and self.index == 0:
+            self._coordinate()
+
+    def _coordinate(self) -> None:
+        """Coordinate the rendezvous from here, see `rendezvous.worker0`."""
+        from outlast.job import seal
+        from outlast.rendezvous import worker0
+        from outlast.worker.agent import run_ownership
+
+        run = self._environ[Env.RUN]
+        generation = run_ownership.generation(self._place(), self.output, run, stored=bool(self._store))
+        host = worker0.Host(
+            self._job,
+            run=run,
+            key=seal.key(self._environ),
+            generation=generation,
+            ledger=self._ledger,
+            ended=self.record_end,
+            broken=self._broken,
+        )
+        host.start(self._environ[Env.RENDEZVOUS])
+        self._coordinator = host
+
+    def _run_for_election(self) -> None:
+        """Run for election as the coordinator, see `rendezvous.etcd.election`."""
+        from outlast.rendezvous import coordinator
+        from outlast.rendezvous.etcd import client as etcd
+        from outlast.rendezvous.etcd import gateway as servers
+        from outlast.rendezvous.etcd import schema
+        from outlast.rendezvous.etcd.election import ElectionConfig
+
+        environ = self._environ
+        config = ElectionConfig(
+            coordinator.Settings.of(self._job.spec),
+            self,
+            replicas=self._job.spec.workers.replicas,
+        )
+        where, name = servers.address(environ[Env.RENDEZVOUS], environ=environ), schema.run_name(environ[Env.RUN], environ)
+        candidate = etcd.Running(where, name, config, id=lambda: self.index)
+        candidate.start()
+        self._coordinator = candidate
+
+    def record_end(self, state: str, reason: str, code: int) -> None:
+        """Record how the run has ended, in the background, so that it is not trained again."""
+        from outlast.storage import runs
+
+        run, owner = self._environ[Env.RUN], self._environ[Env.OWNER]
+
+        def end() -> None:
+            try:
+                runs.end(self._place(), run, state, reason, code, by=owner)
+            except OutlastError as problem:
+                _say(f"how the run has ended could not be recorded: {problem}")
+
+        def tell() -> None:
+            if problem := tracking.end(self.output, self._environ, state):
+                _say(problem)
+
+        self._telling = threading.Thread(target=tell, daemon=True)
+        self._telling.start()
+        self._recording = threading.Thread(target=end, daemon=True)
+        self._recording.start()
+
+    def record_end_from_operator(self) -> None:
+        """Record the end that the operator has published, since it has no access to stores."""
+        try:
+            end = json.loads((Path(self._environ[Env.STATE]) / contract.END).read_text())
+        except FileNotFoundError:
+            return
+        self.record_end("Failed" if end["code"] else "Succeeded", end["reason"], end["code"])
+
+    def tell_goodput(self, goodput: float | None) -> None:
+        """Tell the operator the goodput of the whole run, if that has ended and is known here."""
+        if goodput is None or not (Path(self._environ[Env.STATE]) / contract.END).exists():
+            return
+        from outlast.base.errors import ClusterError
+
+        try:
+            cast(Any, transport.of(contract.KUBERNETES)).tell_goodput(self._job.metadata.name, self.index, self._environ, goodput)
+        except ClusterError as problem:
+            _say(f"the goodput of the run could not be told: {problem}")
+
+    def end_for_others(self, code: int) -> str:
+        """Answer to other workers that ask how the run has ended; empty if only this worker could not continue."""
+        if self.mode is Mode.LAUNCHER or code == contract.Exit.MISCONFIGURED:
+            return ""
+        from outlast.worker.agent import run_ownership
+
+        reason = f"run {self._owner} has ended before, another worker says; nothing is left to do"
+        return run_ownership.Ended(self._owner, reason, code).dumps()
+
+    def close(self) -> None:
+        """Wait until the end is known to the other workers and recorded."""
+        if self._coordinator:
+            self._coordinator.wait()
+        for thread in filter(None, (self._recording, self._telling)):
+            thread.join(RECORD_TIMEOUT_S)
+        if self._heart:
+            self._heart.leave()
+
+    # Events of an elected coordinator
+
+    @functools.cached_property
+    def _ledger(self) -> Ledger:
+        """The coordinator's ledger; opened only where one runs."""
+        return Ledger(self.output / contract.LEDGER, "decider" if self.mode is Mode.WORKER_0 else f"decider-{self.index}")
+
+    def say(self, text: str) -> None:
+        _say(text)
+
+    def event(self, kind: str, **facts: Any) -> None:
+        self._ledger.write(kind, **facts)
+
+    def finished(self, state: str, reason: str, code: int) -> None:
+        """Each agent records the end, since any of them may be gone."""
+        self.record_end(state, reason, code)
+
+
+def _say(text: str) -> None:
+    print(f"outlast | {text}", flush=True)

@@ -1,0 +1,56 @@
+"""Starts the launcher of this machine again when it is unreachable: a job must not depend on the process that started it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from outlast.job.contract import Env
+from outlast.worker.launch import daemon, shim
+
+CHECK_INTERVAL_S = 1.0
+"""Interval of connecting to the launcher."""
+UNREACHABLE_S = 1.5
+"""How long it may be unreachable before it is started again; twice as long after each start, for its imports take long on a busy
+machine."""
+LONGEST_S = 60.0
+STAGGER_S = 0.2
+"""Additional delay for each next worker: the first one's launcher is enough, and later ones find its lock held."""
+
+
+class LauncherWatch:
+    """Watches the launcher of the worker with this environment; does nothing where there is no launcher."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._command = environ.get(Env.REVIVE, "")
+        self._socket = environ[Env.RENDEZVOUS].removeprefix("unix://")
+        self._index = int(environ[Env.WORKER])
+        self._probe_port = max(0, int(environ.get(Env.PROBE_PORT, "0")) - self._index)
+        self._check_at = 0.0
+        self._unreachable_since: float | None = None
+        self._patience_s = UNREACHABLE_S
+
+    def look(self) -> None:
+        """Connect to it if that is due, and start it if it has been unreachable for too long."""
+        now = time.monotonic()
+        if not self._command or now < self._check_at:
+            return
+        self._check_at = now + CHECK_INTERVAL_S
+        try:
+            shim.connect(self._socket).close()
+            self._unreachable_since, self._patience_s = None, UNREACHABLE_S
+        except TimeoutError:  # it runs, but is busy or stopped: a running world does not need it
+            self._unreachable_since = None
+        except OSError:
+            if self._unreachable_since is None:
+                self._unreachable_since = now + STAGGER_S * self._index
+            elif now - self._unreachable_since > self._patience_s:
+                self._unreachable_since, self._patience_s = now, min(2 * self._patience_s, LONGEST_S)
+                environ = {**os.environ, Env.PROBE_PORT: str(self._probe_port)}
+                with contextlib.suppress(OSError, subprocess.SubprocessError):  # no process can be made: it is tried again
+                    daemon.start(json.loads(self._command), Path(os.devnull), env=environ)

@@ -1,0 +1,32 @@
+"""The start of a worker, `outlast agent` in pods: first its warm process, whose imports take longest, then the agent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+from outlast.job import contract
+from outlast.job.workerfiles.log_pipe import Output
+from outlast.worker.agent import pid1
+from outlast.worker.launch import glibc, sibling, titles
+
+
+def main(_: list[str]) -> None:
+    """Start both, and exit as the agent does. A job with its own Python environment has to make that before its warm process."""
+    pid1.stand_by()
+    titles.entitle(f"agent {os.environ[contract.Env.WORKER]}")
+    log = Output()
+    environ = os.environ | glibc.streaming(os.environ)
+    warm = None
+    with contextlib.suppress(OSError):
+        if b"environment:" not in Path(environ[contract.Env.JOB_FILE]).read_bytes():  # to parse it takes a while
+            warm = sibling.start_warm(sys.executable, environ)
+    from outlast.worker.agent import agent
+
+    agent.main(warm, environ, log)
+
+
+if __name__ == "__main__":
+    main([])

@@ -1,0 +1,430 @@
+"""The upload process: brings what a job writes to its store, beside the training. Started by `agent.upload_handle`.
+
+    python -m outlast upload              until standard input is closed, whose other end the agent holds
+    python -m outlast upload --rest S     once, all that is left, retrying for S seconds; exit code 0 when all is uploaded
+
+Configured by the environment of the worker's agent (`contract.Env`). One process uploads a directory: others wait for its lock
+and take over when it dies. Where workers share no disk, all have the same checkpoints and metrics: the process of rank 0's
+directory uploads those (`checkpoints.first`), and each one what only its directory has, such as logs. Progress is recorded in
+`.push/` after an upload is complete, so a kill costs at most a repetition. A committed checkpoint is uploaded at once, newest
+first, the ledger with each event, everything else every `sync.every`. While the store is unreachable the backlog is kept and
+retried. Each line on standard output is a `Report` as JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from outlast.base import backoff, file_locks
+from outlast.base.errors import OutlastError, Superseded
+from outlast.job import contract, ledger
+from outlast.job.report import goodput
+from outlast.storage import checkpoints, runs, store
+from outlast.storage.checkpoints import remote
+from outlast.storage.runs.layout import OWN, skipped
+from outlast.storage.sync import growing, sync
+from outlast.worker.agent.upload_handle import SUPERSEDED
+from outlast.worker.launch import rank0_files, titles
+from outlast.worker.prepare import compiled, workdir
+
+POLL_INTERVAL_S = 1.0
+"""Interval of looking for a new checkpoint, and new events."""
+EVENTS_S, STEPS_S = 3.0, 120.0
+"""Least intervals between two uploads of the ledger: with an event in it, and with steps only. One takes two requests, so without
+events this is one a minute; steps that a lost worker had not sent are known from the state that the others restore."""
+LOCK_TIMEOUT_S = 3.0
+"""How long a flush waits for another process that uploads the same directory; that one uploads the rest, too."""
+MAX_PASSES = 3
+"""Attempts to upload files that fail one by one in a flush; the user has to repair those."""
+COUNT_S, COUNT_SHARE = 10.0, 0.02
+"""Least interval between two computations of the goodput, and their largest share of the time."""
+AGAIN_S = (2.0, 60.0)
+"""First and longest pause before a store that failed is tried again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The state of an upload process."""
+
+    pushed: float | None = None
+    """Time of the last complete upload, seconds since the epoch; None before the first."""
+    step: int = 0
+    """Step of the newest checkpoint in the store."""
+    since: float | None = None
+    """Time since which uploads fail; None while they work."""
+    error: str = ""
+    """Why they fail."""
+    backlog: int = 0
+    """Bytes of committed checkpoints that are not in the store yet."""
+    doing: str = ""
+    """What is being uploaded now."""
+    seconds: float | None = None
+    """What the upload of the last checkpoint took; None before the first."""
+    goodput: float | None = None
+    """Goodput of the run so far, where rank 0 is; at the end, of all of it. None elsewhere, and before the first step."""
+
+
+class SomeFailed(store.StoreError):
+    """Single files could not be uploaded; everything else is in the store."""
+
+
+class Uploader:
+    """Uploads one output directory. `tell` is called with each new report."""
+
+    def __init__(
+        self,
+        output: Path,
+        place: store.Store,
+        run: str,
+        owner: str,
+        retention: checkpoints.Retention,
+        tell: Callable[[Report], None],
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        """`environ` is the worker's, if this runs for one."""
+        self.output, self._place, self._owner = output, place, owner
+        self._checkpoints = remote.Checkpoints(place, run)
+        self._run, self._retention, self._tell = run, retention, tell
+        self._taken = 0
+        self._passed = 0
+        """Our last generation before rank 0 moved to another disk; 0 if it did not."""
+        self._uploaded: set[tuple[int, int]] = set()
+        """Step and generation of checkpoints that are in the store, or that are damaged."""
+        self._journals = output / OWN / "checkpoints"
+        self._checked = False
+        self._growing = growing.Sender(place, output)
+        self._results = workdir.Results(output)
+        self._notes = output / OWN / "manifest"
+        """The index that `sync` keeps of what it has sent."""
+        self._environ = environ or {}
+        self.compiled: compiled.Cache | None = None
+        """What compilers made, if jobs share it."""
+        self._seen: dict[str, int] = {}
+        """Bytes of each ledger that have been looked at."""
+        self._news, self._sent_at = "", 0.0
+        """The kind of lines not sent yet: "event", "steps" or none; and when the ledgers were sent last."""
+        self._before, self._count_at = False, 0.0
+        """Whether the ledgers of all workers up to now are here, and when to compute the goodput next."""
+        self.ended: float | None = None
+        """When training ended, seconds since the epoch."""
+        self.report = Report()
+
+    def update(self, **changes: object) -> None:
+        """Report a change."""
+        report = dataclasses.replace(self.report, **changes)  # type: ignore[arg-type]
+        if report != self.report:
+            self.report = report
+            self._tell(report)
+
+    def waiting(self) -> list[checkpoints.Checkpoint]:
+        """Committed checkpoints that this process has to upload, newest first."""
+        if not self._first():
+            return []
+        found = checkpoints.list_(self.output / contract.CHECKPOINTS)
+        return [
+            c for c in reversed(found) if c.run == self._run and not c.problem and (c.step, c.generation) not in self._uploaded
+        ]
+
+    def _first(self) -> bool:
+        """Whether rank 0 writes to this directory, as far as known: then its checkpoints and metrics are uploaded from here."""
+        directory = self.output / contract.CHECKPOINTS
+        return checkpoints.first(directory, self._run) and (
+            self._passed == 0 or checkpoints.generation(directory, self._run) > self._passed
+        )
+
+    def upload(self, stop: threading.Event, *, last: bool = False) -> None:
+        """Upload everything. Unless it is the `last` time, results that may be unfinished wait. Raises StoreError, Stopped,
+        Superseded, OSError; what was uploaded before stays."""
+        runs.check(self._place, self._run, self._owner)
+        if not self._notes.exists():  # the first time: what a run is comes before its first checkpoint
+            with contextlib.suppress(SomeFailed, OSError):  # which comes again below
+                self._upload_output(stop, last=last)
+        if self._first():
+            try:
+                self.upload_checkpoints(stop)
+            except Superseded:
+                # Raises Superseded for another owner's machine. Otherwise a worker of our world has a later generation: rank 0
+                # has moved to a disk of its own, and ours is behind until a session tells us.
+                runs.check(self._place, self._run, self._owner)
+                self._passed = checkpoints.generation(self.output / contract.CHECKPOINTS, self._run)
+        self._upload_output(stop, last=last)
+        self._checked = True
+        self.update(pushed=time.time(), since=None, error="", doing="", backlog=0)
+        self._upload_compiled(stop)
+
+    def _upload_output(self, stop: threading.Event, *, last: bool) -> None:
+        """Upload everything but checkpoints. Notes of it for which the output has no room are kept in the state directory."""
+        try:
+            self._push_output(stop, last=last)
+        except (OutlastError, OSError) as problem:
+            if isinstance(problem, store.StoreError) or not isinstance(problem.__cause__ or problem, OSError):
+                raise
+            state = self._environ.get(contract.Env.STATE)
+            if not state or self._notes.is_relative_to(state):
+                raise
+            self._notes = Path(state) / OWN / "manifest"
+            self._push_output(stop, last=last)
+
+    def _push_output(self, stop: threading.Event, *, last: bool) -> None:
+        self.update(doing="output")
+        self._growing.push(self._grown(), stop)
+        ours = workdir.ours(self.output, self._place, self._environ)
+        others = f"{contract.WORK}/"
+        theirs = () if self._first() else (f"{contract.TENSORBOARD}/metrics/",)  # rank 0's goes on in its own file
+        report = sync.push(
+            self.output,
+            self._place,
+            self._notes,
+            sync.Options(
+                skip=lambda path: (
+                    skipped(path) or path.startswith(theirs) or (self._results.skipped(path) if ours else path.startswith(others))
+                ),
+                check=not self._checked,
+                stop=stop,
+            ),
+            leave=self._results.unfinished(last=last),
+            expired=self._results.expired if ours else lambda _: False,
+        )
+        if failed := [*self._growing.failed, *report.failed]:
+            path, reason = failed[0]
+            more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+            raise SomeFailed(f"{path} could not be pushed: {reason}{more}")
+
+    def upload_ledger(self, stop: threading.Event, now: float) -> None:
+        """Upload what the ledgers of this worker have grown by, if that is due. Raises as `upload`, which comes first."""
+        ours = [path for path in self._grown() if path.startswith(f"{contract.LEDGER}/")]
+        for path in ours:
+            with contextlib.suppress(OSError), (self.output / path).open("rb") as file:
+                file.seek(self._seen.get(path, 0))
+                for line in file:
+                    self._news = "steps" if b'"kind": "step"' in line and self._news != "event" else "event"
+                self._seen[path] = file.tell()
+        if not self._news or not self._checked or now - self._sent_at < {"event": EVENTS_S, "steps": STEPS_S}[self._news]:
+            return
+        runs.check(self._place, self._run, self._owner)
+        self._growing.push(ours, stop)
+        self._sent_at, self._news = now, ""
+
+    def count(self, now: float, stop: threading.Event) -> None:
+        """Compute the goodput from the ledgers of the whole run, now and then and after its end, for the operator. No upload
+        depends on it: if it fails, it comes again."""
+        if not (first := self._first()):
+            self._before = False
+        if contract.Env.MEMBER not in self._environ or now < self._count_at or not first:
+            return
+        if self.ended and not (Path(self._environ[contract.Env.STATE]) / contract.END).exists():
+            return  # this worker leaves, and the run goes on
+        self._count_at = now + COUNT_S
+        ours, all_ = self.output / contract.LEDGER, self.output / OWN / contract.LEDGER
+        with contextlib.suppress(OutlastError, OSError):
+            if not self._before or self.ended:
+                all_.mkdir(exist_ok=True)
+                with ThreadPoolExecutor(growing.AHEAD) as pool:
+                    for path in filter(lambda path: path.startswith(f"{contract.LEDGER}/"), growing.files(self._place)):
+                        with (all_ / Path(path).name).open("wb") as file:
+                            file.writelines(
+                                itertools.takewhile(lambda _: not stop.is_set(), growing.pieces(self._place, path, pool))
+                            )
+                        if stop.is_set():
+                            return
+                self._before = True
+            account = goodput.buckets(ledger.read(ours, all_), None if self.ended else time.time())
+            self._count_at = now + max(COUNT_S, (time.monotonic() - now) / COUNT_SHARE)
+            if account.steps_kept:
+                self.update(goodput=round(account.goodput, 6))
+
+    def _upload_compiled(self, stop: threading.Event) -> None:
+        """Upload what compilers made, after the output. Without it another machine compiles again, so failures are only said."""
+        if not self.compiled:
+            return
+        before = time.time() - compiled.SETTLED_S if self.ended is None else self.ended - compiled.KILLED_S
+        try:
+            self.compiled.push(stop, before=before)
+        except (OutlastError, OSError) as problem:
+            print(f"outlast | what was compiled is not all in the store: {problem}", file=sys.stderr, flush=True)
+
+    def _grown(self) -> list[str]:
+        """Growing files to upload from here."""
+        found = [
+            f"{place}/{path.name}"
+            for place in (contract.LOGS, contract.LEDGER)
+            for path in (self.output / place).glob("*")
+            if os.path.isfile(path)  # to open a pipe waits for ever
+        ]
+        if self._first():
+            found.append(contract.METRICS)
+        else:  # another worker uploads them for now
+            self._growing.forget(contract.METRICS)
+        return sorted(filter(growing.grows, found))
+
+    def upload_checkpoints(self, stop: threading.Event) -> None:
+        """Upload the committed checkpoints that the store lacks, and prune it to the number that is kept."""
+        generation = checkpoints.generation(self.output / contract.CHECKPOINTS, self._run)
+        if generation > self._taken:
+            newest = self._checkpoints.acquire(generation)
+            self._taken = generation
+            self._uploaded |= {(c.step, c.generation) for c in self._checkpoints.list_() if not c.problem}
+            self.update(step=newest.step)
+        if not self._taken:
+            return  # nothing was trained here yet: what there is was fetched
+        while waiting := self.waiting():
+            checkpoint = self._checkpoints.next_(waiting, self._retention)
+            self.update(doing=f"checkpoint of step {checkpoint.step}", backlog=sum(c.bytes for c in waiting))
+            self._growing.push([contract.METRICS], stop)  # first: a machine that takes over from this checkpoint needs them
+            begun = time.monotonic()
+            outcome = self._checkpoints.push(checkpoint, journals=self._journals, stop=stop)
+            if outcome.kind == "waiting":
+                raise store.StoreError(outcome.reason, retry=True)
+            self._uploaded.add((checkpoint.step, checkpoint.generation))
+            if outcome.kind == "damaged":  # it would be skipped on restore, too
+                print(f"outlast | not pushed: {outcome.reason}", file=sys.stderr, flush=True)
+                continue
+            self.update(step=max(self.report.step, checkpoint.step), seconds=round(time.monotonic() - begun, 3))
+            try:
+                self._checkpoints.prune(self._retention)
+            except store.StoreError as problem:  # room is wasted, nothing else
+                print(f"outlast | old checkpoints stay in the store: {problem}", file=sys.stderr, flush=True)
+        self._checkpoints.forget(self._journals)
+        self.update(doing="", backlog=0)
+
+
+@contextlib.contextmanager
+def locked(output: Path, give_up: Callable[[], bool]) -> Iterator[bool]:
+    """Hold the lock of an output directory; False when `give_up` says so before we have it."""
+    (output / OWN).mkdir(parents=True, exist_ok=True)
+    with open(output / OWN / "lock", "a") as file:
+        while not file_locks.acquire(file.fileno()):
+            if give_up():
+                yield False
+                return
+            time.sleep(0.1)
+        yield True
+
+
+def run(uploader: Uploader, interval_s: float, stop: threading.Event) -> None:
+    """Upload until `stop`: each checkpoint when it is committed, everything each interval. Raises Superseded, and OutlastError
+    for mistakes that no retry repairs."""
+    due, failures = 0.0, 0
+    while not stop.is_set():
+        wanted = rank0_files.wanted(uploader.output)
+        try:
+            if wanted or time.monotonic() >= due or uploader.waiting():
+                uploader.upload(stop, last=bool(wanted))
+                due = time.monotonic() + interval_s
+            uploader.upload_ledger(stop, time.monotonic())
+            rank0_files.give(uploader.output, wanted)
+            uploader.update(since=None, error="")
+            failures = 0
+            uploader.count(time.monotonic(), stop)
+        except store.Stopped:
+            return
+        except Superseded:
+            raise
+        except (OutlastError, OSError) as problem:
+            failed(uploader, problem)
+            with contextlib.suppress(OSError):  # a full disk: it stays wanted
+                rank0_files.give(uploader.output, wanted, str(problem))
+            until = time.monotonic() + backoff.jittered(backoff.exponential(failures, *AGAIN_S))
+            while time.monotonic() < until and not rank0_files.wanted(uploader.output) and not stop.wait(POLL_INTERVAL_S):
+                pass
+            failures += 1
+            due = min(due, time.monotonic())
+        stop.wait(POLL_INTERVAL_S)
+
+
+def flush(uploader: Uploader, deadline: float) -> str:
+    """Upload all that is left, retrying until `deadline` (monotonic). Returns why something is missing, or an empty text."""
+    stop = threading.Event()
+    uploader.ended = time.time()
+    timer = threading.Timer(max(0.0, deadline - time.monotonic()), stop.set)
+    timer.daemon = True
+    timer.start()
+    for passes in itertools.count(1):
+        try:
+            uploader.upload(stop, last=True)
+            uploader.count(time.monotonic(), stop)
+            return ""
+        except store.Stopped:
+            return uploader.report.error or "the time was over before it was pushed"
+        except Superseded:
+            raise
+        except (OutlastError, OSError) as problem:
+            failed(uploader, problem)
+            if isinstance(problem, SomeFailed) and passes >= MAX_PASSES:
+                print(f"outlast | {problem}", file=sys.stderr, flush=True)
+                return ""
+            retry = isinstance(problem, OSError | SomeFailed) or getattr(problem, "retry", False)
+            pause = backoff.exponential(passes - 1, *AGAIN_S)
+            if not retry or time.monotonic() + pause > deadline:
+                return uploader.report.error
+            time.sleep(backoff.jittered(pause))
+    raise AssertionError
+
+
+def failed(uploader: Uploader, problem: Exception) -> None:
+    """Report a failure."""
+    backlog = sum(checkpoint.bytes for checkpoint in uploader.waiting())
+    uploader.update(error=str(problem), since=uploader.report.since or time.time(), doing="", backlog=backlog)
+
+
+def main(argv: list[str]) -> int:
+    """Run an upload process; returns its exit code."""
+    from outlast.job import spec
+
+    environ = os.environ
+    job = spec.load(Path(environ[contract.Env.JOB_FILE]))
+    output = Path(environ[contract.Env.OUTPUT])
+    final = argv[:1] == ["--rest"]
+    titles.entitle("upload")
+    stop = threading.Event()
+    if not final:
+        threading.Thread(target=_until_closed, args=(stop,), daemon=True).start()
+    deadline = time.monotonic() + (float(argv[1]) if final else 0.0)
+    patience = min(deadline, time.monotonic() + LOCK_TIMEOUT_S)
+    with locked(output, lambda: stop.is_set() or (final and time.monotonic() > patience)) as ours:
+        if not ours:
+            return 0
+        try:
+            place = store.open_(environ[contract.Env.STORE])
+            run_id, owner = environ[contract.Env.RUN], environ[contract.Env.OWNER]
+            retention = checkpoints.Retention.parse(job.spec.checkpoint.variables())
+            uploader = Uploader(output, place, run_id, owner, retention, _tell, environ=environ)
+            if job.spec.compile.cache:
+                uploader.compiled = compiled.Cache.of(environ)
+            if not final:
+                run(uploader, job.spec.sync.every.total_seconds(), stop)
+                return 0
+            problem = flush(uploader, deadline)
+        except Superseded as superseded:
+            _tell(Report(error=str(superseded), since=time.time()))
+            return SUPERSEDED
+        except OutlastError as mistake:
+            problem = str(mistake)
+            _tell(Report(error=problem, since=time.time()))
+    return 1 if problem else 0
+
+
+def _tell(report: Report) -> None:
+    with contextlib.suppress(OSError):  # the agent is gone, so this process ends, too
+        os.write(1, json.dumps(dataclasses.asdict(report)).encode() + b"\n")
+
+
+def _until_closed(stop: threading.Event) -> None:
+    while os.read(0, 4096):
+        pass
+    stop.set()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

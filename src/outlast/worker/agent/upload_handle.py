@@ -1,0 +1,151 @@
+"""The handle of the upload process (`agent.upload`): starts it beside training, reads its reports, has it upload the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from outlast.base.clock import Seen
+from outlast.job import contract
+from outlast.worker.hangs.rule import Process
+from outlast.worker.launch import rank0_files
+
+RESTART_DELAY_S = 5.0
+"""Delay before an upload process that died is started again."""
+AHEAD_S = 2.0
+"""The first upload process is started this long after the first training process, if that has not ended a step before: to import
+what it needs takes half a second of a core, in which training could begin."""
+WAIT_S = 30.0
+"""The same, after training was to begin, if there is no training process: logs are uploaded anyway."""
+NICENESS = 10
+"""Added to its niceness while training runs, which goes first."""
+BEFORE_STEPS = ("started", "open", "restore", "first step")
+"""Phases of a training process that has not ended a step, as far as known."""
+STOP_TIMEOUT_S = 10.0
+"""How long it may take to stop before it is killed."""
+SUPERSEDED = 3
+"""Its exit code when it found a newer generation in the store."""
+_TIMES = ("pushed", "since")
+"""Fields of its reports that are times of its wall clock."""
+
+
+class UploadProcess:
+    """The upload process of one worker, a child of this process. `environ` is the worker's; it is read at each start."""
+
+    def __init__(self, environ: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._environ = environ
+        self._child: subprocess.Popen[bytes] | None = None
+        self._reader = threading.Thread()
+        self._start_at: float | None = None
+        """Not before; None until there is something to upload."""
+        self._waits = Seen(clock)
+        self.report: dict[str, Any] = {}
+        """Its last report (`upload.Report`); empty while another worker of this machine uploads."""
+        self._seen = Seen(time.monotonic)
+
+    def ensure_running(self, processes: Sequence[Process] = ()) -> bool:
+        """Start it if it does not run, for the first time only when the training `processes` may have something to upload.
+        Returns True when it found this worker superseded."""
+        if self._child is not None:
+            code = self._child.poll()
+            if code is None:
+                return False
+            self._child = None
+            self._start_at = time.monotonic() + RESTART_DELAY_S
+            if code == SUPERSEDED:
+                self._reader.join(STOP_TIMEOUT_S)
+                return True
+            self.report = {}
+            print(f"outlast | the upload process ended with exit code {code}; starting it again", flush=True)
+        if self._start_at is None and self._needed(processes):
+            self._start_at = 0.0
+        if self._start_at is not None and time.monotonic() >= self._start_at:
+            try:
+                self._child = self._start()
+            except (OSError, RuntimeError) as problem:  # no process or thread can be made
+                print(f"outlast | the upload process cannot be started: {problem}; it is tried again", flush=True)
+                self._start_at = time.monotonic() + RESTART_DELAY_S
+                return False
+            os.setpriority(os.PRIO_PROCESS, self._child.pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS))
+        return False
+
+    def _needed(self, processes: Sequence[Process]) -> bool:
+        """Whether it is time for the first upload."""
+        return (
+            any(process.progress.phase not in BEFORE_STEPS or process.age_s >= AHEAD_S for process in processes)
+            or self._waits.age("training", "") >= WAIT_S
+            or bool(rank0_files.wanted(Path(self._environ[contract.Env.OUTPUT])))
+        )
+
+    def stop(self) -> None:
+        """Stop it, if it runs. The next one resumes unfinished uploads."""
+        if self._child is None:
+            return
+        assert self._child.stdin is not None
+        with contextlib.suppress(OSError):
+            self._child.stdin.close()
+        try:
+            self._child.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        self._child = None
+
+    def flush(self, timeout_s: float) -> tuple[int, str]:
+        """Upload all that is left, retrying until the timeout. Returns the exit code and, unless that is 0, the reason."""
+        self.stop()
+        child = self._start("--rest", str(timeout_s))
+        try:
+            code = child.wait(timeout_s + STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            code = child.wait()
+        self._reader.join(STOP_TIMEOUT_S)
+        return code, "" if code == 0 else self.report.get("error") or f"the upload process ended with exit code {code}"
+
+    def _start(self, *args: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "outlast", "upload", *args]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(self._environ))
+        self._reader = threading.Thread(target=self._read, args=(child,), daemon=True)
+        self._reader.start()
+        return child
+
+    def _read(self, child: subprocess.Popen[bytes]) -> None:
+        assert child.stdout is not None
+        for line in child.stdout:
+            try:
+                self.received(dict(json.loads(line)))
+            except ValueError:
+                os.write(2, line)
+
+    def received(self, report: dict[str, Any]) -> None:
+        """Keep a report. The ages of its times count from now, see `metrics`."""
+        for key in _TIMES:
+            self._seen.age(key, report.get(key))
+        self.report = report
+
+    @property
+    def seconds(self) -> float | None:
+        """What the upload of the last checkpoint took; None before the first."""
+        found = self.report.get("seconds")
+        return float(found) if isinstance(found, int | float) else None
+
+    def metrics(self) -> dict[str, float]:
+        """Its last report as metrics. Ages count from when the report came: wall clocks may be set meanwhile."""
+        if not (report := self.report):
+            return {}
+        uploaded_s, failing_s = (self._seen.age(key, report[key]) for key in _TIMES)
+        found = {
+            "sync_failing_seconds": failing_s if report["since"] else 0.0,
+            "sync_backlog_bytes": float(report["backlog"]),
+            "sync_step": float(report["step"]),
+        }
+        return found | ({"sync_age_seconds": uploaded_s} if report["pushed"] else {})

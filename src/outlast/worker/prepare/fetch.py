@@ -1,0 +1,199 @@
+"""Fetching a tree of files from a store, all of one version.
+
+    listing = look(url, "data[0].from")         the objects in the store now
+    bring(listing, tree, ...)                   fetches those that are missing on this machine
+
+Called by `cache` for data and models, by `code` for code. Files appear under their names when they are whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+from outlast.base import units
+from outlast.base.errors import Changed, Missing, OutlastError, StoreError
+from outlast.data import place as data_place
+from outlast.storage import store
+from outlast.storage.store import Entry, Store
+from outlast.storage.sync import pool, sync
+
+TELL_S = 5.0
+"""Interval at which a long fetch reports progress."""
+_ATTEMPTS = 5
+"""Attempts at a place that changes while it is fetched."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What is at a place of a store: everything below a prefix, or one object."""
+
+    url: str
+    field: str
+    """Where the job file says so: `data[0].from`."""
+    place: Store
+    """The entries' keys are relative to it."""
+    entries: tuple[Entry, ...]
+
+    @property
+    def name(self) -> str:
+        """What the place is called in sentences."""
+        return f"{self.field} ({self.url})"
+
+    @cached_property
+    def version(self) -> str:
+        """Changes when the files or their contents do."""
+        rows = sorted([entry.key, entry.size, entry.etag] for entry in self.entries)
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.size for entry in self.entries)
+
+
+def look(url: str, field: str) -> Listing:
+    """List the place at `url`; `field` is where the job file names it. Raises StoreError, and OutlastError if it is empty or not
+    complete, or its names cannot be a directory tree."""
+    place, name = store.open_(url), f"{field} ({url})"
+    # An object that is called as the prefix itself is how consoles make a directory.
+    entries = tuple(_files(place, [entry for entry in place.entries() if entry.key and entry.key != sync.MANIFEST]))
+    if not entries and "/" in place.url.partition("://")[2]:
+        above, _, key = place.url.rpartition("/")
+        place = store.open_(above)
+        try:
+            entries = (place.head(key),)
+        except Missing:
+            entries = ()
+    if not entries:
+        raise OutlastError(f"{name} holds nothing; put something there, or correct the URL")
+    keys = {entry.key for entry in entries}
+    if data_place.COMING in keys and not keys & {data_place.MARKER, data_place.MANIFEST}:
+        raise OutlastError(
+            f"{name} is not complete: outlast data get or prepare has not finished there; wait for it, or run it again"
+        )
+    for key in keys:
+        parts = key.split("/")
+        if both := next((above for i in range(1, len(parts)) if (above := "/".join(parts[:i])) in keys), None):
+            raise OutlastError(f"{name} holds both {both} and {key}, which no directory can; rename one of them")
+    return Listing(url, field, place, entries)
+
+
+def _files(place: Store, entries: list[Entry]) -> Iterator[Entry]:
+    """The entries without directory markers, empty objects `directory/` of consoles, which are listed without their slash."""
+    empty = (pool.Job(entry, 0, partial(place.head, entry.key)) for entry in entries if entry.size == 0)
+    absent = set()
+    with contextlib.closing(pool.work(empty, threading.Event())) as outcomes:
+        for entry, _, error in outcomes:
+            if isinstance(error, Missing):
+                absent.add(entry)
+            elif error:
+                raise error
+    return (entry for entry in entries if entry not in absent)
+
+
+def bring(listing: Listing, tree: Path, *, say: Say, stop: threading.Event) -> None:
+    """Fetch the files of a listing that `tree` lacks, judged by size. Raises StoreError, OSError."""
+    missing = [entry for entry in listing.entries if _size(tree / entry.key) != entry.size]
+    if not missing:
+        return
+    for directory in {tree, *((tree / entry.key).parent for entry in missing)}:
+        directory.mkdir(parents=True, exist_ok=True)
+    needed, free = sum(entry.size for entry in missing), shutil.disk_usage(tree).free
+    if needed > free:
+        sizes = f"needs {units.human_bytes(needed)}, the disk of {tree} has {units.human_bytes(free)} left"
+        raise OutlastError(f"{listing.name} {sizes}; make room there, or let OUTLAST_CACHE name a directory of a larger disk")
+    meter = Meter(listing.name, needed, len(missing), say=say)
+    sync.receive(
+        listing.place, [(entry.key, entry.size, tree / entry.key) for entry in missing], progress=meter.advance, stop=stop
+    )
+    meter.end()
+
+
+def bring_whole(listing: Listing, into: Callable[[Listing], Path], *, say: Say, stop: threading.Event) -> Listing:
+    """Fetch a listing to the directory that `into` returns for it; returns the listing that was fetched.
+
+    If files are replaced meanwhile, it lists and fetches again, so that all files are of one version.
+    """
+    problem: StoreError | None
+    for attempt in range(_ATTEMPTS):
+        tree, problem = into(listing), None
+        if all(_size(tree / entry.key) == entry.size for entry in listing.entries):
+            if not attempt:
+                say(f"{listing.name} is here already")
+            return listing
+        try:
+            bring(listing, tree, say=say, stop=stop)
+        except (Missing, Changed) as error:
+            problem = error
+        now = look(listing.url, listing.field)
+        if now.version == listing.version:
+            if problem:
+                raise problem
+            return listing
+        say(f"{listing.name} has changed while it was fetched; looking again")
+        listing = now
+    raise StoreError(f"{listing.name} changes faster than it can be fetched; copy it to a place of its own", retry=True)
+
+
+class Pace:
+    """Reports now and then how far a download is, given the bytes that are here."""
+
+    def __init__(self, name: str, *, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name, self._say, self._clock = name, say, clock
+        self._told = clock()
+
+    def reached(self, done: int, total: int) -> None:
+        """Called often, from several threads; `total` is 0 when it is unknown."""
+        if (now := self._clock()) - self._told >= TELL_S:
+            self._told = now
+            of = f" of {units.human_bytes(total)}" if total else ""
+            self._say(f"fetching {self._name}: {units.human_bytes(done)}{of}")
+
+
+class Meter:
+    """Reports progress, rate and remaining time of a fetch every few seconds."""
+
+    def __init__(self, name: str, total: int, files: int, *, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name, self._total, self._say, self._clock = name, total, say, clock
+        self._done = 0
+        self._begun = self._told = clock()
+        self._lock = threading.Lock()
+        say(f"fetching {name}: {files:,} file{'s' if files != 1 else ''}, {units.human_bytes(total)}")
+
+    def advance(self, count: int) -> None:
+        """Count bytes that have arrived; called from many threads."""
+        with self._lock:
+            self._done += count
+            now = self._clock()
+            if now - self._told < TELL_S:
+                return
+            self._told = now
+            rate = self._done / (now - self._begun)
+            done, total = units.human_bytes(self._done), units.human_bytes(self._total)
+            left = units.human_seconds(max(0, self._total - self._done) / rate) if rate else "?"
+        self._say(f"fetching {self._name}: {done} of {total}, {units.human_bytes(rate)}/s, {left} left")
+
+    def end(self) -> None:
+        """Report the end."""
+        seconds = self._clock() - self._begun
+        rate = units.human_bytes(self._total / max(seconds, 1e-3))
+        self._say(f"fetched {self._name}: {units.human_bytes(self._total)} in {units.human_seconds(seconds)} ({rate}/s)")
+
+
+def _size(path: Path) -> int:
+    try:
+        return os.lstat(path).st_size
+    except OSError:
+        return -1

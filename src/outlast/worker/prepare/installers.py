@@ -1,0 +1,124 @@
+"""Runs installers (pip, uv, conda) and compilers: logs their output, kills them on shutdown, extracts their error."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from outlast.base.errors import OutlastError, Stopped
+
+if TYPE_CHECKING:
+    from outlast.worker.prepare.fetch import Say
+
+_NETWORK = re.compile(
+    r"failed to establish a new connection|temporary failure in name resolution|name or service not known|dns error|timed? ?out"
+    r"|connection (reset|refused|aborted|broken)|max retries exceeded|proxyerror|network is unreachable|remote end closed"
+    r"|error sending request|could not connect|incompleteread|http error 5\d\d|5\d\d server error|status client error \(429"
+    r"|no space left on device|disk quota exceeded",
+    re.IGNORECASE,
+)
+"""Errors of pip, uv and conda that may pass."""
+_PROGRESS_S = 5.0
+"""Interval of progress lines."""
+_LAST = 20
+"""Lines of output shown when an installer fails."""
+
+
+class Unavailable(OutlastError):
+    """The packages cannot be installed now; a later attempt may succeed."""
+
+    retry = True
+
+
+@dataclass(frozen=True)
+class Shell:
+    """Runs an installer: logs its output to a file, reports progress, kills it on shutdown."""
+
+    environ: Mapping[str, str]
+    lock: int
+    """Descriptor of the lock, which an installer that outlives us keeps."""
+    say: Say
+    stop: threading.Event
+    log: Path
+    """Gets all output; `say` gets a line every few seconds, and the last ones if it fails."""
+    cwd: Path | None = None
+    remedy: str = "correct the file"
+    """What a user may do when it fails."""
+
+    def run(self, argv: Sequence[str], name: str) -> None:
+        """Run a program; raises OutlastError with its error if it fails."""
+        env = {**self.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_USER": "0", "PYTHONUNBUFFERED": "1"}
+        lines: list[str] = []
+        said_at = time.monotonic()
+        with (
+            open(self.log, "a") as log,
+            subprocess.Popen(
+                argv,
+                env=env,
+                cwd=self.cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                pass_fds=(self.lock,),
+            ) as process,
+        ):
+            watcher = threading.Thread(target=self._watch, args=(process,), daemon=True)
+            watcher.start()
+            assert process.stdout is not None
+            for line in process.stdout:
+                lines.append(line.rstrip())
+                print(lines[-1], file=log, flush=True)
+                if time.monotonic() - said_at > _PROGRESS_S:
+                    said_at = time.monotonic()
+                    self.say(f"  {lines[-1]}")
+            code = process.wait()
+            watcher.join()
+        if self.stop.is_set():
+            raise Stopped(f"we were told to leave while making {name}")
+        if code:
+            for line in lines[-_LAST:]:
+                self.say(f"  {line}")
+            program = "pip" if argv[1:3] == ["-m", "pip"] else Path(argv[0]).name
+            failed = f"{name}: {program} says: {last_words(lines) or f'exit code {code}'}"
+            if any(_NETWORK.search(line) for line in lines):
+                raise Unavailable(f"{failed}; the network or the machine is at fault, it is tried again")
+            raise OutlastError(f"{failed}; {self.remedy}")
+
+    def _watch(self, process: subprocess.Popen[str]) -> None:
+        """On shutdown kill the program and its children: pip runs another Python."""
+        while process.poll() is None:
+            if self.stop.wait(0.1):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    for child in psutil.Process(process.pid).children(recursive=True):
+                        child.kill()
+                process.kill()
+                return
+
+
+def last_words(lines: Sequence[str]) -> str:
+    """The error of an installer, from all of its output."""
+    said = [line.strip() for line in lines]
+    if "The conflict is caused by:" in said:  # pip's
+        sides = said[said.index("The conflict is caused by:") + 1 :]
+        return "these contradict each other: " + "; ".join(sides[: sides.index("")] if "" in sides else sides)[:600]
+    begins = [i for i, line in enumerate(said) if re.match(r"(error|critical)\b", line, re.IGNORECASE)]
+    if not begins:
+        return next((line for line in reversed(said) if line), "")[:600]
+    last = said[begins[-1] :]
+    end = next((i for i, line in enumerate(last) if not line or line.startswith(("Traceback", "[std"))), len(last))
+    words = [re.sub(r"^(error|critical|cause)([a-z ]*:|\s+libmamba)\s*", "", line, flags=re.I) for line in last[:end][:5]]
+    words = [line.rstrip(".") for line in words if line.strip("^~ ")]
+    words += [re.sub(r"^[×╰─▶│>]+\s*", "", line) for line in last[end:] if line.startswith(("×", "╰"))]
+    raised = [line for line in said if re.match(r"(\w+\.)*\w*(Error|Exception): ", line) and line not in last[:end]]
+    return " ".join([*words, *(f"({line})" for line in raised[-1:])])[:600]

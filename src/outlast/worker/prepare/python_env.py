@@ -1,0 +1,321 @@
+"""The Python environment of a job with packages of its own: made once for all workers and jobs of a machine.
+
+    <cache>/environments/<digest>/               a virtual or conda environment, at its final path: neither can be moved
+    <cache>/environments/<digest>/outlast.json   written last: marks it complete
+    <cache>/environments/<digest>.lock           held while it is made
+    <cache>/environments/<digest>.log            output of pip, uv or conda
+
+`requirements` become a virtual environment on top of the Python that we run in, whose packages stay visible behind its own; the
+digest covers the requirements, this Python and its packages. `conda` files become environments of their own, which see only our
+package. Training processes run there, the agent does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+import outlast
+from outlast.base import file_locks, files
+from outlast.base.errors import OutlastError
+from outlast.job import spec
+from outlast.worker.prepare import requirements
+from outlast.worker.prepare.installers import Shell
+
+if TYPE_CHECKING:
+    from outlast.worker.prepare.fetch import Say
+
+MARKER = "outlast.json"
+_STUB = "outlast\n"
+"""INSTALLER of the stubs that show uv the packages of the base Python."""
+_LOOK = """
+import importlib, json, sys
+found = {"version": list(sys.version_info[:3])}
+try:
+    import torch
+    found["torch"] = str(torch.__version__)
+    from outlast.__main__ import ROLES
+    importlib.import_module(ROLES["warm"]).preload()
+except BaseException as problem:
+    found["problem"] = "%s: %s" % (type(problem).__name__, problem)
+print(json.dumps(found))
+"""
+"""Must run in any Python, even one that is too old."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """An environment."""
+
+    python: str
+    variables: Mapping[str, str]
+    """Environment variables of a process that runs in it."""
+
+
+def check(environment: spec.Environment, code: Path | None = None) -> None:
+    """Check the environment's file and conda without a network. Raises OutlastError.
+
+    A relative path is one in `code`, and not checked without that.
+    """
+    if environment.conda:
+        _conda_tool(os.environ)
+    if path := _file(environment, code):
+        _read(environment, path)
+
+
+def frozen(environment: spec.Environment, directory: Path) -> spec.Environment:
+    """The environment with a copy of its file in `directory`, so that editing the original does not change the run."""
+    path = _file(environment, None)
+    if path is None:
+        return environment
+    found = _read(environment, path)
+    if isinstance(found, requirements.Requirements):
+        return environment.model_copy(update={"requirements": str(found.write(directory / "requirements.txt"))})
+    files.replace(directory / "environment.yml", yaml.safe_dump(found, sort_keys=False))
+    return environment.model_copy(update={"conda": str(directory / "environment.yml")})
+
+
+def make(
+    environment: spec.Environment, cache: Path, code: Path, environ: Mapping[str, str], *, say: Say, stop: threading.Event
+) -> Made:
+    """The environment, made unless it exists. Concurrent calls wait for the first.
+
+    `say` gets progress, and the last lines of a failed installer. Raises OutlastError with the installer's error;
+    `installers.Unavailable` if a later attempt may succeed.
+    """
+    path = _file(environment, code)
+    assert path is not None
+    recipe: _Venv | _Conda
+    name = f"environment.{'conda' if environment.conda else 'requirements'} ({path.name})"
+    found = _read(environment, path)
+    recipe = _Venv(found, name) if isinstance(found, requirements.Requirements) else _Conda(found, name, _conda_tool(environ))
+    digest = hashlib.sha256(json.dumps(recipe.depends_on()).encode()).hexdigest()[:24]
+    home = cache / "environments" / digest
+    made = Made(str(home / "bin" / "python"), recipe.variables(home, cache, environ))
+    if not (home / MARKER).is_file():
+        waiting = f"waiting for another worker that makes {name}"
+        with file_locks.exclusive(home.with_name(f"{digest}.lock"), waiting=lambda: say(waiting), stop=stop) as lock:
+            if not (home / MARKER).is_file():
+                if home.exists():  # its maker was killed
+                    shutil.rmtree(home)
+                log = home.with_name(f"{digest}.log")
+                log.unlink(missing_ok=True)
+                say(f"making {name} in {home}; its output is in {log}")
+                try:
+                    recipe.make(home, Shell(environ, lock, say, stop, log))
+                    looked = _looked_at(made, name, environ)
+                except OutlastError:
+                    shutil.rmtree(home, ignore_errors=True)
+                    raise
+                files.replace(home / MARKER, json.dumps({"from": str(path), **looked}), durable=True)
+                say(f"made {name}: Python {'.'.join(map(str, looked['version']))} with PyTorch {looked['torch']}")
+    return made
+
+
+def finds(made: Made, package: str, code: Path, environ: Mapping[str, str]) -> bool:
+    """Whether the environment's Python finds a module from the code's directory."""
+    look = "import importlib.util, sys; sys.path.insert(0, sys.argv[1]); sys.exit(not importlib.util.find_spec(sys.argv[2]))"
+    argv = [made.python, "-c", look, str(code), package]
+    return subprocess.run(argv, env={**environ, **made.variables}, capture_output=True, check=False).returncode == 0
+
+
+def _file(environment: spec.Environment, code: Path | None) -> Path | None:
+    path = Path(environment.requirements or environment.conda or "")
+    return path if path.is_absolute() else code / path if code and path.name else None
+
+
+def _read(environment: spec.Environment, path: Path) -> requirements.Requirements | dict[str, Any]:
+    if environment.requirements:
+        return requirements.read(path, "environment.requirements")
+    return _conda_file(path)
+
+
+def _looked_at(made: Made, name: str, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Versions of Python and torch in a new environment; raises OutlastError if training cannot run there."""
+    argv, env = [made.python, "-c", _LOOK], {**environ, **made.variables}
+    done = subprocess.run(argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    try:
+        found = dict(json.loads(done.stdout.strip().splitlines()[-1]))
+    except (ValueError, IndexError):
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise OutlastError(f"{name}: its Python does not start: {last}") from None
+    version = ".".join(map(str, found["version"]))
+    if found["version"] < [3, 11]:
+        raise OutlastError(f"{name} brings Python {version}; Outlast needs 3.11 or newer: add python>=3.11")
+    if "torch" not in found:
+        raise OutlastError(f"{name}: training needs PyTorch, which cannot be imported ({found['problem']}); add or correct it")
+    if "problem" in found:
+        raise OutlastError(f"{name}: Outlast does not run with these packages ({found['problem']}); correct them")
+    return found
+
+
+# Virtual environments
+
+
+@dataclass(frozen=True)
+class _Venv:
+    asked: requirements.Requirements
+    name: str
+
+    def depends_on(self) -> list[object]:
+        installed = sorted(entry.name for directory in _below() for entry in directory.glob("*.*-info"))
+        python = [sys.version, sys.prefix, sysconfig.get_platform(), [str(directory) for directory in _below()]]
+        return ["venv", self.asked.fingerprint(), python, installed]
+
+    def variables(self, home: Path, cache: Path, environ: Mapping[str, str]) -> dict[str, str]:
+        return {"VIRTUAL_ENV": str(home), "PATH": f"{home / 'bin'}{os.pathsep}{environ.get('PATH', os.defpath)}"}
+
+    def make(self, home: Path, shell: Shell) -> None:
+        shell.run([sys.executable, "-m", "venv", "--without-pip", str(home)], self.name)
+        packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(home), "platbase": str(home)}))
+        lines = [f"import site; site.addsitedir({str(directory)!r})" for directory in _below()]
+        (packages / "outlast-below.pth").write_text("\n".join(lines) + "\n")  # after our own in sys.path
+        files_of = self.asked.write(home / "requirements.txt")
+        constraints = []
+        if not self.asked.names("torch") and not self.asked.hashed():
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # another torch is hundreds of megabytes
+                (home / "torch.txt").write_text(f"torch=={importlib.metadata.version('torch')}\n")
+                constraints = ["-c", str(home / "torch.txt")]
+        python = str(home / "bin" / "python")
+        what = ["-r", str(files_of), *constraints]
+        if uv := _uv(shell.environ):
+            with _stubs(packages):
+                shell.run([uv, "pip", "install", "--python", python, "--no-progress", "--color=never", *what], self.name)
+        else:
+            shell.run([*_pip(python, shell, self.name), "install", "--no-input", "--progress-bar=off", *what], self.name)
+
+
+def _below() -> list[Path]:
+    """The site-packages of the Python that we run in."""
+    user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+    return [Path(directory) for directory in (*user, *site.getsitepackages()) if os.path.isdir(directory)]
+
+
+def _uv(environ: Mapping[str, str]) -> str | None:
+    beside = Path(sys.executable).with_name("uv")
+    return str(beside) if beside.is_file() else shutil.which("uv", path=environ.get("PATH"))
+
+
+def _pip(python: str, shell: Shell, name: str) -> list[str]:
+    """The pip command for another Python: our pip, or else its own, from ensurepip."""
+    if importlib.util.find_spec("pip"):
+        return [sys.executable, "-m", "pip", "--python", python]
+    shell.run([python, "-m", "ensurepip"], name)
+    return [python, "-m", "pip"]
+
+
+@contextlib.contextmanager
+def _stubs(packages: Path) -> Iterator[None]:
+    """Show uv the packages of the base Python, which it ignores otherwise: stubs of their metadata, without the files.
+
+    uv uninstalls what it replaces by the list of files in the stub, so the base Python stays as it is.
+    """
+    for directory in _below():
+        for info in directory.glob("*.dist-info"):
+            stub = packages / info.name
+            if (info / "METADATA").is_file() and not stub.exists():
+                stub.mkdir()
+                shutil.copyfile(info / "METADATA", stub / "METADATA")
+                (stub / "INSTALLER").write_text(_STUB)
+                (stub / "RECORD").write_text("".join(f"{info.name}/{file},,\n" for file in ("METADATA", "INSTALLER", "RECORD")))
+    yield
+    for stub in packages.glob("*.dist-info"):
+        if (stub / "INSTALLER").is_file() and (stub / "INSTALLER").read_text() == _STUB:
+            shutil.rmtree(stub)
+
+
+# Conda
+
+
+@dataclass(frozen=True)
+class _Conda:
+    document: dict[str, Any]
+    name: str
+    tool: str
+
+    def depends_on(self) -> list[object]:
+        parts = self.document["dependencies"]
+        pip = "\n".join(next((part["pip"] for part in parts if isinstance(part, dict) and "pip" in part), []))
+        return ["conda", self.document, requirements.parse(pip, Path("/"), self.name).fingerprint(), sysconfig.get_platform()]
+
+    def variables(self, home: Path, cache: Path, environ: Mapping[str, str]) -> dict[str, str]:
+        shown = [str(_package(cache)), *filter(None, [environ.get("PYTHONPATH")])]
+        return {
+            "CONDA_PREFIX": str(home),
+            "CONDA_DEFAULT_ENV": str(home),
+            "PATH": f"{home / 'bin'}{os.pathsep}{environ.get('PATH', os.defpath)}",
+            "PYTHONPATH": os.pathsep.join(shown),
+            "PYTHONNOUSERSITE": "1",
+        }
+
+    def make(self, home: Path, shell: Shell) -> None:
+        file = home.with_name(f"{home.name}.yml")
+        files.replace(file, yaml.safe_dump(self.document, sort_keys=False))
+        create = ["create"] if Path(self.tool).name == "micromamba" else ["env", "create"]
+        quiet = {"CONDA_ALWAYS_YES": "1", "MAMBA_ALWAYS_YES": "1", "MAMBA_NO_BANNER": "1", "CI": "1"}
+        shell = replace(shell, environ={**shell.environ, **quiet})
+        shell.run([self.tool, *create, "--prefix", str(home), "--file", str(file)], self.name)
+
+
+def _conda_tool(environ: Mapping[str, str]) -> str:
+    for tool in ("micromamba", "mamba", "conda"):
+        if path := shutil.which(tool, path=environ.get("PATH")):
+            return path
+    for variable in ("MAMBA_EXE", "CONDA_EXE"):
+        if (given := environ.get(variable)) and os.access(given, os.X_OK):
+            return given
+    raise OutlastError(
+        "environment.conda: this machine has neither micromamba, mamba nor conda; install one of them, "
+        "or list the packages in a file for environment.requirements"
+    )
+
+
+def _conda_file(path: Path) -> dict[str, Any]:
+    """A conda environment file, with its requirements for pip flattened."""
+    field = "environment.conda"
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    except OSError as problem:
+        raise OutlastError(f"{field}: {path} cannot be read: {problem.strerror}; correct the path") from problem
+    except (UnicodeDecodeError, yaml.YAMLError) as problem:
+        first = str(problem).replace("\n", " ")
+        raise OutlastError(f"{field}: {path} is not YAML ({first}); correct it") from problem
+    if not isinstance(document, dict) or not isinstance(document.get("dependencies"), list):
+        raise OutlastError(f"{field}: {path} has no list `dependencies`; it must be an environment file of conda")
+    parts: list[object] = []
+    for part in document["dependencies"]:
+        if isinstance(part, dict) and isinstance(part.get("pip"), list):
+            asked = requirements.parse("\n".join(map(str, part["pip"])), path.parent, field)
+            if asked.constraints:
+                raise OutlastError(f"{field}: {path} has constraints (-c) for pip; write the versions into the list instead")
+            part = {"pip": list(asked.lines)}
+        parts.append(part)
+    return {key: value for key, value in document.items() if key not in ("name", "prefix")} | {"dependencies": parts}
+
+
+def _package(cache: Path) -> Path:
+    """A directory with a link to our package and nothing else, for the PYTHONPATH of other Pythons."""
+    package = Path(outlast.__file__).resolve().parent
+    directory = cache / "outlast" / hashlib.sha256(str(package).encode()).hexdigest()[:16]
+    link = directory / "outlast"
+    if not link.is_symlink():
+        directory.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            link.symlink_to(package)
+    return directory

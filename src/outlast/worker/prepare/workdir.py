@@ -1,0 +1,346 @@
+"""The working directory of training processes: `work/` in the job's output. It holds a copy of the code, so scripts find the
+files beside them, and what they write to relative paths is part of the output.
+
+    work/.outlast-files         size and time of each file of code when it was copied; all other files are the job's
+    work/.outlast-generation    the last generation whose rank 0 worked here
+    work/.outlast-run           in pods: the run that owns these files
+
+On one machine all workers share the directory. In pods each worker has its own, unless the output is a shared volume. Results
+are rank 0's: an uploader pushes a directory only while rank 0 works there. Called by `code`, `agent.upload` and the agent.
+Docs: docs/decisions/0023-the-working-directory.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from outlast.base import file_locks, files, units
+from outlast.base.errors import Missing, OutlastError, StoreError
+from outlast.job import contract
+from outlast.job.contract import Env
+from outlast.job.shipping import tree
+from outlast.job.workerfiles import progress, saves
+from outlast.storage import runs, store
+from outlast.storage.runs.layout import OWN, skipped
+from outlast.storage.store import Store
+from outlast.storage.sync import sync
+
+_FILES = ".outlast-files"
+_RUN = ".outlast-run"
+_IN_STORE = ".outlast-work"
+"""Key of the object that holds the generation of the files in the store."""
+_LOCK, _KNOWN = f"{OWN}/working", f"{OWN}/fetched"
+"""In the output: a lock, and a directory for the state of fetches."""
+_MOST = (64 << 20, 10_000)
+"""Bytes and files of code in an image that are copied; larger code runs in place."""
+_QUIET_S = 2.0
+"""Debounce: a file written in place more recently may be incomplete."""
+_SMALL = 1 << 20
+"""Bytes; a smaller file is written within milliseconds."""
+
+Listed = Mapping[str, tuple[int, int] | None]
+"""Size and mtime (ns) of files of code, by their path in the directory; None for a link."""
+
+
+def note_code(directory: Path, brought: Listed) -> None:
+    """Record which files in `directory` are code, before they are copied there. Earlier ones stay code."""
+    files.replace(directory / _FILES, json.dumps({**listed(directory), **brought}))
+
+
+def forget_code(directory: Path) -> None:
+    """Remove the files of code from `directory`; all others stay."""
+    for name in listed(directory):
+        (directory / name).unlink(missing_ok=True)
+    (directory / _FILES).unlink(missing_ok=True)
+
+
+def listed(directory: Path) -> dict[str, tuple[int, int] | None]:
+    """The record of `note_code`; empty if it cannot be read."""
+    try:
+        said = json.loads((directory / _FILES).read_text())
+        return {name: tuple(known) if known else None for name, known in said.items()}
+    except (OSError, ValueError):
+        return {}
+
+
+def looks(path: Path) -> tuple[int, int] | None:
+    """Size and time of a file of code, for `note_code`; None for a link."""
+    stat = path.lstat()
+    return None if path.is_symlink() else (stat.st_size, stat.st_mtime_ns)
+
+
+# Results
+
+
+class Results:
+    """Tells which files of a working directory are results, and which of them are complete. `output` is the job's."""
+
+    def __init__(self, output: Path) -> None:
+        self._output = output
+        self._noted = 0
+        self._listed: Listed = {}
+        self._sizes: dict[str, int] = {}
+        """Of the files that the last pass held back."""
+        self._waiting: set[str] = set()
+        """Paths that this pass holds back, and their directories."""
+
+    def skipped(self, path: str) -> bool:
+        """Whether a path in the output is in the working directory but no result: code, hidden or compiled files."""
+        first, _, inside = path.partition("/")
+        if first != contract.WORK:
+            return False
+        parts = inside.split("/")
+        if "__pycache__" in parts or any(part.startswith(".") for part in parts):
+            return True
+        self._read()
+        above = ("/".join(parts[:end]) for end in range(1, len(parts)))
+        if any(place in self._listed and self._listed[place] is None for place in above):
+            return True  # behind a link of the code
+        if inside not in self._listed:
+            return False
+        try:
+            return looks(self._output / path) == self._listed[inside]
+        except OSError:
+            return False
+
+    def _read(self) -> None:
+        try:
+            noted = (self._output / contract.WORK / _FILES).stat().st_mtime_ns
+        except OSError:
+            noted = 0
+        if noted != self._noted:
+            self._noted, self._listed = noted, listed(self._output / contract.WORK)
+
+    def expired(self, path: str) -> bool:
+        """Whether a missing result belongs to a checkpoint that the script has deleted in favour of a later one that is in the
+        store. One that this pass holds back is not in the store."""
+        *above, name = path.split("/")
+        numbered = [(place, step) for place, part in enumerate(above) if (step := saves.step_of(part)) is not None]
+        of_file = saves.step_of_file(name)[1]
+        numbered += [(len(above), of_file)] if of_file is not None else []
+        if not numbered:
+            return False
+        place, step = numbered[0]
+        parts = [*above, name]
+        try:
+            there = os.listdir(self._output.joinpath(*parts[:place]))
+        except OSError:
+            return False
+        if parts[place] in there:
+            return False
+        whole = [name for name in there if not name.endswith(".tmp") and "/".join([*parts[:place], name]) not in self._waiting]
+        found = (saves.step_of_file(other)[1] if place == len(above) else saves.step_of(other) for other in whole)
+        return any(other is not None and other > step for other in found)
+
+    def unfinished(self, *, last: bool = False) -> Callable[[str], bool]:
+        """Returns the test for one pass whether a result may be incomplete, so that it must not replace a complete one in the
+        store. In the `last` pass none is.
+
+        A file that was renamed after its last byte (ctime after mtime) is complete. One written in place must be quiet for a
+        while, but a small one is held back in one pass only. A checkpoint's directory, also outside of the working directory,
+        is held back until all of it is quiet.
+        """
+        before, self._sizes, self._waiting = self._sizes, {}, set()
+        now = time.time()
+        directories: dict[Path, bool] = {}
+
+        def busy(path: Path) -> bool:
+            if path not in directories:
+                times = [entry.stat().st_mtime for entry in os.scandir(path)]
+                directories[path] = bool(times) and 0 <= now - max(times) < _QUIET_S
+            return directories[path]
+
+        def held(path: str) -> bool:
+            try:
+                place = self._output / path
+                stat = place.stat()
+                if saves.step_of(place.parent.name) is not None:
+                    return busy(place.parent)
+            except OSError:
+                return True
+            if path.partition("/")[0] != contract.WORK:
+                return False
+            if stat.st_ctime_ns > stat.st_mtime_ns or not 0 <= now - stat.st_mtime < _QUIET_S:
+                return False
+            self._sizes[path] = stat.st_size
+            return path not in before or (stat.st_size > _SMALL and stat.st_size != before[path])
+
+        def waits(path: str) -> bool:
+            if waiting := not last and held(path):
+                parts = path.split("/")
+                self._waiting.update("/".join(parts[:end]) for end in range(1, len(parts) + 1))
+            return waiting
+
+        return waits
+
+
+# Whose files count
+
+
+def generation(output: Path) -> int:
+    """The last generation whose rank 0 worked in this output, or whose files were fetched; 0 for none."""
+    try:
+        return int((output / contract.WORK / contract.WORKED).read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _in_store(place: Store) -> int:
+    try:
+        return int(place.get(_IN_STORE))
+    except (Missing, ValueError):
+        return 0
+
+
+def ours(output: Path, place: Store, environ: Mapping[str, str]) -> bool:
+    """Whether to push the files here: rank 0 of this pod's generation works here, and no later generation has pushed. On one
+    machine all workers share the directory. Raises StoreError."""
+    here = generation(output)
+    if not here:
+        return False
+    there, pod = _in_store(place), alone(environ)
+    if pod:
+        record = progress.read(Path(environ[Env.STATE]), 0)
+        if record is None or record.generation != here or there > here:
+            return False
+    if there != here:
+        place.put(_IN_STORE, str(here).encode())
+    return True
+
+
+def alone(environ: Mapping[str, str]) -> bool:
+    """Whether this worker is a pod, which shares no directory as far as it knows."""
+    return not environ.get(Env.RENDEZVOUS, "unix://").startswith("unix://")
+
+
+# In pods
+
+
+def enter(environ: dict[str, str], say: Callable[[str], None], stop: threading.Event) -> None:
+    """Copy the code to `work/` in the output of this pod, and have the script run there. Raises OSError, Stopped."""
+    code, directory = Path(environ[Env.CODE]), Path(environ[Env.OUTPUT]) / contract.WORK
+    found = _found(code)
+    if found is None:
+        say(
+            f"{code} is larger than {units.human_bytes(_MOST[0])} or {_MOST[1]:,} files, so the script runs there: what it "
+            "writes relative to the working directory goes with this pod; write to $OUTLAST_OUTPUT"
+        )
+        return
+    with file_locks.exclusive(directory.parent / _LOCK, waiting=lambda: None, stop=stop):
+        _set_aside(directory, environ[Env.RUN])
+        directory.mkdir(parents=True, exist_ok=True)
+        files.replace(directory / _RUN, environ[Env.RUN])
+        known = listed(directory)
+        code_now = {name: looks(path) for name, path in found.items()}
+        note_code(directory, {**code_now, **known})  # after a kill, files copied by then still count as old
+        for name, path in found.items():
+            into = directory / name
+            if os.path.lexists(into) and (name not in known or looks(into) != known[name] or known[name] == code_now[name]):
+                continue  # the job's own, or there already
+            into.parent.mkdir(parents=True, exist_ok=True)
+            partial = into.with_name(f".{into.name}.coming")
+            shutil.copy2(path, partial, follow_symlinks=False)
+            partial.replace(into)
+        note_code(directory, code_now)
+    environ[Env.CODE] = str(directory)
+
+
+def _set_aside(directory: Path, run: str) -> None:
+    """Move the files of another run, on a volume that outlives pods, to `previous/` in the output."""
+    try:
+        other = (directory / _RUN).read_text()
+    except FileNotFoundError:
+        return
+    if other != run:
+        above = directory.parent / runs.PREVIOUS / other
+        above.mkdir(parents=True, exist_ok=True)
+        directory.rename(next(to for n in range(1 << 30) if not (to := above / f"{contract.WORK}{'+' * n}").exists()))
+
+
+def _found(code: Path) -> dict[str, Path] | None:
+    """The files and links of code by name, without `tree.NEVER`; None if they are too large to copy."""
+    found: dict[str, Path] = {}
+    size = 0
+    for above, names, inside in os.walk(code):
+        linked = [name for name in names if os.path.islink(os.path.join(above, name))]
+        names[:] = [name for name in names if name not in tree.NEVER and name not in linked]
+        for name in [*inside, *linked]:
+            path = Path(above, name)
+            if path.is_symlink() or path.is_file():
+                found[str(path.relative_to(code))] = path
+                size += path.lstat().st_size
+        if size > _MOST[0] or len(found) > _MOST[1]:
+            return None
+    return found
+
+
+def _inside(path: str) -> bool:
+    return path.startswith(f"{contract.WORK}/")
+
+
+def saves_itself(output: Path, place: Store) -> bool:
+    """Whether the script saves here on ranks other than 0: it has since the files in the store began. Raises StoreError."""
+    try:
+        return saves.newest(output / contract.WORK, place.head(_IN_STORE).modified) is not None
+    except Missing:
+        return True
+
+
+def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threading.Event, *, newer: bool = False) -> None:
+    """Fetch the job's files if those in the store are of a later generation or known to be `newer`. Outside of the working
+    directory, only files that are missing here are fetched. Raises StoreError, OutlastError."""
+    here = generation(output)
+    try:
+        there = _in_store(place)
+        if there <= here and not newer:
+            return
+        with file_locks.exclusive(output / _LOCK, waiting=lambda: None, stop=stop):
+            known = output / _KNOWN
+            reports = [
+                sync.pull(place, output, known / "work", sync.Options(skip=lambda path: not _inside(path), stop=stop)),
+                sync.pull(
+                    place,
+                    output,
+                    known / "output",
+                    sync.Options(skip=lambda path: _inside(path) or skipped(path), stop=stop),
+                    only_missing=True,
+                ),
+            ]
+            for path, reason in (failed for report in reports for failed in report.failed):
+                raise OutlastError(f"{place.url}/{path} could not be fetched: {reason}")
+            (output / contract.WORK).mkdir(exist_ok=True)
+            files.replace(output / contract.WORK / contract.WORKED, str(there))
+        if count := sum(report.transferred for report in reports):
+            say(f"fetched {count} {'file' if count == 1 else 'files'} that the script wrote before")
+    except StoreError as problem:
+        if not here or not problem.retry:
+            raise
+        say(f"goes on with the files of this machine: {problem}")
+
+
+def main(argv: list[str]) -> int:
+    """Fetch if the files in the store are newer, or known to be (`--newer`); the exit code. Run by `launch.rank0_files`."""
+    output = Path(os.environ[Env.OUTPUT])
+
+    def say(text: str) -> None:
+        print(f"outlast | {text}", flush=True)
+
+    try:
+        place = store.open_(os.environ[Env.STORE])
+        if argv == ["--newer"] or not saves_itself(output, place):
+            fetch(output, place, say, threading.Event(), newer=bool(argv))
+    except (OutlastError, OSError) as problem:
+        say(f"goes on with the files of this pod: {problem}")
+        return contract.Exit.FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

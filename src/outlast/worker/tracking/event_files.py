@@ -1,0 +1,95 @@
+"""TensorBoard: event files beside the metrics, `tensorboard/metrics/events.out.tfevents.outlast-<run>.<time>`.
+
+Each follower begins a file, and the file begins with the step from which it goes on: TensorBoard forgets what earlier files have
+from there on. They lie in a directory of their own, since TensorBoard reads the files of a directory one after the other, and a
+script may write its own into `tensorboard/`. Needs the package `tensorboard` (extra `tracking`) but neither torch nor TensorFlow.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from outlast.base.errors import OutlastError
+from outlast.worker.tracking.lines import Kept, Point, Position, same
+from outlast.worker.tracking.sinks import Status, text
+
+PREFIX = "events.out.tfevents.outlast"
+
+
+class EventFile:
+    """A sink that writes event files into `directory`, and into `kept` how far they go."""
+
+    pause_s = 3.0
+
+    def __init__(self, directory: Path, run: str, kept: Path) -> None:
+        self.title = f"TensorBoard ({directory})"
+        self._directory, self._kept = directory, Kept(kept)
+        self._name = f"{PREFIX}-{run[:16] or 'run'}"
+        self._settings, self._step = "", 0
+
+    def open(self) -> Position:
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
+            from tensorboard.summary.writer import record_writer
+        except ImportError as error:
+            raise OutlastError(f"{error}; pip install 'outlast[tracking]'") from error
+        self._event, self._proto, self._tensor, self._record = (
+            event_pb2.Event,
+            summary_pb2,
+            tensor_pb2,
+            record_writer.RecordWriter,
+        )
+        self._directory.mkdir(parents=True, exist_ok=True)
+        earlier = list(self._directory.glob(f"{self._name}.*"))
+        for other in self._directory.glob(f"{PREFIX}-*"):
+            if other not in earlier:  # a run that has begun again: two in one directory would be mixed
+                other.unlink()
+        position = self._kept.position() if earlier else {}
+        self._settings, self._step = "", max(position.values(), default=0)
+        begun = [int(other.suffix[1:]) for other in earlier if other.suffix[1:].isdecimal()]
+        self._path = self._directory / f"{self._name}.{max([time.time_ns() // 1_000_000, *(at + 1 for at in begun)])}"
+        begins = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        version = self._event(wall_time=0.0, file_version="brain.Event:2")
+        self._write([version, self._event(wall_time=time.time(), step=self._step + 1 if position else 0, session_log=begins)])
+        return position
+
+    rename = staticmethod(same)
+
+    def send(self, points: Sequence[Point]) -> None:
+        def event(step: int, at: float, values: Sequence[Point]) -> Any:
+            tagged = [self._proto.Summary.Value(tag=point.name, simple_value=point.value) for point in values]
+            return self._event(wall_time=at, step=step, summary=self._proto.Summary(value=tagged))
+
+        self._write([event(*key, list(values)) for key, values in groupby(points, key=lambda point: (point.step, point.time))])
+        self._step = max(self._step, *(point.step for point in points))
+        self._kept.advance(points)
+
+    def parameters(self, values: Mapping[str, Any]) -> None:
+        rows = "".join(f"| {name} | {text(value)} |\n" for name, value in values.items())
+        table = f"| parameter | value |\n|---|---|\n{rows}"
+        if table == self._settings:
+            return
+        kind = self._proto.SummaryMetadata(plugin_data=self._proto.SummaryMetadata.PluginData(plugin_name="text"))
+        tensor = self._tensor.TensorProto(dtype=7, string_val=[table.encode()])  # 7 is DT_STRING
+        value = self._proto.Summary.Value(tag="parameters", metadata=kind, tensor=tensor)
+        self._write([self._event(step=self._step, summary=self._proto.Summary(value=[value]))])
+        self._settings = table
+
+    def checkpoints(self, places: Mapping[str, str]) -> None:
+        """Nothing: they are beside the event files."""
+
+    def end(self, status: Status | None) -> None:
+        """Nothing: event files know no end."""
+
+    def _write(self, events: Sequence[Any]) -> None:
+        with self._path.open("ab") as file:
+            writer = self._record(file)
+            for event in events:
+                writer.write(event.SerializeToString())
+            file.flush()
+            os.fsync(file.fileno())  # before the position says so

@@ -1,0 +1,185 @@
+"""The follower of a run's metrics: the process that feeds all trackers, and when it ends.
+
+It ends when a line on standard input says so, `{"status": ..., "within": seconds}`, or soon after its parent, rank 0, has died.
+With `--end STATUS` it sends what is left and the run's end, once. A lock makes it the only one of its output; the next one waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from outlast.base import file_locks, files
+from outlast.job import contract
+from outlast.job.contract import Env
+from outlast.worker.tracking import process
+from outlast.worker.tracking.event_files import EventFile
+from outlast.worker.tracking.forwarding import Forwarder
+from outlast.worker.tracking.mlflow_runs import MLflow
+from outlast.worker.tracking.sinks import Run, Sink, Status
+from outlast.worker.tracking.wandb_runs import WandB
+from outlast.worker.tracking.wanted import wanted
+
+POLL_S = 0.5
+"""Interval of looking whether the parent lives."""
+ORPHANED_S = 5.0
+"""Time for the rest once the parent has died without a word."""
+
+
+class Ending(NamedTuple):
+    """What the session says last."""
+
+    status: Status | None
+    """How the run has ended; None: it goes on."""
+    within: float
+    """Seconds for sending what is left."""
+
+
+class Session:
+    """The parent: waits for its last words, or for its death."""
+
+    def __init__(self, ending: Ending | None, environ: Mapping[str, str]) -> None:
+        self._ending = ending
+        self._parent = os.getppid()
+        # Under Outlast a run whose rank 0 was killed is restarted; what has become of others nobody can say later.
+        self._orphaned = Ending(None if environ.get(Env.JOB) else Status.KILLED, ORPHANED_S)
+        self._said = b""
+
+    def ending(self, timeout_s: float) -> Ending | None:
+        """How it has ended; None after `timeout_s` if it has not."""
+        if self._ending is None:
+            if os.getppid() != self._parent:
+                self._ending = self._orphaned
+            elif select.select([0], [], [], timeout_s)[0]:
+                self._hear()
+        return self._ending
+
+    def _hear(self) -> None:
+        said = os.read(0, 4096)
+        self._said += said
+        if b"\n" in self._said:
+            words = json.loads(self._said)
+            self._ending = Ending(Status(words["status"]) if words["status"] else None, words["within"])
+        elif not said:
+            self._ending = self._orphaned
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    """Follow until the run ends, and exit: with 0 when all has arrived, or what has not was said."""
+    os.nice(19)  # before the libraries of trackers are imported, which is most of the work
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # they are the training's, and it tells us
+    output, environ = Path(argv[0]), os.environ
+    session = Session(Ending(Status(argv[2]), process.FLUSH_S) if len(argv) > 1 else None, environ)
+    try:
+        code = locked(output, session, environ)
+    except OSError as error:
+        say(f"metrics are not forwarded: {output / contract.TRACKING} cannot be written: {error.strerror}")
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)  # a thread may wait for a server that does not answer
+
+
+def locked(output: Path, session: Session, environ: Mapping[str, str]) -> int:
+    """Wait for the lock of the output, and follow. Raises OSError."""
+    directory = output / contract.TRACKING
+    directory.mkdir(parents=True, exist_ok=True)
+    begun = time.monotonic()
+    with (directory / process.LOCK).open("a") as lock:
+        while not file_locks.acquire(lock.fileno()):
+            ending = session.ending(POLL_S)
+            if ending and time.monotonic() - begun > ending.within:
+                say("another follower of the metrics has not ended in time")
+                return 1
+            if ending:
+                time.sleep(POLL_S)
+        return follow(output, directory, session, environ)
+
+
+def follow(output: Path, directory: Path, session: Session, environ: Mapping[str, str]) -> int:
+    """Feed all trackers until the session has ended."""
+    (directory / process.ENDED).unlink(missing_ok=True)
+    (directory / process.PROBLEM).unlink(missing_ok=True)
+    run = Run.of(output, environ.get(Env.RUN) or identity(output), environ)
+    lock = threading.Lock()
+
+    def changed() -> None:
+        with lock:
+            report(directory, [forwarder.problem for forwarder in forwarders])
+
+    forwarders = [Forwarder(sink, run, say, changed) for sink in sinks(run, environ)]
+    for forwarder in forwarders:
+        forwarder.start()
+    while (ending := session.ending(POLL_S)) is None:
+        pass
+    until = time.monotonic() + ending.within
+    for forwarder in forwarders:
+        forwarder.finish(ending.status)
+    for forwarder in forwarders:
+        forwarder.join(max(0.0, until - time.monotonic()))
+    problems = [lost(forwarder) for forwarder in forwarders if not forwarder.complete]
+    report(directory, problems)
+    for problem in problems:
+        say(problem)
+    if ending.status and not problems:
+        files.replace(directory / process.ENDED, ending.status)
+    return 0
+
+
+def lost(forwarder: Forwarder) -> str:
+    """What a tracker lacks when we stop."""
+    what = forwarder.lacking()
+    why = forwarder.problem.removeprefix(f"{forwarder.sink.title}: ") or "there was no time"
+    lacks = f"{what} of the metrics are not there" if what else "it does not know how the run has ended"
+    return f"{forwarder.sink.title}: {lacks} ({why}); metrics.jsonl has all, and the next start sends it"
+
+
+def sinks(run: Run, environ: Mapping[str, str]) -> list[Sink]:
+    """The trackers that the environment asks for."""
+    asked = wanted(environ)
+    made: list[Sink] = []
+    if asked.tensorboard:
+        made.append(
+            EventFile(run.output / contract.TENSORBOARD / "metrics", run.id, run.output / contract.TRACKING / "tensorboard.json")
+        )
+    if asked.mlflow:
+        made.append(MLflow(asked.mlflow, asked.experiment, run))
+    if asked.wandb:
+        made.append(WandB(asked.project, run))
+    return made
+
+
+def identity(output: Path) -> str:
+    """The id of a run that has none, under plain python and torchrun. It lies beside the checkpoints: without these a run begins
+    again, and is another one."""
+    path = output / contract.CHECKPOINTS / ".tracking"
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        files.replace(path, uuid.uuid4().hex)
+        return path.read_text()
+
+
+def report(directory: Path, problems: Sequence[str]) -> None:
+    """Leave the problems for the session, which shows them in the status."""
+    with contextlib.suppress(OSError):  # a full disk; it is in the log, too
+        if text := "; ".join(filter(None, problems)):
+            files.replace(directory / process.PROBLEM, text)
+        else:
+            (directory / process.PROBLEM).unlink(missing_ok=True)
+
+
+def say(sentence: str) -> None:
+    """Print to standard error, which is the worker's log."""
+    print(f"outlast: {sentence}", file=sys.stderr, flush=True)

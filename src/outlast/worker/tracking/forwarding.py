@@ -1,0 +1,133 @@
+"""One tracker fed from the output of a run, by a thread: what is new is sent at an interval, and again until it has arrived.
+
+A tracker that is away is said once, and once more when it is back; nothing is lost meanwhile, since the file is the buffer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from outlast.base import backoff
+from outlast.base.errors import OutlastError
+from outlast.job import contract, logins
+from outlast.worker.tracking import lines, parameters
+from outlast.worker.tracking.sinks import Run, Sink, Status
+
+RETRY_S = (1.0, 60.0)
+"""First and longest pause after a failure."""
+LAST_RETRY_S = 0.5
+"""Longest pause once the run is over and somebody waits."""
+
+
+class Forwarder(threading.Thread):
+    """Feeds one sink until `finish`. `say` prints a sentence; `changed` is called when `problem` changes."""
+
+    def __init__(self, sink: Sink, run: Run, say: Callable[[str], None], changed: Callable[[], None] = lambda: None) -> None:
+        super().__init__(name=f"outlast-{sink.title}", daemon=True)
+        self.sink, self.problem = sink, ""
+        self._run, self._say, self._changed = run, say, changed
+        self._reader = lines.Reader(run.output / contract.METRICS)
+        self._position: lines.Position | None = None
+        """None while the sink is not open."""
+        self._reached: lines.Position = {}
+        self._parameters: dict[str, Any] = {}
+        self._places: dict[str, str] | None = None
+        self._hopeless = False
+        self._ending = threading.Event()
+        self._status: Status | None = None
+        self.complete = False
+        """Whether everything has arrived, and the end is known there."""
+
+    def forward(self) -> None:
+        """Send everything that is new. Raises what the sink raises; then the next call begins by opening it again."""
+        if self._position is None:
+            self._reader.rewind()
+            self._parameters, self._places = {}, None
+            self._position = self._reached = self.sink.open()
+        position, self._position = self._position, None
+        if (given := parameters.read(self._run.output / contract.PARAMETERS)) != self._parameters:
+            self.sink.parameters(given)
+            self._parameters = given
+        while found := self._reader.read():
+            if new := lines.points(found, position, self.sink.rename):
+                self.sink.send(new)
+                position = self._reached = lines.advanced(position, new)
+            self._reader.commit()
+        if (places := self._run.checkpoints()) != self._places:
+            self.sink.checkpoints(places)
+            self._places = places
+        self._position = position
+
+    def finish(self, status: Status | None) -> None:
+        """Send what is left at once and end, with `status` as the run's end. The thread ends when that has arrived."""
+        self._status = status
+        self._ending.set()
+
+    def run(self) -> None:
+        failures = 0
+        while not self._hopeless:
+            ending = self._ending.is_set()
+            try:
+                self.forward()
+                if ending:
+                    self.sink.end(self._status)
+            except Exception as error:  # whatever a foreign library raises
+                self._hopeless = isinstance(error, OutlastError)
+                self._failed(error)
+                pause = backoff.jittered(backoff.exponential(failures, *RETRY_S))
+                failures += 1
+                if self._ending.is_set():
+                    time.sleep(min(pause, LAST_RETRY_S))
+                else:
+                    self._ending.wait(pause)
+                continue
+            self._works()
+            failures = 0
+            if ending:
+                self.complete = True
+                return
+            self._ending.wait(self.sink.pause_s)
+
+    def _failed(self, error: Exception) -> None:
+        before, self.problem = self.problem, f"{self.sink.title}: {sentence(error)}"
+        if not before:
+            waits = "nothing goes there" if self._hopeless else "what is logged waits in metrics.jsonl"
+            self._say(f"{self.problem}; training goes on, {waits}")
+        if before != self.problem:
+            self._changed()
+
+    def _works(self) -> None:
+        if self.problem:
+            self.problem = ""
+            self._say(f"{self.sink.title}: works again; everything up to step {max(self._reached.values(), default=0)} is there")
+            self._changed()
+
+    def lacking(self) -> str:
+        """What has not arrived, for people; empty if nothing is known to lack."""
+        reader = lines.Reader(self._reader.path)
+        lost: set[int] = set()
+        with contextlib.suppress(OSError):
+            while found := reader.read():
+                lost.update(point.step for point in lines.points(found, self._reached, self.sink.rename))
+                reader.commit()
+        if not lost:
+            return ""
+        return f"steps {min(lost)} to {max(lost)}" if len(lost) > 1 else f"step {min(lost)}"
+
+
+def sentence(error: BaseException) -> str:
+    """The first line of an error's message, without the inner errors that HTTP libraries add, and without passwords."""
+    text = logins.hidden(str(error).strip().partition("\n")[0] or repr(error))
+    if "Connection refused" in text or "NewConnectionError" in text:
+        return "connection refused"
+    if "Max retries exceeded" in text or "timed out" in text:
+        return (
+            "no answer in time"
+            if "timed out" in text
+            else f"cannot be reached ({text.rpartition('Caused by ')[2][:200].rstrip(')')})"
+        )
+    return text[:300]

@@ -1,0 +1,168 @@
+"""The follower as other processes see it: rank 0's session starts one, hears of its problems and waits for its end.
+
+Starting costs a fork; the rest is a file that is looked at every few seconds. The follower ends when its parent does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from outlast.job import contract
+from outlast.job.contract import Env
+from outlast.worker.tracking.sinks import Status
+from outlast.worker.tracking.wanted import wanted
+
+log = logging.getLogger("outlast")
+
+FLUSH_S = 10.0
+"""How long the end of a run waits for trackers."""
+LEAVE_S = 2.0
+"""The same where the run goes on elsewhere: that follower sends the rest."""
+LOOK_S = 5.0
+"""Interval of looking for problems."""
+IMPORTS_S = 20.0
+"""Added to the first for a follower that has just been started, on a busy machine; arbitrary."""
+PROBLEM, ENDED, LOCK = "problem", "ended", "lock"
+"""Files in `.tracking/`: what does not work now, how the run ended there, and the lock of the follower."""
+
+
+class Follower:
+    """A running follower."""
+
+    def __init__(self, output: Path, process: subprocess.Popen[bytes]) -> None:
+        self._directory, self._process = output / contract.TRACKING, process
+        self._looked, self._problem = time.monotonic(), ""
+
+    def news(self) -> str | None:
+        """The problem of the trackers if that has changed, "" when they work again; None in most calls, which cost nothing."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_S:
+            return None
+        self._looked = now
+        before, self._problem = self._problem, problem(self._directory)
+        if self._process.poll() is not None and not self._problem:
+            self._problem = f"metrics are no longer forwarded: the follower ended with exit code {self._process.returncode}"
+        return self._problem if self._problem != before else None
+
+    def finish(self, status: Status | None, *, goes_on: bool = False) -> str:
+        """Have it send what is left, and wait for that for a bounded time. Returns what has not arrived, or an empty text."""
+        within = LEAVE_S if goes_on else FLUSH_S
+        at_most = LEAVE_S + 1.0 if goes_on else FLUSH_S + IMPORTS_S
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has died
+            self._process.stdin.write(json.dumps({"status": status, "within": within}).encode() + b"\n")
+            self._process.stdin.close()
+        return _waited(self._process, self._directory, at_most)
+
+
+def _waited(process: subprocess.Popen[bytes], directory: Path, at_most_s: float) -> str:
+    try:
+        code = process.wait(at_most_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return "metrics may not have arrived at the trackers: there was no time; they are in metrics.jsonl"
+    return problem(directory) or (f"the follower of the metrics ended with exit code {code}" if code else "")
+
+
+class Trackers:
+    """The trackers of a session: a follower is started once rank 0 has something to track, if the environment asks for any."""
+
+    def __init__(self, output: Path, rank: int) -> None:
+        self._output, self._done = output, rank > 0
+        self._follower: Follower | None = None
+        self.problem = ""
+
+    def follow(self) -> None:
+        """Start the follower, once `metrics.jsonl` has this run's steps only."""
+        if self._done:
+            return
+        self._done = True
+        try:
+            self._follower = start(self._output)
+        except OSError as error:  # too many processes
+            self.problem = f"metrics are not forwarded: {error.strerror}"
+            log.warning("outlast: %s", self.problem)
+
+    def news(self) -> dict[str, str]:
+        """A new warning for the progress record; in most calls nothing, which costs nothing."""
+        self.follow()
+        if self._follower is None or (problem := self._follower.news()) is None:
+            return {}
+        self.problem = problem
+        return {"warning": problem}
+
+    def end(self, error: BaseException | None, *, leaving: bool) -> dict[str, str]:
+        """Have the rest sent, for a bounded time; returns a warning about what could not be."""
+        if self._follower is None:
+            return {}
+        status, goes_on = outcome(error, leaving=leaving, restarted=Env.JOB in os.environ)
+        lacking = self._follower.finish(status, goes_on=goes_on)
+        return {"warning": lacking} if lacking and not goes_on else {}
+
+
+def outcome(error: BaseException | None, *, leaving: bool, restarted: bool) -> tuple[Status | None, bool]:
+    """How a run has ended, for its trackers, and whether it goes on; `error` has ended its session, None if nothing has.
+
+    `restarted`: somebody else decides whether a failed run has ended.
+    """
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return (None, True) if leaving else (Status.FINISHED, False)
+    if leaving or restarted:
+        return None, True
+    return (Status.KILLED if isinstance(error, KeyboardInterrupt) else Status.FAILED), False
+
+
+def problem(directory: Path) -> str:
+    """What does not work now, according to the follower."""
+    try:
+        return (directory / PROBLEM).read_text()
+    except OSError:
+        return ""
+
+
+def start(output: Path, environ: Mapping[str, str] | None = None) -> Follower | None:
+    """Start the follower of the run in `output` if this process's environment asks for trackers; else None. Raises OSError."""
+    environ = os.environ if environ is None else environ
+    if not wanted(environ):
+        return None
+    process = _process(output, environ, stdin=subprocess.PIPE)
+    return Follower(output, process)
+
+
+def _process(output: Path, environ: Mapping[str, str], *words: str, stdin: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-P", "-W", "ignore", "-m", "outlast", "follower", str(output), *words]
+    return subprocess.Popen(command, stdin=stdin, stdout=2, env=dict(environ), start_new_session=True)
+
+
+_STATUS = {"Failed": Status.FAILED, "Cancelled": Status.KILLED}
+"""By the job's final state (`status.State`). Success the session itself has told them."""
+
+
+def end(output: Path, environ: Mapping[str, str], state: str) -> str:
+    """Tell the trackers in which state the job has ended, after its training processes are gone; returns what failed, or an empty
+    text.
+
+    Does nothing if the job goes on, where no follower ran, and if the last one has said the same. Waits for a bounded time.
+    """
+    directory, status = output / contract.TRACKING, _STATUS.get(state)
+    if status is None or not wanted(environ) or not directory.is_dir():
+        return ""
+    try:
+        if (directory / ENDED).read_text() == status:
+            return ""
+    except OSError:
+        pass
+    try:
+        process = _process(output, environ, "--end", status, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        return f"the trackers do not know that the run has ended: {error.strerror}"
+    return _waited(process, directory, FLUSH_S + IMPORTS_S)
