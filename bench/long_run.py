@@ -34,12 +34,12 @@ READERS = {
     "launcher (folds the ledger)": """
         from outlast.local import launcher
         from outlast.job.report import goodput
-        from outlast import ledger
+        from outlast.job import ledger
         print(f"goodput {goodput.buckets(ledger.read(output / 'ledger'), None).goodput:.5f}")""",
     "report, of this machine": """
         import outlast.cli
         from outlast.job.report import goodput, text
-        from outlast import ledger
+        from outlast.job import ledger
         found = goodput.buckets(ledger.read(output / 'ledger'), None)
         text.plain(found); print(f"goodput {found.goodput:.5f}, {found.steps_kept} steps kept")""",
     "report, from the store": """
@@ -131,7 +131,7 @@ def read(body: str, output: Path, url: str) -> tuple[str, float, float]:
     """Run a reader by itself: what it said, its seconds and its MiB at most."""
     lines = "\n".join(line[8:] for line in body.splitlines())
     code = (
-        "import resource\nfrom pathlib import Path\nfrom outlast import store\n"
+        "import resource\nfrom pathlib import Path\nfrom outlast.storage import store\n"
         f"output, place = Path({str(output)!r}), store.open_({url!r})\n{lines}\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)"
     )

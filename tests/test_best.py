@@ -16,13 +16,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast import checkpoints
 from outlast.base.errors import NotFound, OutlastError
 from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.job.spec import Checkpoint as Spec
 from outlast.recipes import results
-from outlast.storage import runs, store
+from outlast.storage import checkpoints, runs, store
 from outlast.storage.checkpoints import disk, register, remote, restore, retention, rules
 from outlast.storage.checkpoints.retention import Metric, Retention
 from outlast.storage.checkpoints.rules import Latest, Place

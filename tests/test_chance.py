@@ -17,5 +17,5 @@ def test_nothing_of_ours_draws_from_the_generator_that_scripts_seed() -> None:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "random":
                 drawn.add((path.relative_to(SOURCES).parts[0], node.attr))
     kept = {("training", name) for name in ("seed", "getstate", "setstate")}
-    kept.add(("launch", "getstate"))  # to see whether an import draws from it
+    kept.add(("worker", "getstate"))  # to see whether an import draws from it
     assert {(where, name) for where, name in drawn if name not in ("Random", "SystemRandom")} == kept

@@ -26,15 +26,15 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from outlast.checkpoints import Checkpoint
 from torch import nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from outlast import checkpoints
 from outlast.base import file_locks
 from outlast.base.errors import OutlastError, Superseded
 from outlast.job import contract
+from outlast.storage import checkpoints
+from outlast.storage.checkpoints import Checkpoint
 from outlast.training import checkpoint, newest, saver
 
 

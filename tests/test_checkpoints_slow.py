@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import worlds
-from outlast import checkpoints
 from outlast.job import contract
 from outlast.job.workerfiles import progress
+from outlast.storage import checkpoints
 from worlds import Training
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import disturbances
-from outlast import checkpoints
 from outlast.base.errors import OutlastError
 from outlast.data import cifar, digits
 from outlast.recipes import cifar10, classify, results, settings
 from outlast.recipes.cifar10 import Settings
+from outlast.storage import checkpoints
 from outlast.training import Session, weights
 
 SMALL = ("--batch=8", "--microbatch=2", "--log-every=1", "--dtype=float32")

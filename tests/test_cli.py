@@ -561,7 +561,7 @@ def test_the_module_evaluates_and_its_exit_code_is_ours(backend: fake.FakeBacken
 
 
 def a_checkpoint(directory: Path, step: int) -> Path:
-    from outlast import checkpoints
+    from outlast.storage import checkpoints
 
     path = directory / f"step-{step:08d}"
     path.mkdir(parents=True)

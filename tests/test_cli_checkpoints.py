@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 import fake
-from outlast import checkpoints, cli
+from outlast import cli
 from outlast.job import contract
 from outlast.job.shipping import tree
 from outlast.job.status import JobStatus, State, StoreStatus
-from outlast.storage import runs, store
+from outlast.storage import checkpoints, runs, store
 from outlast.storage.checkpoints import remote
 from outlast.storage.store import Store
 

@@ -14,12 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from outlast.checkpoints import Retention
 
 from outlast.base.errors import OutlastError, Stopped
 from outlast.job import spec
 from outlast.job.status import State
 from outlast.storage import store
+from outlast.storage.checkpoints import Retention
 from outlast.worker.agent import upload
 from outlast.worker.prepare import compiled
 from outlast.worker.prepare.compiled import Cache

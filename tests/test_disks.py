@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 
 import worlds
-from outlast import checkpoints
 from outlast.base.errors import Superseded
 from outlast.job import contract
-from outlast.storage import runs, store
+from outlast.storage import checkpoints, runs, store
 from outlast.storage.checkpoints import remote
 from outlast.storage.sync import growing
 from outlast.training import metrics, session

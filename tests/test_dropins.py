@@ -15,7 +15,7 @@ from outlast.kubernetes.manifests import install
 from outlast.kubernetes.operator import reconcilers
 from outlast.kubernetes.operator.snapshot import Limits
 
-for name in ("cli", "cluster", "diagnosis", "kube", "manifests", "operator"):
+for name in ("cli", "kubernetes"):
     package = importlib.import_module(f"outlast.{name}")
     for module in pkgutil.walk_packages(package.__path__, f"outlast.{name}."):
         importlib.import_module(module.name)
@@ -28,9 +28,9 @@ print(*[kind.group for kind in reconcilers.of(Limits())])
 def test_the_folder_of_the_drop_in_can_be_deleted(tmp_path: Path) -> None:
     package = tmp_path / "outlast"
     shutil.copytree(Path(outlast.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "torchelastic"))
-    registry = package / "kube" / "dropins.py"
+    registry = package / "kubernetes" / "api" / "dropins.py"
     text, registered = re.subn(
-        r'^    DropIn\([^)]*"outlast\.torchelastic[^)]*\),\n', "", registry.read_text(), flags=re.MULTILINE
+        r'^    DropIn\([^)]*"outlast\.kubernetes\.torchelastic[^)]*\),\n', "", registry.read_text(), flags=re.MULTILINE
     )
     assert registered == 1
     registry.write_text(text)
@@ -42,6 +42,8 @@ def test_the_folder_of_the_drop_in_can_be_deleted(tmp_path: Path) -> None:
 
 def test_nobody_but_the_registry_and_the_kinds_names_the_api_of_the_drop_in() -> None:
     package = Path(outlast.__file__).parent
-    named = re.compile(r"LEGACY_JOB|outlast\.torchelastic|elastic\.pytorch\.org")
+    named = re.compile(r"LEGACY_JOB|outlast\.kubernetes\.torchelastic|elastic\.pytorch\.org")
     files = [path.relative_to(package).as_posix() for path in package.rglob("*.py") if named.search(path.read_text())]
-    assert sorted(each for each in files if not each.startswith("torchelastic/")) == ["kube/dropins.py", "kube/kinds.py"]
+    assert sorted(each for each in files if "/torchelastic/" not in each) == [
+        f"kubernetes/api/{name}.py" for name in ("dropins", "kinds")
+    ]

@@ -315,7 +315,7 @@ def test_what_installs_packages_holds_the_lock_when_its_worker_is_killed(maker: 
     program = f"""
 import os, sys, threading
 from pathlib import Path
-from outlast import spec
+from outlast.job import spec
 from outlast.worker.prepare import python_env as environment
 asked, here = spec.Environment(requirements={str(asked)!r}), Path({str(maker.directory)!r})
 environment.make(asked, here / "cache", here, os.environ, say=lambda text: print(text, flush=True), stop=threading.Event())

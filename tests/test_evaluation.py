@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from outlast import checkpoints
 from outlast.job import contract
 from outlast.job.contract import Env
-from outlast.storage import runs, store
+from outlast.storage import checkpoints, runs, store
 from outlast.storage.checkpoints import remote
 from outlast.worker.agent import evaluation, run_ownership
 

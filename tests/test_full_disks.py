@@ -21,11 +21,10 @@ import torch
 
 import small_disks
 import worlds
-from outlast import checkpoints
 from outlast.job import ledger
 from outlast.job.contract import END, Env
 from outlast.job.workerfiles import progress
-from outlast.storage import store
+from outlast.storage import checkpoints, store
 from outlast.storage.checkpoints import remote
 from outlast.storage.sync import sync
 from outlast.training import Stream, metrics, saver, session, snapshots

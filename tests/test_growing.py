@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from outlast.checkpoints import Retention
 
 from outlast.base.errors import StoreError, Unreachable
 from outlast.job import contract, ledger
 from outlast.job.report import goodput
 from outlast.storage import store
+from outlast.storage.checkpoints import Retention
 from outlast.storage.runs import output as stored
 from outlast.storage.runs.layout import skipped
 from outlast.storage.sync import growing, sync

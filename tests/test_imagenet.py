@@ -15,11 +15,11 @@ from torch import nn
 
 import disturbances
 import textures
-from outlast import checkpoints
 from outlast.base.errors import OutlastError
 from outlast.recipes import imagenet, imagenet_data, imagenet_model, loop, results, settings
 from outlast.recipes.imagenet import Settings
 from outlast.recipes.imagenet_model import BasicBlock, Bottleneck, ResNet, Statistics
+from outlast.storage import checkpoints
 from outlast.training import Stream, checkpoint
 
 SMALL = ("--image-size=32", "--stored-size=0", "--workers=0", "--microbatch=4", "-b=8", "--print-freq=1", "--dtype=float32")

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from clocks import DISTURBANCES, Machine
-from outlast import checkpoints
 from outlast.base.errors import OutlastError
 from outlast.job import contract, spec
 from outlast.job.failure import Failure
@@ -33,6 +32,7 @@ from outlast.rendezvous import failures, restarts, world
 from outlast.rendezvous.failures import Pending
 from outlast.rendezvous.handler import Handler, Leaving
 from outlast.rendezvous.transports.sockets import Called, Report
+from outlast.storage import checkpoints
 from outlast.worker.agent import launcher_watch
 from outlast.worker.launch import elastic, rank0_files
 

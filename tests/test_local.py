@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast import checkpoints, cli
+from outlast import cli
 from outlast.base import file_locks, files
 from outlast.base.errors import AlreadyRunning, NotFound, OutlastError
 from outlast.job import chaos, contract, spec
@@ -35,6 +35,7 @@ from outlast.local.live_status import LiveStatus
 from outlast.local.state_dir import Request, Run, StateDir
 from outlast.local.workers import WorkerPool
 from outlast.rendezvous.world import World
+from outlast.storage import checkpoints
 
 LONG_AGO, SOON = time.time() - 1e6, time.time() + 1e6
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from outlast import checkpoints
 from outlast.base import probes
 from outlast.base.errors import Superseded
-from outlast.storage import runs, store
+from outlast.storage import checkpoints, runs, store
 from outlast.storage.sync import growing
 from outlast.worker.agent import run_ownership, upload
 from outlast.worker.agent.run_ownership import Ended

@@ -20,11 +20,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import disturbances
-from outlast import checkpoints
 from outlast.base.errors import OutlastError
 from outlast.data.prepare import video, work
 from outlast.recipes import perceiver, perceiver_data, perceiver_model, settings
 from outlast.recipes.perceiver_model import Config, Perceiver, Points
+from outlast.storage import checkpoints
 from outlast.training import Session, Shards
 
 SHAPE = {"frames": 2, "image_size": 8, "samples_per_patch": 64, "num_latents": 6, "d_latents": 16, "num_self_attends": 1}

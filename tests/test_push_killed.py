@@ -16,9 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from outlast import checkpoints
 from outlast.job import contract
-from outlast.storage import store
+from outlast.storage import checkpoints, store
 from outlast.storage.checkpoints import restore
 from outlast.storage.sync import growing, sync
 from servers import Place

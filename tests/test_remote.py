@@ -15,10 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast import checkpoints
 from outlast.base.errors import AlreadyRunning, Denied, OutlastError, Stopped, Superseded, Unreachable
 from outlast.job import contract
-from outlast.storage import runs, store
+from outlast.storage import checkpoints, runs, store
 from outlast.storage.checkpoints import register, remote, retention, rules
 from outlast.storage.checkpoints.rules import Latest, Names, Place
 from outlast.storage.store import Store, multipart

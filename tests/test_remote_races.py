@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from outlast import checkpoints
 from outlast.base.errors import Superseded, Unreachable
 from outlast.job import contract
-from outlast.storage import store
+from outlast.storage import checkpoints, store
 from outlast.storage.checkpoints import disk, register, remote, rules
 from outlast.storage.checkpoints.rules import Place
 from outlast.storage.store import Store

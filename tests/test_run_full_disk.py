@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import small_disks
-from outlast import checkpoints
 from outlast.job.status import JobStatus, State
 from outlast.job.workerfiles import progress
 from outlast.local.state_dir import StateDir
+from outlast.storage import checkpoints
 
 ARGS = ("--steps=160", "--pause=0.03", "--width=4000", "--print")
 

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from faults import Proxy, denied
-from outlast import checkpoints, cli
+from outlast import cli
 from outlast.base.errors import OutlastError
 from outlast.cli import show
 from outlast.job import contract
 from outlast.job.status import JobStatus, State
 from outlast.local.backend import LocalBackend
-from outlast.storage import store
+from outlast.storage import checkpoints, store
 from outlast.storage.sync import growing
 from servers import Place
 

@@ -24,12 +24,12 @@ import psutil
 import pytest
 
 import netns
-from outlast import checkpoints
 from outlast.job import contract
 from outlast.job.status import JobStatus, State
 from outlast.job.workerfiles import progress
 from outlast.job.workerfiles.progress import Progress
 from outlast.local.state_dir import StateDir
+from outlast.storage import checkpoints
 from seeds import seeds
 
 ARGS = ("--steps=150", "--pause=0.04", "--gate")

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import nn
 
 import worlds
-from outlast import checkpoints
 from outlast.base.errors import OutlastError
 from outlast.job import contract, ledger
 from outlast.job.report import goodput
 from outlast.job.workerfiles import notice, progress
 from outlast.local import state_dir
+from outlast.storage import checkpoints
 from outlast.training import Batch, Stream, checkpoint, metrics, part_file, session
 from worlds import LAST, Calm, Training, damage, hashes, world
 

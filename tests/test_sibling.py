@@ -80,7 +80,7 @@ WARM = """
 import json, os, sys, time
 from pathlib import Path
 from outlast.worker.launch import prctl, sibling, warm
-from outlast import unix_sockets
+from outlast.base import unix_sockets
 
 request = warm.Server(unix_sockets.listening(Path(sys.argv[1])), dict(os.environ)).run(())
 child = os.fork()

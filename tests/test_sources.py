@@ -19,10 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from outlast import checkpoints
 from outlast.base.errors import NotRestored, StoreError
 from outlast.job import contract
 from outlast.job.contract import Env
+from outlast.storage import checkpoints
 from outlast.storage.snapshots import client, memory, server, wire
 from outlast.storage.snapshots.client import Client, NoMemory
 from outlast.storage.snapshots.parts import Item, Part

@@ -487,7 +487,7 @@ def test_an_upload_that_failed_goes_on(proxy: Proxy, tmp_path: Path) -> None:
 UPLOAD = """
 import sys
 from pathlib import Path
-from outlast import store
+from outlast.storage import store
 store.open_(sys.argv[1]).upload(Path(sys.argv[2]), "x", journal=Path(sys.argv[3]), progress=lambda n: print(n, flush=True))
 """
 
@@ -673,7 +673,7 @@ def test_a_signal_ends_what_hangs(moto_proxy: Proxy, file: Path, what: str) -> N
     program = f"""
 import sys, threading, time
 from pathlib import Path
-from outlast import store
+from outlast.storage import store
 place = store.open_(sys.argv[1])
 {HANGING[what]}
 """

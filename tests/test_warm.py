@@ -109,9 +109,9 @@ def test_an_exception_of_the_elastic_agent_has_an_exit_code_that_no_end_of_a_run
 FORKING = """
 import os, sys, time
 from pathlib import Path
-from outlast import contract
+from outlast.job import contract
 from outlast.worker.launch import warm
-from outlast import unix_sockets
+from outlast.base import unix_sockets
 
 fork, refused = os.fork, [None, BlockingIOError(11, "Resource temporarily unavailable")]
 os.fork = lambda: (_ for _ in ()).throw(problem) if refused and (problem := refused.pop(0)) else fork()

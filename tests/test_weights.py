@@ -18,11 +18,11 @@ from torch import nn
 
 import fake
 import worlds
-from outlast import checkpoints, cli
+from outlast import cli
 from outlast.base.errors import OutlastError
 from outlast.job import contract
 from outlast.job.status import JobStatus, State, StoreStatus
-from outlast.storage import runs, store
+from outlast.storage import checkpoints, runs, store
 from outlast.storage.checkpoints import remote
 from outlast.training import checkpoint, saver, session, weights
 

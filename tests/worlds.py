@@ -23,10 +23,10 @@ from typing import Any
 import pytest
 
 import ports
-from outlast import checkpoints
 from outlast.data.prepare import work
 from outlast.job import contract
 from outlast.job.ledger import Event, read
+from outlast.storage import checkpoints
 
 fork = multiprocessing.get_context("forkserver")
 

@@ -13,9 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from outlast import checkpoints
 from outlast.job import contract
-from outlast.storage import store
+from outlast.storage import checkpoints, store
 from outlast.storage.checkpoints import restore
 
 output, url, run, generation = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])

@@ -314,7 +314,13 @@ class Client:
                 self._version = said["metadata"]["resourceVersion"]
                 return
             except Conflict:
-                there = cluster.patch(LEASE, meta["name"], {})  # what is not changed by this is shown, without a right to read
+                try:
+                    there = cluster.patch(
+                        LEASE, meta["name"], {}
+                    )  # what is not changed by this is shown, without a right to read
+                except Absent:  # somebody has deleted it
+                    self._version = ""
+                    continue
                 holder = there["spec"].get("holderIdentity")
                 if holder != self._member:
                     raise Superseded(f"pod {holder} is worker {self.id} now, in the place of this one") from None
