@@ -327,7 +327,7 @@ def test_a_reader_that_dies_holds_nothing(tmp_path: Path):
     checkpoints.acquire(tmp_path, "r", 1)
     old, _, newest = (written(tmp_path, step) for step in (10, 20, 30))
     code = (
-        "import sys, pathlib, time; from outlast import checkpoints\n"
+        "import sys, pathlib, time; from outlast.storage import checkpoints\n"
         "with checkpoints.reading(pathlib.Path(sys.argv[1])): print('reads', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(old.path)], stdout=subprocess.PIPE) as reader:
