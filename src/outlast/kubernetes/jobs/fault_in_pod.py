@@ -1,4 +1,4 @@
-"""Injects a fault into one training process of this pod. `cluster.fault_injection` sends this text to the pod's own Python.
+"""Injects a fault into one training process of this pod. `jobs.fault_injection` sends this text to the pod's own Python.
 
     python3 - ACTION PICK TURNS STOPPED_S RUNNING_S      PICK in [0, 1) chooses the process
 

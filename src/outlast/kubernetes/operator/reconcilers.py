@@ -1,4 +1,4 @@
-"""The reconciler of each kind of job: ours, and those of `kube.dropins`."""
+"""The reconciler of each kind of job: ours, and those of `api.dropins`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The functions that `kube.dropins` asks for: an ElasticJob of `elastic.pytorch.org`, decided as one of ours without agents.
+"""The functions that `api.dropins` asks for: an ElasticJob of `elastic.pytorch.org`, decided as one of ours without agents.
 
 Its fields are translated for `operator.decide`, and the status that this writes is kept under `job` in its own, which shows the
 same as the archived controller wrote it. Pods and Service belong to it, so that pods of that controller train on. Pure.
