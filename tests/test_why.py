@@ -1031,7 +1031,6 @@ def a_cluster(name: str, **options: Any) -> FakeCluster:
         "events": "v1 Event",
         "nodes": "v1 Node",
         "resourcequotas": "v1 ResourceQuota",
-        "limitranges": "v1 LimitRange",
         "persistentvolumeclaims": "v1 PersistentVolumeClaim",
     }
     cluster = FakeCluster(**options)
