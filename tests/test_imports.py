@@ -29,7 +29,7 @@ def test_help_loads_next_to_nothing() -> None:
 
 def test_the_table_of_roles_loads_nothing_else() -> None:
     added = loaded("import outlast.__main__") - loaded("import importlib")
-    assert added == {"outlast", "outlast._old_names", "outlast.__main__"}
+    assert added == {"outlast", "outlast.__main__"}
 
 
 def test_a_command_loads_what_it_needs_and_no_torch() -> None:
