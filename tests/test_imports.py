@@ -51,7 +51,7 @@ def test_who_needs_no_cluster_loads_no_client_of_one() -> None:
     )
 
 
-@pytest.mark.parametrize("process", ["local.launcher", "agent.agent"])
+@pytest.mark.parametrize("process", ["local.launcher", "worker.agent.agent"])
 def test_what_runs_beside_the_training_is_light(process: str) -> None:
     assert not loaded(f"import outlast.{process}") & (TORCH | PEOPLE | STORES | {"outlast.local.backend"})
 
