@@ -428,8 +428,8 @@ def test_a_slow_body_goes_on(moto_proxy: Proxy) -> None:
 
 @pytest.mark.slow
 def test_slow_parts_go_on(moto_proxy: Proxy, file: Path) -> None:
-    place = filled(moto_proxy, timeout_s=2)
-    moto_proxy.intake = 1.5 * MIB
+    place = filled(moto_proxy, timeout_s=3)  # 1.5 s without a byte are too long; the last megabytes of a part wait in the kernel
+    moto_proxy.intake = 5 * MIB
     place.upload(file, "x")  # more than 3 s a part
     assert bodies(moto_proxy) == 2
     moto_proxy.intake = 0
