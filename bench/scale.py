@@ -140,7 +140,7 @@ def large(workers: int) -> Iterator[tuple[Kind, Document]]:
 
 
 class Simulated:
-    """An API server as the operator's client shows it, see `kube.Cluster`: what there is, and all that changes."""
+    """An API server as the operator's client shows it, see `api.Cluster`: what there is, and all that changes."""
 
     namespace = "default"
 

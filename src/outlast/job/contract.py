@@ -363,14 +363,14 @@ WORKER = "worker.json"
 WORLD = "world.json"
 """The world this worker is in, written by the rendezvous handler."""
 END = "end.json"
-"""`{reason, code}`: how the run ended according to the operator; written by `rendezvous.transports.kubernetes`."""
+"""`{reason, code}`: how the run ended according to the operator; written by `kubernetes.board`."""
 NOTICE = "notice.json"
 """`{kind: leave|call, reason, generation, deadline}`: the agent asks this worker to leave, or the coordinator calls the world
 together again (then `generation` is the one to come). Training saves at the next step boundary and exits with 75."""
 
 LEAVE = "leave.json"
 """`{deadline, reason}`: the operator's deadline for this worker, seconds since the epoch; written by
-`rendezvous.transports.kubernetes`, for the agent."""
+`kubernetes.board`, for the agent."""
 
 SNAPSHOTS = "snapshots.sock"
 """Socket at which the agent serves memory for snapshots, see `snapshots.server`; absent where there is none."""

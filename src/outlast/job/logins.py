@@ -1,4 +1,7 @@
-"""Logins and signatures in URLs: found, left out of what others read, and taken from where they belong instead."""
+"""Logins and signatures in URLs: found, left out of what others read, and taken from where they belong instead.
+
+The login of a store itself comes from the environment: `storage.store.s3`.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ A report is whole, the newest wins, and writing it twice does no harm. The pod t
 was lost, and comes back, sees that another has written there, and ends. While the API server or the operator is away, what was
 heard last stays true and training goes on; nothing of it is raised here. Docs: docs/decisions/0013-the-operator.md.
 
-Used by `transport`. Nothing connects before the first report: the process that makes a client may be a fork.
+Found by its scheme in `rendezvous.transport`. Nothing connects before the first report: the process that makes a client may be a
+fork.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     unix:///path            the launcher of this machine                      `transports.sockets`
     c10d://host:port        worker 0, in pods without an operator             `transports.sockets`
-    kubernetes://job        the operator, by way of the API server            `transports.kubernetes`
+    kubernetes://job        the operator, by way of the API server            `kubernetes.board`
     etcd://host:port,...    an agent that they elect, by way of an etcd       `transports.etcd`
 
-A new transport is a module in `transports` with a function `client(endpoint, member)`, and a line in `TRANSPORTS`. Called by
-`handler.create` (torchrun) and `launch.elastic`.
+A new transport is a module, here or in another wing, with a function `client(endpoint, member)`, and a line in `TRANSPORTS`.
+Called by `handler.create` (torchrun) and `launch.elastic`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Member:
 
 
 class Transport(Protocol):
-    """A module of `transports`. It may also have `preload()`, and `torchrun(endpoint, run=, sizes=, conf=)` for a plain torchrun,
+    """A module of `TRANSPORTS`. It may also have `preload()`, and `torchrun(endpoint, run=, sizes=, conf=)` for a plain torchrun,
     which returns a client and how many seconds it may wait for a world."""
 
     def client(self, endpoint: str, member: Member) -> Client:

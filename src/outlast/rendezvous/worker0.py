@@ -3,7 +3,7 @@
 The agent of worker 0 runs a `Host` in a thread of its own. Unlike the store of torchrun's c10d backend it may go and come back:
 the others keep training, or wait for it, and tell the next one where they are. How often the job has failed is forgotten then.
 
-Members prove that they know the run's key (`rendezvous.transports.seal`), and nothing that one of them sends ends it: a message
+Members prove that they know the run's key (`job.seal`), and nothing that one of them sends ends it: a message
 that cannot be read costs its sender the connection, and a decision that fails is tried again while training goes on.
 """
 

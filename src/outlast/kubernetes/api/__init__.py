@@ -1,7 +1,7 @@
 """A Kubernetes cluster: documents in, documents out, as plain dicts.
 
-    cluster = kube.connect()
-    for pod in cluster.list_(kube.POD, labels="outlast.dev/job=train"): ...
+    cluster = api.connect()
+    for pod in cluster.list_(api.POD, labels="outlast.dev/job=train"): ...
 
 `client` has the requests, `api` their paths and pages, `watch` changes, `streams` commands and ports in pods, `login` the way
 in, `error_mapping` the errors, `kinds` the kinds of documents. Pure are `pods`, the one reader of pods, `wire` and `kinds`.

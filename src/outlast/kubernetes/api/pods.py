@@ -1,6 +1,6 @@
 """The one reader of pods: which worker a pod is, its phase, its containers, what it waits for and how it ended.
 
-Pure: pods are documents as the API server has them, and any part of their status may be missing. The operator, `cluster` and
+Pure: pods are documents as the API server has them, and any part of their status may be missing. The operator, `jobs` and
 `diagnosis` read pods through these functions. The sentences are those that users see in `status`, `logs` and `list`.
 """
 

@@ -12,7 +12,7 @@ from outlast.kubernetes.manifests.request import Request, wrong
 
 
 def endpoint(request: Request, pod0: str, service: str) -> str:
-    """`c10d://host:port`, `etcd://host:port,...` or `etcds://`, as in OUTLAST_RENDEZVOUS; see `etcd.address`.
+    """`c10d://host:port`, `etcd://host:port,...` or `etcds://`, as in OUTLAST_RENDEZVOUS; see `rendezvous.etcd.gateway.address`.
 
     Raises InvalidJob.
     """

@@ -371,7 +371,7 @@ class Run:
 def look(client: gateway.Etcd, run: str | None = None) -> list[Run]:
     """What etcd knows of all runs below its prefix, or of one, or of a job (`team/job`). Changes nothing. Raises EtcdError.
 
-    with contextlib.closing(etcd.Etcd(etcd.address("etcd://host:2379"))) as client: ...
+    with contextlib.closing(gateway.Etcd(gateway.address("etcd://host:2379"))) as client: ...
     """
     prefix = client.address.prefix
     found = client.range(f"{prefix}/" if run is None else schema.Keys.of(prefix, run).root, prefix=True).found

@@ -23,7 +23,7 @@ from outlast.rendezvous.world import MemberState, World
 
 
 class Store(Protocol):
-    """The part of `etcd.Etcd` that is used here."""
+    """The part of `gateway.Etcd` that is used here."""
 
     def range(self, key: str, *, prefix: bool = False) -> Outcome: ...
     def txn(

@@ -1,4 +1,4 @@
-"""One connection of the mesh: a non-blocking socket with sealed lines (`transports.seal`), each a JSON object.
+"""One connection of the mesh: a non-blocking socket with sealed lines (`job.seal`), each a JSON object.
 
 Both sides begin with a nonce in the clear. The side that called seals as a "member", the one that was called as a "decider": so a
 line cannot be turned around, and a port that answers with what it hears proves nothing.

@@ -8,7 +8,7 @@ closed connection is a death at once; a silent one is a death after `SILENCE_S`.
     member -> coordinator   {"report": Report, "process": word}       on every change, and every HEARTBEAT_S
     coordinator -> member   {"called": Called} {"world": World} {"closed": Closed}
 
-A port can be reached by strangers, so there lines are sealed with the run's key (`rendezvous.transports.seal`), and whatever a
+A port can be reached by strangers, so there lines are sealed with the run's key (`job.seal`), and whatever a
 peer sends costs that peer its connection at most. Of several processes of one index the one that came last is the member.
 
 Used by `rendezvous.handler` (the client, threads: torch's agent is synchronous); `local.launcher` and `rendezvous.worker0` (the

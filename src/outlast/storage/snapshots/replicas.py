@@ -1,4 +1,4 @@
-"""Sends parts to the agents of other workers, slowly enough not to disturb training."""
+"""Sends parts to the agents of other workers, slowly enough not to disturb training. Which workers: `peers`."""
 
 from __future__ import annotations
 

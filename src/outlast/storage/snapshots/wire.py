@@ -1,6 +1,6 @@
 """Messages between agents and ranks: JSON in lines, descriptors beside them on a Unix socket, raw bytes between them on TCP.
 
-On TCP each line is sealed with the key of the run (`rendezvous.transports.seal`), raw bytes are not: their crc32 is in a line.
+On TCP each line is sealed with the key of the run (`job.seal`), raw bytes are not: their crc32 is in a line.
 Nothing is encrypted, as nothing is that ranks send each other.
 """
 
