@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 
 
-def connect(path: str | Path, timeout_s: float) -> socket.socket:
+def connect(path: str | Path, timeout_s: float = 5.0) -> socket.socket:
     """A connection to the socket at `path`, without a timeout from then on. Raises OSError."""
     directory = os.open(os.path.dirname(path), os.O_RDONLY)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

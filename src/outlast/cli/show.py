@@ -147,9 +147,8 @@ def newest_checkpoint(status: JobStatus, now: float) -> str | None:
         return f"step {newest.step}"
     best = newest.best
     said = f"; best: step {best.step}, {terminal.one_line(best.by) or 'metric'} {best.value:.4g}" if best else ""
-    size = (
-        f", {units.human_bytes(newest.bytes)}" if newest.bytes else ""
-    )  # of one that an earlier start has saved nobody tells it
+    # nobody tells the size of one that an earlier start has saved
+    size = f", {units.human_bytes(newest.bytes)}" if newest.bytes else ""
     return f"step {newest.step}, {units.human_seconds(now - newest.time)} ago{size}{said}"
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from outlast.job.contract import FailureCause
 
 _UNTOLD = {"exclude": True}
-"""What pydantic makes of it: such a field decides what follows, and is in no status."""
+"""Read by pydantic: such a field decides what follows a failure, and is in no status."""
 
 
 @dataclass(frozen=True, kw_only=True)

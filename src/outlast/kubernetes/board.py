@@ -315,10 +315,8 @@ class Client:
                 self._version = said["metadata"]["resourceVersion"]
                 return
             except Conflict:
-                try:
-                    there = cluster.patch(
-                        LEASE, meta["name"], {}
-                    )  # what is not changed by this is shown, without a right to read
+                try:  # an empty change shows what is there, without a right to read
+                    there = cluster.patch(LEASE, meta["name"], {})
                 except Absent:  # somebody has deleted it
                     self._version = ""
                     continue

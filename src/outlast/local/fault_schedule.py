@@ -5,7 +5,6 @@ python -m outlast faults STATE NAME SCHEDULE
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
@@ -19,7 +18,3 @@ def main(argv: list[str]) -> None:
     faults = chaos.load(schedule)
     for sentence in chaos.play(LocalBackend(state), name, faults, chaos.seed(faults)):
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} chaos: {sentence}", flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -16,7 +16,6 @@ import dataclasses
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -519,7 +518,3 @@ def main(argv: list[str]) -> int:
         os.dup2(log, 1)
         os.dup2(log, 2)
         return asyncio.run(Launcher(state_dir).run())
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -36,7 +36,7 @@ _FITS: dict[str, Callable[[object], bool]] = {
     "code": is_count, "rank": _number_or_none, "step": _number_or_none, "time": is_number, "hung": _truth, "left": _truth,
     **dict.fromkeys(("reason", "cause", "traceback", "log_tail", "early"), _text),
 }  # fmt: skip
-"""What a `Failure` takes from `sockets.Report.failure`, and what it must be."""
+"""The fields that a `Failure` takes from `sockets.Report.failure`, each with its check."""
 
 
 class Pending(NamedTuple):

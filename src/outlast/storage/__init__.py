@@ -1,1 +1,1 @@
-"""Where state is kept: in memory, on a disk, in a store."""
+"""The places of state: memory, disks, stores."""

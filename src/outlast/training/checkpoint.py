@@ -312,7 +312,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 def generators() -> dict[str, Any]:
-    """The states of this rank's random number generators: words and arrays as bytes, which are pickled and compared fast."""
+    """The states of this rank's random number generators: words and arrays as bytes, which are pickled fast."""
     version, words, gauss = random.getstate()
     kind, keys, *drawn = np.random.get_state()
     kept: dict[str, Any] = {

@@ -347,7 +347,3 @@ def main(argv: list[str]) -> None:
         Fetched(argv[0], 1, 0.0)._download(argv[1], Path(argv[2]), *map(int, argv[3:]))
     except (OutlastError, OSError) as problem:
         sys.stdout.buffer.write(pickle.dumps(problem))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

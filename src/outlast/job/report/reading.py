@@ -33,7 +33,7 @@ _TYPES: dict[str, Any] = {
     **dict.fromkeys(("path", "source", "suspends"), str),
     "workers": list,
 }
-"""What fields hold, in every kind of event that has them."""
+"""Types of fields, in every kind of event that has them."""
 KINDS = frozenset(
     {
         *("submitted", "asked", "launcher", "worker", "failure", "resumed", "session", "restoring", "interrupted", "chaos"),

@@ -185,7 +185,7 @@ def _overlay() -> Schema:
 
 
 def _status() -> Schema:
-    """What the operator writes; it may write other fields, too. See `outlast.job.status`."""
+    """Fields that the operator writes; there may be others. See `outlast.job.status`."""
     return {
         "type": "object",
         "description": "What is known of the job, written by the operator.",

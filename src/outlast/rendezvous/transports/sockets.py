@@ -387,7 +387,7 @@ def client(endpoint: str, member: Member) -> Client:
 def connect(endpoint: str) -> socket.socket:
     """A connection to the coordinator; raises OSError."""
     if not endpoint.startswith(TCP):
-        return unix_sockets.connect(endpoint.removeprefix(SCHEME), CONNECT_S)
+        return unix_sockets.connect(endpoint.removeprefix(SCHEME))
     sock = socket.create_connection(tcp.host_port(endpoint.removeprefix(TCP)), timeout=CONNECT_S)
     tcp.ends_when_lost(sock, SILENCE_S)
     return sock

@@ -36,7 +36,7 @@ from outlast.job.contract import Env
 from outlast.storage.snapshots import parts, wire
 from outlast.storage.snapshots.parts import Damaged, Item, OutOfReach, Part
 
-_CONNECT_S, _REPLY_S = 5, 60
+_REPLY_S = 60
 """Timeout of an answer of our own agent. Arbitrary."""
 _STATES = 16
 """How many publications are remembered."""
@@ -296,7 +296,7 @@ def connect(environ: Mapping[str, str]) -> Client | None:
     """
     path = Path(environ.get(Env.STATE, "/nonexistent")) / contract.SNAPSHOTS
     try:
-        sock = unix_sockets.connect(path, _CONNECT_S)
+        sock = unix_sockets.connect(path)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -26,7 +26,3 @@ def main(_: list[str]) -> None:
     from outlast.worker.agent import agent
 
     agent.main(warm, environ, log)
-
-
-if __name__ == "__main__":
-    main([])

@@ -424,7 +424,3 @@ def _until_closed(stop: threading.Event) -> None:
     while os.read(0, 4096):
         pass
     stop.set()
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

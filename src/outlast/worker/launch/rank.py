@@ -169,7 +169,3 @@ def _record(state: str | None, error: BaseException, text: str, code: int) -> di
     except OSError as problem:
         print(f"cannot record the error in {state}: {problem}", file=sys.stderr)
     return record
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

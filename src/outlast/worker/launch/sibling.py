@@ -25,7 +25,7 @@ from outlast.job import accelerators, contract
 from outlast.worker.launch import glibc, shim
 
 KIND = "agent"
-"""Of the request, and the role (`outlast.__main__`) of who is forked."""
+"""Kind of the request, and role (`outlast.__main__`) of the process that is forked."""
 ANSWER_S = 1.0
 """How long a warm process may take to answer. Arbitrary: it takes 10 ms, more while it imports something."""
 _GO = b"go\n"

@@ -388,7 +388,3 @@ def main(argv: list[str]) -> None:
         if request.kind == "rank" and end.code == contract.Exit.INTERRUPTED:
             leave(contract.Exit.INTERRUPTED)
         raise
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -340,7 +339,3 @@ def main(argv: list[str]) -> int:
         say(f"goes on with the files of this pod: {problem}")
         return contract.Exit.FAILED
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
