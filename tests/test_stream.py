@@ -344,12 +344,14 @@ def test_what_goes_wrong_while_reading_ahead_is_raised_where_the_batch_is_due():
 
 
 def test_leaving_the_loop_early_ends_the_thread_that_reads_ahead():
+    before = set(threading.enumerate())  # other tests of this process may hold a stream
     for _ in Stream(np.arange(1000), 10, prefetch=2):
+        started = set(threading.enumerate()) - before
         break
-    for thread in threading.enumerate():
-        if thread.name.startswith("outlast-stream"):
-            thread.join(60)
-            assert not thread.is_alive()
+    assert [thread.name for thread in started] == ["outlast-stream"]
+    for thread in started:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_datasets_that_cannot_be_cut_are_refused():
