@@ -28,8 +28,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from outlast.worker.launch import glibc
-
 HERE = Path(__file__).parent
 SYSTEMS = ("outlast", "dcp", "torch.save")
 MEASURES = ("stall", "inflation", "takes")
@@ -138,7 +136,7 @@ def measured(system: str, millions: float, saves: int) -> dict[str, object]:
             "OUTLAST_GENERATION": "1",
             "OUTLAST_OUTPUT": directory,
             "OMP_NUM_THREADS": "1",
-        } | glibc.streaming(os.environ)
+        } | system.streaming(os.environ)
         arguments = ["--train", system, "--millions", str(millions), "--saves", str(saves), "--directory", directory]
         subprocess.run([sys.executable, __file__, *arguments], env={**os.environ, **world, **own}, check=True)
         found: dict[str, object] = json.loads((Path(directory) / "said.json").read_text())

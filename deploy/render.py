@@ -1,4 +1,4 @@
-"""Writes what is installed in a cluster into this directory, from outlast.kubernetes.manifests.install:
+"""Writes what is installed in a cluster into this directory, from outlast.kubernetes.manifests.installed.install:
 
 python deploy/render.py
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from outlast.cli import render
-from outlast.kubernetes.manifests import install
+from outlast.kubernetes.manifests.installed import install
 
 HERE = Path(__file__).parent
-HEAD = "# Written by `python deploy/render.py` from src/outlast/kubernetes/manifests/install.py.\n"
+HEAD = "# Written by `python deploy/render.py` from src/outlast/kubernetes/manifests/installed/install.py.\n"
 
 
 def pages() -> dict[str, str]:

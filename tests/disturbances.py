@@ -78,7 +78,7 @@ def killed_20_times(
 
 def _with_snapshots(main: Main, argv: list[str]) -> None:
     """Train with a snapshot at each step at which the last one is complete."""
-    from outlast.training import snapshots
+    from outlast.training.state import snapshots
 
     snapshots.SHARE = float("inf")
     main(argv)

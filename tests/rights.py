@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from outlast.job import contract
-from outlast.kubernetes.manifests import rbac
+from outlast.kubernetes.manifests.installed import rbac
 
 Right = tuple[str, str, str]
 """Verb, group and resource."""

@@ -19,7 +19,7 @@ from outlast.kubernetes.api import kinds, wire
 from outlast.kubernetes.api import pods as podwords
 from outlast.kubernetes.api.kinds import Kind, kind_of
 from outlast.kubernetes.board import PROGRESS_S
-from outlast.kubernetes.manifests import kueue
+from outlast.kubernetes.manifests.scheduling import kueue
 from outlast.kubernetes.operator import job_status, snapshot
 from outlast.kubernetes.operator.cache import CachedJob
 from outlast.kubernetes.operator.decide import decide

@@ -17,8 +17,8 @@ from outlast.kubernetes import api as kube
 from outlast.kubernetes.api import kinds
 from outlast.kubernetes.operator import apply
 from outlast.kubernetes.operator.apply import RETRY_S, Done, event
-from outlast.kubernetes.operator.parallel import Parallel
 from outlast.kubernetes.operator.plan import Deletion, Event, Plan
+from outlast.kubernetes.operator.writer import Parallel
 
 NOW = 1_767_225_600.0
 Document = dict[str, Any]

@@ -20,7 +20,7 @@ from outlast.base.errors import NotFound, OutlastError
 from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.job.spec import Checkpoint as Spec
-from outlast.recipes import results
+from outlast.recipes.shared import results
 from outlast.storage import checkpoints, runs, store
 from outlast.storage.checkpoints import disk, register, remote, restore, retention, rules
 from outlast.storage.checkpoints.retention import Metric, Retention

@@ -23,9 +23,10 @@ from outlast.job.ledger import Ledger
 from outlast.storage.snapshots import client, election, server
 from outlast.storage.snapshots.election import Held
 from outlast.storage.snapshots.parts import Part
-from outlast.training import capture, checkpoint, device
-from outlast.training.memory_reader import Reader
-from outlast.training.snapshots import Place, Snapshots, longer, steady
+from outlast.training import device
+from outlast.training.state import capture, checkpoint
+from outlast.training.state.memory_reader import Reader
+from outlast.training.state.snapshots import Place, Snapshots, longer, steady
 
 
 class Rank:
@@ -248,7 +249,7 @@ class Loop:
     """A training loop of one rank, as far as snapshots see it. Training never waits: what asks the agent does so in a thread."""
 
     def __init__(self, ours: Snapshots, connected: client.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("outlast.training.snapshots.SHARE", float("inf"))
+        monkeypatch.setattr("outlast.training.state.snapshots.SHARE", float("inf"))
         self.ours, self.step, self.now = ours, 0, 0.0
         ours._clock = lambda: self.now
         exchange = connected._exchange

@@ -35,7 +35,7 @@ from outlast.base.errors import OutlastError, Superseded
 from outlast.job import contract
 from outlast.storage import checkpoints
 from outlast.storage.checkpoints import Checkpoint
-from outlast.training import checkpoint, newest, saver
+from outlast.training.state import checkpoint, newest, saver
 
 
 def found(step: int, run: str = "r", **fields: Any) -> Checkpoint:

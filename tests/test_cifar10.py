@@ -24,10 +24,12 @@ from torch import nn
 import disturbances
 from outlast.base.errors import OutlastError
 from outlast.data import cifar, digits
-from outlast.recipes import cifar10, classify, results, settings
+from outlast.recipes import cifar10, classify
 from outlast.recipes.cifar10 import Settings
+from outlast.recipes.shared import results, settings
 from outlast.storage import checkpoints
-from outlast.training import Session, weights
+from outlast.training import Session
+from outlast.training.state import weights
 
 SMALL = ("--batch=8", "--microbatch=2", "--log-every=1", "--dtype=float32")
 CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

@@ -21,8 +21,10 @@ from outlast.job.failure import Failure
 from outlast.job.status import JobStatus, State
 from outlast.kubernetes import manifests
 from outlast.kubernetes.api import kinds
-from outlast.kubernetes.manifests import cel, crd, disruption, install, labels, rbac
+from outlast.kubernetes.manifests import labels
+from outlast.kubernetes.manifests.installed import cel, crd, install, rbac
 from outlast.kubernetes.manifests.request import Document
+from outlast.kubernetes.manifests.scheduling import disruption
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = runpy.run_path(str(ROOT / "deploy" / "render.py"))

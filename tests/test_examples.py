@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from outlast.job import spec
-from outlast.recipes import settings
+from outlast.recipes.shared import settings
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "examples").glob("*.yaml"))

@@ -24,7 +24,8 @@ from outlast.base import file_locks
 from outlast.base.errors import OutlastError
 from outlast.data import shards as prepared
 from outlast.storage import store
-from outlast.training import Shards, Stream, fetched
+from outlast.training import Shards, Stream
+from outlast.training.samples import fetched
 from outlast.worker.hangs import stall
 from outlast.worker.prepare import cache, room
 from outlast.worker.prepare.room import Thing

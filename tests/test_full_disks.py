@@ -27,7 +27,8 @@ from outlast.job.workerfiles import progress
 from outlast.storage import checkpoints, store
 from outlast.storage.checkpoints import remote
 from outlast.storage.sync import sync
-from outlast.training import Stream, metrics, saver, session, snapshots
+from outlast.training import Stream, metrics, session
+from outlast.training.state import saver, snapshots
 from outlast.worker.agent import upload
 from outlast.worker.launch import rank
 from test_memory import Agents

@@ -2,7 +2,7 @@
 
 import pytest
 
-from outlast.worker.launch import glibc
+from outlast.worker.launch import system
 
 OURS = "glibc.cpu.x86_non_temporal_threshold=0x100000"
 
@@ -16,4 +16,4 @@ OURS = "glibc.cpu.x86_non_temporal_threshold=0x100000"
     ],
 )
 def test_a_limit_is_added_to_what_the_user_has_set(given: str, set_: str | None) -> None:
-    assert glibc.streaming({glibc.VARIABLE: given} if given else {}).get(glibc.VARIABLE) == set_
+    assert system.streaming({system.VARIABLE: given} if given else {}).get(system.VARIABLE) == set_

@@ -21,8 +21,9 @@ from torch import Tensor
 
 import worlds
 from outlast.base.errors import OutlastError
-from outlast.recipes import gpt, gpt_data, gpt_model, settings
+from outlast.recipes import gpt, gpt_data, gpt_model
 from outlast.recipes.gpt_model import GPT, Config, MoE
+from outlast.recipes.shared import settings
 
 TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    pass\n"
 SMALL = (

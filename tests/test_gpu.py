@@ -12,7 +12,7 @@ import torch
 
 from outlast.job.status import State
 from outlast.training import Stream
-from outlast.training.saver import Copies
+from outlast.training.state.saver import Copies
 from outlast.worker.launch import warm
 from test_capture import Rank
 from test_memory import Agents, killed, restored, resumed

@@ -22,7 +22,7 @@ from outlast.job.report import goodput
 from outlast.storage import store
 from outlast.storage.checkpoints import Retention
 from outlast.storage.runs import output as stored
-from outlast.storage.runs.layout import skipped
+from outlast.storage.runs.output import skipped
 from outlast.storage.sync import growing, sync
 from outlast.worker.agent import run_ownership, upload
 

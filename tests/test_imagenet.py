@@ -16,11 +16,13 @@ from torch import nn
 import disturbances
 import textures
 from outlast.base.errors import OutlastError
-from outlast.recipes import imagenet, imagenet_data, imagenet_model, loop, results, settings
+from outlast.recipes import imagenet, imagenet_data, imagenet_model
 from outlast.recipes.imagenet import Settings
 from outlast.recipes.imagenet_model import BasicBlock, Bottleneck, ResNet, Statistics
+from outlast.recipes.shared import loop, results, settings
 from outlast.storage import checkpoints
-from outlast.training import Stream, checkpoint
+from outlast.training import Stream
+from outlast.training.state import checkpoint
 
 SMALL = ("--image-size=32", "--stored-size=0", "--workers=0", "--microbatch=4", "-b=8", "--print-freq=1", "--dtype=float32")
 ITERATION = re.compile(r"epoch: (\d+), iteration: (\d+), data_idx: (\d+), loss: [\d.]+, Acc@1: [\d.]+, lr: \S+, [\d.]+ images/s")

@@ -21,7 +21,7 @@ from outlast.kubernetes import api
 from outlast.kubernetes.api import kinds
 from outlast.kubernetes.diagnosis import gather
 from outlast.kubernetes.jobs import installation
-from outlast.kubernetes.manifests import install, nodewatch
+from outlast.kubernetes.manifests.installed import install, nodewatch
 
 ROOT = Path(__file__).parents[1]
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from kubernetes_validate import utils as schemas
 
-from outlast.kubernetes.manifests import rbac
+from outlast.kubernetes.manifests.installed import rbac
 
 ROOT = Path(__file__).parents[1]
 KUBEFLOW = ROOT / "examples" / "kubeflow"

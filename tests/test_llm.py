@@ -25,7 +25,8 @@ from outlast.base.errors import OutlastError
 from outlast.data.prepare import chat, jsonl, work
 from outlast.job import contract
 from outlast.recipes import llm, llm_data, llm_tiny
-from outlast.training import Shards, checkpoint
+from outlast.training import Shards
+from outlast.training.state import checkpoint
 
 if TYPE_CHECKING:
     from outlast.recipes import llm_model

@@ -20,8 +20,9 @@ from outlast.base.errors import InvalidJob, OutlastError
 from outlast.cli import render as render_command
 from outlast.job import contract, spec
 from outlast.kubernetes import manifests
-from outlast.kubernetes.manifests import evaluation, gang, labels, names, objects, overlay, pods, request, resources, variables
+from outlast.kubernetes.manifests import evaluation, labels, names, objects, overlay, pods, request, resources, variables
 from outlast.kubernetes.manifests.request import Document
+from outlast.kubernetes.manifests.scheduling import gang
 from outlast.kubernetes.operator import desired
 from outlast.kubernetes.operator import snapshot as operator_snapshot
 from outlast.kubernetes.operator.cache import CachedJob

@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from outlast.job.contract import Env
-from outlast.storage.snapshots import client, election, parts, peers, server
+from outlast.storage.snapshots import client, election, parts, replicas, server
 from outlast.storage.snapshots.parts import Item, Part
-from outlast.training import checkpoint, newest, recovery
-from outlast.training.disks import Disks
-from outlast.training.recovery import Restored
+from outlast.training.state import checkpoint, newest, recovery
+from outlast.training.state.disks import Disks
+from outlast.training.state.recovery import Restored
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # threads share the filters, which torch changes
 
@@ -71,7 +71,7 @@ class Workers:
         """Connections at the ports, by address."""
         for worker in range(workers):
             self.start(worker)
-        self.to = peers.replicas([peers.Place(agent.address, f"n{n}") for n, agent in self.agents.items()], 1)
+        self.to = replicas.replicas([replicas.Place(agent.address, f"n{n}") for n, agent in self.agents.items()], 1)
 
     def start(self, worker: int) -> None:
         state = self.directory / str(worker)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.rendezvous.handler import Handler
-from outlast.rendezvous.mesh import connection, hearing, neighbours
+from outlast.rendezvous.mesh import connection, hearing
 from outlast.rendezvous.mesh import mesh as mesh_module
 from outlast.rendezvous.mesh.exchange import Exchange
 from outlast.rendezvous.mesh.hearing import Hearing
@@ -62,13 +62,13 @@ def joined(*meshes: Mesh, generation: int = 1) -> None:
 @given(st.integers(1, 8))
 def test_in_a_small_world_everybody_watches_everybody(size: int) -> None:
     members = range(100, 100 + size)
-    assert all(neighbours.watched(id, members) == tuple(each for each in members if each != id) for id in members)
+    assert all(hearing.watched(id, members) == tuple(each for each in members if each != id) for id in members)
 
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(0, 9999), min_size=9, max_size=100, unique=True))
 def test_in_a_large_world_each_member_watches_few_and_is_watched_by_the_same(members: list[int]) -> None:
-    watched = {id: set(neighbours.watched(id, members)) for id in members}
+    watched = {id: set(hearing.watched(id, members)) for id in members}
     assert all(4 <= len(peers) <= 6 and id not in peers for id, peers in watched.items())
     assert all(id in watched[peer] for id, peers in watched.items() for peer in peers)
     near = {members[1], members[2], members[-1], members[-2], members[len(members) // 2]}
@@ -333,7 +333,7 @@ def test_addresses_travel_through_the_worlds_store_and_nobody_waits_for_who_has_
 def test_a_message_reaches_any_member_once_and_in_order(made: Callable[..., Mesh]) -> None:
     meshes = [made(id) for id in range(10)]
     joined(*meshes)
-    assert 3 not in neighbours.watched(0, range(10))
+    assert 3 not in hearing.watched(0, range(10))
     got: list[tuple[int, object]] = []
     meshes[3].handlers["vote"] = lambda id, message: got.append((id, message["n"]))
     sent = [meshes[0].send(3, {"kind": "vote", "n": n}) for n in range(20)]

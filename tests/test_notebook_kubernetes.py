@@ -15,7 +15,8 @@ from typer.main import get_command
 
 import apiserver
 from outlast.cli import commands
-from outlast.kubernetes.manifests import disruption, scheduling, volumes
+from outlast.kubernetes.manifests import volumes
+from outlast.kubernetes.manifests.scheduling import disruption, placement
 from outlast.local.notebooks import jupyter
 from rights import needed, rights
 from test_kubeflow import ROOT, validate
@@ -47,7 +48,7 @@ def test_its_objects_are_valid_and_its_pod_is_restricted_and_on_no_spot_machine(
     (container,) = pod["containers"]
     assert pod["securityContext"] == volumes.security()
     assert container["securityContext"] == volumes.confined()
-    assert pod["affinity"] == scheduling.off_spot({})
+    assert pod["affinity"] == placement.off_spot({})
     template = stateful_set["spec"]["template"]["metadata"]
     assert template["annotations"] == disruption.UNDISTURBED
     assert service["spec"]["selector"] == template["labels"] == stateful_set["spec"]["selector"]["matchLabels"]

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from outlast.kubernetes.operator.parallel import IN_FLIGHT, Background, Parallel
+from outlast.kubernetes.operator.writer import IN_FLIGHT, Background, Parallel
 
 
 def test_things_are_done_at_once_and_what_comes_of_them_is_in_their_order() -> None:

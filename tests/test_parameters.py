@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from outlast.base.errors import OutlastError
-from outlast.training import parameters
-from outlast.worker.tracking.parameters import read
+from outlast.training.state import parameters
+from outlast.worker.tracking.sinks import read
 
 
 def test_settings_are_written_as_json_and_a_change_is_said(tmp_path: Path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader, state_dict_saver
 
-from outlast.training import copying, part_file
+from outlast.training.state import copying, part_file
 
 SHAPES = [(1,), (300, 1000), (2, 3_000_000), (0, 5), ()]
 

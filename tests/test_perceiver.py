@@ -22,8 +22,9 @@ import torch.nn.functional as F
 import disturbances
 from outlast.base.errors import OutlastError
 from outlast.data.prepare import video, work
-from outlast.recipes import perceiver, perceiver_data, perceiver_model, settings
+from outlast.recipes import perceiver, perceiver_data, perceiver_model
 from outlast.recipes.perceiver_model import Config, Perceiver, Points
+from outlast.recipes.shared import settings
 from outlast.storage import checkpoints
 from outlast.training import Session, Shards
 
@@ -365,7 +366,7 @@ def test_a_checkpoint_is_saved_once_by_all_ranks_together_and_every_clip_is_meas
 def test_it_does_not_copy_the_weights_or_wait_for_the_loss_in_every_step(
     clips: Path, alone: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from outlast.training import checkpoint
+    from outlast.training.state import checkpoint
 
     captured, fetched = [], []
     capture, tolist = checkpoint.capture, torch.Tensor.tolist

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from outlast.kubernetes.api import kinds
-from outlast.kubernetes.manifests import kueue
+from outlast.kubernetes.manifests.scheduling import kueue
 from outlast.kubernetes.operator.queues import WorkloadSlice
 from simulated import Cluster, Killed, Kueue, trains
 

@@ -15,7 +15,7 @@ import pytest
 import namespaces
 from namespaces import Document, Namespace
 from outlast.kubernetes.api import kinds
-from outlast.kubernetes.manifests import kueue
+from outlast.kubernetes.manifests.scheduling import kueue
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 KINDS = (kinds.WORKLOAD_V1BETA2, kinds.FLAVOR_V1BETA2, kinds.WORKLOAD_PRIORITY_V1BETA2)

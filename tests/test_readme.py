@@ -20,7 +20,7 @@ from typer.main import get_command
 from outlast import cli
 from outlast.cli.commands import app
 from outlast.job import contract, spec
-from outlast.recipes import settings
+from outlast.recipes.shared import settings
 
 ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "docs" / "guide"

@@ -22,7 +22,8 @@ import torch
 import worlds
 from outlast.base.errors import OutlastError
 from outlast.job import contract
-from outlast.recipes import cifar10, loop, results, smoke
+from outlast.recipes import cifar10, smoke
+from outlast.recipes.shared import loop, results
 from outlast.training import Session
 
 SMOKE_LINE = re.compile(r"\[(DDP|TRAIN|EPOCH|DONE)\] ")

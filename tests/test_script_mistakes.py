@@ -25,7 +25,7 @@ import worlds
 from outlast.base.errors import OutlastError
 from outlast.job import contract
 from outlast.training import Stream, calls, mistakes, session
-from outlast.training import stream as streams
+from outlast.training.samples import stream as streams
 from outlast.worker.hangs import stall
 from outlast.worker.hangs.stall import Standing
 

@@ -26,7 +26,8 @@ from outlast.job.report import goodput
 from outlast.job.workerfiles import notice, progress
 from outlast.local import state_dir
 from outlast.storage import checkpoints
-from outlast.training import Batch, Stream, checkpoint, metrics, part_file, session
+from outlast.training import Batch, Stream, metrics, session
+from outlast.training.state import checkpoint, part_file
 from worlds import LAST, Calm, Training, damage, hashes, world
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from outlast.base.errors import OutlastError
 from outlast.recipes import __main__ as listing
-from outlast.recipes import results, settings
-from outlast.recipes.settings import flag
+from outlast.recipes.shared import results, settings
+from outlast.recipes.shared.settings import flag
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ import pytest
 from outlast.job import contract
 from outlast.local.state_dir import StateDir
 from outlast.worker.agent import start
-from outlast.worker.launch import glibc, shim, sibling
+from outlast.worker.launch import shim, sibling, system
 
 OURS = {"PATH": "/bin", "OMP_NUM_THREADS": "1", "OUTLAST_WORKER": "0", "OUTLAST_STATE": "/s/0", "CUDA_VISIBLE_DEVICES": "0"}
 
@@ -108,7 +108,7 @@ def parent(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A warm process of worker 0, without torch."""
     command = [sys.executable, "-c", WARM, str(tmp_path / "warm.sock")]
     ours = environ(StateDir(tmp_path), 0)
-    with subprocess.Popen(command, env=ours | glibc.streaming(ours)) as process:
+    with subprocess.Popen(command, env=ours | system.streaming(ours)) as process:
         until(lambda: listens(str(tmp_path / "warm.sock")))
         yield process
         process.kill()
@@ -150,7 +150,7 @@ def test_a_forked_worker_shows_whose_it_is_before_it_says_that_it_is_there(
     """The launcher looks at once, and starts another if it finds a process of another worker."""
     theirs = environ(StateDir(tmp_path), 1)
     with shim.connect(str(tmp_path / "warm.sock")) as sock, open(os.devnull, "r+b") as null:
-        shim.request(sock, sibling.KIND, [], theirs | glibc.streaming(theirs), str(tmp_path), (null.fileno(),) * 3)
+        shim.request(sock, sibling.KIND, [], theirs | system.streaming(theirs), str(tmp_path), (null.fileno(),) * 3)
         pid = int(sock.recv(64))
         assert StateDir(tmp_path).owns(1, pid)
         assert not StateDir(tmp_path).owns(0, pid)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outlast.job.contract import Env
-from outlast.storage.snapshots import interfaces, memory, parts, replicas
+from outlast.storage.snapshots import memory, parts, port, replicas
 
 GI = 1 << 30
 
@@ -108,7 +108,7 @@ def test_a_file_in_memory_cannot_shrink_below_whoever_maps_it() -> None:
     ],
 )
 def test_replicas_go_through_the_network_of_the_ranks(environ: dict[str, str], expected: tuple[str, bool]) -> None:
-    assert interfaces.advertised(environ) == expected
+    assert port.advertised(environ) == expected
 
 
 def test_a_replica_takes_a_quarter_of_the_time_between_snapshots_and_is_never_very_slow() -> None:

@@ -26,9 +26,9 @@ from outlast.storage import checkpoints
 from outlast.storage.snapshots import client, memory, server, wire
 from outlast.storage.snapshots.client import Client, NoMemory
 from outlast.storage.snapshots.parts import Item, Part
-from outlast.training import capture, checkpoint, memory_reader, newest, recovery, saver
-from outlast.training.disks import Disks
-from outlast.training.recovery import Restored
+from outlast.training.state import capture, checkpoint, memory_reader, newest, recovery, saver
+from outlast.training.state.disks import Disks
+from outlast.training.state.recovery import Restored
 
 MEMORY = 1 << 20
 

@@ -18,7 +18,8 @@ from kubernetes_validate import utils as schemas
 
 from outlast.job import spec
 from outlast.job.contract import API_VERSION, KIND
-from outlast.kubernetes.manifests import scheduling, volumes
+from outlast.kubernetes.manifests import volumes
+from outlast.kubernetes.manifests.scheduling import placement
 from test_kubeflow import closed
 
 SPARK = Path(__file__).parents[1] / "examples" / "spark"
@@ -65,7 +66,7 @@ def placed(spot: str) -> dict[str, Any]:
     """How the pods of a job are placed."""
     fields = {"module": "outlast.recipes.smoke", "scheduling": {"spot": spot}}
     job = spec.parse(json.dumps({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "a"}, "spec": fields}))
-    return scheduling.pod(job, several=False)
+    return placement.pod(job, several=False)
 
 
 @pytest.fixture

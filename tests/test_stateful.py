@@ -16,7 +16,8 @@ from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from outlast.base.errors import OutlastError
-from outlast.training import Stateful, Stream, checkpoint
+from outlast.training import Stateful, Stream
+from outlast.training.state import checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Vital:UserWarning")
 

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from outlast.base.errors import OutlastError
 from outlast.training import Batch, Stream
+from outlast.training.samples.stream import dealt, permuted
 from outlast.training.stalls import Stalls
-from outlast.training.stream import dealt, permuted
 
 
 def a_stream(samples: int = 100, batch: int = 16, **options: Any) -> Stream:

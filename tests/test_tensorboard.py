@@ -25,7 +25,7 @@ from outlast.kubernetes.api.streams import Ended
 from outlast.kubernetes.jobs.backend import KubernetesBackend
 from outlast.storage import store
 from outlast.storage.sync import growing
-from outlast.worker.tracking import mirror
+from outlast.worker.tracking import follower
 from test_tracking import append, line, shown
 
 
@@ -37,10 +37,10 @@ def test_a_copy_follows_a_file_that_grows_is_cut_back_or_begins_again(tmp_path_f
         there = there[:kept] + [line(step, loss=float(life)) for step in range(kept, kept + more)]
         text = b"".join(there) + line(99)[:torn]
         read: list[int] = []
-        mirror.refresh(copy, lambda start, text=text, read=read: read.append(start) or text[start:])
+        follower.refresh(copy, lambda start, text=text, read=read: read.append(start) or text[start:])
         assert copy.read_bytes() == text[: text.rfind(b"\n") + 1]
         read.clear()
-        mirror.refresh(copy, lambda start, text=text, read=read: read.append(start) or text[start:])
+        follower.refresh(copy, lambda start, text=text, read=read: read.append(start) or text[start:])
         assert read == [len(b"".join(there)) - len(there[-1])] or not there, "only the last line comes again"
 
 

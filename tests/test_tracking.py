@@ -28,8 +28,7 @@ from outlast.worker.tracking.event_files import EventFile
 from outlast.worker.tracking.forwarding import Forwarder
 from outlast.worker.tracking.lines import Point
 from outlast.worker.tracking.mlflow_runs import MLflow
-from outlast.worker.tracking.sinks import Run, Status
-from outlast.worker.tracking.wanted import Wanted, wanted
+from outlast.worker.tracking.sinks import Run, Status, Wanted, wanted
 
 
 def line(step: int, **values: float) -> bytes:

@@ -24,7 +24,8 @@ from outlast.job import contract
 from outlast.job.status import JobStatus, State, StoreStatus
 from outlast.storage import checkpoints, runs, store
 from outlast.storage.checkpoints import remote
-from outlast.training import checkpoint, saver, session, weights
+from outlast.training import session
+from outlast.training.state import checkpoint, saver, weights
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from outlast.job.status import SavedStatus
 from outlast.job.workerfiles import progress, saves
 from outlast.job.workerfiles.saves import Logged
 from outlast.storage import store
-from outlast.storage.runs.layout import skipped
+from outlast.storage.runs.output import skipped
 from outlast.storage.sync import sync
 from outlast.worker.prepare import workdir
 

@@ -112,7 +112,8 @@ def train(plan: Training) -> None:
     import torch
     from torch.nn import functional as F
 
-    from outlast.training import Stream, session, snapshots
+    from outlast.training import Stream, session
+    from outlast.training.state import snapshots
 
     if plan.eager:
         snapshots.SHARE = float("inf")

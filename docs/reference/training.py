@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from outlast import checkpoints, training
-from outlast.training import checkpoint, session
+from outlast.training import session
+from outlast.training.state import checkpoint
 
 HEAD = """\
 # outlast.training

@@ -8,14 +8,14 @@ import sys
 
 ROLES = {
     "agent": "outlast.worker.agent.start",  # the one role that is a command, too: of pods
-    "faults": "outlast.local.fault_schedule",
+    "faults": "outlast.local.fault_injection",
     "follower": "outlast.worker.tracking.follower",
     "launcher": "outlast.local.launcher",
     "rank": "outlast.worker.launch.rank",
-    "shard": "outlast.training.fetched",
+    "shard": "outlast.training.samples.fetched",
     "upload": "outlast.worker.agent.upload",
     "warm": "outlast.worker.launch.warm",
-    "weights": "outlast.training.weights",
+    "weights": "outlast.training.state.weights",
     "workdir": "outlast.worker.prepare.workdir",
 }
 """The module of each role. Its `main` is given the other arguments, and returns the exit code or None for 0."""

@@ -54,7 +54,7 @@ def install(
     """
     from outlast.kubernetes import api
     from outlast.kubernetes.jobs import installation
-    from outlast.kubernetes.manifests import install
+    from outlast.kubernetes.manifests.installed import install
 
     installation.check_namespace(namespace)
     cluster = api.connect(context, namespace)

@@ -171,7 +171,7 @@ def fetch(
       outlast fetch cifar10 -n team-a
       outlast fetch cifar10 model.pt 'logs/*' --to results
     """
-    from outlast.storage.runs.layout import OWN, skipped
+    from outlast.storage.runs.output import OWN, skipped
     from outlast.storage.sync import growing, sync
 
     if (url := which.in_store(name)) is None:

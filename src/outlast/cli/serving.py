@@ -72,7 +72,7 @@ def child(
 
     Ctrl-C does not reach it: we end it. Raises NotFound, with the end of its log, when it does not start.
     """
-    from outlast.worker.launch import prctl
+    from outlast.worker.launch import system
 
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -82,7 +82,7 @@ def child(
             stdout=output,
             stderr=output,
             start_new_session=True,
-            preexec_fn=functools.partial(prctl.die_with, os.getpid(), signal.SIGTERM),
+            preexec_fn=functools.partial(system.die_with, os.getpid(), signal.SIGTERM),
         )
     try:
         _wait(name, ready, process, log, start_s)

@@ -116,9 +116,9 @@ class InStore(Source):
     def bring(self, into: Path) -> Path:
         from outlast.base.errors import Missing
         from outlast.storage.sync import growing
-        from outlast.worker.tracking import mirror
+        from outlast.worker.tracking import follower
 
-        mirror.refresh(into / contract.METRICS, lambda start: growing.since(self._place, contract.METRICS, start))
+        follower.refresh(into / contract.METRICS, lambda start: growing.since(self._place, contract.METRICS, start))
         with contextlib.suppress(Missing):
             (into / contract.PARAMETERS).write_bytes(self._place.get(contract.PARAMETERS))
         return into
@@ -141,10 +141,10 @@ class InPod(Source):
         self._place, self._name = place, name
 
     def bring(self, into: Path) -> Path:
-        from outlast.worker.tracking import mirror
+        from outlast.worker.tracking import follower
 
         read = self._place.reader(self._name)
-        mirror.refresh(into / contract.METRICS, lambda start: read(contract.METRICS, start))
+        follower.refresh(into / contract.METRICS, lambda start: read(contract.METRICS, start))
         if found := read(contract.PARAMETERS, 0):
             (into / contract.PARAMETERS).write_bytes(found)
         return into

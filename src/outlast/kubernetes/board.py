@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from outlast.base import files
+from outlast.base.backoff import Line, pause
 from outlast.base.errors import Absent, ClusterError, Conflict, OutlastError, Superseded, Unauthorized
 from outlast.job import contract
 from outlast.job.contract import Env
@@ -34,7 +35,6 @@ from outlast.job.workerfiles import progress
 from outlast.kubernetes import api
 from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEASE
 from outlast.rendezvous.transports import sockets
-from outlast.rendezvous.transports.reconnect import Line, pause
 from outlast.rendezvous.transports.sockets import Called, Closed, Report, published
 from outlast.rendezvous.world import World
 

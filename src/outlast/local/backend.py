@@ -29,7 +29,7 @@ from outlast.job.status import JobStatus, State
 from outlast.local import fault_injection, log_reader, output_dir, stored, submission
 from outlast.local.state_dir import ENDINGS, Request, Run, StateDir, newest_metrics
 from outlast.storage.runs import output as stored_output
-from outlast.worker.launch import daemon
+from outlast.worker.launch import system
 from outlast.worker.prepare import prepare
 
 _LOG_POLL_S = 0.1
@@ -50,7 +50,7 @@ class LocalBackend:
 
     poll_s = 0.3
 
-    def __init__(self, state: Path, *, start: Callable[[Sequence[str], Path], None] = daemon.start) -> None:
+    def __init__(self, state: Path, *, start: Callable[[Sequence[str], Path], None] = system.daemon) -> None:
         self._root = state.absolute()
         self._start = start
         self.notices: list[str] = []

@@ -37,7 +37,7 @@ from outlast.rendezvous.transports import sockets
 from outlast.worker import tracking
 from outlast.worker.agent import upload_handle
 from outlast.worker.agent.lifecycle import Phase
-from outlast.worker.launch import titles
+from outlast.worker.launch import system
 
 if TYPE_CHECKING:
     from outlast.storage.runs import alive
@@ -509,7 +509,7 @@ def _acquired(lock: int) -> bool:
 def main(argv: list[str]) -> int:
     """Run the launcher of one job; a second one of the same job exits at once."""
     state_dir = StateDir(Path(argv[0]))
-    titles.entitle(f"launcher {state_dir.path}")
+    system.entitle(f"launcher {state_dir.path}")
     with open(state_dir.lock, "a") as lock:
         if not _acquired(lock.fileno()):
             print(f"another launcher runs {state_dir.path}", flush=True)

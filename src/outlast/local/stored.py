@@ -19,7 +19,7 @@ from outlast.local.state_dir import Run
 from outlast.storage import checkpoints, runs, store
 from outlast.storage.checkpoints import register, remote
 from outlast.storage.runs import alive
-from outlast.storage.runs.layout import OWN, skipped
+from outlast.storage.runs.output import OWN, skipped
 from outlast.storage.sync import growing, sync, tree
 
 _ADVICE = (

@@ -34,10 +34,12 @@ from torch import Tensor, nn
 from outlast.base.errors import OutlastError
 from outlast.data import cifar
 from outlast.job import contract
-from outlast.recipes import loop, pixels, results, settings
-from outlast.recipes.settings import flag
-from outlast.training import Session, Stream, checkpoint, device
-from outlast.training.stream import Batch
+from outlast.recipes import pixels
+from outlast.recipes.shared import loop, results, settings
+from outlast.recipes.shared.settings import flag
+from outlast.training import Session, Stream, device
+from outlast.training.samples.stream import Batch
+from outlast.training.state import checkpoint
 
 THEIRS = {
     "learning_rate": "lr",

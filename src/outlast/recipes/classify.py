@@ -25,7 +25,8 @@ from outlast.base.errors import OutlastError
 from outlast.data.prepare import images
 from outlast.data.prepare.plan import BadSource
 from outlast.job import contract
-from outlast.recipes import cifar10, results
+from outlast.recipes import cifar10
+from outlast.recipes.shared import results
 from outlast.training import device
 
 CLASSES = ["plane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]

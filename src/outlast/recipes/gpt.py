@@ -30,13 +30,15 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from outlast.base.errors import NotFound, OutlastError
 from outlast.job import contract
-from outlast.recipes import gpt_data, gpt_model, loop, results, settings
+from outlast.recipes import gpt_data, gpt_model
 from outlast.recipes.gpt_data import Corpus, Pretrained
 from outlast.recipes.gpt_model import GPT, Config, Losses
-from outlast.recipes.loop import Log, Record
-from outlast.recipes.settings import flag
-from outlast.training import Session, Stream, device, weights
-from outlast.training.stream import Batch
+from outlast.recipes.shared import loop, results, settings
+from outlast.recipes.shared.loop import Log, Record
+from outlast.recipes.shared.settings import flag
+from outlast.training import Session, Stream, device
+from outlast.training.samples.stream import Batch
+from outlast.training.state import weights
 
 THEIRS = {
     "out_dir": "output_dir",

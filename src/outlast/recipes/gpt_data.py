@@ -19,10 +19,12 @@ from torch import Tensor
 
 from outlast.base.errors import OutlastError
 from outlast.data import shards
-from outlast.recipes import gpt_model, results
+from outlast.recipes import gpt_model
 from outlast.recipes.gpt_model import Config
-from outlast.recipes.loop import Record
-from outlast.training import Shards, checkpoint, weights
+from outlast.recipes.shared import results
+from outlast.recipes.shared.loop import Record
+from outlast.training import Shards
+from outlast.training.state import checkpoint, weights
 
 VOCABULARY = 50304
 """Of data that come without one: GPT-2's 50,257 tokens, rounded up to a multiple of 64 for the sake of the kernels (nanoGPT)."""

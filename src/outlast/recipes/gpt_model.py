@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outlast.base.errors import OutlastError
-from outlast.recipes import results
+from outlast.recipes.shared import results
 
 BALANCES = ("entropy_regularization", "variance_penalty", "diversity_regularization")
 SIZES = {

@@ -29,13 +29,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outlast.base.errors import OutlastError
-from outlast.recipes import imagenet_data, imagenet_model, loop, pixels, results, settings
+from outlast.recipes import imagenet_data, imagenet_model, pixels
 from outlast.recipes.imagenet_data import Images
 from outlast.recipes.imagenet_model import ResNet, Statistics
-from outlast.recipes.loop import Log, Record
-from outlast.recipes.settings import flag
-from outlast.training import Session, Stream, checkpoint, device
-from outlast.training.stream import Batch
+from outlast.recipes.shared import loop, results, settings
+from outlast.recipes.shared.loop import Log, Record
+from outlast.recipes.shared.settings import flag
+from outlast.training import Session, Stream, device
+from outlast.training.samples.stream import Batch
+from outlast.training.state import checkpoint
 
 THEIRS = {
     "input_path": "data",

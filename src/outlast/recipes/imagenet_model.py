@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from outlast.recipes import results
+from outlast.recipes.shared import results
 
 WIDTH = 64
 """Channels of the first stage; every further one has twice those of the one before."""

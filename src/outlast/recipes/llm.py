@@ -36,12 +36,14 @@ from torch.nn.parallel import DistributedDataParallel
 from outlast.base.errors import OutlastError
 from outlast.data.prepare import chat
 from outlast.job import contract
-from outlast.recipes import llm_data, loop, results, settings
+from outlast.recipes import llm_data
 from outlast.recipes.llm_data import Row, Samples
-from outlast.recipes.loop import Record
-from outlast.recipes.settings import flag
-from outlast.training import Session, Stream, checkpoint, device
-from outlast.training.stream import Batch, dealt
+from outlast.recipes.shared import loop, results, settings
+from outlast.recipes.shared.loop import Record
+from outlast.recipes.shared.settings import flag
+from outlast.training import Session, Stream, device
+from outlast.training.samples.stream import Batch, dealt
+from outlast.training.state import checkpoint
 
 if TYPE_CHECKING:
     from outlast.recipes.llm_model import Tuned

@@ -22,8 +22,8 @@ import torch
 from outlast.base import files
 from outlast.base.errors import OutlastError
 from outlast.data.prepare import chat, plan, tokenizer
-from outlast.recipes import results, settings
-from outlast.recipes.settings import flag
+from outlast.recipes.shared import results, settings
+from outlast.recipes.shared.settings import flag
 
 MODULES = (
     "argparse", "ast", "calendar", "configparser", "datetime", "difflib", "fractions", "inspect", "json", "logging", "os",

@@ -32,13 +32,15 @@ from torch import Tensor, nn
 
 from outlast.base.errors import OutlastError
 from outlast.job import contract
-from outlast.recipes import loop, perceiver_data, perceiver_measure, perceiver_model, results, settings
-from outlast.recipes.loop import Record
+from outlast.recipes import perceiver_data, perceiver_measure, perceiver_model
 from outlast.recipes.perceiver_data import Clips, Data, Remarks
 from outlast.recipes.perceiver_model import Config, Perceiver, Points
-from outlast.recipes.settings import flag
-from outlast.training import Session, Stream, checkpoint, device
-from outlast.training.stream import Batch, dealt
+from outlast.recipes.shared import loop, results, settings
+from outlast.recipes.shared.loop import Record
+from outlast.recipes.shared.settings import flag
+from outlast.training import Session, Stream, device
+from outlast.training.samples.stream import Batch, dealt
+from outlast.training.state import checkpoint
 
 THEIRS = {
     "dataset_dir": "data",

@@ -28,8 +28,8 @@ from outlast.base.errors import OutlastError
 from outlast.data import shards
 from outlast.data.prepare import plan, video
 from outlast.data.prepare.plan import TRAIN, VAL, BadSource
-from outlast.recipes import results
 from outlast.recipes.perceiver_model import Config, config_of
+from outlast.recipes.shared import results
 from outlast.training import Shards
 
 MOMENTS = 10_000

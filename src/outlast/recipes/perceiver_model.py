@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outlast.base.errors import OutlastError
-from outlast.recipes import results
+from outlast.recipes.shared import results
 
 AUDIO, IMAGE, LABEL = "audio", "image", "label"
 """The modalities, in the order of the inputs and of the queries."""

@@ -35,8 +35,8 @@ from torch.utils.data import Dataset
 
 from outlast.base.errors import OutlastError
 from outlast.data.prepare import images, plan
-from outlast.recipes import packing
-from outlast.recipes.packing import pack as pack  # offered here beside what reads it
+from outlast.recipes.shared import packing
+from outlast.recipes.shared.packing import pack as pack  # offered here beside what reads it
 from outlast.training import Shards
 from outlast.training.session import Session
 

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outlast.base.errors import OutlastError
-from outlast.recipes import results, settings
-from outlast.recipes.settings import flag
+from outlast.recipes.shared import results, settings
+from outlast.recipes.shared.settings import flag
 from outlast.training import Stream, session
 
 

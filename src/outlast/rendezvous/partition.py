@@ -20,8 +20,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from outlast.rendezvous.mesh import neighbours
-from outlast.rendezvous.timeouts import until
+from outlast.rendezvous.mesh import hearing
+from outlast.rendezvous.vocabulary import until
 
 AGREE_S = 1.0
 """How long reports of one partition may be apart: all ends of a link notice within half a second, then reports travel."""
@@ -154,7 +154,7 @@ def _broken(ranks: Sequence[int], views: Mapping[int, View]) -> dict[Pair, float
 def _watched(ranks: Sequence[int]) -> set[Pair]:
     """The pairs that watch each other."""
     places = range(len(ranks))
-    return {frozenset((ranks[one], ranks[other])) for one in places for other in neighbours.watched(one, places)}
+    return {frozenset((ranks[one], ranks[other])) for one in places for other in hearing.watched(one, places)}
 
 
 def _gone(ranks: Sequence[int], views: Mapping[int, View]) -> set[int]:

@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from outlast.base.backoff import pause
 from outlast.base.errors import EtcdAway, OutlastError
 from outlast.job.status import State
 from outlast.rendezvous import coordinator, restarts, world
 from outlast.rendezvous.etcd import client as etcd
 from outlast.rendezvous.etcd import gateway as servers
 from outlast.rendezvous.etcd.member import TTL_S, Identity
-from outlast.rendezvous.transports.reconnect import pause
 
 DEFAULTS = {
     "ttl": float(TTL_S),

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from outlast.rendezvous import partition, sentences
-from outlast.rendezvous.timeouts import until
 from outlast.rendezvous.vocabulary import (
     Call,
     Cause,
@@ -38,6 +37,7 @@ from outlast.rendezvous.vocabulary import (
     Wait,
     Wanted,
     World,
+    until,
 )
 
 __all__ = [

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from outlast.training.reported import progress
 
 if TYPE_CHECKING:
-    from outlast.training import checkpoint, session
+    from outlast.training import session
+    from outlast.training.samples.shards import Shards
+    from outlast.training.samples.stream import Batch, Stream
     from outlast.training.session import Session
-    from outlast.training.shards import Shards
-    from outlast.training.stateful import Stateful
-    from outlast.training.stream import Batch, Stream
+    from outlast.training.state import checkpoint
+    from outlast.training.state.stateful import Stateful
 
 __all__ = ["Batch", "Session", "Shards", "Stateful", "Stream", "checkpoint", "progress", "session"]
 

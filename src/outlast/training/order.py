@@ -1,4 +1,4 @@
-"""The order of the samples: pure functions of (seed, epoch, position).
+"""The order of the samples, pure functions of (seed, epoch, position), and of the sums of gradients (`ddp`).
 
 `permuted` shuffles all samples of an epoch. `Windows` shuffles samples that lie in shards so that few shards are read at a time:
 it shuffles the shards, takes them in windows of a few, and shuffles the samples of each window. Neither depends on the number of
@@ -11,9 +11,12 @@ import functools
 import hashlib
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch.nn.parallel import DistributedDataParallel
 
 Indices = NDArray[np.int64]
 
@@ -103,3 +106,25 @@ class Windows:
         ends = np.cumsum(self._sizes[shards])
         last = np.minimum(np.arange(self._window - 1, count + self._window - 1, self._window), count - 1)
         return shards, ends, ends[last]
+
+
+def ddp(model: torch.nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
+    """`DistributedDataParallel(model, **options)` whose gradient buckets are arranged already.
+
+    An empty backward pass arranges them and leaves the model unchanged. A collective.
+    """
+    net = DistributedDataParallel(model, device_ids=None if device.index is None else [device.index], **options)
+    if options.get("find_unused_parameters"):
+        return net  # DDP does not rebuild its buckets then
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    hidden = vars(model).pop("forward", None)
+    vars(model)["forward"] = lambda: sum(parameter.sum().abs().float().to(device) * 0 for parameter in parameters)
+    try:
+        net().backward()
+    finally:
+        del vars(model)["forward"]
+        if hidden is not None:
+            vars(model)["forward"] = hidden
+    for parameter in parameters:
+        parameter.grad = None
+    return net

@@ -47,23 +47,10 @@ from outlast.job.workerfiles.progress import Progress, Writer
 from outlast.rendezvous import sentences
 from outlast.storage import checkpoints
 from outlast.storage.snapshots import client
-from outlast.training import (
-    checkpoint,
-    device,
-    metrics,
-    mistakes,
-    newest,
-    parameters,
-    recovery,
-    replicas,
-    saver,
-    saves,
-    snapshots,
-    stalls,
-    weights,
-)
+from outlast.training import device, metrics, mistakes, order, stalls
 from outlast.training.calls import Calls, public
-from outlast.training.disks import Disks
+from outlast.training.state import checkpoint, newest, parameters, recovery, saver, saves, snapshots, weights
+from outlast.training.state.disks import Disks
 from outlast.worker import tracking
 from outlast.worker.hangs import stall
 
@@ -272,7 +259,7 @@ class Session:
                 "ddp(static_graph=True) lays out gradients after the first step and cannot resume exactly; leave it out"
             )
         self._meet("run.ddp()")
-        return replicas.ddp(model, self.device, **options)
+        return order.ddp(model, self.device, **options)
 
     @public('run.resume({"model": net, "optimizer": optimizer, "stream": stream})')
     def resume(self, state: Mapping[str, Any]) -> int:

@@ -17,10 +17,10 @@ from outlast.kubernetes.api import pods as kube_pods
 from outlast.kubernetes.diagnosis import messages
 from outlast.kubernetes.diagnosis.finding import Finding, amount_text, grouped, joined, workers
 from outlast.kubernetes.diagnosis.snapshot import Snapshot, of_pods
-from outlast.kubernetes.manifests import scheduling
 from outlast.kubernetes.manifests.request import Document
+from outlast.kubernetes.manifests.scheduling import placement
 
-TOLERATED = scheduling.tolerated(accelerators.RESOURCES.values())
+TOLERATED = placement.tolerated(accelerators.RESOURCES.values())
 """Taints that workers tolerate by default: those of the accelerators that they ask for."""
 _LOST = ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", "node.cloudprovider.kubernetes.io/shutdown")
 

@@ -24,7 +24,7 @@ from outlast.kubernetes.api import applied, dropins, kinds, pods, within
 from outlast.kubernetes.api.kinds import Kind, kind_of
 from outlast.kubernetes.diagnosis import cluster as conditions
 from outlast.kubernetes.diagnosis import gather
-from outlast.kubernetes.manifests import install, nodewatch, rbac
+from outlast.kubernetes.manifests.installed import install, nodewatch, rbac
 from outlast.kubernetes.manifests.request import Document
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from pathlib import PurePosixPath
 from outlast.base.errors import OutlastError
 from outlast.job import logins
 from outlast.job.contract import Env, Label, Pod
-from outlast.kubernetes.manifests import install, labels, names, volumes
+from outlast.kubernetes.manifests import labels, names, volumes
+from outlast.kubernetes.manifests.installed import install
 from outlast.kubernetes.manifests.request import Document
 
 IMAGE = install.IMAGE

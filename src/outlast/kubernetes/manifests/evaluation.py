@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from outlast.job.contract import Env, Label, Pod
-from outlast.kubernetes.manifests import gang, names
+from outlast.kubernetes.manifests import names
 from outlast.kubernetes.manifests.request import Document
+from outlast.kubernetes.manifests.scheduling import gang
 
 COMPONENT = "evaluation"
 _KEEP_S = 3600

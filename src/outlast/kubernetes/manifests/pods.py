@@ -17,9 +17,10 @@ from typing import Literal
 
 from outlast.job import contract, spec
 from outlast.job.contract import Annotation, Label, Pod
-from outlast.kubernetes.manifests import disruption, gang, labels, overlay, resources, scheduling, variables
+from outlast.kubernetes.manifests import labels, overlay, resources, variables
 from outlast.kubernetes.manifests import volumes as places
 from outlast.kubernetes.manifests.request import Document, Request, wrong
+from outlast.kubernetes.manifests.scheduling import disruption, gang, placement
 
 START_S = 120
 """Timeout of the startup probe, for a busy machine."""
@@ -60,7 +61,7 @@ def template(request: Request, worker: Worker) -> Document:
             **({"subdomain": worker.subdomain} if worker.subdomain else {}),
             **({"schedulerName": worker.gang.scheduler} if worker.gang.scheduler else {}),
             "securityContext": places.security(),
-            **scheduling.pod(request.job, several=worker.several, on_demand=worker.on_demand),
+            **placement.pod(request.job, several=worker.several, on_demand=worker.on_demand),
             "containers": [_container(request, worker, mounts)],
             "volumes": volumes,
         },

@@ -18,9 +18,8 @@ from outlast.job.contract import OPERATOR, Label
 from outlast.kubernetes.api import ownership
 from outlast.kubernetes.api.kinds import EVENT, ROLE, ROLE_BINDING, kind_of
 from outlast.kubernetes.operator import job_status
-from outlast.kubernetes.operator.parallel import Parallel
 from outlast.kubernetes.operator.plan import Deletion, Document, Event, Plan
-from outlast.kubernetes.operator.writer import Writer
+from outlast.kubernetes.operator.writer import Parallel, Writer
 
 log = logging.getLogger(__name__)
 

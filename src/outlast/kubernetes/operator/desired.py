@@ -7,21 +7,11 @@ from typing import Any
 
 from outlast.job import contract, spec
 from outlast.kubernetes.api.kinds import Kind
-from outlast.kubernetes.manifests import (
-    disruption,
-    gang,
-    kueue,
-    labels,
-    names,
-    objects,
-    pods,
-    rbac,
-    scheduling,
-    variables,
-    volumes,
-)
-from outlast.kubernetes.manifests.kueue import Priority
+from outlast.kubernetes.manifests import labels, names, objects, pods, variables, volumes
+from outlast.kubernetes.manifests.installed import rbac
 from outlast.kubernetes.manifests.request import Request
+from outlast.kubernetes.manifests.scheduling import disruption, gang, kueue, placement
+from outlast.kubernetes.manifests.scheduling.kueue import Priority
 from outlast.kubernetes.manifests.topologies import elasticjob
 from outlast.kubernetes.operator.snapshot import JobSnapshot
 
@@ -101,7 +91,7 @@ def _worker(snapshot: JobSnapshot, request: Request, index: int = 0) -> pods.Wor
         subdomain=request.names.service,
         account=rbac.account(snapshot.name),
         gang=_gang(snapshot, request),
-        on_demand=index == 0 and request.spec.scheduling.worker0 == scheduling.ON_DEMAND,
+        on_demand=index == 0 and request.spec.scheduling.worker0 == placement.ON_DEMAND,
     )
 
 

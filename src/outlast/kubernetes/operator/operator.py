@@ -23,17 +23,16 @@ from outlast.base.clock import Clock
 from outlast.base.errors import ClusterError, Forbidden, Refused
 from outlast.kubernetes import api
 from outlast.kubernetes.api.kinds import POD, Kind
-from outlast.kubernetes.manifests import kueue
+from outlast.kubernetes.manifests.scheduling import kueue
 from outlast.kubernetes.operator import apply
 from outlast.kubernetes.operator.cache import Cache, CachedJob, Key, Urgency
 from outlast.kubernetes.operator.leader import Leadership
 from outlast.kubernetes.operator.metrics import Metrics
-from outlast.kubernetes.operator.parallel import Background, Parallel
 from outlast.kubernetes.operator.plan import Document, Plan
 from outlast.kubernetes.operator.queues import ClusterFeatures
 from outlast.kubernetes.operator.watches import Intervals, Watches
 from outlast.kubernetes.operator.workqueue import WorkQueue
-from outlast.kubernetes.operator.writer import NotLeader, Writer
+from outlast.kubernetes.operator.writer import Background, NotLeader, Parallel, Writer
 
 log = logging.getLogger(__name__)
 

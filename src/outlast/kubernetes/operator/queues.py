@@ -18,8 +18,8 @@ from typing import Any
 from outlast.kubernetes.api import pods as podwords
 from outlast.kubernetes.api.kinds import Kind, kind_of
 from outlast.kubernetes.api.ownership import owned_by
-from outlast.kubernetes.manifests import kueue
-from outlast.kubernetes.manifests.kueue import Priority
+from outlast.kubernetes.manifests.scheduling import kueue
+from outlast.kubernetes.manifests.scheduling.kueue import Priority
 from outlast.kubernetes.operator import job_status
 from outlast.kubernetes.operator.plan import Deletion
 

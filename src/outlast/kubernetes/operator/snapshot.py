@@ -16,7 +16,7 @@ from outlast.job.contract import LEASE_S, Annotation, Label
 from outlast.job.failure import Failure
 from outlast.kubernetes.api import ownership, wire
 from outlast.kubernetes.api import pods as podwords
-from outlast.kubernetes.manifests import gang, kueue
+from outlast.kubernetes.manifests.scheduling import gang, kueue
 from outlast.kubernetes.operator import job_status, leaving, queues
 from outlast.kubernetes.operator.cache import CachedJob
 from outlast.kubernetes.operator.job_status import Status

@@ -17,7 +17,7 @@ from outlast.base.errors import ClusterError, NotServed
 from outlast.job.contract import Label
 from outlast.kubernetes import api
 from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEASE, NODE, POD, POD_GROUP, PRIORITY_CLASS, VOLCANO_GROUP, Kind
-from outlast.kubernetes.manifests import kueue
+from outlast.kubernetes.manifests.scheduling import kueue
 from outlast.kubernetes.operator import cache as caches
 from outlast.kubernetes.operator import leaving
 from outlast.kubernetes.operator.cache import Cache, Document, Key

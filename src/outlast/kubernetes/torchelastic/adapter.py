@@ -16,7 +16,8 @@ from outlast.base.errors import OutlastError
 from outlast.job import accelerators, contract
 from outlast.job.status import State
 from outlast.kubernetes.api import wire
-from outlast.kubernetes.manifests import names, scheduling
+from outlast.kubernetes.manifests import names
+from outlast.kubernetes.manifests.scheduling import placement
 from outlast.kubernetes.operator import decide, job_status, snapshot
 from outlast.kubernetes.operator.cache import CachedJob
 from outlast.kubernetes.operator.plan import Plan
@@ -114,8 +115,8 @@ def limits(job: Document) -> Iterator[str]:
         need = "it must be etcd" if asked_for != "etcd" else "it needs a rdzvEndpoint, e.g. etcd:2379"
         where = f"workers meet at worker 0 ({pods.endpoint(job)})"
         yield f"the annotation {pods.RENDEZVOUS} ({asked_for}) is not used: {need}; {where}"
-    if (pin := pods.annotation(job, pods.WORKER0)) not in (None, scheduling.ON_DEMAND):
-        yield f"the annotation {pods.WORKER0} ({pin}) is not used: it must be {scheduling.ON_DEMAND}"
+    if (pin := pods.annotation(job, pods.WORKER0)) not in (None, placement.ON_DEMAND):
+        yield f"the annotation {pods.WORKER0} ({pin}) is not used: it must be {placement.ON_DEMAND}"
     for kind in fields["replicaSpecs"]:
         if kind == "Master":
             yield (

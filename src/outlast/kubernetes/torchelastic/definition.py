@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from outlast.kubernetes.api.kinds import LEGACY_JOB
-from outlast.kubernetes.manifests import cel, crd
-from outlast.kubernetes.manifests.crd import Schema, known, part
+from outlast.kubernetes.manifests.installed import cel, crd
+from outlast.kubernetes.manifests.installed.crd import Schema, known, part
 from outlast.kubernetes.manifests.request import Document
 from outlast.kubernetes.torchelastic.pods import CONTAINER, MAX_RESTARTS, RENDEZVOUS
 

@@ -14,7 +14,8 @@ from outlast.job import contract
 from outlast.job.contract import Label
 from outlast.kubernetes.api import ownership
 from outlast.kubernetes.api.kinds import LEGACY_JOB
-from outlast.kubernetes.manifests import disruption, names, objects, scheduling
+from outlast.kubernetes.manifests import names, objects
+from outlast.kubernetes.manifests.scheduling import disruption, placement
 from outlast.kubernetes.operator.snapshot import NNODES
 
 Document = dict[str, Any]
@@ -132,8 +133,8 @@ def pod(job: Document, index: int) -> Document:
             for each in spec["containers"]
         ],
     }
-    if index == 0 and annotation(job, WORKER0) == scheduling.ON_DEMAND:
-        made["affinity"] = scheduling.off_spot(spec.get("affinity") or {})
+    if index == 0 and annotation(job, WORKER0) == placement.ON_DEMAND:
+        made["affinity"] = placement.off_spot(spec.get("affinity") or {})
     return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": made}
 
 

@@ -19,11 +19,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from outlast.base.backoff import Line, pause
 from outlast.base.errors import EtcdError, Superseded
 from outlast.job import contract
 from outlast.rendezvous.etcd import gateway, schema
 from outlast.rendezvous.etcd.member import Identity, Membership
-from outlast.rendezvous.transports.reconnect import Line, pause
 from outlast.rendezvous.transports.sockets import Called, Closed, Report
 from outlast.rendezvous.world import Call, World
 

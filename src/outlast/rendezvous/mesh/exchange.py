@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from outlast.rendezvous.mesh import neighbours
+from outlast.rendezvous.mesh import hearing
 from outlast.rendezvous.mesh.mesh import Mesh
 from outlast.rendezvous.vocabulary import World
 
@@ -65,7 +65,7 @@ class Exchange:
 
     def _wanted(self) -> Sequence[int]:
         """The ranks whose addresses we read, those that we watch first."""
-        near = [self._members.index(each) for each in neighbours.watched(self._mesh.id, self._members)]
+        near = [self._members.index(each) for each in hearing.watched(self._mesh.id, self._members)]
         if self._rank == 0 or len(self._members) <= SMALL:
             near += [each for each in range(len(self._members)) if each not in near and each != self._rank]
         return [*dict.fromkeys([*near, *([0] if self._rank else [])])]

@@ -1,4 +1,4 @@
-"""What a member knows of one peer that it watches. Pure: times arrive as arguments, in seconds of one steady clock.
+"""Which peers a member watches, and what it knows of each. Pure: times arrive as arguments, in seconds of one steady clock.
 
 A connection that breaks proves nothing: a middlebox resets it, a cable is out for a second. So it is made again at once, and a
 peer is unheard only if that fails: twice refused, or not answered for `patience_s`.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 REFUSALS = 2
 """How many refusals in a row prove that the process is gone."""
@@ -76,3 +77,21 @@ class Hearing:
     def pause_s(self) -> float:
         """How long to wait after an attempt that failed."""
         return PAUSE_S if self.unheard else AGAIN_S if self.refusals else 0.0
+
+
+EVERYBODY = 8
+"""Worlds up to this size: everybody watches everybody."""
+
+
+def watched(id: int, members: Sequence[int]) -> tuple[int, ...]:
+    """The peers that member `id` watches, in rank order; `members` are in rank order, too.
+
+    In a large world: those at distance 1 and 2 on both sides, and those opposite. If i watches j, j watches i. So each member is
+    watched by five or six others, and the ring stays connected whichever two are lost. Those opposite sit in another rack, as the
+    ranks of one rack are mostly neighbours: a rack that is cut off as a whole is noticed by as many as it has members.
+    """
+    if len(members) <= EVERYBODY:
+        return tuple(each for each in members if each != id)
+    place, size = members.index(id), len(members)
+    places = {(place + sign * distance) % size for distance in (1, 2, size // 2) for sign in (1, -1)}
+    return tuple(members[each] for each in sorted(places))

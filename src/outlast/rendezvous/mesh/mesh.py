@@ -33,7 +33,7 @@ from typing import Any
 from outlast.base.clock import Awake
 from outlast.job import seal
 from outlast.job.seal import Forged
-from outlast.rendezvous.mesh import neighbours
+from outlast.rendezvous.mesh import hearing
 from outlast.rendezvous.mesh.connection import Connection, resolved
 from outlast.rendezvous.mesh.peer import BROKEN_S, FIRST_S, WOKEN_S, Peer, Undelivered
 
@@ -294,7 +294,7 @@ class Mesh:
         return self._peers[id]
 
     def _enter(self, generation: int, members: tuple[int, ...], addresses: dict[int, str], now: float) -> None:
-        watched = set(neighbours.watched(self.id, members))
+        watched = set(hearing.watched(self.id, members))
         for id in [each for each in self._peers if each not in members]:
             self._peers.pop(id).close()
         for id in watched:

@@ -22,9 +22,39 @@ from typing import Any
 
 from outlast.base import crc32
 from outlast.base.errors import OutlastError
-from outlast.storage.snapshots import interfaces, parts, wire
+from outlast.job.contract import Env
+from outlast.storage.snapshots import parts, wire
 from outlast.storage.snapshots.parts import Damaged, Part
 from outlast.storage.snapshots.rooms import Room, Rooms
+
+VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+"""Name the network interfaces of the ranks."""
+
+
+def advertised(environ: Mapping[str, str]) -> tuple[str, bool]:
+    """The address to advertise, and whether to listen on all addresses; on one machine 127.0.0.1, and only there."""
+    if Env.ADDRESS not in environ:
+        return "127.0.0.1", False
+    named = [name for variable in VARIABLES for name in prefixes(environ.get(variable, ""))]
+    return (_address(named) if named else "") or environ[Env.ADDRESS].strip("[]"), True
+
+
+def prefixes(said: str) -> list[str]:
+    """The names in `eth0,ib` or `=eth0`; none where the variable says which not to use (`^docker`)."""
+    return [] if said.startswith("^") else [name for name in said.removeprefix("=").split(",") if name]
+
+
+def _address(named: list[str]) -> str:
+    """The first address of an interface whose name begins so; an empty text if there is none."""
+    import psutil
+
+    for prefix in named:
+        for name, addresses in sorted(psutil.net_if_addrs().items()):
+            for each in sorted(addresses, key=lambda each: each.family):
+                if name.startswith(prefix) and each.family in (socket.AF_INET, socket.AF_INET6) and "%" not in each.address:
+                    return str(each.address)
+    return ""
+
 
 _STRANGERS = 256
 """Connections that have proved nothing yet; one more, and the first of them is closed."""
@@ -54,7 +84,7 @@ class Port:
         """Listen. Raises OSError."""
         if not self._key:
             return
-        host, everywhere = interfaces.advertised(self._environ)
+        host, everywhere = advertised(self._environ)
         six = everywhere and socket.has_dualstack_ipv6()
         where = ("" if everywhere else host, 0)
         family = socket.AF_INET6 if six or ":" in where[0] else socket.AF_INET

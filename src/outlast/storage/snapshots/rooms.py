@@ -1,6 +1,9 @@
 """The rooms of one agent: files in memory, which parts they hold, who uses them. Threads of `server` and `port` share it.
 
-`pool` decides which room a part gets. A room is reserved under the lock and its memory allocated outside of it: that takes a
+`choose`, a pure rule, says which room a part gets: one complete snapshot is kept at any time, and no more than two. Rooms are kept
+and used again, since memory that has been touched costs no page faults. A room is free unless somebody uses it, or it holds a part
+of the newest complete snapshot, or of the one that is being made. Everything else (an older snapshot, one that was given up, one of
+a world that has ended) is overwritten. A room is reserved under the lock and its memory allocated outside of it: that takes a
 third of a second a GiB. Here are also the fences: nothing of another run, of an earlier generation, or of processes that have
 ended comes in.
 """
@@ -11,10 +14,91 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from outlast.base.errors import OutlastError
-from outlast.storage.snapshots import memory, pool
+from outlast.storage.snapshots import memory
 from outlast.storage.snapshots.parts import Damaged, Item, Part
+
+At = tuple[int, int]
+"""(generation, step) of a snapshot; (0, 0) is before all."""
+_WASTE = 1.1
+"""A room is used for a part that is smaller by this factor at most, while there is memory for another. Arbitrary."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A room, as the rule sees it."""
+
+    id: int
+    size: int
+    """Bytes."""
+    at: At | None = None
+    """Of the part that it holds or is to hold, if any."""
+    busy: bool = False
+    """Somebody writes or reads it."""
+    replica: bool = False
+    """It holds a part of another worker's."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to do for a part that needs room: reuse one, or make one after dropping others; `problem` if neither is possible."""
+
+    reuse: int | None = None
+    drop: tuple[int, ...] = ()
+    problem: str = ""
+
+
+def free(room: View, at: At, complete: At) -> bool:
+    """Whether a room may be overwritten for the snapshot `at`, when `complete` is the newest complete one."""
+    return not room.busy and (room.at is None or (room.at < at and room.at != complete))
+
+
+def surplus(rooms: Sequence[View], before: At) -> list[int]:
+    """Rooms that no snapshot has used since the complete one `before` the newest: parts have another size now."""
+    return [room.id for room in rooms if not room.busy and room.at is not None and room.at < before]
+
+
+def choose(rooms: Sequence[View], size: int, budget: int, at: At, complete: At, *, replica: bool = False) -> Choice:
+    """Find room for a part of `size` bytes.
+
+    Replicas leave room for two snapshots of the worker's own; its own displace replicas.
+    """
+    idle = [room for room in rooms if free(room, at, complete)]
+    kept = [room for room in rooms if room not in idle]
+    used, total = (sum(room.size for room in some) for some in (kept, rooms))
+    replicas = sum(room.size for room in kept if room.replica)
+    if replica and size + replicas > budget - max(2 * _newest_own(rooms), used - replicas):
+        return Choice(problem=_problem(size, used, budget))
+    tight = [room for room in idle if size <= room.size <= size * _WASTE]
+    if tight:
+        return Choice(reuse=min(tight, key=lambda room: room.size).id)
+    drop = []
+    others = [] if replica else [room for room in kept if room.replica and not room.busy]
+    for room in sorted(idle, key=lambda room: -room.size) + sorted(others, key=lambda room: -room.size):
+        if total + size <= budget:
+            break
+        drop.append(room.id)
+        total -= room.size
+    return Choice(drop=tuple(drop)) if total + size <= budget else Choice(problem=_problem(size, used, budget))
+
+
+def _newest_own(rooms: Sequence[View]) -> int:
+    """Bytes of the worker's own parts of its newest snapshot."""
+    own = [room for room in rooms if not room.replica and room.at is not None]
+    newest = max((room.at for room in own if room.at is not None), default=None)
+    return sum(room.size for room in own if room.at == newest)
+
+
+def _problem(size: int, used: int, budget: int) -> str:
+    full = f"{_megabytes(used)} of the {_megabytes(budget)} for snapshots in the memory of this worker are in use"
+    return f"{full}, {_megabytes(size)} more are needed; raise checkpoint.memory, or lower checkpoint.replicas"
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"
+
 
 _STALE_S = 20.0
 """How long a part waits for memory that was given up but is still in use; less than ranks wait for the agent."""
@@ -31,7 +115,7 @@ class Room:
     id: int
     size: int
     """Bytes."""
-    at: pool.At
+    at: At
     replica: bool
     file: memory.File = dataclasses.field(init=False)
     """Once its memory is allocated."""
@@ -45,10 +129,10 @@ class Room:
     stale: bool = False
     """Given up while somebody used it: free from then on."""
 
-    def seen(self) -> pool.Room:
+    def seen(self) -> View:
         """As `pool` sees it."""
         at = self.at if self.part or self.users else None
-        return pool.Room(self.id, self.size, at, bool(self.users), self.replica)
+        return View(self.id, self.size, at, bool(self.users), self.replica)
 
     def clear(self) -> None:
         """It holds nothing any more."""
@@ -64,8 +148,8 @@ class Rooms:
         self._rooms: dict[int, Room] = {}
         self._lock = threading.Condition()
         self._next = 0
-        self._complete: pool.At = (0, 0)
-        self._before: pool.At = (0, 0)
+        self._complete: At = (0, 0)
+        self._before: At = (0, 0)
         """The complete snapshot before that."""
         self._generation = 0
         self._session, self._over = "", set[str]()
@@ -74,7 +158,7 @@ class Rooms:
         """Bytes that do not count as used yet."""
         self._closed = False
 
-    def admit(self, run: str, at: pool.At, complete: pool.At, session: str = "", *, own: bool = True) -> None:
+    def admit(self, run: str, at: At, complete: At, session: str = "", *, own: bool = True) -> None:
         """Note which generation trains and which snapshot is complete. Raises Refused for anything out of date.
 
         Another worker (not `own`) is believed only about the session that the ranks of this one are in.
@@ -93,8 +177,7 @@ class Rooms:
             unused: list[Room] = []
             if complete > self._complete:
                 self._before, self._complete = self._complete, complete
-                surplus = pool.surplus([room.seen() for room in self._rooms.values()], self._before)
-                unused = [self._rooms.pop(id) for id in surplus]
+                unused = [self._rooms.pop(id) for id in surplus([room.seen() for room in self._rooms.values()], self._before)]
         _free(unused)
 
     def _end_session(self) -> None:
@@ -102,7 +185,7 @@ class Rooms:
         self._over |= {self._session} - {""}
         self._session = ""
 
-    def take(self, size: int, at: pool.At, *, replica: bool = False, alive: Callable[[], None] = lambda: None) -> Room:
+    def take(self, size: int, at: At, *, replica: bool = False, alive: Callable[[], None] = lambda: None) -> Room:
         """A room for a part of so many bytes; `release` or `hold` it. Raises Refused.
 
         `alive` is called now and then while memory is allocated; what it raises ends that.
@@ -145,14 +228,14 @@ class Rooms:
             with self._lock:
                 self._allocating -= room.size
 
-    def _choose(self, size: int, at: pool.At, replica: bool) -> pool.Choice:
+    def _choose(self, size: int, at: At, replica: bool) -> Choice:
         rooms = [room.seen() for room in self._rooms.values()]
-        return pool.choose(rooms, size, self.budget, at, self._complete, replica=replica)
+        return choose(rooms, size, self.budget, at, self._complete, replica=replica)
 
     def _stale(self) -> bool:
         return any(room.stale for room in self._rooms.values())
 
-    def use(self, room: Room, at: pool.At) -> None:
+    def use(self, room: Room, at: At) -> None:
         """A rank has written a part of `at` into a room that is lent to it: `hold` or `release` it once more."""
         with self._lock:
             room.part, room.at, room.users = None, at, room.users + 1
@@ -174,7 +257,7 @@ class Rooms:
                 room.clear()
                 self._lock.notify_all()
 
-    def give_back(self, rooms: Iterable[Room], complete: pool.At) -> None:
+    def give_back(self, rooms: Iterable[Room], complete: At) -> None:
         """A rank no longer uses these; free all memory but that of the newest complete snapshot."""
         for room in rooms:
             self.release(room)
@@ -217,7 +300,7 @@ class Rooms:
         finally:
             self.release(room)
 
-    def forget(self, keep: pool.At | None) -> None:
+    def forget(self, keep: At | None) -> None:
         """Give up all parts but those of the snapshot `keep`, from which training goes on: it is the newest complete one now."""
         with self._lock:
             self._end_session()

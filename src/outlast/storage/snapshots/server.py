@@ -38,7 +38,7 @@ from outlast.base import unix_sockets
 from outlast.base.errors import OutlastError
 from outlast.job import contract, seal
 from outlast.job.contract import Env
-from outlast.storage.snapshots import memory, parts, pool, port, replicas, wire
+from outlast.storage.snapshots import memory, parts, port, replicas, rooms, wire
 from outlast.storage.snapshots.parts import Item, Part
 from outlast.storage.snapshots.rooms import Refused, Room, Rooms
 
@@ -63,7 +63,7 @@ class Publication:
     """The same, encoded."""
     to: tuple[str, ...]
     """Addresses of the agents that get a replica."""
-    complete: pool.At
+    complete: rooms.At
     rank: _Rank
     """Is told its state."""
 
@@ -236,7 +236,7 @@ class _Rank:
             case _:
                 raise ValueError(f"{said!r:.80} is no request")
 
-    def _publish(self, id: int, part: Part, index: object, to: list[str], complete: pool.At) -> None:
+    def _publish(self, id: int, part: Part, index: object, to: list[str], complete: rooms.At) -> None:
         try:
             if isinstance(index, list):  # whatever becomes of this part: the rank does not send it again
                 self._indices[part.kind] = [], b""
@@ -279,7 +279,7 @@ def _answered(ask: Ask) -> dict[str, object]:
         return {"problem": str(problem), "retry": getattr(problem, "retry", False)}
 
 
-def _at(said: object) -> pool.At:
+def _at(said: object) -> rooms.At:
     if not (isinstance(said, list) and len(said) == 2 and all(isinstance(each, int) for each in said)):
         raise ValueError(f"{said!r:.80} is no generation and step")
     return said[0], said[1]

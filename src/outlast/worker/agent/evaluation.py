@@ -19,7 +19,7 @@ from outlast.job.contract import CHECKPOINTS, EVALUATE, LEDGER, LOGS, METRICS, E
 from outlast.job.spec import substitution
 from outlast.storage import runs, store
 from outlast.storage.checkpoints import restore
-from outlast.storage.runs.layout import skipped
+from outlast.storage.runs.output import skipped
 from outlast.storage.sync import sync, tree
 from outlast.storage.sync.index import Stat
 from outlast.worker.prepare import prepare

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from outlast.job.contract import Env
-from outlast.worker.launch import daemon, shim
+from outlast.worker.launch import shim, system
 
 CHECK_INTERVAL_S = 1.0
 """Interval of connecting to the launcher."""
@@ -53,4 +53,4 @@ class LauncherWatch:
                 self._unreachable_since, self._patience_s = now, min(2 * self._patience_s, LONGEST_S)
                 environ = {**os.environ, Env.PROBE_PORT: str(self._probe_port)}
                 with contextlib.suppress(OSError, subprocess.SubprocessError):  # no process can be made: it is tried again
-                    daemon.start(json.loads(self._command), Path(os.devnull), env=environ)
+                    system.daemon(json.loads(self._command), Path(os.devnull), env=environ)

@@ -14,7 +14,7 @@ import os
 import signal
 
 from outlast.job import contract
-from outlast.worker.launch import titles
+from outlast.worker.launch import system
 
 FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 """Sent by the kernel for what a process has done itself; they cannot wait."""
@@ -34,7 +34,7 @@ def split() -> None:
     if child == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return
-    titles.entitle("init")
+    system.entitle("init")
     os._exit(_attend(child, signals))
 
 

@@ -34,7 +34,7 @@ from outlast.job import contract
 from outlast.storage import checkpoints, runs, store
 from outlast.storage.checkpoints import register, remote
 from outlast.storage.runs import alive
-from outlast.storage.runs.layout import OWN
+from outlast.storage.runs.output import OWN
 from outlast.storage.sync import growing
 
 _ADVICE = (

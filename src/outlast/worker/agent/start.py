@@ -10,15 +10,15 @@ from pathlib import Path
 from outlast.job import contract
 from outlast.job.workerfiles.log_pipe import Output
 from outlast.worker.agent import pid1
-from outlast.worker.launch import glibc, sibling, titles
+from outlast.worker.launch import sibling, system
 
 
 def main(_: list[str]) -> None:
     """Start both, and exit as the agent does. A job with its own Python environment has to make that before its warm process."""
     pid1.stand_by()
-    titles.entitle(f"agent {os.environ[contract.Env.WORKER]}")
+    system.entitle(f"agent {os.environ[contract.Env.WORKER]}")
     log = Output()
-    environ = os.environ | glibc.streaming(os.environ)
+    environ = os.environ | system.streaming(os.environ)
     warm = None
     with contextlib.suppress(OSError):
         if b"environment:" not in Path(environ[contract.Env.JOB_FILE]).read_bytes():  # to parse it takes a while

@@ -31,10 +31,10 @@ from outlast.job import contract, ledger
 from outlast.job.report import goodput
 from outlast.storage import checkpoints, runs, store
 from outlast.storage.checkpoints import remote
-from outlast.storage.runs.layout import OWN, skipped
+from outlast.storage.runs.output import OWN, skipped
 from outlast.storage.sync import growing, sync
 from outlast.worker.agent.upload_handle import SUPERSEDED
-from outlast.worker.launch import rank0_files, titles
+from outlast.worker.launch import rank0_files, system
 from outlast.worker.prepare import compiled, workdir
 
 POLL_INTERVAL_S = 1.0
@@ -386,7 +386,7 @@ def main(argv: list[str]) -> int:
     job = spec.load(Path(environ[contract.Env.JOB_FILE]))
     output = Path(environ[contract.Env.OUTPUT])
     final = argv[:1] == ["--rest"]
-    titles.entitle("upload")
+    system.entitle("upload")
     stop = threading.Event()
     if not final:
         threading.Thread(target=_until_closed, args=(stop,), daemon=True).start()

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from outlast.job import accelerators, contract
-from outlast.worker.launch import glibc, shim
+from outlast.worker.launch import shim, system
 
 KIND = "agent"
 """Kind of the request, and role (`outlast.__main__`) of the process that is forked."""
@@ -77,7 +77,7 @@ def ask(path: str, environ: Mapping[str, str], cwd: str, log: int) -> int | None
     id; None if there is none, and will be none."""
     if sys.platform != "linux":
         return None
-    environ = {**environ, **glibc.streaming(environ)}  # as an agent does for its warm process
+    environ = {**environ, **system.streaming(environ)}  # as an agent does for its warm process
     with contextlib.suppress(OSError), shim.connect(path) as sock, open(os.devnull, "rb") as null:
         sock.settimeout(ANSWER_S)
         shim.request(sock, KIND, [], environ, cwd, (null.fileno(), log, log))

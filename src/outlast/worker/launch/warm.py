@@ -38,7 +38,7 @@ from outlast import __main__ as roles
 from outlast.base import unix_sockets
 from outlast.job import contract
 from outlast.rendezvous import transport
-from outlast.worker.launch import imports, prctl, shim, sibling, titles
+from outlast.worker.launch import imports, shim, sibling, system
 
 END_S = 60
 """Longest wait for the ends of ranks killed with their elastic agent; to free a large memory takes seconds. Arbitrary."""
@@ -206,7 +206,7 @@ class Server:
     def _fresh(self, parent: int) -> None:
         """Make this fork a process of its own, which dies with its `parent`."""
         self._close()
-        prctl.die_with(parent)
+        system.die_with(parent)
 
     def _close(self) -> None:
         """Close everything, in a fork."""
@@ -281,12 +281,12 @@ def become(request: Request) -> None:
     """Run a request in this fresh fork. Returns at its end, or raises SystemExit."""
     os.setsid()
     enter(request)
-    prctl.be_traced()  # py-spy, a sibling, may read the stacks of a hung process
+    system.be_traced()  # py-spy, a sibling, may read the stacks of a hung process
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()  # forks of one process would draw the same numbers
     sys.argv = [request.kind, *request.argv]
-    titles.entitle(title(request))
+    system.entitle(title(request))
     if request.kind == "elastic":
         from outlast.worker.launch import elastic
 
@@ -365,20 +365,20 @@ def main(argv: list[str]) -> None:
     Without the garbage collector imports take a quarter less, and pages are not written to, and so copied, in forks. These make
     no garbage to speak of.
     """
-    prctl.die_with(int(argv[1]))
+    system.die_with(int(argv[1]))
     gc.disable()
     environ = dict(os.environ)
     listener = unix_sockets.listening(Path(argv[0]))
     preload(MEETING)
-    titles.entitle("warm process")
+    system.entitle("warm process")
     request = Server(listener, environ).run(TRAINING)
     while request.kind == sibling.KIND:
         agent, pid = os.getpid(), os.fork()
         if pid:
             gc.enable()
             begin(sibling.Forked(pid))
-        prctl.die_with(agent)
-        titles.entitle("warm process")
+        system.die_with(agent)
+        system.entitle("warm process")
         listener = unix_sockets.listening(Path(request.env[contract.Env.STATE]) / shim.SOCKET)
         request = Server(listener, request.env).run(())
     gc.enable()

@@ -27,7 +27,7 @@ from outlast.job.contract import Env
 from outlast.job.shipping import tree
 from outlast.job.workerfiles import progress, saves
 from outlast.storage import runs, store
-from outlast.storage.runs.layout import OWN, skipped
+from outlast.storage.runs.output import OWN, skipped
 from outlast.storage.store import Store
 from outlast.storage.sync import sync
 

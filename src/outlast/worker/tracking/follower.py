@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -26,9 +26,25 @@ from outlast.worker.tracking import process
 from outlast.worker.tracking.event_files import EventFile
 from outlast.worker.tracking.forwarding import Forwarder
 from outlast.worker.tracking.mlflow_runs import MLflow
-from outlast.worker.tracking.sinks import Run, Sink, Status
+from outlast.worker.tracking.sinks import Run, Sink, Status, wanted
 from outlast.worker.tracking.wandb_runs import WandB
-from outlast.worker.tracking.wanted import wanted
+
+
+def refresh(copy: Path, read: Callable[[int], bytes]) -> None:
+    """Make `copy` equal to the whole lines of the file whose bytes from an offset on `read` returns (none beyond its end).
+
+    The last line is read again to see that it is the same file: lines have the time in them. Raises what `read` raises.
+    """
+    known = copy.read_bytes() if copy.exists() else b""
+    mark = known[known.rfind(b"\n", 0, len(known) - 1) + 1 :] if known else b""
+    found = read(len(known) - len(mark))
+    if found.startswith(mark) and known:
+        with copy.open("ab") as file:
+            file.write(found[len(mark) : found.rfind(b"\n") + 1])
+    else:
+        found = read(0) if known else found
+        files.replace(copy, found[: found.rfind(b"\n") + 1])
+
 
 POLL_S = 0.5
 """Interval of looking whether the parent lives."""

@@ -14,7 +14,7 @@ from typing import Any
 from outlast.base import backoff
 from outlast.base.errors import OutlastError
 from outlast.job import contract, logins
-from outlast.worker.tracking import lines, parameters
+from outlast.worker.tracking import lines, sinks
 from outlast.worker.tracking.sinks import Run, Sink, Status
 
 RETRY_S = (1.0, 60.0)
@@ -49,7 +49,7 @@ class Forwarder(threading.Thread):
             self._parameters, self._places = {}, None
             self._position = self._reached = self.sink.open()
         position, self._position = self._position, None
-        if (given := parameters.read(self._run.output / contract.PARAMETERS)) != self._parameters:
+        if (given := sinks.read(self._run.output / contract.PARAMETERS)) != self._parameters:
             self.sink.parameters(given)
             self._parameters = given
         while found := self._reader.read():

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from outlast.job import contract
 from outlast.job.contract import Env
-from outlast.worker.tracking.sinks import Status
-from outlast.worker.tracking.wanted import wanted
+from outlast.worker.tracking.sinks import Status, wanted
 
 log = logging.getLogger("outlast")
 

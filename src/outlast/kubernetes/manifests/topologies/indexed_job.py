@@ -7,15 +7,16 @@ world of all others.
 from __future__ import annotations
 
 from outlast.job import spec
-from outlast.kubernetes.manifests import gang, labels, objects, pods, rendezvous, scheduling, variables
+from outlast.kubernetes.manifests import labels, objects, pods, rendezvous, variables
 from outlast.kubernetes.manifests.request import Document, Request
+from outlast.kubernetes.manifests.scheduling import gang, placement
 
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
 def documents(request: Request) -> list[Document]:
     """The Job, its ConfigMap, its Service, and a PodGroup for a gang."""
-    scheduling.refuse_pin(request, "an Indexed Job")
+    placement.refuse_pin(request, "an Indexed Job")
     request = request.held()
     replicas = request.spec.workers.replicas
     request = request.at_most(replicas)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from outlast.kubernetes.manifests import labels, objects, pods, rendezvous, scheduling, variables
+from outlast.kubernetes.manifests import labels, objects, pods, rendezvous, variables
 from outlast.kubernetes.manifests.request import Document, Request, wrong
+from outlast.kubernetes.manifests.scheduling import placement
 
 
 def documents(request: Request) -> list[Document]:
@@ -16,7 +17,7 @@ def documents(request: Request) -> list[Document]:
         index=variables.plain("0"),
         rendezvous=rendezvous.alone(request),
         several=False,
-        on_demand=request.spec.scheduling.worker0 == scheduling.ON_DEMAND,
+        on_demand=request.spec.scheduling.worker0 == placement.ON_DEMAND,
     )
     made = pods.template(request, worker)
     return [

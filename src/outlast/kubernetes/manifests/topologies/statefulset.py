@@ -10,15 +10,16 @@ needs a world with the others.
 
 from __future__ import annotations
 
-from outlast.kubernetes.manifests import gang, labels, objects, pods, rendezvous, scheduling, variables
+from outlast.kubernetes.manifests import labels, objects, pods, rendezvous, variables
 from outlast.kubernetes.manifests.request import Document, Request
+from outlast.kubernetes.manifests.scheduling import gang, placement
 
 _INDEX = "metadata.labels['apps.kubernetes.io/pod-index']"
 
 
 def documents(request: Request) -> list[Document]:
     """The StatefulSet, its ConfigMap, its Service and claims, and a PodGroup for a gang."""
-    scheduling.refuse_pin(request, "a StatefulSet")
+    placement.refuse_pin(request, "a StatefulSet")
     request = request.held()
     name = request.job.metadata.name  # at most 51 characters, and no digest: a StatefulSet is mutable
     together = gang.of(request, name)

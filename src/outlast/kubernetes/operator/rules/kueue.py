@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outlast.job.status import State
-from outlast.kubernetes.manifests.kueue import Priority
+from outlast.kubernetes.manifests.scheduling.kueue import Priority
 from outlast.kubernetes.operator import desired
 from outlast.kubernetes.operator.plan import Document
 from outlast.kubernetes.operator.reconcile import Reconcile

@@ -8,7 +8,7 @@ from outlast.job.contract import End
 from outlast.job.status import State
 from outlast.kubernetes.api import pods as podwords
 from outlast.kubernetes.api import wire
-from outlast.kubernetes.manifests import gang
+from outlast.kubernetes.manifests.scheduling import gang
 from outlast.kubernetes.operator import desired
 from outlast.kubernetes.operator.reconcile import Reconcile
 from outlast.rendezvous.world import Call, Cause

@@ -1,0 +1,405 @@
+"""The CustomResourceDefinition of ElasticJob, from the model of the job file.
+
+The API server requires a structural schema
+(https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/#specifying-a-structural-schema):
+one type for every part, no references, and `anyOf` only for numbers or strings. This module converts pydantic's schema to that
+form. Field docstrings become what `kubectl explain` shows, rules between fields are in `cel`.
+
+Only the number of workers has a default in the schema, for `kubectl scale`. Other defaults are in the descriptions: fields that
+the user did not set stay unset.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outlast.job import spec
+from outlast.kubernetes.api.kinds import ELASTIC_JOB, Kind
+from outlast.kubernetes.manifests.installed import cel
+from outlast.kubernetes.manifests.request import Document
+
+SHORT = ("ej", "ejob")
+
+Schema = dict[str, Any]
+
+
+def definition() -> Document:
+    """The CustomResourceDefinition."""
+    more = {"shortNames": list(SHORT), "categories": ["all", "training"]}
+    return resource(ELASTIC_JOB, schema(), _columns(), ".spec.workers.replicas", ".status.replicas", more)
+
+
+def resource(kind: Kind, schema: Schema, columns: list[Document], wanted: str, there: str, names: Document) -> Document:
+    """A CustomResourceDefinition with the subresources status and scale; `wanted` and `there` are the paths of the latter."""
+    group, version = kind.api_version.split("/")
+    scale = {"specReplicasPath": wanted, "statusReplicasPath": there, "labelSelectorPath": ".status.selector"}
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {
+            "name": kind.resource,
+            "labels": {"app.kubernetes.io/name": "outlast", "app.kubernetes.io/part-of": "outlast"},
+        },
+        "spec": {
+            "group": group,
+            "scope": "Namespaced",
+            "names": {
+                "kind": kind.kind,
+                "listKind": f"{kind.kind}List",
+                "plural": kind.plural,
+                "singular": kind.kind.lower(),
+                **names,
+            },
+            "versions": [
+                {
+                    "name": version,
+                    "served": True,
+                    "storage": True,
+                    "additionalPrinterColumns": columns,
+                    "subresources": {"status": {}, "scale": scale},
+                    "schema": {"openAPIV3Schema": schema},
+                }
+            ],
+        },
+    }
+
+
+def schema() -> Schema:
+    """The structural schema of an ElasticJob."""
+    read = spec.schema()
+    named = read["$defs"]
+    name = _field("Metadata", "name", named["Metadata"]["properties"]["name"], named)
+    fields = _model("Spec", named)
+    fields["properties"]["workers"]["default"] = {}
+    fields["properties"]["workers"]["properties"]["replicas"]["default"] = 1
+    fields["properties"]["template"] |= {"properties": _overlay()}
+    del fields["properties"]["template"]["x-kubernetes-preserve-unknown-fields"], name["maxLength"]
+    return {
+        "type": "object",
+        "description": read["description"],
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            "metadata": {"type": "object", "properties": {"name": name}},
+            "spec": fields,
+            "status": _status(),
+        },
+        "x-kubernetes-validations": [cel.NAME],
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------ from the model
+
+
+def _model(name: str, named: dict[str, Schema]) -> Schema:
+    """The structural schema of a model, with its rules."""
+    model = named[name]
+    result: Schema = {"type": "object", "description": _text(model["description"])}
+    if model.get("required"):
+        result["required"] = list(model["required"])
+    result["properties"] = {field: _field(name, field, value, named) for field, value in model["properties"].items()}
+    if rules := cel.RULES.get(name):
+        result["x-kubernetes-validations"] = rules
+    return result
+
+
+def _field(model: str, name: str, field: Schema, named: dict[str, Schema]) -> Schema:
+    """A field, with its own description rather than its model's, and its default in it."""
+    result = _structural(field, named)
+    described = _text(field["description"])
+    default = _shown(field.get("default"))
+    if default and "Default: " not in described:
+        described = f"{described} Default: {default}."
+    if most := cel.BOUNDS.get((model, name)):
+        result["maxItems"] = most
+    if longest := cel.TEXT_BOUNDS.get((model, name)):
+        result["maxLength"] = longest
+    return {"description": described, **{key: value for key, value in result.items() if key != "description"}}
+
+
+def _structural(part: Schema, named: dict[str, Schema]) -> Schema:
+    """One part of pydantic's schema. Raises ValueError if it has no structural schema, after a change of the model."""
+    if "$ref" in part:
+        return _model(part["$ref"].removeprefix("#/$defs/"), named)
+    if "const" in part:
+        return {"type": "string", "enum": [part["const"]]}
+    if "enum" in part:
+        return {"type": "string", "enum": list(part["enum"])}
+    if "anyOf" in part:
+        return _choice([option for option in part["anyOf"] if option.get("type") != "null"], named)
+    kept = {key: part[key] for key in ("type", *_LIMITS) if key in part}
+    match part.get("type"):
+        case "array":
+            return {**kept, "items": _structural(part["items"], named)}
+        case "object" if isinstance(part.get("additionalProperties"), dict):
+            return {**kept, "additionalProperties": _structural(part["additionalProperties"], named)}
+        case "object":
+            return {**kept, "x-kubernetes-preserve-unknown-fields": True}
+        case "string" | "integer" | "number" | "boolean":
+            return kept
+    raise ValueError(f"no structural schema can say {part}")
+
+
+_LIMITS = ("pattern", "minLength", "maxLength", "minimum", "maximum", "minItems", "maxItems")
+
+
+def _choice(options: list[Schema], named: dict[str, Schema]) -> Schema:
+    """An optional part, or a number or string. Fractions are strings, or in a smaller unit: `500m`."""
+    if len(options) == 1:
+        return _structural(options[0], named)
+    numbers = [option for option in options if option.get("type") in ("integer", "number")]
+    texts = [option for option in options if option.get("type") == "string"]
+    if len(numbers) > 1 or len(texts) != 1 or len(numbers) + len(texts) != len(options):
+        raise ValueError(f"no structural schema can say {options}")
+    pattern = texts[0].get("pattern") or f"^{texts[0]['const']}$"
+    return {
+        "x-kubernetes-int-or-string": True,
+        "anyOf": [{"type": "integer"}, {"type": "string"}],
+        "pattern": pattern,
+        **({"minimum": numbers[0]["minimum"]} if "minimum" in numbers[0] else {}),
+    }
+
+
+def _text(description: str) -> str:
+    return " ".join(description.split())
+
+
+def _shown(default: Any) -> str:
+    """A default as in a job file; empty for none."""
+    if default in (None, "") or isinstance(default, dict | list | tuple):
+        return ""
+    return str(default).lower() if isinstance(default, bool) else str(default)
+
+
+def _overlay() -> Schema:
+    """The parts of a template, untyped: CEL compares each as a whole. CEL takes two objects for equal if they have as many
+    fields that the schema does not know, and none in common (Kubernetes 1.36)."""
+    return {
+        part: {"description": f"Laid over {what} of the pods.", "x-kubernetes-preserve-unknown-fields": True}
+        for part, what in (("metadata", "the metadata"), ("spec", "the PodSpec"))
+    }
+
+
+# -------------------------------------------------------------------------------------------------------------------- status
+
+
+def _status() -> Schema:
+    """Fields that the operator writes; there may be others. See `outlast.job.status`."""
+    return {
+        "type": "object",
+        "description": "What is known of the job, written by the operator.",
+        "x-kubernetes-preserve-unknown-fields": True,
+        "properties": {
+            "observedGeneration": known("integer", "The metadata.generation that this status is about."),
+            "state": known("string", "State of the job: Pending, Running, Restarting, Succeeded, Failed and so on."),
+            "reason": known("string", "The last decision, in a sentence."),
+            "replicas": known("integer", "Number of workers that exist."),
+            "selector": known("string", "Labels of the workers' pods, for the scale subresource."),
+            "workersText": known("string", "Number of workers, and its allowed range: 3/1-4."),
+            "run": known("string", "Unique id of this run."),
+            "generation": known("integer", "Generation of the world."),
+            "world": many("integer", "The workers that train together, in rank order; empty while there is no world."),
+            "step": known("integer", "Steps done."),
+            "steps": known("integer", "Steps of the whole run, when known."),
+            "progress": known("string", "Share of the steps that is done: 42 %."),
+            "rate": known("number", "Steps per second, recently."),
+            "restarts": known("integer", "Failures that counted since the start of the run."),
+            "interruptions": known("integer", "Workers that were interrupted since the start of the run."),
+            "checkpoint": part(
+                "The newest committed checkpoint.",
+                step=known("integer", "Its step."),
+                time=known("number", "When it was committed, seconds since the epoch."),
+                path=known("string", "Where it is."),
+                bytes=known("integer", "Its size."),
+            ),
+            "snapshot": part(
+                "The newest complete snapshot in the memory of the workers.",
+                step=known("integer", "Its step."),
+                every=known("integer", "Steps between two snapshots; 0: unknown."),
+            ),
+            "goodput": known("number", "Share of the time spent on steps that were kept, 0 to 1, as outlast report shows it."),
+            "goodputText": known("string", "The same in per cent: 97.1 %."),
+            "lastFailure": _failure(),
+            "startTime": time("When the operator first reconciled the job."),
+            "completionTime": time("When the job ended."),
+            "rendezvous": _rendezvous(),
+            "judged": _judged(),
+            "ledger": known(
+                "array",
+                "What was decided, the newest last; the ledger in the job's output has all of it.",
+                items=part("An event."),
+            ),
+            "failures": _failures(),
+            "queue": known("string", "The queue that the job waits in, or was admitted by."),
+            "gang": known("string", "Gang scheduler of the workers: volcano or coscheduling; absent for none."),
+            "conditions": _conditions(),
+        },
+    }
+
+
+def _judged() -> Schema:
+    silent = part(
+        "A deleted pod.",
+        uid=known("string", "Its uid."),
+        worker=known("integer", "Its worker."),
+        node=known("string", "Its node."),
+        since=known("number", "When its deletion was requested, seconds since the epoch."),
+    )
+    lost = part(
+        "A worker whose peers did not hear it.",
+        worker=known("integer", "Its index."),
+        uid=known("string", "Uid of its pod."),
+        node=known("string", "Its node."),
+        at=known("number", "When it was lost, seconds since the epoch."),
+        times=known("integer", "How often in a row: it is kept out of worlds for longer each time."),
+        held=known("boolean", "Whether it is kept out of worlds for a while."),
+    )
+    return part(
+        "Failures that are already counted.",
+        generation=known("integer", "The newest generation whose failure is counted."),
+        attempt=known("integer", "Which start of its processes that was; absent for the first."),
+        pods=many("string", "Uids of pods whose end is counted."),
+        silent=known("array", "Pods that were deleted because they were silent, and are not counted yet.", items=silent),
+        lost=known("array", "Workers whose peers did not hear them, of the last ten minutes.", items=lost),
+        elected=known("integer", "With rendezvous in etcd: the number of `restarts` that agents have counted."),
+    )
+
+
+def _failures() -> Schema:
+    failure = part(
+        "A failure.",
+        time=known("number", "When it was counted, seconds since the epoch."),
+        committedStep=known("integer", "The newest committed step at that time."),
+        failedStep=known("integer", "The step that raised, when known."),
+        node=known("string", "The node where it happened."),
+    )
+    return known("array", "Failures that still count against restarts.limit, oldest first.", items=failure)
+
+
+def _failure() -> Schema:
+    """As `failure.Failure`, with node and log tail, which only pods have."""
+    return part(
+        "The last failure: the first process that failed.",
+        worker=known("integer", "Its worker."),
+        rank=known("integer", "Its rank, when known."),
+        code=known("integer", "Its exit code."),
+        reason=known("string", "One sentence: rank 1 on worker 1 was killed by SIGKILL."),
+        traceback=known("string", "The tail of its traceback, if any."),
+        step=known("integer", "Its step."),
+        generation=known("integer", "The generation of its world."),
+        attempt=known("integer", "Which start of that world's processes failed; absent for the first."),
+        time=known("number", "When it failed, seconds since the epoch."),
+        counted=known("boolean", "Whether it counts against restarts.limit."),
+        node=known("string", "The node of its pod."),
+        logTail=known("string", "The last lines of its worker's log."),
+    )
+
+
+def _rendezvous() -> Schema:
+    """As `rendezvous.world.World`, and `Called` and `Closed` of `rendezvous.transports.sockets`."""
+    return part(
+        "What the operator publishes for the workers, which watch it.",
+        run=known("string", "Id of the run."),
+        world=part(
+            "The newest world.",
+            generation=known("integer", "Its generation."),
+            members=many("integer", "Its workers in rank order."),
+            address=known("string", "Address of the rendezvous: host and port of rank 0."),
+            reason=known("string", "Why it was formed."),
+            at=known("number", "When, seconds since the epoch."),
+            held=known("integer", "The newest step that a worker has told of before: to begin below it is a loss."),
+        ),
+        called=part(
+            "A new rendezvous was called.",
+            generation=known("integer", "The next generation."),
+            reason=known("string", "Why it was called."),
+            planned=known("boolean", "Whether training saves first."),
+            deadline=known("number", "Deadline for saving, seconds since the epoch."),
+            at=known("number", "When it was called, seconds since the epoch."),
+            leaving=many("integer", "Workers that leave."),
+            lost=many("integer", "Workers whose peers do not hear them."),
+        ),
+        closed=part(
+            "There will be no further world.",
+            reason=known("string", "Why."),
+            code=known("integer", "Exit code of the workers."),
+        ),
+        born=known("string", "With rendezvous in etcd: the incarnation id of the run."),
+        wanted=part(
+            "With rendezvous in etcd: the request to the elected coordinator.",
+            number=known("integer", "Grows with each change."),
+            replicas=known("integer", "Number of workers; 0 while the job is suspended."),
+            sizes=many("integer", "Allowed numbers of workers."),
+            expected=many("integer", "Expected members."),
+        ),
+        leaving=known("array", "Workers that have to be gone by a deadline.", items=_leaving()),
+    )
+
+
+def _leaving() -> Schema:
+    return part(
+        "A worker whose node is about to be terminated.",
+        worker=known("integer", "Its index."),
+        uid=known("string", "Uid of its pod."),
+        deadline=known("number", "When it is killed, seconds since the epoch."),
+        reason=known("string", "Why, one sentence."),
+    )
+
+
+def known(kind: str, description: str, **more: Any) -> Schema:
+    return {"type": kind, "description": description, **more}
+
+
+def time(description: str) -> Schema:
+    return {"type": "string", "format": "date-time", "description": description}
+
+
+def many(kind: str, description: str) -> Schema:
+    return {"type": "array", "description": description, "items": {"type": kind}}
+
+
+def part(description: str, **fields: Schema) -> Schema:
+    """An object to which operators of other versions may add fields."""
+    found = {"type": "object", "description": description, "x-kubernetes-preserve-unknown-fields": True}
+    return {**found, "properties": fields} if fields else found
+
+
+def _conditions() -> Schema:
+    """https://github.com/kubernetes/community/blob/master/contributors/devel/sig-architecture/api-conventions.md"""
+    return {
+        "type": "array",
+        "description": "Created, Queued, Running, Resizing, Restarting, Suspended, Succeeded, Failed.",
+        "x-kubernetes-list-type": "map",
+        "x-kubernetes-list-map-keys": ["type"],
+        "items": {
+            "type": "object",
+            "required": ["type", "status", "lastTransitionTime", "reason", "message"],
+            "properties": {
+                "type": {"type": "string"},
+                "status": {"type": "string", "enum": ["True", "False", "Unknown"]},
+                "observedGeneration": {"type": "integer"},
+                "lastTransitionTime": {"type": "string", "format": "date-time"},
+                "reason": {"type": "string"},
+                "message": {"type": "string"},
+            },
+        },
+    }
+
+
+def _columns() -> list[Document]:
+    """Columns of `kubectl get ej`; the reason with `-o wide` only."""
+    return [
+        column("State", ".status.state"),
+        column("Workers", ".status.workersText"),
+        column("Step", ".status.step", "integer"),
+        column("Progress", ".status.progress"),
+        column("Restarts", ".status.restarts", "integer"),
+        column("Goodput", ".status.goodputText"),
+        column("Age", ".metadata.creationTimestamp", "date"),
+        {**column("Reason", ".status.reason"), "priority": 1},
+    ]
+
+
+def column(name: str, path: str, kind: str = "string") -> Document:
+    return {"name": name, "type": kind, "jsonPath": path}

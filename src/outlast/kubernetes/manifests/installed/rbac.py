@@ -1,0 +1,146 @@
+"""Rights of the operator, of the users of a namespace, and of a job's workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outlast.job import contract
+from outlast.job.contract import OPERATOR
+from outlast.kubernetes.api import dropins
+from outlast.kubernetes.api.kinds import ELASTIC_JOB
+from outlast.kubernetes.manifests.request import Document
+from outlast.kubernetes.manifests.scheduling import kueue
+
+_RBAC, _LEASES = "rbac.authorization.k8s.io", "coordination.k8s.io"
+_GROUPS = (contract.GROUP, *(kind.group for kind in dropins.KINDS))
+"""API groups of our ElasticJobs and of those that we run in place of another controller."""
+_READ = ["get", "list", "watch"]
+_WATCHED = ["list", "watch"]
+_LABELS = {"app.kubernetes.io/name": "outlast", "app.kubernetes.io/part-of": "outlast"}
+
+
+def operator(meta: Document, namespace: str) -> list[Document]:
+    """The operator's ServiceAccount, with exactly the rights that it uses: in all namespaces, and on its own Lease."""
+    jobs = ELASTIC_JOB.plural
+    kept = ["get", "create"]
+    rules = [
+        _rule(_GROUPS, [jobs], [*_READ, "delete"]),  # delete: after their TTL
+        _rule(_GROUPS, [f"{jobs}/status"], ["update"]),
+        _rule(
+            _GROUPS, [f"{jobs}/finalizers"], ["update"]
+        ),  # to set owner references, where OwnerReferencesPermissionEnforcement is on
+        _rule("", ["pods"], [*_READ, "create", "delete", "patch"]),
+        _rule("", ["services", "persistentvolumeclaims", "serviceaccounts"], kept),
+        _rule(_RBAC, ["roles"], [*kept, "patch"]),  # of workers; the API server lets nobody give what they do not have
+        _rule(_RBAC, ["rolebindings"], kept),
+        _rule(_LEASES, ["leases"], ["list", "watch", "create", "patch"]),  # to create and patch: it gives that to workers
+        _rule("policy", ["poddisruptionbudgets"], [*kept, "patch"]),
+        _rule("", ["events"], [*kept, "patch"]),
+        _rule("", ["nodes"], _WATCHED),
+        _rule(["scheduling.x-k8s.io", "scheduling.volcano.sh"], ["podgroups"], [*kept, "patch"]),
+        _rule(kueue.GROUP, ["workloads"], [*_READ, "create", "patch", "delete"]),
+        _rule(kueue.GROUP, ["workloads/status"], ["update"]),
+        _rule(kueue.GROUP, ["resourceflavors", "workloadpriorityclasses"], _WATCHED),
+        _rule("scheduling.k8s.io", ["priorityclasses"], _WATCHED),
+    ]
+    here = {**meta, "namespace": namespace}
+    own = [
+        {**_rule(_LEASES, ["leases"], ["get", "update"]), "resourceNames": [OPERATOR]},
+        _rule(_LEASES, ["leases"], ["create"]),
+    ]
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": here},
+        _role("ClusterRole", meta, rules),
+        _binding("ClusterRoleBinding", meta, "ClusterRole", OPERATOR, namespace),
+        _role("Role", here, own),
+        _binding("RoleBinding", here, "Role", OPERATOR, namespace),
+    ]
+
+
+def node_watch(meta: Document, namespace: str) -> list[Document]:
+    """The node watcher's ServiceAccount, with exactly the rights that it uses: it marks nodes, and evicts their pods.
+
+    RBAC cannot limit an account to its own node, so these are rights to all nodes.
+    """
+    rules = [
+        _rule("", ["nodes"], ["get", "patch"]),
+        _rule("", ["pods"], ["list", "delete"]),  # delete: when a PodDisruptionBudget can be respected no longer
+        _rule("", ["pods/eviction"], ["create"]),
+    ]
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {**meta, "namespace": namespace}},
+        _role("ClusterRole", meta, rules),
+        _binding("ClusterRoleBinding", meta, "ClusterRole", str(meta["name"]), namespace),
+    ]
+
+
+def users() -> list[Document]:
+    """ElasticJobs for all who may view, edit or administer a namespace; these roles add themselves to the cluster's own.
+
+    https://kubernetes.io/docs/reference/access-authn-authz/rbac/#aggregated-clusterroles
+    """
+    view = [_rule(_GROUPS, [ELASTIC_JOB.plural, f"{ELASTIC_JOB.plural}/status", f"{ELASTIC_JOB.plural}/scale"], _READ)]
+    edit = [
+        _rule(_GROUPS, [ELASTIC_JOB.plural], [*_READ, "create", "update", "patch", "delete", "deletecollection"]),
+        _rule(_GROUPS, [f"{ELASTIC_JOB.plural}/scale"], ["get", "update", "patch"]),
+        _rule(_GROUPS, [f"{ELASTIC_JOB.plural}/status"], _READ),
+    ]
+    return [
+        _role("ClusterRole", _aggregated("view", "view"), view),
+        _role("ClusterRole", _aggregated("edit", "edit", "admin"), edit),
+    ]
+
+
+def account(job: str) -> str:
+    """The name of the account of a job's workers, and of its Role."""
+    return f"{job}-worker"
+
+
+def members(job: str, namespace: str, most: int, labels: dict[str, str], owner: Document, *, bearer: str = "") -> list[Document]:
+    """What the workers of one job may do: make and change their Leases, each by its name, and read their job. Nothing else.
+
+    `most` is `workers.max`. To create by a server-side apply is authorized with the name of what is made, which a POST is not.
+    `bearer` is the account that their pods have. Default: the one that is made here.
+    """
+    name = account(job)
+    meta = {"name": name, "namespace": namespace, "labels": dict(labels), "ownerReferences": [owner]}
+    rules = [
+        {
+            **_rule(_LEASES, ["leases"], ["create", "patch"]),
+            "resourceNames": [contract.worker_name(job, index) for index in range(most)],
+        },
+        {**_rule(contract.GROUP, [ELASTIC_JOB.plural], _READ), "resourceNames": [job]},
+    ]
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta, "automountServiceAccountToken": False},
+        _role("Role", meta, rules),
+        _binding("RoleBinding", meta, "Role", bearer or name, namespace),
+    ]
+
+
+def _aggregated(name: str, *into: str) -> Document:
+    more = {f"{_RBAC}/aggregate-to-{role}": "true" for role in into}
+    return {"name": f"outlast-{name}", "labels": {**_LABELS, **more}}
+
+
+def _role(kind: str, meta: Document, rules: list[Document]) -> Document:
+    return {"apiVersion": f"{_RBAC}/v1", "kind": kind, "metadata": meta, "rules": rules}
+
+
+def _binding(kind: str, meta: Document, role: str, account: str, namespace: str) -> Document:
+    """The binding of a role of its own name."""
+    return {
+        "apiVersion": f"{_RBAC}/v1",
+        "kind": kind,
+        "metadata": meta,
+        "roleRef": {"apiGroup": _RBAC, "kind": role, "name": meta["name"]},
+        "subjects": [{"kind": "ServiceAccount", "name": account, "namespace": namespace}],
+    }
+
+
+def _rule(groups: str | Sequence[str], resources: list[str], verbs: list[str]) -> Document:
+    return {
+        "apiGroups": [groups] if isinstance(groups, str) else list(groups),
+        "resources": list(resources),
+        "verbs": list(verbs),
+    }

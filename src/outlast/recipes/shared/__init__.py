@@ -1,0 +1,1 @@
+"""Parts that the recipes share: the loop, its settings, its results, images."""

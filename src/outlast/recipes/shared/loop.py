@@ -1,0 +1,280 @@
+"""The loop that the recipes share, from the newest checkpoint to the last step, and what goes with it: record, log, rates.
+
+A recipe is a class with its own parts; read `train` once, then each recipe is its model, its step and what it measures.
+
+    class Mine(loop.Recipe):
+        def __init__(self, s: Settings, run: Session) -> None:
+            super().__init__(s, run)
+            self.model = network().to(run.device)
+            self.net, self.optimizer, self.stream = run.ddp(self.model), ..., Stream(...)
+
+        def update(self, step: int, batch: Batch) -> None: ...      # gradients, optimizer
+        def report(self, step: int, batch: Batch) -> None: ...      # run.log, a line
+        def measure(self, step: int) -> float: ...                  # after each epoch
+        def finish(self, step: int) -> None: ...                    # results
+
+    loop.train(Mine, settings)
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import dataclasses
+import math
+import os
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from outlast.base.errors import OutlastError
+from outlast.training import Session, Stream, session
+from outlast.training.samples.stream import Batch
+
+
+def train(recipe: Callable[[Any, Session], Recipe], s: Any, *, tf32: bool = True) -> None:
+    """Train from the newest checkpoint, or from the beginning, to the last step. Raises OutlastError for `Recipe.problem`."""
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    if getattr(s, "deterministic", False):
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    with session.open(seed=s.seed, quiet=True) as run:
+        if run.device.type == "cpu":
+            keep_freed()
+        r = recipe(s, run)
+        with hyperparameters(r.optimizer):
+            step = run.resume(r.state())
+        run.parameters(dataclasses.asdict(s) | r.used)
+        r.begin(step)
+        r.log.clock()
+        if r.record.owed:
+            measured(r, step)
+        for batch in r.batches():
+            for group in r.optimizer.param_groups:
+                group["lr"] = r.rate(step, batch)
+            r.update(step, batch)
+            step += 1
+            r.report(step, batch)
+            leaving = run.interrupted()
+            r.record.owed = r.due(step, batch)  # who has to leave now is measured at the next start
+            if r.record.owed and not leaving:
+                measured(r, step)
+            elif leaving or run.due(step):
+                r.remember()
+                run.save(step, metric=r.unmeasured)
+        r.finish(step)
+    if r.problem:
+        raise OutlastError(r.problem)
+
+
+def measured(r: Recipe, step: int) -> None:
+    """Measure the model, and save it with what was found."""
+    metric = r.measure(step)
+    r.log.clock()
+    r.record.owed = False
+    if metric is not None:
+        r.remember()
+        r.run.save(step, metric=metric)
+
+
+class Recipe:
+    """The parts of a run. A recipe sets `net`, `optimizer` and `stream`."""
+
+    net: nn.Module
+    """What exchanges gradients between ranks."""
+    optimizer: torch.optim.Optimizer
+    stream: Stream
+    unmeasured: float | None = math.nan
+    """The metric of a checkpoint that was not measured: never the best. None: what was logged says how good it is."""
+
+    problem = ""
+    """Why the run fails although its results are written."""
+
+    def __init__(self, s: Any, run: Session) -> None:
+        self.s, self.run, self.log = s, run, Log(run)
+        self.record = Record()
+        self.used: dict[str, Any] = {}
+        """Settings as they are used, where they say `auto`."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds. The record comes first: it says best what does not fit."""
+        return {"record": self.record, "model": self.net, "optimizer": self.optimizer, "stream": self.stream}
+
+    def begin(self, step: int) -> None:
+        """Say what is trained."""
+
+    def batches(self) -> Iterator[Batch]:
+        """This rank's part of each step to come."""
+        return iter(self.stream)
+
+    def rate(self, step: int, batch: Batch) -> float:
+        """The learning rate of a step, counted from 0."""
+        raise NotImplementedError
+
+    def update(self, step: int, batch: Batch) -> None:
+        """One step: gradients of all micro-batches, then the optimizer."""
+        raise NotImplementedError
+
+    def report(self, step: int, batch: Batch) -> None:
+        """Log a step that has ended."""
+        raise NotImplementedError
+
+    def due(self, step: int, batch: Batch) -> bool:
+        """Whether to measure after this step."""
+        return batch.ends_epoch or step == self.stream.total_steps
+
+    def measure(self, step: int) -> float | None:
+        """Measure the model on all ranks, log that, and return the metric to save it with; None: do not save it."""
+        raise NotImplementedError
+
+    def remember(self) -> None:
+        """Bring the record up to date before it is saved."""
+
+    def finish(self, step: int) -> None:
+        """Write the results."""
+        raise NotImplementedError
+
+
+class Record(types.SimpleNamespace):
+    """What a run remembers beside weights, in plain values that are the same on every rank.
+
+    `fixed` maps names to what they are: a run goes on only with what it began with, where both are known.
+    """
+
+    def __init__(self, fixed: Mapping[str, str] | None = None, **values: Any) -> None:
+        super().__init__(**({"owed": False, "losses": {}} | values))
+        self._fixed = dict(fixed or {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """All values."""
+        return {name: copy.deepcopy(value) for name, value in vars(self).items() if name != "_fixed"}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what was saved. Raises OutlastError when it was saved by a run that began with something else."""
+        kept = {name: ours for name in self._fixed if (ours := getattr(self, name)) not in _UNKNOWN}
+        for name, ours in kept.items():
+            theirs = state.get(name)
+            pairs = [(name, theirs, ours)]
+            if isinstance(ours, Mapping):
+                pairs = [(each, (theirs or {}).get(each), value) for each, value in ours.items()]
+            for each, then, now in pairs:
+                if then not in _UNKNOWN and then != now:
+                    raise OutlastError(
+                        f"the checkpoint belongs to {self._fixed[name]} ({_short(each, then, now)}) than the one here "
+                        f"({_short(each, now, then)}); resume with what the run began with, or begin a new run in another output"
+                    )
+        vars(self).update({**state, **kept})
+
+
+_UNKNOWN: tuple[Any, ...] = (None, "", [], {})
+
+
+def _short(name: str, value: Any, other: Any) -> str:
+    """A value; of lists only what differs."""
+    if isinstance(value, list):
+        value = ", ".join(sorted(map(str, {*value} - {*other}))[:3]) or "another order"
+    return f"{name} {value}"
+
+
+class Log:
+    """Lines for people, on the screen of rank 0 and in a file, and the time that training takes."""
+
+    def __init__(self, run: Session, file: str = "") -> None:
+        self._run, self._file = run, file
+        self.done = 0
+        """Samples or tokens that were trained on over all ranks since the last line."""
+        self._before_s, self._since = 0.0, time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Time of the steps of this start, without measurements."""
+        return self._before_s + time.monotonic() - self._since
+
+    def line(self, text: str) -> None:
+        """Print on rank 0."""
+        if self._run.rank:
+            return
+        print(text, flush=True)
+        try:
+            if self._file:
+                with (self._run.output / self._file).open("a") as file:
+                    file.write(text + "\n")
+        except OSError as error:  # a full disk is no reason to stop
+            print(f"{self._file} cannot be written: {error.strerror}; training goes on", flush=True)
+            self._file = ""
+
+    def clock(self) -> None:
+        """Leave out the time and the samples up to here: it was no training."""
+        self._since, self.done = time.monotonic(), 0
+
+    def speed(self) -> float:
+        """What was trained on each second since the last line."""
+        now = time.monotonic()
+        seconds, done = max(1e-9, now - self._since), self.done
+        self._since, self.done, self._before_s = now, 0, self._before_s + seconds
+        return done / seconds
+
+
+def rate(highest: float, step: int, steps: int, warmup: int, *, lowest: float = 0.0, falls: bool = True) -> float:
+    """The learning rate of a step: a line upwards for `warmup` steps, then a cosine down to `lowest` at `steps`, or constant."""
+    if step < warmup:
+        return highest * (step + 1) / (warmup + 1)
+    if not falls:
+        return highest
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return lowest + (highest - lowest) * (1 + math.cos(math.pi * done)) / 2
+
+
+def parallel(how: str, run: Session, model: nn.Module, layers: Sequence[nn.Module] = (), *, compiled: bool = False) -> nn.Module:
+    """What trains a model on all ranks: DDP, or with `fsdp` the model sharded, one of its layers gathered at a time (FSDP2)."""
+    if how == "fsdp":
+        mesh = init_device_mesh(run.device.type, (run.world_size,))
+        for layer in layers:
+            if compiled:
+                layer.compile()
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+    net = run.ddp(model) if run.world_size > 1 else model
+    if compiled:
+        model.compile()
+    return net
+
+
+def groups(model: nn.Module, decay: float, others: float = 0.0) -> list[dict[str, Any]]:
+    """Parameters for an optimizer: matrices, which decay towards 0, and norms and biases, which need not."""
+    every = list(model.parameters())
+    parts = (([p for p in every if p.dim() > 1], decay), ([p for p in every if p.dim() <= 1], others))
+    return [{"params": some, "weight_decay": each} for some, each in parts if some]
+
+
+def plain(norm: Any) -> Tensor:
+    """A norm of sharded gradients as one tensor."""
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def hyperparameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Resume in here: the optimizer keeps its hyper-parameters, though a checkpoint brings those it was saved with."""
+    before = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    yield
+    for group, values in zip(optimizer.param_groups, before, strict=True):
+        group.update(values)
+
+
+def keep_freed() -> None:
+    """Have glibc keep large blocks that are freed. It would give them back, and the kernel clear them anew in every step.
+
+    That is a tenth of a step of a small model. mallopt(3): M_TRIM_THRESHOLD is -1, M_MMAP_THRESHOLD -3.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        for parameter in (-1, -3):
+            mallopt(parameter, 1 << 30)

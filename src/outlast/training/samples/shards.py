@@ -1,0 +1,276 @@
+"""Prepared data in shards, for a `Stream`: from a directory, or from a store through this machine's cache.
+
+    stream = Stream(Shards(run.data, block=1024), batch=480)             # tokens: `outlast data prepare text`, nanoGPT's *.bin
+    stream = Stream(Shards("s3://bucket/pictures"), batch=256)           # columns: prepare images, jsonl, video
+
+`outlast.data.shards` knows the format. Shards are mapped into memory: nothing is copied before a batch is made. `fetched` brings
+those of a store to this machine; it is imported for them only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from outlast.base.errors import OutlastError
+from outlast.data import shards as prepared
+from outlast.data.shards import Manifest, Shard
+from outlast.training.order import Indices, Windows
+
+WINDOW = 8
+"""Shards of a store that are shuffled together, unless the script says otherwise; arbitrary."""
+AHEAD = 3
+"""Windows that are announced: the one that is read, and two to fetch meanwhile."""
+_MAPPED = 1024
+"""Most local shards that are mapped at a time; Linux allows a process 65,530 mappings."""
+_LARGE = 4096
+"""Bytes of a sample from which on samples are copied one by one into a batch: at once they would be copied twice."""
+Columns = dict[str, NDArray[Any]]
+
+
+class Place(Protocol):
+    """Where shards are."""
+
+    name: str
+    """The directory or URL; for messages."""
+    keeps: int
+    """Most shards to hold open at a time."""
+    remote: bool
+    """Whether it is a store."""
+
+    def manifest(self) -> Manifest:
+        """What there is. Raises OutlastError."""
+
+    def hold(self, shard: Shard) -> tuple[Path, object]:
+        """A path to read a shard from, and what protects the file as long as it is referenced. Waits for it to arrive."""
+
+    def file(self, name: str) -> Path:
+        """A small file beside the shards. Raises OutlastError if there is none."""
+
+    def want(self, shards: Sequence[Shard], now: int) -> None:
+        """Announce which shards are read next, in this order, the first `now` of them at once."""
+
+
+class Directory:
+    """Shards in a directory."""
+
+    keeps = _MAPPED
+    remote = False
+
+    def __init__(self, path: Path) -> None:
+        self._path, self.name = path, str(path)
+
+    def manifest(self) -> Manifest:
+        """The directory's manifest."""
+        return prepared.read(self._path)
+
+    def hold(self, shard: Shard) -> tuple[Path, object]:
+        """The file itself."""
+        return self._path / shard.file, None
+
+    def file(self, name: str) -> Path:
+        """A file of the directory."""
+        path = self._path / name
+        if not path.is_file():
+            raise OutlastError(f"{self.name} has no {name}; prepare the data again, or copy it there")
+        return path
+
+    def want(self, shards: Sequence[Shard], now: int) -> None:
+        """Nothing to do: the kernel reads ahead."""
+
+
+class Shards:
+    """The samples of prepared data, for a `Stream`, or to be indexed.
+
+    `place` is a directory that `outlast data prepare` wrote, or one of nanoGPT's with `train.bin` and `val.bin`, or the URL of
+    one in a store (`s3://bucket/data`), whose shards come through this machine's cache as they are needed. `part` is `train` or
+    `val`.
+
+    Text: a sample is an int64 tensor of `block` + 1 consecutive tokens that begin at a multiple of `block` in a shard; `s[:-1]`
+    is the input, `s[1:]` the target. A batch has shape (n, `block` + 1). Everything else: a sample is a dict of the columns that
+    were prepared; in a batch, columns of one shape are stacked, first dimension = samples, and others are lists of n tensors.
+    `transform` is applied to each sample, in the Stream's `workers`; random numbers it draws are a function of (seed, epoch,
+    index).
+
+    `window` is how many shards are shuffled together: 8 of a store, all of a directory. From a store, every machine reads window
+    after window. `patience` is the number of seconds to wait for a store that cannot be reached. Raises OutlastError when the
+    place has no such part, or its data do not fit the arguments.
+    """
+
+    def __init__(
+        self,
+        place: str | os.PathLike[str],
+        part: str = "train",
+        *,
+        block: int | None = None,
+        window: int | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        patience: float = 1800.0,
+    ) -> None:
+        if window is not None and window < 1:
+            raise OutlastError(f"window ({window}) must be a number of shards, 1 or more")
+        self.part, self.block, self.transform = part, block, transform
+        self._place = _opened(os.fspath(place), window or WINDOW, patience)
+        self.manifest: Manifest = self._place.manifest()
+        """What was prepared: `kind`, `vocab_size`, `dtype`, `settings` ..."""
+        self._shards = self.manifest.part(part).shards
+        self._sizes = np.array([self._samples(shard) for shard in self._shards], dtype=np.int64)
+        self._ends = np.cumsum(self._sizes)
+        if not len(self):
+            raise OutlastError(
+                f"no shard of {part} in {self._place.name} has the {(block or 0) + 1} tokens of a block and the next one; "
+                "use a smaller block, or prepare more data"
+            )
+        self.remote: bool = self._place.remote
+        """Whether the shards come from a store."""
+        self.window: int = window or (WINDOW if self.remote else len(self._shards))
+        """Shards that are shuffled together."""
+        self._forget()
+
+    def _samples(self, shard: Shard) -> int:
+        """Samples in a shard. Raises OutlastError when `block` does not fit the kind of data."""
+        text = self.manifest.kind == "text"
+        if text != (self.block is not None) or (self.block is not None and self.block < 1):
+            if text:
+                raise OutlastError(
+                    f"{self._place.name} holds text, which needs a block of 1 token or more: block is {self.block}"
+                )
+            raise OutlastError(
+                f"{self._place.name} holds {self.manifest.kind}, and a block (here {self.block}) is for text; "
+                "leave block out, or name prepared text"
+            )
+        if self.block is None:
+            return shard.samples
+        tokens = prepared.whole(shard.bytes, self.manifest.dtype, f"{self._place.name}/{shard.file}")
+        return max(0, tokens - 1) // self.block
+
+    def _forget(self) -> None:
+        """Begin without an open shard: at the start, and in a process that was forked or got this by pickle."""
+        self._lock, self._pid = threading.Lock(), os.getpid()
+        self._held: OrderedDict[int, tuple[Columns, object]] = OrderedDict()
+        self._announced: tuple[int, int] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_held")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget()
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        """One sample, transformed."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        batch = self.take(np.array([index % len(self)]))
+        sample = {name: rows[0] for name, rows in batch.items()} if isinstance(batch, dict) else batch[0]
+        return self.transform(sample) if self.transform else sample
+
+    def file(self, name: str) -> Path:
+        """The path of a small file beside the shards, e.g. `tokenizer.json`. Raises OutlastError if there is none."""
+        return self._place.file(name)
+
+    @property
+    def fingerprint(self) -> str:
+        """What identifies the data: a hash of the shards' checksums; empty if those are not known."""
+        if not all(shard.sha256 for shard in self._shards):
+            return ""
+        return hashlib.sha256(" ".join(shard.sha256 for shard in self._shards).encode()).hexdigest()[:16]
+
+    def windows(self, window: int, seed: int) -> Windows | None:
+        """The order of samples with so many shards shuffled together; None if that is all of them, or `window` is 0."""
+        return Windows(self._sizes.tolist(), window, seed) if 0 < window < len(self._shards) else None
+
+    def reading(self, windows: Windows | None, position: int, epoch: int, shuffled: bool) -> None:
+        """Announce that samples are read from `position` on: in windows; without them, over all shards or in sequence."""
+        count = len(self._shards)
+        if windows:
+            at = windows.window(position, epoch)
+        else:
+            at = 0 if shuffled else int(np.searchsorted(self._ends, position, side="right"))
+        if not self.remote or (epoch, at) == self._announced:
+            return
+        self._announced = epoch, at
+        if windows:
+            ahead, now = windows.ahead(position, epoch, AHEAD), len(windows.ahead(position, epoch, 1))
+        elif shuffled:  # of more shards than a window, nobody knows which comes next
+            ahead, now = (list(range(count)), count) if count <= self.window else ([], self.window)
+        else:
+            ahead, now = [number % count for number in range(at, at + min(count, AHEAD * self.window))], 1
+        with self._lock:  # what was read may make room
+            for number in self._held.keys() - set(ahead):
+                del self._held[number]
+        self._place.want([self._shards[number] for number in ahead], now)
+
+    def await_(self, indices: Indices) -> None:
+        """Return once the shards of these samples are in the cache; processes that read them cannot tell that they wait."""
+        if self.remote:
+            for shard in np.unique(np.searchsorted(self._ends, indices, side="right")):
+                self._open(int(shard))
+
+    def take(self, indices: Indices) -> Any:
+        """The samples at `indices`, not transformed: tokens of shape (n, block + 1), or a dict of columns."""
+        shards = np.searchsorted(self._ends, indices, side="right")
+        local = indices - (self._ends[shards] - self._sizes[shards])
+        parts = [(rows := np.flatnonzero(shards == shard), self._open(int(shard)), local[rows]) for shard in np.unique(shards)]
+        if self.block is None:
+            return _joined(parts, len(indices))
+        out = np.empty((len(indices), self.block + 1), np.int64)
+        for rows, columns, places in parts:
+            out[rows] = np.lib.stride_tricks.sliding_window_view(columns["tokens"], self.block + 1)[places * self.block]
+        return torch.from_numpy(out)
+
+    def _open(self, number: int) -> Columns:
+        """The columns of a shard, mapped."""
+        if self._pid != os.getpid():
+            self._forget()
+        with self._lock:
+            if number in self._held:
+                self._held.move_to_end(number)
+                return self._held[number][0]
+            path, held = self._place.hold(self._shards[number])
+            columns = {"tokens": prepared.tokens(path, self.manifest.dtype)} if self.block else prepared.columns(path)
+            self._held[number] = columns, held
+            while len(self._held) > self._place.keeps:
+                self._held.popitem(last=False)
+            return columns
+
+
+def _opened(place: str, window: int, patience: float) -> Place:
+    if "://" not in place:
+        return Directory(Path(place).expanduser())
+    from outlast.training.samples.fetched import Fetched
+
+    return Fetched(place, window, patience)
+
+
+def _joined(parts: list[tuple[Indices, Columns, Indices]], count: int) -> dict[str, Any]:
+    """Rows of several shards as one batch: (their places in the batch, columns of a shard, rows of it)."""
+    batch: dict[str, Any] = {}
+    for rows, columns, places in parts:
+        for name, column in columns.items():
+            if (offsets := columns.get(name + prepared.OFFSETS)) is not None:
+                ragged = batch.setdefault(name, [None] * count)
+                for row, place in zip(rows, places, strict=True):
+                    ragged[row] = torch.from_numpy(np.array(column[offsets[place] : offsets[place + 1]]))
+            elif not name.endswith(prepared.OFFSETS):
+                if name not in batch:
+                    batch[name] = np.empty((count, *column.shape[1:]), column.dtype)
+                if column[:1].nbytes < _LARGE:
+                    batch[name][rows] = column[places]
+                else:
+                    for row, place in zip(rows, places, strict=True):
+                        batch[name][row] = column[place]
+    return {name: torch.from_numpy(rows) if isinstance(rows, np.ndarray) else rows for name, rows in batch.items()}

@@ -1,0 +1,242 @@
+"""Where a world goes on: from the newest state that can be reached, in memory, on a disk, or in a store.
+
+All ranks exchange which parts of snapshots are in their workers' memory and which checkpoints are on their disks; rank 0 adds
+which one is the newest in the store. The latest of all is loaded. If a rank cannot read it, all ranks together try the next,
+before the things of the script have been given anything.
+
+No snapshot is given up before something else is loaded. What is wrong is not read again. What is out of reach is tried for a
+while before the next best counts, and again by the next start if there is nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from outlast.base.errors import NotRestored, OutlastError, StoreError
+from outlast.storage import checkpoints
+from outlast.storage.snapshots import election, parts
+from outlast.storage.snapshots.client import Client
+from outlast.storage.snapshots.election import At, Candidate, Held
+from outlast.storage.snapshots.parts import Damaged, OutOfReach, Part
+from outlast.training.state import checkpoint, memory_reader, newest
+from outlast.training.state.memory_reader import Reader
+from outlast.worker.hangs import stall
+
+log = logging.getLogger("outlast")
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What was loaded; the same on every rank."""
+
+    step: int = 0
+    at: tuple[int, int] = (0, 0)
+    """(generation, step) of the snapshot; (0, 0) when it was none."""
+    committed: int = 0
+    """The newest committed step up to it."""
+    source: str = ""
+    """`memory` of our own workers, `peer` if something came from others', `disk`, `store`; empty: from the beginning."""
+    path: str | None = None
+    """Of the checkpoint."""
+    bytes: int = 0
+    seconds: float = 0.0
+    random: bool = False
+    """Whether it had this rank's random numbers. Differs between ranks."""
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What rank 0's session had added to a snapshot."""
+
+    def event(self) -> dict[str, Any]:
+        """For the ledger."""
+        more = {"source": self.source, "bytes": self.bytes, "seconds": self.seconds} if self.source else {}
+        return {"path": self.path, **more}
+
+    def __str__(self) -> str:
+        if self.source in ("memory", "peer"):
+            of = "" if self.source == "memory" else ", partly of other workers"
+            return f"the memory of its workers{of}: {self.bytes / 1e6:.1f} MB in {self.seconds:.2f} s"
+        return str(self.path)
+
+
+def restore(state: Mapping[str, Any], search: newest.Search, client: Client | None, generation: int) -> Restored:
+    """Load the newest state that can be reached into `state`. Raises OutlastError on all ranks. A collective."""
+    begun = time.monotonic()
+    found = _restored(state, search, client, generation)
+    return dataclasses.replace(found, seconds=round(time.monotonic() - begun, 6))
+
+
+def _restored(state: Mapping[str, Any], search: newest.Search, client: Client | None, generation: int) -> Restored:
+    """`restore`, without its time."""
+    disks = search.disks
+    offered = newest.Offered(search, _said(client, search))
+    agents = client is not None and all(said is not None for said in offered.beside)
+    held, stored, problem = heard(offered.beside) if agents else ([], None, "")
+    elected = election.newest(held, search.run, generation)
+    warn = log.warning if disks.rank == 0 else log.debug
+    for reason in elected.reasons:
+        warn("outlast: %s", reason)
+    committed = _Committed(search, client, offered, stored)
+    if not agents and any(said is not None and heard([said])[0] for said in offered.beside):
+        warn("outlast: what is in memory is not used, and kept: the agent of another worker has no part in it")
+    if agents and not elected.candidates:
+        committed.fetch()
+    elif problem:
+        warn("outlast: the state is chosen without the store: %s", problem)
+    failed: list[OutlastError] = []
+    chosen, loaded = None, None
+    for candidate in elected.candidates:
+        assert client is not None
+        if chosen := committed.newest(candidate.at):
+            break
+        try:
+            loaded = _from_memory(candidate, state, client, search)
+            break
+        except (Damaged, OutOfReach) as problem:
+            failed.append(problem)
+            what = "cannot be used" if isinstance(problem, Damaged) else "is out of reach"
+            warn("outlast: %s %s: %s", candidate, what, problem)
+    if loaded is None:
+        chosen = chosen or committed.newest()
+        if failed and chosen is None:
+            again = any(isinstance(problem, OutOfReach) for problem in failed)
+            if client is not None and not again:
+                client.forget()
+            what = "tries again" if again else "begins anew"
+            raise NotRestored(f"no snapshot in memory could be read, and there is no checkpoint; the next start {what}")
+        if chosen is None:
+            if unread := committed.offered.unread:
+                raise NotRestored(f"{unread}, and there is no state elsewhere; the next start tries again")
+            loaded = Restored()
+        else:
+            random = checkpoint.restore(chosen.path, state, disks.rank)
+            size = sum(path.stat().st_size for path in chosen.path.iterdir())
+            loaded = Restored(chosen.step, source=committed.source, path=str(chosen.path), bytes=size, random=random)
+        if agents:
+            disks.gather(None)  # everybody has loaded it
+    if failed:
+        warn("outlast: training goes on from step %s instead of step %s", loaded.step, elected.candidates[0].at[1])
+    if client is not None and agents:
+        client.forget(loaded.at)
+    return dataclasses.replace(loaded, committed=committed.offered.committed(loaded.step))
+
+
+class _Committed:
+    """The checkpoints on all disks, and the newest one of the store."""
+
+    def __init__(self, search: newest.Search, client: Client | None, offered: newest.Offered, stored: At | None) -> None:
+        self._search, self._client, self._stored = search, client, stored
+        self.offered, self.source = offered, "disk"
+
+    def newest(self, after: At = (0, 0)) -> checkpoints.Checkpoint | None:
+        """The newest valid one that is later, brought here if only the store has it. A collective."""
+        found = newest.valid(self._search, self.offered, after)
+        if self._stored is None or self._stored <= max(after, (found.generation, found.step) if found else after):
+            return found
+        step = self._stored[1]
+        try:
+            self.fetch()
+        except (NotRestored, StoreError) as problem:
+            if self._search.disks.rank == 0:
+                log.warning("outlast: step %s is in the store and cannot be had, an older state counts: %s", step, problem)
+            return found
+        return newest.valid(self._search, self.offered, after)
+
+    def fetch(self) -> None:
+        """Have rank 0's agent bring the newest one of the store to its disk. A collective.
+
+        Raises on all ranks NotRestored if a retry can help, else StoreError.
+        """
+        disks, before, self._stored = self._search.disks, self.offered.disks, None
+        problem, retry = "", False
+        if disks.rank == 0:
+            assert self._client is not None
+            try:
+                with stall.watch().alive():
+                    self._client.restore()
+            except StoreError as error:
+                problem, retry = str(error), error.retry
+        problem, retry = disks.gather((problem, retry))[0]
+        if problem:
+            raise NotRestored(problem) if retry else StoreError(problem)
+        self.offered = newest.Offered(self._search)
+        self.source = "store" if self.offered.disks != before else "disk"
+
+
+def _said(client: Client | None, search: newest.Search) -> bytes | None:
+    """What this rank says to all: the first of a worker what is in its memory, rank 0 what is in the store.
+
+    None without an agent. Raises NotRestored if the agent does not answer: what it holds may be what all need.
+    """
+    if client is None:
+        return None
+    try:
+        there = client.catalog() if search.share[0] == 0 else []
+    except (Damaged, OutOfReach) as error:
+        raise NotRestored(f"the snapshots of this worker cannot be listed: {error}") from error
+    stored, problem = None, ""
+    try:
+        stored = client.newest() if search.disks.rank == 0 else None
+    except StoreError as error:
+        problem = str(error)
+    return packed(client.address, there, stored, problem)
+
+
+def packed(address: str, there: Sequence[Part], stored: At | None = None, problem: str = "") -> bytes:
+    """What a rank says: plain, as ranks of other versions have other classes; small, as all take as much room as the longest."""
+    said = {"address": address, "parts": [part.json() for part in there], "stored": stored, "problem": problem}
+    return zlib.compress(json.dumps(said).encode(), 1)
+
+
+def heard(said: Sequence[bytes]) -> tuple[list[Held], At | None, str]:
+    """What all ranks say: which parts there are, the newest checkpoint of the store, and why that is not known."""
+    each = [json.loads(zlib.decompress(one)) for one in said]
+    held = [Held(part, one["address"]) for one in each for part in parts.listed(one["parts"])]
+    stored = each[0]["stored"]
+    return held, tuple(stored) if stored else None, each[0]["problem"]
+
+
+def _agreed(work: Callable[[], T], exchange: Callable[[Any], list[Any]]) -> list[T]:
+    """What the work returns on all ranks in the exchange. Raises Damaged, OutOfReach on all if one of them does. A collective."""
+    said: tuple[str, bool, T | None]
+    try:
+        said = "", False, work()
+    except (Damaged, OutOfReach) as error:
+        said = str(error), isinstance(error, OutOfReach), None
+    every = exchange(said)
+    failed = sorted((away, f"rank {rank}: {problem}") for rank, (problem, away, _) in enumerate(every) if problem)
+    if failed:  # what is wrong comes first: it remains so when all is in reach
+        raise (OutOfReach if failed[0][0] else Damaged)(failed[0][1])
+    return [value for _, _, value in every]
+
+
+def _from_memory(candidate: Candidate, state: Mapping[str, Any], client: Client, search: newest.Search) -> Restored:
+    """Load a snapshot. Raises Damaged, OutOfReach on all ranks if one of them cannot read it. A collective."""
+    disks, rank = search.disks, search.disks.rank
+    reader = Reader(candidate, client, rank, lambda sentence: log.warning("outlast: %s", sentence))
+    wanted: checkpoint.Flat = {}
+
+    def known() -> bool:
+        reader.learn(told)
+        wanted.update(checkpoint.wanted(reader.read_metadata(), state, rank))
+        return reader.covers(wanted)
+
+    def read() -> tuple[int, int]:
+        if tails:
+            reader.add({number: tail for each in tails for number, tail in each.items()})
+            wanted.update(checkpoint.wanted(reader.read_metadata(), state, rank))
+        checkpoint.load(reader, str(candidate), state, wanted)
+        return reader.near, reader.far
+
+    [told] = _agreed(lambda: reader.learn() if rank == 0 else None, lambda said: [disks.broadcast(said, disks.group)])
+    enough = all(_agreed(known, disks.gather))
+    tails = [] if enough else disks.gather(memory_reader.tails(candidate, client, search.share))
+    near, far = map(sum, zip(*_agreed(read, disks.gather), strict=True))
+    random = checkpoint.put(state, wanted, str(candidate), rank)  # may be a collective of the script's
+    source, extra = "peer" if far else "memory", json.loads(reader.extra())
+    return Restored(candidate.at[1], candidate.at, source=source, bytes=near + far, random=random, extra=extra)

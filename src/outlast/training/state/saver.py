@@ -1,0 +1,343 @@
+"""Writes checkpoints while training continues: copy, write in a thread, commit on rank 0, report the outcome to every rank.
+
+Invariants: at most one save is in progress; a checkpoint exists for all ranks or for none; a save that fails, e.g. for a full
+disk, leaves nothing behind and stops nothing. Where workers share no disk, every disk gets the same bytes of the whole
+checkpoint; it exists once rank 0's disk has it, and failures of other disks are reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from outlast.base.errors import OutlastError, Superseded, causes
+from outlast.job import contract
+from outlast.storage import checkpoints
+from outlast.training import device, metrics
+from outlast.training.state import copying, part_file
+from outlast.training.state.checkpoint import Flat
+from outlast.training.state.disks import Disks, Part
+from outlast.worker.hangs import stall
+
+log = logging.getLogger("outlast")
+
+_METADATA = ".metadata"
+
+
+class Copies:
+    """Copies tensors into memory that it reuses: fresh pages are the expensive part of a copy.
+
+    torch's DefaultStager does the same, but fails on parameters in torch 2.11.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+        self._meshes: dict[DeviceMesh, DeviceMesh] = {}
+
+    def of(self, flat: Flat) -> Flat:
+        """The same as it is now, on the CPU, valid until the next call. The first is a collective when GPUs hold shards."""
+        accelerator = device.find()
+        accelerator.mark_step()
+        pairs: list[copying.Pair] = []
+        copies = {key: self._room(key, value, pairs) if isinstance(value, torch.Tensor) else value for key, value in flat.items()}
+        copying.copy(pairs)
+        accelerator.synchronize()  # they copy in the background
+        return copies
+
+    def _room(self, key: str, tensor: torch.Tensor, pairs: list[copying.Pair]) -> torch.Tensor:
+        """A tensor like this one that is kept for it; adds what is to be copied to `pairs`."""
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            if mesh not in self._meshes:
+                self._meshes[mesh] = mesh if mesh.device_type == "cpu" else DeviceMesh("cpu", mesh.mesh)
+            copy, size = self._room(key, tensor.to_local(), pairs), tensor.size()
+            return DTensor.from_local(
+                copy, self._meshes[mesh], tensor.placements, run_check=False, shape=size, stride=tensor.stride()
+            )
+        kept = self._kept.get(key)
+        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+            kept = self._kept[key] = device.of(tensor.device).room(tensor)
+        pairs.append((kept, tensor.detach()))
+        return kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a save ended, the same on every rank."""
+
+    step: int
+    committed: bool
+    reason: str = ""
+    """Why it was not committed."""
+    superseded: bool = False
+    elsewhere: str = ""
+    """Which other disk does not have it, and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Written:
+    """The report of one rank that has written its part."""
+
+    problem: str
+    files: Mapping[str, Mapping[str, int]]
+    same: int
+    """Number of bytes of `metrics.jsonl` that its disk has already."""
+    metric: checkpoints.Metric | None = None
+    """How good it is; that of rank 0 counts."""
+    aside: tuple[Path, str] | None = None
+    """The file of its part if its disk takes none, and why it does not."""
+
+
+class Saver:
+    """Writes captured states as checkpoints, one at a time, in a thread of its own.
+
+    Every rank has one and calls `begin` for the same steps. A save that fails on any rank fails on all, leaves nothing behind,
+    and is no reason to stop. `report(kind, **fields)` is called with its outcome, in the thread: `committed`, `save_failed`,
+    `not_copied`. Without `disks` there is one; `copy` is that of `metrics.jsonl` on ours.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        run: str,
+        generation: int,
+        retention: checkpoints.Retention,
+        report: Callable[..., None],
+        disks: Disks | None = None,
+        copy: metrics.Copy | None = None,
+    ) -> None:
+        self.directory, self._run, self._generation, self.retention = directory, run, generation, retention
+        self._report = report
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._disks = disks or Disks([0] * self._ranks, self._rank, None)
+        self.copy = copy or metrics.Copy(directory.parent / contract.METRICS)
+        self.fenced = True
+        """Whether our generation has been fenced on this disk; otherwise that is made up for before it commits."""
+        self._found = ""
+        """The run that owned this disk when we came: a fence that is made up for replaces no later one's."""
+        with contextlib.suppress(OSError):  # each save says so
+            self._found = checkpoints.owner(directory)
+        self.broken = False
+        """Whether a save has ended because this rank lost the others."""
+        self._group: dist.ProcessGroup | None = None
+        self._copies = Copies()
+        self._hurry = threading.Event()
+        """Whether somebody waits for the save in progress."""
+        self.least_s: float | None = None
+        """What the last save would have taken at least if somebody had waited for it; None before the first."""
+        self._began = 0.0
+        self._thread: threading.Thread | None = None
+        self._outcome: Outcome | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in progress."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def rest_s(self) -> float:
+        """What the save in progress still takes, as far as the one before tells; 0 for none."""
+        return max(0.0, (self.least_s or 0.0) - (time.monotonic() - self._began)) if self.busy else 0.0
+
+    def begin(self, step: int, flat: Flat, metric: checkpoints.Metric | None = None) -> None:
+        """Copy `flat` and start saving it; the previous save must have ended (`wait`). Rank 0's `metric` counts. A collective."""
+        if self._group is None:
+            self._group = stall.watch().own(dist.new_group(backend="gloo"))
+        self._outcome = None
+        self._hurry.clear()
+        self._began = time.monotonic()
+        copy, told = self._copies.of(flat), threading.Event()
+        self._thread = threading.Thread(target=self._save, args=(step, copy, metric, told), name="outlast-save", daemon=True)
+        self._thread.start()  # returns when the thread runs, which would then keep the GIL for some ms
+        told.set()
+
+    def connect_again(self) -> None:
+        """Leave broken connections; the next save makes new ones. No save may be in progress. A collective."""
+        self._group, self.broken = None, False
+        self._disks.connect()
+
+    def hurry(self) -> None:
+        """Write the rest of the save in progress without a pause."""
+        self._hurry.set()
+
+    def wait(self, timeout_s: float | None = None) -> Outcome | None:
+        """Wait for the last save and return its outcome; None if that was returned before, or after `timeout_s`."""
+        if self._thread is not None:
+            self.hurry()
+            self._thread.join(timeout_s)
+        outcome, self._outcome = self._outcome, None
+        return outcome
+
+    def close(self) -> None:
+        """Release the group; no save may be in progress."""
+        self._group = None
+
+    def _save(self, step: int, flat: Flat, metric: checkpoints.Metric | None, told: threading.Event) -> None:
+        told.wait()
+        try:
+            outcome = self._together(step, flat, metric)
+            if outcome.committed:
+                self.least_s = (time.monotonic() - self._began) / part_file.UNHURRIED
+            self._outcome = outcome
+        except Exception as error:  # the group broke: a rank is gone, or a connection was reset
+            self.broken = True
+            self._outcome = Outcome(step, False, f"the ranks lost each other ({sentence(error)})")
+            self._report("save_failed", step=step, reason=self._outcome.reason)
+
+    def _together(self, step: int, flat: Flat, metric: checkpoints.Metric | None) -> Outcome:
+        """Write, gather, commit on every disk, and share the outcome."""
+        begun = time.monotonic()
+        target = checkpoints.saving(self.directory, step, self._generation)
+        files: dict[str, Mapping[str, int]] = {}
+        aside, problem = self._aside(target), ""
+        try:
+            writer = part_file.Writer(aside[0].parent if aside else target, self._hurry, aside[0] if aside else None)
+            state_dict_saver.save(flat, storage_writer=writer, process_group=self._group)
+            files = {**writer.files}
+            if self._rank == 0:
+                files[_METADATA] = _measured(target / _METADATA)
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
+            problem = sentence(error)
+        answers: list[Any] = [None] * self._ranks
+        dist.all_gather_object(answers, _Written(problem, files, self.copy.same, metric, aside), group=self._group)
+        outcome = [Outcome(step, False)]
+        if self._disks.leader:
+            outcome = [self._commit(step, target, answers, begun)]
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        if aside:
+            os.close(int(aside[0].name))
+        return outcome[0]
+
+    def _aside(self, target: Path) -> tuple[Path, str] | None:
+        """The file for this rank's part, for the other disks, if its own takes no files and is not rank 0's, and why. It has no
+        name, so it goes with this process, however that ends."""
+        if self._disks.here:
+            try:
+                target.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                with contextlib.suppress(OSError), tempfile.TemporaryFile() as file:  # else the save fails, on all ranks
+                    return Path(f"/proc/{os.getpid()}/fd/{os.dup(file.fileno())}"), sentence(error)
+        return None
+
+    def _commit(self, step: int, target: Path, answers: list[_Written], begun: float) -> Outcome:
+        """Commit the checkpoint on every disk, rank 0's first. Returns the outcome on this disk. Called by the leaders.
+
+        Never raises, since the other ranks wait for the outcome.
+        """
+        disks, first = self._disks, self._rank == 0
+        problem = next((said.problem for said in answers if said.problem), "")
+        files = {name: file for said in answers for name, file in said.files.items()}
+        if not problem:
+            files[_METADATA] = files.pop(_METADATA)  # which was written last
+        path, metric = self.directory / contract.checkpoint_name(step), answers[0].metric
+        new = checkpoints.Checkpoint(step, path, self._run, self._generation, self._ranks, time.time(), metric=metric)
+        if not disks.several:
+            outcome = self._put(target, new, files, problem)
+        else:
+            if not problem:
+                parts = [
+                    Part(name, file["size"], file["crc32"], disks.of[rank])
+                    for rank, said in enumerate(answers)
+                    for name, file in said.files.items()
+                ]
+                ours = [said for said, disk in zip(answers, disks.of, strict=True) if disk == disks.here]
+                places = {name: said.aside[0] for said in ours if said.aside for name in said.files}
+                problem = disks.exchange(parts, lambda name: places.get(name, target / name), disks.savers)
+                problem = next((said.aside[1] for said in ours if said.aside), problem)
+            said = None
+            if first:
+                new = dataclasses.replace(new, time=time.time())
+                said = self._put(target, new, files, problem), new.time, self._news(answers)
+            outcome, now, news = disks.broadcast(said, disks.savers)
+            if not first:
+                new = dataclasses.replace(new, time=now)
+                outcome = self._put(target, new, files, problem or outcome.reason, news)
+            outcome = self._summed_up(disks.each(outcome, disks.savers))
+        if first and outcome.committed:
+            seconds, size = round(time.monotonic() - begun, 6), sum(file["size"] for file in files.values())
+            self._report("committed", step=step, path=str(new.path), bytes=size, seconds=seconds)
+            if outcome.elsewhere:
+                self._report("not_copied", step=step, reason=outcome.elsewhere)
+        elif first:
+            self._report("save_failed", step=step, reason=outcome.reason)
+        if outcome.committed:
+            try:
+                checkpoints.sweep(self.directory, new, self.retention)
+            except OSError as error:
+                log.warning("outlast: old checkpoints could not be removed: %s", sentence(error))
+        return outcome
+
+    def _put(
+        self,
+        target: Path,
+        new: checkpoints.Checkpoint,
+        files: Mapping[str, Mapping[str, int]],
+        problem: str,
+        news: metrics.News | None = None,
+    ) -> Outcome:
+        """Commit on this disk, unless there is a problem."""
+        try:
+            if problem:
+                raise OutlastError(problem)
+            if news:
+                self.copy.take(news)
+            if not self.fenced:
+                if (owner := checkpoints.owner(self.directory)) not in (self._found, self._run):
+                    raise Superseded(f"run {owner} has taken over {self.directory}; this process must stop")
+                checkpoints.acquire(self.directory, self._run, self._generation, first=self._rank == 0)
+                self.fenced = True
+            checkpoints.commit(target, new, files)
+        except Exception as error:
+            shutil.rmtree(target, ignore_errors=True)  # what cannot be removed now is swept later
+            return Outcome(new.step, False, sentence(error), isinstance(error, Superseded))
+        return Outcome(new.step, True)
+
+    def _news(self, answers: list[_Written]) -> metrics.News | None:
+        """Lines of `metrics.jsonl` that other disks lack; None if they cannot be read."""
+        try:
+            return self.copy.news(min(answers[rank].same for rank in self._disks.leading[1:]))
+        except OSError as error:
+            log.warning("outlast: %s cannot be copied to other disks: %s", contract.METRICS, sentence(error))
+            return None
+
+    def _summed_up(self, outcomes: list[Outcome]) -> Outcome:
+        """The outcome of a save from its outcomes on all disks."""
+        failed = {rank: said for rank, said in zip(self._disks.leading, outcomes, strict=True) if not said.committed}
+        if 0 in failed:
+            return outcomes[0]
+        elsewhere = "; ".join(f"rank {rank}: {said.reason}" for rank, said in failed.items())
+        replaced = next((said for said in failed.values() if said.superseded), None)
+        if replaced:  # a later generation has been given a disk of ours
+            return dataclasses.replace(outcomes[0], reason=replaced.reason, superseded=True)
+        return dataclasses.replace(outcomes[0], elsewhere=elsewhere)
+
+
+def _measured(path: Path) -> dict[str, int]:
+    return {"size": path.stat().st_size, "crc32": checkpoints.checksum(path)}
+
+
+def sentence(error: BaseException) -> str:
+    """The error as one sentence, without its traceback."""
+    if isinstance(error, CheckpointException):
+        rank, (failure, _) = min(error.failures.items())
+        return f"rank {rank}: {sentence(failure)}"
+    for cause in causes(error):
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+    return str(error) if isinstance(error, OutlastError) else f"{type(error).__name__}: {error}"

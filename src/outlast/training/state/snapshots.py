@@ -1,0 +1,363 @@
+"""Takes snapshots: at every k-th step boundary each rank copies its state into memory that its agent owns.
+
+The boundary is `run.due(step)`. Whether to take one is agreed in the all-reduce that `run.interrupted()` needs anyway: rank 0
+says that it is time, every rank whether its part of the last snapshot is held and replicated, and whether it has memory for the
+next. So the next one is begun only when the last one is complete, which stays until the next one is. Training never waits for an
+agent: a thread asks it for memory, and boundaries without are skipped. If a rank cannot go on, all give their memory back, but
+for what is complete, and try again later. A snapshot is no commit: it is gone when all workers are.
+
+k is the smallest interval at which snapshots take at most a hundredth of the time of the steps: what copying takes, and by how
+much the steps are longer in which the agents make checksums and send replicas.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import logging
+import math
+import os
+import secrets
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from outlast.base.errors import OutlastError
+from outlast.job.contract import Env
+from outlast.job.ledger import Ledger
+from outlast.storage.snapshots import replicas
+from outlast.storage.snapshots.client import Client
+from outlast.storage.snapshots.parts import Part
+from outlast.training.state import capture
+from outlast.training.state.capture import Capture, Content
+
+log = logging.getLogger("outlast")
+
+SHARE = 0.01
+"""Most of the time of the steps that snapshots may take."""
+_STEPS, _SNAPSHOTS = 31, 15
+"""How many of the last ones count, by their median."""
+_LESS = 0.75
+"""The interval becomes shorter only to this part of it or less: a measurement that is a little lower is noise."""
+_LEARN = 3
+"""Least steps without a snapshot that are measured before k is chosen, and least snapshots before longer steps count."""
+_EVENT_S = 10.0
+"""Least time between two events about k."""
+_FEW = 256
+"""Items of parts that are published at once: sent to an agent that stands still, more could wait."""
+_PAUSE_S = 600.0
+"""After trouble it is tried again so much later, then twice as much, and so on."""
+
+
+def interval(cost_s: float, step_s: float) -> int:
+    """Every how many steps to take a snapshot, if it takes so long, and a step without it."""
+    return max(1, math.ceil(cost_s / (SHARE * step_s) - 1e-9)) if step_s > 0 else 1
+
+
+def steady(wanted: int, now: int) -> int:
+    """The interval to use if `wanted` was measured and `now` is in use: longer at once, shorter if that is worth it."""
+    return now if _LESS * now < wanted <= now else wanted
+
+
+def longer(flights: Sequence[float], steps: Sequence[float]) -> float:
+    """By how much a snapshot makes steps longer, as far as that is no chance: beyond two standard errors of these medians.
+
+    `flights`: seconds beyond the usual, of the steps that each snapshot took to be complete. `steps`: seconds without snapshots.
+    Steps vary by more than a small snapshot takes; were half of that counted, k would be ten times too large.
+    """
+    if len(flights) < _LEARN or len(steps) < _LEARN:
+        return 0.0
+    middle = statistics.median(steps)
+    spread = 1.25 * 1.48 * statistics.median(abs(step - middle) for step in steps)  # of a median of one, if they are normal
+    return max(0.0, statistics.median(flights) - 2 * spread * math.sqrt(1 / len(flights) + 1 / len(steps)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Whose parts these are."""
+
+    run: str
+    generation: int
+    world: int
+    rank: int
+    worker: int
+    local_rank: int
+    local_ranks: int
+    session: str = ""
+    """A word that the ranks of this world of processes share."""
+    to: tuple[str, ...] = ()
+    """Addresses of the agents that get replicas."""
+
+
+def open_(
+    client: Client | None, place: Place, gather: Callable[[Any], list[Any]], ledger: Ledger, tell: Callable[..., None]
+) -> Snapshots:
+    """The snapshots of this rank; the ranks agree on who keeps whose replicas. A collective."""
+    own = replicas.Place(client.address, *client.where) if client else replicas.Place("")
+    said = gather((own, place.worker, secrets.token_hex(8)))
+    workers = {worker: where for where, worker, _ in said}
+    to = replicas.replicas(list(workers.values()), int(os.environ.get(Env.REPLICAS, "1")))
+    place = dataclasses.replace(place, session=said[0][2], to=to[list(workers).index(place.worker)])
+    return Snapshots(client, place, ledger, tell)
+
+
+class Snapshots:
+    """The snapshots of one rank. Without a `client` none are taken, by any rank."""
+
+    def __init__(self, client: Client | None, place: Place, ledger: Ledger, tell: Callable[..., None]) -> None:
+        self._client, self._place, self._ledger, self._tell = client, place, ledger, tell
+        self._clock = time.monotonic
+        self._on = self._able = client is not None
+        self._pause_s, self._again = _PAUSE_S, 0.0
+        """How long to stop after the next trouble, and when to try again."""
+        self._problem = ""
+        self._sizes: list[int] = []
+        """Bytes of the parts of the last snapshot; empty until the first is prepared."""
+        self._errand: threading.Thread | None = None
+        """Asks the agent for memory, or gives it back."""
+        self._pending = self._missed = False
+        """Whether a snapshot has been taken that is not known to be complete, and whether there was no memory for our part."""
+        self._capture: Capture | None = None
+        self._extra: Callable[[], dict[str, Any]] = dict
+        self._step = self._taken = 0
+        """The step of the last boundary, and that of the last snapshot; 0: none yet."""
+        self._complete = 0, 0
+        self._last: float | None = None
+        """When the last boundary ended."""
+        self._steps_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
+        """Of steps without a snapshot."""
+        self._all_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
+        """Of all steps."""
+        self._longer_s: collections.deque[float] = collections.deque(maxlen=_SNAPSHOTS)
+        """By how much steps were longer while a snapshot was completed, of each snapshot together."""
+        self._copies_s: collections.deque[float] = collections.deque(maxlen=_SNAPSHOTS)
+        self._cost_s = 0.0
+        """What a snapshot takes of this rank's time, as last measured."""
+        self._flying: float | None = None
+        """Sum for the snapshot that is not complete yet."""
+        self._landed = True
+        self._since = 0
+        """Boundaries since the last snapshot."""
+        self._every, self._said, self._said_at = 1 + _LEARN, 0, float("-inf")
+        self._agreed = self._working = self._chosen = False
+        self._copied_s = 0.0
+        self._copying: threading.Thread | None = None
+        self._bytes = 0
+        self._alone = False
+        """Whether a replica could not be made."""
+
+    @property
+    def newest(self) -> int:
+        """The step of the newest snapshot that was taken or that training went on from; 0 for none."""
+        return max(self._taken, self._complete[1])
+
+    def begin(self, state: dict[str, Any], complete: tuple[int, int], extra: Callable[[], dict[str, Any]]) -> None:
+        """Take snapshots of `state` from now on. `complete` is what training goes on from, if any; rank 0 adds `extra`."""
+        local = self._place.local_rank, self._place.local_ranks
+        if self._capture is not None:  # agents take nothing more of what was before
+            self._capture.close()
+            self._place = dataclasses.replace(self._place, session=f"{self._place.session}+")
+        self._capture = Capture(state, self._place.rank, local) if self._client else None
+        self._complete, self._extra, self._last = complete, extra, None
+        self._on = self._able = self._client is not None and bool(state)
+        self._give_back()
+
+    def votes(self) -> tuple[float, ...]:
+        """What this rank says at a boundary; added up over all ranks, `heard` is given it."""
+        first = self._place.rank == 0
+        if not self._on:
+            return float(first and self._able and self._clock() >= self._again), 0.0, float(not self._able), 0.0, 0.0, 0.0
+        wanted = first and self._capture is not None and (not self._taken or self._since + 1 >= self._every)
+        if self._working:
+            self._working = not self._settled()
+        unready = not self._ready()
+        return tuple(map(float, (wanted, self._working, bool(self._problem), unready, self._missed, self._cost_s)))
+
+    def heard(self, sums: Sequence[float]) -> None:
+        """The sum of the votes of all ranks."""
+        wanted, working, problems, unready, missed, cost = sums
+        self._agreed = self._on and wanted > 0 and not any((working, problems, unready, missed))
+        if problems and self._on:
+            self._stop()
+        elif wanted and not problems and not self._on:
+            self._on, self._problem = True, ""
+        if self._pending and not working:
+            self._pending, self._landed = False, True
+            if missed:  # all begin anew
+                self._missed, self._since = False, self._every
+                return
+            self._complete, self._pause_s = (self._place.generation, self._taken), _PAUSE_S
+            self._choose(cost / self._place.world)
+            self._tell(snapshot=self._taken, **({"every": self._every} if self._place.rank == 0 else {}))
+
+    def _stop(self) -> None:
+        """Take no snapshots for a while."""
+        if self._problem:
+            log.warning("outlast: no snapshots are taken for %.0f minutes: %s", self._pause_s / 60, self._problem)
+            self._tell(warning=self._problem)
+        self._tell(every=0)
+        self._on, self._problem = False, ""
+        self._again, self._pause_s = self._clock() + self._pause_s, 2 * self._pause_s
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Give all memory back to the agent; what is complete stays there."""
+        client, complete = self._client, self._complete
+        if self._capture is not None and client is not None and self._sizes:
+            self._capture.close()
+            self._run(lambda: client.give_back(complete))
+        self._sizes, self._pending, self._working, self._missed = [], False, False, False
+
+    def _ready(self) -> bool:
+        """Whether there is memory for the next snapshot, if the one that is being made is complete by then; else asks for it."""
+        client, sizes, generation = self._client, self._sizes, self._place.generation
+        if client is None or not sizes or (self._errand is not None and self._errand.is_alive()):
+            return False
+        complete = (generation, self._taken) if self._pending else self._complete
+        if not (there := client.spare(sizes, complete)) and not self._pending:
+            at = generation, self._step + 1
+            self._run(lambda: client.reserve(sizes, at, complete, self._place.session))
+        return there
+
+    def _run(self, errand: Callable[[], None]) -> None:
+        """Have something done that waits for the agent."""
+
+        def run() -> None:
+            try:
+                errand()
+            except OutlastError as problem:
+                self._problem = str(problem)
+
+        self._errand = threading.Thread(target=run, name="outlast-snapshot-rooms", daemon=True)
+        self._errand.start()
+
+    def boundary(self, step: int) -> None:
+        """All ranks have done `step`: take a snapshot if that was agreed."""
+        now = time.monotonic()
+        if self._last is not None:
+            self._measure(now - self._last)
+        self._since += 1
+        self._step = step
+        if self._on and self._capture is not None and (self._agreed or not self._sizes) and step > self._taken:
+            try:
+                self._take(step, self._capture)
+            except OutlastError as problem:
+                self._problem = str(problem)
+            except Exception as error:  # training goes on, with a kind of state that a snapshot cannot hold, too
+                self._problem = f"the state of step {step} cannot be copied: {error!r}"
+            self._copied_s += time.monotonic() - now
+        self._agreed = False
+        self._last = time.monotonic()
+
+    def _measure(self, step_s: float) -> None:
+        """Count a step."""
+        self._all_s.append(step_s)
+        if self._flying is None:
+            self._steps_s.append(step_s)
+            return
+        if self._steps_s:  # an evaluation is no step: at most the double counts
+            usual = self._usual_s()
+            self._flying += min(step_s, 2 * usual) - usual
+        if self._landed:
+            self._longer_s.append(self._flying)
+            self._flying = None
+            copied_s = statistics.median(self._copies_s) if self._copies_s else 0.0
+            self._cost_s = copied_s + longer(self._longer_s, self._steps_s)
+
+    def _usual_s(self) -> float:
+        """Seconds that a step takes without snapshots. Those with one are an upper bound, also if each has one."""
+        return min(statistics.median(self._steps_s), statistics.median(self._all_s))
+
+    def spent_s(self) -> float:
+        """Seconds that copying has taken since the last call."""
+        spent, self._copied_s = self._copied_s, 0.0
+        return spent
+
+    def _take(self, step: int, capturing: Capture) -> None:
+        assert self._client is not None
+        place, at = self._place, (self._place.generation, step)
+        begun = time.monotonic()
+        extra = json.dumps(self._extra()).encode() if place.rank == 0 else b""
+        contents = capturing.prepare(extra)
+        first, self._sizes = not self._sizes, [capture.size(content, objects) for content, objects in contents]
+        if first:
+            self._ready()
+            return
+        self._taken, self._since, self._flying, self._landed, self._pending = step, 0, 0.0, False, True
+        if not self._client.spare(self._sizes, self._complete):  # it has grown
+            self._missed = True
+            return
+        rooms = self._client.rooms(self._sizes, at, self._complete)
+        copied = capturing.copy([(content, room) for (content, _), room in zip(contents, rooms, strict=True)])
+        parts = []
+        for (content, objects), room in zip(contents, rooms, strict=True):
+            index, size = capture.placed(content, objects, room)
+            parts.append((room, self._part(content, step, size), index))
+        self._bytes, self._working = sum(part.bytes for _, part, _ in parts), True
+
+        def publish() -> None:
+            assert self._client is not None
+            try:
+                copied()
+                for room, part, index in parts:
+                    to = place.to if part.kind == "unique" else ()
+                    self._client.publish(room, part, index, to=to, complete=self._complete)
+            except Exception as error:  # in a thread nobody would hear of it
+                self._problem = f"the state of step {step} cannot be copied: {error!r}"
+
+        if capturing.beside or sum(len(index) for _, _, index in parts) > _FEW:
+            self._copying = threading.Thread(target=publish, name="outlast-snapshot", daemon=True)
+            self._copying.start()
+        else:
+            publish()
+        self._copies_s.append(time.monotonic() - begun)
+
+    def _part(self, content: Content, step: int, size: int) -> Part:
+        place = self._place
+        who = place.world, place.rank, place.worker, place.local_rank, place.local_ranks
+        return Part(place.run, place.generation, step, *who, content.kind, bytes=size, session=place.session)
+
+    def _settled(self) -> bool:
+        """Whether this rank's parts of the last snapshot are held, and replicas of them, unless there can be none."""
+        assert self._client is not None
+        if self._copying is not None and self._copying.is_alive():
+            return False
+        if self._problem:
+            return True
+        states = self._client.poll()
+        ours = {kind: states.get((kind, self._taken), "") for kind in ("shared", "unique")}
+        for kind, state in ours.items():
+            word, _, why = state.partition("; ")
+            if word not in ("", "held", "replicated"):
+                self._problem = state
+                return True
+            if why:
+                if not self._alone:
+                    log.warning("outlast: %s; if this worker is lost, training goes on from an older state", why)
+                self._alone = True
+            elif not word or (word == "held" and kind == "unique" and self._place.to):
+                return False
+        return True
+
+    def _choose(self, cost_s: float) -> None:
+        """Choose k, on rank 0, from the mean over the ranks of what a snapshot takes."""
+        if self._place.rank > 0 or len(self._steps_s) < _LEARN:
+            return
+        step_s = self._usual_s()
+        wanted = interval(cost_s, step_s)
+        self._every = steady(wanted, self._every) if self._chosen else wanted
+        self._chosen = True
+        now = time.monotonic()
+        if self._every != self._said and now - self._said_at >= _EVENT_S:
+            self._said, self._said_at = self._every, now
+            copied_s = round(statistics.median(self._copies_s), 6)
+            reason = (
+                f"a snapshot takes {1e3 * cost_s:.1f} ms, {1e3 * copied_s:.1f} ms of it to copy, and a step {1e3 * step_s:.1f} ms"
+            )
+            self._ledger.write(
+                "snapshots", generation=self._place.generation, every=self._every, step=self._taken, copied_s=copied_s,
+                bytes=self._bytes, replicas=len(self._place.to), reason=reason,
+            )  # fmt: skip

@@ -1,0 +1,147 @@
+"""A model's weights as a plain file, which `torch.load(path, weights_only=True)` or safetensors reads without Outlast.
+
+`Session.export` writes those of a model in training, `saved` reads those in a checkpoint. A file is there whole or not at all,
+also after a power failure.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from outlast.base import files
+from outlast.base.errors import OutlastError
+from outlast.storage import checkpoints
+from outlast.training.calls import place
+from outlast.training.samples import stream as streams
+from outlast.training.state import checkpoint, saver
+
+Weights = dict[str, torch.Tensor]
+
+SAFE = ".safetensors"
+
+
+def check(path: Path, model: Any = None) -> None:
+    """Raise OutlastError if `model` or `path` is not suitable for an export."""
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise OutlastError(f"run.export() got {streams.kind(model)} and needs a module ({place()}); write run.export(net)")
+    if path.suffix == SAFE and importlib.util.find_spec("safetensors") is None:
+        raise OutlastError(f"{path.name} needs the package safetensors: pip install safetensors, or name it {path.stem}.pt")
+
+
+def export(model: torch.nn.Module, path: Path, gather: Callable[[Any], list[Any]]) -> None:
+    """Write the weights of `model` to `path` on rank 0, which needs memory for one copy, others for one tensor. A collective.
+
+    Raises OutlastError on all ranks when that fails on rank 0.
+    """
+    problem = ""
+    weights = whole(model, keep=dist.get_rank() == 0)
+    if dist.get_rank() == 0:
+        try:
+            write(path, weights)
+        except OutlastError as error:
+            problem = str(error)
+    if problem := gather(problem)[0]:
+        raise OutlastError(problem)
+
+
+@torch.no_grad()
+def whole(model: torch.nn.Module, *, keep: bool = True) -> Weights:
+    """The parameters and buffers of a model, on the CPU, shards put together, under the names of the module that DDP wraps.
+
+    Tensors that are one in the model (tied) are one here. Without `keep`, takes part and returns nothing. A collective where
+    the model is sharded.
+    """
+    weights: Weights = {}
+    tied: dict[Any, torch.Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in get_model_state_dict(model).items():
+        if not isinstance(tensor, torch.Tensor):
+            raise OutlastError(
+                f"the model has {streams.kind(tensor)} as {name!r}, which is no tensor; export the part without it"
+            )
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        # Not data_ptr(): that of an empty shard is 0, and all ranks must find the same tensors tied.
+        key = (local.untyped_storage().data_ptr() or name, local.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        if key not in tied:
+            if isinstance(tensor, DTensor):
+                tensor = tensor.to(tensor.device_mesh.device_type)  # it may have been offloaded
+                tensor = cast(DTensor, tensor).full_tensor()
+            tied[key] = _copied(tensor, storages) if keep else torch.empty(0)
+        if keep:
+            weights[name] = tied[key]
+    return weights
+
+
+def _copied(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
+    """A tensor on the CPU that has its storage, which is added to `storages`, to itself: torch saves all that it is a view of."""
+    copy = tensor.cpu()
+    storage = copy.untyped_storage()
+    if storage.nbytes() != copy.nbytes or storage.data_ptr() in storages:
+        copy = copy.clone()
+    storages.add(copy.untyped_storage().data_ptr())
+    return copy
+
+
+def write(path: Path, weights: Weights) -> None:
+    """Write weights to `path`, as safetensors if it is named so. Raises OutlastError."""
+    partial = path.with_name(f".{path.name}.writing")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.unlink(missing_ok=True)  # of a process that was killed
+        if path.suffix == SAFE:
+            _write_safe(partial, weights)
+        else:
+            torch.save(weights, partial)
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+        files.sync(path.parent)
+    except Exception as error:  # torch and safetensors each have their own for a full disk
+        raise OutlastError(f"{path} cannot be written: {saver.sentence(error)}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _write_safe(path: Path, weights: Weights) -> None:
+    """Like safetensors' `save_model`: of tied tensors the first is written, and the metadata names the others."""
+    from safetensors.torch import save_file
+
+    first: dict[int, str] = {}
+    for name in sorted(weights):
+        first.setdefault(id(weights[name]), name)
+    ties = {name: first[id(tensor)] for name, tensor in weights.items() if first[id(tensor)] != name}
+    once = {name: tensor.contiguous() for name, tensor in weights.items() if name not in ties}
+    save_file(once, path, metadata={"format": "pt", **ties})
+
+
+def saved(path: Path, name: str = "") -> Weights:
+    """The weights of the module `name` in the checkpoint at `path`; without a name, of the only one. Tied tensors are two.
+
+    Raises OutlastError for a name that is not in it, FileNotFoundError when the checkpoint has been removed.
+    """
+    with checkpoints.reading(path):
+        modules = checkpoint.modules(path)
+        name = name or (modules[0] if len(modules) == 1 else "")
+        if name not in modules:
+            raise OutlastError(f"{path.name} holds the modules {', '.join(modules) or 'none'}; name one of them with --key")
+        return checkpoint.read(path, name)
+
+
+def main(arguments: list[str]) -> None:
+    """Write the weights in a checkpoint to a file: CHECKPOINT FILE [NAME]. `outlast checkpoints export` runs it in a process."""
+    source, target = map(Path, arguments[:2])
+    try:
+        check(target)
+        write(target, saved(source, *arguments[2:]))
+    except (OutlastError, OSError) as error:
+        sys.exit(f"outlast: {error}")
