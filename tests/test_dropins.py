@@ -11,7 +11,7 @@ import outlast
 
 REST = """
 import importlib, pkgutil, outlast
-from outlast.kubernetes.manifests import install
+from outlast.kubernetes.manifests.installed import install
 from outlast.kubernetes.operator import reconcilers
 from outlast.kubernetes.operator.snapshot import Limits
 

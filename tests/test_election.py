@@ -94,9 +94,9 @@ _SNAPSHOTS = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6), st.sampled
 
 
 @given(st.data(), st.integers(1, 4), _SNAPSHOTS, st.integers(0, 2))
-def test_whatever_is_lost_the_newest_whole_snapshot_wins_and_is_never_a_mixture(data, workers, snapshots, replicas):
+def test_whatever_is_lost_the_newest_whole_snapshot_wins_and_is_never_a_mixture(data, workers, snapshots, count):
     places = [Place(f"w{worker}", node=f"n{worker % 3}") for worker in range(workers)]
-    to = replicas.replicas(places, replicas)
+    to = replicas.holders(places, count)
     held, world = [], 2 * workers
     for generation, step, session in snapshots:
         for rank in range(world):
@@ -129,42 +129,42 @@ def kept(to: list[tuple[str, ...]]) -> Counter[str]:
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.booleans()), min_size=1, max_size=12), st.integers(0, 3))
 def test_nobody_keeps_more_than_a_fair_share_and_nobody_lacks_a_replica_that_another_could_keep(places, count):
     workers = [Place(f"w{n}" if has else "", f"n{node}", f"z{zone}") for n, (node, zone, has) in enumerate(places)]
-    to = replicas.replicas(workers, count)
+    to = replicas.holders(workers, count)
     holders = [place.address for place in workers if place.address]
     wanted = [min(count, len(holders) - bool(place.address)) for place in workers]
     assert [len(set(those)) for those in to] == wanted
     assert not any(place.address in those for place, those in zip(workers, to, strict=True))
     assert max(kept(to).values(), default=0) <= -(-sum(wanted) // max(1, len(holders)))
-    assert to == replicas.replicas(workers, count)
+    assert to == replicas.holders(workers, count)
 
 
 @given(st.integers(2, 4), st.integers(1, 4), st.booleans())
 def test_replicas_lie_on_other_nodes_and_in_other_zones_where_these_are_alike(nodes, each, dealt):
     node = [n % nodes if dealt else n // each for n in range(nodes * each)]
     workers = [Place(f"w{n}", f"n{node[n]}", f"z{2 * node[n] // nodes}") for n in range(nodes * each)]
-    for place, (address,) in zip(workers, replicas.replicas(workers, 1), strict=True):
+    for place, (address,) in zip(workers, replicas.holders(workers, 1), strict=True):
         other = workers[int(address[1:])]
         assert other.node != place.node
         assert other.zone != place.zone or nodes == 3
 
 
 def test_workers_that_are_most_of_a_node_keep_each_others_replicas_as_the_rest_has_no_room():
-    to = replicas.replicas([Place(f"w{n}", f"n{n // 7}") for n in range(8)], 1)
+    to = replicas.holders([Place(f"w{n}", f"n{n // 7}") for n in range(8)], 1)
     assert set(kept(to).values()) == {1}
     assert [those for those in to if those == ("w7",)] == [("w7",)]
 
 
 def test_neighbours_have_their_replicas_far_from_each_other_and_everybody_keeps_as_much():
     workers = [Place(f"w{n}", f"n{n}") for n in range(6)]
-    to = replicas.replicas(workers, 1)
+    to = replicas.holders(workers, 1)
     assert to == [("w3",), ("w4",), ("w5",), ("w0",), ("w1",), ("w2",)]
     zones = [Place(f"w{n}", f"n{n // 2}", "ab"[n // 4]) for n in range(8)]
-    assert all(int(those[0][1:]) // 4 != n // 4 for n, those in enumerate(replicas.replicas(zones, 1)))
-    assert set(kept(replicas.replicas(zones, 2)).values()) == {2}
-    assert replicas.replicas([Place("w0"), Place("")], 1) == [(), ("w0",)], "a worker without memory keeps nothing"
+    assert all(int(those[0][1:]) // 4 != n // 4 for n, those in enumerate(replicas.holders(zones, 1)))
+    assert set(kept(replicas.holders(zones, 2)).values()) == {2}
+    assert replicas.holders([Place("w0"), Place("")], 1) == [(), ("w0",)], "a worker without memory keeps nothing"
 
 
 @pytest.mark.parametrize("large", [8, 999])
 def test_the_replicas_of_a_thousand_workers_are_found_at_once(large):
     workers = [Place(f"w{n}", f"n{n // large}", f"z{n // large // 500}") for n in range(1000)]
-    assert {len(those) for those in replicas.replicas(workers, 2)} == {2}
+    assert {len(those) for those in replicas.holders(workers, 2)} == {2}

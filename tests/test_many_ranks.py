@@ -71,7 +71,7 @@ class Workers:
         """Connections at the ports, by address."""
         for worker in range(workers):
             self.start(worker)
-        self.to = replicas.replicas([replicas.Place(agent.address, f"n{n}") for n, agent in self.agents.items()], 1)
+        self.to = replicas.holders([replicas.Place(agent.address, f"n{n}") for n, agent in self.agents.items()], 1)
 
     def start(self, worker: int) -> None:
         state = self.directory / str(worker)

@@ -63,7 +63,7 @@ def test_an_output_that_a_job_does_not_write_to_is_said_to_be_ignored(
 
 
 def test_an_evaluation_whose_reader_has_enough_ends_in_silence() -> None:
-    program = "import sys; from outlast.recipes import results; results.run(lambda: print('x' * (1 << 20)))"
+    program = "import sys; from outlast.recipes.shared import results; results.run(lambda: print('x' * (1 << 20)))"
     with subprocess.Popen([sys.executable, "-c", program, "--evaluate"], stdout=-1, stderr=-1) as evaluation:
         assert evaluation.stdout
         assert evaluation.stderr

@@ -63,7 +63,7 @@ def test_what_an_agent_adds_for_its_warm_process_does_not_keep_that_from_forking
         seen.extend(each for each in args if isinstance(each, Mapping))
         raise Stopped
 
-    for name in ("pid1", "titles", "Output"):
+    for name in ("pid1", "system", "Output"):
         monkeypatch.setattr(start, name, mock.Mock())
     monkeypatch.setattr(sibling, "start_warm", taken)
     with pytest.raises(Stopped):
@@ -79,13 +79,13 @@ def test_what_an_agent_adds_for_its_warm_process_does_not_keep_that_from_forking
 WARM = """
 import json, os, sys, time
 from pathlib import Path
-from outlast.worker.launch import prctl, sibling, warm
+from outlast.worker.launch import system, sibling, warm
 from outlast.base import unix_sockets
 
 request = warm.Server(unix_sockets.listening(Path(sys.argv[1])), dict(os.environ)).run(())
 child = os.fork()
 if child == 0:
-    prctl.die_with(os.getppid())
+    system.die_with(os.getppid())
     time.sleep(60)
 print(json.dumps({"pid": os.getpid(), "group": os.getpgrp(), "child": child, "here": os.getcwd(), **os.environ}), flush=True)
 time.sleep(60)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.storage.snapshots import rooms
+from outlast.storage.snapshots import rooms as rules
 from outlast.storage.snapshots.rooms import Choice, View
 
 
@@ -19,7 +19,7 @@ class Worker:
         self.budget, self.rooms, self._next = budget, list[View](), 0
 
     def take(self, size: int, at: rooms.At, complete: rooms.At, *, replica: bool = False) -> int | None:
-        choice = rooms.choose(self.rooms, size, self.budget, at, complete, replica=replica)
+        choice = rules.choose(self.rooms, size, self.budget, at, complete, replica=replica)
         if choice.problem:
             return None
         held = {room.id: room for room in self.rooms}
@@ -51,7 +51,7 @@ def test_memory_for_two_snapshots_always_suffices_and_the_newest_complete_one_st
     own: list[int], others: list[int], history: list[tuple[bool, bool, object]]
 ) -> None:
     """Each snapshot ends complete or given up; now and then a failure begins another generation."""
-    worker = Worker(int(2 * rooms._WASTE * (sum(own) + sum(others))) + 8)
+    worker = Worker(int(2 * rules._WASTE * (sum(own) + sum(others))) + 8)
     complete, generation = (0, 0), 1
     for step, (succeeds, fails, rng) in enumerate(history, start=1):
         at = (generation, step)
@@ -77,13 +77,13 @@ def test_replicas_leave_room_for_two_snapshots_of_the_workers_own() -> None:
 
 def test_a_workers_own_part_displaces_a_replica_that_came_first() -> None:
     rooms = [View(1, 80, (1, 1), replica=True), View(2, 20, (1, 1), busy=True, replica=True)]
-    assert rooms.choose(rooms, 50, 110, (1, 1), (0, 0)) == Choice(drop=(1,))
+    assert rules.choose(rooms, 50, 110, (1, 1), (0, 0)) == Choice(drop=(1,))
 
 
 def test_memory_that_somebody_uses_is_not_overwritten() -> None:
     rooms = [View(1, 100, (1, 1), busy=True), View(2, 100, (1, 1)), View(3, 100, (1, 2))]
-    assert rooms.choose(rooms, 100, 300, (1, 3), (1, 2)) == Choice(reuse=2)
-    choice = rooms.choose([rooms[0], rooms[2]], 100, 250, (1, 3), (1, 2))
+    assert rules.choose(rooms, 100, 300, (1, 3), (1, 2)) == Choice(reuse=2)
+    choice = rules.choose([rooms[0], rooms[2]], 100, 250, (1, 3), (1, 2))
     assert choice.problem == (
         "0.0 MB of the 0.0 MB for snapshots in the memory of this worker are in use, 0.0 MB more are needed;"
         " raise checkpoint.memory, or lower checkpoint.replicas"
@@ -95,4 +95,4 @@ def test_memory_that_somebody_uses_is_not_overwritten() -> None:
 )
 def test_what_is_neither_complete_nor_being_made_is_free(at: rooms.At | None, free: bool) -> None:
     """Generation 2 went on from step 100 of generation 1, whose step 101 some rank had not finished."""
-    assert rooms.free(View(1, 1, at), (2, 101), (1, 100)) is free
+    assert rules.free(View(1, 1, at), (2, 101), (1, 100)) is free

@@ -48,14 +48,14 @@ def test_who_leaves_in_the_middle_loses_nothing_that_was_written_and_ends_before
 CALLED = """
 import os
 from pathlib import Path
-from outlast.worker.launch import titles
+from outlast.worker.launch import system
 if {without}:
     import sys
     sys.modules["setproctitle"] = None
-titles.entitle("warm process")
+system.entitle("warm process")
 pid = os.fork()
 if pid == 0:
-    titles.entitle("rank 3 train.py")
+    system.entitle("rank 3 train.py")
     read = lambda name: Path("/proc/self", name).read_bytes().replace(b"\\0", b"").decode().strip()
     print(read("comm"), read("cmdline"), "HERE=yes" in read("environ"), "SPT_NOENV" in os.environ, sep=";")
 else:

@@ -8,7 +8,7 @@ import sys
 
 ROLES = {
     "agent": "outlast.worker.agent.start",  # the one role that is a command, too: of pods
-    "faults": "outlast.local.fault_injection",
+    "faults": "outlast.local.fault_schedule",
     "follower": "outlast.worker.tracking.follower",
     "launcher": "outlast.local.launcher",
     "rank": "outlast.worker.launch.rank",

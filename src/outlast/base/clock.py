@@ -103,3 +103,13 @@ class Seen:
     def forget(self, key: Hashable) -> None:
         """It is no more; what comes under the same name is another."""
         self._seen.pop(key, None)
+
+
+def until(at: float, timeout: float, now: float) -> float | None:
+    """When a timeout that began at `at` ends; None when it is over.
+
+    A beginning in the future means that the clock went back. If by less than the timeout, no time has passed yet. If by more,
+    it is unknown how much has, and the timeout is over. So no wait is longer than twice its timeout, however the clock jumps.
+    """
+    end = at + timeout
+    return None if now >= end or at > now + timeout else end

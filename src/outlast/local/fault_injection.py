@@ -1,9 +1,4 @@
-"""Faults on this machine: signals to a worker's agent or to one of its training processes.
-
-`main` carries out a chaos schedule beside a run, in a process of its own that outlives the command line:
-
-    python -m outlast faults STATE NAME SCHEDULE
-"""
+"""Faults on this machine: signals to a worker's agent or to one of its training processes."""
 
 from __future__ import annotations
 
@@ -17,7 +12,6 @@ from pathlib import Path
 from outlast.base.errors import NotFound, OutlastError
 from outlast.job import chaos, contract, ledger
 from outlast.job.status import JobStatus, WorkerStatus
-from outlast.local.backend import LocalBackend
 from outlast.local.state_dir import StateDir
 
 _SIGNALS = {
@@ -83,11 +77,3 @@ def _slow(pid: int) -> None:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
-
-
-def main(argv: list[str]) -> None:
-    """Inject every fault of the schedule when it is due, and log it."""
-    state, name, schedule = Path(argv[0]), argv[1], Path(argv[2])
-    faults = chaos.load(schedule)
-    for sentence in chaos.play(LocalBackend(state), name, faults, chaos.seed(faults)):
-        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} chaos: {sentence}", flush=True)

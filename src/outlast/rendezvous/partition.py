@@ -20,8 +20,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from outlast.base.clock import until
 from outlast.rendezvous.mesh import hearing
-from outlast.rendezvous.vocabulary import until
 
 AGREE_S = 1.0
 """How long reports of one partition may be apart: all ends of a link notice within half a second, then reports travel."""

@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from outlast.base.clock import until
 from outlast.rendezvous import partition, sentences
 from outlast.rendezvous.vocabulary import (
     Call,
@@ -37,7 +38,6 @@ from outlast.rendezvous.vocabulary import (
     Wait,
     Wanted,
     World,
-    until,
 )
 
 __all__ = [

@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Batch", "Session", "Shards", "Stateful", "Stream", "checkpoint", "progress", "session"]
 
-_OF = {
+_MODULES = {
+    "Batch": "samples.stream",
     "Session": "session",
-    "Batch": "stream",
-    "Shards": "shards",
-    "Stateful": "stateful",
-    "Stream": "stream",
-    "checkpoint": "",
-    "session": "",
+    "Shards": "samples.shards",
+    "Stateful": "state.stateful",
+    "Stream": "samples.stream",
 }
 """The module of each name, imported when it is first used: `progress` needs no torch."""
+_MODULES_THEMSELVES = {"checkpoint": "state.checkpoint", "session": "session"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{_OF[name] or name}")
-    return getattr(module, name) if _OF[name] else module
+    if place := _MODULES_THEMSELVES.get(name):
+        return importlib.import_module(f"{__name__}.{place}")
+    if place := _MODULES.get(name):
+        return getattr(importlib.import_module(f"{__name__}.{place}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,5 +1,7 @@
-"""The operator's writes: fenced (only the leader writes), counted, and put into the cache before the next decision; in parallel for
-one part of a plan, in the background for Events."""
+"""The operator's writes: fenced (only the leader writes), counted, and put into the cache before the next decision.
+
+They go in parallel for one part of a plan, in the background for Events.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A run's output: which files are Outlast's own and which are synchronized as they are; logs and ledger read from a store, when the
-machine that wrote them is gone."""
+"""A run's output: which files are Outlast's own, and which are synchronized as they are.
+
+Logs and the ledger are read from a store when the machine that wrote them is gone.
+"""
 
 from __future__ import annotations
 

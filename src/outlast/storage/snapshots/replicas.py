@@ -1,4 +1,4 @@
-"""Replicas: which other workers keep them (`replicas`, pure), and how parts are sent there, slowly enough not to disturb training.
+"""Replicas: which other workers keep them (`holders`, pure), and how parts are sent, slowly enough not to disturb training.
 
 Nobody keeps more than a fair share, so that memory can be planned. Within it other nodes come first, then other zones, then a
 ring with a jump: neighbours in rank, often in one rack, have their replicas far from each other.
@@ -29,7 +29,7 @@ class Place:
     zone: str = ""
 
 
-def replicas(workers: Sequence[Place], count: int) -> list[tuple[str, ...]]:
+def holders(workers: Sequence[Place], count: int) -> list[tuple[str, ...]]:
     """For each worker the addresses of the `count` others that keep replicas of its parts; fewer where there are not so many.
 
     `workers` are in the order of their ranks. Every worker works out the same.

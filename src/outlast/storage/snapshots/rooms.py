@@ -1,8 +1,8 @@
 """The rooms of one agent: files in memory, which parts they hold, who uses them. Threads of `server` and `port` share it.
 
-`choose`, a pure rule, says which room a part gets: one complete snapshot is kept at any time, and no more than two. Rooms are kept
-and used again, since memory that has been touched costs no page faults. A room is free unless somebody uses it, or it holds a part
-of the newest complete snapshot, or of the one that is being made. Everything else (an older snapshot, one that was given up, one of
+`choose`, a pure rule, says which room a part gets: one complete snapshot is kept at any time, and no more than two. Rooms are
+used again, since memory that has been touched costs no page faults. A room is free unless somebody uses it, or it holds a part of
+the newest complete snapshot, or of the one that is being made. Everything else (an older snapshot, one that was given up, one of
 a world that has ended) is overwritten. A room is reserved under the lock and its memory allocated outside of it: that takes a
 third of a second a GiB. Here are also the fences: nothing of another run, of an earlier generation, or of processes that have
 ended comes in.

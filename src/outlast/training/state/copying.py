@@ -15,7 +15,7 @@ import torch
 
 _PIECE = 16 << 20
 """Least bytes that a thread moves at a time, of what is larger. From 16 times the size at which copies bypass the caches
-(`launch.glibc`), `memcpy` copies four pages at once, which is faster still."""
+(`launch.system`), `memcpy` copies four pages at once, which is faster still."""
 _LINE = 64
 """Bytes of a cache line: pieces begin with one."""
 _LARGE = 256 << 10

@@ -99,7 +99,7 @@ def open_(
     own = replicas.Place(client.address, *client.where) if client else replicas.Place("")
     said = gather((own, place.worker, secrets.token_hex(8)))
     workers = {worker: where for where, worker, _ in said}
-    to = replicas.replicas(list(workers.values()), int(os.environ.get(Env.REPLICAS, "1")))
+    to = replicas.holders(list(workers.values()), int(os.environ.get(Env.REPLICAS, "1")))
     place = dataclasses.replace(place, session=said[0][2], to=to[list(workers).index(place.worker)])
     return Snapshots(client, place, ledger, tell)
 

@@ -1,0 +1,20 @@
+"""Carries out a chaos schedule beside a run on this machine, in a process of its own that outlives the command line.
+
+python -m outlast faults STATE NAME SCHEDULE
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from outlast.job import chaos
+from outlast.local.backend import LocalBackend
+
+
+def main(argv: list[str]) -> None:
+    """Inject every fault of the schedule when it is due, and log it."""
+    state, name, schedule = Path(argv[0]), argv[1], Path(argv[2])
+    faults = chaos.load(schedule)
+    for sentence in chaos.play(LocalBackend(state), name, faults, chaos.seed(faults)):
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} chaos: {sentence}", flush=True)
