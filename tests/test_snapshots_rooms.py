@@ -18,7 +18,7 @@ class Worker:
     def __init__(self, budget: int) -> None:
         self.budget, self.rooms, self._next = budget, list[View](), 0
 
-    def take(self, size: int, at: rooms.At, complete: rooms.At, *, replica: bool = False) -> int | None:
+    def take(self, size: int, at: rules.At, complete: rules.At, *, replica: bool = False) -> int | None:
         choice = rules.choose(self.rooms, size, self.budget, at, complete, replica=replica)
         if choice.problem:
             return None
@@ -35,7 +35,7 @@ class Worker:
         assert sum(room.size for room in self.rooms) <= self.budget
         return room.id
 
-    def holds(self, at: rooms.At) -> list[int]:
+    def holds(self, at: rules.At) -> list[int]:
         return sorted(room.size for room in self.rooms if room.at == at)
 
 
@@ -93,6 +93,6 @@ def test_memory_that_somebody_uses_is_not_overwritten() -> None:
 @pytest.mark.parametrize(
     ("at", "free"), [((1, 100), False), ((1, 99), True), ((1, 101), True), ((2, 101), False), ((2, 102), False), (None, True)]
 )
-def test_what_is_neither_complete_nor_being_made_is_free(at: rooms.At | None, free: bool) -> None:
+def test_what_is_neither_complete_nor_being_made_is_free(at: rules.At | None, free: bool) -> None:
     """Generation 2 went on from step 100 of generation 1, whose step 101 some rank had not finished."""
     assert rules.free(View(1, 1, at), (2, 101), (1, 100)) is free
