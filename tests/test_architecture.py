@@ -1,4 +1,4 @@
-"""The map (docs/architecture.md) is true, and the house keeps its limits."""
+"""The map (docs/architecture.md, docs/where.md) is true, and the house keeps its limits."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from outlast.cli.commands import app
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "outlast"
-PAGE = (ROOT / "docs" / "architecture.md").read_text()
+PAGE = (ROOT / "docs" / "architecture.md").read_text() + (ROOT / "docs" / "where.md").read_text()
 
-LINES, FUNCTION, PARAMETERS = 600, 60, 7
-"""The longest module, the longest function, the most parameters (`self` excluded)."""
+LINES, FUNCTION, PARAMETERS, WINGS, FILES = 600, 60, 7, 12, 20
+"""The longest module, the longest function, the most parameters (`self` excluded); the most wings, and files in one room."""
 
 PUBLIC = {"training/samples/stream.py:__init__"}
 """Scripts construct a `Stream` with keywords, as they do torch's DataLoader."""
@@ -33,10 +33,10 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def packages() -> set[str]:
-    """The packages, of all depths, and top-level modules on disk: `worker`, `worker/agent`, `checkpoints`."""
-    found = {str(path.parent.relative_to(SOURCE)) for path in SOURCE.glob("*/**/__init__.py")}
-    return found | {path.stem for path in SOURCE.glob("*.py") if path.stem != "__init__"}
+def wings() -> set[str]:
+    """Packages and modules at the top: `worker`, `checkpoints`."""
+    packages = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    return packages | {path.stem for path in SOURCE.glob("*.py") if path.stem != "__init__"}
 
 
 def section(title: str) -> str:
@@ -98,10 +98,18 @@ def drawn() -> list[set[str]]:
     return [set(re.split(r"\s{2,}", line.strip())[1:]) for line in picture.strip().splitlines()]
 
 
-def test_every_package_on_disk_is_on_the_map_and_the_map_names_no_other() -> None:
-    listed = re.findall(r"^\| `([\w/]+?)(/|\.py)` \|", section("Layers"), re.MULTILINE)
-    assert {name for name, end in listed if end == "/" or "/" not in name} == packages()
-    assert sum("/" not in name for name in packages() if (SOURCE / name).is_dir()) <= 12, "a wing too many"
+def test_every_wing_is_on_the_map_and_the_map_names_no_other() -> None:
+    listed = re.findall(r"^\| `(\w+)(?:/|\.py)` \|", section("Layers"), re.MULTILINE)
+    assert set(listed) == wings()
+    assert sum((SOURCE / name).is_dir() for name in listed) <= WINGS, "a wing too many"
+
+
+def test_every_room_says_what_it_is_for_and_is_no_hall() -> None:
+    rooms = sorted(path.parent for path in SOURCE.rglob("__init__.py"))
+    assert [str(room) for room in rooms if not ast.get_docstring(tree(room / "__init__.py"))] == []
+    assert {
+        f"{room} ({count} files)" for room in rooms if (count := len(list(room.glob("*.py")))) > FILES and room.name != "cli"
+    } == set()
 
 
 def test_the_picture_shows_the_layers_that_import_linter_enforces() -> None:
