@@ -5,13 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TRAINS := $(VENV)/.trains
+CORE := base job rendezvous storage training
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install --constraint constraints.txt
 OUTLAST := $(BIN)/outlast
 
 unexport PYTHONDONTWRITEBYTECODE # tests start hundreds of processes: each would compile what it imports
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-one watch test-slow test-gpu check hooks docs bench clean
+.PHONY: help demo test test-core test-one watch test-slow test-gpu check hooks docs bench clean
 
 help:  ## Say what can be made
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -26,8 +27,11 @@ test: $(READY)  ## Run the tests, but not those that take minutes
 	$(BIN)/pytest -m "not jobs and not slow and not cluster and not gpu" --numprocesses 2 --dist worksteal
 	$(BIN)/pytest -m "jobs and not slow and not cluster and not gpu"
 
-test-one: $(READY)  ## Run some tests: make test-one T=tests/test_world.py::test_nobody_is_there_yet, or T="a word of their names"
-	$(BIN)/pytest -p no:randomly $(if $(T),$(if $(findstring .py,$(T)),$(T),-k "$(T)"),$(error name the tests: make test-one T=tests/test_world.py))
+test-core: $(READY)  ## Run the tests of base, job, rendezvous, storage and training (under two minutes): after a first change
+	$(BIN)/pytest -m "not jobs and not slow and not cluster and not gpu" --numprocesses 2 --dist worksteal $(CORE:%=tests/%)
+
+test-one: $(READY)  ## Run some tests: make test-one T=tests/rendezvous/test_world.py::test_nobody_is_there_yet, or T="a word of their names"
+	$(BIN)/pytest -p no:randomly $(if $(T),$(if $(findstring .py,$(T)),$(T),-k "$(T)"),$(error name the tests: make test-one T=tests/rendezvous/test_world.py))
 
 watch: $(READY)  ## Run tests again at every change: those of T (a file), or the files of tests that git shows as changed
 	$(BIN)/watchfiles "$(BIN)/pytest -p no:randomly $(or $(T),--picked)" src tests
@@ -48,7 +52,7 @@ check: $(READY)  ## Check format, lint, types, imports, the map, and that genera
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -q tests/test_architecture.py
+	$(BIN)/pytest -q tests/house/test_architecture.py
 	$(BIN)/python docs/reference/job_file.py | diff docs/reference/job-file.md -
 	$(BIN)/python docs/reference/training.py | diff docs/reference/training.md -
 	$(BIN)/python docs/guide/commands.py | diff docs/guide/commands.md -

@@ -36,7 +36,7 @@ from typing import Any
 
 import recovery
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "shared"))
 import etcds
 
 PROCESSES = 8

@@ -36,7 +36,7 @@ from typing import Protocol
 import psutil
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent / "tests"))
+sys.path.append(str(HERE.parent / "tests" / "shared"))
 
 import netns  # noqa: E402 (of the tests: namespaces whose packets vanish)
 

@@ -5,7 +5,7 @@
 
 Real ends of the mesh, all in this process, each with its thread, its port and its connections over the loopback interface. The
 CPU time of the process, kernel included, while nothing happens is that of all agents. Silence is measured where packets can be
-lost: `tests/test_mesh_partitions.py`, and `recovery.py` for whole jobs.
+lost: `tests/rendezvous/test_mesh_partitions.py`, and `recovery.py` for whole jobs.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ def spent(process: psutil.Process) -> float:
 
 def life() -> collections.Counter[str]:
     """What a job writes from its first look until its workers have ended after its success, by verb and kind."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
     import simulated
 
     cluster, notes = simulated.Cluster({"replicas": PODS}, steps=25), 0
@@ -400,7 +400,7 @@ def small_server(latency_ms: float) -> Iterator[Path]:
 
 
 def serve(config: Path, latency_s: float) -> None:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
     import apiserver
 
     gc.disable()  # with all these documents it would stop the server for 200 ms, again and again

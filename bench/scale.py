@@ -45,7 +45,7 @@ from outlast.kubernetes.operator.process import OBJECTS
 from outlast.kubernetes.operator.queues import ClusterFeatures
 from outlast.kubernetes.operator.snapshot import HEARD, Limits
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
 import simulated
 
 Document = dict[str, Any]

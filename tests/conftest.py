@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import random
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
-import psutil
 import pytest
 
 from etcds import own_etcd, shared_etcd  # noqa: F401 (fixtures)
 from faults import aws_proxy, moto_proxy, rclone_proxy  # noqa: F401 (fixtures)
+from machines import Machine
 from namespaces import Namespace, made
 from operated import undisturbed_pods  # noqa: F401 (fixture)
 from outlast import cli
-from outlast.job import spec
-from outlast.job.status import JobStatus
-from outlast.local.backend import LocalBackend
 from outlast.storage import store
 from outlast.storage.store import Store
 from servers import Place as Bucket
@@ -38,8 +31,6 @@ hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, m
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
 hypothesis.settings.load_profile("fixed")
 """The same examples in every run. `make test-slow` explores: twenty times as many, others each time, with blobs of failures."""
-
-PROGRAMS = Path(__file__).parent / "programs"
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Read when torch is imported. Its threads wait for each other busily: with more of them than idle cores, small models take
@@ -91,82 +82,6 @@ def namespace() -> Iterator[Namespace]:
     """A namespace of a real cluster."""
     with made() as found:
         yield found
-
-
-class Machine:
-    """A local backend of its own, and the means to wait for what jobs on it do."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.backend = LocalBackend(directory / "state")
-        self.rng = random.Random(0)
-
-    def job(self, name: str = "job", *, args: tuple[str, ...] = (), **fields: object) -> Path:
-        """A job file that trains tests/programs/exact.py with two workers and saves every 10 steps, unless told otherwise."""
-        whole = {
-            "script": "exact.py",
-            "code": str(PROGRAMS),
-            "args": list(args),
-            "workers": {"replicas": 2},
-            "checkpoint": {"every": "10 steps"},
-            "hang": {"limit": "3s"},
-            **fields,
-        }
-        document = {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": name}, "spec": whole}
-        path = self.directory / f"{name}.yaml"
-        path.write_text(json.dumps({**document, "spec": {key: value for key, value in whole.items() if value is not None}}))
-        return path
-
-    def submit(self, path: Path, **how: bool) -> str:
-        """Start the job of a file; its name."""
-        job = spec.load(path)
-        self.backend.submit(job, source=path, **how)
-        return job.metadata.name
-
-    def run(self, path: Path, *, timeout_s: float = 180) -> JobStatus:
-        """Start a job and wait for its end."""
-        return self.end(self.submit(path), timeout_s=timeout_s)
-
-    def wait(self, name: str, until: Callable[[JobStatus], bool], *, timeout_s: float = 180) -> JobStatus:
-        """The first status that satisfies `until`."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            status = self.backend.status(name)
-            if until(status):
-                return status
-            if time.monotonic() > deadline or (
-                status.state.final and status.launcher is None and not until(self.backend.status(name))
-            ):
-                log = (self.directory / "state" / "jobs" / name / "launcher.log").read_text()
-                pytest.fail(f"within {timeout_s} s {name} is {status.state}: {status.reason}\n{log}")
-            time.sleep(0.02)
-
-    def at_step(self, name: str, step: int) -> JobStatus:
-        """Wait until the job trains beyond `step` with all its processes known."""
-        return self.wait(name, lambda s: s.step >= step and bool(s.world) and all(w.ranks for w in s.workers))
-
-    def end(self, name: str, *, hurry: bool = False, timeout_s: float = 180) -> JobStatus:
-        """Wait until the run is over, or has left with its state saved. In a `hurry` exact.py passes its gate."""
-
-        def over(status: JobStatus) -> bool:
-            if hurry and (output := Path(self.backend.output(name))).is_dir():
-                (output / "hurry").touch()
-            return status.finished is not None and status.launcher is None
-
-        return self.wait(name, over, timeout_s=timeout_s)
-
-    def final(self, name: str) -> dict[str, object]:
-        """What exact.py wrote at its end: step and hash of the weights. No loss: who resumes after the last step has none."""
-        return dict(json.loads((self.backend.output(name) / "final.json").read_text()))
-
-    def kill_everything(self) -> None:
-        """SIGKILL every process that runs a job of this machine."""
-        mine = str(self.directory)
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                state = process.environ().get("OUTLAST_WORKER_STATE", "")
-                if process.pid != os.getpid() and (state.startswith(mine) or any(mine in part for part in process.cmdline())):
-                    process.send_signal(signal.SIGKILL)
 
 
 @pytest.fixture(params=["memory", "file", "moto", "rclone"])

@@ -1,8 +1,8 @@
 """Tokens of ASCII text under a byte-level BPE, a piece of text at a time in numpy, without a Python object per word.
 
 `starts` finds GPT-2's words from the classes of neighbouring characters; `Table` knows the tokens of words of up to 16 bytes by
-their bytes, as two integers, in a direct-mapped table, and of all others in a dict. Exact: `tests/test_prepare_text.py` compares
-both with the library.
+their bytes, as two integers, in a direct-mapped table, and of all others in a dict. Exact: `tests/data/test_prepare_text.py`
+compares both with the library.
 
 The pattern is `'(?:[sdmt]|ll|ve|re)| ?L+| ?N+| ?P+|\\s+(?!\\S)|\\s+`, with letters L, digits N, and P all others but spaces:
 https://github.com/openai/gpt-2/blob/master/src/encoder.py.

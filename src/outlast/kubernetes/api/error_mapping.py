@@ -1,6 +1,6 @@
 """Errors of an API server, from its Status to our errors with a remedy.
 
-The only place where answers become errors. Pure; tests/test_kube.py tries it on answers of real servers.
+The only place where answers become errors. Pure; tests/kubernetes/test_kube.py tries it on answers of real servers.
 """
 
 from __future__ import annotations

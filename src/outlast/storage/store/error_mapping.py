@@ -1,6 +1,7 @@
 """Maps obstore's and botocore's exceptions to ours, with a remedy. Called by `store` only.
 
-Both libraries keep the store's answer as text, so this parses text; tests/test_store_faults.py checks it with real answers.
+Both libraries keep the store's answer as text, so this parses text; tests/storage/test_store_faults.py checks it with real
+answers.
 """
 
 from __future__ import annotations

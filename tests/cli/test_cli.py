@@ -1,0 +1,680 @@
+"""The command line, in this process, on a backend without processes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+import fake
+from machines import PROGRAMS
+from outlast import cli
+from outlast.base.errors import NotFound, OutlastError, Unanswered
+from outlast.cli import live, overrides, show, view
+from outlast.job import chaos
+from outlast.job.backend import Backend, LogLine
+from outlast.job.status import (
+    BestStatus,
+    CheckpointStatus,
+    Failure,
+    JobStatus,
+    LostStatus,
+    RankStatus,
+    SnapshotStatus,
+    State,
+    WorkerStatus,
+)
+from outlast.local import backend as local
+from outlast.local.state_dir import Run
+
+JOB = """\
+apiVersion: outlast.dev/v1alpha1
+kind: ElasticJob
+metadata: {name: job}
+spec:
+  module: outlast.recipes.smoke
+  workers: {replicas: 2, max: 4}
+"""
+
+Outlast = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    return path
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> fake.FakeBackend:
+    return fake.FakeBackend(tmp_path)
+
+
+@pytest.fixture
+def outlast(capsys: pytest.CaptureFixture[str]) -> Outlast:
+    """Runs the command line: (backend, *words) -> exit code, standard output, standard error."""
+
+    def call(backend: Backend, *words: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([str(word) for word in words], backend=backend)
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return call
+
+
+def a_status(**fields: object) -> JobStatus:
+    """A job in the middle of its run, submitted at 1000."""
+    usual = {
+        "name": "job",
+        "run": "run-1",
+        "state": State.RUNNING,
+        "reason": "world of 2",
+        "replicas": 2,
+        "min": 1,
+        "max": 4,
+        "generation": 3,
+        "world": [0, 1],
+        "step": 40,
+        "steps": 100,
+        "rate": 10.0,
+        "submitted": 1000.0,
+        "output": "/out/job",
+    }
+    return JobStatus(**{**usual, **fields})
+
+
+# Run
+
+
+def test_a_run_shows_the_workers_lines_and_says_how_it_ended(backend: fake.FakeBackend, outlast: Outlast, job_file: Path) -> None:
+    code, out, err = outlast(backend, "run", job_file)
+    assert code == 0
+    assert out.splitlines() == [f"worker-{worker} | step {step}" for step in range(1, 21) for worker in (0, 1)]
+    assert "outlast | Running: world of 2\n" in err
+    assert "outlast | Succeeded: all steps are done\noutlast | 20/20 steps in " in err
+
+
+def test_a_failed_run_exits_with_the_workers_code_and_shows_the_first_error(
+    tmp_path: Path, outlast: Outlast, job_file: Path
+) -> None:
+    code, _, err = outlast(fake.FakeBackend(tmp_path, at={5: fake.fails(78)}), "run", job_file)
+    assert code == 78
+    assert "outlast | rank 1 on worker 1 raised ValueError: too bad (exit code 78)\n" in err
+    assert "outlast |     ValueError: too bad\n" in err
+
+
+def test_the_first_interruption_saves_and_the_same_command_goes_on(tmp_path: Path, outlast: Outlast, job_file: Path) -> None:
+    backend = fake.FakeBackend(tmp_path, at={5: lambda run: os.kill(os.getpid(), signal.SIGINT)}, steps=60)
+    code, _, err = outlast(backend, "run", job_file)
+    assert code == 75
+    assert "outlast | saving and stopping; press Ctrl-C again to kill it\n" in err
+    left = backend.status("job").step
+    assert f"go on from step {left} with `outlast run FILE`, or in the background with `outlast resume job`\n" in err
+
+    code, out, _ = outlast(backend, "run", job_file)
+    assert code == 0
+    assert out.splitlines()[0] == f"worker-0 | step {left + 1}", "lines of before are not shown again"
+
+
+def test_the_second_interruption_kills(tmp_path: Path, outlast: Outlast, job_file: Path) -> None:
+    def never_leaves(run: fake.Run) -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
+        while run.launcher is not None:
+            time.sleep(0.01)
+
+    code, _, err = outlast(fake.FakeBackend(tmp_path, at={5: never_leaves}), "run", job_file)
+    assert code == 130
+    assert "outlast | Interrupted: killed\n" in err
+    assert "go on with `outlast run" in err
+
+
+def test_a_launcher_that_dies_is_started_again(tmp_path: Path, outlast: Outlast, job_file: Path) -> None:
+    code, out, err = outlast(fake.FakeBackend(tmp_path, at={5: fake.launcher_dies}), "run", job_file)
+    assert code == 0
+    assert out.splitlines()[-1] == "worker-1 | step 20"
+    assert "outlast | the job's launcher was gone; started it again\n" in err
+
+
+def test_a_job_that_is_suspended_elsewhere_ends_the_view(tmp_path: Path, outlast: Outlast, job_file: Path) -> None:
+    backend = fake.FakeBackend(tmp_path, at={5: lambda run: backend.suspend("job")})
+    code, _, err = outlast(backend, "run", job_file)
+    assert code == 75
+    assert "outlast resume job" in err
+
+
+def test_detached_runs_return_at_once(backend: fake.FakeBackend, outlast: Outlast, job_file: Path) -> None:
+    code, out, _ = outlast(backend, "run", job_file, "--detach")
+    assert (code, out) == (0, "job runs in the background; look at it with: outlast logs -f job\n")
+
+
+def test_a_fresh_run_ends_the_unfinished_one_first(tmp_path: Path, outlast: Outlast, job_file: Path) -> None:
+    backend = fake.FakeBackend(tmp_path, at={5: lambda run: backend.interrupt("job")})
+    assert outlast(backend, "run", job_file)[0] == 75
+    code, out, _ = outlast(backend, "run", job_file, "--fresh")
+    assert (code, out.splitlines()[0]) == (0, "worker-0 | step 1")
+
+
+def test_values_of_the_command_line_replace_those_of_the_file(job_file: Path) -> None:
+    sets = ["checkpoint.every=7 steps", "args=[--epochs=2]", "workers.max=5", "env.WHO=me", "code=src"]
+    job = overrides.load(job_file, workers=5, name="other", set_=sets)
+    assert job.metadata.name == "other"
+    assert (job.spec.workers.replicas, job.spec.workers.allowed()) == (5, (5,))
+    assert (str(job.spec.checkpoint.every), job.spec.args, job.spec.env) == ("7 steps", ("--epochs=2",), {"WHO": "me"})
+    assert job.spec.code == str(job_file.parent / "src"), "paths start from the job file"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--set", "workers=9=9"], "job.yaml with the command line's values: "),
+        (["--set", "wrokers.max=3"], "workers"),
+        (["--set", "nothing"], "Error: --set nothing: expected KEY=VALUE, such as checkpoint.every=1m\n"),
+        (["--set", "args=[1"], "Error: --set args=[1: the value is not YAML"),
+        (["--workers", "9"], "workers.replicas (9) is above workers.max (4)"),
+        (["--chaos", "none.yaml"], "Error: no chaos schedule at none.yaml\n"),
+    ],
+)
+def test_wrong_values_are_one_clear_sentence(
+    backend: fake.FakeBackend, outlast: Outlast, job_file: Path, words: list[str], said: str
+) -> None:
+    code, out, err = outlast(backend, "run", job_file, *words)
+    assert (code, out, backend.runs) == (2, "", {})
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_the_chaos_schedule_is_checked_and_handed_on(
+    backend: fake.FakeBackend, outlast: Outlast, job_file: Path, tmp_path: Path
+) -> None:
+    schedule = tmp_path / "chaos.yaml"
+    schedule.write_text(
+        "- {step: 4, do: kill-worker, worker: 1}\n- {at: 2s, do: explode}\n- {do: term}\n- {step: 1, do: term, worker: x}\n"
+    )
+    code, _, err = outlast(backend, "run", job_file, "--chaos", schedule)
+    assert code == 2
+    assert err.splitlines() == [
+        f"Error: {schedule}: entry 2: no fault 'explode'; choose one of kill-process, kill-worker, stop, slow, term, evict",
+        f"{schedule}: entry 3: say when: `at: 20s` or `step: 40`",
+        f"{schedule}: entry 4: worker is 'x'; expected the index of a worker, or random",
+    ]
+    schedule.write_text("- {step: 4, do: kill-worker, worker: 1}\n")
+    assert outlast(backend, "run", job_file, "--chaos", schedule)[0] == 0
+    assert backend.chaos_schedule == schedule
+
+
+# Looking
+
+
+def a_machine_with_jobs(backend: fake.FakeBackend, outlast: Outlast, job_file: Path, *names: str) -> None:
+    for name in names:
+        assert outlast(backend, "run", job_file, "--name", name)[0] == 0
+
+
+def test_the_list_has_a_line_for_each_job(backend: fake.FakeBackend, outlast: Outlast, job_file: Path) -> None:
+    assert outlast(backend, "list")[1] == ""
+    a_machine_with_jobs(backend, outlast, job_file, "one", "two")
+    _, out, _ = outlast(backend, "list")
+    assert [line.split()[:4] for line in out.splitlines()] == [
+        ["NAME", "STATE", "WORKERS", "STEP"],
+        ["one", "Succeeded", "2/2", "(2–4)"],
+        ["two", "Succeeded", "2/2", "(2–4)"],
+    ]
+    assert [job["name"] for job in json.loads(outlast(backend, "list", "-o", "json")[1])] == ["one", "two"]
+    assert [job["name"] for job in yaml.safe_load(outlast(backend, "list", "-o", "yaml")[1])] == ["one", "two"]
+
+
+def test_the_only_job_needs_no_name(backend: fake.FakeBackend, outlast: Outlast, job_file: Path) -> None:
+    assert "no job has been run here" in outlast(backend, "status")[2]
+    a_machine_with_jobs(backend, outlast, job_file, "one")
+    assert outlast(backend, "status")[1].startswith("one: Succeeded: all steps are done\n")
+    assert JobStatus.model_validate_json(outlast(backend, "status", "-o", "json")[1]).name == "one"
+    a_machine_with_jobs(backend, outlast, job_file, "two")
+    _, out, err = outlast(backend, "status")
+    assert (out[:14], err) == ("two: Succeeded", "outlast | two: the newest of 2 jobs; outlast list shows all\n")
+    backend.runs["one"].status.state = State.SUSPENDED
+    _, out, err = outlast(backend, "status")
+    assert (out[:14], err) == ("one: Suspended", "outlast | one: the only unfinished one of 2 jobs; outlast list shows all\n")
+    backend.runs["two"].status.state = State.RUNNING
+    assert outlast(backend, "status") == (2, "", "Error: which job? there are one, two\n")
+    assert outlast(backend, "status", "ome") == (2, "", "Error: no job ome; did you mean one? there are one, two\n")
+
+
+def test_watching_prints_a_line_for_every_change_until_the_end(
+    backend: fake.FakeBackend, outlast: Outlast, job_file: Path
+) -> None:
+    outlast(backend, "run", job_file, "--detach")
+    assert outlast(backend, "status", "-w")[1].splitlines()[-1] == "Succeeded: all steps are done"
+
+
+def test_logs_can_be_followed_cut_and_searched(backend: fake.FakeBackend, outlast: Outlast, job_file: Path) -> None:
+    outlast(backend, "run", job_file, "--detach")
+    assert len(outlast(backend, "logs", "-f")[1].splitlines()) == 40
+    assert outlast(backend, "logs", "--worker", 1, "--grep", "step 12", "--tail", 4)[1] == ""
+    assert outlast(backend, "logs", "--worker", 1, "--grep", "9$")[1] == "step 9\nstep 19\n"
+    assert outlast(backend, "logs", "--grep", "9$", "--tail", 4)[1] == "worker-0 | step 19\nworker-1 | step 19\n"
+    code, _, err = outlast(backend, "logs", "--grep", "(")
+    assert (code, err) == (2, "Error: --grep '(' is not a regular expression: missing ), unterminated subpattern at position 0\n")
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    program = (
+        "import sys, fake, pathlib; from outlast import cli; from outlast.job.backend import LogLine\n"
+        "from outlast.job.status import JobStatus\n"
+        "b = fake.FakeBackend(pathlib.Path(sys.argv[1])); b.runs['job'] = fake.Run(JobStatus(name='job', run='1'))\n"
+        "b.runs['job'].lines += [LogLine(0, 'x' * 100)] * 10000\n"
+        "cli.main(['logs'], backend=b)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=PROGRAMS.parent,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline().startswith(b"worker-0 | xxx")
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 1
+
+
+def test_the_page_of_a_job_shows_everything_that_is_known() -> None:
+    status = a_status(
+        restarts=1,
+        interruptions=2,
+        goodput=0.941,
+        lost=LostStatus(failures=2, seconds=5.0, last_s=1.5, generation=2, up_to=True),
+        metrics={"step": 38.0, "loss": 0.31622, "accuracy": 0.5},
+        warnings=["the save of step 30 failed: disk full"],
+        workers=[WorkerStatus(index=1, state="training", pid=7, ranks=[RankStatus(rank=1, local_rank=0, step=40)], restarts=1)],
+        checkpoint=CheckpointStatus(
+            step=30, path="/x", time=1090.0, bytes=5 << 20, best=BestStatus(step=20, value=0.31, by="val_loss")
+        ),
+        snapshot=SnapshotStatus(step=39, every=3),
+        failure=Failure(
+            worker=1,
+            rank=1,
+            code=137,
+            reason="rank 1 on worker 1 was killed by SIGKILL",
+            step=20,
+            generation=2,
+            time=1055,
+            traceback="a\nb",
+        ),
+    )
+    assert show.page(status, 1100.0).replace(show.moment(1000.0), "THEN").splitlines() == [
+        "job: Running: world of 2",
+        "",
+        "run         run-1",
+        "world       2/2 (1–4) workers, generation 3, 1 per worker",
+        "step        40/100, 10 steps/s, 6.0s left",
+        "metrics     loss 0.3162, accuracy 0.5 (step 38)",
+        "snapshot    step 39, every 3 steps",
+        "checkpoint  step 30, 10s ago, 5.0 MiB; best: step 20, val_loss 0.31",
+        "restarts    1, and 2 interruptions, not counted",
+        "goodput     94.1 %",
+        "lost        up to 5.0s of training by 2 failures, 2.5s each",
+        "submitted   THEN, for 1m40s",
+        "output      /out/job",
+        "",
+        "WORKER  STATE     PID  RANK:STEP  RESTARTS  PROBES",
+        "1       training  7    1:40       1         -",
+        "",
+        "Warnings",
+        "  the save of step 30 failed: disk full",
+        "",
+        "Last failure, 45s ago, cost up to 1.5s of training",
+        "  rank 1 on worker 1 was killed by SIGKILL (generation 2, step 20, exit code 137)",
+        "      a",
+        "      b",
+    ]
+
+
+def test_a_checkpoint_whose_size_nobody_has_told_shows_none() -> None:
+    earlier = CheckpointStatus(step=30, path="/x", time=1090.0)
+    assert show.newest_checkpoint(a_status(checkpoint=earlier), 1100.0) == "step 30, 10s ago"
+
+
+def test_a_failure_without_a_traceback_shows_the_tail_of_its_log() -> None:
+    failed = Failure(worker=0, code=3, reason="rank 0 on worker 0 exited with code 3", log_tail="no such file\nbye\n")
+    assert (
+        show.failure(failed)
+        == "rank 0 on worker 0 exited with code 3 (exit code 3)\n    its log ends with:\n    no such file\n    bye"
+    )
+    long = show.failure(replace(failed, log_tail="x" * 500))
+    assert max(map(len, long.splitlines())) == 4 + 300
+
+
+def test_only_what_changed_is_said() -> None:
+    old = a_status(warnings=["a"])
+    assert show.changes(None, old) == ["Running: world of 2", "warning: a"]
+    assert show.changes(old, a_status(warnings=["a"], step=41)) == []
+    waits = "waiting for worker 1, then it starts"
+    counting = [
+        a_status(reason=f"waiting for worker 1 ({n} s left), then it starts", waits=waits, warnings=["a"]) for n in (9, 8)
+    ]
+    assert show.changes(counting[0], counting[1]) == []
+    assert show.changes(old, a_status(reason="", warnings=["a"])) == []
+    assert show.changes(old, a_status(reason="", state=State.RESTARTING, warnings=["a", "b"])) == ["Restarting", "warning: b"]
+
+
+def test_a_terminal_shows_lines_above_a_panel() -> None:
+    screen = io.StringIO()
+    with live.Terminal(Console(file=screen, force_terminal=True, width=80, color_system=None)) as terminal:
+        terminal.update(
+            a_status(
+                goodput=0.5,
+                metrics={"step": 40, "loss": 2.5},
+                failure=Failure(worker=0, code=1, reason="too bad"),
+                warnings=["disk full"],
+            )
+        )
+        terminal.lines([LogLine(0, "[EPOCH] \033[31mred\033[0m"), LogLine(1, "50%\rdone [b]")])
+        terminal.say("saving")
+        terminal.update(a_status(step=50, steps=None))
+    shown = screen.getvalue()
+    for words in (
+        *("worker-0 | [EPOCH] red", "worker-1 | done [b]", "outlast | saving"),
+        *("job · Running", "world of 2", "step 40/100", "40%", "10/s", "6.0s left"),
+        *("world 2/2 (1–4) · generation 3 · 0 restarts · 0 interruptions", "no checkpoint yet", "goodput 50.0 %"),
+        "loss 2.5 (step 40)",
+        *("last failure: too bad", "warning: disk full", "step 50"),
+    ):
+        assert words in shown
+
+
+def test_a_page_on_a_terminal_waits_for_a_cluster_that_is_away(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = iter([a_status(), Unanswered("the API server is gone"), Unanswered("gone"), a_status(state=State.SUCCEEDED)])
+
+    def look() -> JobStatus:
+        if isinstance(answer := next(answers), Unanswered):
+            raise answer
+        return answer
+
+    live.page(look, every_s=0)
+    out = capsys.readouterr().out
+    assert out.count("outlast | the API server is gone; trying again") == 1
+    assert "Succeeded" in out
+
+
+def test_a_run_on_a_terminal_ends_with_its_panel(tmp_path: Path) -> None:
+    pty = pytest.importorskip("pty")
+    program = (
+        "import sys, fake, pathlib; from outlast import cli\n"
+        "cli.main(['run', sys.argv[1]], backend=fake.FakeBackend(pathlib.Path(sys.argv[1]).parent))\n"
+    )
+    (tmp_path / "job.yaml").write_text(JOB)
+    master, slave = pty.openpty()
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "job.yaml")],
+        stdin=slave, stdout=slave, stderr=slave, cwd=PROGRAMS.parent, env=environ,
+    ) as process:  # fmt: skip
+        os.close(slave)
+        shown = b""
+        while True:
+            try:
+                piece = os.read(master, 65536)
+            except OSError:  # the other end is closed
+                break
+            if not piece:
+                break
+            shown += piece
+    os.close(master)
+    assert process.returncode == 0, shown.decode()
+    text = shown.decode()
+    assert "worker-1 | \033[0mstep 20" in text
+    assert "Succeeded" in text
+    assert "20/20 steps in" in text
+
+
+# Steering
+
+
+def test_wishes_reach_the_backend(tmp_path: Path, outlast: Outlast, job_file: Path) -> None:
+    backend = fake.FakeBackend(tmp_path, steps=10_000)
+    outlast(backend, "run", job_file, "--detach")
+    assert outlast(backend, "scale", 3) == (0, "job is scaled to 3 workers\n", "")
+    assert backend.status("job").replicas == 3
+    assert outlast(backend, "scale", "job", 1) == (0, "job is scaled to 1 worker\n", "")
+    assert outlast(backend, "scale", "many")[0] == 2
+    assert outlast(backend, "scale", "a", "b", "3")[0] == 2
+    assert outlast(backend, "suspend")[:2] == (
+        0,
+        "job is being suspended: its workers save and exit; continue with: outlast resume job\n",
+    )
+    while backend.status("job").state is not State.SUSPENDED:
+        time.sleep(0.01)
+    assert outlast(backend, "resume", "job")[:2] == (0, "job goes on; look at it with: outlast status job\n")
+    assert outlast(backend, "cancel")[0] == 0
+    while backend.status("job").state is not State.CANCELLED:
+        time.sleep(0.01)
+
+
+def test_chaos_injects_a_fault_once_or_repeatedly(tmp_path: Path, outlast: Outlast, job_file: Path) -> None:
+    backend = fake.FakeBackend(tmp_path, steps=10_000)
+    outlast(backend, "run", job_file, "--detach")
+    while backend.status("job").state is not State.RUNNING:
+        time.sleep(0.01)
+    assert outlast(backend, "chaos", "kill-worker", "--worker", 1)[1].startswith("kill-worker: worker 1 at step ")
+    for words in (["job", "stop"], ["stop", "job"]):
+        assert outlast(backend, "chaos", *words, "--random")[1].startswith("stop: worker ")
+    code, out, err = outlast(backend, "chaos", "job", "term", "--every", "10ms", "--times", 3)
+    assert (code, out) == (2, "")
+    assert "10ms" in err
+    struck = [outlast(backend, "chaos", "term", "--every", "0.01s", "--times", 8, "--seed", 1)[1] for _ in range(2)]
+    workers = [[line.split(" at ")[0] for line in lines.splitlines()] for lines in struck]
+    assert workers[0] == workers[1], "the same seed picks the same workers"
+    assert len(set(workers[0])) == 2
+    assert outlast(backend, "chaos", "explode")[2].startswith("Error: no fault 'explode'")
+    for wrong in (["term", "--times", 2], ["term", "--worker", 1, "--random"], ["a", "b", "term"]):
+        assert outlast(backend, "chaos", *wrong)[0] == 2
+    assert "choose the worker with --worker 1" in outlast(backend, "chaos", "kill-worker", 1)[2]
+    backend.cancel("job")
+
+
+def test_a_schedule_injects_each_fault_once_when_it_is_due(tmp_path: Path, outlast: Outlast, job_file: Path) -> None:
+    backend = fake.FakeBackend(tmp_path, steps=60)
+    outlast(backend, "run", job_file, "--detach")
+    faults = chaos.parse("[{step: 20, do: term, worker: 1}, {at: 0s, step: 10, do: stop}, {step: 99, do: slow}]")
+    assert faults[1] == chaos.Fault("stop", at=timedelta(0), step=10)
+    done = list(chaos.play(backend, "job", faults, random.Random(0)))
+    assert [sentence.split(":")[0] for sentence in done] == ["stop", "term"]
+    assert [int(sentence.split()[-1]) >= step for sentence, step in zip(done, (10, 20), strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "choices"),
+    [
+        ("[{step: 40, do: kill-worker}]", [4, 2, 1, 7, 5, 1]),
+        (
+            "[{step: 40, do: kill-worker}, {at: 1m30s, do: kill-process, worker: 1}, {at: 20s, step: 7, do: term}]",
+            [5, 4, 1, 0, 3, 2],
+        ),
+    ],
+)
+def test_a_schedule_chooses_the_same_workers_in_every_version(schedule: str, choices: list[int]) -> None:
+    rng = chaos.seed(chaos.parse(schedule))
+    assert [rng.choice(range(8)) for _ in choices] == choices
+
+
+@pytest.mark.parametrize(
+    "text", ["do: term", "- term", "- {step: -1, do: term}", "- {at: soon, do: term}", "- {step: 1, do: term, who: 1}", "["]
+)
+def test_a_wrong_schedule_is_refused(text: str) -> None:
+    with pytest.raises(OutlastError, match=r"^chaos\.yaml"):
+        chaos.parse(text)
+
+
+# Results
+
+
+def test_the_report_sums_up_the_ledger(backend: fake.FakeBackend, outlast: Outlast, job_file: Path) -> None:
+    a_machine_with_jobs(backend, outlast, job_file, "one")
+    assert "goodput" in outlast(backend, "report")[1]
+    report = json.loads(outlast(backend, "report", "-o", "json")[1])
+    assert (report["name"], report["state"]) == ("one", "Succeeded")
+    assert sum(report["seconds"].values()) == pytest.approx(report["wall_s"])
+
+
+def test_several_jobs_are_compared_as_a_table_as_json_and_as_a_picture(
+    backend: fake.FakeBackend, outlast: Outlast, job_file: Path, tmp_path: Path
+) -> None:
+    a_machine_with_jobs(backend, outlast, job_file, "one", "two")
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "metrics.jsonl").write_text('{"step": 20, "loss": 0.25}\n')
+    code, out, err = outlast(backend, "report", "one", "two", "--plot", tmp_path / "plot.svg")
+    assert (code, out.splitlines()[0].split()[:4], [line.split()[0] for line in out.splitlines()[1:]]) == (
+        *(0, ["NAME", "STATE", "WORKERS", "TIME"]),
+        ["one", "two"],
+    )
+    assert err.endswith(f"drawn to {tmp_path}/plot.svg\n")
+    assert (tmp_path / "plot.svg").read_text().startswith("<?xml")
+    first, second = json.loads(outlast(backend, "report", "one", "two", "-o", "json")[1])
+    assert (first["speedup"], first["loss"], second["loss"]) == (1.0, None, 0.25)
+    assert outlast(backend, "report", "one", "--plot", "plot.svg")[2] == (
+        "Error: --plot plot.svg draws several runs; name two or more\n"
+    )
+
+
+def test_the_module_evaluates_and_its_exit_code_is_ours(backend: fake.FakeBackend, outlast: Outlast, job_file: Path) -> None:
+    a_machine_with_jobs(backend, outlast, job_file, "one")
+    assert outlast(backend, "evaluate")[0] == 3
+    assert outlast(backend, "evaluate", "one", "--", "--batch=5", "x")[0] == 3
+    assert outlast(backend, "evaluate", "--", "--batch=5")[0] == 3
+    assert backend.evaluated == [("one", []), ("one", ["--batch=5", "x"]), ("one", ["--batch=5"])]
+    backend.evaluated.clear()
+    assert outlast(backend, "evaluate", "one", "--best", "--", "--batch=5")[0] == 3
+    assert outlast(backend, "evaluate", "--step", "1200")[0] == 3
+    assert backend.evaluated == [("one", ["--checkpoint=best", "--batch=5"]), ("one", ["--checkpoint=1200"])]
+    assert "--best and --step 3 name two checkpoints" in outlast(backend, "evaluate", "--best", "--step", "3")[2]
+
+
+def a_checkpoint(directory: Path, step: int) -> Path:
+    from outlast.storage import checkpoints
+
+    path = directory / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    (path / "weights").write_bytes(b"w" * 3000)
+    files = {"weights": {"size": 3000, "crc32": checkpoints.checksum(path / "weights")}}
+    commit = {"run": "run-0", "step": step, "generation": 2, "world_size": 2, "time": 5.0, "files": files}
+    (path / "COMMIT").write_text(json.dumps(commit))
+    return path
+
+
+def test_checkpoints_are_listed_shown_and_verified(backend: fake.FakeBackend, outlast: Outlast, job_file: Path) -> None:
+    a_machine_with_jobs(backend, outlast, job_file, "one")
+    assert outlast(backend, "checkpoints", "show") == (2, "", "Error: nothing has been saved yet\n")
+    directory = backend.output("one") / "checkpoints"
+    for step in (10, 20):
+        a_checkpoint(directory, step)
+    assert [line.split()[0] for line in outlast(backend, "checkpoints", "list")[1].splitlines()] == ["STEP", "10", "20"]
+    assert [found["step"] for found in json.loads(outlast(backend, "checkpoints", "list", "-o", "json")[1])] == [10, 20]
+    assert "weights  2.9 KiB" in outlast(backend, "checkpoints", "show", "--step", 10)[1]
+    assert json.loads(outlast(backend, "checkpoints", "show", "-o", "json")[1])["files"]["weights"] == 3000
+    assert outlast(backend, "checkpoints", "verify")[:2] == (0, "step-00000010: whole, 2.9 KiB\nstep-00000020: whole, 2.9 KiB\n")
+    (directory / "step-00000020" / "weights").write_bytes(b"w" * 2999)
+    code, out, _ = outlast(backend, "checkpoints", "verify", "one", "--step", 20)
+    assert (code, out) == (1, "step-00000020: weights has 2999 bytes instead of 3000\n")
+    code, _, err = outlast(backend, "checkpoints", "show", "--step", 15)
+    assert (code, err.split("; ")[1]) == (2, "there are: 10, 20\n")
+
+
+# The rest
+
+
+def test_validate_says_what_is_wrong(backend: fake.FakeBackend, outlast: Outlast, job_file: Path) -> None:
+    code, out, err = outlast(backend, "validate", job_file)
+    assert (code, out.splitlines()[0], err) == (0, "job: ok (2 workers, 2–4)", "")
+    job_file.write_text(JOB.replace("max: 4", "max: 1"))
+    code, out, err = outlast(backend, "validate", job_file)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"{job_file}:6: workers.replicas (2) is above workers.max (1)")
+    assert json.loads(outlast(backend, "validate", "--schema")[1])["properties"]["kind"]
+    assert outlast(backend, "validate")[0] == 2
+
+
+def test_digits_are_written_once(backend: fake.FakeBackend, outlast: Outlast, tmp_path: Path) -> None:
+    assert outlast(backend, "data", "get", "digits", "--to", tmp_path / "digits")[1].startswith(
+        "wrote 1442 training and 355 test images"
+    )
+    assert outlast(backend, "data", "get", "digits", "--to", tmp_path / "digits")[1].startswith("already there")
+    assert outlast(backend, "data", "get", "digit")[2].startswith("Error: no dataset digit; did you mean digits? there are ")
+
+
+def test_the_version_names_what_a_bug_report_needs(backend: fake.FakeBackend, outlast: Outlast) -> None:
+    assert outlast(backend, "--version")[1].startswith("outlast 0.1")
+
+
+def test_a_job_that_does_not_train_has_no_rate_and_a_script_without_steps_has_none() -> None:
+    ranks = [RankStatus(rank=0, local_rank=0), RankStatus(rank=1, local_rank=1, step=7)]
+    page = show.page(a_status(state=State.SUSPENDED, workers=[WorkerStatus(index=0, pid=5, ranks=ranks)]), 1600.0)
+    assert "step        40/100\n" in page
+    assert "5    0 1:7 " in page
+
+
+def test_a_log_that_there_is_not_is_named_with_those_that_there_are(tmp_path: Path) -> None:
+    machine = local.LocalBackend(tmp_path)
+    state_dir = machine._state_dir("job")
+    state_dir.path.mkdir(parents=True)
+    Run("r", 0.0, "job.yaml", str(tmp_path / "out"), str(tmp_path)).write(state_dir)
+    with pytest.raises(NotFound, match="job has no log of worker 9; no worker has started"):
+        list(machine.logs("job", worker=9))
+    (tmp_path / "out" / "logs").mkdir(parents=True)
+    (tmp_path / "out" / "logs" / "worker-0.log").write_text("a\n")
+    with pytest.raises(NotFound, match="job has no log of worker 9; there are logs of 0"):
+        list(machine.logs("job", worker=9))
+    said: list[str] = []
+    assert list(machine.logs("job", worker=0, say=said.append)) == list(machine.logs("job", say=said.append)) == [LogLine(0, "a")]
+    assert said == []
+    (tmp_path / "out" / "logs" / "worker-1.log").write_text("b\n")
+    assert list(machine.logs("job", say=said.append)) == [LogLine(0, "a"), LogLine(1, "b")]
+    assert said == ["existing lines come one worker after the other, since log lines on this machine have no times"]
+
+
+def test_a_name_is_found_or_the_nearest_suggested() -> None:
+    assert show.one_of("job", None, ["a"], none="none") == "a"
+    with pytest.raises(NotFound, match=r"^none$"):
+        show.one_of("job", "a", [], none="none")
+
+
+def test_the_exit_code_says_how_a_run_ended() -> None:
+    codes = {
+        state: view.exit_code(a_status(state=state))
+        for state in (State.SUCCEEDED, State.INTERRUPTED, State.SUSPENDED, State.FAILED)
+    }
+    assert codes == {State.SUCCEEDED: 0, State.INTERRUPTED: 75, State.SUSPENDED: 75, State.FAILED: 1}
+    assert view.exit_code(a_status(state=State.FAILED, exit_code=78)) == 78
+
+
+PAGE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "guide" / "commands.py"))
+
+
+def test_every_command_has_help_with_examples() -> None:
+    assert {"run", "status", "checkpoints verify", "data get"} <= set(PAGE["commands"]())
+    for command in PAGE["commands"]():
+        assert f"  Examples:\n    outlast {command}" in PAGE["help_of"](command)
+
+
+def test_the_page_of_the_commands_is_current() -> None:
+    page = Path(__file__).parents[2] / "docs" / "guide" / "commands.md"
+    assert page.read_text() == PAGE["page"](), "write it anew: make docs"

@@ -1,0 +1,109 @@
+"""images/Dockerfile: a stage for each variant of the image, and what is in it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+VARIANTS = ("cpu", "cuda", "neuron", "spark", "notebook", "operator")
+"""The stages that docs/guide/kubernetes.md lists."""
+
+
+def test_the_guide_lists_every_variant_once() -> None:
+    table = re.findall(
+        r"^\| `(\w+)` \|", (ROOT / "docs" / "guide" / "kubernetes.md").read_text().split("| variant |")[1], flags=re.M
+    )
+    assert sorted(table[: len(VARIANTS)]) == sorted(VARIANTS)
+
+
+def stages() -> dict[str, list[str]]:
+    """The instructions of images/Dockerfile by its stages, continued lines joined."""
+    text = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", (ROOT / "images" / "Dockerfile").read_text(), flags=re.M))
+    found: dict[str, list[str]] = {"": []}
+    for line in filter(None, map(str.strip, text.split("\n"))):
+        if named := re.fullmatch(r"FROM (\S+) AS (\S+)", line):
+            found[named[2]] = [*found.get(named[1], []), line]
+        else:
+            found[list(found)[-1]].append(line)
+    return found
+
+
+def test_every_variant_is_a_stage_and_runs_as_nobody_with_rights() -> None:
+    known = stages()
+    for variant in VARIANTS:
+        lines = known[variant]
+        assert [line for line in lines if line.startswith("USER")][-1] == "USER 1000:1000"
+        assert any(line.startswith("ENV PATH=/opt/outlast/bin:") for line in lines)
+        installs = [word for line in lines for word in re.findall(r"apt-get install (.*?)\s+&&", line)]
+        assert installs in ([], ["--yes --no-install-recommends openjdk-17-jre-headless"]), "no compiler"
+    assert list(known)[-1] == "cpu", "who names no stage gets the last"
+
+
+def test_nothing_is_compiled_when_a_worker_starts() -> None:
+    """pip compiles what it installs; the library of Python comes without bytecode, and the root may be read-only."""
+    known = stages()
+    for variant in VARIANTS:
+        compiles = [place for place, line in enumerate(known[variant]) if "compileall" in line and '"stdlib"' in line]
+        users = [place for place, line in enumerate(known[variant]) if line == "USER 1000:1000"]
+        assert compiles, variant
+        assert compiles[0] < users[-1], "who runs the worker may not write there"
+    assert not any("no-compile" in line or "DONTWRITEBYTECODE" in line for lines in known.values() for line in lines)
+
+
+def test_images_for_training_have_what_the_recipes_need() -> None:
+    known = stages()
+    for stage in ("build-cpu", "build-cuda", "neuron"):
+        extras = re.search(r'"\.\[(\S+)\]"', " ".join(known[stage]))
+        assert extras, stage
+        assert {"store", "kubernetes", "tracking", "data", "llm"} <= set(extras[1].split(",")), stage
+    [install] = (line for line in known["neuron"] if "pip install" in line)
+    assert re.search(r"torch\.__version__.* > torch\.txt .*pip install \S* ?--constraint torch\.txt", install), (
+        "AWS's torch stays"
+    )
+    assert "train" not in re.split(r"[\[\],]", install), "which asks for a torch of its own"
+
+
+def test_the_operators_image_has_no_torch() -> None:
+    lines = stages()["build-operator"]
+    assert not any("torch" in line or "[train" in line for line in lines)
+    assert any('".[kubernetes,store]"' in line for line in lines)
+
+
+def test_the_image_for_spark_has_a_java_and_answers_sparks_words() -> None:
+    known = stages()
+    assert any('".[data,store,kubernetes,spark]"' in line for line in known["build-spark"])
+    assert not any("torch" in line or "[train" in line for line in known["build-spark"])
+    assert 'ENTRYPOINT ["python", "-P", "-m", "outlast.spark_entrypoint"]' in known["spark"]
+    assert all(any(" /opt/outlast/spark" in line for line in known[stage]) for stage in ("build-spark", "build-notebook"))
+    assert known["spark"][-1] == "COPY --from=build-spark /opt/outlast /opt/outlast"
+    assert [line for line in known["spark"] if line.startswith("CMD")][-1] == 'CMD ["outlast", "--help"]'
+
+
+def test_the_image_for_notebooks_adds_to_that_for_training_and_starts_as_kubeflow_starts_it() -> None:
+    known = stages()
+    assert "ARG NOTEBOOK=cpu" in known[""]
+    first, install = known["build-notebook"]
+    assert first == "FROM build-${NOTEBOOK} AS build-notebook", "cpu, or cuda"
+    assert '".[spark,notebook,plots]"' in install
+    lines = known["notebook"]
+    assert any("openjdk" in line for line in lines), "a Java for Spark"
+    assert [line for line in lines if line.startswith("CMD")][-1] == (
+        'CMD ["outlast", "notebook", "/home/jovyan", "--kubeflow", "--bind", "0.0.0.0", "--port", "8888"]'
+    )
+    assert "ENV HOME=/home/jovyan JUPYTER_RUNTIME_DIR=/tmp/jupyter" in lines
+    assert known["notebook"][-1].startswith("CMD"), "and nothing of the training image's"
+
+
+def test_versions_are_those_of_the_constraints() -> None:
+    installs = [line for name, lines in stages().items() for line in lines if "pip install" in line and name.startswith("build")]
+    assert installs
+    assert all("--constraint constraints.txt" in line for line in installs)
+
+
+def test_what_the_dockerfile_copies_is_what_it_is_given() -> None:
+    given = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = {word for lines in stages().values() for line in lines if line.startswith("COPY ") and "--from" not in line
+              for word in line.split()[1:-1]}  # fmt: skip
+    assert copied == given
+    assert all((ROOT / name).exists() for name in given)

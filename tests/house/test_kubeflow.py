@@ -1,0 +1,126 @@
+"""The files of examples/kubeflow: valid by Kubeflow's definitions, with a login on every way that they open."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from kubernetes_validate import utils as schemas
+
+from outlast.kubernetes.manifests.installed import rbac
+
+ROOT = Path(__file__).parents[2]
+KUBEFLOW = ROOT / "examples" / "kubeflow"
+PAGE = (ROOT / "docs" / "guide" / "kubeflow.md").read_text()
+NEWEST = max(schemas.all_versions(), key=lambda version: [int(part) for part in version.split(".")])
+ALB = "alb.ingress.kubernetes.io/"
+Document = dict[str, Any]
+
+
+@functools.cache
+def published(kind: str, api_version: str) -> jsonschema.Draft7Validator:
+    """The schema of one of Kubeflow's kinds."""
+    text = (ROOT / f"tests/shared/published/kubeflow/kubeflow.org_{kind.lower()}s.yaml").read_text()
+    definition = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    (version,) = [each for each in definition["spec"]["versions"] if f"kubeflow.org/{each['name']}" == api_version]
+    assert version["served"]
+    schema = closed(version["schema"]["openAPIV3Schema"])
+    return jsonschema.Draft7Validator({**schema, "properties": {**schema["properties"], "metadata": {"type": "object"}}})
+
+
+def closed(schema: Any) -> Any:
+    """The schema of a definition, in which an unknown field is an error, as for a strict API server."""
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: closed(value) for name, value in schema.items()}
+    if "properties" in found and "additionalProperties" not in found and not found.get("x-kubernetes-preserve-unknown-fields"):
+        found["additionalProperties"] = False
+    return found
+
+
+def validate(document: Document) -> None:
+    """Against Kubernetes' own schemas, or the published one of Kubeflow's definitions."""
+    if not document["apiVersion"].startswith("kubeflow.org/"):
+        return schemas.validate(document, NEWEST, strict=True)
+    return published(document["kind"], document["apiVersion"]).validate(document)
+
+
+def documents(name: str) -> list[Document]:
+    return list(yaml.safe_load_all((KUBEFLOW / f"{name}.yaml").read_text()))
+
+
+APPLIED = ["ingress", "profile", "pod-defaults", "rights", "notebook"]
+
+
+def test_every_document_is_valid_by_published_schemas() -> None:
+    for name in APPLIED:
+        for document in documents(name):
+            validate(document)
+    (profile,) = documents("profile")
+    with pytest.raises(jsonschema.ValidationError):
+        validate({**profile, "spec": {"quota": {}}})
+
+
+def test_the_way_in_asks_cognito_on_every_path_and_port() -> None:
+    (ingress,) = documents("ingress")
+    said = {name.removeprefix(ALB): value for name, value in ingress["metadata"]["annotations"].items()}
+    assert (said["auth-type"], said["auth-on-unauthenticated-request"]) == ("cognito", "authenticate")
+    assert (json.loads(said["listen-ports"]), said["ssl-redirect"]) == ([{"HTTP": 80}, {"HTTPS": 443}], "443")
+    assert said["target-type"] == "ip", "instance would open a port of every node"
+    region, account = re.fullmatch(r"arn:aws:acm:([a-z0-9-]+):(\d{12}):certificate/[0-9a-f-]+", said["certificate-arn"]).groups()
+    login = json.loads(said["auth-idp-cognito"])
+    assert set(login) == {"userPoolARN", "userPoolClientID", "userPoolDomain"}
+    assert re.fullmatch(rf"arn:aws:cognito-idp:{region}:{account}:userpool/{region}_\w+", login["userPoolARN"])
+    (rule,) = ingress["spec"]["rules"]
+    assert "defaultBackend" not in ingress["spec"]
+    assert [each["path"] for each in rule["http"]["paths"]] == ["/"]
+    assert rule["host"] in PAGE
+
+
+def test_the_form_gets_an_image_and_the_node_group_that_of_the_cluster() -> None:
+    (form,) = documents("spawner_ui_config")
+    assert form == {"spawnerFormDefaults": {"image": {"options": ["ghcr.io/outlast/outlast:0.1-notebook"]}}}
+    component = yaml.safe_load((KUBEFLOW / "node-group" / "kustomization.yaml").read_text())
+    for patch in component["patches"]:
+        selected = yaml.safe_load(patch["patch"])
+        assert selected["kind"] == patch["target"]["kind"]
+        assert selected["spec"]["template"]["spec"]["nodeSelector"] == {"alpha.eksctl.io/nodegroup-name": "m5spot"}
+
+
+def test_a_profile_limits_what_a_quota_counts_and_all_else_is_in_its_namespace() -> None:
+    (profile,) = documents("profile")
+    name = profile["metadata"]["name"]
+    counted = set(profile["spec"]["resourceQuotaSpec"]["hard"])
+    assert counted == {"cpu", "memory", "requests.nvidia.com/gpu", "persistentvolumeclaims"}, "nvidia.com/gpu limits nothing"
+    spark = list(yaml.safe_load_all((ROOT / "examples" / "spark" / "accounts.yaml").read_text()))
+    selected = [each for each in spark if each["metadata"]["labels"].get("app.kubernetes.io/name") == "spark"]
+    assert [each["kind"] for each in spark if each not in selected] == ["Namespace"], "that is Kubeflow's"
+    assert {each["metadata"]["namespace"] for each in (*documents("pod-defaults"), *selected)} == {name}
+    accounts = {each["metadata"]["name"] for each in documents("pod-defaults") if each["kind"] == "ServiceAccount"}
+    assert {each["spec"].get("serviceAccountName") for each in documents("pod-defaults") if each["kind"] == "PodDefault"} == {
+        None,
+        *accounts,
+    }
+
+
+def test_owners_of_profiles_may_what_viewers_and_editors_of_namespaces_may() -> None:
+    roles = documents("rights")
+    assert [each["rules"] for each in roles] == [each["rules"] for each in rbac.users()]
+    labels = [label for each in roles for label in each["metadata"]["labels"]]
+    assert labels == [f"rbac.authorization.kubeflow.org/aggregate-to-kubeflow-{role}" for role in ("view", "edit")]
+
+
+def test_the_page_names_every_file_and_no_other() -> None:
+    there = {path.name + ("/" if path.is_dir() else "") for path in KUBEFLOW.iterdir()}
+    assert set(re.findall(r"^\| `([^`]+)` \|", PAGE.split("## The dashboard")[0], re.M)) == there
+    assert set(re.findall(r"examples/kubeflow/([\w-]+)\.yaml", PAGE)) == set(APPLIED) - {"notebook"}, (
+        "the page on notebooks applies it"
+    )

@@ -1,0 +1,249 @@
+"""The examples of a step that trains, for Argo Workflows and Kubeflow Pipelines, and the rights of its account."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gzip
+import importlib.util
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from kubernetes_validate import utils as schemas
+
+import apiserver
+from outlast.job import spec
+from outlast.kubernetes import api as kube
+from outlast.kubernetes.api import pods
+from outlast.kubernetes.jobs import waiting
+from outlast.kubernetes.jobs.outcome import OUTPUTS
+from outlast.kubernetes.manifests import labels, volumes
+from rights import Right, needed, rights
+from test_kubeflow import ROOT, closed
+
+EXAMPLES = ROOT / "examples" / "pipelines"
+NEWEST = max(schemas.all_versions(), key=lambda version: [int(part) for part in version.split(".")])
+Document = dict[str, Any]
+Outlast = Callable[..., tuple[int, str, str]]
+
+
+class Ending(apiserver.ApiServer):
+    """A cluster whose operator ends every job at once."""
+
+    def __init__(self) -> None:
+        super().__init__(unserved=("scheduling.x-k8s.io",))
+
+    def put(self, document: Document) -> Document:
+        if document["kind"] == kube.ELASTIC_JOB.kind and "status" not in document:
+            ended = {"state": "Succeeded", "run": "gpt-1", "step": 8, "finished": pods.seconds(apiserver.NOW) + 2.5}
+            document = {**document, "status": ended}
+        return super().put(document)
+
+    def jobs(self) -> list[Document]:
+        return [each for key, each in self.documents.items() if key[0] == kube.ELASTIC_JOB.resource]
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ending]:
+    """That cluster, and the job of the examples without its store."""
+    document = yaml.safe_load((EXAMPLES / "job.yaml").read_text())
+    document["spec"] = {key: value for key, value in document["spec"].items() if key not in ("data", "output")}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(document))
+    monkeypatch.chdir(tmp_path)
+    api = Ending()
+    with apiserver.serving(api) as url:
+        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
+        yield api
+
+
+def submitted(api: Ending) -> spec.Job:
+    """The only job, which has a name of its own."""
+    (job,) = api.jobs()
+    meta = {"name": job["metadata"]["name"]}
+    assert re.fullmatch(r"gpt-[0-9a-f]{12}", meta["name"]), "one job for each key"
+    return spec.parse(json.dumps({**{key: job[key] for key in ("apiVersion", "kind", "spec")}, "metadata": meta}))
+
+
+# Argo Workflows
+
+
+@functools.cache
+def workflow() -> Document:
+    return dict(yaml.safe_load((EXAMPLES / "workflow.yaml").read_text()))
+
+
+def template(name: str) -> Document:
+    (found,) = [each for each in workflow()["spec"]["templates"] if each["name"] == name]
+    return dict(found)
+
+
+@functools.cache
+def of_argo() -> jsonschema.Draft7Validator:
+    """Of Argo's WorkflowTemplate, whose `spec` is that of a Workflow, with unknown fields as errors."""
+    whole = json.loads(
+        gzip.decompress((ROOT / "tests" / "shared" / "published" / "argoproj.io_workflowtemplates.json.gz").read_bytes())
+    )
+    return jsonschema.Draft7Validator(closed(whole))
+
+
+def test_the_workflow_is_valid_by_argos_schema_and_its_pods_are_restricted() -> None:
+    document = {**workflow(), "kind": "WorkflowTemplate"}
+    assert [error.message for error in of_argo().iter_errors(document)] == []
+    for change in ({"retryStrategy": {"limits": "3"}}, {"container": {"image": "i", "cmd": []}}, {"serviceaccount": "a"}):
+        wrong = copy.deepcopy(document)
+        wrong["spec"]["templates"][1] |= change
+        assert list(of_argo().iter_errors(wrong)), change
+    assert workflow()["spec"]["podMetadata"]["labels"] == labels.UNMESHED
+    for each in workflow()["spec"]["templates"]:
+        if "container" in each:
+            container = {"name": "main", **each["container"]}
+            assert container["securityContext"] == volumes.confined()
+            pod = {"securityContext": workflow()["spec"]["securityContext"], "containers": [container]}
+            pod |= {"volumes": workflow()["spec"]["volumes"]}
+            schemas.validate({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": pod}, NEWEST, strict=True)
+            if container["command"][0] == "sh":
+                assert not any("{{" in word for word in container["command"]), "a shell would parse the values"
+
+
+def test_argos_step_submits_the_job_once_for_each_workflow_and_leaves_its_outputs(api: Ending, outlast: Outlast) -> None:
+    step = template("train")
+    values = {"workflow.uid": "run-1", "workflow.parameters.workers": "3", "/job/job.yaml": "job.yaml", "/tmp/outputs": "out"}
+    words = [*step["container"]["command"], *step["container"]["args"]]
+    for name, value in values.items():
+        words = [word.replace(f"{{{{{name}}}}}" if "." in name and "/" not in name else name, value) for word in words]
+    assert not any("{{" in word for word in words)
+    for _ in range(2):
+        assert outlast(*words[1:])[0] == 0
+    job = submitted(api)
+    assert (job.spec.workers.replicas, str(job.spec.checkpoint.every)) == (3, "50 steps")
+    for each in step["outputs"]["parameters"]:
+        path = each["valueFrom"]["path"].replace("/tmp/outputs", "out")
+        assert Path(path).is_file(), "what is not known is an empty file"
+    assert Path("out/job").read_text() == job.metadata.name
+    used = re.findall(r"\{\{tasks\.train\.outputs\.parameters\.(\w+)\}\}", (EXAMPLES / "workflow.yaml").read_text())
+    assert set(used) <= {each["name"] for each in step["outputs"]["parameters"]} <= set(OUTPUTS)
+    mounts = {each["mountPath"]: each["name"] for each in step["container"]["volumeMounts"]}
+    assert {"name": mounts["/job"], "configMap": {"name": "gpt-job"}} in workflow()["spec"]["volumes"]
+    assert "create configmap gpt-job --from-file=examples/pipelines/job.yaml" in (EXAMPLES / "workflow.yaml").read_text()
+
+
+# Kubeflow Pipelines
+
+
+class Task:
+    """A task of a pipeline, in place of kfp's."""
+
+    def __init__(self, container: types.SimpleNamespace, outputs: list[str]) -> None:
+        self.container, self.outputs = container, dict(zip(outputs, outputs, strict=True))
+        self.cached, self.tries = True, 0
+
+    def after(self, *tasks: Task) -> Task:
+        return self
+
+    def set_caching_options(self, on: bool) -> Task:
+        self.cached = on
+        return self
+
+    def set_retry(self, tries: int) -> Task:
+        self.tries = tries
+        return self
+
+
+@pytest.fixture
+def pipeline(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """The example, with as much of kfp as it uses; docs/guide/pipelines.md says with which kfp it was compiled."""
+
+    def component(function: Callable[..., Any]) -> Callable[..., Task]:
+        outputs = [name for name, each in inspect.signature(function).parameters.items() if each.annotation == "output"]
+        return lambda **given: Task(function(**given, **{name: f"kfp/{name}/data" for name in outputs}), outputs)
+
+    dsl = types.SimpleNamespace(
+        container_component=component,
+        ContainerSpec=types.SimpleNamespace,
+        OutputPath=lambda type_: "output",
+        PIPELINE_JOB_ID_PLACEHOLDER="{{$.pipeline_job_uuid}}",
+        pipeline=lambda name: lambda function: function,
+    )
+    kubernetes = types.SimpleNamespace(use_secret_as_env=lambda task, secret_name, secret_key_to_env: None)
+    kfp = types.SimpleNamespace(compiler=None, dsl=dsl, kubernetes=kubernetes)
+    monkeypatch.setitem(sys.modules, "kfp", kfp)  # type: ignore[arg-type]
+    described = importlib.util.spec_from_file_location("pipeline", EXAMPLES / "pipeline.py")
+    assert described
+    assert described.loader
+    made = importlib.util.module_from_spec(described)
+    described.loader.exec_module(made)
+    return made
+
+
+def test_the_step_of_kubeflow_pipelines_does_the_same_with_the_job_as_an_argument(
+    api: Ending, pipeline: types.ModuleType, tmp_path: Path
+) -> None:
+    assert pipeline.gpt() == "best_checkpoint"
+    task = pipeline.train(job=(tmp_path / "job.yaml").read_text(), key="run-1", workers=3)
+    assert not any("{{" in word for word in task.container.command), "a shell would parse the values"
+    words = [str(word).replace("/tmp/", f"{tmp_path}/step/") for word in (*task.container.command, *task.container.args)]
+    (tmp_path / "step").mkdir()
+    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    job = submitted(api)
+    assert job.spec.workers.replicas == 3
+    assert {path.parent.name: path.read_text() for path in Path("kfp").glob("*/data")} == {
+        "name": job.metadata.name,
+        "best_checkpoint": "",
+        "loss": "",
+    }
+
+
+# The account
+
+
+def test_the_role_allows_what_a_step_does_and_nothing_else(api: Ending, outlast: Outlast) -> None:
+    """Submitting, waiting, the outputs, why it failed, SIGTERM. What is listed although it may not be is of no importance."""
+    account, role, binding = yaml.safe_load_all((EXAMPLES / "account.yaml").read_text())
+    for document in (account, role, binding):
+        schemas.validate(document, NEWEST, strict=True)
+        assert document["metadata"]["namespace"] == workflow()["metadata"]["namespace"]
+    names = {account["metadata"]["name"], binding["subjects"][0]["name"], workflow()["spec"]["serviceAccountName"]}
+    assert names == {"outlast-pipeline"}
+    allowed = rights(role["rules"])
+    refused: set[Right] = set()
+
+    def may(asked: str) -> bool:
+        if (found := needed(asked)) is None or found[0] in allowed:
+            return True
+        refused.add(found[0])
+        return False
+
+    api.may = may
+    api.forbids = 'things is forbidden: User "s" cannot use resource "things" in API group "" in the namespace "default"'
+    code, _, err = outlast("submit", "job.yaml", "--wait")
+    assert code == 0, err
+    cluster = kube.connect()
+    waiter = waiting.Waiter(waiting.Workloads(cluster), "gpt", lambda _: None)
+    waiter.submitted(lambda: iter(()))
+    (job,) = api.jobs()
+    api.put({**copy.deepcopy(job), "status": {"state": "Failed", "reason": "a bug"}})
+    assert waiter.until_end().sentence.startswith("gpt has failed")
+    api.put({**copy.deepcopy(job), "status": {"state": "Running"}})
+    look = functools.partial(waiting.own_pod, cluster, {})
+    assert waiter.terminated("cancel", look).sentence == "SIGTERM: gpt is cancelled; what it has saved stays"
+    cluster.close()
+    assert {right for right in refused if right[0] not in ("list", "get")} == set()
+    assert {right for right in refused if right[0] == "get"} <= {("get", "", "namespaces")}
+
+
+def test_the_page_names_every_output() -> None:
+    page = (ROOT / "docs" / "guide" / "pipelines.md").read_text().partition("| output | |")[2].partition("\n\n")[0]
+    assert re.findall(r"`(\w+)`", re.sub(r"\|[^|]*\|$", "", page, flags=re.M)) == list(OUTPUTS)

@@ -1,0 +1,230 @@
+"""Commands and job files in the README and the guides are right: every verb and option exists, every document is valid."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer import Exit
+from typer.main import get_command
+
+from outlast import cli
+from outlast.cli.commands import app
+from outlast.job import contract, spec
+from outlast.recipes.shared import settings
+
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "guide"
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(GUIDE.glob("*.md")),
+    *sorted((ROOT / "docs").glob("reference/*.md")),
+]
+PAGES.remove(GUIDE / "commands.md")  # printed by the command line itself
+WHOLE = [
+    ROOT / "README.md",
+    *(
+        GUIDE / f"{name}.md"
+        for name in ("getting-started", "first-cluster-job", "kubernetes", "hugging-face", "tracking", "notebooks", "gpt", "llm")
+    ),
+    *(GUIDE / f"{name}.md" for name in ("cifar10", "perceiver", "coming-from")),
+]
+"""Pages that show whole job files and scripts; others show parts of them."""
+COMING_FROM = GUIDE / "coming-from.md"
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), flags=re.M | re.S)
+
+
+def joined(block: str) -> list[str]:
+    return block.replace("\\\n", " ").splitlines()
+
+
+def spans(page: Path, begin: str) -> list[str]:
+    """Code within lines that begins so, such as a command in a cell of a table."""
+    return [span.replace(r"\|", "|") for span in re.findall(rf"`({begin}[^`]*)`", page.read_text())]
+
+
+def commands(*pages: Path) -> list[list[str]]:
+    """Every command line in a block of shell, and every `outlast ...` in the tables of guides, as words."""
+    lines = [line.split("#")[0] for page in pages or PAGES for block in blocks(page, "sh") for line in joined(block)]
+    lines += [span for page in pages or PAGES for span in spans(page, "outlast ") if len(span.split()) > 2]
+    lines += [] if pages else OF_EXAMPLES
+    words = [list(group) for line in lines for ends, group in itertools.groupby(shell(line), key=ENDS.__contains__) if not ends]
+    return [each for each in words if each]
+
+
+ENDS = ("|", ";")
+
+
+def shell(line: str) -> list[str]:
+    """The words of a command line, with `|` and `;` as words unless they are quoted."""
+    words = shlex.shlex(line, posix=True, punctuation_chars="".join(ENDS))
+    words.whitespace_split, words.commenters = True, ""
+    return list(itertools.takewhile(lambda word: word != ">", words))
+
+
+OF_EXAMPLES = [
+    line.split("#")[0]
+    for file in sorted((ROOT / "examples").rglob("*.*"))
+    if file.suffix in (".conf", ".py", ".sh", ".yaml")
+    for line in re.findall(r"^(?:#   )?(outlast [a-z-]+ .*)", file.read_text(), flags=re.M)
+]
+"""The commands in the first lines of the examples."""
+
+COMMANDS: Any = get_command(app)
+OUTLAST = [words[1:] for words in commands() if Path(words[0]).name == "outlast"]
+MAKE = sorted({words[1] for words in commands() if words[0] == "make"})
+
+
+PROGRAMS = {
+    "outlast", "make", "pip", "kubectl", "torchrun", "etcd", "etcdctl", "aws", "export", "grep", "KUBERNETES=$(kubectl",
+    "docker", "eksctl", "helm", "sed",
+}  # fmt: skip
+
+
+def test_only_known_programs_are_shown() -> None:
+    assert {Path(words[0]).name for words in commands()} == PROGRAMS
+
+
+def mistake(words: list[str]) -> str:
+    """What is wrong with a command; empty for one that exists and takes its options and arguments."""
+    command: Any = COMMANDS
+    while words and hasattr(command, "commands") and not words[0].startswith("-"):
+        if words[0] not in command.commands:
+            return f"there is no command {words[0]}"
+        command, words = command.commands[words[0]], words[1:]
+    if not words and hasattr(command, "commands"):
+        return ""
+    try:
+        command.make_context("outlast", list(words))
+    except Exit:  # --help, --version
+        pass
+    except Exception as error:  # a sentence names a command without all that it needs, such as FILE
+        return "" if str(error).startswith("Missing parameter") else repr(error)
+    return ""
+
+
+def test_every_command_exists_and_takes_its_options_and_arguments() -> None:
+    assert len(OUTLAST) > 300
+    assert {" ".join(words): said for words in OUTLAST if (said := mistake(words))} == {}
+    assert mistake(["run", "--wokers", "2"])
+    assert mistake(["runn"]) == "there is no command runn"
+
+
+def rendered() -> list[tuple[str, list[str]]]:
+    """Job file and command of all that a section of the guide does with its job file; `submit` as what it applies."""
+    found = []
+    for section in COMING_FROM.read_text().split("\n## ")[1:]:
+        job = "".join(re.findall(r"^```yaml\n(.*?)^```$", section, flags=re.M | re.S))
+        for words in (shell(span) for span in re.findall(r"`outlast ((?:render|submit|validate) [^`\\]*)", section)):
+            found.append((job, ["render" if words[0] == "submit" else words[0], *words[1:]]))
+    return found
+
+
+@pytest.mark.parametrize(("job", "words"), rendered(), ids=[" ".join(words) for _, words in rendered()])
+def test_what_a_section_submits_renders(
+    job: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.yaml").write_text(job)
+    monkeypatch.chdir(ROOT if words[1].startswith("examples/") else tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    printed = capsys.readouterr()
+    assert ended.value.code == 0, printed.err
+
+
+GIVEN = re.compile(r"-m (outlast\.recipes\.\w+) (--(?!help)[^`\n]*)")
+
+
+@pytest.mark.parametrize(("module", "flags"), sorted({each for page in PAGES for each in GIVEN.findall(page.read_text())}))
+def test_a_recipe_takes_the_flags_that_a_page_gives_it(module: str, flags: str, tmp_path: Path) -> None:
+    config = tmp_path / "conf.yaml"
+    config.write_text("{}")
+    words = [str(config) if word == "conf.yaml" else word for word in shlex.split(flags, comments=True)]
+    recipe = importlib.import_module(module)
+    assert settings.parse(recipe.Settings, words, "", getattr(recipe, "THEIRS", {}))
+
+
+RECIPES = re.findall(r"^### .*`outlast\.recipes\.(\w+)`\n(.*?)(?=^##|\Z)", COMING_FROM.read_text(), flags=re.M | re.S)
+
+
+@pytest.mark.parametrize(("recipe", "table"), RECIPES, ids=[recipe for recipe, _ in RECIPES])
+def test_a_recipe_has_the_flags_that_replace_those_of_a_script(recipe: str, table: str) -> None:
+    module = importlib.import_module(f"outlast.recipes.{recipe}")
+    fields = [field.name for field in dataclasses.fields(module.Settings)]
+    known = {"config", *fields, *(f"no_{name}" for name in fields), *module.THEIRS}
+    ours = [re.split(r"(?<!\\)\|", row)[2] for row in table.splitlines() if row.startswith("| ")]
+    spans = [span for cell in ours for span in re.findall(r"`([^`]*)`", cell) if not span.startswith(("outlast ", "compile:"))]
+    named = {flag.replace("-", "_") for span in spans for flag in re.findall(r"(?<![\w-])--([a-z][\w-]+)", span)}
+    assert len(named) > 5
+    assert named - known == set()
+
+
+FIELDS = [field.alias or name for name, field in spec.Spec.model_fields.items()]
+
+
+def test_the_fields_of_the_job_file_are_valid() -> None:
+    texts = [span for name in FIELDS for span in spans(COMING_FROM, f"{name}: ")]
+    assert len(texts) > 40
+    for text in texts:
+        given = yaml.safe_load(text)
+        fields = {"image": "train:1", **({} if "module" in given else {"script": "train.py"}), **given}
+        job = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "train"}, "spec": fields}
+        assert spec.parse(yaml.safe_dump(job)), text
+
+
+def test_the_files_that_are_named_exist() -> None:
+    named = {word for words in OUTLAST for word in words if word.startswith("examples/")}
+    assert len(named) > 20
+    assert {file for file in named if not (ROOT / file).exists()} == set()
+
+
+def test_make_knows_the_targets() -> None:
+    if shutil.which("make") is None:
+        pytest.skip("no make on this machine")
+    subprocess.run(["make", "--dry-run", "--old-file=.venv/.ready", *MAKE], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_the_blocks_of_pages_are_job_files_and_python() -> None:
+    jobs = [block for page in WHOLE for block in blocks(page, "yaml")]
+    programs = [block for page in WHOLE for block in blocks(page, "python")]
+    assert jobs
+    assert programs
+    for text in jobs:
+        assert spec.parse(text).kind == contract.KIND
+    for text in programs:
+        compile(text, "README.md", "exec")
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of a page's headings."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)\)", page.read_text())
+    assert [target for target in targets if "://" not in target and not (page.parent / target).exists()] == []
+    found = re.findall(r"\]\(([^):]+\.md)?#([^)]+)\)", page.read_text())
+    assert [(file, to) for file, to in found if to not in anchors(page.parent / file if file else page)] == []
+
+
+@pytest.mark.parametrize("page", WHOLE[:2], ids=lambda page: page.stem)
+def test_the_number_of_workers_that_a_page_scales_to_is_allowed_by_its_job_file(page: Path) -> None:
+    wanted = [int(words[-1]) for words in commands(page) if words[1:2] == ["scale"]]
+    allowed = {size for text in blocks(page, "yaml") for size in spec.parse(text).spec.workers.allowed()}
+    assert wanted
+    assert set(wanted) <= allowed

@@ -1,0 +1,502 @@
+"""`outlast install` and `outlast uninstall`, on a cluster without a server and, marked `cluster`, on a real one."""
+
+from __future__ import annotations
+
+import copy
+import json
+import runpy
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubernetes_validate import utils as schemas
+
+from fake_cluster import Document, FakeCluster
+from outlast import cli
+from outlast.base.errors import ClusterError, OutlastError
+from outlast.kubernetes import api
+from outlast.kubernetes.api import kinds
+from outlast.kubernetes.diagnosis import gather
+from outlast.kubernetes.jobs import installation
+from outlast.kubernetes.manifests.installed import install, nodewatch
+
+ROOT = Path(__file__).parents[2]
+
+
+def established(cluster: FakeCluster) -> FakeCluster:
+    """The cluster serves what is defined, as soon as it is."""
+
+    def serve(document: Document) -> None:
+        if document["kind"] == "CustomResourceDefinition":
+            document["status"] = {"conditions": [{"type": "Established", "status": "True"}]}
+
+    cluster.then = serve
+    return cluster
+
+
+def bring(cluster: FakeCluster, **options: Any) -> list[str]:
+    wanted = installation.documents(**{key: value for key, value in options.items() if key != "dry_run"})
+    return [str(done) for done in installation.bring(cluster, wanted, dry_run=options.get("dry_run", False))]  # type: ignore[arg-type]
+
+
+WHOLE = [
+    "Namespace outlast-system",
+    "CustomResourceDefinition elasticjobs.outlast.dev",
+    "CustomResourceDefinition elasticjobs.elastic.pytorch.org",
+    "ServiceAccount outlast-operator in outlast-system",
+    "ClusterRole outlast-operator",
+    "ClusterRoleBinding outlast-operator",
+    "Role outlast-operator in outlast-system",
+    "RoleBinding outlast-operator in outlast-system",
+    "ClusterRole outlast-view",
+    "ClusterRole outlast-edit",
+    "Deployment outlast-operator in outlast-system",
+]
+
+
+def test_what_is_installed_is_what_deploy_holds() -> None:
+    names = ["namespace.yaml", "crd.yaml", "rbac.yaml", "operator.yaml"]
+    held = [document for name in names for document in yaml.safe_load_all((ROOT / "deploy" / name).read_text())]
+    assert installation.documents() == held
+    watcher = list(yaml.safe_load_all((ROOT / "deploy" / "node-watch" / "node-watch.yaml").read_text()))
+    assert [each for each in installation.documents(watch=True) if each not in held] == watcher
+    assert runpy.run_path(str(ROOT / "deploy" / "render.py"))["pages"]().keys() >= set(names)
+
+
+def test_a_new_cluster_is_given_everything_in_an_order_that_can_be_made() -> None:
+    cluster = established(FakeCluster())
+    assert bring(cluster) == [f"created    {each}" for each in WHOLE]
+    assert cluster.order == [f"apply {each.partition(' in ')[0]}" for each in WHOLE]
+
+
+WATCHER = [
+    "Namespace outlast-node-watch",
+    "ServiceAccount outlast-node-watch in outlast-node-watch",
+    "ClusterRole outlast-node-watch",
+    "ClusterRoleBinding outlast-node-watch",
+    "DaemonSet outlast-node-watch in outlast-node-watch",
+]
+
+
+def test_the_node_watcher_comes_and_goes_with_the_rest() -> None:
+    cluster = established(FakeCluster())
+    bring(cluster)
+    fresh = [each for each in bring(cluster, watch=True) if not each.startswith("unchanged")]
+    assert fresh == [f"created    {each}" for each in WATCHER]
+    daemons = cluster.get(kinds.DAEMON_SET, "outlast-node-watch", namespace="outlast-node-watch")
+    (container,) = daemons["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["outlast", "node-watch"]
+    gone = remove(cluster)
+    assert [each for each in WATCHER if f"deleted    {each}" in gone] == WATCHER
+    assert [each for each in remove(cluster) if "node-watch" in each] == []
+
+
+def test_the_node_watcher_is_no_root_and_has_no_more_rights_than_it_uses() -> None:
+    made = {each["kind"]: each for each in installation.documents(watch=True) if each["metadata"]["name"] == nodewatch.NAME}
+    found = {
+        (verb, resource) for rule in made["ClusterRole"]["rules"] for verb in rule["verbs"] for resource in rule["resources"]
+    }
+    assert found == {("get", "nodes"), ("patch", "nodes"), ("list", "pods"), ("delete", "pods"), ("create", "pods/eviction")}
+    pod = made["DaemonSet"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (pod["hostNetwork"], pod["tolerations"]) == (True, [{"operator": "Exists"}])
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    for document in made.values():
+        schemas.validate(document, "1.36", strict=True)
+
+
+def test_the_operator_can_be_kept_off_spot_machines() -> None:
+    wanted = installation.documents(on_demand=True, watch=True)
+    kept = {}
+    for document in wanted:
+        affinity = document.get("spec", {}).get("template", {}).get("spec", {}).get("affinity", {})
+        kept[document["kind"]] = json.dumps(affinity.get("nodeAffinity", {}))
+    assert "karpenter.sh/capacity-type" in kept["Deployment"]
+    assert "NotIn" in kept["Deployment"]
+    assert "karpenter.sh/capacity-type" not in kept["DaemonSet"], "the watcher runs on each"
+
+
+def test_installing_again_changes_nothing() -> None:
+    cluster = established(FakeCluster())
+    bring(cluster)
+    before = copy.deepcopy(cluster.documents)
+    assert bring(cluster) == [f"unchanged  {each}" for each in WHOLE]
+    assert cluster.documents == before
+
+
+def test_another_image_changes_the_deployment_alone() -> None:
+    cluster = established(FakeCluster())
+    bring(cluster)
+    changed = [each for each in bring(cluster, image="example.com/operator:2") if not each.startswith("unchanged")]
+    assert changed == ["changed    Deployment outlast-operator in outlast-system"]
+    deployment = cluster.get(kinds.DEPLOYMENT, "outlast-operator", namespace="outlast-system")
+    assert deployment["spec"]["template"]["spec"]["containers"][0]["image"] == "example.com/operator:2"
+
+
+def test_a_dry_run_says_what_would_be_made_and_makes_nothing() -> None:
+    cluster = established(FakeCluster())
+    assert bring(cluster, dry_run=True) == [f"created    {each}" for each in WHOLE]
+    assert cluster.documents == {}
+    bring(cluster)
+    assert {each.split()[0] for each in bring(cluster, dry_run=True)} == {"unchanged"}
+
+
+def test_everything_is_in_the_namespace_that_is_asked_for() -> None:
+    made = json.dumps(installation.documents(namespace="ml-platform"))
+    assert "outlast-system" not in made
+    with pytest.raises(OutlastError, match="--namespace default: that one is the cluster's own; choose another"):
+        installation.check_namespace("default")
+
+
+def a_namespace(name: str = "outlast-system", **labels: str) -> Document:
+    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_namespace_that_was_there_before_stays_as_it_was(dry_run: bool) -> None:
+    cluster = established(FakeCluster(a_namespace(team="ours")))
+    before = copy.deepcopy(cluster.get(kinds.NAMESPACE, "outlast-system"))
+    told = bring(cluster, dry_run=dry_run)
+    assert told == ["unchanged  Namespace outlast-system: it was there before", *(f"created    {each}" for each in WHOLE[1:])]
+    assert cluster.get(kinds.NAMESPACE, "outlast-system") == before
+    if not dry_run:
+        assert "kept       Namespace outlast-system: it was not made by `outlast install`" in remove(cluster)
+        assert cluster.get(kinds.NAMESPACE, "outlast-system") == before
+
+
+class Slow(FakeCluster):
+    """Deleting a namespace of this cluster takes until it has been looked at a few times, or for ever."""
+
+    looks = 3
+
+    def delete(self, kind: kinds.Kind, name: str, *, namespace: str | None = None, **options: Any) -> None:
+        if kind != kinds.NAMESPACE:
+            return super().delete(kind, name, namespace=namespace, **options)
+        going = self.documents["namespaces", "", name]["metadata"]
+        assert "deletionTimestamp" not in going
+        going["deletionTimestamp"] = "2026-11-21T16:00:00Z"
+
+    def get(self, kind: kinds.Kind, name: str, *, namespace: str | None = None, subresource: str = "") -> Document:
+        if kind == kinds.NAMESPACE and "deletionTimestamp" in self.documents.get(("namespaces", "", name), {}).get(
+            "metadata", {}
+        ):
+            self.looks -= 1
+            if self.looks == 0:
+                for key in [key for key in self.documents if name in (key[1], key[2])]:
+                    del self.documents[key]
+        return super().get(kind, name, namespace=namespace, subresource=subresource)
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installation, "_GONE_S", 0.3)
+    monkeypatch.setattr(installation, "_POLL_S", 0.01)
+
+
+@pytest.mark.usefixtures("quickly")
+def test_uninstalling_ends_when_the_namespace_is_gone_and_installing_waits_for_that() -> None:
+    cluster = established(Slow())
+    bring(cluster)
+    told = [each for each in remove(cluster) if "Namespace" in each]
+    assert told == ["deleting   Namespace outlast-system: what is in it ends first", "deleted    Namespace outlast-system"]
+    assert not cluster.has_namespace("outlast-system")
+    bring(cluster)
+    cluster.looks = 3
+    cluster.delete(kinds.NAMESPACE, "outlast-system")
+    assert bring(cluster, dry_run=True)[0] == "created    Namespace outlast-system"
+    assert bring(cluster)[0] == "created    Namespace outlast-system"
+    assert "deletionTimestamp" not in cluster.get(kinds.NAMESPACE, "outlast-system")["metadata"]
+
+
+@pytest.mark.usefixtures("quickly")
+def test_a_namespace_that_does_not_go_is_told_and_nothing_put_into_it() -> None:
+    cluster = established(Slow())
+    cluster.looks = 0
+    bring(cluster)
+    held = (
+        "Namespace outlast-system is still being deleted after 0 s: kubectl describe namespaces outlast-system says what holds it"
+    )
+    assert f"deleting   Namespace outlast-system: {held}" in remove(cluster)
+    assert f"deleting   Namespace outlast-system: {held}" in remove(cluster)  # asked again, it is not deleted twice
+    cluster.order.clear()
+    with pytest.raises(ClusterError, match=f"{held}; install again when it is gone"):
+        bring(cluster)
+    assert cluster.order == []
+
+
+def test_another_operators_rights_are_neither_taken_nor_deleted() -> None:
+    cluster = established(FakeCluster())
+    bring(cluster, namespace="op1")
+    before = copy.deepcopy(cluster.documents)
+    said = (
+        "the operator of this cluster is in namespace op1; pass --namespace op1, or take it away first: outlast uninstall --nam"
+    )
+    for act in (lambda: bring(cluster), lambda: bring(cluster, dry_run=True), lambda: remove(cluster, crds=True)):
+        with pytest.raises(OutlastError, match=said):
+            act()
+    assert cluster.documents == before
+
+
+@pytest.mark.parametrize(
+    ("name", "image", "replicas", "runs"),
+    [
+        ("elastic-job-k8s-controller", "registry.example/mirror:1", 1, True),
+        ("renamed", "torchelastic/kubernetes:0.1.0", 2, True),
+        ("renamed", "docker.io/torchelastic/elasticjob-controller", 1, True),
+        ("elastic-job-k8s-controller", "torchelastic/kubernetes:0.1.0", 0, False),
+        ("trainer", "torchelastic/examples:0.2.0", 1, False),
+    ],
+)
+def test_nothing_is_installed_while_the_archived_controller_runs(name: str, image: str, replicas: int, runs: bool) -> None:
+    containers = [{"name": "manager", "image": image}]
+    controller = {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": name, "namespace": "elastic-job"},
+        "spec": {"replicas": replicas, "template": {"spec": {"containers": containers}}},
+    }
+    cluster = established(FakeCluster(controller))
+    if not runs:
+        assert bring(cluster) == [f"created    {each}" for each in WHOLE]
+        return
+    with pytest.raises(OutlastError, match=f"stop it first: kubectl -n elastic-job scale deployment {name} --replicas=0"):
+        bring(cluster)
+    assert cluster.order == []
+
+
+def test_a_binding_that_an_operator_has_left_behind_is_taken_over() -> None:
+    cluster = established(FakeCluster())
+    bring(cluster, namespace="op1")
+    cluster.delete(kinds.DEPLOYMENT, "outlast-operator", namespace="op1")
+    assert "changed    ClusterRoleBinding outlast-operator" in bring(cluster)
+    assert gather.holder(cluster.get(kinds.CLUSTER_ROLE_BINDING, "outlast-operator")) == "outlast-system"
+
+
+def test_a_definition_that_is_refused_is_told_and_nothing_is_built_on_it() -> None:
+    cluster = FakeCluster()
+
+    def refuse(document: Document) -> None:
+        if document["kind"] == "CustomResourceDefinition":
+            document["status"] = {"conditions": [{"type": "NamesAccepted", "status": "False", "message": '"ej" is taken'}]}
+
+    cluster.then = refuse
+    with pytest.raises(ClusterError, match=r'elasticjobs.outlast.dev is not accepted: "ej" is taken; remove what has its names'):
+        bring(cluster)
+    assert len(cluster.documents) == 2
+
+
+def test_a_definition_that_is_never_served_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installation, "_ESTABLISHED_S", 0.05)
+    cluster = FakeCluster()
+    cluster.then = lambda document: document.setdefault("status", {"conditions": None})
+    with pytest.raises(ClusterError, match=r"the API server does not serve elasticjobs.outlast.dev"):
+        bring(cluster)
+
+
+# Taking it away
+
+
+def remove(cluster: FakeCluster, **options: Any) -> list[str]:
+    return [str(done) for done in installation.remove(cluster, **options)]  # type: ignore[arg-type]
+
+
+def a_job(namespace: str = "team") -> Document:
+    meta = {"name": "train", "namespace": namespace}
+    return {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": meta, "spec": {}}
+
+
+def test_uninstalling_takes_all_but_the_definition_and_the_rights_to_it_the_last_first() -> None:
+    cluster = established(FakeCluster())
+    bring(cluster)
+    rights = "users have their rights to ElasticJobs from it; --crds removes it"
+    users = ("ClusterRole outlast-view", "ClusterRole outlast-edit")
+    definitions = ["elasticjobs.outlast.dev", "elasticjobs.elastic.pytorch.org"]
+    assert remove(cluster) == [
+        *(
+            f"kept       {each}: {rights}" if each in users else f"deleted    {each}"
+            for each in reversed(WHOLE)
+            if "Custom" not in each
+        ),
+        *(
+            f"kept       CustomResourceDefinition {each}: ElasticJobs would be deleted with it; --crds removes it"
+            for each in definitions
+        ),
+    ]
+    assert [key[2] for key in cluster.documents] == [*definitions, "outlast-view", "outlast-edit"]
+
+
+def test_without_the_definition_no_rights_to_it_are_kept() -> None:
+    cluster = established(FakeCluster())
+    bring(cluster)
+    for kind in (kinds.ELASTIC_JOB, kinds.LEGACY_JOB):
+        cluster.delete(kinds.CRD, kind.resource)
+    remove(cluster)
+    assert cluster.documents == {}
+
+
+def test_with_crds_nothing_is_left_and_again_there_is_nothing_to_do() -> None:
+    cluster = established(FakeCluster())
+    bring(cluster)
+    remove(cluster, crds=True)
+    assert cluster.documents == {}
+    assert {each.split()[0] for each in remove(cluster, crds=True)} == {"absent"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels"),
+    [
+        *((kind, {}) for kind in (
+            kinds.POD, kinds.SERVICE, kinds.CONFIG_MAP, kinds.SECRET, kinds.CLAIM, kinds.DEPLOYMENT, kinds.STATEFUL_SET,
+            kinds.DAEMON_SET, kinds.JOB, kinds.CRON_JOB, kinds.ELASTIC_JOB,
+        )),
+        (kinds.JOB, {"app.kubernetes.io/part-of": "outlast", "outlast.dev/job": "theirs"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_namespace_in_which_others_live_is_kept(kind: kinds.Kind, labels: dict[str, str]) -> None:
+    cluster = established(FakeCluster())
+    bring(cluster)
+    meta = {"name": "theirs", "namespace": "outlast-system", "labels": labels}
+    cluster.put({"apiVersion": kind.api_version, "kind": kind.kind, "metadata": meta})
+    kept = [each for each in remove(cluster) if "Namespace" in each]
+    assert kept == [f"kept       Namespace outlast-system: there is more in it: {kind} theirs"]
+
+
+def test_a_namespace_whose_secrets_may_not_be_seen_is_kept() -> None:
+    cluster = established(FakeCluster(forbidden=(kinds.SECRET,)))
+    bring(cluster)
+    said = "kept       Namespace outlast-system: its secrets may not be listed: they may be those of others"
+    assert said in remove(cluster)
+
+
+def test_what_every_namespace_has_does_not_keep_it() -> None:
+    cluster = established(FakeCluster())
+    bring(cluster)
+    token = {"kind": "Secret", "type": "kubernetes.io/service-account-token", "metadata": {"name": "default-token"}}
+    published = [{"kind": "ConfigMap", "metadata": {"name": name}} for name in ("kube-root-ca.crt", "openshift-service-ca.crt")]
+    for each in (token, *published):
+        cluster.put({**each, "apiVersion": "v1", "metadata": {**each["metadata"], "namespace": "outlast-system"}})  # type: ignore[dict-item]
+    assert "deleted    Namespace outlast-system" in remove(cluster)
+
+
+# The command line
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
+    cluster = established(FakeCluster())
+    monkeypatch.setattr(api, "connect", lambda context=None, namespace=None: cluster)
+    return cluster
+
+
+def outlast(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(words))
+    return (int(ended.value.code or 0), *capsys.readouterr())
+
+
+def test_install_counts_what_it_has_done(cluster: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster.warnings.append("something is old")
+    code, out, err = outlast(capsys, "install")
+    assert (code, out.splitlines()[-1], err) == (
+        0,
+        f"fake: {len(WHOLE)} created",
+        "outlast | the server warns: something is old\n",
+    )
+    assert outlast(capsys, "install", "--dry-run")[1].splitlines()[-1] == f"fake: {len(WHOLE)} would be unchanged"
+
+
+def test_install_that_waits_for_an_operator_that_cannot_run_says_why(
+    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits = {"waiting": {"reason": "ImagePullBackOff", "message": "ghcr.io/outlast/operator:0.1: not found"}}
+    cluster.put(
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {
+                "name": "operator-a",
+                "namespace": "outlast-system",
+                "labels": {"app.kubernetes.io/name": "outlast", "app.kubernetes.io/component": "operator"},
+            },
+            "spec": {"containers": [{"name": "operator"}]},
+            "status": {"phase": "Pending", "containerStatuses": [{"name": "operator", "image": install.IMAGE, "state": waits}]},
+        }
+    )
+    code, _, err = outlast(capsys, "install", "--wait", "--timeout", "1")
+    assert code == 1
+    assert err.startswith(
+        "\nThe operator does not run after 1 s:\n\nPod operator-a waits for the image ghcr.io/outlast/operator:0.1"
+    )
+
+
+def test_install_that_waits_ends_as_soon_as_the_operator_runs(cluster: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    serve = cluster.then
+
+    def run(document: Document) -> None:
+        serve(document)
+        if document["kind"] == "Deployment":
+            document["status"] = {"updatedReplicas": 2, "availableReplicas": 2}
+
+    cluster.then = run
+    code, out, _ = outlast(capsys, "install", "--wait")
+    assert (code, out.splitlines()[-1]) == (0, "the operator runs")
+
+
+def test_uninstall_does_not_delete_jobs_that_it_was_not_told_to(
+    cluster: FakeCluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outlast(capsys, "install")
+    cluster.put(a_job())
+    code, out, err = outlast(capsys, "uninstall", "--crds")
+    assert (code, out) == (2, "")
+    assert err == "Error: 1 ElasticJob of fake would be deleted with --crds (team/train); add --yes to confirm\n"
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda question: "no")
+    assert outlast(capsys, "uninstall", "--crds")[0::2] == (2, "Error: nothing was changed\n")
+    assert cluster.serves(kinds.ELASTIC_JOB)
+    assert outlast(capsys, "uninstall", "--crds", "--yes")[0] == 0
+    assert not cluster.serves(kinds.ELASTIC_JOB)
+
+
+# A real cluster
+
+
+@pytest.fixture
+def real() -> Iterator[api.Cluster]:
+    cluster = api.connect(namespace="why-install")
+    defined = cluster.serves(kinds.ELASTIC_JOB)
+    roles = {each["metadata"]["name"] for each in cluster.list_(kinds.CLUSTER_ROLE)}
+    yield cluster
+    list(installation.remove(cluster, namespace="why-install", crds=not defined))
+    for name in {"outlast-view", "outlast-edit"} - roles:
+        subprocess.run(["kubectl", "delete", "clusterrole", name, "--ignore-not-found"], check=True)
+    subprocess.run(["kubectl", "delete", "namespace", "why-install", "--ignore-not-found"], check=True)
+    cluster.close()
+
+
+@pytest.mark.cluster
+def test_a_real_cluster_is_given_all_once_and_gives_all_back(real: api.Cluster) -> None:
+    """Puts roles into the cluster and removes them, and the definition of ElasticJob where there is none."""
+    wanted = installation.documents(namespace="why-install")
+    would = [done.what for done in installation.bring(real, wanted, dry_run=True)]
+    made = [done.what for done in installation.bring(real, wanted)]
+    assert made == would
+    assert set(made) <= {"created", "unchanged", "changed"}  # others may have the definition
+    assert {done.what for done in installation.bring(real, wanted)} == {"unchanged"}
+    (again,) = installation.bring(real, wanted[:1])
+    assert again.what == "unchanged"
+    other = installation.documents(namespace="why-install", image="example.com/operator:2")
+    changed = [done for done in installation.bring(real, other) if done.what == "changed"]
+    assert [str(done) for done in changed] == ["changed    Deployment outlast-operator in why-install"]
+    causes = installation.wait(real, wanted[-1], timeout_s=5)
+    assert causes
+    gone = {
+        str(done).split(":")[0].split(maxsplit=1)[1]: done.what for done in installation.remove(real, namespace="why-install")
+    }
+    assert gone["Deployment outlast-operator in why-install"] == "deleted"
+    assert gone["CustomResourceDefinition elasticjobs.outlast.dev"] == "kept"

@@ -1,0 +1,111 @@
+"""What a real API server says of our documents: schemas, the cost of rules in CEL, and what it makes of them.
+
+Changes nothing in the cluster but for the definition of ElasticJob, and a job that is suspended and deleted again:
+
+KUBECONFIG=... pytest -m cluster tests/kubernetes/test_manifests_cluster.py
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outlast.job import spec
+from outlast.kubernetes import manifests
+
+pytestmark = pytest.mark.cluster
+ROOT = Path(__file__).parents[2]
+GOLDEN = runpy.run_path(str(ROOT / "tests" / "shared" / "golden" / "render.py"))
+
+
+def kubectl(*words: str, documents: list[dict[str, Any]] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run kubectl, with documents as its input."""
+    given = json.dumps({"apiVersion": "v1", "kind": "List", "items": documents}) if documents is not None else None
+    return subprocess.run(["kubectl", *words], input=given, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def definition() -> None:
+    """The API server knows ElasticJobs."""
+    applied = kubectl("apply", "--server-side", "--force-conflicts", "-f", str(ROOT / "deploy" / "crd.yaml"))
+    assert applied.returncode == 0, applied.stderr
+    kubectl("wait", "--for=condition=established", "crd/elasticjobs.outlast.dev", "--timeout=30s")
+
+
+@pytest.mark.parametrize("name", GOLDEN["JOBS"])
+@pytest.mark.parametrize("topology", manifests.TOPOLOGIES)
+def test_the_api_server_takes_the_documents(topology: str, name: str) -> None:
+    documents = manifests.render(GOLDEN["job"](name), topology, namespace="default")
+    known = [each for each in documents if "volcano" not in each["apiVersion"] and each["kind"] != "PodGroup"]
+    made = kubectl("apply", "--dry-run=server", "--validate=strict", "-f", "-", documents=known)
+    assert made.returncode == 0, made.stderr
+    assert "would violate PodSecurity" not in made.stderr
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"workers": {"replicas": 9, "max": 2}}, "workers.replicas is above workers.max; lower replicas or raise max"),
+        ({"processesPerWorker": 4, "resources": {"gpu": 2}}, "processesPerWorker is above resources.gpu"),
+        ({"rendezvous": {"endpoint": "etcd:2379"}}, "rendezvous.endpoint has no effect with backend auto"),
+    ],
+)
+def test_the_api_server_says_what_the_job_file_says(fields: dict[str, Any], sentence: str) -> None:
+    document = {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": "a", "namespace": "default"}}
+    said = kubectl("create", "--dry-run=server", "-f", "-", documents=[{**document, "spec": {"module": "m", **fields}}])
+    assert said.returncode != 0
+    assert sentence in said.stderr
+
+
+def test_a_name_that_is_too_long_is_said_plainly() -> None:
+    document = {
+        "apiVersion": "outlast.dev/v1alpha1",
+        "kind": "ElasticJob",
+        "metadata": {"name": "j" * 60, "namespace": "default"},
+    }
+    said = kubectl("create", "--dry-run=server", "-f", "-", documents=[{**document, "spec": {"module": "m"}}])
+    assert "metadata.name is longer than 51 characters; shorten it" in said.stderr
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"spec": {"nodeName": "b"}},
+        {"spec": {"nodeName": None, "subdomain": "a"}},
+        {"spec": {"nodeName": None}},
+        {"spec": {"containers": [{"name": "worker", "tty": True}]}},
+        {"metadata": {"labels": {"a": None, "b": "a"}}},
+        {"metadata": {"labels": None, "finalizers": ["a"]}},
+    ],
+    ids=str,
+)
+def test_nothing_in_the_template_of_a_job_can_change(change: dict[str, Any]) -> None:
+    template = {
+        "metadata": {"labels": {"a": "a"}},
+        "spec": {"nodeName": "a", "containers": [{"name": "worker", "stdin": True}]},
+    }
+    name = "a-job-whose-template-is-fixed"
+    document = {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": name, "namespace": "default"}}
+    # suspended, so that an operator makes nothing of it
+    spec = {"module": "m", "image": "i", "suspend": True, "template": template}
+    made = kubectl("create", "-f", "-", documents=[{**document, "spec": spec}])
+    assert made.returncode == 0, made.stderr
+    try:
+        patch = json.dumps({"spec": {"template": change}})
+        said = kubectl("-n", "default", "patch", "elasticjobs.outlast.dev", name, "--type=merge", "--dry-run=server", "-p", patch)
+        assert "template of a job cannot change" in said.stderr
+    finally:
+        kubectl("-n", "default", "delete", "elasticjobs.outlast.dev", name)
+
+
+def test_what_the_api_server_stores_is_the_job() -> None:
+    job = GOLDEN["job"]("gpu")
+    (wanted,) = manifests.render(job, namespace="default")
+    stored = json.loads(kubectl("create", "--dry-run=server", "-o", "json", "-f", "-", documents=[wanted]).stdout)
+    read = {**stored, "metadata": {"name": stored["metadata"]["name"]}}
+    assert spec.parse(json.dumps(read)).spec == job.spec

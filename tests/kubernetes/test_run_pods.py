@@ -1,0 +1,275 @@
+"""Workers as pods run them: no launcher, the agent of worker 0 decides, and the record of the run is in its output."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import machines
+import ports
+from outlast.job import contract
+from outlast.job.workerfiles import progress
+from outlast.storage import runs, store
+from servers import Place
+
+Final = Callable[..., dict[str, object]]
+ARGS = ("--steps=60", "--pause=0.04", "--gate")
+
+
+class Pods:
+    """Agents of one job, started again by nobody but the test."""
+
+    def __init__(self, directory: Path, file: Path) -> None:
+        self.directory, self.output, self._file = directory, directory / "out", file
+        self._port = ports.free()
+        self.running: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, *indices: int, **more: str) -> None:
+        for index in indices:
+            state = self.directory / f"state-{index}"
+            state.mkdir(exist_ok=True)
+            environ = {
+                **os.environ,
+                contract.Env.JOB: "job",
+                contract.Env.RUN: "job-1a2b3c4d",
+                contract.Env.WORKER: str(index),
+                contract.Env.JOB_FILE: str(self._file),
+                contract.Env.CODE: str(machines.PROGRAMS),
+                contract.Env.OUTPUT: str(self.output),
+                contract.Env.CACHE: str(self.directory / "cache"),
+                contract.Env.STATE: str(state),
+                contract.Env.LEDGER: str(self.output / contract.LEDGER),
+                contract.Env.NOTICE: str(state / contract.NOTICE),
+                contract.Env.CHECKPOINT_EVERY: "10 steps",
+                contract.Env.ADDRESS: "127.0.0.1",
+                contract.Env.RENDEZVOUS: f"c10d://localhost:{self._port}",
+                "PYTHONHASHSEED": "0",
+                "OMP_NUM_THREADS": "1",
+                **more,
+            }
+            log = open(self.directory / f"pod-{index}.log", "ab")  # noqa: SIM115 (the process has it)
+            self.running[index] = subprocess.Popen(
+                [sys.executable, "-m", "outlast", "agent"], env=environ, stdout=log, stderr=log, start_new_session=True
+            )
+            log.close()
+
+    def mend(self, old: str, new: str) -> None:
+        """Change the job file."""
+        self._file.write_text(self._file.read_text().replace(old, new))
+
+    def log(self, index: int) -> str:
+        return (self.directory / f"pod-{index}.log").read_text()
+
+    def wait(self, until: Callable[[], object], what: str, timeout_s: float = 180) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not until():
+            if time.monotonic() > deadline:
+                pytest.fail(f"{what} not within {timeout_s} s\n" + "\n".join(f"{i}: {self.log(i)}" for i in self.running))
+            time.sleep(0.02)
+
+    def step(self, index: int = 0) -> int:
+        record = progress.read(self.directory / f"state-{index}", 0)
+        return record.step if record else 0
+
+    def kill(self, index: int) -> None:
+        os.killpg(self.running[index].pid, signal.SIGKILL)
+        self.running.pop(index).wait()
+
+    def codes(self, *, hurry: bool = True, timeout_s: float = 180) -> dict[int, int]:
+        """Wait until all have ended. In a `hurry` exact.py pauses no more and passes its gate."""
+        if hurry:
+            self.wait(self._claimed, "a run")  # which sets aside what it finds in the output
+            (self.output / "hurry").touch()
+        deadline = time.monotonic() + timeout_s
+        return {i: pod.wait(max(0.1, deadline - time.monotonic())) for i, pod in self.running.items()}
+
+    def _claimed(self) -> bool:
+        return (self.output / runs.RUN).exists() and not self.record().aside
+
+    def record(self) -> runs.Run:
+        return runs.Run.parse((self.output / runs.RUN).read_bytes())
+
+    def final(self) -> dict[str, object]:
+        return dict(json.loads((self.output / "final.json").read_text()))
+
+
+@pytest.fixture
+def pods(machine) -> Iterator[Callable[..., Pods]]:
+    made: list[Pods] = []
+
+    def make(**fields: object) -> Pods:
+        made.append(Pods(machine.directory, machine.job(**fields)))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for index in list(each.running):
+            if each.running[index].poll() is None:
+                each.kill(index)
+
+
+@pytest.mark.slow
+def test_two_pods_train_to_the_end_and_the_record_says_so(pods, undisturbed: Final):
+    two = pods(args=ARGS)
+    two.start(0, 1)
+    assert two.codes() == {0: 0, 1: 0}
+    assert two.final() == undisturbed(ARGS, 2)
+    assert (two.record().state, two.record().exit_code) == ("Succeeded", 0)
+    log = (two.output / "logs" / "worker-1.log").read_text()
+    assert log.endswith("outlast | worker 1: training is done (exit 0)\n")
+    assert log == two.log(1)
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_pod_that_is_lost_comes_back_and_the_weights_are_those_of_the_undisturbed_run(victim, pods, undisturbed: Final):
+    two = pods(args=ARGS)
+    two.start(0, 1)
+    two.wait(lambda: two.step() >= 25, "step 25")
+    two.kill(victim)
+    two.start(victim)
+    assert two.codes() == {0: 0, 1: 0}
+    assert two.final() == undisturbed(ARGS, 2)
+
+
+@pytest.mark.slow
+def test_a_pod_that_is_told_to_leave_has_everybody_save_and_no_step_is_lost(pods, undisturbed: Final):
+    two = pods(args=ARGS)
+    two.start(0, 1)
+    two.wait(lambda: two.step() >= 25, "step 25")
+    two.running[1].terminate()
+    assert two.running.pop(1).wait(60) == contract.Exit.INTERRUPTED
+    two.start(1)
+    assert two.codes() == {0: 0, 1: 0}
+    assert two.final() == undisturbed(ARGS, 2)
+    steps = [json.loads(line)["step"] for line in (two.output / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 61))
+
+
+@pytest.mark.slow
+def test_a_training_that_fails_is_given_up_by_all_pods_and_goes_on_when_it_is_submitted_again(pods, undisturbed: Final):
+    two = pods(args=("--fail-at=15",), restarts={"limit": 1})
+    two.start(0, 1)
+    assert two.codes(hurry=False) == {0: contract.Exit.GIVEN_UP, 1: contract.Exit.GIVEN_UP}
+    assert two.record().state == "Failed"
+    assert "restarts.limit (1 within" in two.log(1)
+    two.start(1)
+    assert two.running[1].wait(60) == contract.Exit.GIVEN_UP
+    assert "has ended before (Failed:" in two.log(1)
+    two.mend("--fail-at=15", "--steps=60")
+    two.start(0, 1, **{contract.Env.RUN: "job-mended00"})
+    assert two.codes() == {0: 0, 1: 0}
+    assert (two.record().run, two.record().owner, two.record().state) == ("job-1a2b3c4d", "job-mended00", "Succeeded")
+    assert two.final() == undisturbed(("--steps=60",), 2)
+    steps = [json.loads(line)["step"] for line in (two.output / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 61))
+
+
+@pytest.mark.slow
+def test_who_is_done_stays_up_where_pods_are_always_started_again_and_never_trains_again(pods):
+    one = pods(args=ARGS[:-1], workers={"replicas": 1})
+    one.start(0, **{contract.Env.STAY: "1"})
+    one.wait(lambda: "stays up and does nothing more" in one.log(0), "the end")
+    probes = json.loads((one.directory / "state-0" / contract.WORKER).read_text())["probes"].rpartition(":")[2]
+    assert urllib.request.urlopen(f"http://127.0.0.1:{probes}/healthz", timeout=60).status == 200
+    assert b'outlast_done{job="job",worker="0"} 1' in urllib.request.urlopen(f"http://127.0.0.1:{probes}/metrics").read()
+    one.running[0].terminate()
+    assert one.running.pop(0).wait(60) == 0
+    one.start(0, **{contract.Env.STAY: "1"})
+    one.wait(lambda: one.log(0).count("stays up and does nothing more") == 2, "the second end")
+    assert one.log(0).count("has ended before (Succeeded:") == 1
+
+
+@pytest.mark.slow
+def test_a_changed_job_goes_on_with_the_run_and_the_one_before_it_takes_nothing_back(pods, undisturbed: Final):
+    one = pods(args=ARGS, workers={"replicas": 1})
+    one.start(0)
+    one.wait(lambda: one.step() >= 25, "step 25")
+    one.running[0].terminate()
+    assert one.running.pop(0).wait(60) == contract.Exit.INTERRUPTED
+    one.start(0, **{contract.Env.RUN: "job-changed0"})
+    one.wait(lambda: one.step() >= 40, "step 40")
+    one.kill(0)
+    one.start(0)
+    assert one.running.pop(0).wait(60) == contract.Exit.MISCONFIGURED
+    assert "was taken up by a later version of this job" in one.log(0)
+    one.start(0, **{contract.Env.RUN: "job-changed0"})
+    assert one.codes() == {0: 0}
+    assert (one.record().run, one.record().owner) == ("job-1a2b3c4d", "job-changed0")
+    assert one.final() == undisturbed(ARGS, 1)
+
+
+@pytest.mark.slow
+def test_a_plain_script_whose_pods_are_lost_with_their_disks_goes_on_with_its_files_from_the_store(
+    pods, tmp_path: Path, rclone: Place
+):
+    examples = str(Path(__file__).parents[2] / "examples")
+    two = pods(
+        script="torchrun.py", code=examples, args=("--steps=3000", "--pause=0.02", "--save-every=20"), sync={"every": "1s"}
+    )
+    url = f"{rclone.url}/job"
+
+    def disk(index: int) -> dict[str, str]:
+        output = tmp_path / f"disk-{index}"
+        names = {contract.Env.OUTPUT: output, contract.Env.LEDGER: output / contract.LEDGER}
+        return {**{name: str(path) for name, path in names.items()}, contract.Env.CODE: examples, contract.Env.STORE: url}
+
+    def pushed() -> bool:
+        return "work/checkpoint.pt" in {entry.key for entry in store.open_(url).entries()}
+
+    for index in (0, 1):
+        two.start(index, **disk(index))
+    two.wait(pushed, "a checkpoint in the store")
+    for index in (0, 1):
+        two.kill(index)
+        shutil.rmtree(tmp_path / f"disk-{index}")
+        shutil.rmtree(two.directory / f"state-{index}")
+    step = torch.load(io.BytesIO(store.open_(url).get("work/checkpoint.pt")))["step"]
+    for index in (0, 1):
+        two.start(index, **disk(index))
+    for index in (0, 1):
+        two.wait(lambda i=index: f"rank {i} of 2 goes on from step {step}" in two.log(i), f"rank {index} that goes on")
+    found = {entry.key for entry in store.open_(url).entries()}
+    assert not {key for key in found if key.startswith("work/")} - {"work/checkpoint.pt"}
+
+
+@pytest.mark.slow
+def test_a_plain_script_that_saves_on_rank_0_goes_on_at_one_step_in_all_pods(pods, tmp_path: Path, rclone: Place):
+    """Rank 0 stays and is ahead of the store; the other pod is lost with its disk, or stays and never had the file."""
+    examples = str(Path(__file__).parents[2] / "examples")
+    two = pods(script="torchrun.py", code=examples, args=("--steps=400", "--pause=0.02", "--save-every=20"), sync={"every": "1h"})
+    for index in (0, 1):
+        output = tmp_path / f"disk-{index}"
+        names = {contract.Env.OUTPUT: output, contract.Env.LEDGER: output / contract.LEDGER}
+        more = {**{name: str(path) for name, path in names.items()}, contract.Env.CODE: examples}
+        two.start(index, **more, **{contract.Env.STORE: f"{rclone.url}/job"})
+
+    def begun(index: int) -> list[str]:
+        return re.findall(r"goes on from step (\d+)", two.log(index))
+
+    def process() -> int:
+        record = progress.read(two.directory / "state-0", 0)
+        return record.pid if record else 0
+
+    two.wait(lambda: "step 60/" in two.log(0), "a checkpoint")
+    os.kill(process(), signal.SIGKILL)
+    two.wait(lambda: len(begun(0)) == len(begun(1)) == 1, "ranks that go on")
+    two.kill(1)
+    shutil.rmtree(tmp_path / "disk-1")
+    shutil.rmtree(two.directory / "state-1")
+    two.start(1, **more, **{contract.Env.STORE: f"{rclone.url}/job"})
+    two.wait(lambda: len(begun(0)) == len(begun(1)) == 2, "ranks that go on with a new pod")
+    assert begun(0) == begun(1)
+    assert two.codes(hurry=False) == {0: 0, 1: 0}

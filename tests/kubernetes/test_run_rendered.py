@@ -1,0 +1,181 @@
+"""What is rendered for a cluster without the operator, run as its containers would be: processes of this machine with the
+environment of the documents. Only places, ports and the addresses of pods are those of this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import etcds
+import ports
+import processes
+from outlast.job import contract, spec
+from outlast.job.contract import Env, Pod
+from outlast.kubernetes import manifests
+from outlast.kubernetes.torchelastic import pods as torchelastic
+
+ROOT = Path(__file__).parents[2]
+Document = dict[str, Any]
+
+
+class Node:
+    """Runs the pods of a workload, and starts none again by itself."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._port = ports.free()
+        self.running: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, documents: list[Document], *indices: int, **more: str) -> None:
+        """Start these pods; `more` is what their environment says otherwise."""
+        workload = documents[-1]
+        (container,) = workload["spec"]["template"]["spec"]["containers"]
+        config = next(each for each in documents if each["kind"] == "ConfigMap")
+        for index in indices or range(workload["spec"].get("replicas") or workload["spec"]["completions"]):
+            place = self.directory / f"pod-{index}"
+            (place / "etc").mkdir(parents=True, exist_ok=True)
+            (place / "etc" / "job.yaml").write_text(config["data"]["job.yaml"])
+            env = self._environment(container["env"], place, index)
+            with (self.directory / f"pod-{index}.log").open("ab") as log:
+                self.running[index] = subprocess.Popen(
+                    [sys.executable, "-m", "outlast", "agent"], env={**os.environ, **env, **more}, stdout=log, stderr=log
+                )
+
+    def _environment(self, said: list[Document], place: Path, index: int) -> dict[str, str]:
+        fields = {"metadata.namespace": "team", "status.podIP": "127.0.0.1"}  # all others are where the index is
+        places = {Pod.CONFIG: place / "etc", Pod.STATE: place / "state", Pod.CACHE: place / "cache", Pod.HOME: place / "home"}
+        shared = {Pod.OUTPUT: self.directory / "out", Pod.CODE: place / "code"}
+        found: dict[str, str] = {}
+        for each in said:
+            if each.get("valueFrom", {}).get("secretKeyRef", {}).get("optional"):
+                continue  # that Secret is not there
+            source = each.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
+            value = fields.get(source, str(index)) if source else each["value"]
+            for there, here in {**places, **shared}.items():
+                value = re.sub(rf"^{there}(?=/|$)", str(here), value)
+            found[each["name"]] = value
+        for here in (*places.values(), *shared.values()):
+            here.mkdir(parents=True, exist_ok=True)
+        if found[Env.RENDEZVOUS].startswith("c10d://"):
+            found[Env.RENDEZVOUS] = f"c10d://localhost:{self._port}"
+        return {**found, Env.PROBE_PORT: "0"}
+
+    def log(self, index: int) -> str:
+        return (self.directory / f"pod-{index}.log").read_text()
+
+    def says(self, pattern: str, *indices: int, timeout_s: float = 120) -> None:
+        """Wait until each of these pods has said so, or with none given one of them."""
+        deadline = time.monotonic() + timeout_s
+
+        def said() -> bool:
+            found = [re.search(pattern, self.log(index)) for index in indices or self.running]
+            return all(found) if indices else any(found)
+
+        while not said():
+            whole = "\n".join(f"{index}:\n{self.log(index)}" for index in self.running)
+            assert time.monotonic() < deadline, f"{pattern} is not said within {timeout_s:.0f} s:\n{whole}"
+            time.sleep(0.1)
+
+    def delete(self, *indices: int) -> list[int]:
+        """As `kubectl delete pods`: all at once, with time to save; their exit codes."""
+        gone = [self.running.pop(index) for index in indices or list(self.running)]
+        for pod in gone:
+            pod.send_signal(signal.SIGTERM)
+        return [pod.wait(60) for pod in gone]
+
+    def lose(self, index: int) -> None:
+        processes.kill(self.running.pop(index))
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    made = Node(tmp_path)
+    yield made
+    for index in list(made.running):
+        if made.running[index].poll() is None:
+            made.lose(index)
+
+
+def documents(file: str, topology: str, **fields: object) -> list[Document]:
+    """Of an example, with other fields."""
+    job = yaml.safe_load((ROOT / "examples" / "kubernetes" / file).read_text())
+    kept = {name: value for name, value in job["spec"].items() if name not in ("output", "volumes", "secrets", "env")}
+    return manifests.render(spec.parse(yaml.safe_dump({**job, "spec": {**kept, **fields}})), topology)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["c10d", "etcd"])
+def test_a_statefulset_goes_on_with_more_pods_of_more_processes_after_a_change_of_two_numbers(
+    backend: str, node: Node, shared_etcd: etcds.Server
+) -> None:
+    args = ["--epochs=30", "--batch=96", "--samples=960"]
+    where = {"backend": "etcd", "endpoint": shared_etcd.endpoint} if backend == "etcd" else {}
+    common = {"args": args, "rendezvous": where, "checkpoint": {"every": "20 steps"}, "sync": {"every": "1h"}}
+
+    def made(replicas: int, gpu: int) -> list[Document]:
+        resources = {"cpu": 1, "memory": "1Gi", "gpu": gpu}
+        return documents("statefulset.yaml", "statefulset", workers={"replicas": replicas}, resources=resources, **common)
+
+    node.start(made(2, 1))
+    node.says(r"\[DDP\] rank 1 of 2")
+    node.says(r"\[EPOCH\] 5/30")
+    assert node.delete() == [contract.Exit.INTERRUPTED] * 2
+    node.start(made(3, 2))
+    node.says(r"\[DDP\] rank 5 of 6")
+    node.says(r"\[DONE\].* 6 ranks agree on weights")
+    node.says("stays up and does nothing more", 0, 1, 2)
+    epochs = [int(found) for index in range(3) for found in re.findall(r"\[EPOCH\] (\d+)/", node.log(index))]
+    assert sorted(epochs) == list(range(1, 31))  # none came twice: what was trained by two was not trained again
+
+
+@pytest.mark.slow
+def test_workers_of_an_indexed_job_that_meet_at_an_etcd_go_on_whichever_is_lost(node: Node, shared_etcd: etcds.Server) -> None:
+    where = {"backend": "etcd", "endpoint": shared_etcd.endpoint}
+    args = ["--epochs=300", "--batch=96", "--samples=960"]
+    common = {"args": args, "rendezvous": where, "workers": {"replicas": 2}, "checkpoint": {"every": "20 steps"}}
+    common |= {"secrets": [], "env": {}}  # this etcd lets in everybody
+    made = documents("etcd.yaml", "indexed-job", **common)
+    node.start(made)
+    node.says(r"\[EPOCH\] 5/300")
+    for victim, worlds in ((0, 2), (1, 3)):
+        node.lose(victim)
+        node.start(made, victim)
+        node.says(rf"(?s)(\[DDP\].*?){{{worlds}}}\[TRAIN\]", victim)
+    node.says(r"\[DONE\].* 2 ranks agree on weights")
+    assert [node.running[index].wait(60) for index in (0, 1)] == [contract.Exit.DONE] * 2
+
+
+@pytest.mark.slow
+def test_workers_of_a_job_of_torchelastic_that_asks_for_its_etcd_meet_there(tmp_path: Path, shared_etcd: etcds.Server) -> None:
+    script = [str(ROOT / "examples" / "train.py"), "--steps=40", "--save-every=40"]
+    container = {"name": "elasticjob-worker", "command": ["torchrun"], "args": ["--nproc_per_node=1", *script]}
+    worker = {"replicas": 2, "template": {"spec": {"containers": [container]}}}
+    asks = {"outlast.dev/rendezvous": "etcd"}
+    job = {
+        "apiVersion": "elastic.pytorch.org/v1alpha1",
+        "kind": "ElasticJob",
+        "metadata": {"name": "cifar", "namespace": "team", "uid": "0123456789ab", "annotations": asks},
+        "spec": {"rdzvEndpoint": f"127.0.0.1:{shared_etcd.port}", "minReplicas": 1, "replicaSpecs": {"Worker": worker}},
+    }
+    pods = []
+    for index in range(2):
+        (made,) = torchelastic.pod(job, index)["spec"]["containers"]
+        env = {each["name"]: each["value"] for each in made["env"]}
+        words = [sys.executable, "-m", "torch.distributed.run", *made["args"], f"--out={tmp_path / str(index)}"]
+        with (tmp_path / f"{index}.log").open("wb") as log:
+            pods.append(subprocess.Popen(words, env={**os.environ, **env}, stdout=log, stderr=log))
+    codes = [pod.wait(120) for pod in pods]
+    logs = [(tmp_path / f"{index}.log").read_text() for index in range(2)]
+    assert codes == [0, 0], "\n".join(logs)
+    assert sum("outlast | Running: training starts with all 2" in log for log in logs) == 1
+    assert sum("step 40 loss" in log for log in logs) == 1

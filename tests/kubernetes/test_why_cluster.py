@@ -1,0 +1,72 @@
+"""`outlast why` on a real cluster: each situation is made anew, and its cause is the first that is said.
+
+Makes namespaces `why-test-...` and deletes them. The image needs nothing but Python and a shell.
+
+KUBECONFIG=... OUTLAST_TEST_IMAGE=... pytest -m cluster tests/kubernetes/test_why_cluster.py
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+import situations
+from outlast import cli
+from outlast.base.errors import NotFound
+from outlast.kubernetes import api, diagnosis
+from outlast.kubernetes.diagnosis import Finding, gather
+
+pytestmark = pytest.mark.cluster
+LAST = {"deadline": 60, "probe-fails": 240}
+"""Seconds until there is something to see; a startup probe may fail for two minutes."""
+
+
+@pytest.fixture
+def namespace(request: pytest.FixtureRequest) -> Iterator[str]:
+    name = f"why-test-{uuid.uuid4().hex[:8]}"
+    yield name
+    subprocess.run(["kubectl", "delete", "namespace", name, "--wait=false", "--ignore-not-found"], check=True)
+
+
+def causes(namespace: str) -> list[Finding]:
+    cluster = api.connect(namespace=namespace)
+    try:
+        return diagnosis.causes(gather.job(cluster, "train"), time.time())
+    finally:
+        cluster.close()
+
+
+@pytest.mark.parametrize("name", situations.SITUATIONS)
+def test_the_first_cause_is_the_one_that_was_made(name: str, namespace: str) -> None:
+    expected = diagnosis.causes(situations.seen(name), situations.noted(situations.seen(name)))[0]
+    what = expected.what.replace("namespace team", f"namespace {namespace}").replace(situations.RECORDED_IMAGE, situations.IMAGE)
+    wanted = (expected.name, what)
+    situations.begin(name, namespace)
+    found: list[Finding] = []
+
+    def told() -> bool:
+        found[:] = causes(namespace)
+        return (found[0].name, found[0].what) == wanted
+
+    assert situations.wait(told, LAST.get(name, 120)), f"{name}: {diagnosis.text(found)}"
+
+
+def test_the_command_tells_it(namespace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    situations.begin("gpu", namespace)
+    assert situations.wait(lambda: situations.visible("gpu", namespace), 60)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["why", "train", "-n", namespace])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("Workers 0 and 1 find no node: none has any nvidia.com/gpu\n  nodes offer: ")
+
+
+def test_a_job_and_a_namespace_that_do_not_exist_are_told(namespace: str) -> None:
+    with pytest.raises(NotFound, match="there is no namespace why-test-"):
+        causes(namespace)
+    situations.kubectl("create", "namespace", namespace)
+    with pytest.raises(NotFound, match="there is no job train in namespace why-test-"):
+        causes(namespace)

@@ -1,0 +1,309 @@
+"""What users and machines get wrong: one clear sentence, no traceback of ours, nothing lost."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+import small_disks
+from outlast.base.errors import OutlastError
+from outlast.job.status import State
+
+
+def test_a_bug_at_one_step_stops_the_job_with_the_first_error_of_the_first_failing_rank(machine):
+    status = machine.run(machine.job(args=("--steps=40", "--fail-at=3"), checkpoint={"every": "1h"}))
+    assert (status.state, status.exit_code) == (State.FAILED, 1)
+    assert "has failed 3 times in a row" in status.reason
+    assert (status.failure.rank, status.failure.code) == (1, 1)
+    assert status.failure.reason == "rank 1 on worker 1 raised ValueError: a bug at step 3"
+    assert status.failure.traceback.splitlines()[-1] == "ValueError: a bug at step 3"
+    assert status.failure.log_tail.splitlines()[-1] == "ValueError: a bug at step 3"
+    assert "runpy" not in status.failure.traceback
+    facts = machine.backend.events(status.name)
+    counted = [each.get("repaired") for each in facts if each["kind"] == "failure"]
+    assert len(counted) == 3, "each once, whoever has started the processes again"
+    assert counted[0] == 1, "the members try again by themselves"
+
+
+@pytest.mark.slow
+def test_a_wrong_configuration_is_not_tried_again(machine):
+    status = machine.run(machine.job(args=("--steps=40", "--exit-at=2", "--print")))
+    assert (status.state, status.exit_code, status.restarts) == (State.FAILED, 78, 0)
+    assert status.failure.reason == "rank 0 on worker 0 exited with code 78"
+    assert status.failure.log_tail == "rank 0 step 1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_who_failed_first_and_ends_last_is_the_cause(machine, processes: int):
+    code = machine.directory / "code"
+    code.mkdir()
+    (code / "late.py").write_text(
+        "import atexit, time, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "if dist.get_rank() == dist.get_world_size() - 1:\n"
+        "    atexit.register(time.sleep, 2)\n"
+        "    dist.destroy_process_group()\n"
+        "    raise ValueError('a bug')\n"
+        "dist.barrier()\n"
+    )
+    workers = {"workers": {"replicas": 2 // processes}, "processesPerWorker": processes}
+    status = machine.run(machine.job(script="late.py", code=str(code), **workers, restarts={"limit": 0}))
+    assert (status.state, status.failure.rank, status.failure.code) == (State.FAILED, 1, 1)
+    assert status.failure.reason == f"rank 1 on worker {2 // processes - 1} raised ValueError: a bug"
+
+
+SLOW = pytest.mark.slow
+
+
+def a_script(machine, text: str) -> dict[str, str]:
+    """The fields of a job that runs this text."""
+    code = machine.directory / "code"
+    code.mkdir()
+    (code / "wrong.py").write_text(text)
+    return {"script": "wrong.py", "code": str(code)}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        pytest.param(
+            "import torch\nfor x in range(3)\n    pass\n", "raised SyntaxError: expected ':' (wrong.py, line 2)", marks=SLOW
+        ),
+        ("import no_such_package\n", "raised ModuleNotFoundError: No module named 'no_such_package'"),
+        pytest.param(
+            "from outlast.training import session\nwith session.open() as run:\n    run.resume(run.ddp())\n",
+            "Session.ddp() missing 1 required positional argument: 'model' (wrong.py:3); write net = run.ddp(model)",
+            marks=SLOW,
+        ),
+        pytest.param(
+            "from outlast.training import session\nwith session.open() as run:\n    len(run.rank)\n",
+            "raised TypeError: object of type 'int' has no len()",
+            marks=SLOW,
+        ),
+    ],
+)
+def test_an_error_of_the_script_on_all_ranks_before_the_first_step_is_not_tried_again(machine, text: str, said: str):
+    status = machine.run(machine.job(**a_script(machine, text)))
+    assert (status.state, status.exit_code, status.restarts) == (State.FAILED, 78, 0), status.reason
+    assert said in status.failure.reason
+    assert "a restart would not help" in status.reason
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_each_other_end_a_job_with_the_sentence(machine):
+    text = (
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "if dist.get_rank() == 0:\n"
+        "    dist.barrier()\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "dist.barrier()\n"
+    )
+    status = machine.run(machine.job(**a_script(machine, text), hang={"limit": "30s"}))
+    assert (status.state, status.exit_code, status.restarts) == (State.FAILED, 78, 0), status.reason
+    assert "rank 0 is in dist.barrier() (wrong.py:4), rank 1 is in dist.all_reduce(torch.ones(1)) (wrong.py:5)" in status.reason
+
+
+@pytest.mark.slow
+def test_a_step_that_hangs_three_times_ends_the_job(machine):
+    text = (
+        "import time\n"
+        "from torch import nn\n"
+        "from outlast.training import session\n"
+        "with session.open() as run:\n"
+        "    step = run.resume({'net': nn.Linear(1, 1)})\n"
+        "    while step < 3:\n"
+        "        step += 1\n"
+        "        run.log(step)\n"
+        "        run.interrupted()\n"
+        "    while run.rank:\n"
+        "        time.sleep(1)\n"
+        "    run.interrupted()\n"
+    )
+    status = machine.run(machine.job(**a_script(machine, text)))
+    assert (status.state, status.exit_code, status.restarts) == (State.FAILED, 137, 2), status.reason
+    assert "hung: no progress for " in status.reason
+    assert (
+        " s after step 3: rank 0 is in run.interrupted() (wrong.py:12), rank 1 is in time.sleep(1) (wrong.py:11); "
+        "it has hung here 3 times in a row"
+    ) in status.reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_plain_script_that_hangs_three_times_soon_after_its_start_ends_the_job(machine, workers: int):
+    text = (
+        "import threading, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "if dist.get_rank() == 0:\n"
+        "    threading.Event().wait()\n"
+        "dist.all_reduce(torch.ones(1))\n"
+    )
+    job = machine.job(**a_script(machine, text), workers={"replicas": workers})
+    began = time.monotonic()
+    status = machine.run(job)
+    assert (status.state, status.exit_code, status.restarts) == (State.FAILED, 137, 2), status.reason
+    said = "rank 0 is in threading.Event().wait() (wrong.py:5)"
+    said += {
+        1: "",
+        2: ", rank 1 is in dist.all_reduce(torch.ones(1)) (wrong.py:6)",
+        3: ", ranks 1 and 2 are in dist.all_reduce(torch.ones(1)) (wrong.py:6)",
+    }[workers]
+    assert f"{said}; it has hung here 3 times in a row" in status.reason
+    print(f"three hangs with {workers} workers took {time.monotonic() - began:.1f} s")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["computes", "has a process compute", "says that it is alive", "is a plain script"])
+def test_a_long_evaluation_on_one_rank_is_no_hang(machine, how: str):
+    """Longer than `hang.limit`, 3 s; the other rank waits for it in a collective."""
+    busy = "import time; end = time.monotonic() + 9\nwhile time.monotonic() < end: sum(range(1000))"
+    evaluate = {
+        "has a process compute": f"subprocess.run([sys.executable, '-c', {busy!r}])",
+        "says that it is alive": "exec('with run.alive(): time.sleep(9)')",
+    }.get(how, f"exec({busy!r})")
+    session_ = how != "is a plain script"
+    text = (
+        "import subprocess, sys, time, torch, torch.distributed as dist\n"
+        "from torch import nn\n"
+        "from outlast.training import session\n"
+        "with session.open() as run:\n"
+        "    run.resume({'net': nn.Linear(1, 1)})\n"
+        "    run.log(1)\n"
+        f"    run.rank or {evaluate}\n"
+        "    run.interrupted()\n"
+        "    run.log(2)\n"
+        if session_
+        else f"import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.get_rank() or {evaluate}\ndist.barrier()\n"
+    )
+    status = machine.run(machine.job(**a_script(machine, text)))
+    assert (status.state, status.restarts) == (State.SUCCEEDED, 0), status.reason
+    assert not [event for event in machine.backend.events(status.name) if event["kind"] == "hang"]
+
+
+@pytest.mark.slow
+def test_a_process_that_is_aborted_on_its_way_out_failed_by_what_it_said(machine):
+    code = machine.directory / "code"
+    code.mkdir()
+    (code / "ends.py").write_text("import atexit, os\natexit.register(os.abort)\nraise ValueError('a bug')\n")
+    status = machine.run(machine.job(script="ends.py", code=str(code), restarts={"limit": 0}))
+    assert (status.state, status.exit_code, status.failure.code) == (State.FAILED, 1, 1)
+    assert "raised ValueError: a bug" in status.failure.reason
+
+
+@pytest.mark.slow
+def test_the_restart_budget_ends_a_job_that_makes_no_progress(machine):
+    job = machine.job(args=("--steps=400",), checkpoint={"every": "1h"}, restarts={"limit": 1})
+    name = machine.submit(job)
+    machine.at_step(name, 3)
+    machine.backend.chaos(name, "kill-process", worker=0, rng=machine.rng)
+    machine.wait(name, lambda s: s.restarts == 1 and s.state is State.RUNNING and s.step >= 3 and all(w.ranks for w in s.workers))
+    machine.backend.chaos(name, "kill-process", worker=0, rng=machine.rng)
+    status = machine.end(name)
+    assert (status.state, status.exit_code) == (State.FAILED, 137)
+    assert "is used up" in status.reason
+
+
+def test_a_script_that_is_not_there_is_named_before_anything_starts(machine):
+    code = machine.directory / "code"
+    code.mkdir()
+    with pytest.raises(OutlastError, match=r"script \(gone.py\) is not in .*/code; correct it"):
+        machine.submit(machine.job(script="gone.py", code=str(code)))
+    assert not (machine.directory / "state").exists()
+
+
+@pytest.mark.slow
+def test_a_script_that_disappears_from_the_copy_of_the_code_is_named(machine):
+    name = machine.submit(machine.job(args=("--steps=4000", "--pause=0.02", "--gate")))
+    machine.at_step(name, 3)
+    machine.backend.steer(name, "interrupt")
+    machine.end(name)
+    (machine.directory / "state/runs/job/work/exact.py").unlink()
+    machine.backend.resume(name)
+    status = machine.end(name)
+    assert (status.state, status.exit_code) == (State.FAILED, 78)
+    assert "script: exact.py is not in" in status.reason
+
+
+def test_data_that_does_not_exist_is_named_before_anything_starts(machine):
+    with pytest.raises(OutlastError, match=r"data\[0\].from \(.*/nowhere\) does not exist; get the data, or correct the path"):
+        machine.submit(machine.job(data=[{"from": "nowhere", "to": "/data"}]))
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_anything_starts(machine):
+    (machine.directory / "file").write_text("")
+    with pytest.raises(OutlastError, match=r"output: cannot write to .*/file/job"):
+        machine.submit(machine.job(output=str(machine.directory / "file")))
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_reported_skipped_and_kept(machine, undisturbed):
+    args = ("--steps=60", "--pause=0.04", "--gate")
+    path = machine.job(args=args)
+    name = machine.submit(path)
+    machine.at_step(name, 35)
+    machine.backend.steer(name, "interrupt")
+    left = machine.end(name)
+    newest = Path(left.checkpoint.path)
+    victim = max(newest.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    victim.write_bytes(content)
+    status = machine.end(machine.submit(path), hurry=True)
+    assert status.state is State.SUCCEEDED
+    events = machine.backend.events(name)
+    (damaged,) = [event for event in events if event["kind"] == "damaged"]
+    assert Path(damaged["path"]) == newest
+    restored = [event["step"] for event in events if event["kind"] == "restored"]
+    assert restored[-1] == max(step for step in range(0, left.checkpoint.step, 10))
+    assert machine.final(name) == undisturbed(args, 2)
+
+
+@pytest.mark.slow
+def test_a_full_disk_stops_saving_but_not_training_and_is_said(small_disk: Path, machine_in):
+    """State, logs, ledger and output are all on the disk that is full. When there is room again, saving works again."""
+    args = ("--steps=160", "--pause=0.05", "--width=6000", "--print")
+    machine = machine_in(small_disk)
+    try:
+        name = machine.submit(machine.job(args=args, checkpoint={"every": "10 steps", "keep": 2}))
+        started = machine.at_step(name, 15)
+        small_disks.fill(small_disk)
+        log = machine.backend.output(name) / "logs" / "worker-0.log"
+        size = log.stat().st_size
+        time.sleep(3)  # long enough for saves, logs, status and ledger to find no room
+        assert log.stat().st_size < size + 4096, "the disk was full"
+        small_disks.repair(small_disk)
+        status = machine.end(name)
+        assert (status.state, status.restarts) == (State.SUCCEEDED, 0), (
+            machine.directory / "state/jobs/job/launcher.log"
+        ).read_text()
+        assert status.checkpoint is not None
+        assert status.checkpoint.step == 160
+        assert status.run == started.run
+        steps = [event["step"] for event in machine.backend.events(name) if event["kind"] == "committed"]
+        assert len(steps) < 16, "some saves found no room"
+    finally:
+        machine.kill_everything()
+        machine.kill_everything()
+
+
+@pytest.mark.slow  # the sentence: tests/base/test_probes.py
+def test_a_probe_port_in_use_is_said_and_not_tried_again(machine, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("OUTLAST_PROBE_PORT", str(port))
+        status = machine.run(machine.job(args=("--steps=400",), workers={"replicas": 1}))
+    assert (status.state, status.exit_code) == (State.FAILED, 78)
+    assert f"cannot serve probes on 127.0.0.1:{port}: Address already in use; free it or choose another" in status.reason
+
+
+@pytest.mark.slow
+def test_a_job_that_runs_for_too_long_is_ended(machine):
+    status = machine.run(machine.job(args=("--steps=4000", "--gate"), activeDeadlineSeconds=2))
+    assert (status.state, status.exit_code) == (State.FAILED, 1)
+    assert "the job has run for activeDeadlineSeconds (2)" in status.reason

@@ -1,0 +1,97 @@
+"""ElasticJobs that the operator of a real cluster looks after. For tests marked `cluster`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from machines import PROGRAMS
+from namespaces import Document, Namespace
+from outlast.job import contract
+
+ELASTIC = "elasticjobs.outlast.dev"
+OUTLAST = str(Path(sys.executable).with_name("outlast"))
+
+
+def submit_exact(namespace: Namespace, directory: Path, name: str, *args: str, **fields: object) -> None:
+    """Submit a job of two workers that trains exact.py, which prints each step and ends when it is `hurried`."""
+    whole = {
+        "image": os.environ["OUTLAST_TEST_IMAGE"],
+        "script": "exact.py",
+        "code": str(PROGRAMS),
+        "args": ["--gate", "--print", *args],
+        "workers": {"replicas": 2, "min": 1, "max": 3},
+        "resources": {"cpu": "0.2", "memory": "2Gi"},
+        **fields,
+    }
+    document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": name}, "spec": whole}
+    (directory / "job.yaml").write_text(json.dumps(document))
+    command = [OUTLAST, "submit", "job.yaml", "-n", namespace.name]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def both_train(namespace: Namespace, name: str) -> None:
+    """Wait until the second rank has trained a few steps."""
+    namespace.wait(lambda: namespace.logs(name).count("rank 1 step ") >= 8, lambda: namespace.logs(name), 400)
+
+
+def hurried(namespace: Namespace, name: str, timeout_s: float = 400) -> Document:
+    """Let exact.py pass its gate, and pause no more, in all pods that there are; the job's status at its end."""
+
+    def over(found: Document) -> bool:
+        for pod in live(namespace, name):
+            namespace.kubectl("exec", pod, "--", "sh", "-c", 'touch "$OUTLAST_OUTPUT/hurry"', fails=True)
+        return found.get("state") in ("Succeeded", "Failed")
+
+    return until(namespace, name, over, timeout_s)
+
+
+def status(namespace: Namespace, name: str) -> Document:
+    return dict(json.loads(namespace.kubectl("get", ELASTIC, name, "-o", "json")).get("status") or {})
+
+
+def until(namespace: Namespace, name: str, what: Callable[[Document], object], timeout_s: float = 240) -> Document:
+    """The job's status once something is true of it."""
+    deadline = time.monotonic() + timeout_s
+    while not what(found := status(namespace, name)):
+        assert time.monotonic() < deadline, (found, namespace.kubectl("get", "pods", "-o", "wide"))
+        time.sleep(0.5)
+    return found
+
+
+def trains(workers: int) -> Callable[[Document], object]:
+    return lambda found: found.get("state") == "Running" and len(found.get("world", ())) == workers
+
+
+def begun(namespace: Namespace, name: str, workers: Document, **fields: Any) -> int:
+    """Begin a job, and wait until it has trained for a while; the newest generation."""
+    namespace.run(name, "elasticjob", workers=workers, **fields)
+    until(namespace, name, trains(workers["replicas"]))
+    namespace.at_epoch(name, 20)
+    return int(status(namespace, name)["generation"])
+
+
+def live(namespace: Namespace, name: str) -> list[str]:
+    """The pods that are neither over nor on their way out."""
+    return sorted(
+        pod["metadata"]["name"]
+        for pod in namespace.pods(name)
+        if "deletionTimestamp" not in pod["metadata"] and pod["status"]["phase"] in ("Pending", "Running")
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed_pods(namespace: Namespace) -> str:
+    """The weights of two workers that nothing happened to."""
+    namespace.run("undisturbed", "elasticjob", workers={"replicas": 2, "min": 2})
+    until(namespace, "undisturbed", lambda found: found.get("state") == "Succeeded")
+    return namespace.weights("undisturbed")

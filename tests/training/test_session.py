@@ -1,0 +1,681 @@
+"""Worlds of one to three processes, killed, told to leave, resized, left without disk: what they compute stays the same."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import worlds
+from outlast.base.errors import OutlastError
+from outlast.job import contract, ledger
+from outlast.job.report import goodput
+from outlast.job.workerfiles import notice, progress
+from outlast.local import state_dir
+from outlast.storage import checkpoints
+from outlast.training import Batch, Stream, metrics, session
+from outlast.training.state import checkpoint, part_file
+from worlds import LAST, Calm, Training, damage, hashes, world
+
+
+def records(output: Path) -> list[dict[str, Any]]:
+    """What every rank of every generation wrote about its steps."""
+    return [json.loads(line) for path in sorted(output.glob("consumed-*")) for line in path.read_text().splitlines()]
+
+
+# The same bits
+
+
+@pytest.mark.parametrize(
+    ("ranks", "net", "optimizer", "microbatch"),
+    [
+        (1, "conv", "sgd", None),
+        pytest.param(1, "mlp", "adamw", None, marks=pytest.mark.slow),
+        (2, "conv", "adamw", None),
+        pytest.param(2, "mlp", "sgd", 5, marks=pytest.mark.slow),
+        pytest.param(3, "conv", "sgd", None, marks=pytest.mark.slow),
+        pytest.param(3, "conv", "adamw", None, marks=pytest.mark.slow),
+        pytest.param(3, "mlp", "sgd", None, marks=pytest.mark.slow),
+        (3, "mlp", "adamw", 4),
+    ],
+)
+def test_a_killed_and_resumed_run_ends_with_the_same_bits(
+    tmp_path: Path, calm: Calm, ranks: int, net: str, optimizer: str, microbatch: int | None
+):
+    plan = Training(net, optimizer, microbatch=microbatch)
+    before = calm(plan, ranks)
+    killed = world(Training(net, optimizer, microbatch=microbatch, kill_at=13, hasty=True), tmp_path, ranks)
+    assert killed.codes == [-9] * ranks
+    again = world(plan, tmp_path, ranks, generation=2)
+    [resumed] = {result["resumed"] for result in again.results}
+    assert resumed in (5, 10, 11, 12), "a save that is due while another is under way comes after it"
+    assert hashes(again) == hashes(before)
+    assert len(hashes(again)) == (1 if net == "mlp" else ranks)  # only batch norm's averages differ between ranks
+    assert again.results[0]["losses"] == before.results[0]["losses"][resumed:]
+
+
+def test_a_planned_leave_saves_the_very_step_and_exits_with_75(tmp_path: Path, calm: Calm):
+    left = world(Training(leave_at=7), tmp_path, 2)
+    assert left.codes == [contract.Exit.INTERRUPTED] * 2
+    assert [c.step for c in left.checkpoints] == [5, 7]
+    assert left.kinds("interrupted") == [{"kind": "interrupted", "generation": 1, "step": 7, "reason": "saved step 7"}]
+    worlds.again(left)
+    again = world(Training(), tmp_path, 2, generation=2)
+    assert [result["resumed"] for result in again.results] == [7, 7]
+    assert hashes(again) == hashes(calm(Training(), 2))
+
+
+def test_ranks_draw_different_numbers_but_make_the_same_model(tmp_path: Path):
+    end = worlds.ended(worlds.started(draws, tmp_path, 2), tmp_path)
+    assert end.codes == [0, 0], end.errors
+    one, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    assert one["model"] == other["model"]
+    assert not set(one["drawn"]) & set(other["drawn"])
+
+
+def draws() -> None:
+    import random
+
+    import numpy as np
+
+    with session.open(seed=5) as run:
+        model = nn.Linear(2, 2)
+        run.resume({"model": model})
+        drawn = [random.random(), np.random.random(), torch.rand(()).item()]
+        result = {"model": model.weight.tolist(), "drawn": drawn}
+        (run.output / f"rank-{run.rank}.json").write_text(json.dumps(result))
+
+
+# Worlds of other sizes
+
+
+@pytest.mark.slow
+def test_resizing_consumes_every_sample_once_and_keeps_the_loss(tmp_path: Path, calm: Calm):
+    plan = functools.partial(Training, microbatch=4)
+    for generation, (ranks, leave_at) in enumerate([(2, 4), (3, 9), (1, 13), (2, 0)], start=1):
+        end = world(plan(leave_at=leave_at), tmp_path, ranks, generation=generation)
+        assert set(end.codes) == {75 if leave_at else 0}, end.errors
+        worlds.again(end)
+    consumed = [(record["epoch"], index) for record in records(tmp_path) for index in record["indices"]]
+    assert Counter(consumed) == Counter((epoch, index) for epoch in range(4) for index in range(150))
+    assert end.results[0]["resumed"] == 13
+
+
+def test_another_batch_in_every_world_consumes_every_sample_once_an_epoch(tmp_path: Path):
+    plan = functools.partial(Training, schedule=False, epochs=2)
+    for generation, (ranks, batch, leave_at) in enumerate([(2, 32, 3), (3, 50, 4), (1, 20, 9), (2, 64, 0)], start=1):
+        end = world(plan(batch=batch, leave_at=leave_at), tmp_path, ranks, generation=generation)
+        assert set(end.codes) == {75 if leave_at else 0}, end.errors
+        worlds.again(end)
+    consumed = [(record["epoch"], index) for record in records(tmp_path) for index in record["indices"]]
+    assert Counter(consumed) == Counter((epoch, index) for epoch in range(2) for index in range(150))
+    # 96 samples in 3 steps of 32, 50 in 1 of 50, 4 + 80 in 5 of 20 or fewer, then 70 in 2 of 64 or fewer
+    assert end.results[0]["step"] == 11
+    assert "outlast: batch is 64 from step 9 on, it was 20; the run has 11 steps instead of 13" in end.errors[0]
+    shown = progress.read(tmp_path / "workers" / "0", 0)
+    assert shown is not None
+    assert (shown.step, shown.steps) == (11, 11)
+
+
+def test_the_loss_of_a_step_does_not_depend_on_the_number_of_ranks(tmp_path: Path):
+    losses = [world(Training("plain"), tmp_path / str(ranks), ranks).results[0]["losses"] for ranks in (1, 3)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_sharded_models_resume_in_worlds_of_other_sizes(tmp_path: Path):
+    """FSDP2: a checkpoint of two ranks is put back into two and into one."""
+    whole = worlds.ended(worlds.started(sharded, tmp_path / "whole", 2), tmp_path / "whole")
+    assert whole.codes == [0, 0], whole.errors
+    left = worlds.ended(worlds.started(functools.partial(sharded, 7), tmp_path / "left", 2), tmp_path / "left")
+    assert left.codes == [75, 75], left.errors
+    worlds.again(left)
+    for ranks in (2, 1):
+        output = shutil.copytree(left.output, tmp_path / str(ranks))
+        again = worlds.ended(worlds.started(sharded, output, ranks, generation=2), output)
+        assert again.codes == [0] * ranks, again.errors
+        expected = json.loads((tmp_path / "whole" / "sums").read_text())
+        assert json.loads((output / "sums").read_text()) == (expected if ranks == 2 else pytest.approx(expected, rel=1e-4))
+
+
+def sharded(leave_at: int = 0) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with session.open(seed=1) as run:
+        net = nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 3))
+        fully_shard(net, mesh=init_device_mesh("cpu", (run.world_size,)))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        stream = Stream((torch.arange(448.0).reshape(64, 7) / 448,), 8, steps=12, microbatch=2)
+        step = run.resume({"net": net, "optimizer": optimizer, "stream": stream})
+        for batch in stream:
+            optimizer.zero_grad()
+            for (x,), share in batch.split(net):
+                (net(x).square().mean() * share).backward()
+            optimizer.step()
+            step += 1
+            if step == leave_at:
+                Path(os.environ[contract.Env.NOTICE]).write_text("{}")
+            if run.interrupted() or run.due(step):
+                run.save(step)
+        sums = [parameter.full_tensor().sum().item() for parameter in net.parameters()]
+        if run.rank == 0:
+            (run.output / "sums").write_text(json.dumps(sums))
+
+
+# Damage
+
+
+def test_damaged_checkpoints_are_reported_skipped_and_kept(tmp_path: Path, calm: Calm):
+    killed = world(
+        Training(kill_at=18), tmp_path, 2, **{contract.Env.CHECKPOINT_KEEP: "9", contract.Env.CHECKPOINT_EVERY: "3 steps"}
+    )
+    steps = [c.step for c in killed.checkpoints]
+    assert len(steps) >= 3
+    damage(killed.checkpoints[-1].path)
+    (killed.checkpoints[-2].path / "COMMIT").write_text("{")
+    again = world(Training(), tmp_path, 2, generation=2, **{contract.Env.CHECKPOINT_EVERY: "3 steps"})
+    assert hashes(again) == hashes(calm(Training(), 2))
+    assert again.results[0]["resumed"] == 12
+    reasons = [(Path(e["path"]).name, e["reason"]) for e in again.kinds("damaged")]
+    assert [name for name, _ in reasons] == ["step-00000018", "step-00000015"]
+    assert "has crc32" in reasons[0][1]
+    assert reasons[1][1].startswith("COMMIT cannot be read")
+    assert again.errors[0].count("is damaged and skipped") == 2
+    assert again.errors[1] == ""
+    assert len(list(tmp_path.glob("checkpoints/*.replaced-0"))) == 2  # moved aside when their steps were saved again
+
+
+def test_another_runs_checkpoints_are_left_alone(tmp_path: Path):
+    first = world(Training(), tmp_path, 1, run="first")
+    theirs = first.checkpoints
+    second = world(Training(batch=40), tmp_path, 1, run="second", **{contract.Env.CHECKPOINT_EVERY: "7 steps"})
+    assert second.results[0]["resumed"] == 0
+    assert [c for c in second.checkpoints if c.run == "first"] == theirs
+
+
+def test_a_model_that_is_not_the_saved_one_is_refused_with_its_name(tmp_path: Path):
+    world(Training("mlp"), tmp_path, 1)
+    other = world(Training("conv"), tmp_path, 1, generation=2)
+    assert other.codes == [1]
+    assert "OutlastError: step-00000020 holds model/1.weight of shape (48, 192), the model now has (8,)" in other.errors[0]
+
+
+# No room
+
+
+@pytest.mark.parametrize("limited", [0, 1])
+def test_a_full_disk_ends_no_training_and_is_reported(tmp_path: Path, calm: Calm, limited: int):
+    plan = Training(limit_at=9, unlimited_at=14, limited=limited)
+    end = world(plan, tmp_path, 2, **{contract.Env.CHECKPOINT_KEEP: "9"})
+    assert hashes(end) == hashes(calm(Training(), 2))
+    assert [c.step for c in end.checkpoints] == [5, 15, 20]
+    assert end.kinds("save_failed") == [{"kind": "save_failed", "step": 10, "reason": f"rank {limited}: File too large"}]
+    assert end.errors[0].strip() == (
+        f"outlast: step 10 could not be saved: rank {limited}: File too large; the newest checkpoint is that of step 5"
+    )
+    assert end.errors[1] == ""
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if not path.name.startswith("step-000000")) == [
+        ".lock",
+        "FENCE",
+    ]
+    assert not list(tmp_path.glob("checkpoints/*.saving-*"))
+
+
+def test_a_save_that_fails_while_leaving_says_what_is_lost(tmp_path: Path):
+    end = world(Training(limit_at=6, leave_at=8), tmp_path, 2)
+    assert end.codes == [75, 75]
+    sentence = "step 8 could not be saved; the run goes on from step 5, 3 steps are lost"
+    assert end.kinds("interrupted") == [{"kind": "interrupted", "generation": 1, "step": 8, "reason": sentence}]
+    assert f"outlast: leaving: {sentence}" in end.errors[0]
+    warned = progress.read(tmp_path / "workers" / "1", 0)
+    assert warned is not None
+    assert (warned.phase, warned.step, warned.committed) == ("save", 8, 5)
+    assert warned.warning == "step 8 could not be saved: rank 0: File too large"
+
+
+def test_an_output_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(contract.Env.OUTPUT, str(tmp_path / "file" / "out"))
+    with pytest.raises(
+        OutlastError, match=r"output .*/file/out cannot be written: Not a directory; make room or name another directory"
+    ):
+        session.open().__enter__()
+    assert not dist.is_initialized()
+
+
+# Zombies
+
+
+def test_a_generation_that_was_replaced_commits_nothing_and_stops(tmp_path: Path):
+    processes = worlds.started(functools.partial(worlds.train, Training(epochs=100, pause_s=0.01)), tmp_path, 2)
+    while not checkpoints.list_(tmp_path / "checkpoints"):
+        time.sleep(0.01)
+        assert all(process.is_alive() for process in processes)
+    checkpoints.acquire(tmp_path / "checkpoints", "r", 2)
+    committed = checkpoints.list_(tmp_path / "checkpoints")
+    end = worlds.ended(processes, tmp_path)
+    assert end.codes == [1, 1]
+    assert "Superseded: generation 1 may not commit step" in end.errors[0]
+    assert "generation 2 of run r owns" in end.errors[1]
+    assert end.checkpoints == committed
+
+
+def test_a_replaced_generation_cannot_begin_and_removes_nothing(tmp_path: Path):
+    checkpoints.acquire(tmp_path / "checkpoints", "r", 3)
+    written = checkpoints.saving(tmp_path / "checkpoints", 10, 2)
+    written.mkdir()
+    end = world(Training(), tmp_path, 1, generation=2)
+    assert end.codes == [1]
+    assert written.exists()
+    assert "Superseded: generation 2 of this run has been replaced by generation 3" in end.errors[0]
+
+
+# What others see
+
+
+def test_a_rank_that_raises_ends_with_its_own_error(tmp_path: Path):
+    processes = worlds.started(functools.partial(worlds.train, Training(raise_at=6, hasty=True)), tmp_path, 2)
+    processes[1].join(60)
+    processes[0].kill()  # as its agent does; it may wait for rank 1 as long as the process group's timeout
+    end = worlds.ended(processes, tmp_path)
+    assert end.codes[1] == 1
+    assert "ValueError: a bug of the user's" in end.errors[1]
+    assert [c.step for c in end.checkpoints] == [5]  # the save that was in flight
+
+
+def test_the_ledger_tells_the_story_of_a_run(calm: Calm):
+    end = calm(Training(), 2)
+    story = [(e["kind"], e.get("step"), e["source"]) for e in end.events if e["kind"] not in ("step", "staged")]
+    assert story[:5] == [
+        *sorted([("session", None, "rank-0"), ("session", None, "rank-1")], key=lambda entry: story.index(entry)),
+        ("restoring", None, "rank-0"),
+        ("restored", 0, "rank-0"),
+        ("saving", 5, "rank-0"),
+    ]
+    assert [(kind, step) for kind, step, _ in story if kind == "saving"] == [("saving", c) for c in (5, 10, 15, 20)]
+    assert [(kind, step) for kind, step, _ in story if kind == "committed"] == [("committed", c) for c in (5, 10, 15, 20)]
+    assert end.steps == list(range(1, LAST + 1))
+    assert all(e["stall_s"] < 5 for e in end.kinds("staged"))
+    last = end.kinds("committed")[-1]
+    assert last["bytes"] == end.checkpoints[-1].bytes > 10_000
+
+
+def test_progress_tells_phase_steps_and_the_committed_step(calm: Calm):
+    output = calm(Training(), 2).output
+    for rank in range(2):
+        record = progress.read(output / "workers" / str(rank), 0)
+        assert record is not None
+        assert (record.generation, record.rank, record.phase, record.step, record.steps) == (1, rank, "done", LAST, LAST)
+        assert (record.committed, record.warning) == (LAST, "")
+
+
+def test_metrics_hold_every_step_once_however_often_it_ran(tmp_path: Path):
+    world(Training(kill_at=13), tmp_path, 2)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 14, "lo')  # the last line of a killed process
+    end = world(Training(), tmp_path, 2, generation=2)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, LAST + 1))
+    assert [line["loss"] for line in lines][end.results[0]["resumed"] :] == end.results[0]["losses"]
+    assert state_dir.newest_metrics(tmp_path) == {"step": LAST, "loss": end.results[0]["losses"][-1]}
+    assert state_dir.newest_metrics(tmp_path / "nowhere") == {}
+    assert {line["generation"] for line in lines} == {1, 2}
+
+
+def test_logged_values_are_printed_now_and_then_and_at_the_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    screen = metrics.Screen(quiet=False)
+    for step, values in [(1, {"loss": 2.30258}), (2, {"loss": 2.0}), (3, {}), (4, {"accuracy": 0.5}), (5, {"loss": 1e-9})]:
+        now[0] += metrics.Screen.EVERY_S / 4
+        screen.show(step, values, lambda: 5)
+    screen.show(6, {"loss": math.nan}, lambda: None)
+    screen.flush()
+    screen.flush()
+    metrics.Screen(quiet=True).show(1, {"loss": 1.0}, lambda: 5)
+    assert capsys.readouterr().err == (
+        "outlast: step 1 of 5: loss 2.303\noutlast: step 5 of 5: loss 1e-09, accuracy 0.5\noutlast: step 6: loss nan\n"
+    )
+
+
+def test_what_was_logged_before_the_first_checkpoint_is_logged_once(tmp_path: Path):
+    killed = worlds.ended(worlds.started(killed_after_step_0, tmp_path, 1), tmp_path)
+    assert killed.codes == [-9]
+    again = worlds.ended(worlds.started(killed_after_step_0, tmp_path, 1, generation=2), tmp_path)
+    assert again.codes == [0], again.errors
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["generation"]) for line in lines] == [(0, 2)]
+
+
+def killed_after_step_0() -> None:
+    with session.open() as run:
+        run.resume({"model": nn.Linear(1, 1)})
+        run.log(0, val_loss=1.0)
+        if run.generation == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_is_logged_before_the_first_step_is_no_step(tmp_path: Path):
+    ended = worlds.ended(worlds.started(measured_before_and_after, tmp_path, 1), tmp_path)
+    assert ended.codes == [0], ended.errors
+    account = goodput.buckets(ledger.read(tmp_path / "ledger"), None)
+    assert (account.steps_kept, account.steps_replayed) == (3, 0)
+
+
+def measured_before_and_after() -> None:
+    with session.open() as run:
+        stream = Stream(torch.zeros(3, 1), batch=1)
+        step = run.resume({"stream": stream})
+        run.log(step, val_loss=1.0)
+        for _ in stream:
+            step += 1
+            run.log(step)
+
+
+def test_metrics_are_cut_after_the_restored_step(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    metrics.forget_after(path, 3)  # there is none
+    for step in range(1, 6):
+        metrics.append(path, {"step": step})
+    metrics.forget_after(path, 3)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    metrics.forget_after(path, 0)
+    metrics.forget_after(path, 0)
+    assert path.read_text() == ""
+
+
+# A world of one, in this process
+
+
+@pytest.fixture
+def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No environment of ours or torchrun's, as in `python train.py`."""
+    for name in [name for name in os.environ if contract.RESERVED_ENV.match(name)]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_plain_python_script_is_a_world_of_one_and_resumes(plain: Path):
+    for generation in (1, 2, 3):
+        with session.open() as run:
+            assert (run.rank, run.world_size, run.generation, run.data) == (0, 1, generation, None)
+            net = run.ddp(nn.Linear(2, 2))
+            step = run.resume({"net": net})
+            assert step == generation - 1
+            assert run.gather("me") == ["me"]
+            assert run.log(step + 1, loss=torch.tensor(0.5), reduce=True) == {"loss": 0.5}
+            assert not run.interrupted()
+            assert not run.due(step + 1)  # every 5 minutes
+            run.save(step + 1)
+    assert [c.step for c in checkpoints.list_(plain / "out" / "checkpoints")] == [1, 2, 3]
+    assert not dist.is_initialized()
+
+
+def test_saving_the_same_step_twice_saves_it_once(plain: Path):
+    with session.open() as run:
+        run.resume({"net": nn.Linear(2, 2)})
+        for _ in range(3):
+            run.save(1)
+    assert [c.step for c in checkpoints.list_(plain / "out" / "checkpoints")] == [1]
+
+
+def test_a_save_rests_only_until_the_next_one_is_due(plain: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(contract.Env.CHECKPOINT_EVERY, "2 steps")
+    monkeypatch.setattr(part_file, "_PAUSE", 1e6)  # some minutes
+    with session.open() as run:
+        run.resume({"net": nn.Linear(1200, 1200)})
+        run.save(1)
+        assert not run.due(1)
+        assert run._saver.busy
+        assert not run.due(2)
+        assert run._saver._thread is not None
+        run._saver._thread.join(60)
+        assert not run._saver.busy
+        assert run.due(3)
+
+
+@pytest.mark.parametrize(
+    ("save_s", "set_s", "saved"), [(None, 0.0, [1, 2]), (100.0, 0.0, [1]), (4.0, 120.0, [1, 2]), (100.0, -120.0, [1])]
+)
+def test_a_save_that_does_not_fit_into_the_time_left_is_skipped_and_a_clock_that_is_set_changes_nothing(
+    plain: Path, monkeypatch: pytest.MonkeyPatch, save_s: float | None, set_s: float, saved: list[int]
+):
+    path, wall = plain / contract.NOTICE, time.time
+    monkeypatch.setenv(contract.Env.NOTICE, str(path))
+
+    def leaves() -> None:
+        with session.open() as run:
+            run.resume({"net": nn.Linear(2, 2)})
+            assert (run.interrupted(), run.seconds_left) == (False, math.inf)
+            run.save(1)
+            run._saves.settle(run._saver.wait())
+            notice.write(path, "leave", "spot", time.time() + 75.0)
+            monkeypatch.setattr(time, "time", lambda: wall() + set_s)
+            assert run.interrupted()
+            assert 60.0 < run.seconds_left <= 75.0
+            run._saver.least_s = save_s
+            run.save(2)
+
+    with pytest.raises(SystemExit, match="75"):
+        leaves()
+    assert [c.step for c in checkpoints.list_(plain / "out" / "checkpoints")] == saved
+    [said] = [each["reason"] for each in ledger.read(plain / "out" / "ledger") if each["kind"] == "interrupted"]
+    late = r"step 2 is not saved: a save takes about 100 s, and \d+ s are left; the run goes on from step 1, 1 steps are lost"
+    assert re.fullmatch(late if saved == [1] else "saved step 2", said)
+
+
+def test_what_steps_wait_for_data_is_in_the_ledger(plain: Path):
+    class Late(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            time.sleep(0.02 if index >= 4 else 0.0)
+            return super().__getitem__(index)
+
+    with session.open(quiet=True) as run:
+        stream = Stream(Late(range(8)), 2, shuffle=False)
+        step = run.resume({"stream": stream})
+        for _ in stream:
+            step += 1
+            run.log(step)
+    told = [event.get("waited_s", 0.0) for event in ledger.read(plain / "out" / "ledger") if event["kind"] == "step"]
+    assert sum(told) == pytest.approx(stream.waited_s, abs=1e-5)
+    assert sum(told) >= 0.08
+
+
+def test_steps_are_told_although_nothing_is_logged(plain: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(contract.Env.STATE, str(plain))
+    with session.open() as run:
+        step = run.resume({"net": nn.Linear(2, 2)})
+        for told in (1, 2):
+            run.due(step + told)
+            assert progress.read(plain, 0).step == told
+        run.save(3)
+    assert progress.read(plain, 0).step == 3
+
+
+def test_saves_are_due_by_the_clock_but_never_while_one_is_in_flight(plain: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(contract.Env.CHECKPOINT_EVERY, "0.001s")
+    with session.open() as run:
+        run.resume({"net": nn.Linear(500, 500)})
+        deferred = 0
+        for step in range(1, 200):
+            busy = run._saver.busy
+            if run.due(step):
+                assert not busy
+                run.save(step)
+            else:
+                deferred += busy
+            time.sleep(0.001)
+    assert deferred > 0
+    assert len(checkpoints.list_(plain / "out" / "checkpoints")) == 3
+
+
+def test_saves_by_steps_come_at_the_next_step_when_one_was_in_flight(plain: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(contract.Env.CHECKPOINT_EVERY, "4 steps")
+    with session.open() as run:
+        run.resume({"net": nn.Linear(2, 2)})
+        due = []
+        for step in range(1, 15):
+            if run.due(step):
+                due.append(step)
+                if step != 4:  # it was in flight
+                    run.save(step)
+                    run._saver.wait()
+    assert due == [4, 5, 8, 12]
+
+
+# The last step
+
+X = torch.arange(96.0).reshape(48, 2) / 96
+
+
+def trained(way: str) -> list[int]:
+    """Train for six steps in some way, and say which checkpoints there are then."""
+    with session.open() as run:
+        net = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        stream = Stream((X,), 8)
+        state = {"net": net, "optimizer": optimizer, **({} if way in ("no stream", "not given") else {"stream": stream})}
+        step = run.resume(state) if way != "no resume" else 0
+        for batch in {"no stream": range(6), "nothing": []}.get(way, stream):
+            if isinstance(batch, Batch):
+                for (x,), share in batch.split(net):
+                    (net(x).square().mean() * share).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if way in ("log", "save", "not given") or (way == "first logs" and run.rank == 0):
+                run.log(step, loss=0.5)
+            elif way == "no resume":
+                run.interrupted()
+            elif way not in ("unnamed", "first logs") and (run.interrupted() or run.due(step)):
+                run.save(step)
+            if way in ("break", "one raises") and step == 4:
+                break
+        if way == "one raises" and run.rank == run.world_size - 1:
+            raise ZeroDivisionError
+        if way == "save":
+            run.save(step)
+    return [c.step for c in checkpoints.list_(run.output / contract.CHECKPOINTS)]
+
+
+@pytest.mark.parametrize(
+    ("way", "saved"),
+    [
+        ("due", 6),
+        ("log", 6),
+        ("break", 4),
+        ("no stream", 6),
+        ("save", 6),
+        ("not given", 0),
+        ("no resume", 0),
+        ("nothing", 0),
+        ("unnamed", 0),
+    ],
+)
+def test_the_last_step_is_saved_once_although_no_save_was_due(
+    plain: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, way: str, saved: int
+):
+    assert trained(way) == ([saved] if saved else [])
+    told = f"outlast: the last step, {saved}, is saved in out/checkpoints/step-0000000{saved}\n"
+    assert capsys.readouterr().err.count(told) == (saved > 0)
+    unsaved = {"unnamed": "call run.due(step) after each step, or run.save(step)", "not given": "add the Stream to what resume()"}
+    assert caplog.text.count("after step 0 is not saved; " + unsaved.get(way, "")) == (way in unsaved)
+    events = [event["kind"] for event in ledger.read(plain / "out" / contract.LEDGER)]
+    assert events.count("committed") == (saved > 0)
+
+
+def test_a_session_that_an_exception_leaves_saves_nothing_and_one_without_new_steps_neither(
+    plain: Path, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(ZeroDivisionError):
+        trained("one raises")
+    assert not checkpoints.list_(plain / "out" / contract.CHECKPOINTS)
+    dist.destroy_process_group()  # as the end of the process does
+    assert trained("due") == trained("due") == [6]
+    assert capsys.readouterr().err.endswith(
+        "outlast: goes on from step 6 of 6 (out/checkpoints/step-00000006); without out/checkpoints it begins anew\n"
+    )
+
+
+@pytest.mark.parametrize(("way", "saved"), [("break", [4]), ("first logs", [6]), ("one raises", [])])
+def test_all_ranks_save_the_last_step_or_none_does(tmp_path: Path, way: str, saved: list[int]):
+    program, seldom = functools.partial(trained, way), {contract.Env.CHECKPOINT_EVERY: "300s"}
+    end = worlds.ended(worlds.started(program, tmp_path, 2, **seldom), tmp_path)
+    assert end.codes == ([1, 1] if way == "one raises" else [0, 0]), end.errors
+    assert ("ZeroDivisionError" in end.errors[1]) == (way == "one raises")
+    assert [c.step for c in end.checkpoints] == saved
+
+
+def test_saving_without_a_state_is_refused(plain: Path):
+    with session.open() as run, pytest.raises(OutlastError, match="call resume"):
+        run.save(1)
+
+
+def test_ddp_leaves_the_model_as_it_was(plain: Path):
+    with session.open() as run:
+        model = worlds.network("conv")
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        net = run.ddp(model)
+        assert "forward" not in vars(model)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert all(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
+        net(torch.zeros(2, 3, 8, 8)).sum().backward()
+        with pytest.raises(OutlastError, match="static_graph"):
+            run.ddp(model, static_graph=True)
+
+
+def test_the_state_of_a_checkpoint_can_be_read_without_a_session(plain: Path):
+    with session.open() as run:
+        model = nn.Linear(2, 2)
+        run.resume({"net": run.ddp(model)})
+        run.save(1)
+    other = nn.Linear(2, 2)
+    newest = checkpoints.latest(checkpoints.list_(plain / "out" / "checkpoints"), "")
+    assert newest is not None
+    checkpoint.restore(newest.path, {"net": other})
+    assert other.weight.equal(model.weight)
+
+
+def test_the_loop_in_the_readme_leaves_a_checkpoint_and_a_model(plain: Path):
+    readme = Path(__file__).parents[2] / "README.md"
+    [loop] = [block for block in re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL) if "session.open" in block]
+    model = nn.Linear(3, 2)
+    names: dict[str, Any] = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "dataset": (torch.randn(200, 3), torch.zeros(200, dtype=torch.int64)),
+        "F": nn.functional,
+    }
+    exec(loop, names)
+    assert [c.step for c in checkpoints.list_(plain / "out" / "checkpoints")] == [20]
+    assert torch.load(plain / "out" / "model.pt", weights_only=True)["weight"].equal(model.weight)
+
+
+def test_the_script_in_the_guide_trains_and_resumes(plain: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(contract.Env.CHECKPOINT_EVERY, "10 steps")
+    guide = Path(__file__).parents[2] / "docs" / "guide" / "exact-resume.md"
+    train, best, read = re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
+    compile(best, str(guide), "exec")
+    for generation in (1, 2):
+        names: dict[str, Any] = {}
+        exec(train + read, names)
+        assert names["run"].generation == generation
+        assert names["step"] == names["stream"].total_steps == 48
+        assert names["newest"].step == 48
+        names["model"].load_state_dict(torch.load(plain / "out" / "model.pt", weights_only=True))
