@@ -49,7 +49,7 @@ from outlast.storage import checkpoints
 from outlast.storage.snapshots import client
 from outlast.training import device, metrics, mistakes, order, stalls
 from outlast.training.calls import Calls, public
-from outlast.training.state import checkpoint, newest, parameters, recovery, saver, saves, snapshots, weights
+from outlast.training.state import checkpoint, exchanged, newest, parameters, recovery, saver, saves, snapshots, weights
 from outlast.training.state.disks import Disks
 from outlast.worker import tracking
 from outlast.worker.hangs import stall
@@ -136,6 +136,7 @@ class Session:
         env = os.environ
         if dist.is_initialized():
             raise OutlastError("a process group exists already; session.open() joins it itself: remove init_process_group()")
+        exchanged.keep_names()
         stall.watch().start()
         self._report()
         accelerator = device.find()

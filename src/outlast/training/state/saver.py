@@ -91,7 +91,7 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Written:
+class Written:
     """The report of one rank that has written its part."""
 
     problem: str
@@ -215,7 +215,7 @@ class Saver:
         except (Exception, CheckpointException) as error:  # the latter is no Exception
             problem = sentence(error)
         answers: list[Any] = [None] * self._ranks
-        dist.all_gather_object(answers, _Written(problem, files, self.copy.same, metric, aside), group=self._group)
+        dist.all_gather_object(answers, Written(problem, files, self.copy.same, metric, aside), group=self._group)
         outcome = [Outcome(step, False)]
         if self._disks.leader:
             outcome = [self._commit(step, target, answers, begun)]
@@ -235,7 +235,7 @@ class Saver:
                     return Path(f"/proc/{os.getpid()}/fd/{os.dup(file.fileno())}"), sentence(error)
         return None
 
-    def _commit(self, step: int, target: Path, answers: list[_Written], begun: float) -> Outcome:
+    def _commit(self, step: int, target: Path, answers: list[Written], begun: float) -> Outcome:
         """Commit the checkpoint on every disk, rank 0's first. Returns the outcome on this disk. Called by the leaders.
 
         Never raises, since the other ranks wait for the outcome.
@@ -308,7 +308,7 @@ class Saver:
             return Outcome(new.step, False, sentence(error), isinstance(error, Superseded))
         return Outcome(new.step, True)
 
-    def _news(self, answers: list[_Written]) -> metrics.News | None:
+    def _news(self, answers: list[Written]) -> metrics.News | None:
         """Lines of `metrics.jsonl` that other disks lack; None if they cannot be read."""
         try:
             return self.copy.news(min(answers[rank].same for rank in self._disks.leading[1:]))

@@ -1,0 +1,35 @@
+"""Values that ranks exchange by pickle, under names that do not move: the ranks of a world may be of two versions.
+
+A pickle names the module of each class, so a class that moves to another module could not be read by a rank that still has it
+where it was, and the other way round. Each class below is pickled under the name that it had when this promise was made, wherever
+it stands now. Its fields stay, too: a new one needs a default.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+
+from outlast.storage.checkpoints.disk import Commit
+from outlast.storage.checkpoints.retention import Metric
+from outlast.storage.snapshots.replicas import Place
+from outlast.training.metrics import News
+from outlast.training.state.saver import Outcome, Written
+
+NAMES: dict[type, str] = {
+    Commit: "outlast.checkpoints.disk.Commit",
+    Metric: "outlast.checkpoints.retention.Metric",
+    News: "outlast.training.metrics.News",
+    Outcome: "outlast.training.saver.Outcome",
+    Place: "outlast.snapshots.peers.Place",
+    Written: "outlast.training.saver._Written",
+}
+"""The class and its name in pickles, as of 2026-11."""
+
+
+def keep_names() -> None:
+    """Have these classes pickled, and read, under their names above."""
+    for kind, name in NAMES.items():
+        module, _, attribute = name.rpartition(".")
+        kind.__module__, kind.__qualname__ = module, attribute
+        setattr(sys.modules.setdefault(module, types.ModuleType(module)), attribute, kind)
