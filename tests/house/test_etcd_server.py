@@ -71,7 +71,7 @@ def of(made: Path, who: str) -> dict[str, str]:
 def test_who_has_the_certificate_is_let_in_and_nobody_else(server: etcds.Server, made: Path) -> None:
     assert set(AUTH) <= FLAGS.keys()
     client = server.client(**of(made, "client"))
-    assert client.range("x").found == ()
+    assert client.range("x").kvs == ()
     client.close()
     stranger = server.client(cacert=str(made / "ca.crt"))
     with pytest.raises(EtcdError, match="certificate"):

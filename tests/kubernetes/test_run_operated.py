@@ -62,10 +62,10 @@ class Operator:
             for id, report in heard.items():
                 self.standings.add((id, report.standing))
                 standing = MemberState(report.standing)
-                self.state = self.state.heard(
+                self.state = self.state.reported(
                     world.Member(id, report.address, standing, report.generation, time.time(), report.failed)
                 )
-            decision = world.decide(self.state, world.Wanted(2, (2,), frozenset((0, 1))), STARTS_AGAIN, time.time())
+            decision = world.decide(self.state, world.Desired(2, (2,), frozenset((0, 1))), STARTS_AGAIN, time.time())
             self.state = self.state.after(decision)
             if isinstance(decision, world.World):
                 self.worlds.append(decision)

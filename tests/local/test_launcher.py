@@ -341,7 +341,7 @@ def test_a_worker_that_leaves_is_waited_for_while_the_store_lacks_what_it_saved_
     member.world = world.World(1, (1, 0) if rank == 0 else (0, 1), "", "")
     writer = progress.Writer(tmp_path, 0)
     writer.write(progress.Progress(generation=1, rank=rank, phase="train", committed=10, snapshot=19))
-    member._say_leaving()
+    member._report_leaving()
     assert (offers.said, offers.owes) == ([("leaving", 19)], True)
     leaves = threading.Thread(target=elastic._left, args=(member,))
     leaves.start()
@@ -412,8 +412,8 @@ def test_status_and_report_say_the_same_goodput(tmp_path: Path) -> None:
 def test_workers_of_a_world_that_die_one_after_another_are_one_failure_and_those_that_never_came_back_are_more(tmp_path: Path):
     machine = Machine()
     launcher = a_launcher(tmp_path, machine)
-    launcher.known = world.State({}, world.World(1, (0, 1), "a:1", "training starts", 0.0))
-    launcher.known = launcher.known.after(world.Call(2, "lost worker 0", False, launcher.clock()))
+    launcher.state = world.State({}, world.World(1, (0, 1), "a:1", "training starts", 0.0))
+    launcher.state = launcher.state.after(world.Call(2, "lost worker 0", False, launcher.clock()))
     counted = []
     for index in (0, 1, 1):
         launcher._worker_died(Ended(Worker(index, 1, 1), 137, ""))
@@ -428,41 +428,41 @@ def test_workers_of_a_world_that_die_one_after_another_are_one_failure_and_those
 def test_a_worker_that_the_others_do_not_hear_is_killed_and_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
     launcher = a_launcher(tmp_path, machine, workers={"replicas": 3, "min": 1})
-    launcher.known = world.State({}, world.World(1, (0, 1, 2), "a:1", "training starts", 0.0))
+    launcher.state = world.State({}, world.World(1, (0, 1, 2), "a:1", "training starts", 0.0))
     killed: list[int] = []
     monkeypatch.setattr(launcher.pool, "kill", lambda index, why: killed.append(index))
     for id in range(3):
-        launcher.heard(Report("r", id, "training", 1, unheard=() if id == 2 else (2,)))
+        launcher.on_report(Report("r", id, "training", 1, unheard=() if id == 2 else (2,)))
     launcher._decide()
     lost = "lost worker 2: workers 0 and 1 do not hear it"
     assert killed == [2]
     assert launcher.not_joined == {2: f"{lost}; it is started again, and may join after 10 s"}
     launcher._worker_died(Ended(Worker(2, 1, 1), 137, ""))
-    launcher.heard(Report("r", 0, "waiting", 1, failed=True, failure={"code": 1, "reason": "reset", "echo": True}))
+    launcher.on_report(Report("r", 0, "waiting", 1, failed=True, failure={"code": 1, "reason": "reset", "echo": True}))
     launcher.judge()
     assert launcher.status.failure is not None
     assert (launcher.restarts, launcher.status.failure.worker, launcher.status.failure.reason) == (1, 2, lost)
     revived = Launcher(launcher.state_dir, machine.awake())
     revived._recover()
-    assert {id: (loss.times, loss.held_s) for id, loss in revived.known.lost.items()} == {2: (1, 10.0)}
+    assert {id: (loss.times, loss.held_s) for id, loss in revived.state.lost.items()} == {2: (1, 10.0)}
 
 
 def test_what_members_repaired_is_counted_once_whatever_becomes_of_the_launcher(tmp_path: Path) -> None:
     launcher = a_launcher(tmp_path, Machine())
-    launcher.known, launcher.followed = world.State({}, world.World(1, (0, 1), "a:1", "training starts", 0.0)), 1
+    launcher.state, launcher.followed = world.State({}, world.World(1, (0, 1), "a:1", "training starts", 0.0)), 1
     failure = {"code": 137, "reason": "rank 1 on worker 1 was killed by SIGKILL", "time": 1.0}
     past = [{"generation": 1, "attempt": attempt, "worker": 1, "failure": failure} for attempt in (1, 2)]
     report = Report.of({"run": "r", "id": 0, "standing": "training", "generation": 1, "attempt": 2, "past": past})
-    launcher.heard(report)
-    assert (launcher.restarts, launcher.judged) == (2, (1, 1))
+    launcher.on_report(report)
+    assert (launcher.restarts, launcher.counted) == (2, (1, 1))
     revived = Launcher(launcher.state_dir, Machine().awake())
     revived._recover()
-    assert revived.known.lost == {}
+    assert revived.state.lost == {}
     meanwhile = {"generation": 1, "attempt": 3, "worker": 1, "failure": failure}
     for id in (0, 1):
-        revived.heard(dataclasses.replace(report, id=id, attempt=3, past=(*past, meanwhile)))
-    assert (revived.restarts, revived.judged, len(revived.history)) == (3, (1, 2), 3)
-    revived.known = world.State({}, world.World(1, (0, 1), "a:1", "training starts", 0.0))
+        revived.on_report(dataclasses.replace(report, id=id, attempt=3, past=(*past, meanwhile)))
+    assert (revived.restarts, revived.counted, len(revived.history)) == (3, (1, 2), 3)
+    revived.state = world.State({}, world.World(1, (0, 1), "a:1", "training starts", 0.0))
     revived._worker_died(Ended(Worker(1, 1, 1), 137, ""))  # of the fourth start of its processes
     revived.judge_when_settled()
     assert [each.failure.start for each in revived.pending] == [(1, 3)]
@@ -473,8 +473,8 @@ def test_what_members_repaired_is_counted_once_whatever_becomes_of_the_launcher(
     launcher.state_dir.recovery.unlink()
     unaware = Launcher(launcher.state_dir, Machine().awake())
     unaware._recover()
-    unaware.heard(report)
-    assert (unaware.restarts, unaware.judged, unaware.history) == (0, (1, 1), ())
+    unaware.on_report(report)
+    assert (unaware.restarts, unaware.counted, unaware.history) == (0, (1, 1), ())
 
 
 @pytest.mark.parametrize(
@@ -514,12 +514,12 @@ def test_workers_that_find_no_gpu_are_named_in_a_warning(tmp_path: Path) -> None
 
 def test_a_stronger_request_changes_the_end_that_workers_hear(tmp_path: Path) -> None:
     launcher = a_launcher(tmp_path, Machine())
-    heard = {}
+    on_report = {}
     for end in ("interrupt", "cancel", "kill"):
         Request.read(launcher.state_dir).replaced(launcher.state_dir, end=end)
         launcher._apply_request()
-        heard[end] = launcher.closed and launcher.closed.reason
-    assert heard == {"interrupt": None, "cancel": "cancelled by the user", "kill": "killed by the user"}
+        on_report[end] = launcher.closed and launcher.closed.reason
+    assert on_report == {"interrupt": None, "cancel": "cancelled by the user", "kill": "killed by the user"}
 
 
 def test_a_plain_scripts_checkpoint_is_known_from_the_start_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -532,19 +532,19 @@ def test_a_plain_scripts_checkpoint_is_known_from_the_start_and_at_the_end(tmp_p
     assert launcher.status.saved is not None
     assert launcher.status.saved.name == "work/checkpoint-40"
     launcher.formed(world.World(2, (0, 1), "", ""))
-    launcher.known = world.State({}, world.World(2, (0, 1), "", "", 0.0))
+    launcher.state = world.State({}, world.World(2, (0, 1), "", "", 0.0))
     of_worker = {"logged": [9, 100, 1]}
     launcher.pool.present[0] = Worker(0, 1, 1)
     monkeypatch.setattr(launcher.pool, "report", lambda _: of_worker)
     record = progress.Progress(generation=2, rank=0, phase="started", pid=7, started=1 << 60)
     monkeypatch.setattr("outlast.local.live_status.progress.read", lambda *_: record)
     launcher.status.step, launcher.status.steps, launcher.status.told = 45, 100, "log"
-    launcher.live.read(launcher.known.world)
+    launcher.live.read(launcher.state.world)
     assert (launcher.live.begun_anew, launcher.status.step) == ("", 45), (
         "the line that the worker tells of was printed in the world before"
     )
     of_worker |= {"logged": [3, 100, 2], "logged_more": {"pid": 6, "first": [3, 100, None]}}
-    launcher.live.read(launcher.known.world)
+    launcher.live.read(launcher.state.world)
     assert launcher.status.step == 45, "or by the process before"
     of_worker["logged_more"] |= {"pid": 7}
     launcher._write_status()
@@ -562,13 +562,13 @@ def test_a_plain_scripts_checkpoint_is_known_from_the_start_and_at_the_end(tmp_p
 def test_a_launcher_that_takes_over_a_plain_script_that_trains_does_not_take_it_for_restarted(tmp_path: Path, monkeypatch):
     launcher = a_launcher(tmp_path, Machine())
     launcher.pool.present[0] = Worker(0, 1, 1)
-    launcher.known = world.State({}, world.World(1, (0, 1), "", "", 0.0))
+    launcher.state = world.State({}, world.World(1, (0, 1), "", "", 0.0))
     record = progress.Progress(generation=1, rank=0, phase="started", pid=7, started=1)
     monkeypatch.setattr("outlast.local.live_status.progress.read", lambda *_: record)
     told = {"logged": [46, 100, 1], "logged_more": {"pid": 7, "first": [0, 100, None]}}
     monkeypatch.setattr(launcher.pool, "report", lambda _: told)
     launcher.status.step = 45
-    launcher.live.read(launcher.known.world)
+    launcher.live.read(launcher.state.world)
     assert (launcher.status.step, launcher.live.begun_anew) == (46, "")
 
 

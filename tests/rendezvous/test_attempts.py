@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from outlast.job.status import State
 from outlast.rendezvous import attempts, coordinator, failures, restarts, world
-from outlast.rendezvous.attempts import Go, No, Party, Past, Ready, Stage, Stop
+from outlast.rendezvous.attempts import Go, No, Participant, Past, Ready, Stage, Stop
 from outlast.rendezvous.mesh.mesh import Mesh
 from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.transports.sockets import Report
@@ -40,7 +40,7 @@ class Net:
 
     def __init__(self, size: int, limit: int = 100) -> None:
         self.members = tuple(range(3, 3 + size))
-        self.parties = {id: Party(id, self.members, 7, limit) for id in self.members}
+        self.parties = {id: Participant(id, self.members, 7, limit) for id in self.members}
         self.ranks: dict[int, int | None] = dict.fromkeys(self.members, 0)
         self.underway: list[tuple[int, int, attempts.Message]] = []
         self.sent: list[tuple[int, int, attempts.Message]] = []
@@ -48,8 +48,8 @@ class Net:
         self.made = 0
         self.now = 100.0
 
-    def send(self, sender: int, letters: attempts.Letters) -> None:
-        for to, message in letters:
+    def send(self, sender: int, messages: attempts.Messages) -> None:
+        for to, message in messages:
             written = json.loads(json.dumps(attempts.written(message)))
             assert attempts.read(written) == message
             self.underway.append((sender, to, message))
@@ -189,7 +189,7 @@ def test_members_make_no_attempt_that_the_budget_does_not_allow(limit: int) -> N
 
 
 def test_whoever_waits_for_long_is_late() -> None:
-    party = Party(4, (3, 4), 7, 10)
+    party = Participant(4, (3, 4), 7, 10)
     assert not party.late(1000.0)
     assert party.stopped("host:1", 5, None, 10.0) == [(3, Ready(7, 1, "host:1", 5))]
     assert not party.late(11.0)
@@ -273,7 +273,7 @@ def test_fields_of_newer_versions_are_ignored() -> None:
 
 
 def test_messages_of_other_worlds_and_of_strangers_are_ignored() -> None:
-    party = Party(4, (3, 4), 7, 10)
+    party = Participant(4, (3, 4), 7, 10)
     for sender, message in [(3, Stop(6, 1)), (5, Stop(7, 1)), (4, Stop(7, 1)), (3, Stop(8, 1))]:
         assert party.take(sender, message, 0.0) == []
         assert party.stage is Stage.TRAINING
@@ -335,7 +335,7 @@ class Counting(coordinator.Coordinator):
         super().__init__(coordinator.Settings((1, 2), policy, world.Timeouts()), lambda: self.now)
         if new:
             return
-        self.known, self.followed = world.State({}, world.World(7, (3, 4), "a:1", "training starts", 0.0)), 7
+        self.state, self.followed = world.State({}, world.World(7, (3, 4), "a:1", "training starts", 0.0)), 7
         for id in (3, 4):
             self.hears(id)
 
@@ -346,7 +346,7 @@ class Counting(coordinator.Coordinator):
         self.events.append((kind, facts))
 
     def hears(self, id: int, standing: str = "training", **fields: Any) -> None:
-        self.heard(Report.of({"run": "r", "id": id, "standing": standing, "generation": 7, "address": f"h-{id}:1", **fields}))
+        self.on_report(Report.of({"run": "r", "id": id, "standing": standing, "generation": 7, "address": f"h-{id}:1", **fields}))
 
     def goes_on(self, seconds: float = 2.0) -> None:
         self.now += seconds
@@ -354,7 +354,7 @@ class Counting(coordinator.Coordinator):
             self.decide(2, {3, 4})
             self.judge_when_settled()
 
-    def counted(self) -> list[tuple[int, int]]:
+    def counted_starts(self) -> list[tuple[int, int]]:
         return [(facts["generation"], facts["attempt"]) for kind, facts in self.events if kind == "failure"]
 
 
@@ -372,11 +372,11 @@ def test_repaired_failures_are_counted_once_whoever_reports_them() -> None:
     run.hears(3, attempt=2, past=the_past(1, 2))
     run.hears(4, attempt=2, past=the_past(2, 1))
     run.hears(3, attempt=2, past=the_past(1, 2), unheard=[4])
-    assert (run.counted(), run.restarts, run.judged) == ([(7, 0), (7, 1)], 2, (7, 1))
+    assert (run.counted_starts(), run.restarts, run.counted) == ([(7, 0), (7, 1)], 2, (7, 1))
     assert run.said[-1] == (
         "Running: repaired by its workers, attempt 2 of generation 7: rank 4 on worker 4 was killed by SIGKILL; restart 2 of 10"
     )
-    assert run.known.called is None
+    assert run.state.called is None
 
 
 def test_a_failure_that_is_reported_and_then_repaired_is_one() -> None:
@@ -384,23 +384,23 @@ def test_a_failure_that_is_reported_and_then_repaired_is_one() -> None:
     run.hears(4, "waiting", failed=True, failure=a_failure(4))
     run.hears(4, attempt=1, past=the_past(1))
     run.goes_on()
-    assert (run.counted(), run.known.called) == ([(7, 0)], None)
+    assert (run.counted_starts(), run.state.called) == ([(7, 0)], None)
     run.hears(4, "waiting", attempt=1, failed=True, failure=a_failure(4))
     run.goes_on()
-    assert run.counted() == [(7, 0), (7, 1)]
-    assert run.known.called is not None
+    assert run.counted_starts() == [(7, 0), (7, 1)]
+    assert run.state.called is not None
 
 
 def test_members_of_which_some_have_gone_are_called_together_for_one_failure() -> None:
     run = Counting()
     run.hears(4, "waiting", failed=True, failure=a_failure(4))
     run.goes_on(0.0)
-    assert run.known.called is not None
+    assert run.state.called is not None
     run.hears(3, attempt=1, past=the_past(1))
     run.hears(3, "waiting", attempt=1, failed=True, failure=ECHO)
     run.goes_on(0.0)
-    assert run.known.world is not None
-    assert (run.known.world.generation, run.restarts) == (8, 1)
+    assert run.state.world is not None
+    assert (run.state.world.generation, run.restarts) == (8, 1)
 
 
 def a_call_to_grow(run: Counting) -> None:
@@ -408,15 +408,15 @@ def a_call_to_grow(run: Counting) -> None:
     run.hears(5, "waiting", generation=0)
     run.now += 10.0
     run.decide(3, {3, 4, 5})
-    assert run.known.called is not None
-    assert run.known.called.cause is world.Cause.GROW
+    assert run.state.called is not None
+    assert run.state.called.cause is world.Cause.GROW
 
 
 def a_call_for_a_lost_worker(run: Counting) -> None:
-    run.gone(3)
+    run.on_gone(3)
     run.decide(2, {3, 4})
-    assert run.known.called is not None
-    assert run.known.called.cause is world.Cause.LOST
+    assert run.state.called is not None
+    assert run.state.called.cause is world.Cause.LOST
 
 
 @pytest.mark.parametrize("call", [a_call_to_grow, a_call_for_a_lost_worker])
@@ -427,7 +427,7 @@ def test_a_crash_during_a_call_counts_although_an_earlier_one_was_repaired(call:
     call(run)
     run.hears(4, "waiting", attempt=1, past=the_past(1), failed=True, failure=a_failure(4))
     run.goes_on()
-    assert (run.counted(), run.restarts) == ([(7, 0), (7, 1)], 2)
+    assert (run.counted_starts(), run.restarts) == ([(7, 0), (7, 1)], 2)
 
 
 class Silent:
@@ -450,7 +450,7 @@ def test_a_failure_of_a_high_rank_does_not_hide_what_was_repaired_before_it() ->
     repairs.enter(world.World(7, (5, 6, 3, 4), "a:1", "training starts", 0.0), cast(Mesh, mesh))
     go = Go(7, 1, "a:2", 3, a_failure(3))
     mesh.handlers["attempt"](5, attempts.written(Stop(7, 1)))
-    assert repairs.asked()
+    assert repairs.stop_requested()
     ready = lambda: mesh.handlers["attempt"](5, attempts.written(go)) or ""  # noqa: E731
     assert repairs.agree("h:1", 9, None, overruled=ready, late=lambda: None) == go
     repairs.taken_up()
@@ -459,7 +459,7 @@ def test_a_failure_of_a_high_rank_does_not_hide_what_was_repaired_before_it() ->
     run.hears(4, "waiting", failed=True, failure=a_failure(4), **repairs.report(failed=True))
     run.goes_on()
     run.hears(3, "waiting", attempt=1, past=the_past(1, worker=3))
-    assert run.counted() == [(7, 0), (7, 1)]
+    assert run.counted_starts() == [(7, 0), (7, 1)]
 
 
 def test_what_comes_before_a_member_is_where_it_is_meant_for_is_taken_when_it_is() -> None:
@@ -468,13 +468,13 @@ def test_what_comes_before_a_member_is_where_it_is_meant_for_is_taken_when_it_is
     first = world.World(7, (4, 5), "a:1", "training starts", 0.0)
     repairs.enter(first, cast(Mesh, mesh))
     mesh.handlers["attempt"](5, attempts.written(Ready(8, 1, "h-5:1", 9, a_failure(5))))  # it is in the next world already
-    assert not repairs.asked()
+    assert not repairs.stop_requested()
     repairs.enter(dataclasses.replace(first, generation=8), cast(Mesh, mesh))
-    assert repairs.asked(), "it leads, and has a process to stop"
+    assert repairs.stop_requested(), "it leads, and has a process to stop"
     assert repairs.agree("h-4:1", 9, None, overruled=lambda: "", late=lambda: None)
     mesh.handlers["attempt"](5, attempts.written(Ready(8, 2, "h-5:2", 9, a_failure(5))))  # it has gone, and failed again
     repairs.taken_up()
-    assert repairs.asked()
+    assert repairs.stop_requested()
     assert repairs.agree("h-4:2", 9, None, overruled=lambda: "", late=lambda: None)
     gone = [Go(8, attempt, f"h-4:{attempt}", 5, a_failure(5)) for attempt in (1, 2)]
     assert mesh.sent == [(5, go) for go in gone]
@@ -483,14 +483,14 @@ def test_what_comes_before_a_member_is_where_it_is_meant_for_is_taken_when_it_is
 def test_repaired_failures_use_up_the_budget() -> None:
     run = Counting(limit=2)
     run.hears(3, attempt=4, past=the_past(1, 2, 3, 4))
-    assert (run.counted(), run.closed is not None) == ([(7, 0), (7, 1), (7, 2)], True)
+    assert (run.counted_starts(), run.closed is not None) == ([(7, 0), (7, 1), (7, 2)], True)
 
 
 @pytest.mark.parametrize("hours", [0, 2])
 def test_a_coordinator_that_was_away_counts_the_past_at_the_time_at_which_it_was(hours: int) -> None:
     run = Counting()
     run.hears(3, attempt=12, past=the_past(*range(1, 13), every_s=3600.0 * hours))
-    assert (run.restarts, run.closed is None, run.judged) == ((12, True, (7, 11)) if hours else (10, False, (7, 10)))
+    assert (run.restarts, run.closed is None, run.counted) == ((12, True, (7, 11)) if hours else (10, False, (7, 10)))
 
 
 def test_the_age_of_a_failure_is_that_by_the_clock_of_the_member_that_tells_it_first_hand() -> None:
@@ -509,11 +509,11 @@ def test_a_coordinator_without_a_history_counts_what_fails_from_now_on() -> None
     run.hears(4, "waiting", attempt=12, failed=True, failure=a_failure(4))
     run.hears(3, attempt=12, past=past)
     run.hears(4, attempt=12, past=past)
-    assert (run.counted(), run.closed) == ([], None)
+    assert (run.counted_starts(), run.closed) == ([], None)
     for attempt in range(13, 24):
         run.hears(3, attempt=attempt, past=[*past, *the_past(*range(13, attempt + 1))][-attempts.PAST :])
         assert run.closed is None or attempt == 23
-    assert run.counted() == [(7, attempt) for attempt in range(12, 23)]
+    assert run.counted_starts() == [(7, attempt) for attempt in range(12, 23)]
     assert run.closed is not None
     assert run.closed.reason.endswith("restarts.limit (10 within 1h without a new checkpoint) is used up")
 
@@ -531,7 +531,7 @@ def test_saved_steps_refund_repaired_failures_as_they_do_others() -> None:
 def test_a_past_that_makes_no_sense_counts_nothing(past: list[dict[str, Any]]) -> None:
     run = Counting()
     run.hears(3, past=past)
-    assert (run.counted(), run.judged) == ([], (0, 0))
+    assert (run.counted_starts(), run.counted) == ([], (0, 0))
 
 
 @pytest.mark.parametrize("fields", [{"past": 5}, {"past": ["x"]}, {"past": [{}] * 65}, {"attempt": -1}, {"attempt": "1"}])

@@ -40,7 +40,7 @@ class Coordinating(Coordinator):
         self.events.append((kind, facts))
 
     def report(self, id: int, standing: str, generation: int = 0, **fields: Any) -> None:
-        self.heard(Report("run", id, standing, generation, self.now, f"10.0.0.{id}:1", **fields))
+        self.on_report(Report("run", id, standing, generation, self.now, f"10.0.0.{id}:1", **fields))
 
     def train(self, generation: int, *ids: int) -> None:
         for id in ids or range(self.workers):
@@ -52,8 +52,8 @@ class Coordinating(Coordinator):
         return decision
 
     def newest(self) -> World:
-        assert self.known.world is not None
-        return self.known.world
+        assert self.state.world is not None
+        return self.state.world
 
 
 LOST = "lost worker 2: workers 0 and 1 do not hear it"
@@ -79,11 +79,11 @@ def test_a_process_that_was_fenced_is_told_so_as_often_as_it_reports_and_its_suc
     for id in (0, 1):
         run.report(id, "training", 1, unheard=(2,))
     run.look()
-    run.gone(2)
+    run.on_gone(2)
     run.report(2, "training", 1)
     run.report(2, "waiting", 1)
     assert run.told[2][-2:] == [Closed(LOST, 75), Closed(LOST, 75)]
-    assert 2 not in run.known.members
+    assert 2 not in run.state.members
     for id in (0, 1):
         run.report(id, "waiting", 1)
     run.look()
@@ -93,8 +93,8 @@ def test_a_process_that_was_fenced_is_told_so_as_often_as_it_reports_and_its_suc
     assert run.look().reason == "2 workers train in generation 2; worker 2 was lost and may join again (1 s left)"
     run.now += 0.5
     run.look()
-    assert run.known.called is not None
-    assert run.known.called.reason == "growing from 2 to 3 with worker 2"
+    assert run.state.called is not None
+    assert run.state.called.reason == "growing from 2 to 3 with worker 2"
 
 
 def test_echoes_are_not_waited_out_when_it_is_known_whose_death_they_echo() -> None:
@@ -104,8 +104,8 @@ def test_echoes_are_not_waited_out_when_it_is_known_whose_death_they_echo() -> N
     assert run.decide(3, range(3)) is None
     run.report(1, "training", 1, unheard=(2,), refused=(2,))
     run.decide(3, range(3))
-    assert run.known.called is not None
-    assert run.known.called.reason == "lost worker 2: it refuses connections"
+    assert run.state.called is not None
+    assert run.state.called.reason == "lost worker 2: it refuses connections"
     assert 2 not in run.fenced
 
 
@@ -113,7 +113,7 @@ def test_a_worker_that_errs_costs_a_start_of_processes_at_most() -> None:
     run = Coordinating()
     run.report(2, "training", 1, unheard=(0, 1))
     run.look()
-    assert run.known.called is None
+    assert run.state.called is None
     run.now += 1
     run.decide(3, range(3))
     for id in (0, 1):
@@ -130,13 +130,13 @@ KILLED = {"rank": None, "code": 137, "reason": "the elastic agent of worker 2 wa
 def test_a_process_in_the_place_of_one_that_was_killed_is_no_side_of_a_partition_and_counts_once(noticed: bool) -> None:
     run = Coordinating()
     if noticed:
-        run.gone(2)
+        run.on_gone(2)
         run.look()
     run.report(2, "waiting", 1, failed=True, failure=KILLED, again=True)
     for id in (0, 1):
         run.report(id, "training", 1, mesh=True, unheard=(2,), refused=(2,))
     run.look()
-    assert run.known.called is not None
+    assert run.state.called is not None
     run.now += 5.0
     for id in (0, 1):
         run.report(id, "waiting", 1, unheard=(2,), refused=(2,))
@@ -148,7 +148,7 @@ def test_a_process_in_the_place_of_one_that_was_killed_is_no_side_of_a_partition
 
 def test_a_process_without_which_the_others_went_on_still_tells_what_happened_to_the_one_before_it() -> None:
     run = Coordinating()
-    run.gone(2)
+    run.on_gone(2)
     run.look()
     for id in (0, 1):
         run.report(id, "waiting", 1)
@@ -160,7 +160,7 @@ def test_a_process_without_which_the_others_went_on_still_tells_what_happened_to
         run.now += 2.0
         run.look()
         run.judge_when_settled()
-    assert (run.restarts, run.said[-1][0], run.known.called) == (1, State.RUNNING, None)
+    assert (run.restarts, run.said[-1][0], run.state.called) == (1, State.RUNNING, None)
     assert run.said[-1][1] == f"{KILLED['reason']}; restart 1 of 9"
     first = Report("run", 2, "waiting", 1, again=True)
     assert (first.changed("waiting").again, first.changed("training", generation=3).again) == (True, False)
@@ -180,7 +180,7 @@ def test_a_worker_that_had_finished_when_the_others_broke_is_the_cause_and_count
     run.report(0, "waiting", 1, failed=True, failure=ended(0, "connection closed", echo=True, step=0))
     run.now += 0.6
     run.look()
-    assert run.known.called is not None
+    assert run.state.called is not None
     run.report(1, "waiting", 1, failed=True, failure=ended(1, "rank 1 on worker 1", echo=True, left=True))
     run.look()
     assert run.newest().generation == 2
@@ -194,7 +194,7 @@ def test_a_worker_that_had_finished_when_the_others_broke_is_the_cause_and_count
 def test_a_worker_that_had_finished_when_another_was_lost_has_failed_in_nothing() -> None:
     run = Coordinating(2)
     run.report(1, "done", 1)
-    run.gone(0)
+    run.on_gone(0)
     run.look()
     run.report(1, "waiting", 1, failed=True, failure=ended(1, "rank 1 on worker 1", echo=True, left=True))
     run.report(0, "waiting", 0)

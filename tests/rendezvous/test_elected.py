@@ -61,7 +61,7 @@ class Bench:
         member = Membership(Link(self.etcd, random.Random(0)), OF, who, choose=min, **how)
         self.hear(member)
         member.report = dataclasses.replace(member.report, address=f"{token}:1")
-        member.tell()
+        member.publish()
         return member
 
     def hear(self, *members: Membership) -> None:
@@ -69,11 +69,11 @@ class Bench:
             member.listed(member._store.range(OF.decided, prefix=True))
 
     def candidate(self, token: str, *, skew: float = 0.0, limit: int = 1, **fields: Any) -> tuple[election.Candidate, Voice]:
-        terms = coordinator.Settings((1, 2, 3), restarts.Policy(limit, timedelta(hours=1)), world.Timeouts(start=2.0))
+        settings = coordinator.Settings((1, 2, 3), restarts.Policy(limit, timedelta(hours=1)), world.Timeouts(start=2.0))
         voice = Voice()
         link = Link(self.etcd, random.Random(0))
         how = {"clock": lambda: self.etcd.now + skew, "random": lambda: 0.0, "nonce": self.word, **fields}
-        candidate = election.Candidate(link, OF, election.ElectionConfig(terms, voice, token, **how))
+        candidate = election.Candidate(link, OF, election.ElectionConfig(settings, voice, token, **how))
         self.turn(candidate, seconds=0.0)
         return candidate, voice
 
@@ -85,11 +85,11 @@ class Bench:
                 candidate.turn()
             for member in keep:
                 self.hear(member)
-                member.tell()
+                member.publish()
             self.etcd.pass_(0.25 if seconds else 0.0)
 
-    def said(self) -> schema.Said:
-        said = schema.Said.loads(self.etcd.kvs[OF.said].value)
+    def said(self) -> schema.Published:
+        said = schema.Published.loads(self.etcd.kvs[OF.published].value)
         assert said is not None
         return said
 
@@ -106,7 +106,7 @@ def trains(bench: Bench, *members: Membership) -> None:
         member.report = dataclasses.replace(
             member.report, standing=MemberState.TRAINING, generation=member.world.generation, failed=False, failure=None
         )
-        member.tell()
+        member.publish()
 
 
 def fails(member: Membership, reason: str = "it failed", *, time: float = 0.0, echo: bool = False) -> None:
@@ -114,7 +114,7 @@ def fails(member: Membership, reason: str = "it failed", *, time: float = 0.0, e
     member.report = dataclasses.replace(
         member.report, standing=MemberState.WAITING, failed=True, failure={**failure, "committed": None}
     )
-    member.tell()
+    member.publish()
 
 
 def test_what_is_written_is_read_again() -> None:
@@ -124,11 +124,11 @@ def test_what_is_written_is_read_again() -> None:
     older = {**json.loads(record.dumps()), "wanted": {"number": 3, "replicas": 2, "sizes": [1, 2], "expected": [0]}}
     assert schema.Record.loads(json.dumps(older)) == record  # of a version that had an operator beside the etcd
     call = world.Call(2, "r", True, 1.0, (3,), lost=(1,))
-    said = schema.Said(
+    said = schema.Published(
         "t", "b", "c", "2:4", record.world, ("t", "u"), call, 2.0, sockets.Closed("a", 0), "why", 1, (2,), 1, 1,
         ((1.0, 2, None),), {"worker": 1, "code": 1, "reason": "it failed"}, 2, {"token": "it is lost"}, ((3, 1.5, 1),),
     )  # fmt: skip
-    assert schema.Said.loads(said.dumps()) == said
+    assert schema.Published.loads(said.dumps()) == said
     assert schema.Leader.loads(schema.Leader("t", "h", 3, "w").dumps()) == schema.Leader("t", "h", 3, "w")
 
 
@@ -140,7 +140,7 @@ def test_what_is_written_is_read_again() -> None:
     ],
 )
 def test_what_makes_no_sense_is_nothing(text: str) -> None:
-    assert (schema.Record.loads(text), schema.Said.loads(text)) == (None, None)
+    assert (schema.Record.loads(text), schema.Published.loads(text)) == (None, None)
 
 
 MEMBER = {"report": {"run": "r", "id": 0, "standing": "waiting", "address": "a:1"}, "token": "t"}
@@ -166,13 +166,13 @@ WORLD = {"generation": 1, "members": [0], "address": "a:1", "reason": "why"}
 def test_what_is_of_the_wrong_type_is_nothing(said: dict[str, Any]) -> None:
     """Whoever may write to the etcd must not end who reads there."""
     text = json.dumps(said)
-    assert (schema.Record.loads(text), schema.Said.loads(text)) == (None, None)
+    assert (schema.Record.loads(text), schema.Published.loads(text)) == (None, None)
 
 
 @pytest.mark.parametrize("kind", [None, 5, [1], "of a newer version"])
 def test_a_kind_that_is_not_known_costs_nothing_of_what_is_published(kind: object) -> None:
     called = {"generation": 2, "reason": "why", "planned": True, "at": 1.0, "leaving": [], "cause": kind}
-    said = schema.Said.loads(json.dumps({**SAID, "called": called, "closed": {"reason": "why", "code": 0, "end": kind}}))
+    said = schema.Published.loads(json.dumps({**SAID, "called": called, "closed": {"reason": "why", "code": 0, "end": kind}}))
     assert said is not None
     assert said.called == world.Call(2, "why", True, 1.0, ())
     assert contract.End(said.closed.end) is contract.End.UNKNOWN
@@ -180,12 +180,12 @@ def test_a_kind_that_is_not_known_costs_nothing_of_what_is_published(kind: objec
 
 def test_what_is_nested_without_end_is_nothing() -> None:
     text = "[" * 100_000
-    assert (schema.Record.loads(text), schema.Said.loads(text), schema.Leader.loads(text)) == (None, None, None)
+    assert (schema.Record.loads(text), schema.Published.loads(text), schema.Leader.loads(text)) == (None, None, None)
 
 
 def test_who_decides_goes_by_a_clock_that_never_steps() -> None:
-    terms = coordinator.Settings((1,), restarts.Policy(1, timedelta(hours=1)), world.Timeouts())
-    running = etcd.Running(servers.address("etcd://a"), "r", election.ElectionConfig(terms, Voice()))
+    settings = coordinator.Settings((1,), restarts.Policy(1, timedelta(hours=1)), world.Timeouts())
+    running = etcd.Running(servers.address("etcd://a"), "r", election.ElectionConfig(settings, Voice()))
     client = etcd.Client(servers.address("etcd://a"), Identity("r", 0))
     assert isinstance(running._candidate._config.clock, Clock)
     assert isinstance(client._membership._clock, Clock)
@@ -271,12 +271,12 @@ def test_a_node_that_gives_up_ends_the_run_unless_the_others_have_gone_on_withou
         bench.turn(candidate, seconds=6.0, keep=tuple(others))
         for member in others:
             member.report = dataclasses.replace(member.report, standing=MemberState.WAITING)
-            member.tell()
+            member.publish()
         bench.turn(candidate, keep=tuple(others))
         trains(bench, *others)
     failure = {"rank": 0, "code": 79, "reason": "worker 2 gives up", "traceback": "", "time": 0.0, "echo": False}
     lost.report = dataclasses.replace(lost.report, standing=MemberState.LEAVING, failed=True, failure=failure)
-    lost.tell()
+    lost.publish()
     bench.turn(candidate, keep=tuple(others), seconds=1.0)
     assert voice.ended == ([] if cut_off else [("Failed", "worker 2 gives up", 1)])
     assert bench.said().world.members == ((0, 1) if cut_off else (0, 1, 2))
@@ -303,7 +303,7 @@ def test_a_decider_that_is_cut_off_when_all_are_done_says_so_when_it_is_back(ben
     trains(bench, member)
     bench.turn(candidate, seconds=0.0)
     member.report = dataclasses.replace(member.report, standing=MemberState.DONE)
-    member.tell()
+    member.publish()
     link = candidate._store
     assert isinstance(link, Link)
     txn = link.txn
@@ -345,8 +345,8 @@ def test_a_later_process_of_a_fixed_index_takes_the_place_of_the_one_before(benc
     b = bench.member("b", 0)
     a.report = dataclasses.replace(a.report, standing=MemberState.LEAVING)
     with pytest.raises(Superseded, match="another process is worker 0 of run r now, in the place of this one"):
-        a.tell()
-    b.tell()
+        a.publish()
+    b.publish()
 
 
 def test_a_member_that_has_something_new_to_say_all_the_time_keeps_its_lease(bench: Bench) -> None:
@@ -356,7 +356,7 @@ def test_a_member_that_has_something_new_to_say_all_the_time_keeps_its_lease(ben
     for generation in range(20):
         member.report = dataclasses.replace(member.report, generation=generation)
         bench.etcd.pass_(1.0)
-        member.tell()
+        member.publish()
     assert bench.etcd.kvs[key].created == created
 
 
@@ -366,7 +366,7 @@ def test_a_member_whose_peers_watch_it_may_stand_still_for_5_s(bench: Bench) -> 
     revisions = []
     for mesh in (False, True, False):
         member.report = dataclasses.replace(member.report, mesh=mesh)
-        member.tell()
+        member.publish()
         revisions.append(bench.etcd.kvs[key].created)
         bench.etcd.pass_(9.75 if len(revisions) > 1 else 4.75)
         assert key in bench.etcd.kvs
@@ -403,11 +403,11 @@ def test_what_members_have_repaired_is_counted_once_also_when_another_decides(be
         past = tuple({"generation": generation, "attempt": each, "worker": 1, "failure": failure} for each in attempts)
         for member in (a, b):
             member.report = dataclasses.replace(member.report, attempt=attempts[-1], past=past)
-            member.tell()
+            member.publish()
 
     def counted() -> tuple[int, tuple[int, int], int, object]:
         said = bench.said()
-        return said.restarts, (said.judged, said.attempt), len(said.failures), said.called
+        return said.restarts, (said.counted, said.attempt), len(said.failures), said.called
 
     repaired(1, 2)
     bench.turn(first, seconds=1, keep=(a, b))
@@ -445,7 +445,7 @@ def test_a_process_in_the_place_of_one_that_was_killed_counts_once(bench: Bench)
     bench.turn(decides, seconds=5, keep=(a, anew))
     said = bench.said()
     assert (said.world.generation, said.world.members) == (generation + 1, (0, 1))  # type: ignore[union-attr]
-    assert (said.restarts, said.judged, said.ended) == (1, generation, {})
+    assert (said.restarts, said.counted, said.ended) == (1, generation, {})
 
 
 def test_a_process_that_the_others_do_not_hear_is_told_to_end_also_by_the_next_coordinator(bench: Bench) -> None:
@@ -456,7 +456,7 @@ def test_a_process_that_the_others_do_not_hear_is_told_to_end_also_by_the_next_c
     trains(bench, a, b, c)
     for member in (a, b):
         member.report = dataclasses.replace(member.report, unheard=(2,))
-        member.tell()
+        member.publish()
     bench.turn(decides, seconds=0.25)
     lost = "lost worker 2: workers 0 and 1 do not hear it"
     said = bench.said()
@@ -464,7 +464,7 @@ def test_a_process_that_the_others_do_not_hear_is_told_to_end_also_by_the_next_c
     assert (said.called.lost, said.called.reason, said.ended) == ((2,), lost, {"c": lost})
     for member in (a, b):
         member.report = member.report.changed(MemberState.WAITING)
-        member.tell()
+        member.publish()
     bench.turn(decides, seconds=0.25)
     assert bench.said().world.members == (0, 1)  # type: ignore[union-attr]
     trains(bench, a, b)
@@ -512,7 +512,7 @@ def test_a_failure_that_cannot_be_read_counts_and_is_decided_on(bench: Bench) ->
     bench.turn(candidate, keep=(a, b))
     trains(bench, a, b)
     a.report = dataclasses.replace(a.report, standing=MemberState.WAITING, failed=True, failure={"code": "of another version"})
-    a.tell()
+    a.publish()
     bench.turn(candidate, keep=(a, b))
     assert bench.said().restarts == 1
     said = "worker 0 failed, and its report of how cannot be read: its agent is of another version"
@@ -535,11 +535,11 @@ def test_a_world_that_etcd_has_forgotten_is_taken_up_and_generations_are_passed_
     bench.turn(decides, seconds=5, keep=(a,))
     trains(bench, a)
     bench.etcd.lose_data()
-    a.tell()
+    a.publish()
     bench.turn(decides, seconds=3, keep=(a,))
     assert bench.said().world is not None
     assert dataclasses.replace(bench.said().world, at=0.0) == dataclasses.replace(a.world, at=0.0)  # type: ignore[type-var]
-    assert bench.said().floor == 101
+    assert bench.said().min_generation == 101
     fails(a)
     bench.turn(decides, seconds=3, keep=(a,))
     assert bench.said().world.generation == 102  # type: ignore[union-attr]

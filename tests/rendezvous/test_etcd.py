@@ -72,9 +72,9 @@ def test_a_transaction_compares_writes_and_reads(client: gateway.Etcd) -> None:
     made = client.txn([created(key, 0)], [put(key, "1 ✓")], [range_(key)])
     assert made.succeeded
     again = client.txn([created(key, 0)], [put(key, "2")], [range_(key)])
-    assert (again.succeeded, again.found) == (False, (KeyValue(key, "1 ✓", made.revision, made.revision),))
+    assert (again.succeeded, again.kvs) == (False, (KeyValue(key, "1 ✓", made.revision, made.revision),))
     assert client.txn([modified(key, made.revision)], [put(key, "3"), delete("/txn/none")]).succeeded
-    assert [kv.value for kv in client.range("/txn/", prefix=True).found] == ["3"]
+    assert [kv.value for kv in client.range("/txn/", prefix=True).kvs] == ["3"]
 
 
 def test_keys_end_with_their_lease(client: gateway.Etcd) -> None:
@@ -84,7 +84,7 @@ def test_keys_end_with_their_lease(client: gateway.Etcd) -> None:
     client.keep(lease)
     client.revoke(lease)
     client.revoke(lease)
-    assert (client.left(lease), client.range("/lease/a").found) == (None, ())
+    assert (client.left(lease), client.range("/lease/a").kvs) == (None, ())
     with pytest.raises(gateway.LeaseGone):
         client.keep(lease)
     with pytest.raises(gateway.LeaseGone):
@@ -120,7 +120,7 @@ def test_an_idle_connection_that_was_closed_is_opened_again(own_etcd: Server) ->
         client.txn([], [put("/a", "1")])
         own_etcd.stop()
         own_etcd.start()
-        assert client.range("/a").found[0].value == "1"
+        assert client.range("/a").kvs[0].value == "1"
 
 
 # What goes wrong
@@ -331,7 +331,7 @@ def test_a_token_is_not_shown_for_ever_to_an_etcd_that_has_lost_its_data(own_etc
         with pytest.raises(EtcdAway, match="does not answer"):
             client.txn([], [put("x", "1")])
         client.txn([], [put("x", "1")])
-        assert client.range("x").found[0].value == "1"
+        assert client.range("x").kvs[0].value == "1"
 
 
 def test_users_that_are_made_and_changed_meanwhile_are_no_obstacle(tmp_path: Path) -> None:

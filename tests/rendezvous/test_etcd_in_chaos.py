@@ -46,16 +46,23 @@ class Node:
         self.clock = Clock(lambda: 1e6 + simulation.etcd.now + self.skew, lambda: simulation.etcd.now - self.slept)
         self.number = number
         sizes = simulation.sizes
-        terms = f"{sizes[0]}:{sizes[1]}"
+        nnodes = f"{sizes[0]}:{sizes[1]}"
         token = f"process-{number}"
-        who = Identity("run", None, token, TTL, terms, sizes[1])
+        who = Identity("run", None, token, TTL, nnodes, sizes[1])
         self.member = Membership(self.link, OF, who, clock=self.clock, choose=rng.choice)
         self.member.report = dataclasses.replace(self.member.report, address=f"host-{number}:1")
         what = coordinator.Settings(
             tuple(range(sizes[0], sizes[1] + 1)), restarts.Policy(10**6, timedelta(hours=1)), world.Timeouts(start=5.0)
         )
         config = election.ElectionConfig(
-            what, Voice(), token, nnodes=terms, ttl=TTL, clock=self.clock, random=rng.random, nonce=lambda: f"born-{rng.random()}"
+            what,
+            Voice(),
+            token,
+            nnodes=nnodes,
+            ttl=TTL,
+            clock=self.clock,
+            random=rng.random,
+            nonce=lambda: f"born-{rng.random()}",
         )
         self.candidate = election.Candidate(self.link, OF, config)
         self.watches = [
@@ -69,14 +76,14 @@ class Node:
 
     def act(self) -> None:
         """What its threads do, in some order."""
-        deeds = [self.obey, self.tell, self.turn, *(lambda watch=watch: watch.hear(self.rng) for watch in self.watches)]
+        deeds = [self.obey, self.publish, self.turn, *(lambda watch=watch: watch.hear(self.rng) for watch in self.watches)]
         self.rng.shuffle(deeds)
         for deed in deeds:
             deed()
 
-    def tell(self) -> None:
-        if self.member.heard:
-            with_problems(self.member.tell)
+    def publish(self) -> None:
+        if self.member.synced:
+            with_problems(self.member.publish)
 
     def turn(self) -> None:
         with_problems(self.candidate.turn)
@@ -118,9 +125,9 @@ class Simulation:
         self.started += 1
 
     def record(self, kv: KeyValue) -> None:
-        if kv.key != OF.said:
+        if kv.key != OF.published:
             return
-        said = schema.Said.loads(kv.value)
+        said = schema.Published.loads(kv.value)
         assert said is not None
         leader = schema.Leader.loads(self.etcd.kvs[OF.leader].value)
         assert leader is not None

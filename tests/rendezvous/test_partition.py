@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outlast.rendezvous import partition
-from outlast.rendezvous.mesh import hearing
+from outlast.rendezvous.mesh import peer_state
 from outlast.rendezvous.partition import Loss, Verdict, View
 
 NOW = 1000.0
@@ -25,14 +25,14 @@ def views(size: int, unheard: Mapping[int, tuple[int, ...]], *, refused=(), at=N
 
 
 def judged(size: int, unheard: Mapping[int, tuple[int, ...]], *, after=0.0, asked=None, **how) -> Verdict:
-    return partition.judged(range(size), views(size, unheard, **how), NOW + after, asked=asked)
+    return partition.decide(range(size), views(size, unheard, **how), NOW + after, called_at=asked)
 
 
 def cut(size: int, *sides: set[int]) -> dict[int, tuple[int, ...]]:
     """What members report between which nothing passes, if all of them live."""
     where = {id: number for number, side in enumerate(sides) for id in side}
     return {
-        id: tuple(peer for peer in hearing.watched(id, range(size)) if where[peer] != where[id])
+        id: tuple(peer for peer in peer_state.watched(id, range(size)) if where[peer] != where[id])
         for id in range(size)
         if len(sides) > 1
     }
@@ -84,7 +84,7 @@ def test_a_side_without_a_majority_waits_for_the_reports_of_the_other():
 def test_in_a_large_world_sides_are_those_that_hear_each_other():
     size = 24
     one = judged(size, cut(size, {7}, set(range(size)) - {7}))
-    assert (one.lost, one.by) == ((7,), hearing.watched(7, range(size)))
+    assert (one.lost, one.by) == ((7,), peer_state.watched(7, range(size)))
     even, odd = set(range(0, size, 2)), set(range(1, size, 2))
     assert judged(size, cut(size, even, odd), after=1).lost == tuple(sorted(odd))
     thirds = [set(range(first, size, 3)) for first in range(3)]
@@ -104,7 +104,7 @@ def test_where_nobody_hears_anybody_the_mesh_is_at_fault():
 
 
 def test_members_without_a_report_are_not_judged():
-    assert partition.judged(range(4), {id: View((3,), (), NOW) for id in range(2)}, NOW + 60) == Verdict()
+    assert partition.decide(range(4), {id: View((3,), (), NOW) for id in range(2)}, NOW + 60) == Verdict()
 
 
 def test_a_member_that_is_lost_again_and_again_is_kept_out_for_longer():
@@ -134,7 +134,7 @@ def test_what_stays_hears_itself_and_never_are_all_lost(found):
     size, sides, dead = found
     where = {id: number for number, side in enumerate(sides) for id in side}
     silent = {
-        id: tuple(peer for peer in hearing.watched(id, range(size)) if peer in dead or where[peer] != where[id])
+        id: tuple(peer for peer in peer_state.watched(id, range(size)) if peer in dead or where[peer] != where[id])
         for id in range(size)
         if id not in dead
     }
@@ -165,10 +165,10 @@ def tales(draw) -> tuple[int, dict[int, View]]:
 @given(tales(), st.randoms(use_true_random=False), st.sampled_from([None, NOW - 5, NOW]))
 def test_any_order_of_reports_is_judged_alike_and_not_all_are_lost(tale, random, asked):
     size, found = tale
-    before = partition.judged(range(size), found, NOW, asked=asked)
+    before = partition.decide(range(size), found, NOW, called_at=asked)
     shuffled = list(found.items())
     random.shuffle(shuffled)
-    assert partition.judged(range(size), dict(shuffled), NOW, asked=asked) == before
+    assert partition.decide(range(size), dict(shuffled), NOW, called_at=asked) == before
     out = {*before.lost, *before.gone}
     assert len(out) < size
     assert not set(before.lost) & set(before.gone)

@@ -70,12 +70,12 @@ def test_why_is_a_call_or_the_end_before_what_is_waited_for() -> None:
 # A real etcd
 
 
-def write(server: etcds.Server, run: str, *members: Report, said: schema.Said | None = None) -> None:
+def write(server: etcds.Server, run: str, *members: Report, said: schema.Published | None = None) -> None:
     """Be the members of a run, and who decides."""
     of = schema.Keys.of(gateway.PREFIX, run)
     puts = [gateway.put(of.member(each.id), schema.Record(each, "t").dumps()) for each in members]
     if said:
-        puts += [gateway.put(of.said, said.dumps()), gateway.put(of.leader, LEADER.dumps())]
+        puts += [gateway.put(of.published, said.dumps()), gateway.put(of.leader, LEADER.dumps())]
     with contextlib.closing(server.client()) as client:
         client.txn([], puts)
 
@@ -99,7 +99,7 @@ def outlast(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, 
     return (int(ended.value.code or 0), *capsys.readouterr())
 
 
-SAID = schema.Said(by="a", born="b", world=WORLD, why="all is well")
+SAID = schema.Published(by="a", incarnation="b", world=WORLD, why="all is well")
 
 
 def test_an_etcd_is_looked_into(

@@ -37,7 +37,7 @@ class Stranger:
         self.sock.settimeout(10)
         self.lines = sockets._Lines(self.sock)
         theirs, mine = seal.greeted(self.lines.next(1000)), seal.nonce()
-        self.seal = seal.Seal(key, "member", ours=mine, theirs=theirs)
+        self.seal = seal.Seal(key, "member", own=mine, peer=theirs)
         self.sock.sendall(seal.greeting(mine))
 
     def say(self, said: Any) -> None:
@@ -127,7 +127,7 @@ def test_a_member_believes_nobody_who_does_not_know_the_key(capfd: pytest.Captur
             connection.sendall(seal.greeting(seal.nonce()))
             lines = sockets._Lines(connection)
             theirs = seal.greeted(lines.next(1000))
-            false = seal.Seal(b"another", "decider", ours=seal.nonce(), theirs=theirs)
+            false = seal.Seal(b"another", "decider", own=seal.nonce(), peer=theirs)
             connection.sendall(false.sealed(json.dumps({"closed": {"reason": "go home", "code": 0}}).encode()))
             with contextlib.suppress(ConnectionError):
                 while True:
@@ -139,8 +139,8 @@ def test_a_member_believes_nobody_who_does_not_know_the_key(capfd: pytest.Captur
 
 def test_a_sealed_line_is_of_its_place_its_side_and_its_connection() -> None:
     a, b = seal.nonce(), seal.nonce()
-    member = lambda ours=a: seal.Seal(KEY, "member", ours=ours, theirs=b)  # noqa: E731
-    decider = lambda: seal.Seal(KEY, "decider", ours=b, theirs=a)  # noqa: E731
+    member = lambda ours=a: seal.Seal(KEY, "member", own=ours, peer=b)  # noqa: E731
+    decider = lambda: seal.Seal(KEY, "decider", own=b, peer=a)  # noqa: E731
     line = member().sealed(b"{}")
     hears = decider()
     assert hears.opened(line) == b"{}"
@@ -192,7 +192,7 @@ def test_nothing_that_a_member_says_ends_the_rendezvous(run: Run) -> None:
     for failure in ({"committed": "far", "code": [], "step": {}}, {"time": "now", "reason": 7}):
         members[1].report("waiting", generation=run.host.generation(), failed=True, failure=failure)
         generation = run.host.generation()
-        until(lambda generation=generation: run.host.known.world.generation > generation)  # type: ignore[union-attr]
+        until(lambda generation=generation: run.host.state.world.generation > generation)  # type: ignore[union-attr]
     assert run.host.restarts > 0
     assert (run.ended, run.broken) == ([], [])
 
@@ -267,7 +267,7 @@ def test_a_report_with_too_much_in_it_is_cut_and_its_failure_counts() -> None:
 
 def test_the_time_for_a_planned_call_is_counted_by_the_clock_of_who_hears_it() -> None:
     client = sockets.Client("c10d://nowhere:1", run="run", id=0)
-    client._hear({"called": asdict(sockets.Called(2, "more come", True, 17.0, leave_s=100.0))})
+    client._on_message({"called": asdict(sockets.Called(2, "more come", True, 17.0, leave_s=100.0))})
     assert client.called
     assert 99 < client.called.deadline - time.time() <= 100
 

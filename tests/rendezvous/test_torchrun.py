@@ -44,13 +44,13 @@ class Decider:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.state = world.State({})
-        self.wanted = world.Wanted(2, (2,), None)
+        self.wanted = world.Desired(2, (2,), None)
         self.ready = threading.Event()
         self.thread = threading.Thread(target=lambda: asyncio.run(self.run()), daemon=True)
         self.over = False
 
     async def run(self) -> None:
-        self.server = sockets.Server(run="run", heard=self.heard, gone=self.gone)
+        self.server = sockets.Server(run="run", on_report=self.on_report, on_gone=self.on_gone)
         await self.server.start(self.path)
         self.ready.set()
         while not self.over:
@@ -65,13 +65,13 @@ class Decider:
             await asyncio.sleep(0.02)
         await self.server.stop()
 
-    def heard(self, report: sockets.Report) -> None:
+    def on_report(self, report: sockets.Report) -> None:
         standing = world.MemberState(report.standing)
-        self.state = self.state.heard(
+        self.state = self.state.reported(
             world.Member(report.id, report.address, standing, report.generation, time.time(), report.failed)
         )
 
-    def gone(self, id: int) -> None:
+    def on_gone(self, id: int) -> None:
         self.state = self.state.gone(id)
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from outlast.rendezvous import world
-from outlast.rendezvous.world import Call, Cause, Closed, Decision, Member, MemberState, State, Timeouts, Wait, Wanted, World
+from outlast.rendezvous.world import Call, Cause, Closed, Decision, Desired, Member, MemberState, State, Timeouts, Wait, World
 
 WAITING, TRAINING, LEAVING, DONE = MemberState.WAITING, MemberState.TRAINING, MemberState.LEAVING, MemberState.DONE
 TIMEOUTS = Timeouts(start=30, recovery=1, growth=5, leave=120, answer=10)
@@ -26,7 +26,7 @@ def a_call(generation=5, *, planned=False, at=NOW, leaving=()):
 
 
 def wanted(replicas=3, *, min=1, max=4, sizes=None, expected=None):
-    return Wanted(replicas, sizes or tuple(range(min, max + 1)), None if expected is None else frozenset(expected))
+    return Desired(replicas, sizes or tuple(range(min, max + 1)), None if expected is None else frozenset(expected))
 
 
 def decided(*members, world=None, called=None, want=None, now=NOW, since=-math.inf) -> Decision:
@@ -171,9 +171,9 @@ def test_members_get_time_to_take_up_their_world():
 
 def test_a_late_message_does_not_call_a_world_together():
     state = State({m.id: m for m in training(0, 1)}, a_world(0, 1, at=NOW))
-    late = state.heard(a_worker(1, WAITING, 3))
+    late = state.reported(a_worker(1, WAITING, 3))
     assert isinstance(decide(late, wanted(2), NOW), Wait)
-    assert decide(late.heard(a_worker(1, TRAINING, 4)), wanted(2), NOW + 1) == Wait("2 workers train in generation 4")
+    assert decide(late.reported(a_worker(1, TRAINING, 4)), wanted(2), NOW + 1) == Wait("2 workers train in generation 4")
 
 
 def test_a_member_that_does_not_take_up_its_world_brings_all_together():
@@ -325,10 +325,10 @@ def test_a_worker_that_has_restored_nothing_waits_for_the_holder_of_the_state_as
 
 
 def test_what_a_worker_that_leaves_holds_does_not_prolong_its_time():
-    state = State({}).heard(a_worker(0, LEAVING, 4, since=NOW))
-    state = state.heard(replace(a_worker(0, LEAVING, 4, since=NOW + 70), held=10))
+    state = State({}).reported(a_worker(0, LEAVING, 4, since=NOW))
+    state = state.reported(replace(a_worker(0, LEAVING, 4, since=NOW + 70), held=10))
     assert state.members[0] == replace(a_worker(0, LEAVING, 4, since=NOW), held=10)
-    state = state.heard(replace(a_worker(0, LEAVING, 4, since=NOW + 71), held=10, owes=False))
+    state = state.reported(replace(a_worker(0, LEAVING, 4, since=NOW + 71), held=10, owes=False))
     assert (state.members[0].since, state.members[0].owes) == (NOW, False)
 
 
@@ -340,7 +340,7 @@ def test_a_worker_that_is_asked_to_leave_long_after_the_call_has_its_time_to_sav
 
 
 def test_a_world_says_which_step_its_workers_have_had():
-    state = State({}, a_world(0, 1), a_call()).heard(replace(a_worker(0, WAITING, 4), held=19)).gone(0).heard(a_worker(1))
+    state = State({}, a_world(0, 1), a_call()).reported(replace(a_worker(0, WAITING, 4), held=19)).gone(0).reported(a_worker(1))
     formed = decide(state, wanted(2), NOW + 100)
     assert formed == World(5, (1,), "host-1:29500", "there was a reason; training goes on with 1 of 2", NOW + 100, held=19)
     assert state.after(formed).held == 0, "who trains in it tells anew"
@@ -515,7 +515,7 @@ def test_a_newcomer_does_not_delay_the_end():
 def test_a_worker_that_was_done_may_go():
     state = State({0: a_worker(0, DONE, 4), 1: a_worker(1, TRAINING, 4)}, a_world(0, 1))
     assert state.gone(0) == state
-    assert decide(state.gone(0).heard(a_worker(1, DONE, 4)), wanted(), NOW) == Closed("workers 0 and 1 are done", done=True)
+    assert decide(state.gone(0).reported(a_worker(1, DONE, 4)), wanted(), NOW) == Closed("workers 0 and 1 are done", done=True)
 
 
 def test_a_world_that_ends_is_not_disturbed():
@@ -576,7 +576,7 @@ def test_a_done_of_an_older_world_is_forgotten():
     state = State({0: a_worker(0, DONE, 4), 1: a_worker(1, WAITING, 4)}, a_world(0, 1), a_call())
     after = state.after(World(5, (1,), "host-1:29500", "so it is"))
     assert after == State({1: a_worker(1, WAITING, 4)}, World(5, (1,), "host-1:29500", "so it is"))
-    assert after.heard(a_worker(0, DONE, 4)).gone(0) == after
+    assert after.reported(a_worker(0, DONE, 4)).gone(0) == after
 
 
 # Suspending
@@ -625,10 +625,10 @@ def test_a_suspended_job_is_closed_even_if_a_worker_does_not_stop():
 
 def test_a_resumed_job_waits_for_its_workers_like_at_the_start():
     suspended = State({}, a_world(0, 1), a_call(planned=True, at=NOW - 3600))
-    assert decide(suspended.heard(a_worker(1)), wanted(2, expected={0, 1}), NOW) == Wait(
+    assert decide(suspended.reported(a_worker(1)), wanted(2, expected={0, 1}), NOW) == Wait(
         "waiting for worker 0 (30 s left), then training goes on with 1 of 2", NOW + 30
     )
-    assert decide(suspended.heard(a_worker(1)).heard(a_worker(0)), wanted(2, expected={0, 1}), NOW) == World(
+    assert decide(suspended.reported(a_worker(1)).reported(a_worker(0)), wanted(2, expected={0, 1}), NOW) == World(
         5, (0, 1), "host-0:29500", "there was a reason; training goes on with all 2", NOW
     )
 
@@ -682,9 +682,9 @@ def test_those_that_hold_the_newest_state_come_first_even_without_a_known_world(
 
 
 def test_repeating_a_report_changes_nothing():
-    state = State({}).heard(a_worker(0, since=NOW))
-    assert state.heard(a_worker(0, since=NOW + 50)) is state
-    assert state.heard(a_worker(0, LEAVING, since=NOW + 50)).members == {0: a_worker(0, LEAVING, since=NOW + 50)}
+    state = State({}).reported(a_worker(0, since=NOW))
+    assert state.reported(a_worker(0, since=NOW + 50)) is state
+    assert state.reported(a_worker(0, LEAVING, since=NOW + 50)).members == {0: a_worker(0, LEAVING, since=NOW + 50)}
 
 
 def test_a_worker_that_is_gone_is_forgotten():

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from outlast.rendezvous import world
 from outlast.rendezvous.partition import LONGEST_HELD_S
-from outlast.rendezvous.world import Call, Closed, Decision, Member, MemberState, State, Timeouts, Wait, Wanted, World
+from outlast.rendezvous.world import Call, Closed, Decision, Desired, Member, MemberState, State, Timeouts, Wait, World
 
 TIMEOUTS = Timeouts()
 LONGEST = 2 * max(TIMEOUTS.start, TIMEOUTS.leave, LONGEST_HELD_S)
@@ -77,8 +77,8 @@ class Job:
         """Of workers that err about whom they do not hear."""
 
     @property
-    def wanted(self) -> Wanted:
-        return Wanted(self.replicas, self.sizes, self.awaited.union(self.workers) if self.knows_names else None)
+    def wanted(self) -> Desired:
+        return Desired(self.replicas, self.sizes, self.awaited.union(self.workers) if self.knows_names else None)
 
     def start(self, id: int) -> None:
         self.starts += 1
@@ -90,7 +90,7 @@ class Job:
         worker = self.workers[id]
         if worker.connected:
             told = replace(worker.now, since=self.now, noticed=self.now)
-            self.state = self.state.heard(replace(told, unheard=self.unheard(worker), refused=self.refused(worker)))
+            self.state = self.state.reported(replace(told, unheard=self.unheard(worker), refused=self.refused(worker)))
             worker.call, worker.world = self.state.called, self.state.world
 
     def unheard(self, worker: Worker) -> tuple[int, ...]:
@@ -336,7 +336,7 @@ class Chaos(RuleBasedStateMachine):
         late = data.draw(st.sampled_from(self.said))
         worker = self.job.workers.get(late.id)
         if worker and worker.connected:
-            self.job.state = self.job.state.heard(replace(late, since=self.job.now))
+            self.job.state = self.job.state.reported(replace(late, since=self.job.now))
 
     @rule(replicas=st.integers(0, 7))
     def is_scaled(self, replicas: int) -> None:

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from outlast.rendezvous import world
 from outlast.rendezvous.partition import Loss
-from outlast.rendezvous.world import Call, Cause, Decision, Member, MemberState, State, Timeouts, Wait, Wanted, World
+from outlast.rendezvous.world import Call, Cause, Decision, Desired, Member, MemberState, State, Timeouts, Wait, World
 
 WAITING, TRAINING, DONE = MemberState.WAITING, MemberState.TRAINING, MemberState.DONE
 TIMEOUTS = Timeouts(start=30, recovery=1, growth=5, leave=120, answer=10)
 NOW = 1000.0
-THREE = Wanted(3, (1, 2, 3), frozenset({0, 1, 2}))
+THREE = Desired(3, (1, 2, 3), frozenset({0, 1, 2}))
 
 
 def a_worker(id: int, standing=TRAINING, generation=4, **fields) -> Member:
@@ -35,7 +35,7 @@ def a_silent_worker(*, refused=()) -> State:
 def stopped(state: State, *ids: int) -> State:
     """These have put down what they did."""
     for id in ids:
-        state = state.heard(replace(state.members[id], standing=WAITING))
+        state = state.reported(replace(state.members[id], standing=WAITING))
     return state
 
 
@@ -60,14 +60,14 @@ def test_a_process_that_is_gone_is_lost_at_once_and_may_come_back_in_time():
     assert call == Call(5, "lost worker 2: it refuses connections", False, NOW, cause=Cause.LOST)
     state = stopped(state.after(call), 0, 1)
     assert decide(state) == Wait("waiting for worker 2 (1 s left), then training goes on with 2 of 3", NOW + 1)
-    assert decide(state.heard(a_worker(2, WAITING, 0))) == World(
+    assert decide(state.reported(a_worker(2, WAITING, 0))) == World(
         5, (0, 1, 2), "host-0:29500", f"{call.reason}; training goes on with all 3", NOW
     )
 
 
 def test_who_was_lost_is_named_apart_from_who_went():
     state = a_state(a_worker(0, unheard=(2,)), a_worker(1, unheard=(2,)), a_worker(2), ranks=(0, 1, 2, 3))
-    assert decide(state, wanted=Wanted(4, (1, 2, 3, 4))) == Call(
+    assert decide(state, wanted=Desired(4, (1, 2, 3, 4))) == Call(
         5, "lost workers 2 and 3: workers 0 and 1 do not hear worker 2", False, NOW, cause=Cause.LOST, lost=(2,)
     )
 
@@ -96,7 +96,7 @@ def test_reports_of_an_older_world_say_nothing_of_this_one():
 def test_a_worker_that_has_yet_to_report_is_not_waited_for_when_its_peers_do_not_hear_it():
     state = replace(a_state(a_worker(0), a_worker(1)), since=NOW)
     assert decide(state) == Wait("waiting for worker 2 to report (10 s left)", NOW + 10)
-    state = state.heard(a_worker(0, unheard=(2,), refused=(2,)))
+    state = state.reported(a_worker(0, unheard=(2,), refused=(2,)))
     assert decide(state) == Call(5, "lost worker 2", False, NOW, cause=Cause.LOST)
 
 
@@ -128,8 +128,8 @@ def test_a_worker_that_was_lost_is_kept_out_for_a_while_and_longer_each_time():
         assert (formed.generation, formed.members) == (generation, (0, 1))
         state = state.after(formed)
         for id in (0, 1):
-            state = state.heard(Member(id, f"host-{id}:1", TRAINING, generation, NOW))
-        state = state.heard(Member(2, "host-2:1", WAITING, 0, NOW))
+            state = state.reported(Member(id, f"host-{id}:1", TRAINING, generation, NOW))
+        state = state.reported(Member(2, "host-2:1", WAITING, 0, NOW))
         until = NOW + held_s
         assert decide(state, until - 1) == Wait(
             f"2 workers train in generation {generation}; worker 2 was lost and may join again (1 s left)",
@@ -140,14 +140,14 @@ def test_a_worker_that_was_lost_is_kept_out_for_a_while_and_longer_each_time():
         assert call == Call(generation + 1, "growing from 2 to 3 with worker 2", True, until, cause=Cause.GROW)
         members = [Member(id, f"host-{id}:1", WAITING, generation, NOW) for id in (0, 1)]
         for member in members:
-            state = state.after(call).heard(member)
+            state = state.after(call).reported(member)
         formed = decide(state, until)
         assert isinstance(formed, World)
         state = state.after(formed)
         for id in (0, 1, 2):
             unheard = (2,) if id < 2 else ()
             member = Member(id, f"host-{id}:1", TRAINING, generation + 1, NOW, unheard=unheard, noticed=NOW)
-            state = state.heard(member)
+            state = state.reported(member)
     assert state.lost[2].times == 2
 
 
@@ -156,19 +156,19 @@ def test_a_worker_that_the_smallest_world_needs_is_not_kept_out():
     state = a_state(
         a_worker(0, WAITING), a_worker(1, WAITING), a_worker(2, WAITING, 0), called=Call(5, "so", False, NOW), lost=lost
     )
-    formed = decide(state, wanted=Wanted(3, (3,)))
+    formed = decide(state, wanted=Desired(3, (3,)))
     assert formed == World(5, (0, 1, 2), "host-0:29500", "so; training goes on with all 3", NOW)
     state = state.after(formed)
     for id in range(4):
-        state = state.heard(a_worker(id, TRAINING if id < 3 else WAITING, 5))
-    assert decide(state, wanted=Wanted(3, (3,))) == Wait("3 workers train in generation 5")
+        state = state.reported(a_worker(id, TRAINING if id < 3 else WAITING, 5))
+    assert decide(state, wanted=Desired(3, (3,))) == Wait("3 workers train in generation 5")
 
 
 def test_what_is_said_of_peers_changes_no_standing():
-    state = State({}).heard(Member(0, "host-0:1", WAITING, 4, NOW))
-    state = state.heard(Member(0, "host-0:1", WAITING, 4, NOW + 5, unheard=(1,), noticed=NOW + 5))
+    state = State({}).reported(Member(0, "host-0:1", WAITING, 4, NOW))
+    state = state.reported(Member(0, "host-0:1", WAITING, 4, NOW + 5, unheard=(1,), noticed=NOW + 5))
     assert state.members[0] == Member(0, "host-0:1", WAITING, 4, NOW, unheard=(1,), noticed=NOW + 5)
-    same = state.heard(Member(0, "host-0:1", WAITING, 4, NOW + 9, unheard=(1,), noticed=NOW + 9))
+    same = state.reported(Member(0, "host-0:1", WAITING, 4, NOW + 9, unheard=(1,), noticed=NOW + 9))
     assert same is state
-    more = state.heard(Member(0, "host-0:1", WAITING, 4, NOW + 9, unheard=(1, 2), noticed=NOW + 9))
+    more = state.reported(Member(0, "host-0:1", WAITING, 4, NOW + 9, unheard=(1, 2), noticed=NOW + 9))
     assert more.members[0].noticed == NOW + 9

@@ -83,7 +83,7 @@ def facts(run: Run) -> dict[str, Any]:
     """A run as plain data."""
     return {
         "run": run.name,
-        "nnodes": run.terms or None,
+        "nnodes": run.nnodes or None,
         "generation": run.world.generation if run.world else 0,
         "world": {"members": list(run.world.members), "address": run.world.address, "reason": run.world.reason}
         if run.world
@@ -129,7 +129,7 @@ def _whole(run: Run) -> str:
     """One run with all its members."""
     top = {
         "run": run.name,
-        **({"nnodes": run.terms} if run.terms else {}),
+        **({"nnodes": run.nnodes} if run.nnodes else {}),
         "world": _world(run) if run.world else "none yet",
         "decides": _decides(run) or "nobody",
         "why": why(run),

@@ -66,8 +66,8 @@ class Plain:
 class Seal(Plain):
     """One connection's lines, as one of its sides writes and reads them."""
 
-    def __init__(self, key: bytes, side: Side, *, ours: str, theirs: str) -> None:
-        nonces = (ours, theirs) if side == "decider" else (theirs, ours)
+    def __init__(self, key: bytes, side: Side, *, own: str, peer: str) -> None:
+        nonces = (own, peer) if side == "decider" else (peer, own)
         self._key = hmac.digest(key, json.dumps(nonces).encode(), "sha256")
         self._side: Side = side
         self._written = self._read = 0

@@ -70,7 +70,7 @@ class Launcher(Coordinator):
         self.pool = WorkerPool(state_dir, self.job, record, self.clock)
         self.ledger = ledgers.Ledger(self.output / contract.LEDGER, "launcher")
         self.request = Request.read(state_dir)
-        self.known = after(record.generation, self.clock())
+        self.state = after(record.generation, self.clock())
         self.closing: tuple[State, str, int] | None = None
         """The end that has been decided: state, reason, exit code."""
         self.close_by = self.closed_at = 0.0
@@ -106,7 +106,7 @@ class Launcher(Coordinator):
         """Heartbeat in the store: this machine trains the run."""
         self._written = ""
         self._wake = asyncio.Event()
-        self.server = sockets.Server(run=self.run_id, heard=self.heard, gone=self.gone, clock=self.clock)
+        self.server = sockets.Server(run=self.run_id, on_report=self.on_report, on_gone=self.on_gone, clock=self.clock)
 
     # The loop
 
@@ -166,8 +166,8 @@ class Launcher(Coordinator):
                 self.started = self.clock() - max(0.0, time.time() - before.started)
         generation = max(memory["generation"], self.record.generation)
         if generation:
-            self.known = after(generation, self.clock())
-        self.judged, self.followed = (memory["judged"], memory.get("attempt", 0)), generation
+            self.state = after(generation, self.clock())
+        self.counted, self.followed = (memory["judged"], memory.get("attempt", 0)), generation
         self._started = memory["generation"], memory.get("start", 0)
         self.pool.gpus = memory["gpus"]  # a worker that revives us shows us only its own
         self.pool.adopt(memory["workers"])
@@ -177,25 +177,25 @@ class Launcher(Coordinator):
             self.closed, self.status.end = sockets.Closed(reason, code), End(memory.get("end", ""))
         self._collect_ended()
         if self.pool.present and memory["world"]:  # it may still train: listen before deciding
-            self.known = world.State({}, sockets.world_from(memory["world"]), since=self.clock())
+            self.state = world.State({}, sockets.world_from(memory["world"]), since=self.clock())
             self.say(State.RUNNING, "the launcher was started again over a running world")
         since_s = max(0.0, time.time() - memory["time"])
         lost = [(id, ago_s + since_s, times) for id, ago_s, times in memory.get("lost", ())]
-        self.known = dataclasses.replace(self.known, lost=partition.read(lost, self.clock()))
+        self.state = dataclasses.replace(self.state, lost=partition.read(lost, self.clock()))
         self.remember()
 
     def remember(self) -> None:
         memory = {
             "time": time.time(),
             "generation": self.generation(),
-            "world": dataclasses.asdict(self.known.world) if self.known.world else None,
+            "world": dataclasses.asdict(self.state.world) if self.state.world else None,
             "history": self.history,
             "restarts": self.restarts,
             "interruptions": self.status.interruptions,
-            "judged": self.judged[0],
-            "attempt": self.judged[1],
+            "judged": self.counted[0],
+            "attempt": self.counted[1],
             "start": self.newest_start()[1],
-            "lost": partition.written(self.known.lost, self.clock()),
+            "lost": partition.written(self.state.lost, self.clock()),
             "gpus": self.pool.gpus,
             "closing": self.closing,
             "end": self.status.end,
@@ -257,19 +257,19 @@ class Launcher(Coordinator):
         index = end.worker.index
         reason = self.unheard.pop(index, end.reason)
         self.pool.pause(index)
-        training = self.known.world if self.known.called is None else None
+        training = self.state.world if self.state.called is None else None
         if training is not None and index not in training.members:  # the world goes on without it
             self.not_joined[index] = f"{end.reason}; it will be started again"
             return
         (generation, attempt), step = self.newest_start(), self.status.step
-        inside = self.known.world is not None and index in self.known.world.members and self.pool.trained(index)
-        if inside and self.judged >= (generation, attempt):
+        inside = self.state.world is not None and index in self.state.world.members and self.pool.trained(index)
+        if inside and self.counted >= (generation, attempt):
             return  # part of the failure of its world, which is counted already
         died = Failure(worker=index, code=end.code, reason=reason, step=step, time=time.time())
         self.add_failure(dataclasses.replace(died, generation=generation, attempt=attempt), echo=False)
 
     def add_failure(self, failure: Failure, *, echo: bool) -> None:
-        self.live.read(self.known.world)
+        self.live.read(self.state.world)
         if echo and self.status.told and not failure.step:  # to be shown
             failure = dataclasses.replace(failure, step=self.status.step)
         super().add_failure(failure, echo=echo)
@@ -283,14 +283,14 @@ class Launcher(Coordinator):
     def fence(self, id: int, reason: str) -> None:
         super().fence(id, reason)
         self.unheard[id] = reason
-        self.not_joined[id] = f"{reason}; it is started again, and may join after {self.known.lost[id].held_s:g} s"
+        self.not_joined[id] = f"{reason}; it is started again, and may join after {self.state.lost[id].held_s:g} s"
         self.pool.kill(id, f"is heard by nobody ({reason})")
 
     def _decide(self) -> None:
         match self.decide(self.request.replicas, (worker.index for worker in self.pool.staying())):
             case world.Wait() as wait:
-                called = self.known.called
-                if (called and self.clock() - called.at > WAIT_NOTICE_S) or (not called and not self.known.world):
+                called = self.state.called
+                if (called and self.clock() - called.at > WAIT_NOTICE_S) or (not called and not self.state.world):
                     self.status.reason, self.status.waits = wait.reason, wait.steady
 
     def send(self, id: int, kind: str, content: object) -> None:
@@ -317,7 +317,7 @@ class Launcher(Coordinator):
             self.pool.ask_to_leave(worker)
 
     def progress(self, failure: Failure, *, echo: bool) -> tuple[Failure, int | None, int]:
-        self.live.read(self.known.world)
+        self.live.read(self.state.world)
         known = self.status.step
         step = 0 if self.status.told == "log" else known  # a step read from a log is shown, but decides nothing
         # A secondary failure says nothing about the step, nor does that of a plain script that ran for a while.
@@ -416,7 +416,7 @@ class Launcher(Coordinator):
         if self.status.told != "session" and self.status.checkpoint is None:
             self.live.finish()
         if code == contract.Exit.INTERRUPTED:
-            self.live.read(self.known.world)
+            self.live.read(self.state.world)
             reason = f"{reason}; {self.live.what_is_saved()}"
         self.status.world, self.status.rate = [], None
         self.live.warning = tracking.end(self.output, self.pool.tracker_environ(), state) or self.live.warning
@@ -472,7 +472,7 @@ class Launcher(Coordinator):
             print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {state}: {reason}", flush=True)
 
     def _write_status(self, *, final: bool = False) -> None:
-        self.live.read(self.known.world)
+        self.live.read(self.state.world)
         status = self.status
         each, cores = self.pool.processes, len(os.sched_getaffinity(0))
         train = f"{each * self.request.replicas} processes, {each} a worker, train on {cores} CPU cores"
@@ -485,11 +485,11 @@ class Launcher(Coordinator):
         status.restarts = self.restarts
         status.generation = self.generation()
         if not final:
-            running = self.known.world is not None and self.known.called is None
-            status.world = list(self.known.world.members) if running and self.known.world else []
+            running = self.state.world is not None and self.state.called is None
+            status.world = list(self.state.world.members) if running and self.state.world else []
             status.launcher = os.getpid()
             self.live.update_goodput()
-        self.live.update_workers(self.known.world)
+        self.live.update_workers(self.state.world)
         text = status.model_dump_json()
         if text != self._written:
             with contextlib.suppress(OSError):  # a full disk: the status is late, and written once there is room

@@ -6,9 +6,9 @@ from typing import Any
 
 
 def entry_point() -> Any:
-    """What torch's registry loads from `torchrun.handlers`: a function that returns the creator of handlers.
+    """The function that torch's registry loads from `torchrun.handlers`; it returns the creator of handlers.
 
-    The handler is imported when one is made: torch loads its entry points while it is itself half imported.
+    `handler` is imported only when one is created: torch loads its entry points while it is itself half imported.
     """
 
     def create(params: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Coordinates one run: hears its members, publishes calls and worlds, judges failures and says when the run is over.
+"""Coordinates one run: takes its members' reports, publishes calls and worlds, judges failures and ends the run.
 
-The decisions are `world.decide` and `failures.judge`; this carries them out in the process that coordinates: the launcher of one
-machine (`local.launcher`), the agent of worker 0 (`rendezvous.worker0`), or a member that was elected
-(`rendezvous.etcd.election`). They differ in the methods below the first ruler. A coordinator may die at any moment: `remember`
-keeps what its successor must know, before anybody hears of it.
+The decisions are `world.decide` and `failures.judge`; a `Coordinator` carries them out in the process that coordinates: the
+launcher of one machine (`local.launcher`), the agent of worker 0 (`rendezvous.worker0`), or an elected member
+(`rendezvous.etcd.election`). They override the methods in the first section. A coordinator may die at any moment: `remember`
+stores what its successor needs before any member is notified.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 _FACTS = {"generation", "worker", "rank", "code", "reason", "cause", "step", "counted", "attempt"}
-"""What the ledger has of a failure."""
+"""Fields of a failure that go into the ledger."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a run asks of its coordinator."""
+    """The settings of a run that its coordinator needs."""
 
     sizes: tuple[int, ...]
     """Allowed sizes of a world, ascending."""
@@ -41,13 +41,13 @@ class Settings:
 
     @classmethod
     def of(cls, fields: spec.Spec) -> Self:
-        """Those of a job file."""
+        """The settings in a job file."""
         timeouts = dataclasses.replace(world.Timeouts(), leave=fields.interruption.grace.total_seconds())
         return cls(fields.workers.allowed(), restarts.Policy(fields.restarts.limit, fields.restarts.window), timeouts)
 
 
 class Coordinator:
-    """All that is known of one run. `heard` and `gone` take what the transport brings; `decide` follows from it."""
+    """The state of one run. The transport calls `on_report` and `on_gone`; `decide` acts on the new state."""
 
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
         self.sizes, self.policy, self.timeouts = settings.sizes, settings.policy, settings.timeouts
@@ -56,39 +56,39 @@ class Coordinator:
         self.restarts = 0
         """Failures that counted since the start of the run."""
         self.reports: dict[int, sockets.Report] = {}
-        self.known = world.State({})
+        self.state = world.State({})
         """The input of `world.decide`."""
         self.pending: list[Pending] = []
         """Failures of the current generation that are not judged yet."""
         self.pending_since = 0.0
-        """When the first of them was heard of, by our clock: theirs are other processes', if not other machines'."""
-        self.judged = 0, 0
-        """The newest start of processes (generation, attempt) whose failure has been judged; others of it are ignored."""
+        """Arrival of the first of them, by our clock: a failure's own time is that of another process or machine."""
+        self.counted = 0, 0
+        """The newest start of processes (generation, attempt) whose failure was counted; its other failures are ignored."""
         self.followed = 0
-        """The newest generation that was published here or by the coordinator whose history we have, or that we have heard of."""
+        """The newest generation published here, published by the coordinator whose history we have, or reported by a member."""
         self.committed = 0
-        """The newest committed step that a failure told of."""
+        """The newest committed step that a failure reported."""
         self.debounce = failures.COORDINATOR
         self.gives_up = True
-        """Whether workers of a job that failed exit with GIVEN_UP, so that the controller of their pods gives up, too."""
+        """Whether workers of a failed job exit with GIVEN_UP, so that the controller of their pods gives up, too."""
         self.closed: sockets.Closed | None = None
-        """The final result, sent to everybody who reports."""
+        """The final result, sent to every member that reports."""
         self.fenced: dict[int, tuple[int, sockets.Closed]] = {}
-        """Members that were lost although they are connected, each with the world in which, and what it is told."""
+        """Members that are lost although they are connected: the generation of the loss, and the message for the member."""
 
-    # What differs: where it stands, and who reads it
+    # Overridden by implementations
 
     def send(self, id: int, kind: str, content: object) -> None:
-        """Send something to a member, see `sockets.Server.send`; nothing where all read what is published."""
+        """Send a message to a member, see `sockets.Server.send`; not needed where members read the published state."""
 
     def wake(self) -> None:
-        """Something has happened: decide soon."""
+        """The state has changed: decide soon."""
 
     def remember(self) -> None:
-        """Store durably what a successor must know and cannot learn from the members."""
+        """Store durably what a successor needs and cannot learn from the members."""
 
     def say(self, state: State, reason: str) -> None:
-        """Tell people where the run stands."""
+        """Show people the state of the run."""
         raise NotImplementedError
 
     def event(self, kind: str, **facts: Any) -> None:
@@ -96,30 +96,30 @@ class Coordinator:
         raise NotImplementedError
 
     def progress(self, failure: Failure, *, echo: bool) -> tuple[Failure, int | None, int]:
-        """The failure with the step that the run had reached; the step that raised, None when it is not known; the newest
-        committed step."""
+        """The failure with the step that the run had reached; the step that raised it, None if unknown; the newest committed
+        step."""
         report = self.reports.get(failure.worker)
         self.committed = max(self.committed, (report.failure or {}).get("committed") or 0 if report else 0)
         return failure, None if echo else failure.step, self.committed
 
     def fence(self, id: int, reason: str) -> None:
-        """The others do not hear this member: it has no part in the run any more, and is to end and to come back."""
-        generation = self.known.world.generation if self.known.world else 0
+        """The others do not hear this member: exclude it from the run, and have it exit and start again."""
+        generation = self.state.world.generation if self.state.world else 0
         self.fenced[id] = generation, sockets.Closed(reason, contract.Exit.INTERRUPTED)
         self.reports.pop(id, None)
-        self.known = self.known.gone(id)
+        self.state = self.state.gone(id)
         self.send(id, "closed", self.fenced[id][1])
 
     def formed(self, new: world.World) -> None:
-        """A world has been published; its members hear of it after this."""
+        """A world has been published; its members are notified after this call."""
 
     def failed(self, failure: Failure) -> None:
         """A failure has been judged."""
 
     def over(self, state: State, reason: str, code: int, end: End = End.UNKNOWN) -> None:
-        """There is no further world, and workers are to end with this code."""
+        """There is no further world; workers exit with this code."""
         if self.closed is not None or state is State.SUSPENDED:
-            return  # what suspends the job also removes its workers
+            return  # a job is suspended by removing its workers
         if state is State.FAILED and code != contract.Exit.MISCONFIGURED and self.gives_up:
             code = contract.Exit.GIVEN_UP
         self.closed = sockets.Closed(reason, code, end)
@@ -132,24 +132,24 @@ class Coordinator:
     def finished(self, state: State, closed: sockets.Closed) -> None:
         """The run is over: record it."""
 
-    # What members say
+    # Reports
 
-    def heard(self, report: sockets.Report) -> None:
+    def on_report(self, report: sockets.Report) -> None:
         """A member has reported."""
-        before = self.reports.get(report.id)
+        last = self.reports.get(report.id)
         self.reports[report.id] = report
-        if before is not None and dataclasses.replace(before, since=report.since) == report:
+        if last is not None and dataclasses.replace(last, since=report.since) == report:
             return  # a heartbeat
         if report.id in self.fenced:
             generation, closed = self.fenced[report.id]
             if report.generation == generation:
                 return self.send(report.id, "closed", closed)
             del self.fenced[report.id]  # it was started again
-        found: Pending | None = None
+        failed: Pending | None = None
         if report.failed and report.failure:
-            found = failures.reported(report.failure, report.id, (report.generation, report.attempt), self.clock())
+            failed = failures.reported(report.failure, report.id, (report.generation, report.attempt), self.clock())
         self._count_repaired(report)
-        self.known = self.known.heard(
+        self.state = self.state.reported(
             world.Member(
                 report.id,
                 report.address,
@@ -157,7 +157,7 @@ class Coordinator:
                 report.generation,
                 self.clock(),
                 report.failed,
-                found.failure.reason if found and not found.echo else "",
+                failed.failure.reason if failed and not failed.echo else "",
                 report.unheard,
                 report.refused,
                 self.clock(),
@@ -166,30 +166,30 @@ class Coordinator:
                 report.owes,
             )
         )
-        now = self.known.world
+        now = self.state.world
         of_now = now and (report.generation == now.generation or report.again)  # the others may have gone on without it
-        is_new = found and of_now and self.judged < found.failure.start
-        if found and found.echo and found.failure.left and not self.pending:
-            found = None  # it was called for another reason than an echo of that
-        if found and is_new and not failures.is_part_of_call(found.echo, self.known.called, self.judged, report.generation):
-            self.add_failure(found.failure, echo=found.echo)
-        # It may have missed what was sent before it connected.
-        if self.known.called is not None:
-            self.send(report.id, "called", self._call(self.known.called))
+        is_new = failed and of_now and self.counted < failed.failure.start
+        if failed and failed.echo and failed.failure.left and not self.pending:
+            failed = None  # it was called for another reason than an echo of that
+        if failed and is_new and not failures.is_part_of_call(failed.echo, self.state.called, self.counted, report.generation):
+            self.add_failure(failed.failure, echo=failed.echo)
+        # It may have missed messages sent before it connected.
+        if self.state.called is not None:
+            self.send(report.id, "called", self._call(self.state.called))
         elif now is not None and report.id in now.members and report.generation < now.generation:
             self.send(report.id, "world", now)
         if self.closed is not None:
             self.send(report.id, "closed", self.closed)
         self.wake()
 
-    def gone(self, id: int) -> None:
+    def on_gone(self, id: int) -> None:
         """A member's connection is closed."""
         self.reports.pop(id, None)
-        self.known = self.known.gone(id)
+        self.state = self.state.gone(id)
         self.wake()
 
     def add_failure(self, failure: Failure, *, echo: bool) -> None:
-        """Something failed in the current generation; it is judged when the others have had time to report, too."""
+        """Add a failure of the current generation; it is judged once the others have had time to report, too."""
         if not self.pending:
             self.pending_since = self.clock()
         self.pending.append(Pending(echo, failure))
@@ -198,12 +198,12 @@ class Coordinator:
     # Decisions
 
     def decide(self, replicas: int, expected: Iterable[int] | None) -> world.Decision | None:
-        """Take the next decision and act on it; None while it would be too early. `expected` as in `world.Wanted`."""
+        """Take the next decision and act on it; None while it would be too early. `expected` as in `world.Desired`."""
         now = self.clock()
-        if failures.held_until(self.pending, self.pending_since, now, self.debounce) and not world.lost(self.known, now).out:
+        if failures.held_until(self.pending, self.pending_since, now, self.debounce) and not world.lost(self.state, now).out:
             return None
-        wanted = world.Wanted(replicas, self.sizes, None if expected is None else frozenset(expected))
-        decision = world.decide(self.known, wanted, self.timeouts, now)
+        desired = world.Desired(replicas, self.sizes, None if expected is None else frozenset(expected))
+        decision = world.decide(self.state, desired, self.timeouts, now)
         match decision:
             case world.Call():
                 self._publish_call(decision)
@@ -216,12 +216,12 @@ class Coordinator:
         return decision
 
     def generation(self) -> int:
-        """The newest generation that there has been."""
-        called = self.known.called.generation - 1 if self.known.called else 0
-        return max(called, self.known.world.generation if self.known.world else 0)
+        """The newest generation so far."""
+        called = self.state.called.generation - 1 if self.state.called else 0
+        return max(called, self.state.world.generation if self.state.world else 0)
 
     def newest_start(self) -> tuple[int, int]:
-        """The newest start of processes that there has been: the generation, and the attempt that members have reported."""
+        """The newest start of processes so far: the generation, and the newest attempt of it that members have reported."""
         generation = self.generation()
         return generation, max((each.attempt for each in self.reports.values() if each.generation == generation), default=0)
 
@@ -230,11 +230,11 @@ class Coordinator:
         return sockets.Called(call.generation, call.reason, call.planned, until, leave_s=until - self.clock())
 
     def _publish_call(self, call: world.Call) -> None:
-        found, generation = world.lost(self.known, self.clock()), self.generation()
-        new = [id for id in call.lost if self.known.called is None or id not in self.known.called.lost]
-        self.known = self.known.after(call)
-        if found.out and call.cause is Cause.LOST:
-            self.event("unheard", generation=generation, workers=list(found.out), by=list(found.by), reason=call.reason)
+        verdict, generation = world.lost(self.state, self.clock()), self.generation()
+        new = [id for id in call.lost if self.state.called is None or id not in self.state.called.lost]
+        self.state = self.state.after(call)
+        if verdict.out and call.cause is Cause.LOST:
+            self.event("unheard", generation=generation, workers=list(verdict.out), by=list(verdict.by), reason=call.reason)
         self.event("called", generation=call.generation, reason=call.reason, planned=call.planned)
         self.say(State.RESIZING if call.planned else State.RESTARTING, call.reason)
         for id in new:
@@ -245,7 +245,7 @@ class Coordinator:
     def _publish_world(self, new: world.World) -> None:
         if not self.judge():
             return
-        self.known, self.followed = self.known.after(new), new.generation
+        self.state, self.followed = self.state.after(new), new.generation
         self.remember()  # the generation must grow even if we die now
         self.event("world", generation=new.generation, workers=list(new.members), reason=new.reason)
         self.say(State.RUNNING, new.reason)
@@ -256,54 +256,54 @@ class Coordinator:
     # Failures
 
     def judge_when_settled(self) -> None:
-        """Judge what has failed although no new world can be formed yet."""
-        now, world_now = self.clock(), self.known.world
+        """Judge pending failures although no new world can be formed yet."""
+        now, world_now = self.clock(), self.state.world
         trains = world_now is not None and any(
             m.standing in (MemberState.TRAINING, MemberState.DONE) and m.generation == world_now.generation
-            for id, m in self.known.members.items()
+            for id, m in self.state.members.items()
             if id in world_now.members
         )
         if failures.settled_at(self.pending, self.pending_since, now, self.debounce, unanswered=trains) is None:
             self.judge()
 
     def judge(self) -> bool:
-        """Judge the failures that have come together; False when the run ends by it."""
+        """Judge the collected failures; False if that ends the run."""
         if not self.pending:
             return True
         pending, self.pending = self.pending, []
         echo, first = failures.cause(pending)
-        self.judged = max(self.judged, first.start)
-        members = self.known.world.members if self.known.world else ()
+        self.counted = max(self.counted, first.start)
+        members = self.state.world.members if self.state.world else ()
         failure, raised, committed = self.progress(first, echo=echo)
         budget = failures.Budget(self.history, self.policy, committed)
         judged = failures.judge(failure, raised, budget, self.clock(), pending=pending, members=members)
         if self._counted(*judged):
-            trains = self.known.world is not None and self.known.called is None
+            trains = self.state.world is not None and self.state.called is None
             self.say(State.RUNNING if trains else State.RESTARTING, judged[1].reason)
             return True
         return False
 
     def _count_repaired(self, report: sockets.Report) -> None:
-        """Count what the members have repaired by themselves; the run ends by it when its budget is used up."""
-        if report.generation > self.followed:  # another coordinator's: it has counted what was before
+        """Count failures that the members have repaired by themselves; that ends the run once its budget is used up."""
+        if report.generation > self.followed:  # another coordinator's: it has counted the failures before
             self.followed = report.generation
-            self.judged = max(self.judged, attempts.before(report.generation, report.attempt))
-        for past, ago_s in attempts.uncounted([report.past], self.judged, report.generation):
+            self.counted = max(self.counted, attempts.previous_start(report.generation, report.attempt))
+        for past, ago_s in attempts.uncounted([report.past], self.counted, report.generation):
             if self.closed is not None:
                 return
             echo, failure = failures.reported(past.failure, past.worker, past.start, self.clock())
-            self.judged = failure.start
+            self.counted = failure.start
             self.pending = [each for each in self.pending if each.failure.start != failure.start]  # it came this way, too
             committed = past.failure.get("committed")
             self.committed = max(self.committed, committed if sockets.is_count(committed) and isinstance(committed, int) else 0)
             budget = failures.Budget(self.history, self.policy, self.committed)
             judged = failures.judge(failure, None if echo else failure.step, budget, self.clock() - ago_s)
             if self._counted(*judged, repaired=past.attempt):
-                trains = self.known.called is None
+                trains = self.state.called is None
                 self.say(State.RUNNING if trains else State.RESTARTING, f"{past.sentence}: {judged[1].reason}")
 
     def _counted(self, failure: Failure, verdict: restarts.Restart | restarts.Stop, **facts: Any) -> bool:
-        """Take over a verdict; False when the run ends by it."""
+        """Apply a verdict; False if it ends the run."""
         self.failed(failure)
         self.event("failure", **{name: getattr(failure, name) for name in _FACTS}, **facts)
         if isinstance(verdict, restarts.Stop):
@@ -316,7 +316,7 @@ class Coordinator:
 
 
 def after(generation: int, now: float) -> world.State:
-    """The state of a run whose newest generation has been that; the first is what a new run in a store begins behind. `now` is
+    """The initial state of a run that continues after `generation`; a new run in a store continues after the first one. `now` is
     the time of the coordinator's clock."""
     cause, reason = (Cause.RESUME, "the run goes on") if generation > 1 else (Cause.START, "training starts")
     called = world.Call(generation + 1, reason, False, now, cause=cause)

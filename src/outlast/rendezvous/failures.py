@@ -1,8 +1,8 @@
-"""Judging failures: which of those that a world reports is the cause, when to judge it, and what follows. Pure.
+"""Judging failures: which of a world's failures is the root cause, when to judge it, and what follows. Pure.
 
-When one worker dies the others fail as well, with errors that only echo it, and may be the first to say so. So failures of one
-generation are collected for a moment; then the cause is judged, once, by the budget of `rendezvous.restarts`. The launcher,
-worker 0, an elected coordinator and the operator all judge here.
+When one worker dies the others fail as well, with errors that only echo it, and may report first. So failures of one generation
+are collected for a moment; then the cause is judged, once, by the budget of `rendezvous.restarts`. The launcher, worker 0, an
+elected coordinator and the operator all use these rules.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Pending(NamedTuple):
     """A failure that is not judged yet."""
 
     echo: bool
-    """Whether it only echoes another one."""
+    """It only echoes another failure."""
     failure: Failure
 
 
@@ -52,23 +52,23 @@ class Debounce:
     """How long failures of one generation are collected, in seconds from the first of them."""
 
     cause: float = 0.5
-    """While there are only echoes: how long no workers are called, since a call would stop the cause before it can report."""
+    """While there are only echoes: how long calls are held back, since a call would stop the cause before it can report."""
     settle: float = 1.0
-    """Before the failures are judged although no world can be formed yet."""
+    """Time until failures are judged although no world can be formed yet."""
     answer: float = 5.0
     """The same while there are only echoes and a member that may be their cause has not answered."""
 
 
 COORDINATOR = Debounce()
 OPERATOR = Debounce(cause=1.5, answer=math.inf)
-"""Kubelets tell within about a second how a container ended, and in the end they tell it of every pod."""
+"""Kubelets report within about a second how a container ended, and eventually for every pod."""
 PLAIN_PODS = Debounce(cause=5.0)
-"""Pods that report nothing themselves: the kubelet of the cause may be seconds behind that of an echo."""
+"""For pods that do not report themselves: the kubelet of the cause may be seconds behind that of an echo."""
 
 
 def reported(report: Mapping[str, Any], worker: int, start: tuple[int, int], now: float) -> Pending:
-    """The failure in a member's report (`sockets.Report.failure`), of that generation and attempt. One that cannot be read still
-    counts: the job must neither stop by it nor be tried again without end."""
+    """The failure in a member's report (`sockets.Report.failure`), of that generation and attempt. An invalid one still counts:
+    it must neither stop the job nor have it restarted without end."""
     of: dict[str, Any] = {"worker": worker, "generation": start[0], "attempt": start[1]}
     fields, echo = {key: report[key] for key in _FITS if key in report}, bool(report.get("echo"))
     if {"code", "reason"} <= fields.keys() and all(_FITS[key](value) for key, value in fields.items()):
@@ -79,8 +79,8 @@ def reported(report: Mapping[str, Any], worker: int, start: tuple[int, int], now
 
 
 def cause(pending: Iterable[Pending]) -> Pending:
-    """The failure that led to the others: deaths come before errors, errors before their echoes, the earlier before the later.
-    Where there are only echoes, a rank that has left is what broke the collective of the others."""
+    """The root cause of these failures: deaths before errors, errors before echoes, earlier before later. If there are only
+    echoes, a rank that exited early has broken the collective of the others."""
     others = sorted(pending, key=lambda each: (each.echo, not contract.killed(each.failure.code), each.failure.time))
     left = next((each.failure for each in others if each.echo and each.failure.left), None)
     first = next((each for each in others if each.failure is not left), others[0])
@@ -91,40 +91,40 @@ def cause(pending: Iterable[Pending]) -> Pending:
 
 
 def left_early(who: str, other: int | None, step: int | None) -> str:
-    """The sentence on ranks that exited while another one trained."""
+    """The sentence on ranks that exited while another rank trained."""
     trained = f"{'others' if other is None else f'rank {other}'} trained{f' (step {step})' if step else ''}"
     remedy = "all ranks must do as many steps; pods without a common disk find different checkpoint files"
     return f"{who} exited with 0, as if done, while {trained}: {remedy}"
 
 
 def only_echoes(pending: Collection[Pending]) -> bool:
-    """Whether there are failures, and the cause is none of them."""
+    """Whether there are failures, but the cause is not among them yet."""
     return bool(pending) and all(each.echo for each in pending)
 
 
-def is_part_of_call(echo: bool, called: Call | None, judged: tuple[int, int], generation: int) -> bool:
-    """Whether a failure belongs to the one that caused the pending call, although its start is later than that of the last judged
-    failure: some members had begun another attempt, which breaks without the others, and this is such an echo. All else counts
-    by itself, as does a crash during a call to grow after a failure that the members had repaired."""
-    return echo and called is not None and called.cause is Cause.FAILED and judged[0] == generation
+def is_part_of_call(echo: bool, called: Call | None, counted: tuple[int, int], generation: int) -> bool:
+    """Whether a failure is an echo of the one that caused the pending call, although its start is later than the last counted
+    one: some members had begun another attempt, which breaks without the others. Any other failure counts by itself, as does a
+    crash during a call to grow after a failure that the members had repaired."""
+    return echo and called is not None and called.cause is Cause.FAILED and counted[0] == generation
 
 
 def held_until(pending: Collection[Pending], since: float, now: float, debounce: Debounce) -> float | None:
-    """Until when no workers are called together, so that the cause can be told; None when they may be."""
+    """Deadline until which calls are held back so that the root cause can still report; None: go ahead."""
     return until(since, debounce.cause, now) if only_echoes(pending) else None
 
 
 def settled_at(
     pending: Collection[Pending], since: float, now: float, debounce: Debounce, *, unanswered: bool = False
 ) -> float | None:
-    """When to judge failures of which the first came at `since`; None when that is now. `unanswered`: a member that may be the
-    cause still says that it trains."""
+    """Time at which to judge failures of which the first came at `since`; None: now. `unanswered`: a member that may be the
+    cause still reports that it trains."""
     return until(since, debounce.answer if unanswered and only_echoes(pending) else debounce.settle, now)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a failure is judged by."""
+    """The restarts of a run so far, and how many it may have."""
 
     history: restarts.History
     policy: restarts.Policy
@@ -143,7 +143,7 @@ def judge(
 ) -> tuple[Failure, restarts.Restart | restarts.Stop]:
     """The failure, marked as counted or not, and whether the job goes on.
 
-    `raised` is the step that raised it, None when that is not known. `pending` are all failures of the world of `members`.
+    `raised` is the step that raised it, None if unknown. `pending` are all failures of the world of `members`.
     """
     everywhere = raised_everywhere(failure, pending, members)
     at_step = dataclasses.replace(failure, step=raised)
@@ -152,6 +152,6 @@ def judge(
 
 
 def raised_everywhere(failure: Failure, pending: Iterable[Pending], members: Iterable[int]) -> bool:
-    """Whether all members have raised the same error before their first step, one that another try would raise again."""
+    """Whether all members have raised the same error before their first step, one that a restart would raise again."""
     same = {each.failure.worker for each in pending if not each.echo and each.failure.early == failure.early}
     return bool(failure.early) and same >= set(members)

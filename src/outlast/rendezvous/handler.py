@@ -1,9 +1,9 @@
 """torchrun's door to our rendezvous: `torchrun --rdzv-backend=outlast --rdzv-endpoint=...`.
 
-torch's elastic agent asks three things of a handler: give me the next world (`next_rendezvous`), has anything changed
-(`num_nodes_waiting`, asked 20 times a second), is it over (`RendezvousClosedError`). The answers come from the
-coordinator, through a transport. The process group uses a TCPStore that the world's first agent hosts, on a socket that it
-listened on before it offered its address: no port is guessed, none can be taken meanwhile, and every generation has a fresh one.
+torch's elastic agent asks a handler for the next world (`next_rendezvous`), whether anything has changed (`num_nodes_waiting`, 20
+times a second), and whether the run is over (`RendezvousClosedError`). The answers come from the coordinator, through a
+transport. The process group uses a TCPStore that the world's first agent hosts, on a socket that it listens on before it offers
+its address: no port is guessed, none can be taken meanwhile, and every generation has a fresh store.
 
 Published as entry point `torchrun.handlers: outlast`; works with torch 2.11 and newer.
 """
@@ -51,11 +51,11 @@ from outlast.rendezvous.world import MemberState, World
 
 BACKEND = "outlast"
 _NUMBERS = (contract.Env.GENERATION, contract.Env.ATTEMPT, contract.Env.HELD)
-"""Variables that tell processes of their world: torchrun gives them our environment, and no other."""
+"""Variables that describe the world to training processes, which inherit our environment from torchrun."""
 STORE_TIMEOUT_S = 30.0
-"""How long the store of a world's first member may take to answer once it is connected."""
+"""Timeout of requests to the store of a world once it is connected."""
 REACH_S = 5.0
-"""How long the first member may take to accept a connection. A dead one refuses at once, whereas TCPStore would try on."""
+"""Timeout for connecting to the store. A dead host refuses at once, whereas TCPStore would keep trying."""
 
 
 class Leaving(RendezvousClosedError):
@@ -79,14 +79,14 @@ class Handler(RendezvousHandler):
         join_s: float = math.inf,
         leave_s: float | None = None,
     ) -> None:
-        """`join_s` is how long a world is waited for, `leave_s` how long training that is asked to may take to save and leave;
-        None: until the deadline of the call."""
+        """`join_s` is the timeout for a world, `leave_s` the time for training to save and leave once it is asked to; None: until
+        the deadline of the call."""
         self._client = client
         self._run_id = run_id
         self._join_s, self._leave_s = join_s, leave_s
         self._clock = Awake()
-        self._asked: tuple[tuple[str, int, float], float] | None = None
-        """What the training was asked last, and until when it may take, by our clock."""
+        self._request: tuple[tuple[str, int, float], float] | None = None
+        """The last request to training (kind, generation, deadline), and its deadline by our clock."""
         for name in _NUMBERS:  # a new name moves the environment, under a thread that reads it in C (glibc before 2.41: SIGSEGV)
             os.environ.setdefault(name, "0")
         self._state = state
@@ -95,38 +95,38 @@ class Handler(RendezvousHandler):
         self._notice = Path(os.environ.get(contract.Env.NOTICE, state / contract.NOTICE))
         self.world: World | None = None
         self.attempt = 0
-        """How often the members have started the processes of the current world again by themselves."""
+        """Number of times that the members have started the processes of the current world again by themselves."""
         self.joining: Callable[[], None] = lambda: None
         """Called when there is a new world, before its training processes start."""
         self.dies: Callable[[], bool] = lambda: False
         """True while a rank is crashing by itself; we let it finish so that its error is reported."""
         self.pause_s = 0.0
-        """How long the processes of the next start wait. The others wait for them, as for any that starts slowly."""
+        """Delay of the next start of processes. The other members wait for them, as for any that starts slowly."""
         self._next: dict[str, Any] = {}
-        self._said_leaving = False
+        self._reported_leaving = False
         self._unsaved = False
-        """Whether the memory of this worker has a step that no checkpoint has: to leave now would lose it."""
+        """The memory of this worker has a step that no checkpoint has: leaving now would lose it."""
         self._held = self._saved = 0
         """The newest step that this worker has had, saved or in memory, and the newest that is saved."""
         self.key = b""
-        """That of the run; without one the members do not watch each other."""
+        """Key of the run; without one the members do not watch each other."""
         self.mesh: Mesh | None = None
         """Our end of the mesh, from the first world of several members on."""
         self._exchange: Exchange | None = None
         self.repairs: Repairs | None = None
-        """Our part in attempts; None where processes are not ours to start again without the coordinator."""
+        """Our part in attempts; None if we cannot start processes again without the coordinator."""
         self.repaired: Callable[[Past], None] = lambda _: None
         """Called when the members start the processes of this world again."""
 
-    # What the elastic agent's loop tells us between two worlds
+    # Reported by the elastic agent's loop between two worlds
 
     def failed(self, failure: dict[str, Any]) -> None:
         """The training processes of the current world failed."""
         self._next = {"failed": True, "failure": failure}
 
     def left(self, *, reached: bool) -> None:
-        """Its processes are gone, and this worker leaves: others may wait for what it saved, until that is `reached` or lost."""
-        self._say_leaving()
+        """Its processes are gone, and this worker leaves. Others may wait for its save until they can reach it (`reached`)."""
+        self._report_leaving()
         self._owes()
         self._client.amend(held=self._saved, owes=not reached)
 
@@ -136,21 +136,21 @@ class Handler(RendezvousHandler):
 
     @property
     def generation(self) -> int:
-        """That of the current world; 0 before the first."""
+        """Generation of the current world; 0 before the first."""
         return self.world.generation if self.world else 0
 
     @property
     def rank(self) -> int:
-        """That of this worker in the current world; -1 before the first."""
+        """Rank of this worker in the current world; -1 before the first."""
         return self.world.members.index(self._client.id) if self.world else -1
 
     @property
     def closed(self) -> sockets.Closed | None:
-        """Why there is no further world, once there is none."""
+        """The final result; None until the run is over."""
         return self._client.closed
 
     def leaving(self) -> bool:
-        """Whether this worker was told to leave."""
+        """Whether this worker was asked to leave."""
         return notice.read(self._notice).get("kind") == "leave"
 
     def called(self) -> bool:
@@ -168,7 +168,7 @@ class Handler(RendezvousHandler):
         return True
 
     def get_run_id(self) -> str:
-        """As torch is to know it, which begins the name of a directory with it."""
+        """The run id for torch, which uses it as prefix of a directory's name."""
         return self._run_id.replace("/", ".")
 
     def is_closed(self) -> bool:
@@ -191,23 +191,23 @@ class Handler(RendezvousHandler):
         self._clock()
         if self._client.closed is not None:
             return 1
-        asked, called = notice.read(self._notice), self._client.called
-        if asked.get("kind") == "leave":
+        request, called = notice.read(self._notice), self._client.called
+        if request.get("kind") == "leave":
             self._refuse("this worker was told to leave")
-            self._say_leaving()
+            self._report_leaving()
             broken = called is not None and self.called() and not called.planned  # a rank of another may have left already
             saves = self._listening() or self._owes() if broken else self._saves()
-            return int(not saves or self._too_late("leave", 0, asked["deadline"]))
+            return int(not saves or self._too_late("leave", 0, request["deadline"]))
         if called is None or not self.called():
-            return int(self.repairs is not None and self.repairs.asked() and not self.dies())
+            return int(self.repairs is not None and self.repairs.stop_requested() and not self.dies())
         self._refuse(called.reason)
         too_late = self._too_late("call", called.generation, called.deadline)
         if not called.planned or not self._saves() or too_late:
             return int(not self.dies())
-        if asked.get("generation") != called.generation:
+        if request.get("generation") != called.generation:
             try:
                 notice.write(self._notice, "call", called.reason, called.deadline, generation=called.generation)
-            except OSError:  # a full disk: it cannot be asked to save, and could not
+            except OSError:  # a full disk: training cannot be asked to save, and could not save
                 return 1
         return 0
 
@@ -225,13 +225,13 @@ class Handler(RendezvousHandler):
                     return self._join(world, listener, again=again is not None)
                 except (RuntimeError, OSError) as error:
                     problem = error
-            # The host of the store died between its offer and our connection: say so and ask again.
+            # The host of the store died between its offer and our connection: report it and ask again.
             where = f"the store of generation {world.generation} at {world.address}"
             reason = f"worker {self._client.id} cannot reach {where}: {problem}"
-            if time.monotonic() - begun > self._join_s:  # it is no one else's death, it is the way
+            if time.monotonic() - begun > self._join_s:  # nobody else died: there is no way to it
                 raise RendezvousTimeoutError(f"no world within join_timeout ({self._join_s:g} s): {reason}") from problem
-            said = {"rank": None, "code": 1, "reason": reason, "traceback": "", "time": time.time()}
-            self.failed({**said, "echo": True, "step": None, "committed": None})
+            failure = {"rank": None, "code": 1, "reason": reason, "traceback": "", "time": time.time()}
+            self.failed({**failure, "echo": True, "step": None, "committed": None})
 
     def _again(self, address: str) -> World | None:
         """The current world with a fresh store, if its members agree to start its processes again by themselves."""
@@ -255,7 +255,7 @@ class Handler(RendezvousHandler):
         return dataclasses.replace(self.world, address=go.address, held=self._held)
 
     def _overruled(self) -> str:
-        """Why the coordinator decides what comes next; empty if the members may."""
+        """Why only the coordinator may decide what comes next; empty if the members may."""
         new, mesh = self._client.world, self.mesh
         if self._client.closed is not None or self.called() or (new is not None and new.generation > self.generation):
             return "the coordinator has decided what comes next"
@@ -272,7 +272,7 @@ class Handler(RendezvousHandler):
             self.repairs.refuse(reason)
 
     def _stopped(self) -> dict[str, Any]:
-        """What to report of this member, whose processes are gone."""
+        """Fields of the report when our processes are gone."""
         self._owes()
         fields: dict[str, Any] = {"standing": MemberState.WAITING, "failed": False, "failure": None, "held": self._held}
         fields["owes"] = self._unsaved
@@ -283,8 +283,8 @@ class Handler(RendezvousHandler):
         generation = self.generation
         fields = self._stopped()
         self._next = {}
-        if not self._said_leaving or self._unsaved:
-            self._said_leaving = False
+        if not self._reported_leaving or self._unsaved:
+            self._reported_leaving = False
             self._client.report(address=address, generation=generation, **fields)
         begun = time.monotonic()
         while True:
@@ -292,9 +292,10 @@ class Handler(RendezvousHandler):
             if self._client.closed is not None:
                 raise RendezvousClosedError(self._client.closed.reason)
             if time.monotonic() - begun > self._join_s:
-                raise RendezvousTimeoutError(f"no world within join_timeout ({self._join_s:g} s){self._why()}")
+                why = getattr(self._client, "why", "")
+                raise RendezvousTimeoutError(f"no world within join_timeout ({self._join_s:g} s){': ' if why else ''}{why}")
             if self.leaving() and not self._unsaved:  # else it leaves from the next world, which saves first
-                self._say_leaving()
+                self._report_leaving()
                 raise Leaving("this worker was told to leave")
             world, called = self._client.world, self._client.called
             if (
@@ -305,9 +306,9 @@ class Handler(RendezvousHandler):
             ):
                 fields["standing"] = MemberState.WAITING  # others failed at the end: the last steps come again
                 who = f"rank {self.rank}" if self._processes == 1 else "a process"
-                said = {"rank": None, "code": 1, "reason": f"{who} on worker {self._client.id}", "time": time.time()}
+                failure = {"rank": None, "code": 1, "reason": f"{who} on worker {self._client.id}", "time": time.time()}
                 left = {"echo": True, "left": True, "step": None, "committed": None}
-                fields |= {"failed": True, "failure": said | left}
+                fields |= {"failed": True, "failure": failure | left}
                 self._client.report(**fields)
             if world is not None and world.generation > generation and self._client.id in world.members:
                 return world
@@ -324,11 +325,16 @@ class Handler(RendezvousHandler):
         if notice.read(self._notice).get("kind") == "call":
             self._notice.unlink(missing_ok=True)
         fields = {**dataclasses.asdict(world), "attempt": self.attempt}
-        with contextlib.suppress(OSError):  # for people to look at; a full disk must not keep a world from forming
+        with contextlib.suppress(OSError):  # only people read it; a full disk must not keep a world from forming
             files.replace(self._state / contract.WORLD, json.dumps(fields))
-        reported |= {"generation": world.generation, "failed": False, "failure": None, "held": 0}  # this world has been told
+        reported |= {
+            "generation": world.generation,
+            "failed": False,
+            "failure": None,
+            "held": 0,
+        }  # the coordinator knows it by now
         self._client.report(standing=MemberState.TRAINING, **reported)
-        self._say_peers()
+        self._report_peers()
         timeout, reach = timedelta(seconds=STORE_TIMEOUT_S), timedelta(seconds=REACH_S)
         if rank == 0:
             store = TCPStore(
@@ -344,7 +350,7 @@ class Handler(RendezvousHandler):
         return RendezvousInfo(store, rank, len(world.members), RendezvousStoreInfo(host, int(port)))
 
     def _take_up(self, world: World, *, again: bool) -> dict[str, Any]:
-        """Note a new world, or another attempt of the current one. Returns what to report of attempts."""
+        """Take up a new world, or another attempt of the current one. Returns the report's fields on attempts."""
         if self.repairs is None:
             return {}
         if again:
@@ -355,8 +361,8 @@ class Handler(RendezvousHandler):
         return self.repairs.report()
 
     def _enter_mesh(self, world: World, host: str, port: int, *, again: bool) -> None:
-        """Watch the other members of this world. Waits for nothing: addresses come later, by the world's store, of which another
-        attempt has another."""
+        """Watch the other members of this world. Does not wait: addresses come later, through the world's store, which is a fresh
+        one in each attempt."""
         if again and (self.mesh is None or self._exchange is None or self._exchange.over):
             return
         if self._exchange:
@@ -371,65 +377,61 @@ class Handler(RendezvousHandler):
             except OSError as problem:
                 print(f"outlast | this worker cannot listen at {self._host}, so its peers do not watch it: {problem}", flush=True)
                 return
-            self.mesh.changed = self._say_peers
+            self.mesh.changed = self._report_peers
         if not again:
             self.mesh.enter(world.generation, world.members)
         timeout = timedelta(seconds=CONNECT_S)
         self._exchange = Exchange(self.mesh, world, lambda: TCPStore(host, port, is_master=False, timeout=timeout))
 
-    def _say_peers(self) -> None:
-        """Report which peers are not heard; called in the mesh's thread, too. Nothing of another world, from which the mesh may
-        come late on a busy machine: indices that were unheard there belong to other processes here."""
+    def _report_peers(self) -> None:
+        """Report unheard peers; called in the mesh's thread, too. Skips another world, which the mesh may still be in on a busy
+        machine: indices that were unheard there belong to other processes here."""
         if self.mesh and self.mesh.generation == self.generation:
             self._client.amend(mesh=self.mesh.complete, unheard=self.mesh.unheard, refused=self.mesh.refused)
 
     def _listening(self) -> bool:
-        """Whether the training reads notices, i.e. is in an open session: then it saves and leaves by itself. Before that it has
+        """Whether training reads notices, i.e. is in an open session: then it saves and leaves by itself. Before that it has
         nothing to save, and may wait for a rank that has left already."""
         records = self._records()
         return len(records) == self._processes and all(record.phase not in ("started", "open") for record in records)
 
     def _saves(self) -> bool:
-        """Whether training that is asked to will save before it ends. Where this world begins with a step that somebody has told
-        of, all its members restore that first, whoever leaves: it may be in the memory of few."""
+        """Whether training will save before it ends when asked to. If this world begins with a held step, all members restore it
+        first, whoever leaves: it may be in the memory of few."""
         return self._listening() or self._owes() or (self.world is not None and self.world.held > 0)
 
     def _records(self) -> list[progress.Progress]:
-        """What the processes of this world have recorded; not those of an earlier attempt, which are dead."""
+        """Progress records of this world's processes; not those of an earlier attempt, which are dead."""
         records = [progress.read(self._state, local_rank) for local_rank in range(self._processes)]
         return [each for each in records if each and (each.generation, each.attempt) == (self.generation, self.attempt)]
 
     def _owes(self) -> bool:
-        """Whether a step is in this worker's memory only, as its processes have recorded: those of the last world until the new
-        ones have restored it."""
+        """Whether a step is only in this worker's memory, by the records of its processes; those of the last world count until
+        the new ones have restored it."""
         records = [each for each in self._records() if each.phase not in ("started", "open", "restore")]
         if records:
-            kept, self._saved = (max(getattr(each, name) for each in records) for name in ("snapshot", "committed"))
-            self._unsaved, self._held = kept > self._saved, max(kept, self._saved)
+            in_memory, self._saved = (max(getattr(each, name) for each in records) for name in ("snapshot", "committed"))
+            self._unsaved, self._held = in_memory > self._saved, max(in_memory, self._saved)
         return self._unsaved
 
     def _too_late(self, kind: str, generation: int, deadline: float) -> bool:
-        """Whether the time is over in which training could save and leave. It begins when we first hear that it should: the clock
-        of the caller is not ours, and either may be set meanwhile. A deadline that was extended starts it again."""
-        asked, now = (kind, generation, deadline), self._clock()
-        if self._asked is None or self._asked[0] != asked:
+        """Whether the time is over in which training could save and leave. It begins when we first see the request: the caller's
+        clock is not ours, and either may be set meanwhile. An extended deadline starts it again."""
+        request, now = (kind, generation, deadline), self._clock()
+        if self._request is None or self._request[0] != request:
             left_s = deadline - time.time() if self._leave_s is None else self._leave_s
-            self._asked = asked, now + left_s
-        return now > self._asked[1]
+            self._request = request, now + left_s
+        return now > self._request[1]
 
-    def _why(self) -> str:
-        why = getattr(self._client, "why", "")
-        return f": {why}" if why else ""
-
-    def _say_leaving(self) -> None:
-        if not self._said_leaving:
-            self._said_leaving = True
+    def _report_leaving(self) -> None:
+        if not self._reported_leaving:
+            self._reported_leaving = True
             self._owes()
             self._client.report(standing=MemberState.LEAVING, held=self._held, owes=True)
 
 
 class Torchrun(Handler):
-    """The membership of a torchrun, which asks for worlds and says nothing of its processes."""
+    """The membership of a plain torchrun, which does not report its processes."""
 
     def next_rendezvous(self) -> RendezvousInfo:
         try:
@@ -442,38 +444,39 @@ class Torchrun(Handler):
             raise SystemExit(0) from problem
 
     def shutdown(self) -> bool:
-        """Say how this node has ended: torchrun calls this from a `finally`, with what it ends by still in the air."""
+        """Report how this node has ended: torchrun calls this from a `finally`, while its exception is being handled."""
         ended_by = sys.exception()
         if ended_by is None:
             self._client.report(standing=MemberState.DONE)
         elif isinstance(ended_by, ChildFailedError):
             rank, first = ended_by.get_first_failure()
-            reason = f"worker {self._client.id} gives up, its --max-restarts are used up: rank {rank}"
-            said = {"rank": rank, "code": contract.Exit.GIVEN_UP, "traceback": "", "time": time.time(), "echo": False}
-            failure = {**said, "reason": f"{reason} exited with {first.exitcode}", "step": None, "committed": None}
+            reason = (
+                f"worker {self._client.id} gives up, its --max-restarts are used up: rank {rank} exited with {first.exitcode}"
+            )
+            failure = {"rank": rank, "code": contract.Exit.GIVEN_UP, "reason": reason, "traceback": "", "time": time.time()}
+            failure |= {"echo": False, "step": None, "committed": None}
             self._client.report(standing=MemberState.LEAVING, failed=True, failure=failure)
         return super().shutdown()
 
 
 def create(params: RendezvousParameters) -> Handler:
-    """A handler from torchrun's `--rdzv-*` options; what they do not say comes from the worker's environment."""
+    """A handler from torchrun's `--rdzv-*` options, with defaults from the worker's environment."""
     processes = int(params.get("processes", "1"))
-    state = Path(os.environ.get(contract.Env.STATE) or params.get("state") or _directory())
+    state = Path(os.environ.get(contract.Env.STATE) or params.get("state") or _temporary_directory())
     how: dict[str, Any] = {"run_id": params.run_id, "state": state, "processes": processes}
     of = transport.of(params.endpoint)
     if hasattr(of, "torchrun"):
         sizes = params.min_nodes, params.max_nodes
         client, join_s = of.torchrun(params.endpoint, run=params.run_id, sizes=sizes, conf=params.config)
-        made = Torchrun(client, host=params.local_addr or client.host, join_s=join_s, **how)
-        made.key = seal.key(os.environ)
-        return made
+        handler = Torchrun(client, host=params.local_addr or client.host, join_s=join_s, **how)
+        handler.key = seal.key(os.environ)
+        return handler
     id = int(params.get("id", os.environ.get(contract.Env.WORKER, "0")))
     client = of.client(params.endpoint, transport.Member(params.run_id, id, state, processes))
     return Handler(client, host=params.local_addr or "127.0.0.1", **how)
 
 
-def _directory() -> str:
-    """A directory for the small files of a process that was given none."""
+def _temporary_directory() -> str:
     path = tempfile.mkdtemp(prefix="outlast-")
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return path
@@ -481,7 +484,7 @@ def _directory() -> str:
 
 @contextlib.contextmanager
 def member(client: transport.Client, **fields: Any) -> Any:
-    """A handler that hangs up at the end."""
+    """A context with a handler, which is shut down at the end."""
     handler = Handler(client, **fields)
     try:
         yield handler

@@ -1,15 +1,16 @@
 """Which members of a world are lost when some of them do not hear others. Pure.
 
-Members watch one another (`rendezvous.mesh`) and report whom they do not hear. A pair of which one does not hear the other is
-*broken*: training stands still, as every step needs every pair. `judged` says which members go so that no broken pair is left:
+Members watch one another (`rendezvous.mesh`) and report the peers that they do not hear. A pair of members is *broken* if one
+does not hear the other: training stands still, as every step needs every pair. `decide` picks the members to remove so that no
+broken pair is left:
 
-1. Whose process is gone, as its machine refuses connections: at once.
-2. The members fall into sides that do not hear each other. The one with more than half of them stays, at once; without such a
-   one, after AGREE_S, in which all that live report as well: the largest from which anybody speaks, of equal ones that of rank 0.
-3. A pair that is broken within a side: after PATIENCE_S the member of more broken pairs goes, of two alike the higher rank.
+1. Members whose process is gone, as their machine refuses connections: at once.
+2. If the members fall into sides that do not hear each other, one side stays: one with more than half of the members, at once;
+   otherwise, after AGREE_S, in which all live members report, the largest side from which anybody speaks (ties: that of rank 0).
+3. Pairs that are broken within a side: after PATIENCE_S the member of more broken pairs goes (ties: the higher rank).
 
-A minority never has a silent majority removed by its word alone: all are called together first (`ask`), and those that do not
-answer in CONFIRM_S are lost. And where each member hears nobody, the mesh is at fault (a port is blocked), and nobody is lost.
+A minority never removes a silent majority by its word alone: all are called together first (`ask`), and members that do not
+answer within CONFIRM_S are lost. If no member hears any other, the mesh is at fault (a port is blocked), and nobody is lost.
 Docs: docs/decisions/0040-partitions.md. Called by `rendezvous.world`.
 """
 
@@ -21,74 +22,74 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from outlast.base.clock import until
-from outlast.rendezvous.mesh import hearing
+from outlast.rendezvous.mesh import peer_state
 
 AGREE_S = 1.0
-"""How long reports of one partition may be apart: all ends of a link notice within half a second, then reports travel."""
+"""Largest delay between reports of one partition: all ends of a link notice within half a second, then reports travel."""
 PATIENCE_S = 2.0
-"""How long a pair may be broken that both hear the others: it may heal, or the others' reports may be late."""
+"""How long a single pair may be broken: it may heal, or the others' reports may be late."""
 CONFIRM_S = 2.0
-"""How long a majority that is not heard may take to answer a call."""
+"""Time for an unheard majority to answer a call."""
 HELD_S, LONGEST_HELD_S = 10.0, 300.0
-"""How long a member that was lost so is kept out of worlds: doubled with each loss up to the second."""
+"""How long a lost member is kept out of worlds: the first is doubled with each loss, up to the second."""
 FORGIVEN_S = 600.0
-"""A loss this long after the one before it is a first one again."""
+"""After this long without a loss a member's next loss is a first one again."""
 
 Pair = frozenset[int]
 
 
 @dataclass(frozen=True)
 class View:
-    """What one member reports of the world that it trains in."""
+    """One member's report on its peers in the current world."""
 
     unheard: tuple[int, ...] = ()
     refused: tuple[int, ...] = ()
-    """Those of `unheard` whose process is gone."""
+    """The subset of `unheard` whose process is gone."""
     noticed: float = 0.0
-    """When `unheard` grew last."""
+    """Time at which `unheard` grew last."""
     answers: bool = False
-    """Whether it has stopped its processes and waits: it lives."""
+    """It has stopped its processes and waits, so it is alive."""
 
     @property
     def speaks(self) -> bool:
-        """Whether it shows that it has lived after the break."""
+        """Whether it has shown to be alive after the break."""
         return bool(self.unheard) or self.answers
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who is lost."""
+    """The members that are lost."""
 
     lost: tuple[int, ...] = ()
-    """Silent, or on a side that does not stay; in rank order."""
+    """Silent members, or members of a side that does not stay; in rank order."""
     gone: tuple[int, ...] = ()
-    """Their processes have ended."""
+    """Members whose process has ended."""
     by: tuple[int, ...] = ()
-    """Of those that stay who does not hear them; empty when only the lost do not hear those that stay."""
+    """Remaining members that do not hear them; empty if only the lost ones do not hear the remaining."""
     ask: tuple[int, ...] = ()
     """A majority that a minority does not hear: call all together, to see who answers."""
     look_again: float | None = None
-    """When there will be more to say, whatever is reported until then."""
+    """Time at which the verdict may change without new reports."""
 
     @property
     def out(self) -> tuple[int, ...]:
-        """All without whom training goes on."""
+        """All members that training continues without."""
         return (*self.lost, *self.gone)
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A member that was lost so, and when."""
+    """A member's last loss by a partition."""
 
     at: float
     times: int = 1
-    """How often in a row."""
+    """Losses in a row."""
     reason: str = ""
     held: bool = True
     """False once it was needed for a world all the same."""
 
     def again(self, at: float, reason: str) -> Loss:
-        """Its next loss."""
+        """The same member's next loss."""
         return Loss(at, self.times + 1 if at - self.at < FORGIVEN_S else 1, reason)
 
     @property
@@ -98,20 +99,20 @@ class Loss:
 
 
 def written(lost: Mapping[int, Loss], now: float) -> tuple[tuple[int, float, int], ...]:
-    """Losses for the next coordinator: of each member that is kept out the id, the seconds since then, and how often in a row."""
+    """Losses for the next coordinator: id, seconds since the loss and losses in a row of each member that is kept out."""
     return tuple((id, now - loss.at, loss.times) for id, loss in lost.items() if loss.held)
 
 
-def read(said: Iterable[tuple[int, float, int]], now: float) -> dict[int, Loss]:
+def read(losses: Iterable[tuple[int, float, int]], now: float) -> dict[int, Loss]:
     """The reverse of `written`."""
-    return {id: Loss(now - ago_s, times) for id, ago_s, times in said}
+    return {id: Loss(now - ago_s, times) for id, ago_s, times in losses}
 
 
-def judged(ranks: Sequence[int], views: Mapping[int, View], now: float, *, asked: float | None = None) -> Verdict:
-    """Who of a world is lost, by what its members report of it.
+def decide(ranks: Sequence[int], views: Mapping[int, View], now: float, *, called_at: float | None = None) -> Verdict:
+    """The members of a world that are lost, by its members' reports.
 
-    `ranks` are its members in rank order; nothing is said of those without a view: they are known to be gone, or need no peers
-    any more. `asked` is when an unplanned call went out to all, if one has.
+    `ranks` are its members in rank order; members without a view are ignored: they are known to be gone, or need no peers any
+    more. `called_at` is the time of an unplanned call to all, if there is one.
     """
     here = [id for id in ranks if id in views]
     broken = _broken(here, views)
@@ -121,7 +122,7 @@ def judged(ranks: Sequence[int], views: Mapping[int, View], now: float, *, asked
     gone = _gone(here, views)
     rest = [id for id in here if id not in gone]
     sides = _sides(rest, broken, watched)
-    stay, waits_until, ask = _staying(rest, sides, views, asked, now)
+    stay, waits_until, ask = _staying(rest, sides, views, called_at, now)
     ends = [waits_until]
     if waits_until is None and not ask:
         lost = set(rest) - stay
@@ -142,32 +143,32 @@ def judged(ranks: Sequence[int], views: Mapping[int, View], now: float, *, asked
 
 
 def _broken(ranks: Sequence[int], views: Mapping[int, View]) -> dict[Pair, float]:
-    """The broken pairs, each with the time at which it was reported first."""
-    members, found = set(ranks), dict[Pair, float]()
+    """The broken pairs, each with the time of its first report."""
+    members, since = set(ranks), dict[Pair, float]()
     for id in ranks:
         for peer in members.intersection(views[id].unheard) - {id}:
             pair = frozenset((id, peer))
-            found[pair] = min(views[id].noticed, found.get(pair, math.inf))
-    return found
+            since[pair] = min(views[id].noticed, since.get(pair, math.inf))
+    return since
 
 
 def _watched(ranks: Sequence[int]) -> set[Pair]:
     """The pairs that watch each other."""
     places = range(len(ranks))
-    return {frozenset((ranks[one], ranks[other])) for one in places for other in hearing.watched(one, places)}
+    return {frozenset((ranks[one], ranks[other])) for one in places for other in peer_state.watched(one, places)}
 
 
 def _gone(ranks: Sequence[int], views: Mapping[int, View]) -> set[int]:
-    """Members whose process is gone: refused, and without a word. More than some is for the sides to decide: it may be one that
-    errs about all others."""
+    """Members whose process is gone: refused, and silent. Half of the members or more are not decided here: one member may be
+    wrong about all others."""
     refused = {peer for id in ranks for peer in views[id].refused}
-    found = {id for id in ranks if id in refused and not views[id].speaks}
-    return found if 2 * len(found) < len(ranks) or len(ranks) == 2 else set()
+    gone = {id for id in ranks if id in refused and not views[id].speaks}
+    return gone if 2 * len(gone) < len(ranks) or len(ranks) == 2 else set()
 
 
 def _sides(rest: Sequence[int], broken: Iterable[Pair], watched: Iterable[Pair]) -> list[set[int]]:
-    """The members in groups that hear each other: connected by pairs that watch each other and are whole. Groups of which no pair
-    is broken belong together: in a large world they may be ones that do not watch each other."""
+    """Groups of members that hear each other: the components connected by unbroken watched pairs. Components without a broken
+    pair between them are merged: in a large world they may just not watch each other."""
     side, broken = {id: {id} for id in rest}, set(broken)
     for pair in set(watched) - broken:
         one, other = (side.get(id) for id in pair)
@@ -176,21 +177,21 @@ def _sides(rest: Sequence[int], broken: Iterable[Pair], watched: Iterable[Pair])
             side.update(dict.fromkeys(other, one))
     place = {id: rank for rank, id in enumerate(rest)}
     parts = {id(each): each for each in side.values()}.values()
-    found: list[set[int]] = []
+    groups: list[set[int]] = []
     for part in sorted(parts, key=lambda part: (-len(part), min(place[each] for each in part))):
-        for group in found:
+        for group in groups:
             if not any(pair & part and pair & group for pair in broken):
                 group |= part
                 break
         else:
-            found.append(part)
-    return found
+            groups.append(part)
+    return groups
 
 
 def _staying(
-    rest: Sequence[int], sides: Sequence[set[int]], views: Mapping[int, View], asked: float | None, now: float
+    rest: Sequence[int], sides: Sequence[set[int]], views: Mapping[int, View], called_at: float | None, now: float
 ) -> tuple[set[int], float | None, tuple[int, ...]]:
-    """The side that stays; until when that is open; and whom to ask first whether they live."""
+    """The side that stays; the deadline if that is still open; the members to ask first whether they live."""
     if len(sides) < 2:
         return set(rest), None, ()
     speaks = [any(views[id].speaks for id in side) for side in sides]
@@ -204,22 +205,22 @@ def _staying(
     stay = max(spoken, key=lambda side: (len(side), -min(rest.index(id) for id in side)))
     silent = [side for side in sides if 2 * len(side) > len(rest)]
     if silent:
-        if asked is None:
+        if called_at is None:
             return stay, None, tuple(id for id in rest if id in silent[0])
-        if (answered := until(asked, CONFIRM_S, now)) is not None:
+        if (answered := until(called_at, CONFIRM_S, now)) is not None:
             return set(), answered, ()
     return stay, None, ()
 
 
 def _cover(ranks: Sequence[int], broken: Iterable[Pair]) -> set[int]:
-    """Members without whom no broken pair is left, the one of most broken pairs first, of several the highest rank."""
-    left, found = set(broken), set[int]()
+    """Greedy vertex cover of the broken pairs; ties go to the highest rank."""
+    left, cover = set(broken), set[int]()
     place = {id: rank for rank, id in enumerate(ranks)}
     while left:
         counts: dict[int, int] = {}
         for id in itertools.chain.from_iterable(left):
             counts[id] = counts.get(id, 0) + 1
         worst = max(counts, key=lambda id: (counts[id], place[id]))
-        found.add(worst)
+        cover.add(worst)
         left = {pair for pair in left if worst not in pair}
-    return found
+    return cover

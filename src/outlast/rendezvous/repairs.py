@@ -1,7 +1,7 @@
-"""The part of this process in attempts: it gives a `Party` the messages of the mesh, the time, and what became of the processes.
+"""This process's part in attempts: connects a `Participant` to the mesh, the clock and the training processes.
 
-The elastic agent has one, its handler asks it twice: 20 times a second while processes train (`asked`), and when they are gone
-(`agree`). Decisions are in `rendezvous.attempts`.
+The elastic agent has one; its handler calls `stop_requested` 20 times a second while processes train, and `agree` when they are
+gone. Decisions are in `rendezvous.attempts`.
 """
 
 from __future__ import annotations
@@ -22,60 +22,62 @@ if TYPE_CHECKING:
     from outlast.rendezvous.mesh.mesh import Mesh
 
 KIND = "attempt"
-"""Of our messages in the mesh."""
-TELL = 3
-"""So many members of a world report what was repaired: who hears of a thousand need not hear it a thousand times."""
+"""Kind of our messages in the mesh."""
+REPORTERS = 3
+"""Number of members of a world that report repairs; a coordinator of a thousand members need not read a thousand copies."""
 _POLL_S = 0.02
-"""Interval of looks at the coordinator and the notice while we wait for the other members."""
+"""Poll interval of the coordinator and the notice while we wait for the other members."""
 
 
 class Repairs:
     """The attempts of one member, world after world. Used by one thread; the mesh's thread brings messages."""
 
     def __init__(self, id: int, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`limit` as of `attempts.Party`."""
+        """`limit` as in `attempts.Participant`."""
         self._id, self._limit, self._clock = id, limit, clock
-        self._party: attempts.Party | None = None
+        self._participant: attempts.Participant | None = None
         self._mesh: Mesh | None = None
         self._past: list[Past] = []
         self._newest: dict[int, attempts.Message] = {}
-        """Of each member its last message: one may come before we are where it is."""
+        """The last message of each member: it may arrive before we have reached its attempt."""
         self._lock = threading.RLock()
         self._news = threading.Event()
 
     @property
     def attempt(self) -> int:
         """The attempt of the current world; 0 for its first start."""
-        return self._party.attempt if self._party else 0
+        return self._participant.attempt if self._participant else 0
 
     @property
     def reason(self) -> str:
-        """Why the coordinator decides what comes next, if it does."""
-        return self._party.reason if self._party else "the members do not watch each other"
+        """Why the coordinator decides what comes next; empty if it does not."""
+        return self._participant.reason if self._participant else "the members do not watch each other"
 
     def enter(self, world: World, mesh: Mesh | None) -> None:
-        """There is a new world. Without a mesh only a world of one member makes attempts."""
+        """Enter a new world. Without a mesh only a world of one member makes attempts."""
         with self._lock:
             alone = world.members == (self._id,)
-            self._party = attempts.Party(self._id, world.members, world.generation, self._limit) if mesh or alone else None
+            self._participant = (
+                attempts.Participant(self._id, world.members, world.generation, self._limit) if mesh or alone else None
+            )
             self._mesh = None if alone else mesh
             if self._mesh:
-                self._mesh.handlers[KIND] = self._take
+                self._mesh.handlers[KIND] = self._on_message
             self._catch_up()
 
-    def asked(self) -> bool:
-        """Whether our processes are to be stopped. To be called often: the leader repeats what has no answer."""
+    def stop_requested(self) -> bool:
+        """Whether our processes must be stopped. Call it often: the leader repeats unanswered messages here."""
         with self._lock:
-            if self._party is None:
+            if self._participant is None:
                 return False
-            self._send(self._party.tick(self._clock()))
-            return self._party.stage is Stage.STOPPING
+            self._send(self._participant.tick(self._clock()))
+            return self._participant.stage is Stage.STOPPING
 
     def refuse(self, reason: str) -> None:
         """The coordinator decides what comes next."""
         with self._lock:
-            if self._party:
-                self._send(self._party.refuse(reason))
+            if self._participant:
+                self._send(self._participant.refuse(reason))
 
     def agree(
         self,
@@ -88,81 +90,81 @@ class Repairs:
     ) -> Go | None:
         """Our processes are gone: wait until all members have agreed on the next attempt; None if the coordinator decides.
 
-        `failure` is how ours failed, None if they were stopped; `overruled` says why no attempt may be made any more; `late` is
-        called once when this takes long.
+        `failure` is how ours failed, None if they were stopped; `overruled` returns why no attempt may be made any more, or an
+        empty string; `late` is called once if this takes long.
         """
-        said = False
+        notified = False
         with self._lock:
-            party = self._party
-            if party is None or (failure is None and party.stage is not Stage.STOPPING):
+            participant = self._participant
+            if participant is None or (failure is None and participant.stage is not Stage.STOPPING):
                 self.refuse("its processes have ended by themselves")
                 return None
-            self._send(party.stopped(address, step, failure, self._clock()))
+            self._send(participant.stopped(address, step, failure, self._clock()))
         while True:
             self._news.clear()
             if reason := overruled():
                 self.refuse(reason)
             with self._lock:
-                if party.stage is Stage.GOES:
-                    return party.go
-                if party.stage is not Stage.READY:
+                if participant.stage is Stage.GOES:
+                    return participant.go
+                if participant.stage is not Stage.READY:
                     return None
-                self._send(party.tick(self._clock()))
-                is_late = party.late(self._clock()) and not said
+                self._send(participant.tick(self._clock()))
+                is_late = participant.late(self._clock()) and not notified
             if is_late:
-                said = True
+                notified = True
                 late()
             self._news.wait(_POLL_S)
 
     def taken_up(self) -> Past:
-        """Our processes start with the attempt that was agreed on. Returns what it repairs."""
+        """Our processes start in the agreed attempt. Returns the failure that it repairs."""
         with self._lock:
-            party = self._party
-            if party is None or party.go is None:
+            participant = self._participant
+            if participant is None or participant.go is None:
                 raise RuntimeError("no attempt was agreed on")
-            party.taken_up()
-            self._past = [*self._past, dataclasses.replace(party.go.past, at=self._clock())][-attempts.PAST :]
+            participant.taken_up()
+            self._past = [*self._past, dataclasses.replace(participant.go.past, at=self._clock())][-attempts.PAST :]
             self._catch_up()
             return self._past[-1]
 
     def report(self, *, failed: bool = False) -> dict[str, Any]:
-        """What this member reports, fields of `sockets.Report`. With a failure every member tells what was repaired before it:
-        a later failure must not be counted first."""
-        party = self._party
-        if party is None or not (failed or self._id in party.members[:TELL]):
+        """Fields for this member's `sockets.Report`. Beside a failure every member reports earlier repairs: a later failure must
+        not be counted first."""
+        participant = self._participant
+        if participant is None or not (failed or self._id in participant.members[:REPORTERS]):
             return {"attempt": self.attempt}
         return {"attempt": self.attempt, "past": tuple(attempts.listed(self._past))}
 
-    def _send(self, letters: attempts.Letters) -> None:
+    def _send(self, messages: attempts.Messages) -> None:
         if self._mesh is None:
             return
-        for to, message in letters:
+        for to, message in messages:
             future = self._mesh.send(to, {"kind": KIND, **attempts.written(message)})
             future.add_done_callback(functools.partial(self._sent, to, message))
 
     def _sent(self, to: int, message: attempts.Message, future: Future[None]) -> None:
-        """A member that cannot be reached, or is of an older version, takes part in nothing."""
+        """Refuse the attempt if a member cannot be reached, or runs an older version."""
         if (problem := future.exception()) is None or isinstance(message, attempts.No):
             return
         with self._lock:
-            party = self._party
-            if party is None or (message.generation, message.attempt) != (party.generation, party.attempt + 1):
+            participant = self._participant
+            if participant is None or (message.generation, message.attempt) != (participant.generation, participant.attempt + 1):
                 return
-            if party.stage in (Stage.READY, Stage.STOPPING):
+            if participant.stage in (Stage.READY, Stage.STOPPING):
                 self.refuse(f"worker {to} cannot be reached: {problem}")
         self._news.set()
 
-    def _take(self, sender: int, said: Mapping[str, Any]) -> None:
-        message = attempts.read(said)
+    def _on_message(self, sender: int, content: Mapping[str, Any]) -> None:
+        message = attempts.read(content)
         with self._lock:
             if message:
                 self._newest[sender] = message
-            if message and self._party:
-                self._send(self._party.take(sender, message, self._clock()))
+            if message and self._participant:
+                self._send(self._participant.take(sender, message, self._clock()))
         self._news.set()
 
     def _catch_up(self) -> None:
-        """Take what has come too early: the mesh has acknowledged it, and its sender waits."""
-        for sender, message in self._newest.items() if self._party else ():
-            if self._party and message.attempt > self._party.attempt:
-                self._send(self._party.take(sender, message, self._clock()))
+        """Process messages that came too early: the mesh has acknowledged them, and their senders wait."""
+        for sender, message in self._newest.items() if self._participant else ():
+            if self._participant and message.attempt > self._participant.attempt:
+                self._send(self._participant.take(sender, message, self._clock()))

@@ -1,6 +1,6 @@
-"""Whether a job that failed is started again: a budget of restarts that progress refunds.
+"""Whether a failed job is started again: a budget of restarts that progress refunds.
 
-Whoever decides (the launcher, the operator) asks `judge` once for every generation that failed, and keeps the `History` it gets.
+The coordinator (or the operator) calls `judge` once for every generation that failed, and keeps the `History` it returns.
 Interruptions cost nothing. A wrong configuration stops the job at once. Every other failure costs one restart, refunded once it
 lies outside the window or the committed step has advanced. A step that raised, hung or ran out of memory three times in a row
 would do so a fourth time, and an error of the script that every rank raised before its first step a second time: the job stops.
@@ -19,9 +19,9 @@ from outlast.job import contract
 from outlast.job.failure import Failure
 
 SAME_STEP, FULL_DISK = 3, 10
-"""Errors in a row at one step that end a job, and of a full disk, which somebody may clear: their pauses take minutes."""
+"""Errors in a row at one step that end a job: in general, and for a full disk, which somebody may clear (pauses take minutes)."""
 LIVED_S, LONGEST_PAUSE_S = 30.0, 30.0
-"""Of `Kills`; arbitrary."""
+"""For `Kills`; arbitrary."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Record(NamedTuple):
     """One failure that counted."""
 
     time: float
-    """When it was judged; seconds since the epoch."""
+    """Time of the verdict, in seconds since the epoch."""
     committed_step: int
     """The newest committed step then."""
     failed_step: int | None
-    """The step that raised, hung or ran out of memory; None when it is not known, or the process was killed otherwise, which says
-    nothing about the step."""
+    """The step that raised, hung or ran out of memory; None if unknown, or if the process was killed for another reason, which
+    says nothing about the step."""
 
 
 History = tuple[Record, ...]
@@ -57,7 +57,7 @@ class Restart:
 
     history: History
     number: int
-    """Restarts of the budget that are used up, with this one if it is counted."""
+    """Used restarts of the budget, including this one if it is counted."""
     reason: str
     counted: bool = True
 
@@ -75,39 +75,39 @@ class Stop:
 
 @dataclass(frozen=True)
 class Kills:
-    """Ends of a worker's processes in a row by kills or full disks, none of which came further than the one before."""
+    """Kills of a worker's processes (or full disks) in a row without progress in between."""
 
     count: int = 0
     step: int = -1
     """The furthest step that any of them had reached."""
 
     def after(self, outside: bool, step: int | None, lived_s: float) -> Kills:
-        """With one more end of its processes, by something outside of the script or not. Without a `step` a life of `LIVED_S` is
-        progress."""
+        """The counter after one more end of the processes, caused from `outside` the script or not. Without a `step`, running
+        longer than `LIVED_S` is progress."""
         further = step > self.step if step is not None else lived_s > LIVED_S
         return Kills(self.count + 1 if outside and not further else 0, max(self.step, -1 if step is None else step))
 
     @property
     def pause_s(self) -> float:
-        """How long its next processes wait: not at all after the first two kills, then ever longer."""
+        """Backoff before its next processes start: none after the first two kills, then ever longer."""
         return backoff.exponential(self.count - 2, 1.0, LONGEST_PAUSE_S) if self.count > 1 else 0.0
 
 
 def judge(
     history: History, failure: Failure, committed_step: int, now: float, policy: Policy, *, everywhere: bool = False
 ) -> Restart | Stop:
-    """Start again or stop, and why in one sentence.
+    """Start again or stop, with the reason in one sentence.
 
-    `everywhere`: every rank raised this error before its first step, and it is one that does not depend on the machine.
+    `everywhere`: every rank raised this error before its first step, and it does not depend on the machine.
     """
-    # When the clock went back, a failure in the future is one of now; else it would stay in the window for too long.
+    # After the clock was set back, a failure in the future counts as one of now, or it would stay in the window for too long.
     window = policy.window.total_seconds()
     past = _that_matter([record._replace(time=min(record.time, now)) for record in history], now, window, policy)
     used = sum(now - record.time < window and record.committed_step >= committed_step for record in past)
     starved = failure.cause is contract.FailureCause.OUT_OF_MEMORY
-    # These tell where in their reason, or what to do; 0: at its start, or the script reports no steps.
-    said = not failure.step or failure.hung or failure.left or starved
-    what = failure.reason if said else f"{failure.reason} at step {failure.step}"
+    # These name the place, or the remedy, in their reason; step 0: at the start, or the script reports no steps.
+    complete = not failure.step or failure.hung or failure.left or starved
+    what = failure.reason if complete else f"{failure.reason} at step {failure.step}"
 
     if failure.code == contract.Exit.INTERRUPTED or not failure.counted:
         return Restart(past, used, f"{what}; interruptions do not count", counted=False)
@@ -133,12 +133,12 @@ def judge(
 
 
 def _that_matter(failures: list[Record], now: float, window: float, policy: Policy) -> tuple[Record, ...]:
-    """Those in the window, and the last that raised: who allows a million of them must not keep a million."""
+    """Failures in the window, and the last ones that raised: a limit of a million must not keep a million."""
     raised = [record for record in failures if record.failed_step is not None][-max(policy.same_step, FULL_DISK) :]
     return tuple(record for record in failures if now - record.time < window or record in raised)
 
 
 def _in_a_row(failures: tuple[Record, ...]) -> int:
-    """How many errors, from the last one backwards, were raised by the same step."""
+    """The number of errors, from the last one backwards, that were raised by the same step."""
     steps = [record.failed_step for record in reversed(failures) if record.failed_step is not None]
     return len(list(takewhile(lambda step: step == steps[0], steps)))

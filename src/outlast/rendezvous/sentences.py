@@ -1,4 +1,4 @@
-"""How sentences about worlds name workers and numbers. Pure."""
+"""Phrases that name workers and numbers in sentences about worlds. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def workers(ids: Iterable[int]) -> str:
 
 
 def are(ids: Sequence[int]) -> str:
-    """The verb for so many."""
+    """`is` or `are`."""
     return "is" if len(ids) == 1 else "are"
 
 
@@ -24,19 +24,19 @@ def count(number: int, noun: str) -> str:
 
 
 def was(ids: Sequence[int]) -> str:
-    """The same, of what is over."""
+    """`was` or `were`."""
     return "was" if len(ids) == 1 else "were"
 
 
 def do_not_hear(by: Sequence[int], whom: Sequence[int], *, named: bool = True) -> str:
-    """Who of two groups of workers does not hear the other."""
+    """`workers 0 and 1 do not hear worker 2`."""
     verb, them = "does not hear" if len(by) == 1 else "do not hear", "it" if len(whom) == 1 else "them"
     return f"{workers(by)} {verb} {workers(whom) if named else them}"
 
 
 def how_lost(all: Sequence[int], lost: Sequence[int], gone: Sequence[int], by: Sequence[int]) -> str:
-    """How it was noticed that workers are `lost`, or `gone`, in a sentence that names `all` that are; empty when it says nothing
-    beyond that. `by` are those that do not hear them."""
+    """The end of a sentence that names `all` lost workers: how the loss of those in `lost` or `gone` was noticed; empty for
+    other losses. `by` are the workers that do not hear them."""
     cut = [id for id in all if id in {*lost, *gone}]
     if not cut:
         return ""
@@ -51,6 +51,6 @@ def how_lost(all: Sequence[int], lost: Sequence[int], gone: Sequence[int], by: S
 
 
 def began_again(step: int, held: int) -> str:
-    """A run that continues below a step that it has had."""
+    """The sentence on a run that resumes below a step that it had reached."""
     what = f"training continues from step {step}" if step else "training begins again at step 0"
     return f"{what}, below step {held}, which was saved or in memory and cannot be reached; {held - step} steps are repeated"

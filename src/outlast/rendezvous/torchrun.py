@@ -1,4 +1,4 @@
-"""A plain torchrun in a rendezvous by etcd: what its options mean, and that it may be elected.
+"""A plain torchrun in a rendezvous by etcd: its options, and a client that may be elected coordinator.
 
     torchrun --rdzv-backend=outlast --rdzv-endpoint=etcd://host:2379 --rdzv-id=train --nnodes=2:8 train.py
 
@@ -33,32 +33,32 @@ DEFAULTS = {
     "growth_timeout": world.Timeouts().growth,
     "connect_timeout": 60.0,
 }
-"""Options that are seconds."""
+"""Options in seconds."""
 FOREIGN = (
     *("timeout", "read_timeout", "close_timeout", "heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt"),
     *("is_host", "store_type", "protocol", "etcd_prefix", "use_libuv", "state", "processes"),
 )
-"""Options of torch's own back ends: they say nothing here, and need not be taken out of a command."""
+"""Options of torch's own back ends; they are accepted and have no effect here."""
 UNNAMED = "none"
-"""What torchrun calls a run that has no --rdzv-id."""
+"""torchrun's run id without --rdzv-id."""
 _FOREVER = restarts.Policy(limit=sys.maxsize, window=timedelta(days=1))
-"""How often a node may fail is --max-restarts, which torchrun counts."""
+"""No limit here: torchrun itself counts --max-restarts."""
 
 
 class Client(etcd.Client):
     """A member that may be elected."""
 
     def __init__(
-        self, where: servers.Address, sizes: tuple[int, int], said: Mapping[str, float], *, run: str, id: int | None = None
+        self, where: servers.Address, sizes: tuple[int, int], seconds: Mapping[str, float], *, run: str, id: int | None = None
     ) -> None:
         from outlast.rendezvous.etcd.election import ElectionConfig
 
         least, most = sizes
-        who = Identity(run, id, ttl=int(said["ttl"]), nnodes=f"{least}:{most}", most=most)
+        who = Identity(run, id, ttl=int(seconds["ttl"]), nnodes=f"{least}:{most}", most=most)
         super().__init__(where, who)
         self.token = who.token
         timeouts = world.Timeouts(
-            start=said["last_call_timeout"], recovery=said["recovery_timeout"], growth=said["growth_timeout"]
+            start=seconds["last_call_timeout"], recovery=seconds["recovery_timeout"], growth=seconds["growth_timeout"]
         )
         settings = coordinator.Settings(tuple(range(least, most + 1)), _FOREVER, timeouts)
         config = ElectionConfig(settings, Printer(), token=who.token, nnodes=who.nnodes, ttl=who.ttl)
@@ -66,14 +66,14 @@ class Client(etcd.Client):
         self._candidate_started = False
         self._standing = ""
         self.host = ""
-        """An address by which others reach this machine, as far as can be seen."""
+        """An address by which others should reach this machine."""
 
     def connect(self, within_s: float) -> None:
         """Reach the etcd for the first time. Raises EtcdError, at once if a retry cannot help."""
         begun, failures = time.monotonic(), 0
         while True:
             try:
-                self.etcd.range(self._of.said)
+                self.etcd.range(self._of.published)
                 break
             except EtcdAway as problem:
                 if time.monotonic() - begun > within_s:
@@ -100,7 +100,7 @@ class Client(etcd.Client):
 
 
 class Printer:
-    """Prints what a torchrun that coordinates decides. There is no ledger, and no store to record the end in."""
+    """Prints the decisions of a torchrun that coordinates. It has no ledger, and no store to record the end in."""
 
     def say(self, text: str) -> None:
         print(f"outlast | {text}", flush=True)
@@ -113,40 +113,40 @@ class Printer:
 
 
 def client(endpoint: str, *, run: str, sizes: tuple[int, int], conf: Mapping[str, Any]) -> tuple[Client, float]:
-    """A connected client, and how many seconds it may wait for a world. Raises OutlastError."""
-    said = options(conf)
+    """A connected client, and its timeout for a world in seconds. Raises OutlastError."""
+    seconds = options(conf)
     where = servers.address(endpoint, {name: str(value) for name, value in conf.items() if name in servers.OPTIONS})
     if run == UNNAMED:
         print("outlast | no --rdzv-id: all who say none at this etcd are one job; give every job its own", flush=True)
-    made = Client(where, sizes, said, run=run, id=int(conf["id"]) if "id" in conf else None)
-    made.connect(said["connect_timeout"])
-    return made, said["join_timeout"]
+    made = Client(where, sizes, seconds, run=run, id=int(conf["id"]) if "id" in conf else None)
+    made.connect(seconds["connect_timeout"])
+    return made, seconds["join_timeout"]
 
 
 def options(conf: Mapping[str, Any]) -> dict[str, float]:
-    """The seconds that --rdzv-conf says, or the defaults. Raises OutlastError for what makes no sense."""
-    said = dict(DEFAULTS)
+    """The options of --rdzv-conf that are seconds, with defaults. Raises OutlastError for invalid options."""
+    seconds = dict(DEFAULTS)
     for name, value in conf.items():
         if name in DEFAULTS:
             try:
-                said[name] = float(value)
+                seconds[name] = float(value)
             except ValueError:
-                said[name] = math.nan
-            if not 0 <= said[name] < math.inf:
+                seconds[name] = math.nan
+            if not 0 <= seconds[name] < math.inf:
                 raise OutlastError(f"--rdzv-conf {name}={value} must be a number of seconds, e.g. {name}={DEFAULTS[name]:g}")
         elif name not in (*servers.OPTIONS, *FOREIGN, "id"):
-            known = ", ".join([*DEFAULTS, *servers.OPTIONS, "id"])
-            raise OutlastError(f"--rdzv-conf {name}={value} is not known; expected some of {known}")
+            expected = ", ".join([*DEFAULTS, *servers.OPTIONS, "id"])
+            raise OutlastError(f"--rdzv-conf {name}={value} is not known; expected some of {expected}")
     if not str(conf.get("id", 0)).isdecimal():
         raise OutlastError(f"--rdzv-conf id={conf['id']} must be the index of this node: 0, 1, 2, ...")
-    if said["ttl"] < etcd.LEAST_TTL_S or said["ttl"] % 1:
+    if seconds["ttl"] < etcd.LEAST_TTL_S or seconds["ttl"] % 1:
         least = f"whole seconds, at least {etcd.LEAST_TTL_S}, which is what an etcd grants"
         raise OutlastError(f"--rdzv-conf ttl={conf['ttl']} must be {least}")
-    return said
+    return seconds
 
 
 def own_address(seen: str, hosts: Sequence[str], main: str) -> str:
-    """Where others reach us: our side of the connection to etcd, unless that is on this very machine: then its main address.
+    """The address by which others reach us: our side of the connection to etcd, or this machine's main address if etcd is local.
 
     An endpoint such as `localhost` is the same for all only if all are on this machine.
     """

@@ -1,4 +1,4 @@
-"""How a member reaches its coordinator: which transport an endpoint asks for.
+"""How a member reaches its coordinator: the transport for each kind of endpoint.
 
     unix:///path            the launcher of this machine                      `transports.sockets`
     c10d://host:port        worker 0, in pods without an operator             `transports.sockets`
@@ -27,7 +27,7 @@ from outlast.rendezvous.world import World
 
 
 class Mode(enum.Enum):
-    """Who coordinates a run, and so what the agents of its workers have to do for the run as a whole."""
+    """Which process coordinates a run. It decides what the agents do beyond training."""
 
     LAUNCHER = "the launcher on this machine"
     """It owns the run, starts the workers and records the end; agents only train. In all other modes agents claim the run."""
@@ -42,15 +42,15 @@ TRANSPORTS = {
     contract.KUBERNETES: ("outlast.kubernetes.board", Mode.OPERATOR),
     **dict.fromkeys(contract.ETCD, ("outlast.rendezvous.transports.etcd", Mode.ELECTED)),
 }
-"""Module and coordinator by what an endpoint begins with."""
+"""Module and coordinator by the scheme of the endpoint."""
 
 
 class Client(Protocol):
-    """A member's side of a transport: it reports what the member does, and holds what the coordinator published last."""
+    """A member's side of a transport: it sends the member's reports and holds the coordinator's last messages."""
 
     @property
     def id(self) -> int:
-        """Index of this worker; negative until one is found."""
+        """Index of this worker; negative until it has one."""
 
     @property
     def called(self) -> sockets.Called | None: ...
@@ -62,14 +62,14 @@ class Client(Protocol):
     def closed(self) -> sockets.Closed | None: ...
 
     def report(self, standing: str, **fields: Any) -> None:
-        """Report what this member does now; fields as in `sockets.Report`, the others stay."""
+        """Report the member's new standing. `fields` are those of `sockets.Report`; fields that are not given stay."""
 
     def amend(self, **fields: Any) -> None:
-        """Change what is reported beside the standing (`unheard`, `refused`, `mesh`), from any thread. Nothing is said before the
-        first `report`; a report of another generation forgets them."""
+        """Change fields beside the standing (`unheard`, `refused`, `mesh`), from any thread. Nothing is sent before the
+        first `report`; a report of another generation resets them."""
 
     def wait(self, timeout_s: float) -> None:
-        """Return when the coordinator published something, or after the timeout."""
+        """Return once the coordinator has published something, or after the timeout."""
 
     def close(self) -> None:
         """Leave."""
@@ -77,43 +77,43 @@ class Client(Protocol):
 
 @dataclass(frozen=True)
 class Member:
-    """The worker that connects. What its endpoint does not say comes from its environment."""
+    """The worker that connects. Settings that are not in its endpoint come from its environment."""
 
     run: str
     id: int
     state: Path
-    """The directory of its small files."""
+    """Its state directory."""
     processes: int
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     @property
     def generation(self) -> int:
-        """The newest generation that the run's output knows of: the next one is to be beyond it."""
+        """The newest generation recorded in the run's output; the next world gets a newer one."""
         return int(self.environ.get(Env.GENERATION, "0"))
 
 
 class Transport(Protocol):
     """A module of `TRANSPORTS`. It may also have `preload()`, and `torchrun(endpoint, run=, sizes=, conf=)` for a plain torchrun,
-    which returns a client and how many seconds it may wait for a world."""
+    which returns a client and its timeout for a world in seconds."""
 
     def client(self, endpoint: str, member: Member) -> Client:
         """Connects no earlier than the first report. Raises OutlastError."""
 
 
 def of(endpoint: str) -> Transport:
-    """The transport of an endpoint. Raises OutlastError for one that is not known."""
-    return cast(Transport, importlib.import_module(_known(endpoint)[0]))
+    """The transport of an endpoint. Raises OutlastError if its scheme is unknown."""
+    return cast(Transport, importlib.import_module(_entry(endpoint)[0]))
 
 
 def mode(endpoint: str) -> Mode:
-    """Who coordinates the runs of an endpoint. Raises OutlastError for one that is not known."""
-    return _known(endpoint)[1]
+    """The kind of coordinator behind an endpoint. Raises OutlastError if its scheme is unknown."""
+    return _entry(endpoint)[1]
 
 
-def _known(endpoint: str) -> tuple[str, Mode]:
-    for scheme, found in TRANSPORTS.items():
+def _entry(endpoint: str) -> tuple[str, Mode]:
+    for scheme, entry in TRANSPORTS.items():
         if endpoint.startswith(scheme):
-            return found
+            return entry
     raise OutlastError(
         f"the rendezvous endpoint {endpoint!r} is unknown; "
         "expected unix:///path/to/launcher.sock, c10d://host:port, kubernetes://job or etcd://host:2379"
@@ -126,14 +126,14 @@ def client(endpoint: str, member: Member) -> Client:
 
 
 def others_may_wait(environ: Mapping[str, str]) -> bool:
-    """Whether workers may train already, and would stop as soon as this one reports. Where none does, or none can without it,
-    reporting takes longest, and ranks become ready meanwhile; on this machine it takes no time."""
+    """Whether other workers may be training, and would stop as soon as this one reports. If none is, or none can without this
+    one, it is faster to report first and to prepare ranks meanwhile; on one machine reporting takes no time."""
     trained = environ.get(Env.GENERATION, "0") != "0"
     return mode(environ[Env.RENDEZVOUS]) is Mode.LAUNCHER or (trained and not environ.get(Env.NEEDED))
 
 
 def preload(endpoint: str) -> None:
-    """Import what a client for an endpoint needs, if there is one, in the process that forks the one that will make it."""
+    """Import the modules that a client for this endpoint needs, before the process that creates it is forked."""
     transport = of(endpoint) if endpoint else None
     if transport and hasattr(transport, "preload"):
         transport.preload()

@@ -1,4 +1,4 @@
-"""The values that `rendezvous.world` decides on: what members report, what the user asks for, what is known, what is decided.
+"""The values that `rendezvous.world` decides on: members' reports, the desired size, the coordinator's state, its decisions.
 
 Field names are the wire format of `Call` and `World`. Import them from `rendezvous.world`.
 """
@@ -14,7 +14,7 @@ from outlast.rendezvous import partition
 
 
 class MemberState(enum.StrEnum):
-    """What a member does, as it reports itself."""
+    """The activity of a member, as it reports itself."""
 
     WAITING = "waiting"
     """Ready for a world; trains in none."""
@@ -32,49 +32,48 @@ class Member:
     id: int
     """Index of the worker; not its rank."""
     address: str
-    """`host:port` where the others would meet if it became rank 0."""
+    """`host:port` where it would host the world's store as rank 0."""
     standing: MemberState
     generation: int = 0
     """The world it trains in, or trained in last; 0 for none."""
     since: float = 0.0
-    """When it took this standing; repeating a report does not change it."""
+    """Time of the last change of `standing`; repeating a report does not change it."""
     failed: bool = False
     """Its training processes of `generation` failed, or it was found hung."""
     why: str = ""
-    """What failed, in a sentence; empty when that is not known or only echoes another's failure."""
+    """A sentence on the failure; empty when it is unknown or only echoes another's failure."""
     unheard: tuple[int, ...] = ()
     """Members of the world of `generation` that it watches and does not hear any more."""
     refused: tuple[int, ...] = ()
-    """Those of them whose process is gone: their machine refuses the connection."""
+    """The subset of `unheard` whose process is gone: their machine refuses the connection."""
     noticed: float = 0.0
-    """When `unheard` grew last; repeating it does not change this."""
+    """Time at which `unheard` grew last; repeating it does not change this."""
     held: int = 0
-    """The newest step that its processes had saved or in memory, whole, when they ended; 0: none, or not told."""
+    """The newest complete step that its processes had saved or in memory when they ended; 0: none, or not reported."""
     again: bool = False
-    """Its process is another than that which took up `generation`."""
+    """Its process is not the one that took up `generation`: it was started again."""
     owes: bool = True
-    """Whether others may not reach yet what it holds, or saves."""
+    """Its held step, or the one it is saving, may not be reachable for others yet."""
 
 
 class Cause(enum.StrEnum):
-    """Why workers are called together, for programs; people read the sentence beside it."""
+    """Machine-readable reason of a call; people read the sentence beside it."""
 
     UNKNOWN = ""
-    """Not told, or told by a version that knows other causes."""
+    """Not given, or given by a version that knows other causes."""
     START = "start"
     RESUME = "resume"
     """The run goes on after a pause in which no worker trained."""
     LOST = "lost"
-    """Workers are gone."""
     FAILED = "failed"
     LEFT = "left"
-    """Workers came out of the world without a word."""
+    """Workers left the world without a report."""
     LATE = "late"
     """Workers did not take up the world, or did not save, in time."""
     PARTLY_DONE = "partly-done"
     """Some have finished and the others will not."""
     FOREIGN = "foreign"
-    """There is a world that another coordinator decided."""
+    """Another coordinator has decided a world."""
     LEAVING = "leaving"
     SHRINK = "shrink"
     GROW = "grow"
@@ -98,10 +97,10 @@ class Call:
     """Training saves first; otherwise it is dropped at once."""
     at: float = 0.0
     leaving: tuple[int, ...] = ()
-    """Workers that go: once they have saved, their absence is no failure."""
+    """Workers that leave: once they have saved, their absence is no failure."""
     cause: Cause = Cause.UNKNOWN
     lost: tuple[int, ...] = ()
-    """Workers that the others do not hear: to be killed, or told to end, where they are; see `rendezvous.partition`."""
+    """Workers that the others do not hear, to be killed or told to exit; see `rendezvous.partition`."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +111,11 @@ class World:
     members: tuple[int, ...]
     """Worker ids in rank order."""
     address: str
-    """Where they meet: the address of rank 0."""
+    """Address of rank 0, which hosts the store."""
     reason: str
     at: float = 0.0
     held: int = 0
-    """The newest step that a worker of the last world has had, whole. To begin below it is a loss that people must hear of."""
+    """The newest complete step that a worker of the last world has had. Resuming below it loses steps, and is reported."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ class Wait:
     reason: str
     look_again: float | None = None
     steady: str = field(default="", compare=False)
-    """`reason` without the seconds that are left: the same each time while nothing changes."""
+    """`reason` without the remaining seconds: the same text as long as nothing changes."""
 
     def __post_init__(self) -> None:
         if not self.steady:
@@ -145,7 +144,7 @@ Decision = Call | World | Wait | Closed
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Desired:
     """The size that the user asks for."""
 
     replicas: int
@@ -153,7 +152,7 @@ class Wanted:
     sizes: tuple[int, ...]
     """Allowed sizes of a world, ascending."""
     expected: frozenset[int] | None = None
-    """Workers that are to be members, whether connected or still being started; we wait for absent ones until a timeout.
+    """Ids of the workers that should be members, connected or still starting; absent ones are awaited until a timeout.
     None: unknown, so any worker may join until the target is reached."""
 
 
@@ -162,52 +161,52 @@ class Timeouts:
     """How long to wait for workers, in seconds."""
 
     start: float = 30.0
-    """For workers that are not there yet, from when the smallest allowed world could be formed; while no worker holds a state."""
+    """Wait for missing workers while no worker holds a state, from the moment the smallest allowed world could be formed."""
     recovery: float = 1.0
-    """The same while survivors stand idle."""
+    """The same while survivors are idle."""
     growth: float = 5.0
-    """From a world's beginning until it may be called together to grow; also from the first newcomer, for the others to come."""
+    """Minimum age of a world before it grows; also how long the first newcomer waits for further ones."""
     leave: float = 75.0
-    """For training to save after a planned call."""
+    """Time for training to save after a planned call."""
     answer: float = 10.0
-    """For a connected worker to take up a world or to put down its processes; for all to report to a restarted coordinator."""
+    """Time for a connected worker to take up a world or to stop its processes; for all to report to a restarted coordinator."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What the coordinator knows."""
+    """The state of the coordinator."""
 
     members: Mapping[int, Member]
-    """Workers that are connected, and those of the world that were DONE when they went."""
+    """Connected workers, and those of the world that were DONE when they disconnected."""
     world: World | None = None
-    """The last published one, whether it still trains or not."""
+    """The last published world, whether it still trains or not."""
     called: Call | None = None
     """The last call; it is pending while its generation is newer than the world's."""
     since: float = -math.inf
-    """When this coordinator took over a world that is not its own: the members get `Timeouts.answer` from then to report."""
-    floor: int = 0
-    """Lower bound: no generation up to this one is used, since it may have existed unseen."""
+    """Time at which this coordinator took over another one's world: members get `Timeouts.answer` from then on to report."""
+    min_generation: int = 0
+    """Generations up to this one are never used: they may have existed unseen."""
     lost: Mapping[int, partition.Loss] = field(default_factory=dict)
     """Workers that others did not hear: they are kept out of worlds for a while."""
     held: int = 0
-    """The newest step that a worker of the last world has told of, whether it is still there or not."""
+    """The newest step that a worker of the last world has reported, whether it is still connected or not."""
 
-    def heard(self, member: Member) -> State:
-        """A worker reported. Repeating a report changes nothing; what it says of its peers, or of what it holds, is no new
-        standing."""
-        before = self.members.get(member.id)
-        if before is not None:
-            if before.generation == member.generation and set(member.unheard) <= set(before.unheard):
-                member = replace(member, noticed=before.noticed)
-            told = ("unheard", "refused", "noticed", "since", "held", "owes")
-            if replace(before, **{name: getattr(member, name) for name in told}) == member:
-                member = replace(member, since=before.since)
-            if member == before:
+    def reported(self, member: Member) -> State:
+        """A worker reported. Repeating a report changes nothing; news of its peers, or of the step it holds, leave `since` as
+        it is."""
+        last = self.members.get(member.id)
+        if last is not None:
+            if last.generation == member.generation and set(member.unheard) <= set(last.unheard):
+                member = replace(member, noticed=last.noticed)
+            beside = ("unheard", "refused", "noticed", "since", "held", "owes")
+            if replace(last, **{name: getattr(member, name) for name in beside}) == member:
+                member = replace(member, since=last.since)
+            if member == last:
                 return self
         return replace(self, members={**self.members, member.id: member}, held=max(self.held, member.held))
 
     def gone(self, id: int) -> State:
-        """A worker went. Who was DONE in this world may go: that it succeeded stays known."""
+        """A worker disconnected. One that was DONE in this world stays in the state: it has succeeded."""
         member = self.members.get(id)
         if member is None:
             return self
@@ -223,12 +222,12 @@ class State:
     def after(self, decision: Decision) -> State:
         """The state once a decision is taken."""
         if isinstance(decision, Call):
-            before = self.called.lost if self.called and self.called.generation == decision.generation else ()
+            already = self.called.lost if self.called and self.called.generation == decision.generation else ()
             now, none = decision.at, partition.Loss(-math.inf, 0)
-            lost = {id: self.lost.get(id, none).again(now, decision.reason) for id in decision.lost if id not in before}
+            lost = {id: self.lost.get(id, none).again(now, decision.reason) for id in decision.lost if id not in already}
             return replace(self, called=decision, lost={**self.lost, **lost})
         if isinstance(decision, World):
-            # What was DONE in older worlds was not enough, and those that said so may be gone.
+            # DONE in an older world does not count: drop those members, which may have exited.
             members = {id: m for id, m in self.members.items() if m.standing is not MemberState.DONE}
             lost = {id: replace(loss, held=loss.held and id not in decision.members) for id, loss in self.lost.items()}
             return replace(self, members=members, world=decision, called=None, lost=lost, held=0)

@@ -1,10 +1,10 @@
 """Worker 0 coordinates: for pods without an operator and without an etcd (`c10d://<full name of pod 0>:29400`).
 
 The agent of worker 0 runs a `Host` in a thread of its own. Unlike the store of torchrun's c10d backend it may go and come back:
-the others keep training, or wait for it, and tell the next one where they are. How often the job has failed is forgotten then.
+the others keep training, or wait for it, and report their state to the next one. The history of failures is lost then.
 
-Members prove that they know the run's key (`job.seal`), and nothing that one of them sends ends it: a message
-that cannot be read costs its sender the connection, and a decision that fails is tried again while training goes on.
+Members prove that they know the run's key (`job.seal`), and no message of theirs can end the host: an invalid one costs its
+sender the connection, and a decision that fails is tried again while training goes on.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ TICK_S = 0.1
 LISTENING = 3
 """Ratio of the pause after a decision to its duration, so that reports are taken in between."""
 LEAVE_S = 15.0
-"""How long the coordinator stays for workers to hear of the end."""
+"""How long the coordinator stays to notify workers of the end."""
 BROKEN_S = 30.0
-"""How long decisions may fail before this worker is restarted: its successor learns the state from the others."""
+"""How long decisions may fail before this worker is restarted; its successor learns the state from the others."""
 
 Ended = Callable[[State, str, int], None]
 
 
 class Host(coordinator.Coordinator):
-    """Coordinates one run until it is over. `generation` is the newest it has had; `ended` is called with how it ends."""
+    """Coordinates one run until it is over. `generation` is its newest one so far; `ended` is called with its final state."""
 
     def __init__(
         self,
@@ -55,17 +55,17 @@ class Host(coordinator.Coordinator):
         broken: Callable[[str], None],
     ) -> None:
         super().__init__(coordinator.Settings.of(job.spec), Awake())
-        self.known = coordinator.after(generation, self.clock())
+        self.state = coordinator.after(generation, self.clock())
         self._replicas, self._most = job.spec.workers.replicas, self.sizes[-1]
         self._ledger, self._ended, self._broken = ledger, ended, broken
-        self._server = sockets.Server(run=run, heard=self.heard, gone=self.gone, key=key, clock=self.clock)
+        self._server = sockets.Server(run=run, on_report=self.on_report, on_gone=self.on_gone, key=key, clock=self.clock)
         self._wake = asyncio.Event()
-        self._all_heard = threading.Event()
-        self._said = ""
+        self._all_notified = threading.Event()
+        self._printed = ""
         self._fails_since: float | None = None
 
     def start(self, endpoint: str) -> None:
-        """Listen and decide in the background: on all addresses of this machine, unless others are to find us at `localhost`.
+        """Listen and decide in the background, on all addresses of this machine unless the endpoint is at `localhost`.
 
         Raises OutlastError when the port is taken.
         """
@@ -80,9 +80,9 @@ class Host(coordinator.Coordinator):
         threading.Thread(target=self._run, args=(sock,), name="outlast-host", daemon=True).start()
 
     def wait(self) -> None:
-        """Return when everybody has heard that it is over; at once when it is not."""
+        """Return once every member has been notified of the end; at once if the run is not over."""
         if self.closed is not None:
-            self._all_heard.wait(LEAVE_S)
+            self._all_notified.wait(LEAVE_S)
 
     def _run(self, sock: socket.socket) -> None:
         try:
@@ -99,20 +99,20 @@ class Host(coordinator.Coordinator):
             self._server.drop_silent()
             began = time.monotonic()
             if self.closed is None:
-                self._try_to_look()
+                self._try_to_decide()
             elif not left:
                 left = self.clock() + LEAVE_S
             took_s = time.monotonic() - began
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), TICK_S)
-            await asyncio.sleep(LISTENING * took_s)  # thousands of workers come one by one, and a look is at all of them
-        self._all_heard.set()
+            await asyncio.sleep(LISTENING * took_s)  # thousands of workers come one by one, and a decision looks at all of them
+        self._all_notified.set()
         await self._server.stop()
 
-    def _try_to_look(self) -> None:
-        """Decide; when that fails, once more with the next look. Raises what it failed by when it has for too long."""
+    def _try_to_decide(self) -> None:
+        """Decide; a failure is retried at the next tick, and raised once decisions have failed for BROKEN_S."""
         try:
-            self._look()
+            self._decide()
             self._fails_since = None
         except Exception:
             now = self.clock()
@@ -122,12 +122,12 @@ class Host(coordinator.Coordinator):
             if now - self._fails_since > BROKEN_S:
                 raise
 
-    def _look(self) -> None:
-        """Pods that were asked for are expected; more may come when the workload is scaled."""
+    def _decide(self) -> None:
+        """Expects the pods of the spec; more may come when the workload is scaled."""
         expected = {*range(self._replicas), *self.reports}
         decision = self.decide(min(len(expected), self._most), expected)
-        if isinstance(decision, world.Wait) and self.known.world is None and decision.steady != self._said:
-            self._said = decision.steady
+        if isinstance(decision, world.Wait) and self.state.world is None and decision.steady != self._printed:
+            self._printed = decision.steady
             print(f"outlast | {decision.reason}", flush=True)
         self.judge_when_settled()
 

@@ -1,21 +1,21 @@
-"""The one place where it is decided which workers train together: a pure function of what members report.
+"""The only place that decides which workers train together: a pure function of the members' reports.
 
 The coordinator keeps a `State`, updates it with every report, and asks `decide` after every event
 and at `look_again`. The answer: call the workers together, publish a world, wait, or close.
 
-    state = state.heard(Member(...))                      # a worker reported
+    state = state.reported(Member(...))                   # a worker reported
     state = state.gone(3)                                 # its connection closed, or it was silent for too long
     decision = decide(state, wanted, timeouts, now)       # ask again until it says Wait or Closed
     state = state.after(decision)                         # store it before publishing it
 
-What workers do: after `Call(g + 1)` those that train in `g` come to WAITING, when planned after they have saved; an unplanned
+Workers follow: after `Call(g + 1)` those that train in `g` become WAITING, after a save if the call is planned; an unplanned
 call also brings back those that are DONE. After `World(g + 1)` its members take it up: TRAINING, generation g + 1. A worker that
-hears of a newer world without it comes to WAITING. A LEAVING worker saves with the others and goes.
+hears of a newer world without it becomes WAITING. A LEAVING worker saves with the others and leaves.
 
-What stays true: generations only grow and each has one world; a world has an allowed size and only workers that wait; those who
-hold the newest state come first, in their old order, so rank 0 always does; no world begins with an older state than a worker
-that leaves is about to save. Every wait ends with an event or at `look_again`.
-Times are seconds on one clock, a monotonic one if there is a choice; what happens when it jumps is said in `until`.
+Invariants: generations only grow and each has one world; a world has an allowed size and only workers that wait; the holders of
+the newest state come first, in their old order, so rank 0 always holds it; no world begins with an older state than a leaving
+worker is about to save. Every wait ends with an event or at `look_again`.
+Times are seconds on one clock, preferably a monotonic one; `until` documents what happens when it jumps.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from outlast.rendezvous.vocabulary import (
     Cause,
     Closed,
     Decision,
+    Desired,
     Member,
     MemberState,
     State,
     Timeouts,
     Wait,
-    Wanted,
     World,
 )
 
@@ -46,12 +46,12 @@ __all__ = [
     "Cause",
     "Closed",
     "Decision",
+    "Desired",
     "Member",
     "MemberState",
     "State",
     "Timeouts",
     "Wait",
-    "Wanted",
     "World",
     "decide",
     "largest",
@@ -65,9 +65,9 @@ def largest(sizes: Iterable[int], available: int) -> int:
     return max((size for size in sizes if size <= available), default=0)
 
 
-def decide(state: State, wanted: Wanted, timeouts: Timeouts, now: float) -> Decision:
-    """What to do next, and why in one sentence: the first rule of the table with something to say."""
-    situation = _Situation(state, wanted, timeouts, now)
+def decide(state: State, desired: Desired, timeouts: Timeouts, now: float) -> Decision:
+    """The next decision, with its reason in one sentence: the answer of the first rule that has one."""
+    situation = _Situation(state, desired, timeouts, now)
     decision = next(decision for rule in RULES if (decision := rule(situation)) is not None)
     again = min((end for end in (situation.verdict.look_again, *situation.held.values()) if end is not None), default=math.inf)
     if isinstance(decision, Wait) and again < (decision.look_again or math.inf):
@@ -76,7 +76,7 @@ def decide(state: State, wanted: Wanted, timeouts: Timeouts, now: float) -> Deci
 
 
 def lost(state: State, now: float) -> partition.Verdict:
-    """Which members of the running world are lost because the others do not hear them."""
+    """The members of the running world that are lost because the others do not hear them."""
     if state.world is None:
         return partition.Verdict()
     ranks, generation = state.world.members, state.world.generation
@@ -86,45 +86,43 @@ def lost(state: State, now: float) -> partition.Verdict:
         return partition.Verdict()
     views = {m.id: partition.View(m.unheard, m.refused, m.noticed, m.standing is MemberState.WAITING) for m in inside}
     called = state.called if state.called and state.called.generation > generation and not state.called.planned else None
-    return partition.judged(ranks, views, now, asked=called.at if called else None)
+    return partition.decide(ranks, views, now, called_at=called.at if called else None)
 
 
 class _Situation:
-    """One look at the state: what the rules ask about."""
+    """A state prepared for the rules: the values that they ask about."""
 
-    def __init__(self, state: State, wanted: Wanted, timeouts: Timeouts, now: float) -> None:
-        self.world, self.wanted, self.timeouts, self.now, self.held_step = state.world, wanted, timeouts, now, state.held
+    def __init__(self, state: State, desired: Desired, timeouts: Timeouts, now: float) -> None:
+        self.world, self.desired, self.timeouts, self.now, self.held_step = state.world, desired, timeouts, now, state.held
         self.verdict = lost(state, now)
-        """Of members that others do not hear."""
         cut = {*self.verdict.lost, *self.verdict.gone}
         held = {id: end for id, loss in state.lost.items() if (end := self.until(loss.at, loss.held_s)) is not None}
         here = {id: m for id, m in state.members.items() if id not in cut}
         free = {id: m for id, m in here.items() if id not in held}
-        enough = len(free) >= wanted.sizes[0]
+        enough = len(free) >= desired.sizes[0]
         self.members, self.held = (free, held) if enough else (here, {})
-        """Without those that are lost; and until when others are kept out of worlds."""
+        """Members that may train; and members kept out of worlds after a loss, each with the time until which."""
         self.generation, self.ranks = (state.world.generation, state.world.members) if state.world else (0, ())
         self.ranked = frozenset(self.ranks)
         self.called = state.called if state.called and state.called.generation > self.generation else None
-        """The pending call."""
         self.running = self.world is not None and self.called is None
         self.newest = max((m.generation for m in state.members.values()), default=0)
         """The newest generation that any worker has seen."""
-        self.next = max(self.generation, self.newest, state.floor) + 1
-        """The first that cannot have existed."""
-        self.target = largest(wanted.sizes, wanted.replicas) or wanted.sizes[0]
+        self.next = max(self.generation, self.newest, state.min_generation) + 1
+        """The first generation that cannot have existed."""
+        self.target = largest(desired.sizes, desired.replicas) or desired.sizes[0]
         self.inside = [
             self.members[id] for id in self.ranks if id in self.members and self.members[id].generation >= self.generation
         ]
         """Members of the world that have taken it up, in rank order."""
         self.late = [id for id in self.ranks if id in self.members and self.members[id].generation < self.generation]
-        """Members of the world that have not, or no longer: they were started again."""
+        """Members of the world that have not taken it up, or were started again since."""
         self.late_until = (
             self.until(max(state.since, *(e.at for e in (self.world, self.called) if e)), timeouts.answer) if self.late else None
         )
         untaken = (self.members[id].generation for id in self.late if self.members[id].held)
         self.stepped = min(untaken, default=math.inf)
-        """The newest generation that can have made a step: one that a holder of state has never taken up has made none."""
+        """The newest generation that can have made a step: not one that a holder of state has never taken up."""
         absent = [id for id in self.ranks if id not in state.members]
         self.unheard_until = self.until(state.since, timeouts.answer)
         doubted = {peer for m in self.inside if m.generation == self.generation for peer in m.unheard}
@@ -136,16 +134,16 @@ class _Situation:
         self.training = [
             m for m in self.members.values() if m.standing is MemberState.TRAINING and (m.id in self.ranked or self.world is None)
         ]
-        """Those whose unsaved steps a planned call protects."""
+        """The members whose unsaved steps a planned call protects."""
 
     def until(self, at: float, timeout: float) -> float | None:
         return until(at, timeout, self.now)
 
     def look_again(self, *ends: float | None) -> float | None:
-        """The first of these times, and of those at which members of the world will be late or lost."""
+        """The earliest of these times and the deadlines at which members of the world become late or lost."""
         return min((end for end in (*ends, self.late_until, self.unheard_until) if end not in (None, math.inf)), default=None)
 
-    def those(self, standing: MemberState) -> list[int]:
+    def with_standing(self, standing: MemberState) -> list[int]:
         """Members of the world with this standing, in rank order."""
         return [m.id for m in self.inside if m.standing is standing]
 
@@ -161,7 +159,7 @@ class _Situation:
         return None
 
     def wait(self, what: str, end: float | None, *, then: str = "", look_again: float | None = None) -> Wait:
-        """Wait until `end`, and say how long that is; look again at `look_again`, else then."""
+        """Wait until `end`, with the remaining seconds in the reason; look again at `look_again`, by default at `end`."""
         left = f" ({math.ceil(end - self.now)} s left)" if end not in (None, math.inf) else ""
         return Wait(f"{what}{left}{then}", look_again or end, f"{what}{then}")
 
@@ -170,13 +168,13 @@ class _Situation:
 
 
 def everybody_is_done(s: _Situation) -> Decision | None:
-    if not s.ranks or s.those(MemberState.DONE) != list(s.ranks):
+    if not s.ranks or s.with_standing(MemberState.DONE) != list(s.ranks):
         return None
     return Closed(f"{sentences.workers(s.ranks)} {sentences.are(s.ranks)} done", done=True)
 
 
 def generation_from_elsewhere(s: _Situation) -> Decision | None:
-    """Another coordinator was here, or this one has lost its state: go beyond its generations."""
+    """Another coordinator was active, or this one has lost its state: use generations beyond that one's."""
     if s.called is not None:
         beyond = [m for m in s.members.values() if m.generation >= s.called.generation]
     else:
@@ -203,7 +201,7 @@ def lost_workers(s: _Situation) -> Decision | None:
 
 
 def a_majority_is_unheard(s: _Situation) -> Decision | None:
-    """Few do not hear many, who say nothing: whoever lives answers a call."""
+    """A minority does not hear a silent majority: call all together, and see who answers."""
     if not s.verdict.ask:
         return None
     return s.drop(Cause.LOST, f"{sentences.do_not_hear(s.verdict.by, s.verdict.ask)}: who lives answers")
@@ -218,14 +216,16 @@ def failed_workers(s: _Situation) -> Decision | None:
 
 
 def workers_left_untold(s: _Situation) -> Decision | None:
-    left = s.those(MemberState.WAITING)
-    if not s.running or not left or s.those(MemberState.LEAVING):  # with one that leaves, the others save and stop as well
+    left = s.with_standing(MemberState.WAITING)
+    if (
+        not s.running or not left or s.with_standing(MemberState.LEAVING)
+    ):  # with one that leaves, the others save and stop as well
         return None
     return s.drop(Cause.LEFT, f"{sentences.workers(left)} left generation {s.generation} untold")
 
 
 def world_not_taken_up(s: _Situation) -> Decision | None:
-    """A worker was started again unseen, or never heard of its world; the others make no step without it."""
+    """A worker was started again unseen, or never received its world; the others make no step without it."""
     if not s.late or s.late_until is not None:
         return None
     return s.drop(
@@ -243,7 +243,7 @@ def grace_ran_out(s: _Situation) -> Decision | None:
 
 
 def done_without_the_others(s: _Situation) -> Decision | None:
-    """Some had finished when the call came and the others will not: all train the last steps again."""
+    """Some had finished when the call came and the others will not finish: all repeat the last steps."""
     done = [m.id for m in s.members.values() if m.standing is MemberState.DONE and m.generation >= s.generation]
     if s.called is None or not s.called.planned or s.training or not done:
         return None
@@ -254,7 +254,7 @@ def done_without_the_others(s: _Situation) -> Decision | None:
 def more_workers_leave(s: _Situation) -> Decision | None:
     if s.called is None or not s.called.planned or not s.training:
         return None
-    leaving = tuple(sorted({*s.called.leaving, *s.those(MemberState.LEAVING)}))
+    leaving = tuple(sorted({*s.called.leaving, *s.with_standing(MemberState.LEAVING)}))
     if len(leaving) == len(s.called.leaving):
         return None
     return replace(
@@ -274,7 +274,7 @@ def world_begins(s: _Situation) -> Decision | None:
 
 
 def world_ends(s: _Situation) -> Decision | None:
-    done = s.those(MemberState.DONE)
+    done = s.with_standing(MemberState.DONE)
     if not s.running or not done:
         return None
     ended = frozenset(done)
@@ -283,9 +283,9 @@ def world_ends(s: _Situation) -> Decision | None:
 
 
 def suspended(s: _Situation) -> Decision | None:
-    if s.wanted.replicas > 0:
+    if s.desired.replicas > 0:
         return None
-    busy = [m.id for m in s.training] + s.those(MemberState.LEAVING)
+    busy = [m.id for m in s.training] + s.with_standing(MemberState.LEAVING)
     if s.running and busy:
         return s.call(Cause.SUSPEND, "suspended: no workers are wanted", planned=True, leaving=s.ranks)
     if s.called is not None and busy:
@@ -295,13 +295,13 @@ def suspended(s: _Situation) -> Decision | None:
             return s.wait(what, end, then=then, look_again=s.look_again(end))
     if s.called is not None and not s.called.planned and not s.called.leaving:
         here = [m for m in s.members.values() if m.standing is MemberState.WAITING]
-        if len(here) >= s.wanted.sizes[0] and any(m.held and m.owes for m in here):
+        if len(here) >= s.desired.sizes[0] and any(m.held and m.owes for m in here):
             return None  # a step may be in their memory only: they form one more world, which saves it
     return Closed("suspended: no workers are wanted", done=False)
 
 
 def forming(s: _Situation) -> Decision | None:
-    """Publish the largest world that can still form as soon as all its members wait; each timeout that ends makes it smaller."""
+    """Publish the largest world that can still form, once all its members wait; each timeout that passes makes it smaller."""
     if s.running:
         return None
     here = [m for m in s.members.values() if m.standing is MemberState.WAITING]
@@ -309,29 +309,29 @@ def forming(s: _Situation) -> Decision | None:
     absent_until = _absent_until(s, here)
     connected = _in_order(s, [*here, *coming])
     absent: list[int] = []
-    if s.wanted.expected is not None and absent_until is not None:
+    if s.desired.expected is not None and absent_until is not None:
         leaving = {m.id for m in s.members.values() if m.standing is MemberState.LEAVING}
-        absent = sorted(s.wanted.expected - leaving - s.held.keys() - {m.id for m in connected})
-    anybody = s.wanted.expected is None and absent_until is not None
-    size = s.target if anybody else largest(s.wanted.sizes, min(s.target, len(connected) + len(absent)))
+        absent = sorted(s.desired.expected - leaving - s.held.keys() - {m.id for m in connected})
+    anybody = s.desired.expected is None and absent_until is not None
+    size = s.target if anybody else largest(s.desired.sizes, min(s.target, len(connected) + len(absent)))
     if not size:
         return Wait(f"{_here(s, here)}, and nobody else is on the way", s.look_again(coming_until if coming else None))
     chosen = connected[:size]
     unready = [m.id for m in chosen if m.standing is not MemberState.WAITING]
-    lacking = size - len(chosen)
-    if not unready and not lacking:
+    missing = size - len(chosen)
+    if not unready and not missing:
         saving, saving_until = _saving(s, chosen)
         if saving:
             return s.wait(f"waiting for {sentences.workers(saving)} to save and leave", saving_until)
         return _world(s, chosen)
 
-    look_again = s.look_again(coming_until if unready else None, absent_until if lacking else None)
+    look_again = s.look_again(coming_until if unready else None, absent_until if missing else None)
     if unready:
         return s.wait(f"waiting for {sentences.workers(unready)} to {_verb(s)}", coming_until, look_again=look_again)
-    whom = sentences.workers(absent[:lacking]) if absent else sentences.count(lacking, "more worker")
+    whom = sentences.workers(absent[:missing]) if absent else sentences.count(missing, "more worker")
     if absent_until == math.inf:
         return Wait(f"waiting for {whom}: {_here(s, here)}", look_again)
-    fewer = largest(s.wanted.sizes, min(s.target, len(here)))
+    fewer = largest(s.desired.sizes, min(s.target, len(here)))
     then = f", then training {_goes_on(s)} with {fewer} of {s.target}"
     return s.wait(f"waiting for {whom}", absent_until, then=then, look_again=look_again)
 
@@ -340,7 +340,7 @@ def forming(s: _Situation) -> Decision | None:
 
 
 def workers_leave(s: _Situation) -> Decision | None:
-    leaving = s.those(MemberState.LEAVING)
+    leaving = s.with_standing(MemberState.LEAVING)
     if not leaving:
         return None
     return s.call(Cause.LEAVING, f"{sentences.workers(leaving)} {sentences.are(leaving)} leaving", planned=True, leaving=leaving)
@@ -354,15 +354,15 @@ def too_many_workers(s: _Situation) -> Decision | None:
 
 
 def newcomers(s: _Situation) -> Decision | None:
-    """Growing costs a save and a restart: it is done once for all who come, and not soon after the last change."""
+    """Growing costs a save and a restart: do it once for all newcomers, and not soon after the last change."""
     waiting = sorted(m.id for m in s.members.values() if m.standing is MemberState.WAITING and m.id not in s.ranked)
     available = len(s.ranks) + len(waiting)
-    size = largest(s.wanted.sizes, min(s.target, available))
+    size = largest(s.desired.sizes, min(s.target, available))
     if s.world is None or size <= len(s.ranks):
         return None
     hoped = s.target
-    if s.wanted.expected is not None:
-        hoped = largest(s.wanted.sizes, min(s.target, available + len(s.wanted.expected - s.members.keys() - s.held.keys())))
+    if s.desired.expected is not None:
+        hoped = largest(s.desired.sizes, min(s.target, available + len(s.desired.expected - s.members.keys() - s.held.keys())))
     ends = [s.until(s.world.at, s.timeouts.growth)]
     if hoped > size:
         ends.append(s.until(min(s.members[id].since for id in waiting), s.timeouts.growth))
@@ -374,7 +374,7 @@ def newcomers(s: _Situation) -> Decision | None:
 
 
 def lost_workers_are_kept_out(s: _Situation) -> Decision | None:
-    """A connection that comes and goes would end one world after another."""
+    """A flapping connection would end one world after another."""
     missing = sorted(s.held.keys() - s.ranked)
     if not missing or len(s.ranks) >= s.target:
         return None
@@ -408,14 +408,14 @@ RULES: tuple[Callable[[_Situation], Decision | None], ...] = (
     lost_workers_are_kept_out,
     all_is_well,
 )
-"""In this order; the first with something to say wins. Those after `forming` are asked only while a world trains."""
+"""The first rule that returns a decision wins. Rules after `forming` are reached only while a world trains."""
 
 
 # How a world is formed
 
 
 def _coming(s: _Situation) -> tuple[Sequence[Member], float | None]:
-    """Connected workers that have yet to put down what they do, and until when they are awaited."""
+    """Connected workers that are still saving or stopping, and the deadline for them."""
     if s.called is None:
         return (), None
     if s.called.planned and s.training:
@@ -426,8 +426,8 @@ def _coming(s: _Situation) -> tuple[Sequence[Member], float | None]:
 
 
 def _saving(s: _Situation, chosen: Sequence[Member]) -> tuple[list[int], float | None]:
-    """Workers that leave with a newer state than the `chosen` have, and until when we wait for their save: a world that began
-    before it would discard it."""
+    """Leaving workers with a newer state than the `chosen` have, and the deadline for their save: a world that began before it
+    would discard it."""
     newest = max((min(m.generation, s.stepped), m.held) for m in chosen)
     leaving = [m for m in s.members.values() if m.standing is MemberState.LEAVING and m.owes and (m.generation, m.held) > newest]
     called = s.called.at if s.called is not None else -math.inf
@@ -436,8 +436,8 @@ def _saving(s: _Situation, chosen: Sequence[Member]) -> tuple[list[int], float |
 
 
 def _absent_until(s: _Situation, here: Sequence[Member]) -> float | None:
-    """Until when workers that are not connected are awaited: without end while the smallest allowed world cannot be formed."""
-    least = s.wanted.sizes[0]
+    """The deadline for workers that are not connected; infinite while the smallest allowed world cannot be formed."""
+    least = s.desired.sizes[0]
     if len(here) < least:
         return math.inf
     at = sorted(m.since for m in here)[least - 1]
@@ -445,12 +445,12 @@ def _absent_until(s: _Situation, here: Sequence[Member]) -> float | None:
         return s.until(at, s.timeouts.start)
     survivors = any(m.generation >= max(s.generation, 1) for m in here)
     if s.world is not None and max(m.held for m in here) < s.world.held:
-        survivors = False  # none of these has restored: who holds the state is still to come
+        survivors = False  # none of these has restored: the holder of the state is still to come
     return s.until(max(at, s.called.at), s.timeouts.recovery if survivors else s.timeouts.start)
 
 
 def _in_order(s: _Situation, members: Sequence[Member]) -> list[Member]:
-    """Those that hold the newest state, by their rank in the last world; then the others by id, first those that wait."""
+    """Holders of the newest state first, by their rank in the last world; then the others, waiting ones first, by id."""
     rank = {id: rank for rank, id in enumerate(s.ranks)}
     newest = max((min(m.generation, s.stepped) for m in members), default=0)
 
@@ -474,7 +474,7 @@ def _world(s: _Situation, chosen: Sequence[Member]) -> World:
 
 
 def _here(s: _Situation, here: Sequence[Member]) -> str:
-    least = s.wanted.sizes[0]
+    least = s.desired.sizes[0]
     return f"{len(here)} of at least {sentences.count(least, 'worker')} {'is' if 1 in (len(here), least) else 'are'} here"
 
 

@@ -1,1 +1,1 @@
-"""The rendezvous through etcd: its keys, a member's side, and the election of a coordinator."""
+"""The rendezvous through etcd: its keys, a member's client, and the election of a coordinator."""

@@ -1,8 +1,8 @@
 """A member's client of a rendezvous by etcd v3: under torchrun anywhere, and in pods without an operator.
 Docs: docs/decisions/0014-rendezvous-by-etcd.md, docs/guide/torchrun.md.
 
-The threads around `member.Membership` and `election.Candidate`, and `look`, which shows people what they have written. While etcd
-is away, the last published state stays valid and training goes on; no error is raised here.
+The threads around `member.Membership` and `election.Candidate`, and `look`, which shows people the state of runs. While etcd is
+unreachable, the last published state stays valid and training goes on; no error is raised here.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ if TYPE_CHECKING:
     from outlast.rendezvous.etcd.election import ElectionConfig
 
 LEAST_TTL_S = 2
-"""What an etcd grants at least, with its usual election timeout of 1 s."""
+"""The shortest TTL that an etcd grants, with its usual election timeout of 1 s."""
 LONGEST_PAUSE_S = 0.5
-"""Between two attempts while etcd is away."""
+"""Longest pause between two attempts while etcd is unreachable."""
 LIST_S = 10.0
-"""How often what is watched is read again, in case a watch has died without a word. Arbitrary."""
+"""Interval at which watched keys are listed again, in case a watch has died silently. Arbitrary."""
 LAST_S = 1.0
-"""How long a member that goes waits for its last report to be taken."""
+"""How long a leaving member waits until its last report is written."""
 CLOSE_S = 2.0
-"""How long one that has finished stays a candidate: all finish at about the same time, and one has to say that it is over."""
+"""How long a finished member stays a candidate: all finish at about the same time, and one has to close the run."""
 
 
 def _answer_s(ttl: int) -> float:
-    """How long an endpoint may take: if it hangs, another can renew a lease that is renewed every third of its time."""
+    """Timeout of a request to one endpoint: short enough that another can still renew a lease, which is due every third of its
+    TTL."""
     return min(gateway.ANSWER_S, ttl / 3)
 
 
 class Listener:
-    """Lists what begins with a prefix and watches it, from a thread, until it is stopped; again whenever the watch breaks."""
+    """A thread that lists all keys with a prefix and watches them until it is stopped; again whenever the watch breaks."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class Listener:
         self.thread = threading.Thread(target=self._run, name="outlast-etcd-watch", daemon=True)
 
     def again(self) -> None:
-        """List again, and perhaps something else."""
+        """List again; the prefix may have changed."""
         self._again.set()
         self._client.interrupt()
 
@@ -75,24 +76,24 @@ class Listener:
         failures = 0
         while True:
             self._again.clear()
-            if self._stop.is_set():  # looked at after that, or a call to stop would be forgotten
+            if self._stop.is_set():  # checked after `clear`, or a call of `stop` would be missed
                 return
             try:
                 prefix = self._prefix()
-                found = self._client.range(prefix, prefix=True)
-                self._listed(found, prefix)
+                listing = self._client.range(prefix, prefix=True)
+                self._listed(listing, prefix)
                 failures = 0
-                with contextlib.closing(self._client.watch(prefix, found.revision)) as watch:
+                with contextlib.closing(self._client.watch(prefix, listing.revision)) as watch:
                     for events in watch:
                         if self._again.is_set():
                             break
                         if events:
                             self._happened(events)
-            except EtcdError:  # who tells says it
+            except EtcdError:  # the writing thread prints it
                 if not self._again.is_set():
                     failures += 1
                     self._again.wait(pause(failures, LONGEST_PAUSE_S))
-            except Exception:  # without this thread its process would hear nothing any more, and go on as if all were well
+            except Exception:  # without this thread its process would receive nothing any more, and go on as if all were well
                 failures += 1
                 if failures == 1:
                     print(
@@ -103,21 +104,21 @@ class Listener:
 
 
 class Client:
-    """A member's side. Nothing connects before `report`."""
+    """A member's side. It does not connect before `report`."""
 
     def __init__(self, where: gateway.Address, who: Identity, *, name: str = "") -> None:
-        """`name` is what the run is called in etcd, if that is not `who.run`."""
+        """`name` is the run's name in etcd; default: `who.run`."""
         self.etcd = gateway.Etcd(where, answer_s=_answer_s(who.ttl))
         of = schema.Keys.of(where.prefix, name or who.run)
         self._membership = Membership(self.etcd, of, who)
         self._of, self._ttl = of, who.ttl
         self._changed = threading.Condition()
-        self._asked, self._taken = 0, 0
-        """How many times the report has changed, and which of these etcd has."""
+        self._version, self._written_version = 0, 0
+        """Version of our report, which grows with each change, and the version that etcd has."""
         self._stop = threading.Event()
         self._reachable = True
         self._listener = Listener(self.etcd, lambda: of.decided, self._listed, self._happened)
-        self._teller = threading.Thread(target=self._tell, name="outlast-etcd", daemon=True)
+        self._writer = threading.Thread(target=self._write_loop, name="outlast-etcd", daemon=True)
 
     # As `transport.Client`
 
@@ -139,52 +140,52 @@ class Client:
 
     @property
     def why(self) -> str:
-        """What the coordinator waits for."""
+        """The reason for which the coordinator waits."""
         return self._membership.why
 
     def report(self, standing: str, **fields: Any) -> None:
-        """Say what this member is now; fields as in `local.Report`, the others stay. Returns before it has been said."""
+        """See `transport.Client.report`. Returns before it is written."""
         with self._changed:
             self._membership.report = self._membership.report.changed(standing, **fields)
-            self._asked += 1
+            self._version += 1
             self._changed.notify_all()
-        if not self._teller.ident:
+        if not self._writer.ident:
             self._listener.thread.start()
-            self._teller.start()
+            self._writer.start()
 
     def amend(self, **fields: Any) -> None:
-        """Change what is reported beside the standing; nothing is said before the first `report`."""
+        """See `transport.Client.amend`."""
         with self._changed:
             self._membership.report = dataclasses.replace(self._membership.report, **fields)
-            self._asked += 1
+            self._version += 1
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something was decided, or after the timeout."""
+        """See `transport.Client.wait`."""
         with self._changed:
             self._changed.wait(timeout_s)
 
     def close(self) -> None:
-        """Go, once the last report has been taken if etcd is there. Who has finished stays known for a while."""
+        """Leave, after the last report is written if etcd is reachable. The report of a finished member stays for a while."""
         with self._changed:
-            if self._teller.ident and not self._stop.is_set() and self._reachable:
-                self._changed.wait_for(lambda: self._taken == self._asked or not self._reachable, LAST_S)
+            if self._writer.ident and not self._stop.is_set() and self._reachable:
+                self._changed.wait_for(lambda: self._written_version == self._version or not self._reachable, LAST_S)
             first = not self._stop.is_set()
             self._stop.set()
             self._changed.notify_all()
         self._listener.stop()
-        if self._teller.ident and first:
-            self._teller.join(LAST_S)
-            if not self._teller.is_alive() and self._reachable:
+        if self._writer.ident and first:
+            self._writer.join(LAST_S)
+            if not self._writer.is_alive() and self._reachable:
                 with contextlib.suppress(EtcdError):
                     self._membership.leave()
         self.etcd.close()
 
     # Threads
 
-    def _listed(self, found: gateway.Outcome, prefix: str) -> None:
+    def _listed(self, listing: gateway.Outcome, prefix: str) -> None:
         with self._changed:
-            self._membership.listed(found)
+            self._membership.listed(listing)
             self._changed.notify_all()
 
     def _happened(self, events: Sequence[gateway.KeyValue | gateway.Gone]) -> None:
@@ -192,42 +193,42 @@ class Client:
             self._membership.happened(events)
             self._changed.notify_all()
 
-    def _tell(self) -> None:
+    def _write_loop(self) -> None:
         line = Line("this worker does not reach the others", "this worker reaches the others again")
         failures, listed = 0, time.monotonic()
         while not self._stop.is_set():
             with self._changed:
-                number = self._asked
+                number = self._version
             try:
-                if not self._membership.heard:
-                    self.etcd.range(self._of.said)  # it is there: to be listened to before anything is said
+                if not self._membership.synced:
+                    self.etcd.range(self._of.published)  # etcd is reachable: it must be listed before we write
                     with self._changed:
-                        self._changed.wait_for(lambda: self._membership.heard or self._stop.is_set(), LAST_S)
+                        self._changed.wait_for(lambda: self._membership.synced or self._stop.is_set(), LAST_S)
                     continue
                 if time.monotonic() - listed >= LIST_S:
                     listed = time.monotonic()
                     self._listener.again()
-                self._membership.tell()
+                self._membership.publish()
             except Superseded as problem:
                 self._end(str(problem), contract.Exit.INTERRUPTED)
                 return
             except EtcdError as problem:
                 failures += 1
                 line.broken(problem)
-                self.etcd.interrupt()  # what we listen to may be no more
+                self.etcd.interrupt()  # the watched endpoint may be dead
                 with self._changed:
                     self._reachable = False
                     self._changed.notify_all()
                 self._stop.wait(pause(failures, LONGEST_PAUSE_S))
                 continue
-            except Exception as bug:  # without this thread the worker reports no more
+            except Exception as bug:  # without this thread the worker no longer reports
                 self._end(f"the rendezvous has failed: {bug!r}", contract.Exit.FAILED)
                 raise
             line.well()
             with self._changed:
-                failures, self._taken, self._reachable = 0, number, True
+                failures, self._written_version, self._reachable = 0, number, True
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._asked != self._taken or self._stop.is_set(), self._ttl / 3)
+                self._changed.wait_for(lambda: self._version != self._written_version or self._stop.is_set(), self._ttl / 3)
 
     def _end(self, reason: str, code: int) -> None:
         with self._changed:
@@ -239,7 +240,8 @@ class Client:
 
 
 class Running:
-    """A candidate with its threads: each process that may coordinate a run has one. `id` is its member's, once it has one."""
+    """A candidate with its threads; each process that may coordinate a run has one. `id` returns the index of its member, once it
+    has one."""
 
     def __init__(
         self, where: gateway.Address, name: str, config: ElectionConfig, *, id: Callable[[], int | None] = lambda: None
@@ -266,7 +268,7 @@ class Running:
         self._thread.start()
 
     def wait(self) -> None:
-        """Resign, after a last decision; wait until that is done, as long as etcd answers at once."""
+        """Resign after a last decision; waits for that as long as etcd answers at once."""
         self.close()
 
     def close(self, *, done: bool = False) -> None:
@@ -277,8 +279,8 @@ class Running:
             self._thread.join((CLOSE_S if done else 0.0) + LAST_S)
         self.etcd.close()
 
-    def _listed(self, found: gateway.Outcome, prefix: str) -> None:
-        self._inbox.put(lambda: self._candidate.listed(found, prefix))
+    def _listed(self, listing: gateway.Outcome, prefix: str) -> None:
+        self._inbox.put(lambda: self._candidate.listed(listing, prefix))
 
     def _happened(self, events: Sequence[gateway.KeyValue | gateway.Gone]) -> None:
         self._inbox.put(lambda: self._candidate.happened(events))
@@ -299,33 +301,32 @@ class Running:
                 pause_s = pause(failures, LONGEST_PAUSE_S)
             except Exception:
                 failures += 1
-                self._mistaken()
+                self._on_bug()
                 pause_s = LONGEST_PAUSE_S
             if prefix != self._candidate.prefix or time.monotonic() - listed >= LIST_S:
                 prefix, listed = self._candidate.prefix, time.monotonic()
                 self._listener.again()
             if self._close_by is not None and (self.ended or failures or time.monotonic() >= self._close_by):
                 break
-            self._hear(min(pause_s, LIST_S if self._close_by is None else 0.1))
+            self._take_inbox(min(pause_s, LIST_S if self._close_by is None else 0.1))
         self._listener.stop()
         with contextlib.suppress(EtcdError):
             self._candidate.last()
 
-    def _hear(self, timeout_s: float) -> None:
-        """All that has come, after a wait for the first of it."""
+    def _take_inbox(self, timeout_s: float) -> None:
+        """Process everything in the inbox, after waiting for the first entry."""
         with contextlib.suppress(queue.Empty):
-            heard = self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait()
+            received = self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait()
             while True:
-                if heard:
+                if received:
                     try:
-                        heard()
+                        received()
                     except Exception:
-                        self._mistaken()
-                heard = self._inbox.get_nowait()
+                        self._on_bug()
+                received = self._inbox.get_nowait()
 
-    def _mistaken(self) -> None:
-        """What is there, or this program, is not as it should be. Another may decide; so may we, later: nothing one writes may
-        end all who could."""
+    def _on_bug(self) -> None:
+        """Either etcd holds something unreadable or we have a bug: step down, let another candidate try, retry later."""
         if not self._complained:
             print(f"outlast | this worker could not decide, and lets another try:\n{traceback.format_exc()}", flush=True)
         self._complained = True
@@ -341,15 +342,14 @@ class Present:
     """A member that has a key."""
 
     report: Report
-    """Its standing, generation, address, failure."""
     left_s: int | None
-    """How long its lease lasts if it is not renewed; None for one that ended while we looked."""
+    """Remaining seconds of its lease; None if it ended while we looked."""
     decides: bool
 
 
 @dataclass(frozen=True)
 class Run:
-    """What etcd knows of a run."""
+    """A run as recorded in etcd."""
 
     name: str
     members: tuple[Present, ...]
@@ -358,24 +358,24 @@ class Run:
     """None until one is elected, and after the end."""
     world: World | None = None
     called: Call | None = None
-    """A call that is pending: its generation is newer than the world's."""
+    """The pending call, of a newer generation than the world's."""
     closed: Closed | None = None
     why: str = ""
-    """What is waited for, or that all is well, as the coordinator has published it."""
-    terms: str = ""
+    """The coordinator's reason to wait, or that all is well."""
+    nnodes: str = ""
     """`min:max`, if members have to agree on it (torchrun's --nnodes)."""
     left_s: int | None = None
     """Seconds until the published state expires if it is not renewed; None if there is none."""
 
 
 def look(client: gateway.Etcd, run: str | None = None) -> list[Run]:
-    """What etcd knows of all runs below its prefix, or of one, or of a job (`team/job`). Changes nothing. Raises EtcdError.
+    """All runs below the prefix of an etcd, or one run, or the runs of a job (`team/job`). Changes nothing. Raises EtcdError.
 
     with contextlib.closing(gateway.Etcd(gateway.address("etcd://host:2379"))) as client: ...
     """
     prefix = client.address.prefix
-    found = client.range(f"{prefix}/" if run is None else schema.Keys.of(prefix, run).root, prefix=True).found
-    names = sorted({name for kv in found if (name := schema.run_of(prefix, kv.key))})
+    kvs = client.range(f"{prefix}/" if run is None else schema.Keys.of(prefix, run).root, prefix=True).kvs
+    names = sorted({name for kv in kvs if (name := schema.run_of(prefix, kv.key))})
     if run is not None:
         names = [name for name in names if name == run or name.startswith(f"{run}/")]
 
@@ -386,15 +386,18 @@ def look(client: gateway.Etcd, run: str | None = None) -> list[Run]:
     runs = []
     for name in names:
         of = schema.Keys.of(prefix, name)
-        mine = {kv.key: kv for kv in found if kv.key.startswith(f"{of.root}/")}
-        leader = schema.Leader.loads(mine[of.leader].value) if of.leader in mine else None
-        said = schema.Said.loads(mine[of.said].value) if of.said in mine else None
-        records = [(schema.Record.loads(kv.value), kv.lease) for key, kv in mine.items() if key.startswith(of.members)]
+        own = {kv.key: kv for kv in kvs if kv.key.startswith(f"{of.root}/")}
+        leader = schema.Leader.loads(own[of.leader].value) if of.leader in own else None
+        state = schema.Published.loads(own[of.published].value) if of.published in own else None
+        records = [(schema.Record.loads(kv.value), kv.lease) for key, kv in own.items() if key.startswith(of.members)]
         members = [
             Present(record.report, left(lease), leader is not None and leader.id == record.report.id)
             for record, lease in records
             if record
         ]
-        published = (said.world, said.called, said.closed, said.why, said.terms, left(mine[of.said].lease)) if said else ()
-        runs.append(Run(name, tuple(sorted(members, key=lambda member: member.report.id)), leader, *published))
+        run_ = Run(name, tuple(sorted(members, key=lambda member: member.report.id)), leader)
+        if state:
+            published = {each: getattr(state, each) for each in ("world", "called", "closed", "why", "nnodes")}
+            run_ = dataclasses.replace(run_, **published, left_s=left(own[of.published].lease))
+        runs.append(run_)
     return runs

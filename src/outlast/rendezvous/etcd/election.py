@@ -1,9 +1,9 @@
-"""Coordination by etcd: members elect one of them, which coordinates until it ends or its lease does (docs/decisions/0014).
+"""Coordination by etcd: members elect one of them, which coordinates until it exits or its lease ends (docs/decisions/0014).
 
-`Candidate` runs for election and `Term` decides, both without threads: `Running` has those, and tests have an etcd of their own.
-Whatever a term writes is compared with its election: one that is over can write nothing, and what it would have printed or
-recorded is dropped with it. An election is identified by a nonce in its key and not by a revision: an etcd that
-has lost its data counts revisions from the start again.
+`Candidate` runs for election and `Term` decides, both without threads: `Running` has those, and tests have a simulated etcd.
+Every write of a term is conditional on its election: a term that is over cannot write, and its pending output and ledger events
+are dropped. An election is identified by a nonce in its key and not by a revision: an etcd that has lost its data counts
+revisions from the start again.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ TICK_S = 0.1
 LINGER_S = 600
 """TTL of the published state after the last coordinator is gone; bounds a full outage of etcd."""
 LISTEN_S = 1.0
-"""How long a new coordinator listens when etcd has no state: etcd may have lost it, and members report it every half second."""
+"""How long a new coordinator listens if etcd has no state: etcd may have lost it, and members report it every half second."""
 REPORT_S = 3.0
 """How long a new coordinator waits for any member of the published world: all may have been cut off for a while."""
 PASSED = 100
-"""Generations that are skipped when etcd has lost its state: more than can have followed the newest known one."""
+"""Generations that are skipped when etcd has lost its state: more than can have followed the newest reported one."""
 WHY_S = 0.5
 """Shortest interval of writes that change only the reason of a wait."""
 ENDED = 100
-"""How many processes that are to end are kept published."""
+"""Most fenced processes that stay published."""
 JITTER_S = 0.1
 """Jitter before running for election, since all see the end of a term at once. Candidates that know no world wait longer."""
 
@@ -50,7 +50,7 @@ class Deposed(Exception):
 
 
 class EventSink(Protocol):
-    """Receives what a coordinator says, records and ends, once etcd has accepted it."""
+    """Receives a coordinator's messages, ledger events and final result, once etcd has accepted them."""
 
     def say(self, text: str) -> None: ...
     def event(self, kind: str, **facts: Any) -> None: ...
@@ -59,20 +59,20 @@ class EventSink(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ElectionConfig:
-    """What does not change from term to term."""
+    """Settings that are the same in every term."""
 
     settings: coordinator.Settings
     events: EventSink
     token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
-    """Of the process."""
+    """Identifies the process."""
     nnodes: str = ""
-    """`min:max` under torchrun: its --max-restarts counts, anybody may come. Empty in pods."""
+    """`min:max` under torchrun, where any node may join and --max-restarts is the limit. Empty in pods."""
     replicas: int = 0
-    """Workers that are expected, in pods."""
+    """Expected workers, in pods."""
     ttl: int = TTL_S
     """TTL of the leadership."""
     clock: Callable[[], float] = dataclasses.field(default_factory=Clock)
-    """A steady one. It stops while this machine sleeps: leases that end meanwhile are found ended, and made again."""
+    """A steady clock. It stops while this machine sleeps: leases that end meanwhile are found ended, and replaced."""
     random: Callable[[], float] = RANDOM.random
     nonce: Callable[[], str] = lambda: secrets.token_hex(4)
 
@@ -81,80 +81,85 @@ class Term(coordinator.Coordinator):
     """Leadership of one coordinator, from its election on."""
 
     def __init__(
-        self, store: Store, keys: schema.Keys, config: ElectionConfig, leader: KeyValue, found: Outcome, born: str = ""
+        self, store: Store, keys: schema.Keys, config: ElectionConfig, leader: KeyValue, listing: Outcome, incarnation: str = ""
     ) -> None:
-        """`leader` is the key by which it was elected; `found` is all that etcd has of the run; `born` is the run that the
+        """`leader` is the key by which it was elected; `listing` holds all keys of the run; `incarnation` is the run that the
         candidate was part of."""
         super().__init__(config.settings, config.clock)
         self._store, self._keys, self._config, self.leader = store, keys, config, leader
         self.gives_up = not config.nnodes  # torchrun knows no such code
         self._lease: int | None = None
-        """Of what we say."""
-        self._kept = 0.0
+        """Lease of the published state."""
+        self._renewed_at = 0.0
         self._seen: dict[int, tuple[str, int]] = {}
-        """Of each member's key the token in it, and its revision."""
+        """Token and revision of each member's key."""
         self._tokens: tuple[str, ...] = ()
-        """Of the members of the world."""
+        """Tokens of the members of the world."""
         self._parked: dict[int, KeyValue] = {}
-        """Keys of processes in the place of members whose loss is yet to be decided about."""
+        """Keys of processes that replace a member whose loss is not decided yet."""
         self._effects: list[Callable[[], None]] = []
-        """What follows once etcd has taken what we say."""
-        self._written: schema.Said | None = None
-        self._written_at = 0.0
+        """Output and ledger events to emit once etcd has accepted the state."""
+        self._last_published: schema.Published | None = None
+        self._last_published_at = 0.0
         self._why = ""
         self._failure: Mapping[str, Any] | None = None
-        """The last failure that was judged."""
+        """The last failure that was counted."""
         self._ended: dict[str, str] = {}
-        """Tokens of processes that were fenced, and why."""
+        """Tokens of fenced processes, and why."""
         self._listen_until: float | None = None
-        self._begin(found, born)
+        self._begin(listing, incarnation)
 
     @property
-    def born(self) -> str:
+    def incarnation(self) -> str:
         """Incarnation of the run; empty until it is published."""
-        return self._born if self._written else ""
+        return self._incarnation if self._last_published else ""
 
-    def _begin(self, found: Outcome, born: str) -> None:
+    def _begin(self, listing: Outcome, incarnation: str) -> None:
         """Take over the published state and the reports of members."""
         of, now = self._keys, self.clock()
-        there = {kv.key: kv for kv in found.found}
-        kv = there.get(of.said)
-        said = schema.Said.loads(kv.value) if kv else None
-        self._said_at = kv.modified if kv else 0
+        kv = next((kv for kv in listing.kvs if kv.key == of.published), None)
+        last = schema.Published.loads(kv.value) if kv else None
+        self._published_at = kv.modified if kv else 0
         self._after = 0
-        """What was written up to this revision is of a run that is over."""
-        members = [kv for kv in found.found if kv.key.startswith(of.members)]
-        if said and (said.closed or (said.world and set(said.world.members) <= set(said.done) and born != said.born)):
-            self._before, self._born, self._after, said = said.born, self._config.nonce(), self._said_at, None
-        elif said:
-            self._before, self._born = said.before, said.born
+        """Keys written up to this revision belong to a run that is over."""
+        members = [kv for kv in listing.kvs if kv.key.startswith(of.members)]
+        all_done = last and last.world and set(last.world.members) <= set(last.done)
+        self._previous_incarnation = ""
+        if last and (last.closed or (all_done and incarnation != last.incarnation)):
+            self._previous_incarnation, self._incarnation = last.incarnation, self._config.nonce()
+            self._after, last = self._published_at, None
+        elif last:
+            self._previous_incarnation, self._incarnation = last.previous_incarnation, last.incarnation
         else:
-            known = [record for kv in members if (record := schema.Record.loads(kv.value)) and record.born]
-            newest = max(known, key=lambda record: record.world.generation if record.world else 0, default=None)
-            self._before, self._born = "", newest.born if newest else self._config.nonce()
+            records = [record for kv in members if (record := schema.Record.loads(kv.value)) and record.incarnation]
+            newest = max(records, key=lambda record: record.world.generation if record.world else 0, default=None)
+            self._incarnation = newest.incarnation if newest else self._config.nonce()
             self._listen_until = now + LISTEN_S
-        if said:
-            self.judged, self.restarts, self._failure = (said.judged, said.attempt), said.restarts, said.failure
-            self.history = tuple(restarts.Record(now - ago, committed, step) for ago, committed, step in said.failures)
-            restamped = said.world and replace(said.world, at=now), said.called and replace(said.called, at=now)
-            lost = partition.read(said.lost, now)
-            self.known, self._tokens = world.State({}, restamped[0], restamped[1], floor=said.floor, lost=lost), said.tokens
-            self.followed = self.generation()
-            self._ended = dict(said.ended)
+        if last:
+            self.counted, self.restarts, self._failure = (last.counted, last.attempt), last.restarts, last.failure
+            self.history = tuple(restarts.Record(now - ago, committed, step) for ago, committed, step in last.failures)
+            self.state = world.State(
+                {},
+                last.world and replace(last.world, at=now),
+                last.called and replace(last.called, at=now),
+                min_generation=last.min_generation,
+                lost=partition.read(last.lost, now),
+            )
+            self._tokens, self.followed, self._ended = last.tokens, self.generation(), dict(last.ended)
         for kv in members:
-            self._hear(kv)
-        if not self.known.world:
+            self._on_report_key(kv)
+        if not self.state.world:
             return
-        ranks, generation = self.known.world.members, self.known.world.generation
-        for id in set(said.done if said else ()) & set(ranks) - self.known.members.keys():
-            self.known = self.known.heard(world.Member(id, "", world.MemberState.DONE, generation, now))
-        inside = [id for id in ranks if id in self.known.members and self.known.members[id].generation >= generation]
+        ranks, generation = self.state.world.members, self.state.world.generation
+        for id in set(last.done if last else ()) & set(ranks) - self.state.members.keys():
+            self.state = self.state.reported(world.Member(id, "", world.MemberState.DONE, generation, now))
+        inside = [id for id in ranks if id in self.state.members and self.state.members[id].generation >= generation]
         if not inside:
             self._listen_until = now + REPORT_S
-        if not any(kv.created < self._said_at for kv in members if self._id(kv) in inside):
-            self.forgive()  # who is there had to come back, too: others may be about to
+        if not any(kv.created < self._published_at for kv in members if self._id(kv) in inside):
+            self.forgive()  # members may have had to reconnect as well; give the rest time
 
-    # What members say
+    # Reports of members
 
     def happened(self, events: Iterable[KeyValue | Gone]) -> None:
         """Take in events of the run's keys. Raises Deposed."""
@@ -164,86 +169,89 @@ class Term(coordinator.Coordinator):
                 raise Deposed("somebody else was elected")
             if event.key.startswith(of.members):
                 if isinstance(event, KeyValue):
-                    self._hear(event)
+                    self._on_report_key(event)
                 else:
-                    self._lost(self._id(event), event.modified)
+                    self._on_key_gone(self._id(event), event.modified)
 
-    def listed(self, found: Outcome) -> None:
-        """Take in all keys of the run as they are now: events may have been missed."""
-        members = {self._id(kv): kv for kv in found.found if kv.key.startswith(self._keys.members)}
+    def listed(self, listing: Outcome) -> None:
+        """Take in all current keys of the run: events may have been missed."""
+        members = {self._id(kv): kv for kv in listing.kvs if kv.key.startswith(self._keys.members)}
         for id in set(self._seen) - set(members):
-            self._lost(id, found.revision)
+            self._on_key_gone(id, listing.revision)
         for kv in members.values():
-            self._hear(kv)
+            self._on_report_key(kv)
 
     def forgive(self) -> None:
         """Reset deadlines: leases may have ended while they could not be renewed, so members get time to come back."""
-        self.known = replace(self.known, since=self.clock())
+        self.state = replace(self.state, since=self.clock())
 
     def _id(self, kv: KeyValue | Gone) -> int:
         number = kv.key.removeprefix(self._keys.members)
         return int(number) if number.isdecimal() else -1
 
-    def _hear(self, kv: KeyValue) -> None:
+    def _on_report_key(self, kv: KeyValue) -> None:
         record, id = schema.Record.loads(kv.value), self._id(kv)
         token, at = self._seen.get(id, ("", 0))
         if record is None or record.report.id != id or kv.modified <= max(at, self._after):
-            return  # of another program, or known
-        if record.terms != self._config.nnodes or (record.born and record.born == self._before):
+            return  # another program's, or seen before
+        if record.nnodes != self._config.nnodes or (record.incarnation and record.incarnation == self._previous_incarnation):
             return  # of another job, or of a run that is over
         if record.token in self._ended:
-            return  # it has yet to hear that it is to end
+            return  # fenced; it has not read that yet
         if token and token != record.token:
-            self.gone(id)  # there is another now in its place
+            self.on_gone(id)  # another process has its place now
         self._seen[id] = record.token, kv.modified
         self._learn(record)
-        report, now = record.report, self.known.world
+        report, now = record.report, self.state.world
         if now and id in now.members and (id, record.token) not in zip(now.members, self._tokens, strict=False):
-            if self.known.called is None:  # the index has come to another: the member is lost, and this one may join what follows
-                self.gone(id)
+            if (
+                self.state.called is None
+            ):  # another process has this index: the member is lost, the new one may join the next world
+                self.on_gone(id)
                 self._parked[id] = kv
                 return
             if report.generation == now.generation and not report.again:
                 report = replace(report, generation=now.generation - 1)
-        if report.failure:  # dated by when we hear of it: its clock is not ours
+        if report.failure:  # dated by its arrival: the member's clock is not ours
             report = replace(report, failure={**report.failure, "time": self.clock()})
         given_up = self._config.nnodes and report.failed and (report.failure or {}).get("code") == contract.Exit.GIVEN_UP
-        if given_up and report.failure and report.generation >= self.generation():  # not one that the others have gone on without
+        if given_up and report.failure and report.generation >= self.generation():  # unless the others have gone on without it
             self.over(State.FAILED, report.failure.get("reason", f"worker {id} gives up"), contract.Exit.FAILED, End.LIMIT)
-        self.heard(report)
+        self.on_report(report)
 
     def _learn(self, record: schema.Record) -> None:
         """A member may know a world that etcd has lost: it goes on, and we skip generations that may have followed it unseen."""
-        said = record.world
-        own = self.known.world.generation if self.known.world else 0
-        if said and said.generation > own and (self.known.called is None or said.generation >= self.known.called.generation):
+        lost, state = record.world, self.state
+        if lost and lost.generation > (state.world.generation if state.world else 0):
+            if state.called is not None and lost.generation < state.called.generation:
+                return
             now = self.clock()
-            floor = max(self.known.floor, said.generation + PASSED)
-            self._born, self._tokens = self._born if self._written else record.born, record.tokens
-            self.known = replace(self.known, world=replace(said, at=now), called=None, since=now, floor=floor)
+            min_generation = max(state.min_generation, lost.generation + PASSED)
+            self._incarnation, self._tokens = self._incarnation if self._last_published else record.incarnation, record.tokens
+            self.state = replace(state, world=replace(lost, at=now), called=None, since=now, min_generation=min_generation)
 
-    def _lost(self, id: int, revision: int) -> None:
+    def _on_key_gone(self, id: int, revision: int) -> None:
         _, at = self._seen.get(id, ("", 0))
         if id in self._seen and at <= revision:
             del self._seen[id]
             self._parked.pop(id, None)
-            self.gone(id)
+            self.on_gone(id)
 
     # Deciding
 
     def turn(self) -> None:
         """Decide and publish. Raises EtcdError, and Deposed."""
         now = self.clock()
-        self._keep()
+        self._renew_lease()
         if self._listen_until is not None:
             if now >= self._listen_until:
                 self._listened()
             else:
-                if self.known.world:
-                    self._publish()  # what etcd has forgotten must not die with those who know it
+                if self.state.world:
+                    self._publish()  # a state that etcd has lost must not die with the members that know it
                 return
         for _ in range(10):
-            self._publish()  # nothing is decided on top of what may not have been written
+            self._publish()  # never decide on top of a state that may not have been written
             if self.closed is not None:
                 return
             self._unpark()
@@ -259,40 +267,42 @@ class Term(coordinator.Coordinator):
         self._publish()
 
     def _unpark(self) -> None:
-        if self.known.called is not None or self.known.world is None:
+        if self.state.called is not None or self.state.world is None:
             parked, self._parked = self._parked, {}
             for id, kv in parked.items():
                 if self._seen.pop(id, ("", 0))[1] == kv.modified:  # still the newest
-                    self._hear(kv)
+                    self._on_report_key(kv)
 
     def _listened(self) -> None:
         self._listen_until = None
-        now, members = self.known.world, self.known.members.values()
+        now, members = self.state.world, self.state.members.values()
         if now and not any(m.generation >= now.generation for m in members if m.id in now.members):
-            floor = max(self.known.floor, self.generation())
-            called = world.Call(floor + 1, "nobody of the last world is left", False, self.clock(), cause=world.Cause.LOST)
-            self.known = replace(self.known, world=None, called=called, floor=floor, since=-math.inf)
+            min_generation = max(self.state.min_generation, self.generation())
+            called = world.Call(
+                min_generation + 1, "nobody of the last world is left", False, self.clock(), cause=world.Cause.LOST
+            )
+            self.state = replace(self.state, world=None, called=called, min_generation=min_generation, since=-math.inf)
 
-    def _said(self) -> schema.Said:
-        known = self.known
-        ranks = known.world.members if known.world else ()
-        generation = known.world.generation if known.world else 0
-        done = [m.id for m in known.members.values() if m.standing is world.MemberState.DONE and m.generation >= generation]
-        return schema.Said(
+    def _state_to_publish(self) -> schema.Published:
+        state = self.state
+        ranks = state.world.members if state.world else ()
+        generation = state.world.generation if state.world else 0
+        done = [m.id for m in state.members.values() if m.standing is world.MemberState.DONE and m.generation >= generation]
+        return schema.Published(
             by=self._config.token,
-            born=self._born,
-            before=self._before,
-            terms=self._config.nnodes,
-            world=known.world,
-            tokens=self._tokens if known.world else (),
-            called=known.called if known.called and known.called.generation > generation else None,
+            incarnation=self._incarnation,
+            previous_incarnation=self._previous_incarnation,
+            nnodes=self._config.nnodes,
+            world=state.world,
+            tokens=self._tokens if state.world else (),
+            called=state.called if state.called and state.called.generation > generation else None,
             leave_s=self.timeouts.leave,
             closed=self.closed,
             why=self._why,
-            floor=known.floor,
+            min_generation=state.min_generation,
             done=tuple(sorted(set(done) & set(ranks))),
-            judged=self.judged[0],
-            attempt=self.judged[1],
+            counted=self.counted[0],
+            attempt=self.counted[1],
             restarts=self.restarts,
             failure=self._failure,
             ended=self._ended,
@@ -300,15 +310,15 @@ class Term(coordinator.Coordinator):
 
     def _publish(self) -> None:
         """Publish the state if it has changed. Raises Deposed when this term is over."""
-        said, written, now = self._said(), self._written, self.clock()
-        if written and replace(said, why=written.why) == written and now - self._written_at < WHY_S:
-            said = written  # while many come one after the other, not each is worth a word to all
-        if said != written:
-            if self.known.world is None and said.why != (written.why if written else ""):
-                self._effects.append(lambda: self._config.events.say(said.why))
+        new, last, now = self._state_to_publish(), self._last_published, self.clock()
+        if last and replace(new, why=last.why) == last and now - self._last_published_at < WHY_S:
+            new = last  # many members come one after the other: do not write for each
+        if new != last:
+            if self.state.world is None and new.why != (last.why if last else ""):
+                self._effects.append(lambda: self._config.events.say(new.why))
             history = tuple((now - time_, committed, step) for time_, committed, step in self.history)
-            self._write(replace(said, failures=history, lost=partition.written(self.known.lost, now)).dumps())
-            self._written, self._written_at = said, now
+            self._write(replace(new, failures=history, lost=partition.written(self.state.lost, now)).dumps())
+            self._last_published, self._last_published_at = new, now
         effects, self._effects = self._effects, []
         for effect in effects:
             effect()
@@ -317,34 +327,34 @@ class Term(coordinator.Coordinator):
         of, store = self._keys, self._store
         for _ in range(3):
             if self._lease is None:
-                self._lease, self._kept = store.grant(LINGER_S), self.clock()
-            mine = [holds(of.leader, self.leader.value), modified(of.said, self._said_at)]
+                self._lease, self._renewed_at = store.grant(LINGER_S), self.clock()
+            unchanged = [holds(of.leader, self.leader.value), modified(of.published, self._published_at)]
             try:
-                outcome = store.txn(mine, [put(of.said, value, self._lease)], [range_(of.leader), range_(of.said)])
+                outcome = store.txn(unchanged, [put(of.published, value, self._lease)], [range_(of.leader), range_(of.published)])
             except LeaseGone:
                 self._lease = None
                 continue
             if outcome.succeeded:
-                self._said_at = outcome.revision
+                self._published_at = outcome.revision
                 return
-            there = {kv.key: kv for kv in outcome.found}
-            if of.leader not in there or there[of.leader].value != self.leader.value:
+            current = {kv.key: kv for kv in outcome.kvs}
+            if of.leader not in current or current[of.leader].value != self.leader.value:
                 raise Deposed("somebody else was elected, or etcd has lost who was")
-            # We lead, so we wrote what is there and its answer was lost; or its lease has ended.
-            self._said_at = there[of.said].modified if of.said in there else 0
-        raise EtcdError(f"{of.said} changes although only this process may write it")
+            # We lead, so we wrote the current value and the answer was lost; or its lease has ended.
+            self._published_at = current[of.published].modified if of.published in current else 0
+        raise EtcdError(f"{of.published} changes although only this process may write it")
 
-    def _keep(self) -> None:
+    def _renew_lease(self) -> None:
         """Renew the lease of the published state; when it has ended, publish again."""
-        if self._lease is None or self.clock() - self._kept < LINGER_S / 4:
+        if self._lease is None or self.clock() - self._renewed_at < LINGER_S / 4:
             return
         try:
             self._store.keep(self._lease)
         except LeaseGone:
-            self._lease = self._written = None
-        self._kept = self.clock()
+            self._lease = self._last_published = None
+        self._renewed_at = self.clock()
 
-    # As a coordinator: what is decided is written for all, and what follows from it happens once etcd has taken it
+    # As a coordinator: decisions are published, and their effects follow once etcd has accepted them
 
     def say(self, state: State, reason: str) -> None:
         self._effects.append(lambda: self._config.events.say(f"{state}: {reason}"))
@@ -353,8 +363,8 @@ class Term(coordinator.Coordinator):
         self._effects.append(lambda: self._config.events.event(kind, **facts))
 
     def formed(self, new: world.World) -> None:
-        """All of its members have been heard: whose key goes from now on is lost."""
-        self.known = replace(self.known, since=-math.inf)
+        """All members have reported; from now on a vanished key is a lost member."""
+        self.state = replace(self.state, since=-math.inf)
         self._tokens = tuple(self._seen[id][0] for id in new.members)
 
     def failed(self, failure: Failure) -> None:
@@ -363,19 +373,19 @@ class Term(coordinator.Coordinator):
             self._effects.append(lambda: self._config.events.say(failure.traceback))
 
     def fence(self, id: int, reason: str) -> None:
-        """As ever, by the token of its process; nobody starts a torchrun again, so that one only waits for another world."""
+        """Fence by process token. Plain torchrun is not restarted by anyone, so there the member just waits."""
         if not self._config.nnodes and id in self._seen:
             ended = {**self._ended, self._seen[id][0]: reason}
             self._ended = dict([*ended.items()][-ENDED:])
             self.reports.pop(id, None)
-            self.known = self.known.gone(id)
+            self.state = self.state.gone(id)
 
     def finished(self, state: State, closed: sockets.Closed) -> None:
         self._effects.append(lambda: self._config.events.finished(state, closed.reason, closed.code))
 
 
 class Candidate:
-    """A process that may be elected. `turn` acts; `listed` and `happened` take in what etcd tells."""
+    """A process that may be elected. `turn` acts; `listed` and `happened` take in keys and events of etcd."""
 
     def __init__(
         self,
@@ -391,13 +401,13 @@ class Candidate:
         self.ended = False
         """Whether the run is over."""
         self._at = 0
-        """The revision up to which we have heard."""
+        """The last revision that we have received."""
         self._began: int | None = None
         """Revision of etcd when we began to listen."""
-        self._born = ""
+        self._incarnation = ""
         self._leader: KeyValue | None = None
         self._lease: int | None = None
-        self._kept = 0.0
+        self._renewed_at = 0.0
         self._run_at: float | None = None
 
     @property
@@ -405,51 +415,53 @@ class Candidate:
         """Prefix of the keys to watch."""
         return f"{self._keys.root}/" if self.term else self._keys.decided
 
-    def listed(self, found: Outcome, below: str = "") -> None:
-        """All below `prefix`, as it is now; `below` is what that was when it was asked for."""
+    def listed(self, listing: Outcome, below: str = "") -> None:
+        """Take in all current keys below `prefix`; `below` is the prefix of the request, which may have changed since."""
         if below and below != self.prefix:
-            return  # it says nothing of members, or is of a term that is over; what is below the new one is asked for as well
-        self._at = found.revision
-        there = {kv.key: kv for kv in found.found}
+            return  # it lacks the members, or is of a term that is over; the new prefix is listed as well
+        self._at = listing.revision
+        current = {kv.key: kv for kv in listing.kvs}
         if self._began is None:
-            self._began = found.revision
-        self._leader = there.get(self._keys.leader)
-        if kv := there.get(self._keys.said):
-            self._hear(kv)
+            self._began = listing.revision
+        self._leader = current.get(self._keys.leader)
+        if kv := current.get(self._keys.published):
+            self._on_published(kv)
         if self.term:
             if self._leader != self.term.leader:
                 self._stand_down()
                 return
-            if self._config.clock() - self._kept >= self._config.ttl / 2:
+            if self._config.clock() - self._renewed_at >= self._config.ttl / 2:
                 self.term.forgive()
-            self.term.listed(found)
+            self.term.listed(listing)
 
     def happened(self, events: Iterable[KeyValue | Gone]) -> None:
-        """What has happened below `prefix` since."""
+        """Take in events below `prefix`."""
         events = [event for event in events if event.modified > self._at]
         for event in events:
             self._at = event.modified
             if event.key == self._keys.leader:
                 self._leader = event if isinstance(event, KeyValue) else None
-            elif event.key == self._keys.said and isinstance(event, KeyValue):
-                self._hear(event)
+            elif event.key == self._keys.published and isinstance(event, KeyValue):
+                self._on_published(event)
         if self.term:
             try:
                 self.term.happened(events)
             except Deposed:
                 self._stand_down()
 
-    def _hear(self, kv: KeyValue) -> None:
-        said = schema.Said.loads(kv.value)
-        if said is None or said.by == self._config.token:
+    def _on_published(self, kv: KeyValue) -> None:
+        published = schema.Published.loads(kv.value)
+        if published is None or published.by == self._config.token:
             return
-        if not said.closed:
-            if schema.live(said, self._leader):
-                self._born = said.born
-        elif not self.ended and (self._born == said.born or (not self._born and kv.modified > (self._began or 0))):
+        if not published.closed:
+            if schema.live(published, self._leader):
+                self._incarnation = published.incarnation
+        elif not self.ended and (
+            self._incarnation == published.incarnation or (not self._incarnation and kv.modified > (self._began or 0))
+        ):
             self.ended = True
-            state = State.FAILED if said.closed.code else State.SUCCEEDED
-            self._config.events.finished(state, said.closed.reason, said.closed.code)
+            state = State.FAILED if published.closed.code else State.SUCCEEDED
+            self._config.events.finished(state, published.closed.reason, published.closed.code)
 
     def turn(self) -> float:
         """Run for election, coordinate, or wait; returns seconds until the next turn if nothing happens. Raises EtcdError."""
@@ -458,20 +470,20 @@ class Candidate:
             return float(config.ttl)
         term = self.term
         if term is None:
-            mine = self._leader is not None and self._lease is not None and self._leader.lease == self._lease
-            if self._leader is not None and not mine:
+            own = self._leader is not None and self._lease is not None and self._leader.lease == self._lease
+            if self._leader is not None and not own:
                 self._run_at = None
                 return float(config.ttl)
             if self._run_at is None:
-                self._run_at = now + JITTER_S * (config.random() + (not self._born))
-            if now < self._run_at and not mine:
+                self._run_at = now + JITTER_S * (config.random() + (not self._incarnation))
+            if now < self._run_at and not own:
                 return self._run_at - now
             self._run()
             return 0.0
         try:
-            if now - self._kept >= config.ttl / 3:
+            if now - self._renewed_at >= config.ttl / 3:
                 self._store.keep(self._lease or 0)
-                self._kept = now
+                self._renewed_at = now
             term.turn()
         except (Deposed, LeaseGone):
             self._stand_down()
@@ -484,7 +496,7 @@ class Candidate:
     def _run(self) -> None:
         config, store = self._config, self._store
         if self._lease is None:
-            self._lease, self._kept = store.grant(config.ttl), config.clock()
+            self._lease, self._renewed_at = store.grant(config.ttl), config.clock()
         value = schema.Leader(config.token, self._host, self._id(), config.nonce()).dumps()
         leader = self._keys.leader
         try:
@@ -493,21 +505,21 @@ class Candidate:
             self._lease = None
             return
         self._run_at = None
-        if not outcome.succeeded and not any(kv.lease == self._lease for kv in outcome.found):
+        if not outcome.succeeded and not any(kv.lease == self._lease for kv in outcome.kvs):
             lease, self._lease = self._lease, None
-            self._leader = next(iter(outcome.found), None)
+            self._leader = next(iter(outcome.kvs), None)
             store.revoke(lease)
             return
-        found = store.range(f"{self._keys.root}/", prefix=True)
-        self._leader = next((kv for kv in found.found if kv.key == leader), None)
+        listing = store.range(f"{self._keys.root}/", prefix=True)
+        self._leader = next((kv for kv in listing.kvs if kv.key == leader), None)
         if self._leader is None or self._leader.lease != self._lease:
             self._lease = None
             return
-        self.term = Term(store, self._keys, config, self._leader, found, self._born)
+        self.term = Term(store, self._keys, config, self._leader, listing, self._incarnation)
 
     def _stand_down(self) -> None:
         if self.term:
-            self._born = self.term.born or self._born  # for when we are elected again
+            self._incarnation = self.term.incarnation or self._incarnation  # for when we are elected again
         self.term = self._lease = self._leader = self._run_at = None
 
     def resign(self) -> None:

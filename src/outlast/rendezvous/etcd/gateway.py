@@ -6,8 +6,8 @@
 The gateway is part of every etcd since 3.4 (`POST /v3/kv/range`; https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway/), so
 `http.client` is enough: no package, no gRPC core in processes that fork. Why not one of the clients: docs/decisions/0014.
 
-A request is sent again, to the next endpoint if there is one, when its answer was lost; so it may be carried out twice. Callers
-write with comparisons, for which that does no harm: the second time they fail, and the caller finds its own words there.
+A request whose answer was lost is sent again, to the next endpoint if there is one, so it may be carried out twice. Callers write
+with comparisons, which makes that harmless: the second time they fail, and the caller finds its own value.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _AGAIN = (1, 4, 8, 10, 13, 14)
 """gRPC codes worth a retry: cancelled, deadline exceeded, exhausted, aborted, internal, unavailable."""
 _UNAUTHENTICATED = 16
 _OLD = re.compile("revision .* is old")
-"""Users or roles have changed since a token was given: one that is a JWT is refused from then on."""
+"""Users or roles have changed since the token was issued: a JWT is refused from then on."""
 _NO_USER = "user name is empty"
 _REFUSALS = {
     "database space exceeded": "is full: {message}; compact and defragment it, or raise its quota",
@@ -54,7 +54,7 @@ _REFUSALS = {
     "permission denied": "does not let user {to.user} read and write below {to.prefix}/; "
     "grant its role readwrite on all keys that begin with {to.prefix}/",
 }
-"""What etcd's message contains, and what is printed."""
+"""Text in etcd's message, and the error that we raise."""
 _EXPECTED = "expected the client port of an etcd of version 3.4 or newer"
 _NO_ETCD = {
     b"HTTPS server": f"speaks TLS; write {SECURE}{{where}}",
@@ -91,10 +91,10 @@ class Address:
 
     hosts: tuple[Host, ...]
     prefix: str = PREFIX
-    """What all keys begin with."""
+    """Prefix of all keys."""
     tls: bool = False
     cacert: str = ""
-    """File of the authorities that are trusted; those of this machine when empty."""
+    """File of trusted certificate authorities; empty: those of this machine."""
     cert: str = ""
     key: str = ""
     user: str = ""
@@ -106,12 +106,12 @@ class Address:
 
 @dataclass(frozen=True)
 class KeyValue:
-    """A key as it was at some revision."""
+    """A key at some revision."""
 
     key: str
     value: str
     created: int
-    """Revision of the creation: a key that was deleted and made again has another."""
+    """Revision of its creation; it changes when a key is deleted and created again."""
     modified: int
     lease: int = 0
 
@@ -126,11 +126,11 @@ class Gone:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a transaction: whether its comparisons held, and what the branch taken has read."""
+    """Result of a transaction: whether its comparisons held, and the keys read by the branch taken."""
 
     succeeded: bool
     revision: int
-    found: tuple[KeyValue, ...] = ()
+    kvs: tuple[KeyValue, ...] = ()
 
 
 class LeaseGone(EtcdError):
@@ -142,52 +142,53 @@ class Behind(EtcdError):
 
 
 def address(endpoint: str, options: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None) -> Address:
-    """An address from an endpoint and options (see OPTIONS); what they do not say is in the environment. Raises OutlastError."""
+    """An address from an endpoint and options (see OPTIONS), with defaults from the environment. Raises OutlastError."""
     environ = os.environ if environ is None else environ
-    said = {name: (options or {}).get(name) or environ.get(variable) or "" for name, variable in OPTIONS.items()}
+    values = {name: (options or {}).get(name) or environ.get(variable) or "" for name, variable in OPTIONS.items()}
     secure = endpoint.startswith(SECURE)
     hosts, slash, path = endpoint.removeprefix(SECURE).removeprefix(SCHEME).partition("/")
-    found = []
+    endpoints = []
     for text in hosts.split(","):
         match = _HOST.fullmatch(text.strip())
         port = int((match[2] or match[4] or PORT) if match else 0)
         if not match or not 0 < port < 65536:
             raise OutlastError(f"{endpoint!r} is no address of an etcd; expected etcd://host:2379, with commas between several")
-        found.append(Host(match[1] or match[3], port))
-    if bool(said["cert"]) != bool(said["key"]):
-        raise OutlastError(f"of cert ({said['cert']!r}) and key ({said['key']!r}) one is missing; say both or neither")
-    if bool(said["user"]) != bool(said["password"]):
+        endpoints.append(Host(match[1] or match[3], port))
+    if bool(values["cert"]) != bool(values["key"]):
+        raise OutlastError(f"of cert ({values['cert']!r}) and key ({values['key']!r}) one is missing; say both or neither")
+    if bool(values["user"]) != bool(values["password"]):
         raise OutlastError("of user and password for the etcd one is missing; say both or neither")
-    prefix = (said.pop("prefix") or (slash + path)).rstrip("/") or PREFIX
-    return Address(tuple(found), "/" + prefix.lstrip("/"), secure or bool(said["cacert"] or said["cert"]), **said)
+    prefix = (values.pop("prefix") or (slash + path)).rstrip("/") or PREFIX
+    return Address(tuple(endpoints), "/" + prefix.lstrip("/"), secure or bool(values["cacert"] or values["cert"]), **values)
 
 
 class Etcd:
     """The connection of one process, shared by its threads: one request at a time. Connects with the first."""
 
     def __init__(self, where: Address, *, answer_s: float = ANSWER_S) -> None:
-        """`answer_s`: how long an endpoint may take to answer before the next is asked."""
+        """`answer_s`: timeout of an endpoint, after which the next one is tried."""
         self.address, self._answer_s = where, answer_s
         self.requests = 0
-        """How many have been sent."""
+        """Number of requests sent."""
         self.local = ""
-        """Our own address, as seen on the way to the etcd; empty before the first request."""
+        """Our side of the connection to etcd; empty before the first request."""
         self._lock = threading.Lock()
         self._connection: http.client.HTTPConnection | None = None
         self._at = 0
-        """Which of the hosts is asked first."""
+        """Index of the host that is tried first."""
         self._token = ""
         self._tls: ssl.SSLContext | None = None
-        self._spoken = False
-        """Whether there has been an answer: then it is not the address that is wrong."""
+        self._answered = False
+        """There has been an answer, so the address is right."""
         self._watching: set[socket.socket] = set()
         self._closed = False
 
-    # Words
+    # Calls
 
     def range(self, key: str, *, prefix: bool = False) -> Outcome:
-        """One key, or all that begin with it, as they are now. `revision` is where a watch has to go on."""
-        return _outcome(self.ask("kv/range", range_(key, prefix=prefix)["request_range"]))
+        """The current value of a key, or of all keys with that prefix. A watch continues after `Outcome.revision`."""
+        answer = self.ask("kv/range", range_(key, prefix=prefix)["request_range"])
+        return Outcome(True, int(answer["header"]["revision"]), tuple(_keyvalue(kv) for kv in answer.get("kvs", ())))
 
     def txn(
         self,
@@ -195,14 +196,14 @@ class Etcd:
         then: Sequence[Mapping[str, Any]],
         otherwise: Sequence[Mapping[str, Any]] = (),
     ) -> Outcome:
-        """If all comparisons hold do this, else that; both made by `range_`, `put`, `delete`. Raises LeaseGone."""
+        """Do `then` if all comparisons hold, else `otherwise`; lists of `range_`, `put`, `delete`. Raises LeaseGone."""
         answer = self.ask("kv/txn", {"compare": list(compare), "success": list(then), "failure": list(otherwise)})
         parts = [part["response_range"] for part in answer.get("responses", ()) if "response_range" in part]
-        found = [_keyvalue(kv) for part in parts for kv in part.get("kvs", ())]
-        return Outcome(bool(answer.get("succeeded")), int(answer["header"]["revision"]), tuple(found))
+        kvs = tuple(_keyvalue(kv) for part in parts for kv in part.get("kvs", ()))
+        return Outcome(bool(answer.get("succeeded")), int(answer["header"]["revision"]), kvs)
 
     def grant(self, seconds: int) -> int:
-        """A new lease; its id."""
+        """Create a lease; returns its id."""
         return int(self.ask("lease/grant", {"TTL": str(seconds)})["ID"])
 
     def keep(self, lease: int) -> None:
@@ -212,7 +213,7 @@ class Etcd:
             raise LeaseGone("the lease has ended")
 
     def left(self, lease: int) -> int | None:
-        """How many seconds a lease has left; None when it has ended."""
+        """Remaining seconds of a lease; None when it has ended."""
         seconds = int(self.ask("lease/timetolive", {"ID": str(lease)}).get("TTL", 0))
         return seconds if seconds >= 0 else None
 
@@ -222,9 +223,9 @@ class Etcd:
             self.ask("lease/revoke", {"ID": str(lease)})
 
     def watch(self, prefix: str, after: int) -> Generator[Sequence[KeyValue | Gone], None, None]:
-        """What happens to keys that begin so, after a revision, in order, for ever; first nothing, when it has begun.
+        """Events of keys with this prefix after a revision, in order, for ever; the first item is empty once the watch has begun.
 
-        Raises Behind when the etcd does not have that revision: it has forgotten it, or has not got there; EtcdAway, also when
+        Raises Behind when the etcd does not have that revision: it is compacted, or not reached yet; EtcdAway, also when
         `interrupt` was called.
         """
         with self._lock:
@@ -241,10 +242,10 @@ class Etcd:
                     self._refused(where, answer.status, answer.read(), token)
                 self._listen_on(sock)
                 while line := answer.readline():
-                    said = json.loads(line)
-                    if "error" in said:
-                        raise EtcdAway(f"etcd at {where} ended a watch: {said['error'].get('message', said['error'])}")
-                    result = said["result"]
+                    message = json.loads(line)
+                    if "error" in message:
+                        raise EtcdAway(f"etcd at {where} ended a watch: {message['error'].get('message', message['error'])}")
+                    result = message["result"]
                     if result.get("canceled") or (result.get("created") and int(result["header"]["revision"]) < after):
                         raise Behind(f"etcd at {where} has nothing of revision {after + 1}")
                     yield [_event(event) for event in result.get("events", ())]
@@ -256,13 +257,13 @@ class Etcd:
             connection.close()
 
     def interrupt(self) -> None:
-        """End all watches: what they are connected to may be no more."""
+        """End all watches: their endpoint may be dead."""
         for sock in list(self._watching):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Hang up, for good: what is asked from now on raises EtcdAway. Who still waits for an answer hangs up after it."""
+        """Disconnect for good: further requests raise EtcdAway. A pending request is answered before."""
         self._closed = True
         self.interrupt()
         if self._lock.acquire(timeout=self._answer_s):
@@ -272,11 +273,11 @@ class Etcd:
     # Requests
 
     def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to any request of the gateway, below `/v3/`. Raises EtcdError."""
+        """The answer to a request of the gateway; `path` is below `/v3/`. Raises EtcdError."""
         with self._lock:
             self._open()
             try:
-                return self._of_any(path, body)
+                return self._from_any_endpoint(path, body)
             finally:
                 if self._closed:
                     self._hang_up()
@@ -286,8 +287,8 @@ class Etcd:
         if self._closed:
             raise EtcdAway(f"{self.address}: the connection was closed")
 
-    def _of_any(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer of the first endpoint that has one, beginning with the one that had one last."""
+    def _from_any_endpoint(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer of the first endpoint that has one, beginning with the last good one."""
         first, problems = self._at, list[OutlastError]()
         for n in range(len(self.address.hosts)):
             self._at = (first + n) % len(self.address.hosts)
@@ -298,7 +299,7 @@ class Etcd:
                 problems.append(problem)
                 continue
             if n:
-                self.interrupt()  # watches of an endpoint that is not well may say nothing for ever
+                self.interrupt()  # watches of an unhealthy endpoint may stay silent for ever
             return answer
         self._at = (first + 1) % len(self.address.hosts)
         if len(problems) == 1:
@@ -307,9 +308,9 @@ class Etcd:
         raise kind("; ".join(dict.fromkeys(map(str, problems)))) from problems[-1]
 
     def _answer(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Of the current endpoint. A connection that was idle may have been closed by the other end: then a new one is tried."""
+        """The answer of the current endpoint. If a reused connection was closed by the other end, a new one is tried."""
         where = self.address.hosts[self._at]
-        kept, logged_in = self._connection is not None, False
+        reused, logged_in = self._connection is not None, False
         while True:
             if self._connection is None:
                 self._connection = self._connect(self._at)
@@ -317,22 +318,22 @@ class Etcd:
                 with self._send(self._connection, path, body, self._token) as answer:
                     text = answer.read()
             except TimeoutError as problem:
-                if not kept:  # an etcd that has lost its data lets a token of before wait, perhaps for ever
+                if not reused:  # an etcd that has lost its data lets an older token wait, perhaps for ever
                     self._token = ""
                 raise EtcdAway(f"etcd at {where} does not answer within {self._answer_s:.2g} s") from problem
             except (OSError, http.client.HTTPException) as problem:
                 self._hang_up()
                 failed = self._failed(where, problem)  # with TLS 1.3, our certificate is refused with the first answer
-                if kept and isinstance(failed, EtcdAway):
-                    kept = False
+                if reused and isinstance(failed, EtcdAway):
+                    reused = False
                     continue
                 raise failed from problem
             if answer.status == 200:
-                self._spoken = True
+                self._answered = True
                 with contextlib.suppress(ValueError):
-                    said = json.loads(text)
-                    if isinstance(said, dict) and ("header" in said or "result" in said):
-                        return said
+                    content = json.loads(text)
+                    if isinstance(content, dict) and ("header" in content or "result" in content):
+                        return content
                 raise _Useless(f"etcd at {where} is no etcd: it answers {text[:60]!r}")
             try:
                 self._refused(where, answer.status, text, self._token)
@@ -341,7 +342,7 @@ class Etcd:
                     raise EtcdRefused(
                         f"etcd at {where} does not accept the token that it has given to user {self.address.user}"
                     ) from problem
-                kept, logged_in, self._token = False, True, ""
+                reused, logged_in, self._token = False, True, ""
                 self._hang_up()
 
     def _connect(self, at: int) -> http.client.HTTPConnection:
@@ -400,11 +401,11 @@ class Etcd:
         return connection.getresponse()
 
     def _refused(self, where: Host, status: int, text: bytes, token: str) -> None:
-        """Raise the error for an answer that has another status than 200."""
+        """Raise the error for an answer whose status is not 200."""
         user = self.address.user
         try:
-            said = json.loads(text)
-            code, message = int(said["code"]), str(said.get("message") or said.get("error")).removeprefix("etcdserver: ")
+            error = json.loads(text)
+            code, message = int(error["code"]), str(error.get("message") or error.get("error")).removeprefix("etcdserver: ")
         except (ValueError, KeyError, TypeError):
             if status >= 500:
                 raise EtcdAway(f"etcd at {where} is not well: HTTP {status}") from None
@@ -412,7 +413,7 @@ class Etcd:
             raise _Useless(f"etcd at {where} {remedy.format(where=where, to=self.address, status=status)}") from None
         if token and (code == _UNAUTHENTICATED or _OLD.search(message)):
             raise _Expired(message)
-        if not token and user and _NO_USER in message:  # users were made since we came
+        if not token and user and _NO_USER in message:  # users were created since we connected
             raise _Expired(message)
         if "lease not found" in message:
             raise LeaseGone(message)
@@ -427,10 +428,10 @@ class Etcd:
     def _failed(self, where: Host, problem: Exception, *, reached: bool = True) -> OutlastError:
         """The error for a connection that could not be made or has ended without an answer.
 
-        A certificate that is missing, or not accepted, may look like the latter: with TLS 1.3 the server judges it after the
-        handshake, and its alert is lost if it hangs up at once.
+        A missing or rejected certificate may look like the latter: with TLS 1.3 the server checks it after the handshake, and its
+        alert is lost if it disconnects at once.
         """
-        self._tls = None  # files that are renewed meanwhile are read again
+        self._tls = None  # read renewed files again
         text, tls = str(problem), self.address.tls
         if "CERTIFICATE_VERIFY_FAILED" in text:
             remedy = "it is for the etcd to get a valid one"
@@ -447,7 +448,7 @@ class Etcd:
             if self.address.cert:
                 hint = f"; if it does not accept {self.address.cert}, give it one that its authority has signed"
         if reached:
-            return EtcdAway(f"etcd at {where} does not answer: {_why(problem)}{'' if self._spoken else hint}")
+            return EtcdAway(f"etcd at {where} does not answer: {_why(problem)}{'' if self._answered else hint}")
         hint = f"; if it speaks no TLS, write {SCHEME}{where}{hint}"
         shook_hands = tls and not isinstance(problem, ConnectionRefusedError | TimeoutError | socket.gaierror)
         return EtcdAway(f"etcd at {where} cannot be reached: {_why(problem)}{hint if shook_hands else ''}")
@@ -466,7 +467,7 @@ class Etcd:
 
 
 class _Useless(EtcdRefused):
-    """This endpoint can serve no request of ours; another one of the same etcd may."""
+    """This endpoint cannot serve our requests; another one of the same etcd may."""
 
 
 class _Expired(EtcdAway):
@@ -477,8 +478,9 @@ class _Expired(EtcdAway):
 
 
 def range_(key: str, *, prefix: bool = False) -> dict[str, Any]:
-    """Read a key, or all that begin with it."""
-    return {"request_range": {"key": _b64(key), **({"range_end": _b64(_end(key))} if prefix else {})}}
+    """Read a key, or all keys with this prefix."""
+    end = key[:-1] + chr(ord(key[-1]) + 1)  # the first key behind all with this prefix
+    return {"request_range": {"key": _b64(key), **({"range_end": _b64(end)} if prefix else {})}}
 
 
 def put(key: str, value: str, lease: int = 0) -> dict[str, Any]:
@@ -492,17 +494,17 @@ def delete(key: str) -> dict[str, Any]:
 
 
 def created(key: str, revision: int) -> dict[str, Any]:
-    """Whether a key is the one that was created then; 0: that there is none."""
+    """Condition: the key was created at this revision; 0: it does not exist."""
     return {"key": _b64(key), "target": "CREATE", "result": "EQUAL", "create_revision": str(revision)}
 
 
 def modified(key: str, revision: int) -> dict[str, Any]:
-    """Whether a key has not been written since; 0: that there is none."""
+    """Condition: the key was last written at this revision; 0: it does not exist."""
     return {"key": _b64(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(revision)}
 
 
 def holds(key: str, value: str) -> dict[str, Any]:
-    """Whether a key holds exactly this."""
+    """Condition: the key has exactly this value."""
     return {"key": _b64(key), "target": "VALUE", "result": "EQUAL", "value": _b64(value)}
 
 
@@ -512,15 +514,6 @@ def _b64(text: str) -> str:
 
 def _text(encoded: str) -> str:
     return base64.b64decode(encoded).decode(errors="replace")
-
-
-def _end(prefix: str) -> str:
-    """The first key behind all that begin so."""
-    return prefix[:-1] + chr(ord(prefix[-1]) + 1)
-
-
-def _outcome(answer: Mapping[str, Any]) -> Outcome:
-    return Outcome(True, int(answer["header"]["revision"]), tuple(_keyvalue(kv) for kv in answer.get("kvs", ())))
 
 
 def _keyvalue(kv: Mapping[str, Any]) -> KeyValue:

@@ -1,11 +1,11 @@
-"""The keys of a run in etcd, and what they hold. Pure.
+"""The keys of a run in etcd, and their values. Pure.
 
-    <prefix>/<run>/members/<id>        Record: a member's report                  under the member's lease
-    <prefix>/<run>/decided/leader      Leader: the coordinator                    under its short lease
-    <prefix>/<run>/decided/said        Said: all that it has published            under its long lease
+    <prefix>/<run>/members/<id>        Record: a member's report           under the member's lease
+    <prefix>/<run>/decided/leader      Leader: the coordinator             under its short lease
+    <prefix>/<run>/decided/said        Published: the state of the run     under its long lease
 
-Written by `rendezvous.etcd.client` (members) and `rendezvous.etcd.election` (the coordinator); docs/decisions/0014. It holds
-no clock time that another machine would compare with its own. Field names are the wire format.
+Written by `rendezvous.etcd.client` (members) and `rendezvous.etcd.election` (the coordinator); docs/decisions/0014. Values hold
+no clock time that another machine would compare with its own. Field names are the wire format, except for those in `_WIRE`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,15 @@ from outlast.rendezvous.etcd.gateway import KeyValue
 from outlast.rendezvous.transports.sockets import Closed, Report, is_count, is_number, world_from
 from outlast.rendezvous.world import Call, Cause, World
 
+_WIRE = {
+    "nnodes": "terms",
+    "incarnation": "born",
+    "previous_incarnation": "before",
+    "min_generation": "floor",
+    "counted": "judged",
+}
+"""Names on the wire that differ from the fields'."""
+
 
 @dataclass(frozen=True)
 class Keys:
@@ -31,12 +40,12 @@ class Keys:
 
     @classmethod
     def of(cls, prefix: str, run: str) -> Self:
-        """Those of a run, whatever its name."""
+        """The keys of a run; its name may contain any characters."""
         return cls(f"{prefix}/{quote(run, safe='')}")
 
     @property
     def members(self) -> str:
-        """What the keys of all members begin with."""
+        """Prefix of the keys of all members."""
         return f"{self.root}/members/"
 
     def member(self, id: int) -> str:
@@ -44,7 +53,7 @@ class Keys:
 
     @property
     def decided(self) -> str:
-        """What the keys begin with that every member watches."""
+        """Prefix of the keys that every member watches."""
         return f"{self.root}/decided/"
 
     @property
@@ -52,18 +61,18 @@ class Keys:
         return f"{self.decided}leader"
 
     @property
-    def said(self) -> str:
+    def published(self) -> str:
         return f"{self.decided}said"
 
 
 def run_of(prefix: str, key: str) -> str:
-    """The name of the run that a key belongs to; empty for a key of something else."""
+    """The name of the run that a key belongs to; empty for another key."""
     name, slash, rest = key.removeprefix(f"{prefix}/").partition("/")
     return unquote(name) if slash and rest.startswith(("members/", "decided/")) else ""
 
 
 def run_name(run: str, environ: Mapping[str, str]) -> str:
-    """What a run is called in an etcd that many jobs share: runs of pods are unique only within their namespace and job."""
+    """The name of a run in an etcd that many jobs share: runs of pods are unique only within their namespace and job."""
     place = [environ.get(name, "") for name in (contract.Env.NAMESPACE, contract.Env.JOB)]
     return "/".join([*filter(None, place), run])
 
@@ -73,36 +82,36 @@ class _Value:
     """The value of a key."""
 
     def dumps(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps({_WIRE.get(name, name): value for name, value in dataclasses.asdict(self).items()})
 
 
 @dataclass(frozen=True)
 class Record(_Value):
-    """A member's report, with what it knows of the run."""
+    """A member's report, with the run's state as it has received it."""
 
     report: Report
     token: str
-    """Of the process: by it a member knows its own key."""
-    terms: str = ""
-    """`min:max`, where members have to ask for the same (torchrun's --nnodes); empty in pods, where the job file says it."""
-    born: str = ""
-    """Which run of this name it has heard of; empty: none yet."""
+    """Identifies the process, and so its own key."""
+    nnodes: str = ""
+    """`min:max`, if members have to agree on it (torchrun's --nnodes); empty in pods, where it is in the job file."""
+    incarnation: str = ""
+    """See `Published.incarnation`; empty: none received yet."""
     world: World | None = None
-    """The newest world that it has heard of, whether or not it is in it: so a coordinator learns what etcd has lost."""
+    """The newest published world, with or without this member: so a coordinator recovers a state that etcd has lost."""
     tokens: tuple[str, ...] = ()
-    """Of the members of that world, in its order."""
+    """Tokens of the members of that world, in its order."""
 
     @classmethod
     def loads(cls, text: str) -> Self | None:
-        """None for what makes no sense here: another program, or a version that is too different."""
-        said = _fitting(cls, _read(text), token=_text, terms=_text, born=_text, tokens=_texts, report=_any, world=_any)
-        if said is None:
+        """None for an invalid value: another program's, or one of a version that is too different."""
+        value = _fitting(cls, _read(text), token=_text, nnodes=_text, incarnation=_text, tokens=_texts, report=_any, world=_any)
+        if value is None:
             return None
         try:
-            report, world = Report.of(said["report"]), _world(said.get("world"))
+            report, world = Report.of(value["report"]), _world(value.get("world"))
         except ValueError:
             return None
-        return cls(**{**said, "report": report, "world": world})
+        return cls(**{**value, "report": report, "world": world})
 
 
 @dataclass(frozen=True)
@@ -110,114 +119,98 @@ class Leader(_Value):
     """The coordinator."""
 
     token: str
-    """Of the process; what it says names it."""
+    """Identifies the process; see `Published.by`."""
     host: str = ""
     id: int | None = None
-    """As which member it is known, if it is one already."""
+    """Its id as a member, if it is one already."""
     word: str = ""
-    """Of this election alone."""
+    """Nonce of this election."""
 
     @classmethod
     def loads(cls, text: str) -> Self | None:
-        """None for what makes no sense here."""
-        said = _fitting(cls, _read(text), token=_text, host=_text, id=lambda id: id is None or is_count(id), word=_text)
-        return None if said is None else cls(**said)
+        """None for an invalid value."""
+        value = _fitting(cls, _read(text), token=_text, host=_text, id=lambda id: id is None or is_count(id), word=_text)
+        return None if value is None else cls(**value)
 
 
 @dataclass(frozen=True)
-class Said(_Value):
-    """The published state: all that was decided, in one value with one writer."""
+class Published(_Value):
+    """The published state: all decisions, in one value with one writer."""
 
     by: str
-    """Token of the coordinator that has written it."""
-    born: str
-    """Incarnation id: distinguishes successive runs of one name."""
-    before: str = ""
-    """Incarnation of the run of this name that ended before this one; its members have no part in this one."""
-    terms: str = ""
+    """Token of the coordinator that wrote it."""
+    incarnation: str
+    """Distinguishes successive runs of one name."""
+    previous_incarnation: str = ""
+    """Incarnation of the previous run of this name, which has ended; its members have no part in this one."""
+    nnodes: str = ""
     world: World | None = None
     tokens: tuple[str, ...] = ()
-    """Of the processes that are the members of the world, in its order: an index may come to another."""
+    """Tokens of the world's processes, in its order: an index may pass to another process."""
     called: Call | None = None
     leave_s: float = 0.0
-    """How long members have for a planned call, from when they hear of it."""
+    """Time for a planned call, from when a member receives it."""
     closed: Closed | None = None
     why: str = ""
-    """What the coordinator waits for, or that all is well; without the seconds that are left."""
-    floor: int = 0
-    """Lower bound: calls are of newer generations."""
+    """The coordinator's reason to wait, without the remaining seconds, or that all is well."""
+    min_generation: int = 0
+    """Calls are of newer generations than this one."""
     done: tuple[int, ...] = ()
-    """Members of the world that have finished, and may be gone."""
-    judged: int = 0
-    """The newest generation whose failure has been judged."""
+    """Members of the world that have finished, and may have exited."""
+    counted: int = 0
+    """The newest generation whose failure was counted."""
     restarts: int = 0
     failures: tuple[tuple[float, int, int | None], ...] = field(default=())
-    """`restarts.Record`s, each with the seconds since then, when this was written, as its time."""
+    """`restarts.Record`s, each with its age in seconds at the time of writing instead of its time."""
     failure: Mapping[str, Any] | None = None
-    """The last failure that was judged, a `failure.Failure`."""
+    """The last failure that was counted, a `failure.Failure`."""
     attempt: int = 0
-    """Which start of the processes of generation `judged` that was, see `failure.Failure.attempt`."""
+    """Its attempt in generation `counted`, see `failure.Failure.attempt`."""
     ended: Mapping[str, str] = field(default_factory=dict)
-    """Tokens of processes whose peers do not hear them, each with the sentence that says so: they are to end."""
+    """Tokens of fenced processes, which must exit, each with the reason."""
     lost: tuple[tuple[int, float, int], ...] = ()
-    """`partition.Loss`es that keep members out of worlds: id, seconds since then, how often in a row."""
+    """`partition.Loss`es that keep members out of worlds: id, seconds since the loss, losses in a row."""
 
     @classmethod
     def loads(cls, text: str) -> Self | None:
-        """None for what makes no sense here."""
-        fits: dict[str, Callable[[Any], bool]] = dict.fromkeys(("by", "born", "before", "terms", "why"), _text)
-        fits |= dict.fromkeys(("floor", "judged", "attempt", "restarts"), is_count) | {
-            "leave_s": is_number,
-            "tokens": _texts,
-            "done": _counts,
-        }
-        fits |= {"failures": _failures, "failure": lambda each: each is None or isinstance(each, Mapping)}
-        fits |= {"ended": _sentences, "lost": _losses}
-        said = _fitting(cls, _read(text), **fits, world=_any, called=_any, closed=_any)
-        if said is None:
+        """None for an invalid value."""
+        value = _fitting(cls, _read(text), **_PUBLISHED)
+        if value is None:
             return None
         try:
-            world = _world(said.get("world"))
+            world = _world(value.get("world"))
         except ValueError:
             return None
         parts: dict[str, Any] = {}
-        if said.get("called"):
-            call = {
-                "generation": is_count,
-                "reason": _text,
-                "planned": _flag,
-                "at": is_number,
-                "leaving": _counts,
-                "lost": _counts,
-            }
-            if (called := _fitting(Call, said["called"], **call, cause=_any)) is None:
+        if value.get("called"):
+            if (called := _fitting(Call, value["called"], **_CALL)) is None:
                 return None
             parts["called"] = Call(**{**called, "cause": Cause(called.get("cause", ""))})
-        if said.get("closed"):
-            if (closed := _fitting(Closed, said["closed"], reason=_text, code=is_count, end=_any)) is None:
+        if value.get("closed"):
+            if (closed := _fitting(Closed, value["closed"], reason=_text, code=is_count, end=_any)) is None:
                 return None
             parts["closed"] = Closed(**closed)
-        failures = tuple((each[0], each[1], each[2]) for each in said.get("failures", ()))
-        parts["lost"] = tuple((each[0], each[1], each[2]) for each in said.get("lost", ()))
-        return cls(**{**said, "called": None, "closed": None, **parts, "world": world, "failures": failures})
+        failures = tuple((each[0], each[1], each[2]) for each in value.get("failures", ()))
+        parts["lost"] = tuple((each[0], each[1], each[2]) for each in value.get("lost", ()))
+        return cls(**{**value, "called": None, "closed": None, **parts, "world": world, "failures": failures})
 
     @property
     def generation(self) -> int:
-        """The newest generation that there may have been."""
+        """The newest generation that may have existed."""
         called = self.called.generation - 1 if self.called else 0
-        return max(self.floor, called, self.world.generation if self.world else 0)
+        return max(self.min_generation, called, self.world.generation if self.world else 0)
 
 
-def live(said: Said, leader: KeyValue | None) -> bool:
-    """Whether the writer still coordinates; if not, this may be left over from a run that is no more."""
-    deciding = Leader.loads(leader.value) if leader else None
-    return deciding is not None and deciding.token == said.by
+def live(published: Published, leader: KeyValue | None) -> bool:
+    """Whether the writer still coordinates; if not, the state may be left over from a run that is over."""
+    current = Leader.loads(leader.value) if leader else None
+    return current is not None and current.token == published.by
 
 
-def asked(terms: str) -> str:
-    """Terms for people: `4` instead of `4:4`."""
-    least, _, most = terms.partition(":")
-    return terms if least != most else least
+def nnodes_text(nnodes: str) -> str:
+    """--nnodes for people: `4` instead of `4:4`."""
+    least, _, most = nnodes.partition(":")
+    return nnodes if least != most else least
 
 
 def _read(text: str) -> object:
@@ -227,28 +220,26 @@ def _read(text: str) -> object:
         return None
 
 
-def _fitting(cls: type, said: object, **fits: Callable[[Any], bool]) -> dict[str, Any] | None:
-    """The fields of a class, without what newer versions add, its lists as tuples; None when one does not fit, or is lacking."""
-    if not isinstance(said, Mapping):
+def _fitting(cls: type, value: object, **fits: Callable[[Any], bool]) -> dict[str, Any] | None:
+    """The fields of a dataclass from JSON, lists as tuples, without fields of newer versions; None if one is invalid or
+    missing."""
+    if not isinstance(value, Mapping):
         return None
-    found = {}
+    fields = {}
     for each in dataclasses.fields(cls):
-        if each.name in said:
-            value = said[each.name]
-            if not fits[each.name](value):
+        wire = _WIRE.get(each.name, each.name)
+        if wire in value:
+            content = value[wire]
+            if not fits[each.name](content):
                 return None
-            found[each.name] = tuple(value) if isinstance(value, list) else value
+            fields[each.name] = tuple(content) if isinstance(content, list) else content
         elif each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING:
             return None
-    return found
+    return fields
 
 
 def _any(value: object) -> bool:
     return True
-
-
-def _flag(value: object) -> bool:
-    return isinstance(value, bool)
 
 
 def _text(value: object) -> bool:
@@ -263,23 +254,39 @@ def _counts(value: object) -> bool:
     return isinstance(value, list) and all(map(is_count, value))
 
 
-def _failures(value: object) -> bool:
-    if not isinstance(value, list):
-        return False
-    shaped = (isinstance(each, list) and len(each) == 3 and is_number(each[0]) and is_count(each[1]) for each in value)
-    return all(shaped) and all(each[2] is None or is_count(each[2]) for each in value)
+def _triples(*fits: Callable[[object], bool]) -> Callable[[object], bool]:
+    """A check for a list of lists of three values, one check for each."""
+
+    def check(value: object) -> bool:
+        if not isinstance(value, list) or not all(isinstance(each, list) and len(each) == 3 for each in value):
+            return False
+        return all(fit(item) for each in value for fit, item in zip(fits, each, strict=True))
+
+    return check
 
 
-def _sentences(value: object) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(each, str) for each in value.values())
+def _world(value: object) -> World | None:
+    return world_from(value) if value else None
 
 
-def _losses(value: object) -> bool:
-    if not isinstance(value, list):
-        return False
-    shaped = (isinstance(each, list) and len(each) == 3 for each in value)
-    return all(shaped) and all(is_count(each[0]) and is_number(each[1]) and is_count(each[2]) for each in value)
-
-
-def _world(said: object) -> World | None:
-    return world_from(said) if said else None
+_CALL: dict[str, Callable[[Any], bool]] = {
+    "generation": is_count,
+    "reason": _text,
+    "planned": lambda value: isinstance(value, bool),
+    "at": is_number,
+    "leaving": _counts,
+    "lost": _counts,
+    "cause": _any,
+}
+_PUBLISHED: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("by", "incarnation", "previous_incarnation", "nnodes", "why"), _text),
+    **dict.fromkeys(("min_generation", "counted", "attempt", "restarts"), is_count),
+    **dict.fromkeys(("world", "called", "closed"), _any),
+    "leave_s": is_number,
+    "tokens": _texts,
+    "done": _counts,
+    "failures": _triples(is_number, is_count, lambda value: value is None or is_count(value)),
+    "failure": lambda value: value is None or isinstance(value, Mapping),
+    "ended": lambda value: isinstance(value, Mapping) and all(map(_text, value.values())),
+    "lost": _triples(is_count, is_number, is_count),
+}

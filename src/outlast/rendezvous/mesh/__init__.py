@@ -1,11 +1,11 @@
-"""The agents of a world connected to one another directly: who is silent is noticed by its peers, and they can agree without a
-coordinator. Design: docs/decisions/0039-the-mesh.md.
+"""Direct connections between the agents of a world: peers notice a silent member, and can agree without a coordinator.
+Design: docs/decisions/0039-the-mesh.md.
 
-    neighbours   whom each member watches (pure)
-    hearing      what a member knows of one peer: heard, in doubt, unheard (pure)
+    peer_state   the peers that each member watches; the state of one: heard, in doubt, unheard (pure)
     connection   one socket with sealed lines
+    peer         the connection to one peer, and messages that wait for an answer
     mesh         all connections of a member, in one thread
-    exchange     the members' addresses, by way of the world's store
+    exchange     the members' addresses, through the world's store
 
-Used by `rendezvous.handler`. The sockets of training (gloo, NCCL) and of snapshots are others.
+Used by `rendezvous.handler`. Training (gloo, NCCL) and snapshots use sockets of their own.
 """

@@ -1,7 +1,7 @@
 """One connection of the mesh: a non-blocking socket with sealed lines (`job.seal`), each a JSON object.
 
-Both sides begin with a nonce in the clear. The side that called seals as a "member", the one that was called as a "decider": so a
-line cannot be turned around, and a port that answers with what it hears proves nothing.
+Both sides begin with a nonce in the clear. The connecting side seals as a "member", the accepting one as a "decider": so a line
+cannot be reflected, and a port that echoes its input proves nothing.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from outlast.base import tcp
 from outlast.job import seal
 
 LINE_BYTES = 1 << 20
-"""Longest line; a message of the mesh has a failure with its traceback at most, some 12 KiB."""
+"""Longest line; the largest message of the mesh holds a failure with its traceback, some 12 KiB."""
 WAITING_BYTES = 8 << 20
-"""How much may wait for a peer that does not read."""
+"""Longest queue for a peer that does not read."""
 IDLE_S, LOST_S = 1, 1.5
 """The kernel probes a connection that has been idle for `IDLE_S`, and again each second (a probe carries no data: the buffer of a
-stopped process never fills). Nothing acknowledged for 1.5 s, looked at with the next probe, breaks it: after 2 s. Data in flight
-breaks it 1.5 s after they were sent (tcp(7), TCP_USER_TIMEOUT)."""
+stopped process never fills). If nothing is acknowledged for 1.5 s, the next probe breaks the connection, after 2 s. Data in
+flight breaks it 1.5 s after it was sent (tcp(7), TCP_USER_TIMEOUT)."""
 CALLED_IDLE_S, CALLED_LOST_S = 20, 0.7
-"""The same for who was called, who watches nobody by that connection and only has to get rid of it some time. What it repeats for
-want of an acknowledgement keeps the other side from probing, which may hear it and not be heard: so it does not for long."""
+"""The same for the accepting side, which watches nobody by that connection and only has to get rid of it eventually. Its
+retransmissions keep the other side from probing, which may hear it without being heard: so they end early."""
 
 
 def resolved(address: str) -> tuple[socket.AddressFamily, tuple[str, int]]:
@@ -35,7 +35,7 @@ def resolved(address: str) -> tuple[socket.AddressFamily, tuple[str, int]]:
 
 
 class Connection:
-    """Raises OSError when it breaks and ValueError (`seal.Forged` among them) when what comes is not from a member."""
+    """Raises OSError when it breaks, and ValueError (such as `seal.Forged`) when the other side is no member."""
 
     def __init__(self, sock: socket.socket, side: seal.Side, key: bytes) -> None:
         self.sock = sock
@@ -44,7 +44,7 @@ class Connection:
         self._nonce = seal.nonce()
         self._seal: seal.Seal | None = None
         self._queued: list[bytes] = []
-        """Lines that wait for the other side's nonce."""
+        """Lines to send once the other side's nonce has come."""
         self._in, self._out = bytearray(), bytearray(seal.greeting(self._nonce))
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
@@ -67,7 +67,7 @@ class Connection:
             self._queued.append(line)
 
     def flush(self) -> None:
-        """Send what the kernel takes now."""
+        """Send as much as the kernel takes now."""
         while self._out:
             try:
                 del self._out[: self.sock.send(self._out)]
@@ -75,7 +75,7 @@ class Connection:
                 return
 
     def receive(self) -> list[dict[str, Any]]:
-        """What has come."""
+        """Messages received since the last call."""
         try:
             data = self.sock.recv(1 << 16)
         except BlockingIOError:
@@ -83,7 +83,7 @@ class Connection:
         if not data:
             raise ConnectionResetError("it hung up")
         self._in += data
-        found = []
+        messages = []
         while (end := self._in.find(b"\n")) >= 0:
             line = bytes(self._in[:end])
             del self._in[: end + 1]
@@ -93,13 +93,13 @@ class Connection:
             message = json.loads(self._seal.opened(line))
             if not isinstance(message, dict):
                 raise ValueError("a line of the mesh is no object")
-            found.append(message)
+            messages.append(message)
         if len(self._in) > (LINE_BYTES if self._seal else seal.LONGEST_NONCE):
             raise ValueError(f"a line has more than {LINE_BYTES} bytes")
-        return found
+        return messages
 
     def _greeted(self, line: bytes) -> None:
-        self._seal = seal.Seal(self._key, self._side, ours=self._nonce, theirs=seal.greeted(line))
+        self._seal = seal.Seal(self._key, self._side, own=self._nonce, peer=seal.greeted(line))
         for queued in self._queued:
             self._out += self._seal.sealed(queued)
         self._queued.clear()

@@ -7,9 +7,9 @@
     mesh.send(7, {"kind": "attempt", ...}).result()                raises Undelivered
     mesh.close()                                                   says goodbye
 
-Who watches makes the connection, so a pair of members that watch each other has two. The kernel finds out whether the other side
-is there (`connection.IDLE_S`): nothing runs here while all is well, except one look at the clock per second. A process that is
-stopped or has no CPU is still acknowledged by its kernel, and that is no silence: its own agent finds processes that hang.
+The watching side connects, so two members that watch each other have two connections. The kernel finds out whether the other side
+is alive (`connection.IDLE_S`): nothing runs here while all is well, except one look at the clock per second. The kernel of a
+process that is stopped or has no CPU still acknowledges, so it is not unheard: its own agent finds processes that hang.
 
 Docs: docs/decisions/0039-the-mesh.md. Used by `rendezvous.handler`.
 """
@@ -33,7 +33,7 @@ from typing import Any
 from outlast.base.clock import Awake
 from outlast.job import seal
 from outlast.job.seal import Forged
-from outlast.rendezvous.mesh import hearing
+from outlast.rendezvous.mesh import peer_state
 from outlast.rendezvous.mesh.connection import Connection, resolved
 from outlast.rendezvous.mesh.peer import BROKEN_S, FIRST_S, WOKEN_S, Peer, Undelivered
 
@@ -42,23 +42,23 @@ __all__ = ["Mesh", "Undelivered"]
 TICK_S = 1.0
 """The longest wait; `Awake` needs a reading at least every second."""
 STOOD_S = 2.0
-"""A turn that took this much longer than it meant to: this process, or the machine, stood still."""
+"""If a turn takes this much longer than planned, this process or the machine stood still."""
 PROVE_S = 5.0
-"""How long one who calls may take to prove that it has the key."""
+"""Time for a new connection to prove that it has the key."""
 STRANGERS = 256
-"""How many may be connected that have not; one more, and the first of them is hung up on."""
+"""Most connections that have not proven it; beyond that the oldest is closed."""
 ANSWER_S = 5.0
-"""How long a message may take to be acknowledged."""
+"""Time for a message to be acknowledged."""
 Handler = Callable[[int, Mapping[str, Any]], None]
 
 
 class _Caller:
-    """One who has called us."""
+    """An accepted connection."""
 
     def __init__(self, connection: Connection, until: float) -> None:
         self.connection, self.until = connection, until
         self.id: int | None = None
-        """Who it is, once it has proven that it has the key."""
+        """The member's id, once it has proven that it has the key."""
         self.process = ""
 
 
@@ -68,7 +68,7 @@ class Mesh:
     def __init__(
         self, id: int, host: str, key: bytes, *, run: str = "", clock: Callable[[], float] | None = None, thread: bool = True
     ) -> None:
-        """Listens on `host` from now on. Raises OSError. Without `thread` somebody else calls `turn`."""
+        """Listens on `host` from now on. Raises OSError. Without `thread` the caller must call `turn`."""
         self.id = id
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=1024)
@@ -77,12 +77,12 @@ class Mesh:
         self.address = f"{name[0]}:{name[1]}"
         """host:port, the host as a number."""
         self.generation = 0
-        """The world that what follows speaks of."""
+        """The world that the following attributes describe."""
         self.unheard: tuple[int, ...] = ()
-        """The watched peers that were heard and now are silent or refuse connections. One that was never heard is not among them:
-        it may be of a version without a mesh, or a firewall may forbid its port."""
+        """The watched peers that were heard and now are silent or refuse connections; not peers that were never heard: they may
+        be of a version without a mesh, or a firewall may block their port."""
         self.refused: tuple[int, ...] = ()
-        """Those of them whose machine refuses connections: the process is gone."""
+        """The subset of `unheard` whose machine refuses connections: the process is gone."""
         self.complete = False
         """Whether every watched peer of this world has been heard."""
         self.reasons: Mapping[int, str] = {}
@@ -90,18 +90,18 @@ class Mesh:
         self.changed: Callable[[], None] = lambda: None
         """Called when `unheard`, `refused` or `complete` has changed."""
         self.handlers: dict[str, Handler] = {}
-        """What to do with a message of a kind: called with the sender and the message."""
+        """Handler for each kind of message: called with the sender and the message."""
         self._key, self._clock = seal.derived(key, "mesh"), clock or Awake()
         self._hello: dict[str, Any] = {"id": id, "run": run, "process": secrets.token_hex(8), "address": self.address}
         self._selector = selectors.DefaultSelector()
         self._peers: dict[int, Peer] = {}
         self._callers: dict[_Caller, None] = {}
-        self._had: dict[tuple[int, str], int] = {}
-        """By sender and its process: the number of the last message that was handled."""
+        self._last_handled: dict[tuple[int, str], int] = {}
+        """Number of the last handled message, by sender and its process."""
         self._todo: collections.deque[Callable[[float], None]] = collections.deque()
         self._woken_until = 0.0
         self._over = self._ended = False
-        """Whether the end was asked for, and whether nothing more is done in the thread."""
+        """Whether the end was requested, and whether the thread has done its last work."""
         self._lock = threading.RLock()
         self._bell, self._button = socket.socketpair()
         self._bell.setblocking(False)
@@ -115,8 +115,8 @@ class Mesh:
     # For any thread
 
     def enter(self, generation: int, members: Sequence[int], addresses: Mapping[int, str] | None = None) -> None:
-        """This world trains now: watch our neighbours in it, and nobody else. Peers whose address is not given stay where they
-        were; of those that never had one nothing is known. When this returns `unheard` speaks of this world."""
+        """This world trains now: watch our neighbours in it, and nobody else. Peers whose address is not given keep the one they
+        had, if any. When this returns `unheard` describes this world."""
         done = threading.Event()
 
         def do(now: float) -> None:
@@ -128,13 +128,14 @@ class Mesh:
             done.wait(TICK_S)
 
     def learn(self, generation: int, addresses: Mapping[int, str]) -> None:
-        """Addresses of members of that world that came later; those of any other world are of processes that may be gone."""
+        """Add addresses of members of that world; ignored in any other world, whose processes may be gone."""
         self._do(functools.partial(self._learn, generation, dict(addresses)))
 
     def send(self, id: int, message: Mapping[str, Any], *, within_s: float = ANSWER_S) -> Future[None]:
-        """Send a member, watched or not, a message with a `kind`, which its handler of that name gets once.
+        """Send a member, watched or not, a message with a `kind`; its handler of that kind is called once.
 
-        The future ends when the member has handled it, or raises `Undelivered`: it has left, refuses, or did not answer in time.
+        The future completes when the member has handled it, or raises `Undelivered`: the member has left, refuses, or did not
+        answer in time.
         """
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
@@ -152,7 +153,7 @@ class Mesh:
         return future
 
     def close(self) -> None:
-        """Say goodbye, so that nobody takes this member for lost, and hang up."""
+        """Say goodbye, so that no peer counts this member as lost, and disconnect."""
         if not self._thread.ident:
             self._close(self._clock())
             self._finish()
@@ -165,12 +166,12 @@ class Mesh:
         self._do(lambda now: setattr(self, "_over", True))
         self._thread.join(2 * TICK_S)
 
-    def _do(self, what: Callable[[float], None]) -> None:
+    def _do(self, task: Callable[[float], None]) -> None:
         with self._lock:
             if self._ended:
-                what(self._clock())
+                task(self._clock())
                 return
-            self._todo.append(what)
+            self._todo.append(task)
             with contextlib.suppress(BlockingIOError):  # it has rung often enough
                 self._button.send(b"!")
 
@@ -199,7 +200,7 @@ class Mesh:
             if begun >= peer.due:
                 peer.due = peer.turn(begun, self._patience(begun, peer))
         due = min((each.due for each in self._peers.values()), default=begun + longest_s)
-        self._tell()
+        self._publish()
         ready = self._selector.select(max(0.0, min(due - begun, longest_s)))
         now = self._clock()
         if time.monotonic() - looked > longest_s + STOOD_S:
@@ -237,8 +238,8 @@ class Mesh:
     def _answer(self, caller: _Caller, events: int) -> None:
         connection = caller.connection
         try:
-            for said in connection.receive() if events & selectors.EVENT_READ else ():
-                self._hear(caller, said)
+            for message in connection.receive() if events & selectors.EVENT_READ else ():
+                self._on_message(caller, message)
             connection.flush()
         except (OSError, ValueError, RecursionError):  # it has hung up, or is no member; if it is one, it calls again
             self._drop(caller)
@@ -246,33 +247,33 @@ class Mesh:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.writing else 0)
         self._selector.modify(connection.sock, events, caller)
 
-    def _hear(self, caller: _Caller, said: Mapping[str, Any]) -> None:
+    def _on_message(self, caller: _Caller, message: Mapping[str, Any]) -> None:
         if caller.id is None:
-            caller.id, caller.process, address = self._introduced(said.get("hello"))
+            caller.id, caller.process, address = self._introduced(message.get("hello"))
             caller.connection.send({"hello": self._hello})
             peer = self._peer(caller.id)
             if address and not peer.address:
                 peer.meet(address, self._clock())
             return
-        number, message = said.get("number"), said.get("message")
-        if not isinstance(number, int) or not isinstance(message, Mapping):
+        number, content = message.get("number"), message.get("message")
+        if not isinstance(number, int) or not isinstance(content, Mapping):
             return  # of a newer version
-        known = message.get("kind") in self.handlers
-        if number > self._had.get((caller.id, caller.process), 0):
-            self._had[caller.id, caller.process] = number
-            if known:
-                self._handle(caller.id, message)
-        caller.connection.send({"got" if known else "unknown": number})
+        handled = content.get("kind") in self.handlers
+        if number > self._last_handled.get((caller.id, caller.process), 0):
+            self._last_handled[caller.id, caller.process] = number
+            if handled:
+                self._handle(caller.id, content)
+        caller.connection.send({"got" if handled else "unknown": number})
 
     def _introduced(self, hello: object) -> tuple[int, str, str]:
-        """Its index, process and address; no address if it is of an older world, as is a process that has been replaced."""
+        """The sender's index, process and address; no address if it is in an older world, like a process that was replaced."""
         if not isinstance(hello, Mapping) or hello.get("run") != self._hello["run"]:
-            raise Forged("it does not say that it is of this run")
+            raise Forged("it does not name this run")
         id, process, address = hello.get("id"), hello.get("process"), hello.get("address")
         if not (isinstance(id, int) and isinstance(process, str) and isinstance(address, str)):
             raise Forged("it does not say who it is")
         resolved(address)
-        world = hello.get("generation", self.generation)  # versions before this one do not say
+        world = hello.get("generation", self.generation)  # older versions do not send it
         return id, process, address if isinstance(world, int) and world >= self.generation else ""
 
     def _handle(self, id: int, message: Mapping[str, Any]) -> None:
@@ -283,7 +284,7 @@ class Mesh:
 
     def _drop(self, caller: _Caller) -> None:
         if caller not in self._callers:
-            return  # there were too many, and its bytes came with the one too many
+            return  # it was dropped as one too many in the same turn
         del self._callers[caller]
         self._selector.unregister(caller.connection.sock)
         caller.connection.close()
@@ -294,7 +295,7 @@ class Mesh:
         return self._peers[id]
 
     def _enter(self, generation: int, members: tuple[int, ...], addresses: dict[int, str], now: float) -> None:
-        watched = set(hearing.watched(self.id, members))
+        watched = set(peer_state.watched(self.id, members))
         for id in [each for each in self._peers if each not in members]:
             self._peers.pop(id).close()
         for id in watched:
@@ -304,9 +305,9 @@ class Mesh:
             if id not in addresses:
                 peer.forget(now)
         self.unheard, self.refused, self.complete = (), (), False
-        self.generation = self._hello["generation"] = generation  # other threads read it: after what was said of the last world
+        self.generation = self._hello["generation"] = generation  # other threads read it: after the last world's values are reset
         self._learn(generation, addresses, now)
-        self._tell()
+        self._publish()
 
     def _learn(self, generation: int, addresses: dict[int, str], now: float) -> None:
         for id, address in addresses.items() if generation == self.generation else ():
@@ -316,19 +317,19 @@ class Mesh:
             except ValueError as problem:
                 _complain(f"worker {id} has no address in the mesh: {problem}")
 
-    def _tell(self) -> None:
-        """Publish what is known of the watched peers, if that has changed."""
+    def _publish(self) -> None:
+        """Publish the state of the watched peers if it has changed."""
         watched = [peer for _, peer in sorted(self._peers.items()) if peer.watched]
-        found = [peer for peer in watched if peer.met and peer.hearing.unheard]
-        unheard, refused = tuple(peer.id for peer in found), tuple(peer.id for peer in found if peer.hearing.gone)
+        silent = [peer for peer in watched if peer.met and peer.state.unheard]
+        unheard, refused = tuple(peer.id for peer in silent), tuple(peer.id for peer in silent if peer.state.gone)
         complete = bool(watched) and all(peer.met for peer in watched)
-        self.reasons = {peer.id: peer.hearing.unheard for peer in found}
+        self.reasons = {peer.id: peer.state.unheard for peer in silent}
         if (unheard, refused, complete) == (self.unheard, self.refused, self.complete):
             return
         self.unheard, self.refused, self.complete = unheard, refused, complete
         try:
             self.changed()
-        except Exception:  # who wants to know must not end the mesh
+        except Exception:  # a mistake of the subscriber must not end the mesh
             _complain(f"the mesh of worker {self.id}:\n{traceback.format_exc()}")
 
     def _close(self, now: float) -> None:
@@ -340,7 +341,6 @@ class Mesh:
                     caller.connection.flush()
 
     def _release(self) -> None:
-        """Close everything, as the kernel does when a process ends."""
         for peer in self._peers.values():
             peer.close()
         for caller in [*self._callers]:

@@ -1,7 +1,7 @@
-"""One peer as a member sees it: the connection by which it watches it and sends to it, and the messages that wait for an answer.
+"""A member's connection to one peer, for watching it and for messages, and the messages that wait for an answer.
 
-Runs in the mesh's thread only. Messages are numbered and repeated when a connection is made anew; the peer drops those that it
-has had, so each arrives once and in order.
+Runs in the mesh's thread only. Messages are numbered, and repeated on a new connection; the peer drops duplicates, so each is
+handled once and in order.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from outlast.job.seal import Forged
-from outlast.rendezvous.mesh import hearing
+from outlast.rendezvous.mesh import peer_state
 from outlast.rendezvous.mesh.connection import Connection, resolved
 
 FIRST_S, BROKEN_S, WOKEN_S = 3.0, 1.0, 5.0
-"""How long a peer may take to answer before it is unheard: at first, when its connection broke (2 s after its last sign of life),
-and when this process or machine has just stood still, so that connections broke that others did not break."""
+"""Time for a peer to answer before it is unheard: at first; after its connection broke (2 s after its last sign of life); after
+this process or machine has stood still, which breaks connections on our side only."""
 _NUMBERS = itertools.count(1)
-"""Of all messages of this process: they grow also when it meets a peer again that it has forgotten and that has had others."""
+"""Numbers of all messages of this process; one counter, since a forgotten peer that comes back remembers the numbers it had."""
 
 
 class Undelivered(Exception):
@@ -40,41 +40,41 @@ class _Message:
 
 
 class Peer:
-    """`hello` is what we say of ourselves."""
+    """`hello` is our introduction."""
 
     def __init__(self, id: int, selector: selectors.BaseSelector, hello: Mapping[str, Any], key: bytes) -> None:
         self.id, self.watched = id, False
         self.address = ""
-        self.hearing = hearing.Hearing()
+        self.state = peer_state.PeerState()
         self.proven = self.met = False
-        """Whether the connection that there is was answered by this very peer, and whether any was, at this address."""
+        """Whether this very peer has answered on the current connection, and on any connection to this address."""
         self._selector, self._hello, self._key = selector, hello, key
         self._connection: Connection | None = None
         self._connecting = False
         self._attempt_until, self._next_attempt = 0.0, 0.0
         self._messages: dict[int, _Message] = {}
         self.due = 0.0
-        """When its next turn is; at once after whatever happens to it. A thousand peers of which one speaks have one turn."""
+        """Time of its next turn; at once after any event. Of a thousand peers only those with an event take a turn."""
 
     def meet(self, address: str, now: float) -> None:
-        """The peer is at this address; a new one is another process, of which nothing is known yet."""
+        """The peer is at this address; a new address means another process, whose state is unknown yet."""
         if address == self.address:
             return
         if address:
             resolved(address)
         self._hang_up()
-        self.address, self.hearing, self.met = address, hearing.Hearing(), False
+        self.address, self.state, self.met = address, peer_state.PeerState(), False
         self._next_attempt, self.due = now, now
 
     def forget(self, now: float) -> None:
-        """A new world: who is not connected now may be another process, or may not have come. Wait for its address."""
+        """A new world: unless it is connected, the peer may be another process, or may not have come. Wait for its address."""
         if not self.proven:
             self.meet("", now)
 
     def send(self, message: Mapping[str, Any], future: Future[None], now: float, within_s: float) -> None:
-        """Have a message delivered; the future ends when it is, or has not been in time."""
-        if not self.watched and self._connection is None and not self.hearing.left:
-            self.hearing, self._next_attempt = hearing.Hearing(), 0.0  # of old; nobody has looked since
+        """Deliver a message; the future completes when it is acknowledged, or fails after `within_s`."""
+        if not self.watched and self._connection is None and not self.state.left:
+            self.state, self._next_attempt = peer_state.PeerState(), 0.0  # the state is outdated
         if problem := self._problem():
             future.set_exception(Undelivered(problem))
             return
@@ -88,22 +88,22 @@ class Peer:
                 self._broken(error, now)
 
     def turn(self, now: float, patience_s: float) -> float:
-        """Do what is due; when there is something to do again."""
+        """Do due work; returns the time of the next turn."""
         self._expire(now)
-        if not self.address or self.hearing.left or not (self.watched or self._messages or self._connection):
+        if not self.address or self.state.left or not (self.watched or self._messages or self._connection):
             return min((each.until for each in self._messages.values()), default=now + 1.0)
         if self._connecting and now >= self._attempt_until:
             self._failed(now)
         if self._connection is None or self._connecting:
-            self.hearing.doubted(now, patience_s)
-            self.hearing.passed(now)
-            if self.hearing.unheard:
-                self._give_up(f"worker {self.id} {self.hearing.unheard}")
+            self.state.doubted(now, patience_s)
+            self.state.passed(now)
+            if self.state.unheard:
+                self._give_up(f"worker {self.id} {self.state.unheard}")
         if self._connection is None and now >= self._next_attempt:
             self._call(now)
         self._listen()
         due = self._attempt_until if self._connecting else self._next_attempt if self._connection is None else now + 1.0
-        return min(due, self.hearing.ends, *(each.until for each in self._messages.values()), now + 1.0)
+        return min(due, self.state.ends, *(each.until for each in self._messages.values()), now + 1.0)
 
     def ready(self, events: int, now: float) -> None:
         """The socket can be read or written."""
@@ -115,21 +115,21 @@ class Peer:
                 if error := connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                     raise OSError(error, os.strerror(error))
                 self._connecting = False
-                self.hearing.accepted()
-            for said in connection.receive() if events & selectors.EVENT_READ else ():
-                self._hear(said)
+                self.state.accepted()
+            for message in connection.receive() if events & selectors.EVENT_READ else ():
+                self._on_message(message)
             if self._connection:
                 connection.flush()
         except (OSError, ValueError, RecursionError) as problem:
             self._broken(problem, now)
 
     def close(self) -> None:
-        """Hang up, and give up what has not been delivered."""
+        """Disconnect, and give up undelivered messages."""
         self._give_up("this worker has left the mesh")
         self._hang_up()
 
     def _call(self, now: float) -> None:
-        self._attempt_until = now + self.hearing.attempt_s
+        self._attempt_until = now + self.state.attempt_s
         family, where = resolved(self.address)
         try:
             sock = socket.socket(family, socket.SOCK_STREAM)
@@ -141,46 +141,46 @@ class Peer:
         except OSError as problem:
             self._broken(problem, now)
 
-    def _hear(self, said: Mapping[str, Any]) -> None:
-        if "hello" in said:
-            found = said["hello"]
-            if not isinstance(found, Mapping) or (found.get("id"), found.get("run")) != (self.id, self._hello["run"]):
+    def _on_message(self, message: Mapping[str, Any]) -> None:
+        if "hello" in message:
+            hello = message["hello"]
+            if not isinstance(hello, Mapping) or (hello.get("id"), hello.get("run")) != (self.id, self._hello["run"]):
                 raise Forged(f"it is not worker {self.id} of this run")
-            self.hearing.proven()
+            self.state.proven()
             self.proven = self.met = True
             for each in self._messages.values():
                 if self._connection:
                     self._connection.send(each.line)
         elif not self.proven:
             raise Forged("it does not begin with hello")
-        elif "got" in said:
-            if had := self._messages.pop(said["got"], None):
-                had.future.set_result(None)
-        elif "unknown" in said:
-            if had := self._messages.pop(said["unknown"], None):
-                had.future.set_exception(Undelivered(f"worker {self.id} knows no such message; it runs another version"))
-        elif "goodbye" in said:
-            self.hearing = hearing.Hearing(left=True)
+        elif "got" in message:
+            if pending := self._messages.pop(message["got"], None):
+                pending.future.set_result(None)
+        elif "unknown" in message:
+            if pending := self._messages.pop(message["unknown"], None):
+                pending.future.set_exception(Undelivered(f"worker {self.id} knows no such message; it runs another version"))
+        elif "goodbye" in message:
+            self.state = peer_state.PeerState(left=True)
             self._give_up(f"worker {self.id} has left")
             self._hang_up()
 
     def _broken(self, problem: Exception, now: float) -> None:
-        """What there was of a connection is over. A member that was there has hung up or was reset; one that was not, refused."""
+        """The connection broke. A proven member has hung up or was reset; an unproven one counts as refusing."""
         silent = isinstance(problem, OSError) and not isinstance(problem, ConnectionError)
         refused = not self.proven and not silent
         if refused:
-            self.hearing.refused()
+            self.state.refused()
         self._failed(now, refused=refused)
 
     def _failed(self, now: float, *, refused: bool = False) -> None:
         earliest = now if self.proven or refused else max(now, self._attempt_until)
         self._hang_up()
-        self._next_attempt = earliest + self.hearing.pause_s * random.SystemRandom().uniform(0.8, 1.2)
+        self._next_attempt = earliest + self.state.pause_s * random.SystemRandom().uniform(0.8, 1.2)
 
     def _problem(self) -> str:
-        if self.hearing.left:
+        if self.state.left:
             return f"worker {self.id} has left"
-        return f"worker {self.id} {self.hearing.unheard}" if self.hearing.unheard else ""
+        return f"worker {self.id} {self.state.unheard}" if self.state.unheard else ""
 
     def _expire(self, now: float) -> None:
         for number, each in [*self._messages.items()]:
@@ -195,16 +195,16 @@ class Peer:
             each.future.set_exception(Undelivered(reason))
 
     def _listen(self) -> None:
-        """Have the selector wait for what we wait for."""
+        """Register the events that we wait for with the selector."""
         if self._connection is None:
             return
         events = selectors.EVENT_WRITE if self._connecting else selectors.EVENT_READ
         if self._connection.writing:
             events |= selectors.EVENT_WRITE
-        known = self._selector.get_map().get(self._connection.sock)
-        if known is None:
+        registered = self._selector.get_map().get(self._connection.sock)
+        if registered is None:
             self._selector.register(self._connection.sock, events, self)
-        elif known.events != events:
+        elif registered.events != events:
             self._selector.modify(self._connection.sock, events, self)
 
     def _hang_up(self) -> None:

@@ -1,1 +1,1 @@
-"""Transports that carry the rendezvous between workers and their coordinator."""
+"""Transports that carry messages between workers and their coordinator."""

@@ -1,4 +1,4 @@
-"""The rendezvous transport by way of an etcd that speaks v3 (`etcd://host:2379`), see `transport.Transport`."""
+"""The rendezvous transport through an etcd with the v3 API (`etcd://host:2379`), see `transport.Transport`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,8 @@ def client(endpoint: str, member: Member) -> transport.Client:
     return Client(gateway.address(endpoint), Identity(member.run, member.id, generation=member.generation), name=name)
 
 
-def preload() -> None:
-    """Nothing more is needed."""
-
-
 def torchrun(endpoint: str, *, run: str, sizes: tuple[int, int], conf: Mapping[str, Any]) -> tuple[Client, float]:
-    """A client for a plain torchrun, which may be elected, and how many seconds it may wait for a world. Raises OutlastError."""
+    """A client for a plain torchrun, which may be elected, and its timeout for a world in seconds. Raises OutlastError."""
     from outlast.rendezvous import torchrun
 
     return torchrun.client(endpoint, run=run, sizes=sizes, conf=conf)

@@ -1,14 +1,14 @@
-"""`POST /leave`: an authenticated order to a worker to save and leave, for topologies that have no operator to tell it.
+"""`POST /leave`: an authenticated order to a worker to save and leave, for topologies without an operator.
 
     POST /leave                       on the agent's port
-    Outlast-Time: 1700000000.000      seconds since the epoch, when it was signed
+    Outlast-Time: 1700000000.000      time of the signature, seconds since the epoch
     Outlast-Signature: <64 hex digits>
 
     {"deadline": "2026-01-01T00:02:00Z", "reason": "AWS takes the machine back"}
 
-The signature is an HMAC-SHA256 over the worker's index, the time and the body, keyed by the run's key for this purpose
-(`seal.derived`). So without the key nobody makes a worker leave, and an order cannot be sent to another worker, again, after
-WINDOW_S, or to the process that is started next. Both fields may be missing: then it has the job's grace.
+The signature is an HMAC-SHA256 over the worker's index, the time and the body, with a key derived from the run's key
+(`seal.derived`). So without the key nobody can make a worker leave, and an order cannot be replayed: to another worker, twice,
+after WINDOW_S, or to the process that is started next. Both fields are optional; the default deadline is the job's grace.
 
     202 accepted    400 no order    401 not signed with the key of the run    409 repeated, too old, or ending already
     411 without Content-Length    413 longer than LONGEST
@@ -30,37 +30,37 @@ from outlast.job import seal
 PATH = "/leave"
 TIME, SIGNATURE = "Outlast-Time", "Outlast-Signature"
 LONGEST = 4096
-"""Bytes of an order."""
+"""Longest body of an order, in bytes."""
 WINDOW_S = 60.0
-"""How far the clocks of sender and worker may be apart. Orders of this time are remembered, so that none counts twice."""
+"""Largest difference between the clocks of sender and worker. Orders are remembered for this long, so that none counts twice."""
 _REASON = 256
-"""Characters of the reason that are kept."""
+"""Longest reason in characters; the rest is cut off."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What is answered to an order; accepted with 202."""
+    """The answer to an order; accepted with status 202."""
 
     status: int
     text: str
     reason: str = ""
     deadline: float | None = None
-    """Seconds since the epoch; None: the job's grace counts."""
+    """Seconds since the epoch; None: the job's grace."""
 
 
 def signed(key: bytes, *, worker: int, body: bytes, now: float) -> dict[str, str]:
-    """The headers of an order to a worker; `key` is that of the run, as `seal.key` finds it."""
+    """The headers of an order to a worker; `key` is the key of the run, see `seal.key`."""
     time = f"{now:.3f}"
     return {"Content-Type": "application/json", TIME: time, SIGNATURE: _signature(key, worker, time, body)}
 
 
 class Orders:
-    """The orders to one worker. `since`: when its agent began, seconds since the epoch; orders from before are for another."""
+    """The orders to one worker. `since` is the start of its agent, in seconds since the epoch; older orders were for another."""
 
     def __init__(self, key: bytes, *, worker: int, since: float) -> None:
         self._key, self._worker, self._since = key, worker, since
         self._seen: dict[str, float] = {}
-        """Signatures of accepted orders, and when they were signed: only who has the key adds to them."""
+        """Signatures of accepted orders with their times; only a holder of the key can add to them."""
 
     def judge(self, headers: Mapping[str, str], body: bytes, now: float) -> Answer:
         """The answer to an order. Accepts each at most once."""
@@ -93,12 +93,12 @@ class Orders:
 def _read(body: bytes) -> Answer:
     """The order in a body. Raises ValueError."""
     try:
-        said = json.loads(body) if body else {}
+        order = json.loads(body) if body else {}
     except (ValueError, RecursionError):
-        said = None
-    if not isinstance(said, dict):
+        order = None
+    if not isinstance(order, dict):
         raise ValueError('the order is no JSON object; send {"deadline": "2026-01-01T00:02:00Z", "reason": "..."}')
-    reason, deadline = said.get("reason") or "", said.get("deadline")
+    reason, deadline = order.get("reason") or "", order.get("deadline")
     if not isinstance(reason, str):
         raise ValueError(f"reason ({reason}) is no text")
     return Answer(202, "the worker saves and leaves", reason[:_REASON], None if deadline is None else _seconds(deadline))
@@ -106,9 +106,9 @@ def _read(body: bytes) -> Answer:
 
 def _seconds(deadline: object) -> float:
     try:
-        found = datetime.datetime.fromisoformat(deadline) if isinstance(deadline, str) else None
-        if found is not None and found.tzinfo is not None:
-            return found.timestamp()
+        time = datetime.datetime.fromisoformat(deadline) if isinstance(deadline, str) else None
+        if time is not None and time.tzinfo is not None:
+            return time.timestamp()
     except (ValueError, OverflowError):
         pass
     raise ValueError(f"deadline ({deadline}) is no time with its offset from UTC; write 2026-01-01T00:02:00Z")

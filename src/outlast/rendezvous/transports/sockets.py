@@ -1,15 +1,15 @@
-"""The rendezvous transport by which workers connect straight to the coordinator: the launcher's Unix socket on one machine
+"""The rendezvous transport in which workers connect directly to the coordinator: the launcher's Unix socket on one machine
 (`unix:///path`), a port of worker 0 in pods that have neither an operator nor an etcd (`c10d://host:port`).
 
-Workers report, one coordinates (`rendezvous.coordinator`). Every message is complete: a report holds the whole state of a
-member, so one that is late, doubled or sent to a coordinator that has just been restarted does no harm. A
-closed connection is a death at once; a silent one is a death after `SILENCE_S`.
+Workers report, one process coordinates (`rendezvous.coordinator`). Every message is complete: a report holds the whole state of
+a member, so one that is late, doubled or sent to a coordinator that has just been restarted does no harm. A member is lost as
+soon as its connection is closed, or after `SILENCE_S` of silence.
 
     member -> coordinator   {"report": Report, "process": word}       on every change, and every HEARTBEAT_S
     coordinator -> member   {"called": Called} {"world": World} {"closed": Closed}
 
-A port can be reached by strangers, so there lines are sealed with the run's key (`job.seal`), and whatever a
-peer sends costs that peer its connection at most. Of several processes of one index the one that came last is the member.
+Strangers can reach a port, so there lines are sealed with the run's key (`job.seal`), and an invalid message costs its sender
+the connection and has no other effect. If several processes have one index, the last one to connect is the member.
 
 Used by `rendezvous.handler` (the client, threads: torch's agent is synchronous); `local.launcher` and `rendezvous.worker0` (the
 server, asyncio).
@@ -43,24 +43,23 @@ if TYPE_CHECKING:
     from outlast.rendezvous.transport import Member
 
 CONNECT_S = 5.0
-"""How long a connection may take to be accepted."""
 HEARTBEAT_S = 1.0
 SILENCE_S = 8.0
-"""A member that is silent for this long is lost. Arbitrary: longer than a stop of 5 s and the beat after it. Machines that fall
-silent are found earlier, by the mesh."""
+"""A member that is silent for this long is lost. Arbitrary: longer than a stop of 5 s and the beat after it. The mesh finds
+machines that fall silent earlier."""
 _RETRY_S = 0.2
 _LINE_BYTES = 64 << 10
 """Longest line of a report, which has some 12 KiB with a traceback and the tail of a log."""
-_WORD_BYTES = 4 << 20
-"""Longest line that a member reads, and how much may wait for one that does not: a world of 10,000 workers has 60 KiB."""
+_MESSAGE_BYTES = 4 << 20
+"""Longest line that a member reads, and longest queue for one that does not read: a world of 10,000 workers has 60 KiB."""
 _PROVE_S = 5.0
 """Timeout of the first report after connecting."""
 _STRANGERS, _BACKLOG = 512, 256
-"""How many may be connected that have not reported yet; one more, and the first of them is hung up on."""
+"""Most connections that have not reported yet (beyond that the oldest is closed), and the listen backlog."""
 _COMPLAIN_S = 1.0
 """Shortest interval of complaints about malformed messages."""
-_BEFORE = 64
-"""How many replaced processes of one index are remembered."""
+_MOST_REPLACED = 64
+"""Most replaced processes of one index that are remembered."""
 _MOST_UNHEARD = 256
 """Most peers that one report may name: a member watches few."""
 _MOST_PAST = 64
@@ -86,51 +85,51 @@ class Report:
     """host:port where it would host the world's store."""
     failed: bool = False
     failure: Mapping[str, Any] | None = None
-    """What failed in `generation`: `{rank, code, reason, cause, traceback, log_tail, time, echo, step, committed}`.
+    """The failure in `generation`: `{rank, code, reason, cause, traceback, log_tail, time, echo, step, committed}`.
 
-    `cause` is a `contract.FailureCause`, `log_tail` the last lines that it wrote; both may be lacking. `echo` marks an error that
-    only echoes another's death, `left` that processes had exited with 0 before. `step` and `committed`: how far the training was,
-    and what is saved; None for a plain script.
+    `cause` is a `contract.FailureCause`, `log_tail` the last lines of its log; both are optional. `echo` marks an error that only
+    echoes another's death, `left` that processes had exited with 0 before. `step` and `committed` are the last and the newest
+    saved step; None for a plain script.
     """
     mesh: bool = False
-    """Whether the members of its world watch one another, this one among them."""
+    """The members of its world watch one another, and it watches its peers."""
     unheard: tuple[int, ...] = ()
-    """Members of the world of `generation` that this one watches and has heard in it, and that are silent now or refuse it."""
+    """Members of the world of `generation` that it watches and has heard, and that are silent now or refuse connections."""
     refused: tuple[int, ...] = ()
-    """Those of them at whose address nobody listens any more: the machine answers, the process is gone."""
+    """The subset of `unheard` at whose address nobody listens any more: the machine answers, the process is gone."""
     attempt: int = 0
-    """How often the members have started the processes of `generation` again by themselves."""
+    """Number of times that the members have started the processes of `generation` again by themselves."""
     past: tuple[Mapping[str, Any], ...] = ()
-    """The last failures that they have repaired so, of any generation: `attempts.Past`. Few members say it."""
+    """The last failures that they repaired this way, of any generation: `attempts.Past`. Only few members report them."""
     held: int = 0
-    """The newest step that its processes had saved or in memory, whole, when they were stopped; said between two worlds."""
+    """The newest complete step that its processes had saved or in memory when they were stopped; sent between two worlds."""
     owes: bool = True
-    """Whether others may not reach yet what it holds, or saves; False: they can, or never will."""
+    """Others may not reach yet the step that it holds or is saving; False: they can, or never will."""
     again: bool = False
-    """Whether it is another process than the one that took up `generation`, which its peers do not hear any more."""
+    """It is not the process that took up `generation`, which its peers do not hear any more."""
 
     def changed(self, standing: str, **fields: Any) -> Self:
-        """The next report. What is said of peers holds for one world, and is forgotten with it."""
+        """The next report. Fields about peers are reset with a new world."""
         another = fields.get("generation", self.generation) != self.generation
-        forgotten: dict[str, Any] = {"unheard": (), "refused": (), "attempt": 0, "again": False} if another else {}
+        reset: dict[str, Any] = {"unheard": (), "refused": (), "attempt": 0, "again": False} if another else {}
         if standing not in (MemberState.TRAINING, MemberState.LEAVING):
-            forgotten["mesh"] = False
-        return dataclasses.replace(self, **{"standing": standing, "since": time.time(), **forgotten, **fields})
+            reset["mesh"] = False
+        return dataclasses.replace(self, **{"standing": standing, "since": time.time(), **reset, **fields})
 
     @classmethod
-    def of(cls, said: object) -> Self:
-        """From untrusted JSON. Raises ValueError for what no member sends; ignores fields of newer versions.
+    def of(cls, value: object) -> Self:
+        """From untrusted JSON. Raises ValueError for an invalid report; ignores fields of newer versions.
 
-        What is in `failure` and `past` is checked where it is used, see `failures.reported` and `attempts.uncounted`.
+        The contents of `failure` and `past` are checked by their readers, `failures.reported` and `attempts.uncounted`.
         """
-        if not isinstance(said, Mapping):
+        if not isinstance(value, Mapping):
             raise ValueError("it is no report")
-        fields = {each.name: said[each.name] for each in dataclasses.fields(cls) if each.name in said}
+        fields = {each.name: value[each.name] for each in dataclasses.fields(cls) if each.name in value}
         for name, value in fields.items():
             if not _FITS[name](value):
                 raise ValueError(f"{name} of a report cannot be {value!r:.80}")
-        if lacking := {"run", "id", "standing"} - fields.keys():
-            raise ValueError(f"a report must say {', '.join(sorted(lacking))}")
+        if missing := {"run", "id", "standing"} - fields.keys():
+            raise ValueError(f"a report must say {', '.join(sorted(missing))}")
         if (failure := fields.get("failure")) and not is_count(failure.get("committed", 0)):
             fields["failure"] = {**failure, "committed": None}
         peers: dict[str, Any] = {name: tuple(fields[name]) for name in ("unheard", "refused", "past") if name in fields}
@@ -138,12 +137,12 @@ class Report:
 
 
 def is_count(value: object) -> bool:
-    """Whether a value from JSON is a number of something: no truth, no fraction, none that is absurd."""
+    """True for a JSON integer in [0, 2**53); booleans and floats are rejected."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
 
 
 def is_number(value: object) -> bool:
-    """Whether a value from JSON is a number to calculate with."""
+    """True for a finite JSON number below 1e300; booleans are rejected."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
@@ -187,7 +186,7 @@ class Called:
     deadline: float
     """A planned call turns into an unplanned one at this time, seconds since the epoch."""
     leave_s: float | None = None
-    """Seconds until then, when this was sent: who hears it counts them by its own clock."""
+    """Seconds until then when this was sent; the recipient counts them by its own clock."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,19 +195,19 @@ class Closed:
 
     reason: str
     code: int
-    """What the worker is to exit with."""
+    """Exit code for the worker."""
     end: str = ""
-    """Why, a `contract.End`."""
+    """A `contract.End`."""
 
 
 class Client:
-    """A member's side: keeps the connection, repeats the report, holds what the coordinator published last.
+    """A member's side: keeps the connection, repeats the report, holds the coordinator's last messages.
 
-    A lost connection is tried again for ever: a running world does not need the coordinator, and it may come back.
+    It reconnects for ever: a running world does not need the coordinator, which may come back.
     """
 
     def __init__(self, endpoint: str, *, run: str, id: int, key: bytes = b"") -> None:
-        """`key` is that of the run, see `seal.key`; none on a Unix socket."""
+        """`key` is the key of the run, see `seal.key`; none on a Unix socket."""
         self._endpoint, self._key = endpoint, key
         self.id = id
         self._process = secrets.token_hex(8)
@@ -224,7 +223,7 @@ class Client:
         self._thread = threading.Thread(target=self._run, name="outlast-rendezvous", daemon=True)
 
     def report(self, standing: str, **fields: Any) -> None:
-        """Say what this member is now; fields as in `Report`, the others stay."""
+        """See `transport.Client.report`."""
         with self._changed:
             self._report = self._report.changed(standing, **fields)
         if not self._thread.ident:
@@ -232,18 +231,18 @@ class Client:
         self._send()
 
     def amend(self, **fields: Any) -> None:
-        """Change what is reported beside the standing; nothing is said before the first `report`."""
+        """See `transport.Client.amend`."""
         with self._changed:
             self._report = dataclasses.replace(self._report, **fields)
         self._send()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when the launcher has said something, or after the timeout."""
+        """See `transport.Client.wait`."""
         with self._changed:
             self._changed.wait(timeout_s)
 
     def close(self) -> None:
-        """Hang up; the launcher takes it as this member's end."""
+        """Disconnect; the coordinator takes it as this member's end."""
         self._over = True
         self._hang_up()
 
@@ -255,20 +254,21 @@ class Client:
     def _send(self) -> None:
         with self._changed:
             if self._sock is None or not select.select([], [self._sock], [], 0)[1]:
-                return  # the coordinator stands still: it gets the newest report with the next heartbeat
+                return  # the coordinator does not read: it gets the newest report with the next heartbeat
             try:
                 self._sock.sendall(self._seal.sealed(self._line()))
             except OSError:  # perhaps in the middle of the line: the reader notices, connects and reports again
                 self._hang_up()
 
     def _line(self) -> bytes:
-        """Our report. The coordinator rejects long lines: how something failed matters more than its log."""
-        said = {"report": dataclasses.asdict(self._report), "process": self._process}
-        line = json.dumps(said).encode()
+        """Our report as JSON. The coordinator rejects long lines, so a long failure loses its traceback and log."""
+        message = {"report": dataclasses.asdict(self._report), "process": self._process}
+        line = json.dumps(message).encode()
         if len(line) > _LINE_BYTES // 2 and self._report.failure:
             short = {name: value for name, value in self._report.failure.items() if name not in ("traceback", "log_tail")}
             short["reason"] = str(short.get("reason", ""))[:1000]
-            line = json.dumps({**said, "report": dataclasses.asdict(dataclasses.replace(self._report, failure=short))}).encode()
+            message["report"] = dataclasses.asdict(dataclasses.replace(self._report, failure=short))
+            line = json.dumps(message).encode()
         return line
 
     def _run(self) -> None:
@@ -299,10 +299,10 @@ class Client:
     def _greet(self, sock: socket.socket, lines: _Lines) -> seal.Plain:
         if not self._key:
             return seal.Plain()
-        mine = seal.nonce()
-        theirs = seal.greeted(lines.next(seal.LONGEST_NONCE))
-        sock.sendall(seal.greeting(mine))
-        return seal.Seal(self._key, "member", ours=mine, theirs=theirs)
+        own = seal.nonce()
+        peer = seal.greeted(lines.next(seal.LONGEST_NONCE))
+        sock.sendall(seal.greeting(own))
+        return seal.Seal(self._key, "member", own=own, peer=peer)
 
     def _read(self, lines: _Lines, sealed: seal.Plain) -> None:
         beat = time.monotonic()
@@ -311,17 +311,17 @@ class Client:
                 self._send()
                 beat = time.monotonic()
             try:
-                line = lines.next(_WORD_BYTES)
+                line = lines.next(_MESSAGE_BYTES)
             except TimeoutError:
                 continue
-            self._hear(json.loads(sealed.opened(line)))
+            self._on_message(json.loads(sealed.opened(line)))
 
     def _complain(self, sentence: str) -> None:
         if sentence != self._complaint:
             print(f"outlast | {sentence}; trying again", flush=True)
         self._complaint = sentence
 
-    def _hear(self, message: Mapping[str, Any]) -> None:
+    def _on_message(self, message: Mapping[str, Any]) -> None:
         with self._changed:
             if called := published(Called, message):
                 if called.leave_s is not None:
@@ -334,13 +334,14 @@ class Client:
 
 
 class _Lines:
-    """What comes from a socket, line by line."""
+    """Reads a socket line by line."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self._buffer = sock, b""
 
     def next(self, longest: int) -> bytes:
-        """The next line. Raises OSError at the end, TimeoutError when none is complete in the socket's time, and ValueError."""
+        """The next line. Raises OSError at the end, TimeoutError if none is complete within the socket's timeout, and ValueError
+        if it is longer than `longest` bytes."""
         while b"\n" not in self._buffer:
             if len(self._buffer) > longest:
                 raise ValueError(f"a line has more than {longest} bytes")
@@ -354,29 +355,29 @@ class _Lines:
 
 def published(kind: type[Kind], message: Mapping[str, Any]) -> Kind | None:
     """The Called, Closed or World in a message, without fields of newer versions; None if there is none."""
-    if not (found := message.get(kind.__name__.lower())):
+    if not (value := message.get(kind.__name__.lower())):
         return None
-    names = [each.name for each in dataclasses.fields(kind) if each.name in found]
-    fields: dict[str, Any] = {name: tuple(found[name]) if isinstance(found[name], list) else found[name] for name in names}
+    names = [each.name for each in dataclasses.fields(kind) if each.name in value]
+    fields: dict[str, Any] = {name: tuple(value[name]) if isinstance(value[name], list) else value[name] for name in names}
     return kind(**fields)
 
 
-def world_from(said: object) -> World:
+def world_from(value: object) -> World:
     """A world from untrusted JSON. Raises ValueError for anything else."""
-    if not isinstance(said, Mapping):
+    if not isinstance(value, Mapping):
         raise ValueError("it is no world")
-    members, generation, at, held = said.get("members"), said.get("generation"), said.get("at", 0.0), said.get("held", 0)
+    members, generation, at, held = value.get("members"), value.get("generation"), value.get("at", 0.0), value.get("held", 0)
     fits = (
         is_count(generation),
         isinstance(members, list | tuple) and 0 < len(set(members)) == len(members) and all(map(_FITS["id"], members)),
-        bool(said.get("address")) and _FITS["address"](said["address"]),
-        isinstance(said.get("reason"), str),
+        bool(value.get("address")) and _FITS["address"](value["address"]),
+        isinstance(value.get("reason"), str),
         is_number(at),
         is_count(held),
     )
     if not all(fits):
-        raise ValueError(f"{said!r:.200} is no world")
-    return World(said["generation"], tuple(said["members"]), said["address"], said["reason"], at, held)
+        raise ValueError(f"{value!r:.200} is no world")
+    return World(value["generation"], tuple(value["members"]), value["address"], value["reason"], at, held)
 
 
 def client(endpoint: str, member: Member) -> Client:
@@ -400,32 +401,32 @@ class Server:
         self,
         *,
         run: str,
-        heard: Callable[[Report], None],
-        gone: Callable[[int], None],
+        on_report: Callable[[Report], None],
+        on_gone: Callable[[int], None],
         key: bytes = b"",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`key` is that of the run: who does not know it is no member; none on a Unix socket. `clock` is what silence is measured
-        by: one that stands still while this process does, see `clock.Awake`."""
+        """`key` is the key of the run, which every member must know; none on a Unix socket. `clock` measures silence: it must
+        stand still while this process does, see `clock.Awake`."""
         self._run, self._key, self._clock = run, key, clock
-        self._heard = heard
-        self._gone = gone
+        self._on_report = on_report
+        self._on_gone = on_gone
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._seals: dict[asyncio.StreamWriter, seal.Plain] = {}
         self._strangers: dict[asyncio.StreamWriter, None] = {}
-        """Connections that have not reported yet, in the order in which they came."""
+        """Connections that have not reported yet, oldest first."""
         self._process: dict[int, str] = {}
-        """Of each index the process that came last."""
-        self._before: dict[int, collections.deque[str]] = {}
-        """Those before it."""
+        """The current process of each index."""
+        self._replaced: dict[int, collections.deque[str]] = {}
+        """Earlier processes of each index."""
         self._beats: dict[int, float] = {}
         self._complained_at = -math.inf
-        self._worded: tuple[object, bytes] | None = None
-        """What was said last, and its JSON form."""
+        self._encoded: tuple[object, bytes] | None = None
+        """The last message, and its JSON form."""
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self, where: Path | socket.socket) -> None:
-        """Listen on a path, replacing what a dead launcher left there, or on a TCP socket that is listening already."""
+        """Listen on a path, replacing a dead launcher's socket, or on a TCP socket that is listening already."""
         if isinstance(where, socket.socket):
             self._server = await asyncio.start_server(self._serve, sock=where, limit=_LINE_BYTES, backlog=_BACKLOG)
             return
@@ -434,29 +435,29 @@ class Server:
         self._server = await asyncio.start_unix_server(self._serve, sock=sock, limit=_LINE_BYTES)
 
     async def stop(self) -> None:
-        """Close the door and all connections."""
+        """Close the socket and all connections."""
         if self._server is not None:
             self._server.close()
         for writer in [*self._writers.values(), *self._strangers]:
             writer.close()
 
     def send(self, id: int, kind: str, content: object) -> None:
-        """Say something to a member that is connected; one that is not hears it when it reports again."""
+        """Send a message to a connected member; another one gets it when it reports again."""
         writer = self._writers.get(id)
         if writer is not None:
-            self._say(writer, kind, content)
+            self._write(writer, kind, content)
 
-    def _say(self, writer: asyncio.StreamWriter, kind: str, content: Any) -> None:
-        if writer.transport.get_write_buffer_size() > _WORD_BYTES:
-            writer.transport.abort()  # it reports and does not listen
+    def _write(self, writer: asyncio.StreamWriter, kind: str, content: Any) -> None:
+        if writer.transport.get_write_buffer_size() > _MESSAGE_BYTES:
+            writer.transport.abort()  # it reports and does not read
             return
-        if self._worded is None or self._worded[0] is not content:  # a world is said to each of its members
-            self._worded = content, json.dumps({kind: dataclasses.asdict(content)}).encode()
-        writer.write(self._seals[writer].sealed(self._worded[1]))
+        if self._encoded is None or self._encoded[0] is not content:  # a world is sent to each of its members
+            self._encoded = content, json.dumps({kind: dataclasses.asdict(content)}).encode()
+        writer.write(self._seals[writer].sealed(self._encoded[1]))
 
     def drop_silent(self) -> dict[int, int]:
-        """Hang up on members that have been silent for too long (a stopped process keeps its connection). Returns who they were,
-        with the process that was connected, or 0 if it is on another machine."""
+        """Disconnect members that have been silent for too long (a stopped process keeps its connection). Returns their ids, each
+        with the pid of its process, or 0 if that is on another machine."""
         now = self._clock()
         silent = [id for id, beat in self._beats.items() if now - beat > SILENCE_S and id in self._writers]
         processes = {id: unix_sockets.process_of(self._writers[id].get_extra_info("socket")) for id in silent}
@@ -475,15 +476,15 @@ class Server:
                 sealed = self._seals[writer] = await self._greet(reader, writer)
                 line = await reader.readline()
             while line.endswith(b"\n"):
-                said = json.loads(sealed.opened(line))
-                report = Report.of(said["report"])
+                message = json.loads(sealed.opened(line))
+                report = Report.of(message["report"])
                 self._strangers.pop(writer, None)
                 if report.run != self._run:  # left over from an earlier run of the same name
-                    self._say(writer, "closed", Closed(f"run {report.run} is over", contract.Exit.FAILED))
+                    self._write(writer, "closed", Closed(f"run {report.run} is over", contract.Exit.FAILED))
                     return
-                if id is None and not self._come(report.id, str(said.get("process", ""))[:64], writer):
+                if id is None and not self._come(report.id, str(message.get("process", ""))[:64], writer):
                     reason = f"another process is worker {report.id} of run {self._run} now, in the place of this one"
-                    self._say(writer, "closed", Closed(reason, contract.Exit.INTERRUPTED))
+                    self._write(writer, "closed", Closed(reason, contract.Exit.INTERRUPTED))
                     return
                 id = report.id if id is None else id
                 if report.id != id:
@@ -491,13 +492,13 @@ class Server:
                 if self._writers.get(id) is not writer:
                     return
                 self._beats[id] = self._clock()
-                self._heard(report)
+                self._on_report(report)
                 line = await reader.readline()
         except (ValueError, KeyError, TypeError, RecursionError) as problem:
             self._complain(writer, f"a report that makes no sense: {problem}")
-        except (OSError, TimeoutError):  # it died in the middle of a word, or said nothing
+        except (OSError, TimeoutError):  # it died in the middle of a line, or sent nothing
             pass
-        except Exception:  # what one says must not end what all depend on
+        except Exception:  # one member's message must not end the server
             self._complain(writer, f"a report of worker {id} was too much:\n{traceback.format_exc()}")
         finally:
             self._strangers.pop(writer, None)
@@ -505,33 +506,33 @@ class Server:
             if id is not None and self._writers.get(id) is writer:
                 del self._writers[id]
                 self._beats.pop(id, None)
-                self._gone(id)
+                self._on_gone(id)
             writer.close()
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> seal.Plain:
         if not self._key:
             return seal.Plain()
-        mine = seal.nonce()
-        writer.write(seal.greeting(mine))
-        return seal.Seal(self._key, "decider", ours=mine, theirs=seal.greeted(await reader.readline()))
+        own = seal.nonce()
+        writer.write(seal.greeting(own))
+        return seal.Seal(self._key, "decider", own=own, peer=seal.greeted(await reader.readline()))
 
     def _come(self, id: int, process: str, writer: asyncio.StreamWriter) -> bool:
-        """Take a connection for that of a member; whether it is of the process that came last."""
-        before = self._before.setdefault(id, collections.deque(maxlen=_BEFORE))
-        if process in before:
+        """Take a connection as a member's; False if its process has been replaced by a later one."""
+        replaced = self._replaced.setdefault(id, collections.deque(maxlen=_MOST_REPLACED))
+        if process in replaced:
             return False
         other, last = self._writers.get(id), self._process.get(id)
         self._writers[id], self._process[id] = writer, process
         if last is not None and last != process:
-            before.append(last)
+            replaced.append(last)
             if other is not None:
-                self._gone(id)
+                self._on_gone(id)
         if other is not None:
             other.transport.abort()
         return True
 
     def _complain(self, writer: asyncio.StreamWriter, sentence: str) -> None:
-        """Print what is wrong, at most once every _COMPLAIN_S: a peer may send any number of such messages."""
+        """Print a problem, at most once every _COMPLAIN_S: a peer may send any number of invalid messages."""
         now = time.monotonic()
         if now - self._complained_at < _COMPLAIN_S:
             return

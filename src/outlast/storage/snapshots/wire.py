@@ -47,7 +47,7 @@ class Connection:
         mine = seal.nonce()
         self.sock.sendall(seal.greeting(mine))
         theirs = seal.greeted(self._line(seal.LONGEST_NONCE))
-        self._seal = seal.Seal(key, side, ours=mine, theirs=theirs)
+        self._seal = seal.Seal(key, side, own=mine, peer=theirs)
 
     def send(self, message: dict[str, Any], fd: int | None = None) -> None:
         """Send a message, and a descriptor with it. Raises OSError."""

@@ -23,7 +23,7 @@ _HELD = (State.SUSPENDED, State.QUEUED)
 def world_decided(rec: Reconcile) -> None:
     """Decide who trains together, and publish it for the agents."""
     state = _state(rec)
-    wanted = world.Wanted(rec.wanted, rec.spec.workers.allowed(), frozenset(desired_indices(rec)))
+    wanted = world.Desired(rec.wanted, rec.spec.workers.allowed(), frozenset(desired_indices(rec)))
     pending = failures.reported(rec)
     since = min((each.failure.time for each in pending), default=rec.now)
     known = failures.explained(rec) or bool(world.lost(state, rec.now).out)

@@ -1,7 +1,7 @@
-"""Which peers a member watches, and what it knows of each. Pure: times arrive as arguments, in seconds of one steady clock.
+"""The peers that a member watches, and the state of each. Pure: times arrive as arguments, in seconds of one steady clock.
 
-A connection that breaks proves nothing: a middlebox resets it, a cable is out for a second. So it is made again at once, and a
-peer is unheard only if that fails: twice refused, or not answered for `patience_s`.
+A broken connection proves nothing: a middlebox resets it, a cable is out for a second. So it is reconnected at once, and a peer
+is unheard only if that fails: refused twice, or not answered for `patience_s`.
 
     heard    --lost-->  doubt  --accepted, proven-->  heard
     doubt    --refused twice, or silent for patience_s-->  unheard
@@ -16,16 +16,17 @@ import math
 from collections.abc import Sequence
 
 REFUSALS = 2
-"""How many refusals in a row prove that the process is gone."""
+"""Refusals in a row that prove that the process is gone."""
 AGAIN_S, PAUSE_S = 0.1, 0.5
 """Pause before the next attempt: after a refusal, and once the peer is unheard."""
 ATTEMPT_S, LATER_S = 0.3, 1.0
-"""How long one attempt may take: in doubt, when a new one sends a new SYN (the kernel would repeat the first after 1 s); else."""
+"""Timeout of an attempt: in doubt, as each new one sends a new SYN (the kernel would repeat the first after 1 s); once
+unheard."""
 
 
 @dataclasses.dataclass
-class Hearing:
-    """The state of one peer. `since` is when doubt began; None: no doubt."""
+class PeerState:
+    """The state of one peer. `since` is the time at which doubt began; None: no doubt."""
 
     since: float | None = None
     patience_s: float = 0.0
@@ -33,23 +34,23 @@ class Hearing:
     unheard: str = ""
     """Why the peer is unheard, as the end of a sentence that begins with its name; empty: it is heard."""
     gone: bool = False
-    """It is unheard because nobody listens at its address: its machine answers, its process is gone."""
+    """Nobody listens at its address: its machine answers, its process is gone."""
     left: bool = False
     """It has said goodbye."""
 
     def doubted(self, now: float, patience_s: float) -> None:
-        """The connection is not there; if it is not made in `patience_s`, the peer is unheard."""
+        """There is no connection; if none is established within `patience_s`, the peer is unheard."""
         if self.since is None:
             self.since, self.patience_s = now, patience_s
 
     def accepted(self) -> None:
-        """A kernel has accepted the connection. That ends a doubt (a process that is stopped answers no further), but to be heard
-        again takes a proof: another process may have the port by now."""
+        """A kernel has accepted the connection. That ends a doubt (a stopped process answers no further), but an unheard peer
+        must prove its identity first: another process may have the port by now."""
         if not self.unheard:
             self.since = None
 
     def refused(self) -> None:
-        """An attempt was refused, or whoever accepted it hung up or lacks the key: there, at least, is no member any more."""
+        """An attempt was refused, or the accepting process hung up or lacks the key: no member listens there any more."""
         self.refusals += 1
         if self.refusals >= REFUSALS:
             self.unheard, self.gone = "refuses connections", True
@@ -60,35 +61,35 @@ class Hearing:
             self.unheard = f"has not answered for {now - self.since:.1f} s after its connection broke"
 
     def proven(self) -> None:
-        """The peer has proven that it is there: nothing held against it counts any more."""
+        """The peer has proven its identity: reset all doubts."""
         self.since, self.refusals, self.unheard, self.gone = None, 0, "", False
 
     @property
     def ends(self) -> float:
-        """When patience ends; infinite without a doubt."""
+        """Time at which patience ends; infinite without a doubt."""
         return math.inf if self.since is None or self.unheard else self.since + self.patience_s
 
     @property
     def attempt_s(self) -> float:
-        """How long an attempt may take."""
+        """Timeout of one attempt to connect."""
         return LATER_S if self.unheard else ATTEMPT_S
 
     @property
     def pause_s(self) -> float:
-        """How long to wait after an attempt that failed."""
+        """Pause after a failed attempt."""
         return PAUSE_S if self.unheard else AGAIN_S if self.refusals else 0.0
 
 
 EVERYBODY = 8
-"""Worlds up to this size: everybody watches everybody."""
+"""In worlds up to this size everybody watches everybody."""
 
 
 def watched(id: int, members: Sequence[int]) -> tuple[int, ...]:
     """The peers that member `id` watches, in rank order; `members` are in rank order, too.
 
-    In a large world: those at distance 1 and 2 on both sides, and those opposite. If i watches j, j watches i. So each member is
-    watched by five or six others, and the ring stays connected whichever two are lost. Those opposite sit in another rack, as the
-    ranks of one rack are mostly neighbours: a rack that is cut off as a whole is noticed by as many as it has members.
+    In a large world: the peers at distance 1 and 2 on both sides, and opposite. If i watches j, j watches i. So each member is
+    watched by five or six others, and the ring stays connected whichever two are lost. Opposite peers sit in another rack, as the
+    ranks of one rack are mostly neighbours: a rack that is cut off as a whole is noticed by as many members as it has.
     """
     if len(members) <= EVERYBODY:
         return tuple(each for each in members if each != id)
