@@ -115,7 +115,7 @@ def test_a_world_is_formed_and_goes_on_without_its_decider(nodes: Nodes) -> None
     nodes.until(lambda: bool((run := nodes.look()) and [member.report.standing for member in run.members] == ["training"] * 3))
     run = nodes.look()
     assert run is not None
-    assert (run.world, run.terms) == (a.world, "1:3")
+    assert (run.world, run.nnodes) == (a.world, "1:3")
     first = nodes.decider()
     assert [member.report.id for member in run.members if member.decides] == [first.id]
     nodes.kill(first)
