@@ -159,7 +159,7 @@ def test_the_digits_are_1442_training_and_355_test_images_with_every_class_in_ev
     assert (train.x.shape, test.x.shape) == ((1442, 3, 32, 32), (355, 3, 32, 32))
     assert train.names == digits.NAMES
     assert np.bincount(test.y).tolist() == [35, 36, 35, 36, 36, 36, 36, 35, 34, 36]
-    first = cifar._read(root, ["data_batch_1"])
+    first = cifar.read(root, ["data_batch_1"])
     assert np.bincount(first.y).min() >= 28
     assert {image.tobytes() for image in train.x}.isdisjoint(image.tobytes() for image in test.x)
     assert 0 == train.x.min() < train.x.max() == 255

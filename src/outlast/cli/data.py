@@ -162,7 +162,7 @@ def _to_store(dataset: Dataset, url: str, how: How) -> tuple[Marker, bool]:
 
     there = store.open_(url)
     try:
-        found = getting.there(dataset, Marker.parse(there.get(place.MARKER)), url)
+        found = getting.checked(dataset, Marker.parse(there.get(place.MARKER)), url)
     except store.Missing:
         found = None
     if found:

@@ -1,6 +1,6 @@
 """CIFAR-10's Python batches: `data_batch_1` ... `data_batch_5`, `test_batch` and `batches.meta`, all pickled dicts.
 
-Recipes read them with `train` and `test`; `data.digits` writes other images in the same form. Pixels stay uint8: the 50,000
+Recipes read them with `train` and `test`; `data.digits` writes other images in the same format. Pixels stay uint8: the 50,000
 training images of CIFAR-10 are 154 MB, a quarter of their size as float32. Loading a pickle can run any code, so the unpickler
 here accepts numpy arrays and little else. Raises `NotCifar` for anything that is not CIFAR-10.
 
@@ -58,22 +58,12 @@ class Images:
 
 def train(directory: Path) -> Images:
     """The training images of the CIFAR-10 in `directory`, or in `cifar-10-batches-py` below it. Raises NotCifar."""
-    return _read(directory, TRAIN)
+    return read(directory, TRAIN)
 
 
 def test(directory: Path) -> Images:
     """The held-out images. Raises NotCifar."""
-    return _read(directory, (TEST,))
-
-
-def read(directory: Path, files: Sequence[str]) -> Images:
-    """The images of some of the files. Raises NotCifar."""
-    return _read(directory, files)
-
-
-def names(directory: Path) -> tuple[str, ...]:
-    """The names of the ten classes. Raises NotCifar."""
-    return _read(directory, (TEST,)).names
+    return read(directory, (TEST,))
 
 
 def write(directory: Path, file: str, x: NDArray[np.uint8], y: Sequence[int], title: str) -> None:
@@ -95,7 +85,8 @@ def _dump(path: Path, content: Mapping[bytes, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _read(directory: Path, files: Sequence[str]) -> Images:
+def read(directory: Path, files: Sequence[str]) -> Images:
+    """The images of some batch files, in order. Raises NotCifar."""
     below = directory / "cifar-10-batches-py"  # what the archive unpacks to
     root = below if below.is_dir() and not (directory / META).exists() else directory
     if not root.is_dir():
@@ -138,10 +129,10 @@ def _load(root: Path, file: str) -> dict[bytes, Any]:
         try:
             content = _Unpickler(opened).load()
         except OSError:
-            raise  # the disk's fault, not the file's
+            raise  # a fault of the disk, not of the file
         except _Refused as refused:
             raise NotCifar(root, f"{file} {refused}") from refused
-        except Exception as error:  # whatever bytes that are no pickle make the unpickler do
+        except Exception as error:  # the unpickler raises anything on bytes that are no pickle
             raise NotCifar(root, f"{file} is damaged or not a pickle ({type(error).__name__}: {error})") from error
     if not isinstance(content, dict):
         raise NotCifar(root, f"{file} holds a {type(content).__name__}, not a dict")
@@ -149,7 +140,7 @@ def _load(root: Path, file: str) -> dict[bytes, Any]:
 
 
 class _Refused(Exception):
-    """A pickle asked for something that CIFAR-10 does not need."""
+    """A pickle refers to something that CIFAR-10 does not need."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -159,15 +150,15 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file, encoding="bytes")  # the originals come from Python 2, whose str is bytes
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a pickle may call or refer to; everything else is refused."""
-        known = _ALLOWED.get((module.replace("numpy.core.", "numpy._core."), name))  # numpy 1's name and numpy 2's
-        if known is None:
+        """Resolve a name if it is in the allow-list; raises _Refused otherwise."""
+        allowed = _ALLOWED.get((module.replace("numpy.core.", "numpy._core."), name))  # numpy 1's name and numpy 2's
+        if allowed is None:
             raise _Refused(f"wants to run {module}.{name} when it is opened; only numpy arrays are allowed")
-        return known
+        return allowed
 
 
 def _empty_array(*_: object) -> NDArray[np.uint8]:
-    """Stands in for numpy's `_reconstruct`; shape, type and bytes follow as the array's state, which numpy checks."""
+    """Replacement of numpy's `_reconstruct`; shape, type and bytes follow as the array's state, which numpy checks."""
     return np.empty(0, np.uint8)
 
 

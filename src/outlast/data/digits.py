@@ -22,13 +22,13 @@ NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What `write` did; as text, the sentence to print."""
+    """Result of `write`; `str` gives the sentence to print."""
 
     directory: Path
     train: int
     test: int
     written: bool
-    """False when everything was there already."""
+    """False when the digits existed already."""
 
     def __str__(self) -> str:
         verb = "wrote" if self.written else "already there:"
@@ -42,7 +42,7 @@ def write(directory: Path | str) -> Summary:
     """
     directory = Path(directory).absolute()
     try:
-        return _found(directory) or _write(directory)
+        return _existing(directory) or _write(directory)
     except OSError as error:
         raise OutlastError(
             f"cannot write the digits to {directory}: {error.strerror or error}; choose another directory"
@@ -50,9 +50,9 @@ def write(directory: Path | str) -> Summary:
 
 
 def fill(directory: Path) -> tuple[int, int]:
-    """Write the digits to an empty directory; returns how many there are to train on, and held out."""
+    """Write the digits to an empty directory. Returns the number of training and of held-out images."""
     x, y = _digits()
-    held_out = _count(y) % 5 == 4  # the same share of every class, and no random numbers that a library could change
+    held_out = _count(y) % 5 == 4  # an equal share of every class, and no random numbers that a library could change
     train_x, train_y = x[~held_out], y[~held_out]
     batch = _count(train_y) % 5  # every batch has its share of every class
     for i, file in enumerate(cifar.TRAIN):
@@ -72,14 +72,14 @@ def _write(directory: Path) -> Summary:
         try:
             made.rename(directory)  # replaces an empty directory, never a full one
         except OSError:
-            if found := _found(directory):  # another process was faster
-                return found
+            if existing := _existing(directory):  # another process was faster
+                return existing
             raise
     files.sync(directory.parent)
     return Summary(directory, train=train, test=test, written=True)
 
 
-def _found(directory: Path) -> Summary | None:
+def _existing(directory: Path) -> Summary | None:
     """The digits in `directory`, or None when it is missing or empty; raises OutlastError when it holds something else."""
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return None
@@ -115,7 +115,7 @@ def _interpolation(n: int, m: int) -> NDArray[np.float64]:
 
 
 def _count(y: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each label, how many of the same stand before it."""
+    """For each label, the number of equal labels before it."""
     count = np.zeros(len(y), dtype=np.int64)
     for label in np.unique(y):
         count[y == label] = np.arange(np.count_nonzero(y == label))

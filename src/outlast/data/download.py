@@ -1,13 +1,13 @@
-"""A download that a kill, a broken connection or a bad server can stop, but not spoil.
+"""A download that survives kills, broken connections and bad servers.
 
     path = Download(Remote(url, sha256=...), directory, ...).fetch()
 
-In `directory` are, until the file is whole, its beginning and `state.json`: of which version it is, and how much of it is on the
-disk. The rest is asked for on condition that the file is still of that version; one that has changed, or whose server sends no
+Until the file is whole, `directory` holds its beginning and `state.json`: its version, and how many bytes are on the disk. The
+rest is requested on condition that the version is still the same (If-Range); a file that has changed, or whose server sends no
 parts, is fetched from its beginning.
 
-`fetch` returns when length and checksum are right, and raises otherwise. A file that came in parts and has another checksum than
-expected is fetched once more as a whole, since only a strong ETag proves that parts belong together.
+`fetch` returns when length and checksum are right, and raises otherwise. A file that came in parts and has a wrong checksum is
+fetched once more as a whole, since only a strong ETag proves that parts belong together.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from outlast.data.http import Address, Answer, Away, OutOfRange, Version
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
-"""Gets how many bytes have arrived, and of how many; 0 when that is not known."""
+"""Called with the bytes that have arrived and the bytes in all; 0 when unknown."""
 
 _BUFFER = 1 << 18
 _READ = 1 << 20
@@ -38,14 +38,14 @@ _COMPLAIN_S = 10.0
 _LARGE = 1 << 30
 """Bytes whose checksum takes seconds."""
 _SAVE_S = 2.0
-"""Interval at which the state is written: a kill loses what arrived since."""
+"""Interval of writing the state: a kill loses the bytes that arrived since."""
 _BEGINNINGS = 4
-"""Attempts at a file that changes meanwhile, or that the server sends as a whole only."""
+"""Attempts at a file that changes meanwhile, or that the server sends only as a whole."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Remote:
-    """A file to download, and what is known of it."""
+    """A file to download, with its published size and checksums."""
 
     url: str
     size: int = 0
@@ -53,21 +53,21 @@ class Remote:
     sha256: str = ""
     md5: str = ""
     name: str = ""
-    """What the file is called here, if not as in the URL."""
+    """Local name of the file; empty: the name in the URL."""
 
     @property
     def checked(self) -> bool:
-        """Whether there is a checksum to compare with."""
+        """Whether a checksum is known."""
         return bool(self.sha256 or self.md5)
 
     @property
     def shown(self) -> str:
-        """The URL for sentences."""
+        """The URL for messages."""
         return Address.parse(self.url).shown
 
     @property
     def file(self) -> str:
-        """The name of the file."""
+        """Local name of the file."""
         return self.name or Address.parse(self.url).name or "data"
 
 
@@ -76,19 +76,19 @@ class Options:
     """How to download. The numbers are arbitrary, and right for most networks."""
 
     patience_s: float = 300.0
-    """For so long it is tried again while nothing arrives."""
+    """Time of retries without a byte arriving."""
     absent_s: float = 20.0
     """The same while no server has answered at all: a wrong host name, no internet."""
     timeout_s: float = 60.0
-    """For so long a connection may be silent."""
+    """Longest silence of a connection."""
 
 
 class _Changed(Exception):
-    """The server has another version of the file than the one that was begun."""
+    """The server has another version of the file than the one on the disk."""
 
 
 class Download:
-    """The download of one file to a directory that is used for nothing else."""
+    """The download of one file to a directory of its own."""
 
     def __init__(
         self,
@@ -105,15 +105,15 @@ class Download:
         self._state = directory / "state.json"
         self._say, self._progress, self._stop, self._options = say, progress, stop, options
         self._done = self._size = 0
-        """Bytes that are here, and of the whole file; the latter 0 if that is not known."""
+        """Bytes on the disk, and bytes of the whole file (0 if unknown)."""
         self._version = Version()
         self._parts = self._beginnings = 0
-        """Answers of which what is here is put together, and those that began at the first byte."""
+        """Responses that the bytes on the disk came from, and responses that began at the first byte."""
         self._whole = False
-        """Whether the server's parts cannot be used."""
+        """The server's partial responses cannot be used."""
         self._answered = False
         self._host = self._address.shown.split("/")[2]
-        self._moved = time.monotonic()
+        self._arrived = time.monotonic()
         """When bytes last arrived."""
         self._complained = self._saved = -_COMPLAIN_S
 
@@ -144,11 +144,11 @@ class Download:
     # The state
 
     def _resume(self) -> None:
-        """Take up what an earlier download has left, if it can be used."""
+        """Continue an earlier download, if its state can be used."""
         try:
             state = json.loads(self._state.read_text())
             self._done, self._size, self._version = state["done"], state["size"], Version(state["etag"], state["modified"])
-            usable = state["of"] == self._of() and 0 <= self._done <= min(self._size, self.path.stat().st_size)
+            usable = state["of"] == self._identity and 0 <= self._done <= min(self._size, self.path.stat().st_size)
         except (OSError, ValueError, KeyError, TypeError):
             usable = False
         if not usable or not (self._version.known or self._remote.checked):
@@ -157,19 +157,20 @@ class Download:
         if left := self._size - self._done:
             self._say(f"going on with {self._address.shown}: {units.human_bytes(left)} are missing")
 
-    def _of(self) -> str:
-        """What must be equal for an earlier download to be of use."""
-        return self._remote.sha256 or self._address.same
+    @property
+    def _identity(self) -> str:
+        """Identifies the file; only an earlier download of the same one is continued."""
+        return self._remote.sha256 or self._address.identity
 
     def _save(self, fd: int) -> None:
-        """Note what has arrived, once it is on the disk."""
+        """Write the state after flushing the bytes that it counts."""
         os.fdatasync(fd)
-        state = {"of": self._of(), "size": self._size, "etag": self._version.etag, "modified": self._version.modified}
+        state = {"of": self._identity, "size": self._size, "etag": self._version.etag, "modified": self._version.modified}
         files.replace(self._state, json.dumps({**state, "done": self._done}), durable=True)
         self._saved = time.monotonic()
 
     def _forget(self) -> None:
-        """Begin again with nothing."""
+        """Discard everything on the disk."""
         for path in (self._state, self.path):
             path.unlink(missing_ok=True)
         self._done, self._size, self._version, self._parts = 0, 0, Version(), 0
@@ -177,8 +178,8 @@ class Download:
     # The file
 
     def _all(self) -> None:
-        """Fetch what is missing. Raises _Changed, OutlastError, Stopped, OSError."""
-        self._moved = time.monotonic()
+        """Fetch the missing bytes, with retries. Raises _Changed, OutlastError, Stopped, OSError."""
+        self._arrived = time.monotonic()
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             try:
@@ -189,7 +190,7 @@ class Download:
             os.fsync(fd)
         except BaseException:
             if not self._state.exists():
-                self._forget()  # what cannot be resumed
+                self._forget()  # nothing that could be resumed
             raise
         finally:
             os.close(fd)
@@ -199,7 +200,7 @@ class Download:
         return bool(self._size and not self._whole and (self._version.known or self._remote.checked))
 
     def _rest(self, fd: int) -> None:
-        """Fetch what is missing with one request. Raises Away when it ends too early."""
+        """Fetch the missing bytes with one request. Raises Away when it ends too early."""
         first = self._done if self._resumable else 0
         if first and first == self._size:
             return
@@ -224,7 +225,7 @@ class Download:
             raise _Changed
 
     def _begin(self, fd: int, answer: Answer, first: int) -> None:
-        """Make ready for an answer that sends the whole file. Raises OutlastError, also when it cannot be told from a part."""
+        """Prepare for a response with the whole file. Raises OutlastError, also when a cut-off body could not be detected."""
         if not answer.bounded and not (self._remote.checked or self._remote.size):
             raise OutlastError(
                 f"{self._address.shown}: the server does not say how long the file is, so a part of it would look like the "
@@ -247,7 +248,7 @@ class Download:
             self._sized(answer.total)
 
     def _sized(self, size: int) -> None:
-        """Raise OutlastError when the file has another length than expected, or no room here."""
+        """Set the size. Raises OutlastError when it is not the published one, or the disk has no room."""
         if self._remote.size not in (0, size):
             self._forget()
             raise OutlastError(
@@ -260,7 +261,7 @@ class Download:
             raise OutlastError(f"{self._address.shown} needs {sizes}; make room there, or choose another directory")
 
     def _copy(self, fd: int, answer: Answer) -> None:
-        """Write an answer's bytes behind those that are here. Raises Away when it ends too early."""
+        """Append the body of a response. Raises Away when it ends too early."""
         while answer.total is None or self._done < answer.total:
             if self._stop.is_set():
                 raise Stopped(_STOPPED)
@@ -271,7 +272,7 @@ class Download:
             while left:
                 written = os.pwrite(fd, left, self._done)
                 left, self._done = left[written:], self._done + written
-            self._answered, self._moved = True, time.monotonic()
+            self._answered, self._arrived = True, time.monotonic()
             self._progress(self._done, self._size)
             if self._resumable and time.monotonic() - self._saved > _SAVE_S:
                 self._save(fd)
@@ -279,19 +280,19 @@ class Download:
             raise Away(f"the connection ended at byte {self._done:,} of {answer.total:,}")
 
     def _retried(self, attempt: Callable[[], None]) -> None:
-        """Do it until it succeeds, nothing has arrived for too long, or it has begun from the start too often."""
+        """Repeat an attempt until it succeeds, nothing has arrived for too long, or it began at the first byte too often."""
         number = self._beginnings = 0
         while True:
-            before = self._moved
+            last = self._arrived
             try:
                 return attempt()
             except Away as problem:
                 self._answered |= problem.answered
-                moved = self._moved != before
-                pause = max(problem.after_s, 0.05 if moved else backoff.jittered(backoff.exponential(number, 0.25, 15.0)))
-                number = 0 if moved else number + 1
+                progressed = self._arrived != last
+                pause = max(problem.after_s, 0.05 if progressed else backoff.jittered(backoff.exponential(number, 0.25, 15.0)))
+                number = 0 if progressed else number + 1
                 patience = self._options.patience_s if self._answered else self._options.absent_s
-                if time.monotonic() + pause - self._moved > patience or self._beginnings >= _BEGINNINGS:
+                if time.monotonic() + pause - self._arrived > patience or self._beginnings >= _BEGINNINGS:
                     raise OutlastError(self._given_up(problem)) from problem
                 if time.monotonic() - self._complained >= _COMPLAIN_S:
                     self._complained = time.monotonic()
@@ -304,22 +305,19 @@ class Download:
             remedy = "check the network, or download the file elsewhere and give it with outlast data get --from FILE"
             return f"cannot reach {self._host}: {problem}; {remedy}"
         if problem.after_s > self._options.patience_s:
-            wish = units.human_seconds(problem.after_s)
-            return f"{self._address.shown}: {problem}, and asks to come back in {wish}; run the same command then"
+            pause = units.human_seconds(problem.after_s)
+            return f"{self._address.shown}: {problem}, and asks to come back in {pause}; run the same command then"
         later = "run the same command later" + (", which goes on from here" if self._resumable else "")
         return f"{self._address.shown}: {problem}, again and again; {later}"
 
 
 def mismatch(path: Path, remote: Remote, name: str, stop: threading.Event) -> str:
-    """The sentence for a file that is not the one that is wanted; empty when it is, as far as can be known.
-
-    Raises Stopped soon after `stop` is set.
-    """
+    """Compare a file with its published size and checksum: a message when it differs, else "". Raises Stopped."""
     size = path.stat().st_size
     if remote.size not in (0, size):
         return f"{name} has {size:,} bytes and must have {remote.size:,}; it is not the file that is wanted, or it is damaged"
-    for algorithm, wanted in (("sha256", remote.sha256), ("md5", remote.md5)):
-        if not wanted:
+    for algorithm, expected in (("sha256", remote.sha256), ("md5", remote.md5)):
+        if not expected:
             continue
         digest = hashlib.new(algorithm, usedforsecurity=False)
         with open(path, "rb") as file:
@@ -327,7 +325,9 @@ def mismatch(path: Path, remote: Remote, name: str, stop: threading.Event) -> st
                 digest.update(data)
                 if stop.is_set():
                     raise Stopped(_STOPPED)
-        if (found := digest.hexdigest()) != wanted:
+        if (actual := digest.hexdigest()) != expected:
             kind = {"sha256": "SHA-256", "md5": "MD5"}[algorithm]
-            return f"{name} has the {kind} {found}, and must have {wanted}; it is not the file that is wanted, or it is damaged"
+            return (
+                f"{name} has the {kind} {actual}, and must have {expected}; it is not the file that is wanted, or it is damaged"
+            )
     return ""

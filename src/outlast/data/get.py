@@ -1,9 +1,9 @@
-"""Getting a dataset: downloaded or made, checked, unpacked, put in place, marked. Called by `outlast data get` and by the cache
-of a machine.
+"""Get a dataset: download or make it, check it, unpack it, put it in place, mark it. Called by `outlast data get` and by the
+cache of a machine.
 
     marker, written = get(registry.named("cifar10"), Path("data/cifar10"), How(say=print))
 
-A call that was killed at any point is completed by the next one. Nothing is unpacked before its checksum is right, nothing
+If a call is killed at any point, the next one completes it. Nothing is unpacked before its checksum is right, nothing
 appears in the directory before all of it is unpacked, and the marker comes last.
 """
 
@@ -47,16 +47,16 @@ class How:
 
 
 def get(dataset: Dataset, directory: Path, how: How) -> tuple[Marker, bool]:
-    """Bring a dataset to a directory, unless it is complete there; returns its marker, and whether anything was written.
+    """Put a dataset into a directory unless it is complete there. Returns its marker and whether anything was written.
 
     Raises OutlastError.
     """
-    if found := there(dataset, place.marker(directory), str(directory)):
-        return found, False
+    if marker := checked(dataset, place.marker(directory), str(directory)):
+        return marker, False
     given = _given(dataset, how.archive) if how.archive else {}
     with place.opened(directory, dataset.name, say=how.say, stop=how.stop) as opened:
-        if found := there(dataset, place.marker(directory), str(directory)):  # another process was faster
-            return found, False
+        if marker := checked(dataset, place.marker(directory), str(directory)):  # another process was faster
+            return marker, False
         try:
             if dataset.made:
                 dataset.made.write(opened.tree())
@@ -67,18 +67,18 @@ def get(dataset: Dataset, directory: Path, how: How) -> tuple[Marker, bool]:
             raise
 
 
-def there(dataset: Dataset, found: Marker | None, where: str) -> Marker | None:
-    """The marker of a place, if it is of this dataset. Raises OutlastError when it is of another one."""
-    if found is None:
+def checked(dataset: Dataset, marker: Marker | None, where: str) -> Marker | None:
+    """The marker of a place, if there is one. Raises OutlastError when it is of another dataset."""
+    if marker is None:
         return None
-    wanted = [remote.sha256 for remote in dataset.remotes]
-    if found.name != dataset.name:
-        raise OutlastError(f"{where} holds {found.name}; choose another place for {dataset.name}")
-    if len(wanted) == 1 and wanted[0] and found.sha256 and wanted[0] != found.sha256:
+    expected = [remote.sha256 for remote in dataset.remotes]
+    if marker.name != dataset.name:
+        raise OutlastError(f"{where} holds {marker.name}; choose another place for {dataset.name}")
+    if len(expected) == 1 and expected[0] and marker.sha256 and expected[0] != marker.sha256:
         raise OutlastError(
-            f"{where} holds another version of {dataset.name}, with the SHA-256 {found.sha256}; choose another place"
+            f"{where} holds another version of {dataset.name}, with the SHA-256 {marker.sha256}; choose another place"
         )
-    return found
+    return marker
 
 
 def _downloaded(dataset: Dataset, opened: Place, given: dict[Remote, Path], how: How) -> Marker:
@@ -90,8 +90,7 @@ def _downloaded(dataset: Dataset, opened: Place, given: dict[Remote, Path], how:
             paths[remote] = given[remote]
         else:
             into = opened.coming / f"{number}"
-            bringing = Download(remote, into, say=how.say, progress=how.progress, stop=how.stop, options=how.options)
-            paths[remote] = bringing.fetch()
+            paths[remote] = Download(remote, into, say=how.say, progress=how.progress, stop=how.stop, options=how.options).fetch()
     tree = opened.tree()
     for remote, path in paths.items():
         try:
@@ -102,7 +101,7 @@ def _downloaded(dataset: Dataset, opened: Place, given: dict[Remote, Path], how:
             raise
         except OutlastError:
             if not given:
-                shutil.rmtree(path.parent)  # what is damaged there, too, is not to be tried again and again
+                shutil.rmtree(path.parent)  # if it is damaged at its source, the next call must not try the same file
             raise
     return opened.finish(
         Marker(
@@ -131,7 +130,7 @@ def _unpacked(remote: Remote, path: Path, tree: Path, stop: threading.Event, *, 
 
 
 def _given(dataset: Dataset, archive: Path) -> dict[Remote, Path]:
-    """The files that need no download. Raises OutlastError when one is missing."""
+    """Local paths of the files that were given instead of a download. Raises OutlastError when one is missing."""
     if dataset.made:
         raise OutlastError(f"{dataset.name} needs no download; leave out --from")
     if len(dataset.remotes) == 1 and not archive.is_dir():

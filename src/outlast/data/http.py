@@ -3,8 +3,8 @@
     with request(Address.parse(url), first=0, last=99, version=None, timeout_s=60) as answer:
         answer.total, answer.version, answer.first, answer.read(1 << 18)
 
-urllib follows redirects and uses the proxies of the environment (`HTTPS_PROXY`, `NO_PROXY`) and the system's certificates, and
-needs no package. What can be wrong is one of two: `Away`, where a retry may help, and OutlastError, where it cannot.
+urllib follows redirects, uses the proxies of the environment (`HTTPS_PROXY`, `NO_PROXY`) and the system's certificates, and needs
+no package. Errors are of two kinds: `Away`, where a retry may help, and OutlastError, where it cannot.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ _REMEDY = {
 
 
 class Away(Exception):
-    """The server cannot be reached, or does not answer as it should; a retry may help."""
+    """The server cannot be reached, or its answer is not usable; a retry may help."""
 
     def __init__(self, reason: str, *, after_s: float = 0.0, answered: bool = True) -> None:
         super().__init__(reason)
         self.after_s = after_s
-        """How long the server asks to wait."""
+        """Seconds to wait that the server asks for (`Retry-After`)."""
         self.answered = answered
-        """Whether a server was there at all."""
+        """Whether any server answered."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """Where a file is."""
+    """The URL of a file."""
 
     url: str
-    """Without login and fragment."""
+    """The URL without login and fragment."""
     login: str = ""
-    """`Basic ...`, if the URL has a login; it is not sent to where the server redirects."""
+    """`Basic ...`, if the URL has a login; it is not sent on redirects."""
 
     @classmethod
     def parse(cls, url: str) -> Address:
@@ -79,12 +79,12 @@ class Address:
 
     @property
     def shown(self) -> str:
-        """For sentences: without the query, which may hold a signature."""
+        """The URL for messages: without the query, which may hold a signature."""
         return self.url.partition("?")[0]
 
     @property
-    def same(self) -> str:
-        """The file's name: without a query that holds a signature, which differs each time."""
+    def identity(self) -> str:
+        """The URL that identifies the file: without a query that holds a signature, which differs each time."""
         return logins.hidden(self.url)
 
     @property
@@ -96,7 +96,7 @@ class Address:
 
 @dataclasses.dataclass(frozen=True)
 class Version:
-    """Which version of the file an answer is of."""
+    """Which version of the file a response is of."""
 
     etag: str = ""
     modified: str = ""
@@ -113,25 +113,25 @@ class Version:
 
     @property
     def condition(self) -> str:
-        """For `If-Range`, which takes a strong tag or a date."""
+        """The value of `If-Range`, which takes a strong tag or a date."""
         return self.etag if self.strong else "" if self.etag else self.modified
 
 
 @dataclasses.dataclass
 class Answer:
-    """What a server sends: the whole file, or a part of it."""
+    """The response of a server: the whole file, or a part of it."""
 
     part: bool
-    """Whether it is the part that was asked for; if not, it is the whole file."""
+    """True for the requested part, False for the whole file."""
     first: int
-    """The first byte of the part; 0 of the whole file."""
+    """The first byte of the part; 0 for the whole file."""
     total: int | None
     """Bytes of the whole file; None when the server does not say."""
     bounded: bool
     """Whether the end of the body can be told from a broken connection."""
     version: Version
     encoding: str
-    """How the server has packed the body although nobody asked for that, e.g. `gzip`; mostly empty."""
+    """Content encoding that the server applied unasked, such as `gzip`; mostly empty."""
     _body: Any
 
     def read(self, most: int) -> bytes:
@@ -142,47 +142,48 @@ class Answer:
 
 @contextlib.contextmanager
 def request(address: Address, *, first: int = 0, version: Version | None = None, timeout_s: float) -> Iterator[Answer]:
-    """Ask for a file from its byte `first` on, if it is still of this version, else for all of it. Raises Away, OutOfRange,
-    OutlastError."""
-    asked = urllib.request.Request(address.url, headers={"User-Agent": f"outlast/{__version__}", "Accept-Encoding": "identity"})
-    known = None if address.login else logins.of(urllib.parse.urlsplit(address.url).hostname or "")
-    if login := _basic(*known) if known else address.login:
-        asked.add_unredirected_header("Authorization", login)
+    """Request a file from byte `first` on if it is still this version, else all of it. Raises Away, OutOfRange, OutlastError."""
+    outgoing = urllib.request.Request(
+        address.url, headers={"User-Agent": f"outlast/{__version__}", "Accept-Encoding": "identity"}
+    )
+    login_of_host = None if address.login else logins.of(urllib.parse.urlsplit(address.url).hostname or "")
+    if login := _basic(*login_of_host) if login_of_host else address.login:
+        outgoing.add_unredirected_header("Authorization", login)
     if first:
-        asked.add_header("Range", f"bytes={first}-")
+        outgoing.add_header("Range", f"bytes={first}-")
         if version and version.condition:
-            asked.add_header("If-Range", version.condition)
+            outgoing.add_header("If-Range", version.condition)
     with _mapped(address):
-        body = _opener().open(asked, timeout=timeout_s)
+        body = _opener().open(outgoing, timeout=timeout_s)
     with contextlib.closing(body):
         yield _answer(body, address, part=first > 0)
 
 
 def _basic(user: str, password: str) -> str:
-    """The header for a login, RFC 7617."""
+    """The value of an Authorization header, RFC 7617."""
     return f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"
 
 
 def look(url: str, *, timeout_s: float) -> None:
-    """Raise OutlastError when a server says that it has no such file for us; not when it cannot be reached."""
+    """Raise OutlastError when a server refuses the file, not when it cannot be reached."""
     with contextlib.suppress(Away, OutOfRange), request(Address.parse(url), timeout_s=timeout_s):
         pass
 
 
 def _answer(body: Any, address: Address, *, part: bool) -> Answer:
-    """The answer to a request for a `part`, or for the whole file."""
+    """Parse the response to a request for a `part`, or for the whole file."""
     headers = body.headers
     encoding = headers.get("Content-Encoding", "").strip().lower().replace("identity", "")
     version = Version(headers.get("ETag", "").strip(), headers.get("Last-Modified", "").strip())
     chunked = headers.get("Transfer-Encoding", "").lower() == "chunked"
     if body.status == 206:
-        found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", headers.get("Content-Range", "").strip())
-        if not found or not part:
+        match = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", headers.get("Content-Range", "").strip())
+        if not match or not part:
             remedy = "download it by hand (outlast data get --from FILE)"
             what = "a part without saying which" if part else "a part of the file where all of it was asked for"
             raise OutlastError(f"{address.shown}: the server sends {what}; {remedy}")
-        total = None if found[3] == "*" else int(found[3])
-        return Answer(True, int(found[1]), total, True, version, encoding, body)
+        total = None if match[3] == "*" else int(match[3])
+        return Answer(True, int(match[1]), total, True, version, encoding, body)
     if body.status != 200:
         raise OutlastError(f"{address.shown}: the server answers {body.status}, which is no file; correct the URL")
     length = headers.get("Content-Length", "").strip()
@@ -191,7 +192,7 @@ def _answer(body: Any, address: Address, *, part: bool) -> Answer:
 
 
 def _opener() -> urllib.request.OpenerDirector:
-    """For http and https only: no redirect leads to a file of this machine."""
+    """Handlers of http and https only: no redirect leads to a file of this machine."""
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler,
@@ -208,7 +209,7 @@ def _opener() -> urllib.request.OpenerDirector:
 
 @contextlib.contextmanager
 def _mapped(address: Address | None = None) -> Iterator[None]:
-    """The client's exceptions as ours."""
+    """Map the client's exceptions to Away, OutOfRange and OutlastError."""
     try:
         yield
     except urllib.error.HTTPError as error:
@@ -233,18 +234,18 @@ def _mapped(address: Address | None = None) -> Iterator[None]:
 
 
 def _refusal(error: urllib.error.HTTPError, address: Address | None) -> Exception:
-    if error.code == 416 and (found := re.fullmatch(r"bytes \*/(\d+)", (error.headers.get("Content-Range") or "").strip())):
-        return OutOfRange(int(found[1]))
+    if error.code == 416 and (match := re.fullmatch(r"bytes \*/(\d+)", (error.headers.get("Content-Range") or "").strip())):
+        return OutOfRange(int(match[1]))
     if error.code in _AGAIN:
         return Away(f"it answers {error.code} {error.reason}".rstrip(), after_s=_seconds(error.headers.get("Retry-After") or ""))
     where = address.shown if address else "the server"
-    reason = str(error.reason).partition("\n")[0].rstrip(".")  # of redirects without end, urllib says more
+    reason = str(error.reason).partition("\n")[0].rstrip(".")  # urllib adds more lines about endless redirects
     remedy = _REMEDY.get(error.code, "correct the URL, or download the file by hand (outlast data get --from FILE)")
     return OutlastError(f"{where}: {error.code} {reason}".rstrip() + f"; {remedy}")
 
 
 class OutOfRange(Exception):
-    """There is no such part: the file is only this long."""
+    """The requested part does not exist: the file has only `total` bytes."""
 
     def __init__(self, total: int) -> None:
         super().__init__(total)
@@ -252,7 +253,7 @@ class OutOfRange(Exception):
 
 
 def _seconds(after: str) -> float:
-    """What `Retry-After` says, seconds or a date, in seconds from now."""
+    """Parse `Retry-After`, seconds or a date, into seconds from now."""
     if after.strip().isdecimal():
         return float(after)
     try:

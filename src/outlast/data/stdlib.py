@@ -1,9 +1,8 @@
 """The Python standard library's own sources as text: real text for a first language model, without a download.
 
-Some 600 modules and 10 MB of one style, on every machine. The same Python version gives the same files: sorted by nothing but
-their names, UTF-8, `\\n` at the end of a line. Left out is what differs between installations of one version: packages
-(`site-packages`), the modules that record how Python was built (`_sysconfigdata_*`), and the tests, which some leave out
-themselves. `outlast data get python-stdlib` calls `write`.
+Some 600 modules and 10 MB of one style, on every machine. The same Python version gives the same files: sorted by name, UTF-8,
+`\\n` at the end of a line. Files that differ between installations of one version are left out: packages (`site-packages`), the
+modules that record how Python was built (`_sysconfigdata_*`), and the tests. `outlast data get python-stdlib` calls `write`.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ _SITE = ("sitecustomize.py", "usercustomize.py")
 
 
 def source() -> str:
-    """Which Python the sources are of: `Python 3.12.4`."""
+    """The Python that the sources belong to: `Python 3.12.4`."""
     return f"Python {platform.python_version()}"
 
 
 def write(directory: Path) -> None:
-    """Write the sources below `directory`, as they lie in the library: `json/decoder.py`. Raises OutlastError, OSError."""
+    """Write the sources below `directory` under their paths in the library: `json/decoder.py`. Raises OutlastError, OSError."""
     library = Path(sysconfig.get_path("stdlib"))
     written = 0
     for name in sorted(_modules(library)):
         try:
             text = _text(library / name)
         except (SyntaxError, UnicodeDecodeError):
-            continue  # of no encoding: deliberately bad files of a test
+            continue  # no valid encoding: deliberately bad files of a test
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text.encode())

@@ -288,7 +288,7 @@ def _write_cifar(place: work.Place, directory: Path, settings: Settings) -> tupl
         for number, (part, shard, file) in enumerate(made)
     ]
     do = functools.partial(_write_batch, directory=directory, to=place.request.to, settings=settings)
-    return cifar.names(directory), place.results("shard", do, batches)
+    return cifar.test(directory).names, place.results("shard", do, batches)
 
 
 def _write_batch(batch: tables.Batch[str], *, directory: Path, to: Path, settings: Settings) -> work.Note:
