@@ -1,6 +1,6 @@
-"""Every process of ours that another one starts is `python -m outlast ROLE ...`; any other word is a command of `outlast`.
+"""Every process that another of our processes starts is `python -m outlast ROLE ...`; any other word is a command of `outlast`.
 
-So no command line names a module. Only the module of the role is imported, since each of these processes is waited for.
+So no command line names a module. Only the module of the role is imported, since the start of each process is waited for.
 """
 
 import importlib
@@ -18,11 +18,11 @@ ROLES = {
     "weights": "outlast.training.state.weights",
     "workdir": "outlast.worker.prepare.workdir",
 }
-"""The module of each role. Its `main` is given the other arguments, and returns the exit code or None for 0."""
+"""The module of each role. Its `main` gets the other arguments and returns the exit code, or None for 0."""
 
 
 def main(argv: list[str]) -> None:
-    """Do what the first argument names, with the others, and exit."""
+    """Run the role or the command that the first argument names, and exit."""
     if argv and argv[0] in ROLES:
         sys.exit(importlib.import_module(ROLES[argv[0]]).main(argv[1:]))
     importlib.import_module("outlast.cli").main(argv)

@@ -1,13 +1,12 @@
-"""What Spark starts in its containers on Kubernetes: `python -m outlast.spark_entrypoint driver|executor ...`.
+"""Entrypoint of Spark's containers on Kubernetes: `python -m outlast.spark_entrypoint driver|executor ...`.
 
     driver --properties-file FILE --class CLASS PROGRAM ...      spark-submit in client mode, in the pod that spark-submit made
     executor                                                     an executor, described by SPARK_...
-    anything else                                                that command, so that the image also runs `outlast ...`
+    any other command                                            that command, so that the image also runs `outlast ...`
 
-Spark gives its containers one of the first two words as their arguments and the rest as variables
-(https://spark.apache.org/docs/latest/running-on-kubernetes.html#docker-images); an image answers them with its entrypoint. With
-this one, every image that has Outlast, PySpark and a Java can be Spark's. The process becomes the command: signals and exit codes
-are the command's own.
+Spark passes one of the first two words as argument and the rest as variables to the entrypoint of an image
+(https://spark.apache.org/docs/latest/running-on-kubernetes.html#docker-images). With this one, every image that has Outlast,
+PySpark and a Java can be Spark's. The process becomes the command (exec), so signals and exit codes are the command's own.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from outlast.data import java
 from outlast.job.contract import Exit
 
 BACKEND = "org.apache.spark.scheduler.cluster.k8s.KubernetesExecutorBackend"
-"""The executor's class, of Spark 3.3 and newer."""
+"""Class of the executor in Spark 3.3 and newer."""
 _OPTIONS = {
     "--driver-url": "SPARK_DRIVER_URL",
     "--executor-id": "SPARK_EXECUTOR_ID",
@@ -52,11 +51,11 @@ def command(words: Sequence[str], environ: Mapping[str, str], *, spark: Path, ja
 
 
 def environment(environ: Mapping[str, str], *, spark: Path, java_home: Path) -> dict[str, str]:
-    """The variables of the command. Its Python is ours unless another one is given."""
-    found = {"PYSPARK_PYTHON": sys.executable, **environ, "SPARK_HOME": str(spark), "JAVA_HOME": str(java_home)}
+    """The variables of the command. PYSPARK_PYTHON defaults to our Python."""
+    variables = {"PYSPARK_PYTHON": sys.executable, **environ, "SPARK_HOME": str(spark), "JAVA_HOME": str(java_home)}
     if libraries := environ.get("SPARK_EXECUTOR_LIBRARY_PATH"):  # Spark 4: spark.executor.extraLibraryPath
-        found["LD_LIBRARY_PATH"] = _joined(libraries, environ.get("LD_LIBRARY_PATH"))
-    return found
+        variables["LD_LIBRARY_PATH"] = _joined(libraries, environ.get("LD_LIBRARY_PATH"))
+    return variables
 
 
 def _executor(environ: Mapping[str, str], spark: Path, program: Path) -> list[str]:
@@ -69,7 +68,7 @@ def _executor(environ: Mapping[str, str], spark: Path, program: Path) -> list[st
 
 
 def _classpath(environ: Mapping[str, str], spark: Path) -> str:
-    """Configuration first, then spark.executor.extraClassPath, Spark itself, and what the image adds."""
+    """Configuration first, then spark.executor.extraClassPath, Spark itself, and the additions of the image."""
     configured = (environ.get("SPARK_CONF_DIR") or str(spark / "conf"), environ.get("HADOOP_CONF_DIR"))
     added = (environ.get("SPARK_EXTRA_CLASSPATH"), environ.get("SPARK_DIST_CLASSPATH"))
     return _joined(*configured, environ.get("SPARK_CLASSPATH"), str(spark / "jars" / "*"), *added)
@@ -86,7 +85,7 @@ def _given(environ: Mapping[str, str], name: str, word: str) -> str:
 
 
 def spark_home() -> Path:
-    """The directory of the installed PySpark, found without importing it. Raises OutlastError when there is none."""
+    """The directory of the installed PySpark, located without importing it. Raises OutlastError when there is none."""
     package = importlib.util.find_spec("pyspark")
     if package is None or package.origin is None:
         raise OutlastError("PySpark is not installed in this image; add outlast[spark], or use Outlast's variant spark")
@@ -94,10 +93,10 @@ def spark_home() -> Path:
 
 
 def _version(spark: Path) -> str:
-    found = re.search(r"""^__version__\b.*=\s*['"](.+)['"]""", (spark / "version.py").read_text(), re.MULTILINE)
-    if found is None:
+    match = re.search(r"""^__version__\b.*=\s*['"](.+)['"]""", (spark / "version.py").read_text(), re.MULTILINE)
+    if match is None:
         raise OutlastError(f"{spark / 'version.py'} names no version of Spark; install PySpark again")
-    return found[1]
+    return match[1]
 
 
 def _check_user(user: int) -> None:
@@ -110,7 +109,7 @@ def _check_user(user: int) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """Become the command that a container is given. Exits with a sentence where that cannot be."""
+    """Replace this process by the container's command. Exits with a message where that is impossible."""
     environ = dict(os.environ)
     try:
         if not words:

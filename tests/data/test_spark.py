@@ -189,7 +189,7 @@ def test_a_master_without_executors_is_told_again_and_again(monkeypatch: pytest.
 
     def looked(master: str) -> int:
         now[0], before = 0.0, len(said)
-        alone = spark._Alone(SimpleNamespace(_jsc=java, master=master), said.append)
+        alone = spark._ExecutorWatch(SimpleNamespace(_jsc=java, master=master), said.append)
         for now[0] in range(150):
             alone.look()
         return len(said) - before

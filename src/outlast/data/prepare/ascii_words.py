@@ -28,15 +28,15 @@ _MASK = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
 """The first n bytes of a little-endian integer."""
 _LONGEST = 16
 _SLOTS = 18
-"""Logarithm of the number of slots: 262,144, 6 MiB."""
+"""Binary logarithm of the number of slots: 262,144, 6 MiB."""
 _WORDS, _BYTES = 300_000, 16 << 20
-"""Words in a table, and their bytes, at most; some 60 MiB in all. Arbitrary: Python's sources have 95,000 words."""
+"""Most words in a table, and their bytes; some 60 MiB in all. Arbitrary: Python's sources have 95,000 words."""
 _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
-"""Odd, with bits everywhere: their products' highest bits depend on all bytes of a word."""
+"""Odd, with bits everywhere: the highest bits of a product depend on all bytes of a word."""
 
 
 def starts(data: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Where the words of a text begin; `data` are its bytes, ASCII and at least one."""
+    """Offsets of the words of a text, (words,). `data`: its bytes, ASCII and at least one."""
     kind = _CLASS[data]
     begins = np.ones(len(data), bool)
     np.not_equal(kind[1:], kind[:-1], out=begins[1:])
@@ -55,20 +55,20 @@ def starts(data: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 
 class Table:
-    """The tokens of words, asked for once each."""
+    """Cache of the tokens of words."""
 
     def __init__(self, encoded: Callable[[str], list[int]], dtype: np.dtype[Any]) -> None:
-        self._encoded, self._dtype = encoded, dtype
+        self._encode, self._dtype = encoded, dtype
         self.clear()
 
     @property
     def full(self) -> bool:
-        """Whether it holds as much as it should: forget all words then."""
-        return len(self._known) > _WORDS or self._bytes > _BYTES
+        """Whether to `clear` it before the next text."""
+        return len(self._words) > _WORDS or self._bytes > _BYTES
 
     def clear(self) -> None:
         """Forget all words."""
-        self._known: dict[bytes, tuple[int, int]] = {}
+        self._words: dict[bytes, tuple[int, int]] = {}
         self._store = array("H" if self._dtype.itemsize == 2 else "I")
         self._bytes = 0
         self._keys = np.zeros((2, 1 << _SLOTS), np.uint64)
@@ -90,22 +90,22 @@ class Table:
         at, length = self._at[slot], self._length[slot]
         for i in np.flatnonzero(~hit).tolist():
             word = text[begin[i] : begin[i] + size[i]]
-            found = self._known.get(word)
-            if found is None:
-                found = self._learned(word)
-                if size[i] <= _LONGEST and not self._keys[0, slot[i]]:  # first come: frequent words come early
+            entry = self._words.get(word)
+            if entry is None:
+                entry = self._add(word)
+                if size[i] <= _LONGEST and not self._keys[0, slot[i]]:  # first come, first served: frequent words come early
                     self._keys[:, slot[i]] = low[i], high[i]
-                    self._at[slot[i]], self._length[slot[i]] = found
-            at[i], length[i] = found
+                    self._at[slot[i]], self._length[slot[i]] = entry
+            at[i], length[i] = entry
         ends = np.cumsum(length)
         index = np.repeat(at - (ends - length), length)
         index += np.arange(len(index))
         store = np.frombuffer(self._store, self._dtype.newbyteorder("=")) if self._store else np.empty(0, self._dtype)
         return bytes(store[index].astype(self._dtype).tobytes())
 
-    def _learned(self, word: bytes) -> tuple[int, int]:
-        tokens = self._encoded(word.decode("ascii"))
-        found = self._known[word] = len(self._store), len(tokens)
+    def _add(self, word: bytes) -> tuple[int, int]:
+        tokens = self._encode(word.decode("ascii"))
+        entry = self._words[word] = len(self._store), len(tokens)
         self._store.extend(tokens)
         self._bytes += len(word)
-        return found
+        return entry

@@ -1,11 +1,12 @@
 """Images to columns: `image` uint8 (n, H, W, 3) and `label` int64 (n,); or, encoded, `image` as the bytes of the files.
 
-Stretched images come with `aspect` float32 (n,): width / height of the file. A part of such an image still has the shape that it
-had in the file, as long as whoever cuts it out reckons with the aspect (`outlast.recipes.pixels.boxes`).
+Stretched images come with `aspect` float32 (n,): width / height of the file. A crop that takes the aspect into account
+(`outlast.recipes.pixels.boxes`) has the same proportions as in the file.
 
 Layouts: `CLASS/...`, `train/CLASS/...` with `val/CLASS/...` (ImageNet), tiny-imagenet-200 (whose val has a list of labels), and
-CIFAR-10's batches. Classes are numbered by name. Samples are in the order of a hash of their names, so that every shard has
-some of every class. Without `size` all images must have one shape. Memory: one shard per process, and some 600 bytes per image.
+CIFAR-10's batches. Classes are numbered in order of their names. Samples are in the order of a hash of their names, so that every
+shard has some of every class. Without `size` all images must have one shape. Memory: one shard per process, and some 600 bytes
+per image.
 
 https://www.image-net.org, http://cs231n.stanford.edu/tiny-imagenet-200.zip.
 """
@@ -31,37 +32,37 @@ from outlast.data.prepare.plan import TRAIN, VAL, BadSource, File
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".tif", ".tiff")
 LARGEST = 256 << 20
-"""Bytes of the largest file that is decoded; arbitrary: a camera's largest JPEG has a tenth."""
+"""Bytes of the largest file to decode; arbitrary: a camera's largest JPEG has a tenth."""
 NAMED = 5
-"""Most damaged images whose names the manifest keeps."""
+"""Most damaged images that the manifest names; all are counted."""
 _TINY = "val/val_annotations.txt"
 _WORDS = "words.txt"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to make of images."""
+    """Settings of `outlast data prepare images`."""
 
     size: int | None = None
-    """Resize the shorter side to this many pixels and cut out the centre; None keeps the shape."""
+    """Resize the shorter side to this many pixels and crop the centre; None keeps the shape."""
     encoded: bool = False
     """Keep the files' bytes; every image is decoded once to find damaged ones."""
     val: float = 0.1
-    """Share in val, where the source does not say."""
+    """Share of val, where the source has no val of its own."""
     shard_size: int = tables.SHARD
     skip_damaged: bool = False
     stretch: bool = False
     """Resize the whole image to `size` x `size` instead, and keep its aspect."""
 
     def about(self) -> dict[str, Any]:
-        """What the manifest says of them; `stretch` only where it is on, as manifests that were written before it."""
-        said = dataclasses.asdict(self)
-        return said if self.stretch else {name: value for name, value in said.items() if name != "stretch"}
+        """The settings for the manifest; `stretch` only where it is on, so that older manifests still compare equal."""
+        fields = dataclasses.asdict(self)
+        return fields if self.stretch else {name: value for name, value in fields.items() if name != "stretch"}
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An image."""
+    """An image of a part."""
 
     file: str
     label: int
@@ -69,7 +70,7 @@ class Item:
 
 
 def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
-    """Make the dataset, or finish it; the manifest. Raises BadSource, and OutlastError for settings that cannot be met."""
+    """Make or finish the dataset; returns its manifest. Raises BadSource, and OutlastError for settings that cannot be met."""
     if settings.size is not None and (settings.size < 1 or settings.encoded):
         raise OutlastError(f"--size {settings.size} cannot be met: it is 1 or more pixels, and not for --encoded; leave it out")
     if settings.stretch and settings.size is None:
@@ -77,17 +78,17 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
     pillow()
     request = dataclasses.replace(request, source=inside(request.source))
     batch_files = cifar_batches(request.source)
-    found = plan.listed(batch_files or request.source, request.to)
+    sources = plan.listed(batch_files or request.source, request.to)
     about = settings.about()
-    source = plan.described(found)
-    if there := work.before(request, "images", about, source):
-        return there
-    with work.opened(work.fitting(request, settings.shard_size), about, found) as place:
+    source = plan.described(sources)
+    if made := work.existing(request, "images", about, source):
+        return made
+    with work.opened(work.fitting(request, settings.shard_size), about, sources) as place:
         if batch_files:
             names, notes = _write_cifar(place, batch_files, settings)
             used = {TRAIN, VAL}
         else:
-            items, names, more = layout(plan.root(request.source), found, settings.val)
+            items, names, more = layout(plan.root(request.source), sources, settings.val)
             source |= more
             used = {part for part in items if items[part]}
             root = plan.root(request.source)
@@ -113,23 +114,23 @@ def pillow() -> Any:
 
 
 def inside(source: Path) -> Path:
-    """The source, or the only directory in it, if that has parts: as archives are unpacked, `tiny-imagenet-200/train/...`."""
+    """The source, or its only directory if that one has parts, as in unpacked archives: `tiny-imagenet-200/train/...`."""
     inner = [path for path in source.iterdir() if not path.name.startswith(".")] if source.is_dir() else []
     return inner[0] if len(inner) == 1 and (inner[0] / "train").is_dir() else source
 
 
-# ---- which image is what
+# ---- layouts
 
 
-def layout(root: Path, found: Sequence[File], val: float) -> tuple[dict[str, list[Item]], list[str], dict[str, Any]]:
-    """The images of each part, the names of the classes, and what else the manifest's source says. Raises BadSource."""
-    images = [file for file in found if file.name.lower().endswith(SUFFIXES)]
+def layout(root: Path, sources: Sequence[File], val: float) -> tuple[dict[str, list[Item]], list[str], dict[str, Any]]:
+    """The images of each part, the names of the classes, and further entries of the manifest's source. Raises BadSource."""
+    images = [file for file in sources if file.name.lower().endswith(SUFFIXES)]
     if not images:
         raise BadSource(f"{root} has no images ({', '.join(SUFFIXES)}); name a directory with a directory per class")
     divided = {TRAIN} <= {plan.named_part(file.name) for file in images if file.name.count("/") > 1}
-    if divided:  # others, such as test/, have no labels or shall not be trained towards
+    if divided:  # leave out others, such as test/, which have no labels or must not be trained on
         images = [file for file in images if plan.named_part(file.name)]
-    annotated = _annotations(root, found)
+    annotated = _annotations(root, sources)
     classes = {file.name: _class(file.name, annotated, divided=divided) for file in images}
     names = sorted(set(classes.values()))
     number = {each: i for i, each in enumerate(names)}
@@ -137,7 +138,7 @@ def layout(root: Path, found: Sequence[File], val: float) -> tuple[dict[str, lis
     items: dict[str, list[Item]] = {TRAIN: [], VAL: []}
     for file in sorted(images, key=lambda file: (plan.drawn(file.name), file.name)):
         items[part[file.name]].append(Item(file.name, number[classes[file.name]], file.size))
-    return items, names, {"words": words} if (words := _words(root, found, names)) else {}
+    return items, names, {"words": words} if (words := _words(root, sources, names)) else {}
 
 
 def _class(name: str, annotated: Mapping[str, str], *, divided: bool) -> str:
@@ -149,17 +150,17 @@ def _class(name: str, annotated: Mapping[str, str], *, divided: bool) -> str:
     return segments[0]
 
 
-def _annotations(root: Path, found: Sequence[File]) -> dict[str, str]:
+def _annotations(root: Path, sources: Sequence[File]) -> dict[str, str]:
     """tiny-imagenet-200's classes of `val/images/*`."""
-    if all(file.name != _TINY for file in found):
+    if all(file.name != _TINY for file in sources):
         return {}
     lines = [line.split("\t") for line in (root / _TINY).read_text("utf-8").splitlines()]
     return {f"val/images/{line[0]}": line[1] for line in lines if len(line) > 1}
 
 
-def _words(root: Path, found: Sequence[File], names: Sequence[str]) -> list[str]:
-    """What `words.txt` says the classes are, in their order: `goldfish, Carassius auratus`."""
-    if all(file.name != _WORDS for file in found):
+def _words(root: Path, sources: Sequence[File], names: Sequence[str]) -> list[str]:
+    """Descriptions of the classes in `words.txt`, in their order: `goldfish, Carassius auratus`."""
+    if all(file.name != _WORDS for file in sources):
         return []
     table = dict(line.split("\t", 1) for line in (root / _WORDS).read_text("utf-8").splitlines() if "\t" in line)
     return [table.get(name, name) for name in names] if any(name in table for name in names) else []
@@ -169,7 +170,7 @@ def _words(root: Path, found: Sequence[File], names: Sequence[str]) -> list[str]
 
 
 def shape_of(root: Path, items: Mapping[str, Sequence[Item]], settings: Settings) -> tuple[int, ...] | None:
-    """The shape of every image: that of the first; None if each has its own."""
+    """The shape that all images must have, that of the first; None if each may have its own."""
     if settings.encoded:
         return None
     if settings.size:
@@ -184,15 +185,15 @@ def shape_of(root: Path, items: Mapping[str, Sequence[Item]], settings: Settings
 
 
 def unequal(file: str, shape: tuple[int, ...], others: tuple[int, ...]) -> BadSource:
-    """An image of another shape than the first one."""
+    """The error for an image of another shape than the first one."""
     (h, w, _), (h0, w0, _) = shape, others
     return BadSource(f"{file} has {w}x{h} pixels and others {w0}x{h0}; make them equal with --size, or use --encoded")
 
 
 def pixels(root: Path, file: str, settings: Settings) -> tuple[NDArray[np.uint8], float]:
-    """An image, (H, W, 3), and the width / height that it has in its file.
+    """An image, (H, W, 3), and the width / height in its file.
 
-    Raises BadSource if it is damaged, and OutlastError if its bytes cannot be had, which another machine may see differently.
+    Raises BadSource if it is damaged, and OutlastError if the file cannot be read, which another machine may manage.
     """
     image_library = pillow()
     try:
@@ -205,21 +206,21 @@ def pixels(root: Path, file: str, settings: Settings) -> tuple[NDArray[np.uint8]
                 if settings.size:
                     image.draft("RGB", (settings.size, settings.size))  # JPEG decodes at a smaller scale, 2 to 8 times as fast
                 return np.asarray(resized(_rgb(image), settings.size, stretch=settings.stretch)), aspect
-    except Exception as error:  # whatever damaged bytes make a decoder raise
+    except Exception as error:  # a decoder raises anything on damaged bytes
         if isinstance(error, OSError) and error.errno:
             raise plan.unreadable(root / file, error) from error
         raise BadSource(f"{file} is damaged or no image ({error}); replace it, or leave it out with --skip-damaged") from error
 
 
 def _rgb(image: Any) -> Any:
-    """In colour, 8 bits a channel: the upper 8 of grey images of 16, of which Pillow alone would make nearly all white."""
+    """Convert to 8 bits a channel. Of 16-bit grey, the upper 8 bits: Pillow alone would clip nearly all of it to white."""
     if image.mode.startswith("I;16"):
         image = pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image.convert("RGB")
 
 
 def resized(image: Any, size: int | None, *, stretch: bool = False) -> Any:
-    """The centre of an image whose shorter side has been made `size` pixels long; stretched, all of it."""
+    """Resize the shorter side to `size` pixels and crop the centre; with `stretch`, resize all of it to size x size."""
     if size is None or image.size == (size, size):
         return image
     if stretch:
@@ -271,7 +272,7 @@ def _write(batch: tables.Batch[Item], *, root: Path, to: Path, settings: Setting
 
 
 def cifar_batches(source: Path) -> Path | None:
-    """The directory of CIFAR-10's batches, if the source is that."""
+    """The directory of CIFAR-10's batches, if the source has them."""
     return next((path for path in (source, source / "cifar-10-batches-py") if (path / cifar.META).is_file()), None)
 
 

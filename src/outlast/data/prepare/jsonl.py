@@ -1,10 +1,10 @@
 """Records to tokens for fine-tuning: `input_ids` and `labels`, both int32 and ragged; a label of -100 takes no part in the loss.
 
 A line of a .jsonl file is a record: `{"prompt": ..., "completion": ...}`, `{"text": ...}` or `{"messages": [{"role": ...,
-"content": ...}, ...]}`. Learned are completions, texts, and what the assistant says, each with the separator after it. In
+"content": ...}, ...]}`. Completions, texts and messages of the assistant are learned, each with the separator after it. In
 messages a role is a token, `<|assistant|>`, if the tokenizer has it (one trained here does), else that text; a newline follows.
-What looks like such a role in the text of a record stays text. A directory of Hugging Face as the tokenizer brings its chat
-template and its own end token, see `chat`. Memory: some four shards per process.
+Text in a record that looks like such a token stays text. A tokenizer in a directory of Hugging Face has its own chat template and
+end token, see `chat`. Memory: some four shards per process.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from outlast.data.prepare import chat, plan, records, tables, text, tokenizer, w
 from outlast.data.prepare.plan import TRAIN, VAL, BadSource, Document, Unit
 
 SHARD = 8 << 20
-"""Bytes of records that make a shard. Arbitrary, as `tables.SHARD`; tokens and labels have twice as many."""
+"""Bytes of records in a shard. Arbitrary, as `tables.SHARD`; tokens and labels take twice as many."""
 ROLES = ("system", "user", "assistant")
 Segments = list[tuple[str, str, bool]]
 """Role (empty if none), text and whether it is learned."""
 _Record = tuple[dict[str, Any], Segments]
-"""A record, as it is and taken apart."""
+"""A record as parsed, and its segments."""
 T = TypeVar("T")
 NAMED = 3
-"""Records left out that the manifest names; all are counted."""
+"""Most damaged records that the manifest names; all are counted."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to make of records."""
+    """Settings of `outlast data prepare jsonl`."""
 
     tokenizer: str = "bpe"
     """`bpe`, `gpt2-like`, or the path of a tokenizer.json or of a directory of Hugging Face."""
@@ -54,7 +54,7 @@ class Settings:
 
     @property
     def of_text(self) -> text.Settings:
-        """The settings of a text with that tokenizer."""
+        """The settings of the tokenizer, as for a text."""
         return text.Settings(self.tokenizer, self.vocab_size, self.val, self.separator)
 
     @property
@@ -70,7 +70,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Coder:
-    """How processes make samples."""
+    """Settings that processes need to make samples."""
 
     path: Path
     """A tokenizer.json, or a directory of Hugging Face."""
@@ -80,21 +80,21 @@ class Coder:
 
 
 def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
-    """Make the dataset, or finish it; the manifest. Raises BadSource, and OutlastError for settings that cannot be met."""
+    """Make or finish the dataset; returns its manifest. Raises BadSource, and OutlastError for settings that cannot be met."""
     if settings.tokenizer == "char" or (settings.max_length is not None and settings.max_length < 1):
         raise OutlastError(
             "records need --tokenizer bpe, gpt2-like or a tokenizer.json, and --max-length 1 or more; correct them"
         )
-    found = plan.listed(request.source, request.to, settings.patterns)
+    sources = plan.listed(request.source, request.to, settings.patterns)
     about = settings.described
-    source = plan.described(found)
-    if there := work.before(request, "jsonl", about, source):
-        return there
-    named = plan.named(found)
-    part = plan.parts(found, 0) if named else {}
-    documents = [Document(file.name, file.size, 0, file.size, part.get(file.name, "")) for file in found]
+    source = plan.described(sources)
+    if made := work.existing(request, "jsonl", about, source):
+        return made
+    named = plan.named(sources)
+    part = plan.parts(sources, 0) if named else {}
+    documents = [Document(file.name, file.size, 0, file.size, part.get(file.name, "")) for file in sources]
     reader = text.Reader(plan.root(request.source), "", settings.val, settings.skip_damaged)
-    with work.opened(work.fitting(request, 4 * settings.shard_size), about, found) as place:
+    with work.opened(work.fitting(request, 4 * settings.shard_size), about, sources) as place:
         units = plan.units(documents, settings.shard_size)
         coder, size = _coder(place, settings, reader, units)
         notes = place.results("shard", functools.partial(_write, reader=reader, coder=coder, to=request.to), units)
@@ -107,7 +107,7 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
 
 
 def _coder(place: work.Place, settings: Settings, reader: text.Reader, units: Sequence[Unit]) -> tuple[Coder, int]:
-    """The tokenizer that is given, or one that is trained; and how many tokens it knows."""
+    """The given tokenizer, or a trained one; and the size of its vocabulary."""
     if (given := Path(settings.tokenizer)).is_dir():
         digest = chat.digest(given)
         return Coder(given.resolve(), digest, None, settings.max_length), len(chat.load(given.resolve(), digest))
@@ -115,14 +115,14 @@ def _coder(place: work.Place, settings: Settings, reader: text.Reader, units: Se
     if not path.exists():
         sample = units[:: -(-sum(unit.bytes for unit in units) // text.SAMPLE) or 1]
         text.make_tokenizer(place, path, settings.of_text, functools.partial(_train, reader=reader, units=sample))
-    known = tokenizer.load(path)
+    loaded = tokenizer.load(path)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    coder = Coder(path, digest, tokenizer.separator(known, settings.separator), settings.max_length)
-    return coder, tokenizer.vocab_size(known)
+    coder = Coder(path, digest, tokenizer.separator(loaded, settings.separator), settings.max_length)
+    return coder, tokenizer.vocab_size(loaded)
 
 
 def segments(record: dict[str, Any], file: BinaryIO, at: int) -> Segments:
-    """Role (empty if none), text and whether it is learned, for each part of a record. Raises BadSource for other forms."""
+    """The segments of a record. Raises BadSource for a record of another form."""
     if "messages" in record:
         messages = record["messages"]
         if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
@@ -137,22 +137,19 @@ def segments(record: dict[str, Any], file: BinaryIO, at: int) -> Segments:
         return [("", prompt, False), ("", completion, True)]
     if "text" in record:
         return [("", records.text(record["text"], "text", file, at), True)]
-    raise BadSource(f"{records.where(file, at)} has none of prompt and completion, messages, text; it has {_keys(record)}")
+    fields = ", ".join(list(record)[:5]) or "nothing"
+    raise BadSource(f"{records.where(file, at)} has none of prompt and completion, messages, text; it has {fields}")
 
 
-def _keys(record: dict[str, Any]) -> str:
-    return ", ".join(list(record)[:5]) or "nothing"
-
-
-def _found(unit: Unit, reader: text.Reader, damaged: list[str], coded: Callable[[_Record], T]) -> Iterator[tuple[str, T]]:
-    """Part, and what `coded` makes of it, for each record of a unit. What is wrong raises BadSource, or is added to `damaged`."""
+def _encoded(unit: Unit, reader: text.Reader, damaged: list[str], encode: Callable[[_Record], T]) -> Iterator[tuple[str, T]]:
+    """Part and result of `encode`, for each record of a unit. Bad records raise BadSource, or are added to `damaged`."""
     for piece in unit.pieces:
         with text.opened(reader, piece.document) as file:
             for at, line in records.lines(file, piece):
                 try:
                     record = records.parsed(line, file, at)
                     try:
-                        made = coded((record, segments(record, file, at)))
+                        made = encode((record, segments(record, file, at)))
                     except chat.Refused as refusal:
                         raise BadSource(f"{records.where(file, at)} {refusal}") from refusal
                 except BadSource as error:
@@ -165,18 +162,20 @@ def _found(unit: Unit, reader: text.Reader, damaged: list[str], coded: Callable[
 
 
 def _train(path: Path, size: int, *, reader: text.Reader, units: Sequence[Unit]) -> None:
-    found = (some for unit in units for part, some in _found(unit, reader, [], lambda record: record[1]) if part == TRAIN)
-    texts = (each for some in found for _, each, _ in some)
+    all_segments = (
+        some for unit in units for part, some in _encoded(unit, reader, [], lambda record: record[1]) if part == TRAIN
+    )
+    texts = (each for some in all_segments for _, each, _ in some)
     roles = [f"<|{role}|>" for role in ROLES]
     tokenizer.save(path, tokenizer.train((piece for each in texts for piece in tokenizer.pieces(each)), size, roles))
 
 
 def _write(unit: Unit, *, reader: text.Reader, coder: Coder, to: Path) -> work.Note:
-    """Write the shards of a unit, one per part that it has samples of."""
+    """Write the shards of a unit, one for each part."""
     rows: dict[str, list[chat.Sample]] = {TRAIN: [], VAL: []}
     damaged: list[str] = []
     cut = 0
-    for part, (ids, labels) in _found(unit, reader, damaged, _encoder(coder)):
+    for part, (ids, labels) in _encoded(unit, reader, damaged, _encoder(coder)):
         cut += coder.max_length is not None and len(ids) > coder.max_length
         rows[part].append((ids[: coder.max_length], labels[: coder.max_length]))
     note: work.Note = {"damaged": len(damaged), "left_out": damaged[:NAMED], "cut": cut}
@@ -189,18 +188,18 @@ def _write(unit: Unit, *, reader: text.Reader, coder: Coder, to: Path) -> work.N
 
 
 def _encoder(coder: Coder) -> Callable[[_Record], chat.Sample]:
-    """What makes tokens and labels of a record."""
+    """The function from a record to tokens and labels."""
     if coder.path.is_dir():
-        known = chat.load(coder.path, coder.digest)
-        return lambda record: chat.sample(*record, known)
-    of_library = tokenizer.load(coder.path)
-    return lambda record: sample(record[1], coder, of_library)
+        from_hub = chat.load(coder.path, coder.digest)
+        return lambda record: chat.sample(*record, from_hub)
+    loaded = tokenizer.load(coder.path)
+    return lambda record: sample(record[1], coder, loaded)
 
 
-def sample(found: Segments, coder: Coder, known: Any) -> chat.Sample:
-    """Tokens and labels of a record."""
+def sample(segments: Segments, coder: Coder, loaded: Any) -> chat.Sample:
+    """Tokens and labels (int32) of a record's segments. `loaded`: the library's tokenizer."""
     encoder = tokenizer.encoder(coder.path, coder.digest)
-    dtype = shards.dtype(tokenizer.vocab_size(known))
+    dtype = shards.dtype(tokenizer.vocab_size(loaded))
     ids: list[NDArray[np.int32]] = []
     learned: list[NDArray[np.bool_]] = []
 
@@ -211,9 +210,9 @@ def sample(found: Segments, coder: Coder, known: Any) -> chat.Sample:
     def encoded(some: str) -> NDArray[Any]:
         return np.frombuffer(encoder(some), np.dtype(dtype).newbyteorder("<"))
 
-    for role, some, learn in found:
+    for role, some, learn in segments:
         if role:
-            token = known.token_to_id(f"<|{role}|>")
+            token = loaded.token_to_id(f"<|{role}|>")
             add([token] if token is not None else encoded(f"<|{role}|>"), False)
             add(encoded("\n"), False)
         add(encoded(some), learn)

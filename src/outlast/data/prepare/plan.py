@@ -1,7 +1,7 @@
-"""Which files a source has, which part each belongs to, and the units of work: pure functions of names and sizes.
+"""The files of a source, the part that each belongs to, and the units of work: pure functions of names and sizes.
 
-A unit is what one process does at a time: some small files, or a range of a large one. Units do not depend on the number of
-processes, so neither do the bytes that are made from them. Memory is bounded by the size of a unit.
+A process does one unit at a time: some small files, or a range of a large one. Units do not depend on the number of processes,
+so neither do the bytes that are made from them. Memory is bounded by the size of a unit.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from outlast.data import place
 
 TRAIN, VAL = "train", "val"
 PARTS = {"train": TRAIN, "training": TRAIN, "val": VAL, "valid": VAL, "validation": VAL, "eval": VAL, "dev": VAL}
-"""Names of directories and files that say which part they are; `test` is none, nobody shall train towards it."""
+"""Names of directories and files that stand for a part. `test` is not among them, since nobody should train towards it."""
 UNIT = 2 << 20
 """Bytes of text in a unit. Arbitrary: small enough that the last unit keeps no core waiting."""
 T = TypeVar("T")
 
 
 class BadSource(OutlastError):
-    """The source has something that cannot be prepared. The sentence names the file."""
+    """The source holds something that cannot be prepared. The message names the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +37,16 @@ class File:
     """Relative to the source, with slashes."""
     size: int
     changed: int = 0
-    """Time of the last change, in ns: tells whether a killed run may be continued."""
+    """Time of the last change, in ns: a killed run only continues with unchanged files."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A file, or a range of it, that is one text: bytes `low` to `high`."""
+    """A text: a file, or the bytes `low` to `high` of it."""
 
     file: str
     size: int
-    """Of the whole file."""
+    """Bytes of the whole file."""
     low: int
     high: int
     part: str
@@ -55,7 +55,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a unit has of a document: about the bytes `begin` to `end`; the reader moves both ends to where a text may be cut."""
+    """A part of a document, about the bytes `begin` to `end`: the reader moves both ends to places where a text may be cut."""
 
     document: Document
     begin: int
@@ -68,7 +68,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Unit:
-    """What one process does at a time."""
+    """The pieces that one process does at a time."""
 
     number: int
     pieces: tuple[Piece, ...]
@@ -79,9 +79,9 @@ class Unit:
 
 
 def listed(source: Path, to: Path, patterns: Sequence[str] = ()) -> list[File]:
-    """The files of a source that match one of the patterns, sorted by name; a single file is a source, too. Raises BadSource.
+    """The files of a source that match one of the patterns, sorted by name; a source may be a single file. Raises BadSource.
 
-    Names that begin with a dot are left out, and the directory `to` that is written. A pattern matches the name or the path below
+    Hidden files and the target directory `to` are left out. A pattern matches the name or the path below
     the source: `*.py`, `src/*.md`.
     """
     if source.is_file():
@@ -92,31 +92,31 @@ def listed(source: Path, to: Path, patterns: Sequence[str] = ()) -> list[File]:
     if (source / place.COMING).exists() and not (source / place.MARKER).exists():
         raise BadSource(f"{source} is not complete: `outlast data get` has not finished there; run it again")
     try:
-        ours = to.stat() if to.exists() else None
-        found = sorted(_below(source, "", [source.stat()], ours), key=lambda file: file.name.encode(errors="surrogateescape"))
+        target = to.stat() if to.exists() else None
+        matches = sorted(_below(source, "", [source.stat()], target), key=lambda file: file.name.encode(errors="surrogateescape"))
     except OSError as error:
         raise BadSource(f"cannot read {error.filename}: {error.strerror}; correct that, or name another source") from error
     if patterns:
-        found = [file for file in found if any(_matches(file.name, pattern) for pattern in patterns)]
-    if not found:
+        matches = [file for file in matches if any(_matches(file.name, pattern) for pattern in patterns)]
+    if not matches:
         raise BadSource(
             f"{source} has no files{f' that match {chr(44).join(patterns)}' if patterns else ''}; name another source"
         )
-    return found
+    return matches
 
 
 def unreadable(path: Path, error: OSError) -> OutlastError:
-    """For bytes that cannot be had here: not damage, which --skip-damaged leaves out, since another machine may have them."""
+    """The error for an I/O failure. It is no damage (which --skip-damaged leaves out): another machine may read the file."""
     return OutlastError(f"cannot read {path}: {error.strerror or error}; correct that, and run the same again")
 
 
 def root(source: Path) -> Path:
-    """The directory that names of files are relative to."""
+    """The directory that file names are relative to."""
     return source.parent if source.is_file() else source
 
 
-def _below(directory: Path, prefix: str, above: list[os.stat_result], ours: os.stat_result | None) -> Iterator[File]:
-    """The files below a directory; `above` are it and those that it is in."""
+def _below(directory: Path, prefix: str, above: list[os.stat_result], target: os.stat_result | None) -> Iterator[File]:
+    """The files below a directory; `above`: that directory and its parents."""
     with os.scandir(directory) as entries:
         for entry in entries:
             name = f"{prefix}{entry.name}"
@@ -126,8 +126,8 @@ def _below(directory: Path, prefix: str, above: list[os.stat_result], ours: os.s
                 about = entry.stat()
                 if any(os.path.samestat(about, each) for each in above):
                     raise BadSource(f"{entry.path} links to a directory that it is in; remove it, or name another source")
-                if ours is None or not os.path.samestat(about, ours):
-                    yield from _below(Path(entry.path), f"{name}/", [*above, about], ours)
+                if target is None or not os.path.samestat(about, target):
+                    yield from _below(Path(entry.path), f"{name}/", [*above, about], target)
             elif entry.is_file():
                 about = entry.stat()
                 yield File(name, about.st_size, about.st_mtime_ns)
@@ -139,31 +139,34 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def described(files: Sequence[File]) -> dict[str, Any]:
-    """What a manifest says of its source. `listing` digests names and sizes: two sources with the same are taken for one."""
+    """Description of a source for the manifest. Sources with the same `listing`, a digest of names and sizes, count as equal."""
     lines = (f"{file.name}\0{file.size}\n".encode(errors="surrogateescape") for file in files)
     listing = hashlib.sha256(b"".join(lines)).hexdigest()
     return {"files": len(files), "bytes": sum(file.size for file in files), "listing": listing}
 
 
 def named_part(name: str) -> str:
-    """The part that the first segment of a file's name says: `val/cat/1.png`, `val.jsonl`; empty if none."""
+    """The part named by the first segment of a path: `val/cat/1.png`, `val.jsonl`; empty if none."""
     return PARTS.get(PurePosixPath(name).parts[0].partition(".")[0].lower(), "")
 
 
 def named(files: Iterable[File]) -> bool:
-    """Whether the files name both parts."""
+    """Whether some file names train, and some val."""
     return {TRAIN, VAL} <= {named_part(file.name) for file in files}
 
 
 def drawn(key: str | bytes) -> float:
-    """A number in 0 ... 1 drawn by a name or a content: the same on every machine, whatever other files there are."""
+    """A number in 0 ... 1 hashed from a name or a content: the same on every machine, whatever other files there are."""
     data = key.encode(errors="surrogateescape") if isinstance(key, str) else key
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "big") / (1 << 64)
 
 
 def parts(files: Sequence[File], share: float) -> dict[str, str]:
-    """The part of each file, by its name. Files that name their part are obeyed, if there are some of both; else a file is in val
-    when its name draws a number below `share`. Both parts get a file if there are two."""
+    """The part of each file, by its name.
+
+    If some files name train and some val, the names decide; else a file is in val when `drawn` of its name is below `share`. Both
+    parts get a file if there are at least two.
+    """
     if named(files):
         return {file.name: named_part(file.name) or TRAIN for file in files}
     lots = {file.name: drawn(file.name) for file in files}
@@ -177,7 +180,7 @@ def parts(files: Sequence[File], share: float) -> dict[str, str]:
 def units(documents: Sequence[Document], size: int = UNIT) -> list[Unit]:
     """Units of about `size` bytes, in the order of the documents.
 
-    Small documents are together in a unit, one of more than `size` is divided into ranges of that size, empty ones are left out.
+    Small documents share a unit, a document of more than `size` is divided into ranges of that size, empty ones are left out.
     """
     made: list[tuple[Piece, ...]] = []
     small: list[Piece] = []
@@ -198,7 +201,7 @@ def units(documents: Sequence[Document], size: int = UNIT) -> list[Unit]:
 
 
 def grouped(items: Sequence[T], sizes: Sequence[int], limit: int) -> list[list[T]]:
-    """Items in groups of `limit` bytes at most, in order; an item of more than that is a group."""
+    """Items in groups of at most `limit` bytes, in order; a larger item is a group of its own."""
     groups: list[list[T]] = []
     room = 0
     for item, size in zip(items, sizes, strict=True):

@@ -1,4 +1,4 @@
-"""Records of .jsonl files: the lines of a range, parsed; whatever is wrong names the file and the line."""
+"""Records of .jsonl files: the lines of a range, parsed; errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SUFFIX = ".jsonl"
 
 
 def lines(file: BinaryIO, piece: Piece) -> Iterator[tuple[int, bytes]]:
-    """The lines that begin in a range of a file, each with the byte it begins at."""
+    """The lines that begin in a range of a file, each with its offset in bytes."""
     at = piece.begin
     if at:
         file.seek(at - 1)
@@ -38,7 +38,7 @@ def parsed(line: bytes, file: BinaryIO, at: int) -> dict[str, Any]:
 
 
 def where(file: BinaryIO, at: int) -> str:
-    """`train.jsonl, line 7`, for the line that begins at byte `at`. Counts lines, so only for messages."""
+    """`train.jsonl, line 7` for the line at byte `at`. Counts lines, so only for messages."""
     file.seek(0)
     number = 1
     while at > 0 and (some := file.read(min(at, 1 << 20))):
@@ -48,10 +48,10 @@ def where(file: BinaryIO, at: int) -> str:
 
 
 def text(value: Any, name: str, file: BinaryIO, at: int) -> str:
-    """A text of a record. Raises BadSource if it is none, or has half a surrogate pair."""
+    """Check that a value of a record is a text. Raises BadSource if not, or if it has half a surrogate pair."""
     if not isinstance(value, str):
-        found = "no" if value is None else f"{type(value).__name__} as"
-        raise BadSource(f"{where(file, at)} has {found} {name}; each record needs a text there")
+        instead = "no" if value is None else f"{type(value).__name__} as"
+        raise BadSource(f"{where(file, at)} has {instead} {name}; each record needs a text there")
     try:
         value.encode()
     except UnicodeEncodeError as error:

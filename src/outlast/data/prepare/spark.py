@@ -1,9 +1,9 @@
-"""Spark as the engine of `outlast data prepare`: its executors do the units of work, which `work.Place` gives and takes.
+"""Spark as the engine of `outlast data prepare`: its executors do the units of work of a `work.Place`.
 
-The only module that knows pyspark. Driver and executors see source and target under the same paths; Spark carries descriptions of
-units one way and their notes the other. Which units are in which task, and how often a task is tried, changes no byte.
+The only module that imports pyspark. Driver and executors see source and target under the same paths; Spark sends descriptions of
+units one way and their notes the other. The division into tasks and their retries change no byte.
 
-Under spark-submit this process is the driver's program: Java is there, and master and configuration are those of the submission.
+Under spark-submit this process is the driver's program: Java is running, and the submission has set master and configuration.
 
 https://spark.apache.org/docs/latest/configuration.html, https://spark.apache.org/docs/latest/submitting-applications.html.
 """
@@ -34,20 +34,20 @@ from outlast.data import java
 from outlast.data.prepare import plan, work
 
 PARTITIONS = 4096
-"""Most tasks of a stage by default. Units take from a tenth of a second to seconds and a task costs milliseconds, so a task per
-unit spreads them best, however many executors come late; beyond this number Spark's driver would have much to remember."""
+"""Default limit of tasks per stage. Units take from a tenth of a second to seconds and a task costs milliseconds, so a task per
+unit balances best, also when executors come late; more tasks would burden Spark's driver."""
 FAILURES = 4
-"""How often a task may fail; Spark's default."""
+"""Attempts at a task; Spark's default."""
 _MASTER = re.compile(r"local(\[[^\]]+\])?|local-cluster\[\d+,\d+,\d+\]|spark://[^:/,]+:\d+(,[^:/,]+:\d+)*|k8s://.+|yarn")
-_OURS = {"spark.master": "--master", "spark.submit.deployMode": "--master"}
-"""What --conf may not set, and what to use instead."""
+_RESERVED = {"spark.master": "--master", "spark.submit.deployMode": "--master"}
+"""Keys that --conf may not set, and the option to use instead."""
 _POLL_S = 0.1
 _END_S = 10.0
-"""How long we wait for the end of what was cancelled: Spark kills the Python process of a task after two seconds."""
+"""Longest wait for a cancelled job: Spark kills the Python process of a task after two seconds."""
 _ANSWER_S = 5.0
-"""How long a master may take to accept a connection."""
+"""Timeout of a connection to a master."""
 _ALONE_S = 60.0
-"""How long executors may take to come before we say that there are none. Arbitrary: one starts within seconds."""
+"""Time without executors before we report it. Arbitrary: one starts within seconds."""
 _PENDING = " (kubectl get pods -l spark-role=executor shows those that wait; a quota or Pod Security lets none be made)"
 Say = Callable[[str], None]
 _U = TypeVar("_U", bound=work.Work)
@@ -55,30 +55,30 @@ _U = TypeVar("_U", bound=work.Work)
 
 @dataclass(frozen=True)
 class Settings:
-    """Which Spark, and how. Use `settings`."""
+    """Settings of a session; made by `settings`."""
 
     master: str = "local[*]"
-    """Empty under spark-submit, which has chosen it."""
+    """Empty under spark-submit, which has set it."""
     partitions: int | None = None
-    """Tasks per stage; None is one per unit, PARTITIONS at most."""
+    """Tasks per stage; None: one per unit, at most PARTITIONS."""
     conf: Mapping[str, str] = field(default_factory=dict)
     """Spark's own configuration."""
 
     @property
     def failures(self) -> int:
-        """How often a task may fail."""
+        """Attempts at a task."""
         return int(self.conf.get("spark.task.maxFailures", FAILURES))
 
 
 def settings(master: str | None, partitions: int | None, conf: Sequence[str]) -> Settings:
-    """The settings from `--master`, `--partitions` and `--conf KEY=VALUE`s. Raises OutlastError for those that cannot be met."""
+    """The settings from `--master`, `--partitions` and `--conf KEY=VALUE`s. Raises OutlastError for invalid ones."""
     given = {}
     for each in conf:
         key, equals, value = each.partition("=")
         if not equals or not re.fullmatch(r"spark\.\S+", key):
             raise OutlastError(f"--conf {each} is not Spark's KEY=VALUE; write --conf spark.executor.memory=4g")
-        if key in _OURS:
-            raise OutlastError(f"--conf {each} is for Outlast to decide; leave it out, and use {_OURS[key]}")
+        if key in _RESERVED:
+            raise OutlastError(f"--conf {each} is for Outlast to decide; leave it out, and use {_RESERVED[key]}")
         given[key] = value
     failures = given.get("spark.task.maxFailures", "1")
     if not failures.isdecimal() or int(failures) < 1:
@@ -102,15 +102,15 @@ def submitted() -> bool:
 
 def configuration(settings: Settings) -> dict[str, str]:
     """The whole configuration of a session. A unit uses one core, so libraries get one thread."""
-    local = re.fullmatch(r"local(?:\[([^,\]]+)\])?", settings.master)  # there Spark tries nothing twice unless asked
+    local = re.fullmatch(r"local(?:\[([^,\]]+)\])?", settings.master)  # Spark retries there only with a number of attempts
     master = f"local[{local[1] or 1},{settings.failures}]" if local else settings.master
     threads = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    ours = {"spark.app.name": "outlast data prepare", "spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false"}
+    defaults = {"spark.app.name": "outlast data prepare", "spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false"}
     of_executors = {f"spark.executorEnv.{name}": value for name, value in threads.items()}
-    return {**({} if submitted() else ours), **of_executors, **settings.conf, **({"spark.master": master} if master else {})}
+    return {**({} if submitted() else defaults), **of_executors, **settings.conf, **({"spark.master": master} if master else {})}
 
 
-# ---- what has to be there
+# ---- prerequisites
 
 
 def pyspark() -> Any:
@@ -123,16 +123,18 @@ def pyspark() -> Any:
 
 
 def check_home(version: str, home: str | None) -> None:
-    """Raises OutlastError if SPARK_HOME, which pyspark takes its Java classes from, has another Spark than pyspark."""
+    """Raise OutlastError if SPARK_HOME, the source of pyspark's Java classes, has another version than pyspark."""
     jars = [path.name for path in Path(home, "jars").glob("spark-core_*.jar")] if home else []
-    there = re.match(r"spark-core_[\d.]+-((\d+\.\d+).*)\.jar", jars[0]) if jars else None
-    if home and (not there or there[2] != ".".join(version.split(".")[:2])):
-        found = f"which has Spark {there[1]}" if there else "where there is no Spark"
-        raise OutlastError(f"SPARK_HOME is {home}, {found}, and pyspark is {version}; unset SPARK_HOME, or install that pyspark")
+    match = re.match(r"spark-core_[\d.]+-((\d+\.\d+).*)\.jar", jars[0]) if jars else None
+    if home and (not match or match[2] != ".".join(version.split(".")[:2])):
+        content = f"which has Spark {match[1]}" if match else "where there is no Spark"
+        raise OutlastError(
+            f"SPARK_HOME is {home}, {content}, and pyspark is {version}; unset SPARK_HOME, or install that pyspark"
+        )
 
 
 def _check_answers(master: str) -> None:
-    """Raises OutlastError if no master of a standalone cluster accepts connections: Spark would wait for a minute."""
+    """Raise OutlastError if no master of a standalone cluster accepts connections: Spark would wait for a minute."""
     problem: OSError | None = None
     for address in master.removeprefix("spark://").split(",") if master.startswith("spark://") else ():
         host, _, port = address.partition(":")
@@ -149,7 +151,7 @@ def _check_answers(master: str) -> None:
 
 
 def _check_reached(settings: Settings) -> None:
-    """Raises OutlastError if executors on Kubernetes could not reach this driver: they connect to it."""
+    """Raise OutlastError if executors on Kubernetes could not connect to this driver."""
     outside = settings.master.startswith("k8s://") and "KUBERNETES_SERVICE_HOST" not in os.environ
     if outside and "spark.driver.host" not in settings.conf:
         raise OutlastError(
@@ -159,7 +161,7 @@ def _check_reached(settings: Settings) -> None:
 
 
 def explained(message: str, log: str) -> OutlastError:
-    """The sentence for an error of Spark itself; `log` is where its own output is."""
+    """The error to show for an error of Spark itself; `log`: the file with its output."""
     if module := re.search(r"No module named '(\w+)", message):
         return OutlastError(
             f"Spark's executors lack the Python package {module[1]}; install Outlast there as it is here, or name "
@@ -191,13 +193,13 @@ def explained(message: str, log: str) -> OutlastError:
 
 
 def _reason(message: str) -> str:
-    """What went wrong, without the names of classes around it."""
+    """The reason in a message of Spark, without names of classes."""
     first = re.search(r"^: *(.+)$", message, re.MULTILINE)
     line = first[1] if first else message.strip().partition("\n")[0] or "it does not say why"
     line = re.sub(r"^.*most recent failure: Lost task.*? executor \S+\): ", "", line)
-    if "Traceback (most recent call last)" in line:  # of Python in an executor, whose last line says what
-        said = re.search(r"^\S.*", message.partition(line)[2], re.MULTILINE)
-        line = said[0] if said else line
+    if "Traceback (most recent call last)" in line:  # from Python in an executor: the reason is its last line
+        last = re.search(r"^\S.*", message.partition(line)[2], re.MULTILINE)
+        line = last[0] if last else line
     return re.sub(r'^(Exception in thread "\w+" )?([\w.$]+(Exception|Error): )?(Error: )?', "", line).strip().rstrip(".")
 
 
@@ -205,7 +207,7 @@ def _reason(message: str) -> str:
 
 
 class Engine:
-    """Does units on Spark, which starts when the first are given. Use `opened`."""
+    """Does units on Spark, which starts with the first ones. Made by `opened`."""
 
     def __init__(self, settings: Settings, context: Any = None, say: Say = lambda line: None) -> None:
         self._settings = settings
@@ -214,7 +216,7 @@ class Engine:
         self._session: _Session | None = None
 
     def start(self, check: Callable[[], None] = lambda: None) -> None:
-        """Start Spark, if it is not there."""
+        """Start Spark unless it is running."""
         if self.context is None:
             self._session = self._session or _Session(self._settings)
             self.context = self._session.started(check)
@@ -226,56 +228,51 @@ class Engine:
         context = self.context
         parts = min(self._settings.partitions or PARTITIONS, len(units))
         groups = [units[i::parts] for i in range(parts)]
-        heard = context.accumulator((0, ()), _Heard())
+        progress = context.accumulator((0, ()), _Progress())
         attempts = int(context.getConf().get("spark.task.maxFailures", str(self._settings.failures)))
-        run = functools.partial(_run, task=task, heard=heard, attempts=attempts)
+        run = functools.partial(_run, task=task, progress=progress, attempts=attempts)
         group = uuid.uuid4().hex
 
         def collected() -> Any:
             context.setJobGroup(group, f"{task.stage} of {task.private.parent}", interruptOnCancel=True)
             return context.parallelize(groups, parts).mapPartitions(run).collect()
 
-        job, said, alone = _Call(collected), 0, _Alone(context, self._say)
+        job, reported, watch = _Call(collected), 0, _ExecutorWatch(context, self._say)
         try:
             while not job.ended():
                 check()
-                alone.look()
-                count, errors = heard.value
+                watch.look()
+                count, errors = progress.value
                 if errors:
                     raise errors[0]
-                if count > said:
-                    finished(count - said)
-                    said = count
+                if count > reported:
+                    finished(count - reported)
+                    reported = count
         except BaseException:
-            with contextlib.suppress(Exception):  # of a Java that is gone
+            with contextlib.suppress(Exception):  # Java may be gone
                 context.cancelJobGroup(group)
             job.ended(_END_S)
             raise
         notes: dict[int, work.Note] = {}
-        for some, error in self._result(job):
+        try:
+            results = job.result()
+        except Exception as error:
+            raise (self._session.explained(error) if self._session else explained(str(error), "its log")) from None
+        for some, error in results:
             if error:
                 raise error
             notes |= some
-        finished(sum(unit.bytes for unit in units) - said)
+        finished(sum(unit.bytes for unit in units) - reported)
         return notes
 
-    def _result(self, job: _Call) -> Any:
-        try:
-            return job.result()
-        except Exception as error:
-            raise self._explained(error) from None
-
-    def _explained(self, error: Exception) -> Exception:
-        return self._session.explained(error) if self._session else explained(str(error), "its log")
-
     def close(self) -> None:
-        """End the session, if it is ours."""
+        """End the session if we started it."""
         if self._session:
             self._session.close()
 
 
-class _Alone:
-    """Says that a stage has no executors, which Spark itself only writes to its log."""
+class _ExecutorWatch:
+    """Reports that a stage has no executors, which Spark only writes to its log."""
 
     def __init__(self, context: Any, say: Say) -> None:
         self._context, self._master, self._say = context, str(context.master), say
@@ -285,7 +282,7 @@ class _Alone:
         if time.monotonic() < self._at:
             return
         self._at += _ALONE_S
-        with contextlib.suppress(Exception):  # of a Java that is gone, which the call that waits for it tells
+        with contextlib.suppress(Exception):  # Java may be gone: the waiting call reports that
             if self._context._jsc.sc().getExecutorMemoryStatus().size() < 2:  # the driver is one
                 self._say(
                     f"no executor has come for {_ALONE_S:.0f} s: {self._master} has no free cores or memory for one, or its "
@@ -295,8 +292,7 @@ class _Alone:
 
 @contextlib.contextmanager
 def opened(settings: Settings, say: Say = lambda line: None) -> Iterator[Engine]:
-    """Spark as an engine, which tells `say` what it waits for. Raises OutlastError if pyspark, its Java or the master cannot be
-    used."""
+    """Spark as an engine; `say` gets messages about missing executors. Raises OutlastError if it cannot be used."""
     version = pyspark().__version__
     check_home(version, os.environ.get("SPARK_HOME"))
     java.home(version)
@@ -310,21 +306,21 @@ def opened(settings: Settings, say: Say = lambda line: None) -> Iterator[Engine]
 
 
 class _Session:
-    """A Java of ours with a SparkContext."""
+    """A Java that we start, with a SparkContext."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._context: Any = None
         self._gateway: Any = None
         self._log: Path | None = None
-        if not submitted():  # there Spark's words are where those of this process are
+        if not submitted():  # there Spark's output goes where ours goes
             fd, name = tempfile.mkstemp(prefix="outlast-spark-", suffix=".log")
             os.close(fd)
             self._log = Path(name)
 
     def started(self, check: Callable[[], None]) -> Any:
-        """The context, as soon as Spark is up."""
-        call = _Call(self._start)  # in a thread: in the main one pyspark would take Ctrl-C for itself
+        """Start Spark and return its context."""
+        call = _Call(self._start)  # in a thread: in the main one pyspark would handle Ctrl-C
         while not call.ended():
             check()
         try:
@@ -348,17 +344,17 @@ class _Session:
         return self._context
 
     def explained(self, error: Exception) -> OutlastError:
-        """The sentence for an error; from now on the log is kept."""
+        """The error to show; keeps the log, which it names."""
         log, self._log = self._log, None
-        said = str(error)
-        if log and self._context is None and "JAVA_GATEWAY_EXITED" in said:
+        message = str(error)
+        if log and self._context is None and "JAVA_GATEWAY_EXITED" in message:
             lines = [line for line in log.read_text(errors="replace").splitlines() if re.search(r"rror|xception|Invalid", line)]
-            said = lines[0] if lines else "Java did not start"
-        return explained(said, str(log) if log else "this log")
+            message = lines[0] if lines else "Java did not start"
+        return explained(message, str(log) if log else "this log")
 
     def close(self) -> None:
         """End Spark and its Java."""
-        with contextlib.suppress(Exception):  # a Java that is gone cannot be asked to stop
+        with contextlib.suppress(Exception):  # Java may be gone
             if self._context:
                 self._context.stop()
         if self._gateway:
@@ -369,12 +365,12 @@ class _Session:
     def _end(self) -> None:
         library, process = pyspark(), self._gateway.proc
         if submitted():
-            return  # the Java is that of spark-submit
+            return  # spark-submit ends its own Java
         with contextlib.suppress(Exception):
             self._gateway.shutdown()
         library.SparkContext._gateway = library.SparkContext._jvm = None  # else the next context would use this Java
         if process:
-            process.stdin.close()  # what makes it end
+            process.stdin.close()  # makes it end
             try:
                 process.wait(_END_S)
             except subprocess.TimeoutExpired:
@@ -382,7 +378,7 @@ class _Session:
 
 
 class _Call:
-    """A call in a thread of its own, so that the caller can look around."""
+    """A call in a thread of its own, so that the caller can do other checks meanwhile."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._call = call
@@ -398,7 +394,7 @@ class _Call:
             self._error = error
 
     def ended(self, timeout_s: float = _POLL_S) -> bool:
-        """Whether it ends within that time."""
+        """Wait that long for its end; whether it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -411,8 +407,8 @@ class _Call:
 # ---- in executors
 
 
-class _Heard:
-    """How accumulators add up what tasks tell when they end: bytes that are done, and errors."""
+class _Progress:
+    """Spark's accumulator of the bytes done and the errors in tasks: (int, tuple of exceptions)."""
 
     def zero(self, value: Any) -> Any:
         return (0, ())
@@ -422,11 +418,11 @@ class _Heard:
 
 
 def _run(
-    groups: Iterable[Sequence[_U]], *, task: work.Task[_U], heard: Any, attempts: int
+    groups: Iterable[Sequence[_U]], *, task: work.Task[_U], progress: Any, attempts: int
 ) -> Iterator[tuple[dict[int, work.Note], Exception | None]]:
-    """The notes of the units of a task, and the error that ended it, if any.
+    """Do the units of a task. Yields their notes and the error that ended it, if any.
 
-    An exception that may be the machine's is raised, so that Spark tries again, but for the last time.
+    An exception that another machine may not have is raised, so that Spark retries, unless this is the last attempt.
     """
     from pyspark import TaskContext
 
@@ -437,23 +433,23 @@ def _run(
         except Exception as error:
             if _of_machine(error) and TaskContext.get().attemptNumber() + 1 < attempts:
                 raise
-            told = _told(error)
-            heard.add((0, (told,)))
-            yield notes, told
+            sendable = _sendable(error)
+            progress.add((0, (sendable,)))
+            yield notes, sendable
             return
-        heard.add((unit.bytes, ()))
+        progress.add((unit.bytes, ()))
     yield notes, None
 
 
 def _of_machine(error: Exception) -> bool:
-    """Whether another machine may do better: bytes that cannot be read here, too little memory; not what the user has to mend."""
+    """Whether another machine may succeed: unreadable files, too little memory; not mistakes of the user."""
     if isinstance(error, OutlastError):
         return isinstance(error.__cause__, OSError) and not isinstance(error, plan.BadSource)
     return True
 
 
-def _told(error: Exception) -> Exception:
-    """An exception that can be sent. Those of the program bring their traceback."""
+def _sendable(error: Exception) -> Exception:
+    """An exception that can be pickled. Unexpected ones bring their traceback."""
     if isinstance(error, MemoryError):
         return OutlastError(
             "an executor had too little memory for a unit of work; run the same command, which goes on, with fewer cores or more "

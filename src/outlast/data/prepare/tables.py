@@ -1,4 +1,4 @@
-"""Samples that become columns: each unit of work is one shard, written as a whole by the process that made it."""
+"""Samples in columns: each unit of work is one shard, written as a whole by one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outlast.data.prepare import plan, work
 
 T = TypeVar("T")
 SHARD = 64 << 20
-"""Bytes of samples in a shard. Arbitrary: large enough for one request to a store, small enough for a process to hold."""
+"""Bytes of samples in a shard. Arbitrary: large enough for one request to a store, small enough for a process's memory."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Batch(Generic[T]):
     """Number of the shard within its part."""
     items: tuple[T, ...]
     bytes: int
-    """Of their files."""
+    """Size of their files."""
 
 
 def batches(items: Mapping[str, Sequence[T]], sizes: Mapping[str, Sequence[tuple[int, int]]], limit: int) -> list[Batch[T]]:
-    """The items of each part in batches of `limit` bytes of samples at most. `sizes` has bytes of sample and of file per item."""
+    """The items of each part in batches of at most `limit` bytes of samples. `sizes`: bytes of sample and of file, per item."""
     made: list[Batch[T]] = []
     for part, some in items.items():
         numbered = list(range(len(some)))
@@ -43,17 +43,17 @@ def batches(items: Mapping[str, Sequence[T]], sizes: Mapping[str, Sequence[tuple
 
 
 def name(part: str, shard: int) -> str:
-    """The file of a shard."""
+    """File name of a shard."""
     return f"{part}-{shard:05d}.safetensors"
 
 
 def write(to: Path, part: str, shard: int, columns: Mapping[str, NDArray[Any]]) -> work.Note:
-    """Write a shard; its note. A shard without samples is not written."""
+    """Write a shard and return its note. A shard without samples is not written."""
     if not shards.samples(columns):
         return {}
     return dataclasses.asdict(shards.write_columns(to / name(part, shard), columns, work.check_attempt))
 
 
 def parts(notes: Sequence[Mapping[str, work.Note]], names: Sequence[str]) -> dict[str, shards.Part]:
-    """The parts of a dataset from the notes of its shards, each by the name of its part."""
+    """The parts of a dataset, from the notes of its shards."""
     return {part: shards.Part(tuple(shards.Shard(**note[part]) for note in notes if note.get(part))) for part in names}

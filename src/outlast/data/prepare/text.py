@@ -1,11 +1,11 @@
 """Text to tokens: files of UTF-8, or records of .jsonl files, become nanoGPT's `train.bin`, `val.bin` and `meta.pkl`.
 
-Stages, done by all processes and resumable: `survey` (which characters, how many; only where that is needed), the tokenizer
-(trained on a sample), `encode` (tokens of each unit, in a file of its own), and the tokens are put together in the order of the
-files. A file, or a record, is a document; the separator follows it.
+Stages, done by all processes and resumable: `survey` (the set and number of characters; only where needed), the tokenizer
+(trained on a sample), `encode` (the tokens of each unit, in a file of its own); then the tokens are joined in the order of the
+files. A document is a file or a record; the separator follows it.
 
-The parts: documents are drawn into val by a hash of the file's name, or of the record's text. So a document is in one part as a
-whole, and stays in it when others come. One file alone is divided as nanoGPT does: the last characters are val.
+A hash of the file's name, or of the record's text, decides whether a document is in val. So no document is divided, and each
+stays in its part when others are added; except a single file, whose last characters are val, as nanoGPT has it.
 Memory: some 20 times a unit (`plan.UNIT`) per process, whatever the size of the source.
 """
 
@@ -29,31 +29,31 @@ from outlast.data.prepare import plan, records, tokenizer, work
 from outlast.data.prepare.plan import TRAIN, VAL, BadSource, Document, File, Piece, Unit
 
 SAMPLE = 256 << 20
-"""Bytes of text that a tokenizer is trained on, at most. Arbitrary: more hardly changes the merges."""
+"""Most bytes of text to train a tokenizer on. Arbitrary: more hardly changes the merges."""
 _WINDOW = 1 << 16
-"""How far a place to cut a document is looked for, in bytes."""
+"""Longest search for a place to cut a document, in bytes."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to make of a text."""
+    """Settings of `outlast data prepare text`."""
 
     tokenizer: str = "bpe"
     """`char`, `bpe`, `gpt2-like`, or the path of a tokenizer.json."""
     vocab_size: int | None = None
-    """Tokens of a `bpe`; by default 4096, and those of GPT-2 for `gpt2-like`."""
+    """Tokens of a trained BPE; default 4096 for `bpe`, 50,257 for `gpt2-like`."""
     val: float = 0.1
     """Share of the documents in val."""
     separator: str | None = None
-    """The token after each document; None is the tokenizer's, empty is none."""
+    """The token after each document; None: the tokenizer's own, empty: none."""
     patterns: tuple[str, ...] = ()
-    """Which files of a directory; all if empty."""
+    """Patterns of files to read; empty: all."""
     field: str = "text"
-    """The field of records."""
+    """The field of records that holds the text."""
     shard_size: int | None = None
-    """Bytes of a shard; None is one file per part."""
+    """Bytes of a shard; None: one file per part."""
     skip_damaged: bool = False
-    """Whether to leave out files and records that cannot be read, and count them."""
+    """Leave out files and records that cannot be read, and count them."""
 
     @property
     def trained(self) -> int | None:
@@ -63,7 +63,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Reader:
-    """How processes read documents."""
+    """Settings that processes need to read documents."""
 
     root: Path
     field: str
@@ -72,18 +72,18 @@ class Reader:
 
 
 def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
-    """Make the dataset, or finish it; the manifest. The same bytes for any number of processes.
+    """Make or finish the dataset; returns its manifest. The same bytes for any number of processes.
 
-    Raises BadSource, and OutlastError for settings that cannot be met, or a target that holds something else.
+    Raises BadSource, and OutlastError for settings that cannot be met, or other files in the target.
     """
-    found = plan.listed(request.source, request.to, settings.patterns)
+    sources = plan.listed(request.source, request.to, settings.patterns)
     about = described(settings)
-    source = plan.described(found)
-    if there := work.before(request, "text", about, source):
-        return there
+    source = plan.described(sources)
+    if made := work.existing(request, "text", about, source):
+        return made
     reader = Reader(plan.root(request.source), settings.field, settings.val, settings.skip_damaged)
-    with work.opened(work.fitting(request, 20 * request.unit), about, found) as place:
-        units, characters = _documents(place, reader, settings, found)
+    with work.opened(work.fitting(request, 20 * request.unit), about, sources) as place:
+        units, characters = _documents(place, reader, settings, sources)
         path = request.to / shards.TOKENIZER
         if not path.exists() and settings.tokenizer == "char":
             tokenizer.save(path, tokenizer.of_characters(characters or ()))
@@ -91,13 +91,13 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
             sample = units[:: -(-sum(unit.bytes for unit in units) // SAMPLE) or 1]  # evenly chosen if there are many
             make_tokenizer(place, path, settings, functools.partial(_train, reader=reader, units=sample))
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        known = tokenizer.load(path)
-        size = tokenizer.vocab_size(known)
-        separator = tokenizer.separator(known, settings.separator)
+        loaded = tokenizer.load(path)
+        size = tokenizer.vocab_size(loaded)
+        separator = tokenizer.separator(loaded, settings.separator)
         end = b"" if separator is None else np.array(separator, np.dtype(shards.dtype(size)).newbyteorder("<")).tobytes()
         encode = functools.partial(_encode, reader=reader, path=path, digest=digest, end=end, into=place.private)
         notes = place.results("encode", encode, units)
-        tokenizer.write_vocabulary(request.to / shards.META, known)
+        tokenizer.write_vocabulary(request.to / shards.META, loaded)
         parts = _assembled(place, settings, notes, shards.dtype(size))
         source["damaged"] = sum(note["damaged"] for note in notes)
         return place.finish(
@@ -135,13 +135,13 @@ def described(settings: Settings) -> dict[str, Any]:
 
 
 def _documents(
-    place: work.Place, reader: Reader, settings: Settings, found: Sequence[File]
+    place: work.Place, reader: Reader, settings: Settings, sources: Sequence[File]
 ) -> tuple[list[Unit], set[str] | None]:
-    """The units to encode, and the characters of all documents, if they are needed."""
-    plain = [file for file in found if not file.name.endswith(records.SUFFIX)]
-    part = plan.parts(found if len(plain) < len(found) and plan.named(found) else plain, settings.val)
-    documents = [Document(file.name, file.size, 0, file.size, part.get(file.name, "")) for file in found]
-    tail = len(found) == len(plain) == 1 and settings.val > 0
+    """The units to encode, and the characters of all documents if they were surveyed."""
+    plain = [file for file in sources if not file.name.endswith(records.SUFFIX)]
+    part = plan.parts(sources if len(plain) < len(sources) and plan.named(sources) else plain, settings.val)
+    documents = [Document(file.name, file.size, 0, file.size, part.get(file.name, "")) for file in sources]
+    tail = len(sources) == len(plain) == 1 and settings.val > 0
     characters = None
     if tail or settings.tokenizer == "char":
         units = plan.units(documents, place.request.unit)
@@ -157,7 +157,7 @@ def _documents(
 
 
 def _survey(unit: Unit, *, reader: Reader) -> work.Note:
-    """The characters of a unit, and how many it has."""
+    """Set and number of characters in a unit."""
     seen, length = np.zeros(0x110000, bool), 0
     for _, text, _ in texts(unit, reader, []):
         points = tokenizer.code_points(text)
@@ -167,7 +167,7 @@ def _survey(unit: Unit, *, reader: Reader) -> work.Note:
 
 
 def _tail(reader: Reader, units: Sequence[Unit], lengths: Sequence[int], val: float) -> int:
-    """The byte at which the last share of the characters of a file begins."""
+    """The byte at which the last `val` of a file's characters begin."""
     left = int(sum(lengths) * (1 - val))
     for unit, length in zip(units, lengths, strict=True):
         if left < length:
@@ -180,8 +180,10 @@ def _tail(reader: Reader, units: Sequence[Unit], lengths: Sequence[int], val: fl
 
 
 def texts(unit: Unit, reader: Reader, damaged: list[str]) -> Iterator[tuple[str, str, bool]]:
-    """Part, text, and whether its document ends with it, for all that a unit has. What cannot be read raises BadSource, or is
-    appended to `damaged` if that is to be skipped."""
+    """Part, text and whether it ends its document, for each text of a unit.
+
+    Unreadable texts raise BadSource; with `skip_damaged` the message is appended to `damaged` instead.
+    """
     for piece in unit.pieces:
         try:
             with opened(reader, piece.document) as file:
@@ -198,6 +200,7 @@ def texts(unit: Unit, reader: Reader, damaged: list[str]) -> Iterator[tuple[str,
 
 
 def opened(reader: Reader, document: Document) -> BinaryIO:
+    """Open the file of a document. Raises OutlastError when it cannot be read, or its size has changed."""
     path = reader.root / document.file
     try:
         file = path.open("rb")
@@ -216,8 +219,8 @@ def _range(file: BinaryIO, piece: Piece) -> bytes:
 
 
 def _cut(file: BinaryIO, document: Document, near: int) -> int:
-    """Where a document may be cut at or after the byte `near`: before a space or a newline that follows a letter, so that GPT-2's
-    words are those of the whole text; else between two characters."""
+    """The first place to cut a document at or after byte `near`: before a space or newline that follows a printable character,
+    so that GPT-2's words are those of the whole text; else between two characters."""
     if near in (document.low, document.high):
         return near
     file.seek(near - 1)
@@ -255,7 +258,7 @@ def _records(file: BinaryIO, piece: Piece, reader: Reader, damaged: list[str]) -
 
 
 def make_tokenizer(place: work.Place, path: Path, settings: Settings, train: Callable[[Path, int], None]) -> None:
-    """Write `tokenizer.json`: the one that is given, or what `train` writes for a size, in a process of its own."""
+    """Write `tokenizer.json`: a copy of the given one, or the one that `train(path, size)` writes in a process of its own."""
     if settings.trained is None:
         tokenizer.save(path, Path(settings.tokenizer).read_text("utf-8"))
         return
@@ -275,7 +278,7 @@ def _train(path: Path, size: int, *, reader: Reader, units: Sequence[Unit]) -> N
 
 
 def _encode(unit: Unit, *, reader: Reader, path: Path, digest: str, end: bytes, into: Path) -> work.Note:
-    """Write the tokens of a unit, a file per part; documents and bytes of each."""
+    """Write the tokens of a unit, a file per part; the note has documents and bytes of each."""
     encoder = tokenizer.encoder(path, digest)
     tokens: dict[str, list[bytes]] = {TRAIN: [], VAL: []}
     documents = {TRAIN: 0, VAL: 0}
@@ -298,7 +301,7 @@ def _encode(unit: Unit, *, reader: Reader, path: Path, digest: str, end: bytes, 
 
 
 def _assembled(place: work.Place, settings: Settings, notes: Sequence[work.Note], dtype: str) -> dict[str, shards.Part]:
-    """The tokens of all units in the order of the documents, as shards."""
+    """Write the tokens of all units, in the order of the documents, as shards."""
     parts = {}
     total = sum(note[part]["bytes"] for note in notes for part in (TRAIN, VAL))
     done = 0

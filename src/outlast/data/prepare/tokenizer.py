@@ -1,8 +1,8 @@
-"""Tokenizers as `tokenizer.json`: by character, a byte-level BPE trained here, or one that is given; and fast encoders of texts.
+"""Tokenizers as `tokenizer.json`: by character, a byte-level BPE trained here, or a given one; and fast encoders of texts.
 
-The only module that knows the library `tokenizers`. All three kinds are written as `tokenizer.json`, so one function, `encoder`,
+The only module that imports the library `tokenizers`. All three kinds are written as `tokenizer.json`, so a single `encoder`
 reads them. A byte-level BPE in GPT-2's manner never joins two words, so the encoder looks each word up in a table and asks the
-library for those it has not seen, see `ascii_words`. Special tokens that stand in a text are encoded as text.
+library only for new ones, see `ascii_words`. Special tokens in a text are encoded as text.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from outlast.data.prepare import ascii_words, plan
 SEPARATOR = "<|endoftext|>"
 """GPT-2's token between documents."""
 SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>")
-"""What others call it."""
+"""Names of that token in other tokenizers."""
 GPT2_VOCABULARY = 50_257
 PIECE = 1 << 18
 """Characters encoded at a time: bounds the memory of the encoder."""
 _CHARACTER = r"[\s\S]"
 _CUT = re.compile(r"(?<=\S)(?=[ \n])")
-"""Where a text may be cut, and its parts have the words of the whole: no word of GPT-2's pattern goes on with a space."""
+"""Places to cut a text without changing its words: no word of GPT-2's pattern has a space inside."""
 
 
 class Encoder(Protocol):
     """Encodes texts."""
 
     def __call__(self, text: str) -> bytes:
-        """The tokens of a text, little-endian. Raises plan.BadSource if it has a character that the tokenizer does not know."""
+        """The tokens of a text, little-endian. Raises plan.BadSource for a character outside its vocabulary."""
 
 
 def library() -> Any:
@@ -67,18 +67,18 @@ def load(path: Path) -> Any:
 
 
 def vocab_size(tokenizer: Any) -> int:
-    """The largest token and one more: a vocabulary may have gaps."""
+    """The largest token plus one: a vocabulary may have gaps."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def separator(tokenizer: Any, name: str | None) -> int | None:
-    """The token to put after each document: `name`, by default one of SEPARATORS; None if `name` is empty or there is none.
+    """The token after each document: `name`, by default one of SEPARATORS; None if `name` is empty or there is none.
 
     Raises OutlastError if the tokenizer has no such token.
     """
     if name is None:
-        known = (tokenizer.token_to_id(each) for each in SEPARATORS)
-        return next((int(token) for token in known if token is not None), None)
+        tokens = (tokenizer.token_to_id(each) for each in SEPARATORS)
+        return next((int(token) for token in tokens if token is not None), None)
     token: int | None = tokenizer.token_to_id(name) if name else None
     if name and token is None:
         raise OutlastError(f"the tokenizer has no token {name} to separate documents; name one that it has, or --separator ''")
@@ -96,10 +96,9 @@ def of_characters(characters: Iterable[str]) -> str:
 
 
 def train(texts: Iterable[str], size: int, special: Sequence[str] = ()) -> str:
-    """A `tokenizer.json`: a byte-level BPE of `size` tokens, fewer if the texts do not have so many; the last are `special` and
-    SEPARATOR.
+    """A `tokenizer.json`: a byte-level BPE of at most `size` tokens, the last of which are `special` and SEPARATOR.
 
-    The same for the same texts in the same order: ties between merges are broken by token ids.
+    The same texts in the same order give the same tokens: ties between merges are broken by token ids.
     """
     lib = library()
     tokenizer = lib.Tokenizer(lib.models.BPE())
@@ -115,7 +114,7 @@ def train(texts: Iterable[str], size: int, special: Sequence[str] = ()) -> str:
 
 
 def write_vocabulary(path: Path, tokenizer: Any) -> None:
-    """Write nanoGPT's `meta.pkl`: its `train.py` takes the vocabulary's size from it, its `sample.py` decodes with it."""
+    """Write nanoGPT's `meta.pkl`: `train.py` reads the vocabulary's size from it, `sample.py` decodes with it."""
     size = vocab_size(tokenizer)
     shards.write_vocabulary(path, size, {i: tokenizer.decode([i], skip_special_tokens=False) for i in range(size)})
 
@@ -127,15 +126,15 @@ def save(path: Path, text: str) -> None:
 
 @functools.lru_cache(maxsize=1)
 def encoder(path: Path, digest: str) -> Encoder:
-    """The fastest encoder for a `tokenizer.json`; one per process. `digest` is that of the file, which tells versions apart."""
+    """The fastest encoder for a `tokenizer.json`; cached, by the file's `digest`, one per process."""
     tokenizer = load(path)
     about = json.loads(path.read_text("utf-8"))
     dtype = np.dtype(shards.dtype(vocab_size(tokenizer))).newbyteorder("<")
-    model, before = about["model"], about.get("pre_tokenizer") or {}
+    model, splitter = about["model"], about.get("pre_tokenizer") or {}
     special = all(token["special"] for token in about.get("added_tokens", ()))
-    if model["type"] == "WordLevel" and before.get("pattern") == {"Regex": _CHARACTER}:
+    if model["type"] == "WordLevel" and splitter.get("pattern") == {"Regex": _CHARACTER}:
         return _Characters(model["vocab"], dtype)
-    byte_level = before.get("type") == "ByteLevel" and not before["add_prefix_space"] and before.get("use_regex", True)
+    byte_level = splitter.get("type") == "ByteLevel" and not splitter["add_prefix_space"] and splitter.get("use_regex", True)
     if model["type"] == "BPE" and byte_level and special and not about.get("normalizer") and not model.get("dropout"):
         return _Words(tokenizer, dtype)
     return _Plain(tokenizer, dtype)
@@ -162,13 +161,13 @@ class _Words(_Plain):
 
     def __init__(self, tokenizer: Any, dtype: np.dtype[Any]) -> None:
         super().__init__(tokenizer, dtype)
-        self._known = ascii_words.Table(self._ids, dtype)
+        self._table = ascii_words.Table(self._ids, dtype)
 
     def _encoded(self, text: str) -> bytes:
-        if self._known.full:
-            self._known.clear()
+        if self._table.full:
+            self._table.clear()
         if text.isascii():
-            return self._known(text.encode()) if len(text) > _SHORT and "\0" not in text else super()._encoded(text)
+            return self._table(text.encode()) if len(text) > _SHORT and "\0" not in text else super()._encoded(text)
         groups = itertools.groupby(_LINES.split(text), str.isascii)
         some = [(ascii_only, "".join(lines)) for ascii_only, lines in groups]
         encoded = super()._encoded
@@ -177,11 +176,11 @@ class _Words(_Plain):
 
 _LINES = re.compile(r"(?<=\S)(?=\n)")
 _SHORT = 100
-"""Characters that the library encodes as fast as the table."""
+"""Characters up to which the library is as fast as the table."""
 
 
 class _Characters:
-    """A token per character: one look-up in an array for all of a text."""
+    """A token per character: one look-up in an array for a whole text."""
 
     def __init__(self, table: dict[str, int], dtype: np.dtype[Any]) -> None:
         self._known = np.zeros(0x110000, bool)
@@ -207,9 +206,9 @@ def pieces(text: str, size: int = PIECE) -> Iterator[str]:
     """A text in pieces of about `size` characters, cut between words."""
     start = 0
     while len(text) - start > size:
-        found = _CUT.search(text, start + size)
-        if found is None:
+        cut = _CUT.search(text, start + size)
+        if cut is None:
             break
-        yield text[start : found.start()]
-        start = found.start()
+        yield text[start : cut.start()]
+        start = cut.start()
     yield text[start:]

@@ -1,8 +1,8 @@
 """Videos to columns: `video` uint8 (n, 16, 224, 224, 3), `audio` int16 (n, 30720) and `label` int64 (n,).
 
-A clip is 16 frames at 25 per second and the sound of these 0.64 s at 48 kHz in one channel: 1,920 samples per frame, what
-Perceiver IO takes. Frames of other rates are those shown at these moments; the shorter side becomes `size` pixels, and the
-centre is cut out. A video without sound, or shorter than a clip, is filled with silence and its last frame. Labels are from a CSV
+A clip is 16 frames at 25 per second with 0.64 s of sound at 48 kHz in one channel, 1,920 samples per frame: the input of
+Perceiver IO. Of a video with another rate, the frames shown at these moments are taken; the shorter side becomes `size` pixels,
+and the centre is cropped. Missing sound is filled with silence, missing frames with the last one. Labels are from a CSV
 (the lists of Kinetics, or `file,label`), else the name of the directory. Memory: a shard per process.
 
 Clips: https://arxiv.org/abs/2107.14795, section 4.3. Lists: https://github.com/cvdfoundation/kinetics-dataset.
@@ -40,7 +40,7 @@ SHARD = 256 << 20
 
 @dataclass(frozen=True)
 class Settings:
-    """What to make of videos."""
+    """Settings of `outlast data prepare video`."""
 
     frames: int = 16
     """Frames of a clip."""
@@ -56,13 +56,13 @@ class Settings:
 
     @property
     def bytes(self) -> int:
-        """Of a sample."""
+        """Bytes of a sample."""
         return self.frames * (self.size**2 * 3 + PER_FRAME * 2)
 
 
 @dataclass(frozen=True)
 class Clip:
-    """A sample to make."""
+    """A clip of a video, not yet decoded."""
 
     file: str
     at: int
@@ -71,19 +71,19 @@ class Clip:
 
 
 def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
-    """Make the dataset, or finish it; the manifest. Raises BadSource, and OutlastError for settings that cannot be met."""
+    """Make or finish the dataset; returns its manifest. Raises BadSource, and OutlastError for settings that cannot be met."""
     if min(settings.frames, settings.size, settings.clips) < 1:
         raise OutlastError("--frames, --size and --clips are 1 or more; correct them")
     pyav()
-    found = plan.listed(request.source, request.to)
+    sources = plan.listed(request.source, request.to)
     listed = _content(settings.labels) if settings.labels else b""
     about = dataclasses.asdict(settings) | {"labels": hashlib.sha256(listed).hexdigest() if listed else ""}
-    source = plan.described(found)
-    if there := work.before(request, "video", about, source):
-        return there
-    with work.opened(work.fitting(request, settings.shard_size), about, found) as place:
+    source = plan.described(sources)
+    if made := work.existing(request, "video", about, source):
+        return made
+    with work.opened(work.fitting(request, settings.shard_size), about, sources) as place:
         root = plan.root(request.source)
-        videos = [file for file in found if file.name.lower().endswith(SUFFIXES)]
+        videos = [file for file in sources if file.name.lower().endswith(SUFFIXES)]
         if not videos:
             raise BadSource(
                 f"{request.source} has no videos ({', '.join(SUFFIXES)}); name a directory with a directory per class"
@@ -107,7 +107,7 @@ def pyav() -> Any:
     return av
 
 
-# ---- which video is what
+# ---- layouts
 
 
 def layout(videos: Sequence[File], listed: Mapping[str, str], settings: Settings) -> tuple[dict[str, list[Clip]], list[str]]:
@@ -146,10 +146,10 @@ def listed(path: str) -> dict[str, str]:
 
 
 def _content(path: str) -> bytes:
-    found = Path(path).read_bytes() if Path(path).is_file() else b""
-    if not found:
+    content = Path(path).read_bytes() if Path(path).is_file() else b""
+    if not content:
         raise BadSource(f"there is no list of labels {path}, or it is empty; name a CSV with file,label")
-    return found
+    return content
 
 
 def _listed(content: bytes, path: str) -> dict[str, str]:
@@ -200,7 +200,7 @@ def _write(batch: tables.Batch[Clip], *, root: Path, to: Path, settings: Setting
 
 
 def decoded(path: Path, clip: Clip, settings: Settings) -> tuple[NDArray[np.uint8], NDArray[np.int16] | None]:
-    """Frames (16, 224, 224, 3) and sound (30720,) of a clip; None without sound. Raises BadSource if the video is damaged."""
+    """Frames (16, 224, 224, 3) and sound (30720,) of a clip; None without sound. Raises BadSource for a damaged video."""
     frames, sound = shown(path, clip, settings)
     return np.stack(frames + frames[-1:] * (settings.frames - len(frames))), sound
 
@@ -232,38 +232,38 @@ def shown(path: Path, clip: Clip, settings: Settings) -> tuple[list[NDArray[np.u
 def _begin(container: Any, at: int, settings: Settings) -> Fraction:
     """The second at which clip `at` of a video begins."""
     stream = container.streams.video[0]
-    known = stream.duration is not None
-    late = max(Fraction(0), (stream.start_time or 0) * stream.time_base)  # which the duration of a whole file includes
-    duration: Fraction = stream.duration * stream.time_base if known else Fraction(container.duration or 0, 1_000_000) - late
+    timed = stream.duration is not None
+    late = max(Fraction(0), (stream.start_time or 0) * stream.time_base)  # the duration of a whole file includes it
+    duration: Fraction = stream.duration * stream.time_base if timed else Fraction(container.duration or 0, 1_000_000) - late
     room = duration - Fraction(settings.frames, FRAMES_PER_SECOND)
     return max(Fraction(0), room * (2 * at + 1) / (2 * settings.clips))
 
 
 def _frames(container: Any, begin: Fraction, settings: Settings) -> list[NDArray[np.uint8]]:
-    """The frames that are shown at the moments of a clip; fewer if the video ends."""
+    """The frames shown at the moments of a clip; fewer if the video ends."""
     stream = container.streams.video[0]
     stream.thread_type = "NONE"  # a process per core is enough
     start = (stream.start_time or 0) * stream.time_base
     container.seek(int((start + begin) / stream.time_base), stream=stream)
     moments = [begin + Fraction(i, FRAMES_PER_SECOND) for i in range(settings.frames)]
-    found: list[NDArray[np.uint8]] = []
+    frames: list[NDArray[np.uint8]] = []
     shown = None
     for frame in container.decode(stream):
         if frame.pts is None:
             continue
         time = frame.pts * stream.time_base - start
-        while len(found) < len(moments) and time > moments[len(found)]:
-            found.append(_cut(shown or frame, settings.size))
-        if len(found) == len(moments):
-            return found
+        while len(frames) < len(moments) and time > moments[len(frames)]:
+            frames.append(_cut(shown or frame, settings.size))
+        if len(frames) == len(moments):
+            return frames
         shown = frame
     if shown:
-        found.append(_cut(shown, settings.size))
-    return found
+        frames.append(_cut(shown, settings.size))
+    return frames
 
 
 def _cut(frame: Any, size: int) -> NDArray[np.uint8]:
-    """The centre of a frame, turned as players show it, (size, size, 3)."""
+    """The centre of a frame, rotated as players show it, (size, size, 3)."""
     scale = Fraction(size, min(frame.width, frame.height))
     width, height = (max(size, round(side * scale)) for side in (frame.width, frame.height))
     pixels = frame.to_ndarray(format="rgb24", width=width, height=height)

@@ -1,10 +1,10 @@
-"""Units of work done by an engine: each result is a note written last, so a killed run continues with what is missing.
+"""Units of work done by an engine. The note of a unit is written last, so a killed run continues with the missing units.
 
-Engines are processes of this machine, here, or Spark (`spark`).
+Engines are processes of this machine (`Processes`) or Spark (`spark`).
 
-Below the target is `.prepare/`, with the lock, the plan's digest, a note per finished unit, and what units hand to a later stage.
-When the manifest is written it goes. Processes are not forked from ours: tokenizers and PyAV have threads. They end when we do,
-even by SIGKILL.
+`.prepare/` below the target holds the lock, the plan's digest, a note per finished unit, and intermediate files of units. It is
+removed once the manifest is written. Processes are not forked from ours, because tokenizers and PyAV have threads. They end when
+we do, even by SIGKILL.
 """
 
 from __future__ import annotations
@@ -32,15 +32,13 @@ from outlast.data import place, shards
 from outlast.data.prepare import plan
 
 PRIVATE = ".prepare"
-_OURS = r"(train|val)(-\d+)?\.(bin|safetensors)|tokenizer\.json|meta\.pkl"
+_OUTPUTS = r"(train|val)(-\d+)?\.(bin|safetensors)|tokenizer\.json|meta\.pkl"
 """Names of files that an unfinished run leaves beside PRIVATE."""
-_PARTIAL = re.compile(rf"\.({_OURS}|{re.escape(shards.MANIFEST)}|encode-\d+\.\w+|\w+-\d+\.json|plan)(\.\w+)?\.partial")
-"""Names of files, there and in PRIVATE, that were never renamed: see `files.beside`."""
+_PARTIAL = re.compile(rf"\.({_OUTPUTS}|{re.escape(shards.MANIFEST)}|encode-\d+\.\w+|\w+-\d+\.json|plan)(\.\w+)?\.partial")
+"""Names of unfinished files beside and in PRIVATE: see `files.beside`."""
 _PRELOADED = [f"outlast.data.prepare.{module}" for module in ("images", "jsonl", "text", "video")] + ["tokenizers"]
-_NOT_OURS = ("lost+found",)
-"""What a new, empty volume contains."""
 _PROCESS = 64 << 20
-"""Bytes that a process needs beside its samples: measured, with a tokenizer or decoders imported; some for what it reads."""
+"""Bytes that a process needs beside its samples: measured, with a tokenizer or decoders imported, and a read buffer."""
 Note = dict[str, Any]
 
 
@@ -59,21 +57,21 @@ _U = TypeVar("_U", bound=Work)
 
 @dataclass(frozen=True)
 class Task(Generic[_U]):
-    """What to do with each unit of a stage: `do`, then its note, last. It is pickled to whoever does the unit.
+    """Does a unit of a stage: calls `do`, then writes its note. Pickled to the process that does the unit.
 
-    Two may do a unit at once; what they write is the same, and renamed when it is whole.
+    Two processes may do a unit at once: they write the same files and rename them when they are whole.
     """
 
     do: Callable[[_U], Note]
     stage: str
     private: Path
     plan: str
-    """The digest of the plan; a task of another plan adds nothing."""
+    """Digest of the plan; a task of an outdated plan writes nothing."""
 
     def __call__(self, unit: _U) -> Note:
-        """The note of a unit, which is done if nobody has done it. Raises what `do` raises."""
-        if (there := self.note(unit)) is not None:
-            return there
+        """Do a unit that has no note yet; returns its note. Raises what `do` raises."""
+        if (existing := self.note(unit)) is not None:
+            return existing
         self.check()
         token = _attempt.set(self)
         try:
@@ -85,13 +83,13 @@ class Task(Generic[_U]):
         return made
 
     def notes(self, units: Sequence[_U]) -> dict[int, Note]:
-        """The notes of the units that are done, by number; on a network, files that are not there are not asked for."""
-        there = set(os.listdir(self.private))
-        found = ((unit.number, self.note(unit)) for unit in units if self._path(unit).name in there)
-        return {number: note for number, note in found if note is not None}
+        """Notes of the finished units, by number. Opens only files in the listing, which spares requests on a network disk."""
+        names = set(os.listdir(self.private))
+        notes = ((unit.number, self.note(unit)) for unit in units if self._path(unit).name in names)
+        return {number: note for number, note in notes if note is not None}
 
     def note(self, unit: _U) -> Note | None:
-        """The note of a unit, if it is done."""
+        """The note of a unit; None if it is not done."""
         with contextlib.suppress(FileNotFoundError, ValueError):
             return dict(json.loads(self._path(unit).read_bytes()))
         return None
@@ -100,7 +98,7 @@ class Task(Generic[_U]):
         return self.private / f"{self.stage}-{unit.number:06d}.json"
 
     def check(self) -> None:
-        """Raises OutlastError when a run with another plan has begun."""
+        """Raise OutlastError when a run with another plan has begun."""
         noted = self.private / "plan"
         if not noted.exists() or noted.read_text() != self.plan:
             raise OutlastError(f"another `outlast data prepare` has begun to write to {self.private.parent}; this one ends")
@@ -110,25 +108,25 @@ _attempt: ContextVar[Task[Any] | None] = ContextVar("attempt", default=None)
 
 
 def check_attempt() -> None:
-    """To be called between opening a file of a unit, under a name from `files.beside`, and renaming it.
+    """Raise OutlastError if this unit belongs to an outdated plan. Call it after opening a file from `files.beside`.
 
-    Raises OutlastError for one left behind by a run with another plan. A new run first removes the old plan, then such files: so
-    either we see that here, or the file is gone when we rename it, and nothing old replaces anything new.
+    A new run first removes the old plan, then unfinished files. So an outdated unit either fails here, or its file is gone before
+    it is renamed, and nothing old replaces anything new.
     """
     if attempt := _attempt.get():
         attempt.check()
 
 
 class Engine(Protocol):
-    """Does the units of a stage."""
+    """Does the units of a stage: processes, or Spark."""
 
     def done(
         self, task: Task[_U], units: Sequence[_U], check: Callable[[], None], finished: Callable[[int], None]
     ) -> Mapping[int, Note]:
-        """The note of each unit by its number.
+        """Do the units; returns the note of each by its number.
 
         Calls `check` a few times per second, which raises Stopped, and `finished` with the bytes of units done since the last
-        call. Raises what the task raises, and OutlastError when who does it is killed.
+        call. Raises what the task raises, and OutlastError when its process is killed.
         """
 
 
@@ -138,26 +136,26 @@ def _quiet(stage: str, done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """What to prepare, where, and with how many processes; the settings of a kind are apart."""
+    """Source, target and processes of a run; the settings of a kind are apart."""
 
     source: Path
     to: Path
     processes: int = 1
-    """How many on this machine; 0: as many as cores and memory allow (`fitting`)."""
+    """Processes on this machine; 0: as many as cores and memory allow (`fitting`)."""
     progress: Callable[[str, int, int], None] = _quiet
     """Called with the stage, bytes done and bytes in all."""
-    there: shards.Manifest | None = None
-    """The dataset that the store holds in which `to` will be put."""
+    uploaded: shards.Manifest | None = None
+    """The dataset that is already in the store that `to` will be uploaded to."""
     stop: threading.Event = field(default_factory=threading.Event)
-    """Ends the run soon after it is set; another one continues."""
+    """Ends the run soon after it is set; the next run continues."""
     unit: int = plan.UNIT
     """Bytes of text in a unit; tests make it small."""
     engine: Engine | None = None
-    """Who does the units; None: that many processes of this machine."""
+    """None: `processes` of this machine."""
 
 
 def cores() -> int:
-    """How many processes can run at once here: our cores, and the quota of our cgroup, if any."""
+    """Cores of this process, limited by the quota of its cgroup."""
     count = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -166,8 +164,10 @@ def cores() -> int:
 
 
 def fitting(request: Request, each: int) -> Request:
-    """The request with a number of processes, where it says none: one per core, or fewer where less memory is free than they need
-    with `each` bytes of samples in each. Their number changes no byte of the result."""
+    """Fill in the number of processes: one per core, or fewer if memory is short for `each` bytes of samples per process.
+
+    The number changes no byte of the result.
+    """
     if request.processes:
         return request
     machine = memory.Machine()
@@ -175,27 +175,24 @@ def fitting(request: Request, each: int) -> Request:
     return dataclasses.replace(request, processes=max(1, min(cores(), room)))
 
 
-def before(request: Request, kind: str, settings: Mapping[str, Any], source: Mapping[str, Any]) -> shards.Manifest | None:
-    """The dataset, if it is there already and was made of the same with the same settings.
-
-    Raises OutlastError if the target holds something else.
-    """
+def existing(request: Request, kind: str, settings: Mapping[str, Any], source: Mapping[str, Any]) -> shards.Manifest | None:
+    """The existing dataset if source and settings are unchanged, else None. Raises OutlastError for other files in the target."""
     to = request.to
-    if request.there or (to / shards.MANIFEST).exists():
-        there = request.there or shards.read(to)
-        if (there.kind, dict(there.settings)) != (kind, dict(settings)) or there.source.get("listing") != source.get("listing"):
-            raise OutlastError(f"{there.place} holds another dataset, or one made with other settings; write to a new place")
+    if request.uploaded or (to / shards.MANIFEST).exists():
+        made = request.uploaded or shards.read(to)
+        if (made.kind, dict(made.settings)) != (kind, dict(settings)) or made.source.get("listing") != source.get("listing"):
+            raise OutlastError(f"{made.place} holds another dataset, or one made with other settings; write to a new place")
         shutil.rmtree(to / PRIVATE, ignore_errors=True)
-        return there
+        return made
     if to.exists() and not to.is_dir():
         raise OutlastError(f"{to} is a file; write to a new directory")
-    if to.is_dir() and not (to / PRIVATE).exists() and any(path.name not in _NOT_OURS for path in to.iterdir()):
+    if to.is_dir() and not (to / PRIVATE).exists() and any(path.name not in place.EMPTY for path in to.iterdir()):
         raise OutlastError(f"{to} holds other files; write to a new or an empty directory")
     return None
 
 
 class Place:
-    """The target while it is made. Use `opened`."""
+    """The target directory during a run; made by `opened`."""
 
     def __init__(self, request: Request, private: Path, digest: str) -> None:
         self.request = request
@@ -203,11 +200,10 @@ class Place:
         self._digest = digest
 
     def results(self, stage: str, do: Callable[[_U], Note], units: Sequence[_U]) -> list[Note]:
-        """What `do` returns for each unit, in their order; units that an earlier run has done are not done again.
+        """Results of `do` for each unit, in order; units that an earlier run has finished are not done again.
 
-        `do` is pickled, so it is a function of a module or a `functools.partial` of one. What it writes must be whole when it
-        returns, and may be written twice, even at once. Raises what it raises, Stopped, and OutlastError when a process is
-        killed.
+        `do` is pickled, so it is a module's function or a `functools.partial` of one. Its files must be whole when it returns,
+        and may be written twice, even at once. Raises what `do` raises, Stopped, and OutlastError when a process is killed.
         """
         task = Task(do, stage, self.private, self._digest)
         notes = task.notes(units)
@@ -227,12 +223,12 @@ class Place:
         return [notes[unit.number] for unit in units]
 
     def check(self) -> None:
-        """Raises Stopped when the run is to end."""
+        """Raise Stopped when the run is to end."""
         if self.request.stop.is_set():
             raise Stopped("preparing was stopped; the same command goes on from here")
 
     def alone(self, do: Callable[..., Any], *args: Any) -> Any:
-        """The result of a call in a process of its own, whose threads are as many as our processes."""
+        """The result of a call in a process of its own, which has `request.processes` threads."""
         with pool(1, threads=self.request.processes) as executor:
             future = executor.submit(do, *args)
             while not future.done():
@@ -241,7 +237,7 @@ class Place:
             return _result(future)
 
     def finish(self, manifest: shards.Manifest) -> shards.Manifest:
-        """Write the manifest and remove the notes: the dataset is whole."""
+        """Write the manifest, which makes the dataset whole, and remove the notes. Raises BadSource for an empty part."""
         for name, part in manifest.parts.items():
             if not (part.tokens if manifest.kind == "text" else part.samples):
                 raise plan.BadSource(
@@ -249,7 +245,7 @@ class Place:
                 )
         shards.write(self.request.to, manifest)
         _remove_partial(self.request.to)
-        shutil.rmtree(self.private, ignore_errors=True)  # a lost executor may just write there; the next run removes the rest
+        shutil.rmtree(self.private, ignore_errors=True)  # a lost executor may still write there; the next run removes the rest
         return shards.read(self.request.to)
 
 
@@ -257,7 +253,7 @@ _EMPTY = {plan.VAL: "give more data or a larger --val, or --val 0 for none; ", p
 
 
 class Processes:
-    """The engine of this machine; at most two units per process are in flight."""
+    """Processes of this machine as an engine; at most two units per process are in flight."""
 
     def __init__(self, processes: int) -> None:
         self._processes = processes
@@ -272,7 +268,7 @@ class Processes:
         return notes
 
     def _each(self, task: Task[_U], units: Sequence[_U], check: Callable[[], None]) -> Iterator[tuple[_U, Note]]:
-        """Results in the order in which they come."""
+        """Units and notes as they finish."""
         if self._processes <= 1 or len(units) <= 1:
             for unit in units:
                 check()
@@ -304,7 +300,7 @@ def _result(future: Future[Any]) -> Any:
 
 @contextlib.contextmanager
 def pool(processes: int, *, threads: int = 1) -> Iterator[ProcessPoolExecutor]:
-    """Processes that end with us. They are forked from a server without threads that has imported what they need."""
+    """Processes that end with us, forked from a server without threads that has imported the heavy modules."""
     import multiprocessing
 
     context = multiprocessing.get_context("forkserver")
@@ -314,7 +310,7 @@ def pool(processes: int, *, threads: int = 1) -> Iterator[ProcessPoolExecutor]:
         yield executor
     except BaseException:
         executor.shutdown(wait=False, cancel_futures=True)
-        for process in list((executor._processes or {}).values()):  # what they do is not needed, and may take long
+        for process in list((executor._processes or {}).values()):  # their results are not needed, and may take long
             process.terminate()
         raise
     finally:
@@ -322,7 +318,7 @@ def pool(processes: int, *, threads: int = 1) -> Iterator[ProcessPoolExecutor]:
 
 
 def _begin(threads: int) -> None:
-    """In a new process: leave Ctrl-C to our parent, end when it ends, and use that many threads."""
+    """Initialize a process: ignore Ctrl-C, which the parent handles, end with the parent, and set the number of threads."""
     import multiprocessing
     import signal
     from multiprocessing.connection import wait as wait_for
@@ -341,15 +337,15 @@ def _begin(threads: int) -> None:
 
 @contextlib.contextmanager
 def opened(request: Request, settings: Mapping[str, Any], found: Iterable[plan.File]) -> Iterator[Place]:
-    """The target, locked. What an earlier run has left there is used if settings and source are the same, else it is removed.
+    """Lock the target. Results of an earlier run are used if settings and source are the same, else they are removed.
 
     Raises OutlastError when it cannot be written, or its disk is full.
     """
     private = request.to / PRIVATE
     try:
         private.mkdir(parents=True, exist_ok=True)
-        with file_locks.attempted(private / "lock") as ours:
-            if not ours:
+        with file_locks.attempted(private / "lock") as locked:
+            if not locked:
                 raise AlreadyRunning(
                     f"another `outlast data prepare` writes to {request.to}; wait for it, or choose another directory"
                 )
@@ -361,19 +357,19 @@ def opened(request: Request, settings: Mapping[str, Any], found: Iterable[plan.F
 
 
 def _cleaned(request: Request, settings: Mapping[str, Any], found: Iterable[plan.File]) -> str:
-    """Remove what an earlier run has left, unless it had the same settings and source; the digest of these."""
+    """Remove the results of an earlier run with other settings or another source; returns the digest of both."""
     private = request.to / PRIVATE
     names = [[file.name, file.size, file.changed] for file in found]
     about = json.dumps([dict(settings), str(request.source.absolute()), names], sort_keys=True)
     digest = hashlib.sha256(about.encode(errors="surrogateescape")).hexdigest()
     noted = private / "plan"
-    another = not noted.exists() or noted.read_text() != digest
-    if another:
+    outdated = not noted.exists() or noted.read_text() != digest
+    if outdated:
         noted.unlink(missing_ok=True)  # first: see `check_attempt`
     for directory in (request.to, private):
         _remove_partial(directory)
-    if another:
-        stale = [path for path in request.to.iterdir() if re.fullmatch(_OURS, path.name)]
+    if outdated:
+        stale = [path for path in request.to.iterdir() if re.fullmatch(_OUTPUTS, path.name)]
         for path in [*stale, *(path for path in private.iterdir() if path.name != "lock")]:
             path.unlink(missing_ok=True)
         files.replace(noted, digest, durable=True)
