@@ -367,8 +367,8 @@ def test_ranks_wait_for_a_slow_one(alone: Callable[..., list[str]], images: Path
         limits.append(dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout)
         return mine(*args)
 
-    mine = cifar10.mine
-    monkeypatch.setattr(cifar10, "mine", noted)
+    mine = cifar10.local_part
+    monkeypatch.setattr(cifar10, "local_part", noted)
     alone(f"--data={images}", "--epochs=1", "--batch=20")
     assert min(limits).total_seconds() >= 600
 

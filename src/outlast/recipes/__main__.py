@@ -1,4 +1,4 @@
-"""The recipes, with what each does: `python -m outlast.recipes`."""
+"""The list of recipes: `python -m outlast.recipes`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 NAMES = ("gpt", "llm", "llm_tiny", "imagenet", "cifar10", "classify", "perceiver", "smoke")
-"""The modules here that are programs, a language model's first."""
+"""The modules that are programs, language models first."""
 
 
 def summary(name: str) -> str:
@@ -16,7 +16,7 @@ def summary(name: str) -> str:
 
 
 def main() -> None:
-    """Print the list; any arguments are for a recipe and mean nothing here."""
+    """Print the list. Arguments are ignored."""
     print("Whole training programs, one readable file each:\n")
     for name in NAMES:
         print(f"  {name:10}  {summary(name)}")

@@ -52,7 +52,7 @@ WORKSHOP = {
     "lr": 0.001, "schedule": "constant", "nesterov": False, "weight_decay": 1e-4,
     "smoothing": 0.0, "flip": False, "shift": 0, "cutout": 0, "whiten": False, "ema": 0.0, "dtype": "float32",
 }  # fmt: skip
-"""`--setting workshop`: the defaults of these are what the EKS workshop's script does, so that its page can be followed."""
+"""`--setting workshop`: the defaults of the EKS workshop's script, so that its page can be followed."""
 
 
 @dataclass(frozen=True)
@@ -107,46 +107,46 @@ def network(group: int = 16) -> nn.Sequential:
         nn.ReLU(inplace=True),
         nn.Linear(512, 10),  # (b, 10)
     )
-    return cast(nn.Sequential, layers.to(memory_format=torch.channels_last))  # convolutions on a CPU are faster so
+    return cast(nn.Sequential, layers.to(memory_format=torch.channels_last))  # faster convolutions on a CPU
 
 
 class BatchNorm(nn.BatchNorm2d):
     """BatchNorm of `group` images at a time: a rank may compute all of its images at once, and any world computes the same.
 
-    In training it leaves its running statistics alone: `statistics` makes them from those of all ranks.
+    In training it does not touch its running statistics: `statistics` updates them with the values of all ranks.
     """
 
     def __init__(self, channels: int, group: int) -> None:
         super().__init__(channels)
         self.group = group
-        self.seen = torch.empty(0)
+        self.batch_statistics = torch.empty(0)
         """Mean and variance of this rank's images in the last step, (2, c)."""
 
     def forward(self, x: Tensor) -> Tensor:  # (b, c, h, w)
         if not self.training:
             return super().forward(x)
         parts = x.split(self.group)
-        seen = torch.zeros(len(parts), 2, x.shape[1], device=x.device, dtype=self.weight.dtype)  # of each group
-        found = [
+        each = torch.zeros(len(parts), 2, x.shape[1], device=x.device, dtype=self.weight.dtype)  # of each group
+        outputs = [
             F.batch_norm(part, mean, variance, self.weight, self.bias, training=True, momentum=1.0, eps=self.eps)
-            for part, (mean, variance) in zip(parts, seen, strict=True)
+            for part, (mean, variance) in zip(parts, each, strict=True)
         ]
-        sizes = torch.tensor([len(part) / len(x) for part in parts], device=x.device, dtype=seen.dtype)
-        self.seen = (seen * sizes[:, None, None]).sum(0)
-        return torch.cat(found)
+        sizes = torch.tensor([len(part) / len(x) for part in parts], device=x.device, dtype=each.dtype)
+        self.batch_statistics = (each * sizes[:, None, None]).sum(0)
+        return torch.cat(outputs)
 
 
 @torch.no_grad()
 def statistics(model: nn.Module, share: float) -> None:
-    """Move BatchNorm's running statistics by a tenth towards those of the step, on all ranks.
+    """Move BatchNorm's running statistics by a tenth towards those of the step. A collective.
 
-    `share` of the step's images are this rank's. A collective where there are several ranks.
+    `share`: this rank's share of the step's images.
     """
     norms = [layer for layer in model.modules() if isinstance(layer, BatchNorm)]
-    seen = torch.cat([norm.seen for norm in norms], 1) * share  # (2, all channels)
+    step = torch.cat([norm.batch_statistics for norm in norms], 1) * share  # (2, all channels)
     if dist.get_world_size() > 1:
-        dist.all_reduce(seen)
-    for norm, (mean, variance) in zip(norms, seen.split([norm.num_features for norm in norms], 1), strict=True):
+        dist.all_reduce(step)
+    for norm, (mean, variance) in zip(norms, step.split([norm.num_features for norm in norms], 1), strict=True):
         assert norm.running_mean is not None
         assert norm.running_var is not None
         assert norm.num_batches_tracked is not None
@@ -157,7 +157,7 @@ def statistics(model: nn.Module, share: float) -> None:
 
 @torch.no_grad()
 def whiten(first: nn.Conv2d, x: Tensor) -> None:
-    """Begin with filters that see decorrelated pixels of variance 1: principal components of patches of images `x`, bytes.
+    """Initialize filters to decorrelate pixels: principal components, scaled to variance 1, of patches of images `x` (bytes).
 
     Half of the filters are the main components, the others their negatives, as a ReLU follows. They are trained like all others.
     """
@@ -177,7 +177,7 @@ def whiten(first: nn.Conv2d, x: Tensor) -> None:
 class Training(loop.Recipe):
     """A run: `loop.train` calls the methods."""
 
-    unmeasured = None  # the loss that was logged
+    unmeasured = None  # the logged loss is the metric
 
     def __init__(self, s: Settings, run: Session) -> None:
         super().__init__(s, run)
@@ -190,7 +190,7 @@ class Training(loop.Recipe):
         self.net = loop.parallel("ddp", run, self.model)
         self.optimizer = sgd(self.model, s)
         self.stream = Images((images.x, images.y), s, run.world_size)
-        self.where, self.dtype = device.of(run.device), device.dtype(s.dtype, run.device, run.gather)
+        self.device, self.dtype = device.of(run.device), device.dtype(s.dtype, run.device, run.gather)
         self.used = {"dtype": str(self.dtype).removeprefix("torch."), "classes": short(images.names)}
         self.loss: float | None = None  # null in final.json when this process had no step left to do
         self.first, self.started = 0, time.monotonic()
@@ -207,17 +207,17 @@ class Training(loop.Recipe):
 
     def update(self, step: int, batch: Batch) -> None:
         s, run = self.s, self.run
-        x, y, share = mine(batch, run.device)  # (b, 3, 32, 32) bytes, (b,)
+        x, y, share = local_part(batch, run.device)  # (b, 3, 32, 32) bytes, (b,)
         x = shown(augmented(s, x, batch))  # (b, 3, 32, 32)
-        with self.where.autocast(self.dtype):
+        with self.device.autocast(self.dtype):
             logits = self.net(x)  # (b, 10)
-        self.mine = F.cross_entropy(logits.float(), y, label_smoothing=s.smoothing) * share
-        self.mine.backward()  # shares add up to the mean over the global batch
+        self.part = F.cross_entropy(logits.float(), y, label_smoothing=s.smoothing) * share
+        self.part.backward()  # shares add up to the mean over the global batch
         self.optimizer.step()
         self.optimizer.zero_grad()
         statistics(self.model, share / run.world_size)
         average(self.optimizer, s.ema, step)
-        self.where.mark_step()
+        self.device.mark_step()
 
     def report(self, step: int, batch: Batch) -> None:
         self.log.done += batch.size
@@ -225,7 +225,7 @@ class Training(loop.Recipe):
         if iteration % self.s.log_every and step != self.stream.total_steps:
             self.run.log(step)
             return
-        values = self.run.log(step, reduce=True, loss=self.mine.detach(), images_per_s=self.log.speed())
+        values = self.run.log(step, reduce=True, loss=self.part.detach(), images_per_s=self.log.speed())
         self.loss = values["loss"]  # of this step's global batch
         self.log.line(f"[{batch.epoch + 1}, {iteration:5d}] loss: {self.loss:.3f}")
 
@@ -233,37 +233,35 @@ class Training(loop.Recipe):
         return False
 
     def finish(self, step: int) -> None:
-        """Write the final weights, by rank 0 and whole or not at all."""
+        """Write the final weights on rank 0, each file as a whole."""
         run, model = self.run, averaged(self.model, self.optimizer)
         for path in (run.output / "model.pt", *filter(None, [self.s.model_file and Path(self.s.model_file).absolute()])):
             self.log.line(f"saving model: {path}")
             run.export(model, path)
-        if run.rank == 0:
-            document = {"step": step, "loss": self.loss, "weights_sha256": results.sha256(model)}
-            results.write_json(run.output / "final.json", document)
+        results.final(run, model, step=step, loss=self.loss)
         took = f"{step - self.first} steps in {time.monotonic() - self.started:.1f} s"
         self.log.line(f"Finished Training: {took}, world of {run.world_size}")
 
 
 class Images(Stream):
-    """The order of images. A batch that was given for each rank is that of the ranks which began the run, to its end."""
+    """The order of images. With a batch size per rank, the ranks that began the run fix the global batch to its end."""
 
     def __init__(self, arrays: tuple[NDArray[np.uint8], NDArray[np.int64]], s: Settings, ranks: int) -> None:
         if s.batch and s.batch_size:
             raise OutlastError(
                 f"--batch {s.batch} and --batch-size {s.batch_size} are two sizes of a step; leave one of them out"
             )
-        self._kept = bool(s.batch_size) or (s.setting == "workshop" and not s.batch)
-        batch = (s.batch_size or 128) * ranks if self._kept else s.batch or 128
+        self._fixed = bool(s.batch_size) or (s.setting == "workshop" and not s.batch)
+        batch = (s.batch_size or 128) * ranks if self._fixed else s.batch or 128
         super().__init__(arrays, batch, microbatch=s.microbatch, seed=s.seed, epochs=s.epochs)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        if self._kept and "batch" in state:
+        if self._fixed and "batch" in state:
             self.batch = state["batch"]
 
 
-def mine(batch: Batch, where: torch.device) -> tuple[Tensor, Tensor, float]:
+def local_part(batch: Batch, where: torch.device) -> tuple[Tensor, Tensor, float]:
     """This rank's images (b, 3, 32, 32) as bytes, their labels (b,), and their share: all shares sum to the number of ranks."""
     x, y = (torch.cat([data[i] for data, _ in batch.pieces]).to(where, non_blocking=True) for i in range(2))
     return x, y, sum(share for _, share in batch.pieces)
@@ -271,7 +269,9 @@ def mine(batch: Batch, where: torch.device) -> tuple[Tensor, Tensor, float]:
 
 def augmented(s: Settings, x: Tensor, batch: Batch) -> Tensor:
     """Images (b, 3, 32, 32) with random changes that are a function of (seed, epoch, index): the same in any world."""
-    index = torch.zeros(len(x), dtype=torch.int64)  # a rank without images in a short last batch computes others' for nothing
+    index = torch.zeros(
+        len(x), dtype=torch.int64
+    )  # a rank without images in a short last batch computes those of index 0 in vain
     index[: len(batch.indices)] = torch.from_numpy(batch.indices)
     u = pixels.draws(s.seed, batch.epoch, index, 5).to(x.device)  # (b, 5)
     if s.flip:
@@ -284,7 +284,7 @@ def augmented(s: Settings, x: Tensor, batch: Batch) -> Tensor:
 
 
 def shown(x: Tensor) -> Tensor:
-    """What the network sees of images that are kept as bytes: 0 ... 1."""
+    """Images of bytes as inputs of the network, 0 ... 1."""
     return pixels.normalised(x, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 
 
@@ -300,12 +300,12 @@ def sgd(model: nn.Module, s: Settings) -> torch.optim.SGD:
 
 
 AVERAGE = "average"
-"""The name of a weight's average in the optimizer's state, where it is saved and restored with the momentum."""
+"""Key of a weight's average in the optimizer's state, where it is saved and restored with the momentum."""
 
 
 @torch.no_grad()
 def average(optimizer: torch.optim.Optimizer, ema: float, step: int) -> None:
-    """Add the weights after a step to their averages; over fewer steps in the beginning, whose weights are the worst."""
+    """Add the weights after a step to their running averages, which cover fewer steps in the beginning."""
     if not ema:
         return
     weights_ = [p for group in optimizer.param_groups for p in group["params"]]
@@ -315,7 +315,7 @@ def average(optimizer: torch.optim.Optimizer, ema: float, step: int) -> None:
 
 @torch.no_grad()
 def averaged(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> nn.Sequential:
-    """A copy of the model with the averages of its weights, where the optimizer has any."""
+    """A copy of the model with the averages of its weights, if the optimizer has any."""
     averages = [optimizer.state[p].get(AVERAGE, p) for p in model.parameters()]
     model = copy.deepcopy(model)
     for p, value in zip(model.parameters(), averages, strict=True):
@@ -329,11 +329,10 @@ def averaged(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> nn.Seque
 @torch.inference_mode()
 def evaluate(s: Settings) -> None:
     """Accuracy on the held-out images, overall and per class."""
-    output = results.output()
     print(f"reading {directory(s)}")
     images = cifar.test(directory(s))
     where = device.computing()
-    model, name = trained(output, s.model_file, s.checkpoint)
+    model, name = trained(results.output(), s.model_file, s.checkpoint)
     model.to(where).eval()  # BatchNorm's running statistics, not those of the test images
 
     parts = torch.from_numpy(images.x).split(250)  # (250, 3, 32, 32) each
@@ -343,30 +342,29 @@ def evaluate(s: Settings) -> None:
     for label, class_ in enumerate(short(images.names)):
         these = right[images.y == label]
         classes[class_] = {"images": len(these), "right": int(these.sum()), "accuracy": percent(these)}
-    document = {"weights": name, "weights_sha256": results.sha256(model), "images": len(images), "accuracy": overall}
-    results.write_json(output / "evaluation.json", document | {"classes": classes})
+    results.evaluation(name, model, images=len(images), accuracy=overall, classes=classes)
 
     print(f"Accuracy of the network on the {len(images)} test images: {overall} %")
     width = max(5, *map(len, classes))
-    for class_, found in classes.items():
-        print(f"Accuracy for class: {class_:<{width}s} is " + (f"{found['accuracy']} %" if found["images"] else "unknown"))
+    for class_, entry in classes.items():
+        print(f"Accuracy for class: {class_:<{width}s} is " + (f"{entry['accuracy']} %" if entry["images"] else "unknown"))
     print("Finished Testing")
 
 
 def percent(right: NDArray[np.bool_]) -> float | None:
-    """How many are right, to one decimal; None of none."""
+    """Accuracy in percent, to one decimal; None without images."""
     return round(100 * float(right.mean()), 1) if len(right) else None
 
 
 def short(names: Sequence[str]) -> list[str]:
-    """Names of classes; CIFAR-10's two long ones as most tables have them."""
+    """Names of classes; CIFAR-10's two long ones as in most tables."""
     return [{"airplane": "plane", "automobile": "car"}.get(name, name) for name in names]
 
 
 def trained(output: Path, file: str = "", name: str = "") -> tuple[nn.Sequential, str]:
     """A trained network: the weights in `file`, the checkpoint `name` of `output`, its model.pt, or else its newest checkpoint.
 
-    Returns which weights they are as well. Raises OutlastError when there are none, and for a file that does not hold them.
+    Returns the name of these weights, too. Raises OutlastError when there are none, or they are those of another model.
     """
     if file and name:
         raise OutlastError(f"--model-file {file} and --checkpoint {name} are two models; leave one of them out")
@@ -383,14 +381,12 @@ def trained(output: Path, file: str = "", name: str = "") -> tuple[nn.Sequential
 
 def load(model: nn.Module, path: Path) -> None:
     """Load a file of weights, also one of the workshop's script. Raises OutlastError."""
-    found = results.read(path)
-    found = found.get("state_dict", found) if isinstance(found, dict) else {}
-    found = {name.removeprefix("module.").removeprefix("network."): value for name, value in found.items()}
-    model.load_state_dict(results.fitted(found, model, f"the weights in {path}"))
+    weights = {name.removeprefix("network."): value for name, value in results.state_dict(path).items()}
+    model.load_state_dict(results.fitted(weights, model, f"the weights in {path}"))
 
 
 def directory(s: Settings) -> Path:
-    """Where the images are."""
+    """The directory of the images. Raises OutlastError."""
     named = s.data or os.environ.get(contract.Env.DATA)
     if not named:
         raise OutlastError(f"no data: give --data DIR or set {contract.Env.DATA}; outlast data get digits --to DIR makes some")

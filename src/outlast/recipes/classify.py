@@ -1,12 +1,12 @@
-"""What a network trained by `outlast.recipes.cifar10` sees in images of yours: PNG, JPEG and others, or folders of them.
+"""Classify your own images (PNG, JPEG and others, or folders of them) with a network trained by `outlast.recipes.cifar10`.
 
     python -m outlast.recipes.classify out cat.png holiday/           # a run's output: model.pt, or else its newest checkpoint
     python -m outlast.recipes.classify cifar10.pth cat.png            # a file of weights
     python -m outlast.recipes.classify out holiday/ -o json | jq -r 'select(.classes[0].name == "dog") | .image'
 
-Prints the most probable classes of each image, in JSON a line for each. Images of any size are cut to a square around their
-centre and resized to 32 x 32 pixels. Those that cannot be read are named on stderr, and the exit code is then 1. Classes have the
-names of the data that the run was trained on, or else CIFAR-10's.
+Prints the most probable classes of each image, in JSON a line for each. Images of any size are cropped to a square around their
+centre and resized to 32 x 32 pixels. Unreadable ones are named on stderr, and the exit code is then 1. Names of classes are those
+of the data that the run was trained on, or else CIFAR-10's.
 """
 
 # mypy: allow-untyped-calls
@@ -30,13 +30,13 @@ from outlast.recipes.shared import results
 from outlast.training import device
 
 CLASSES = ["plane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
-"""CIFAR-10's, in the order of labels."""
+"""CIFAR-10's classes, in the order of labels."""
 BATCH = 100
-"""Images at once; arbitrary."""
+"""Images per forward pass; arbitrary."""
 
 
-def found(names: Sequence[str]) -> Iterator[Path]:
-    """The images, and those in folders and below. Raises OutlastError for a folder without any, and for what does not exist."""
+def listed(names: Sequence[str]) -> Iterator[Path]:
+    """Paths of images, also of all below folders. Raises OutlastError for a folder without images, and for a missing path."""
     for path in map(Path, names):
         if path.is_dir():
             below = sorted(each for each in path.rglob("*") if each.name.lower().endswith(images.SUFFIXES) and each.is_file())
@@ -50,21 +50,21 @@ def found(names: Sequence[str]) -> Iterator[Path]:
 
 
 def read(paths: Sequence[Path], problems: list[str]) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Images as bytes (3, 32, 32). Adds a sentence to `problems` for each that cannot be read."""
+    """Images as bytes (3, 32, 32). Adds a message to `problems` for each unreadable one."""
     square = images.Settings(size=32)
     for path in paths:
         try:
             pixels, _ = images.pixels(path.parent, path.name, square)  # (32, 32, 3)
         except BadSource as error:
             problems.append(f"{path.parent / str(error).partition('; ')[0]}")
-        except OutlastError as error:  # not ours to read
+        except OutlastError as error:  # no permission, for example
             problems.append(str(error).partition("; ")[0])
         else:
             yield path, torch.tensor(pixels).permute(2, 0, 1)
 
 
 def classes(weights: Path, given: Sequence[str] | None) -> list[str]:
-    """The names of the classes: those given, those of the data that the run was trained on, or CIFAR-10's."""
+    """Names of the classes: `given`, or from the data that the run was trained on, or CIFAR-10's."""
     if given:
         if len(given) != len(CLASSES):
             raise OutlastError(
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"--checkpoint {options.checkpoint} names one of an output directory, and {where} is a file; leave one of them out"
         )
     names = classes(where, options.classes)
-    paths = list(found(options.images))
+    paths = list(listed(options.images))
     alone = "" if where.is_dir() else str(where)
     model, _ = cifar10.trained(where, alone, options.checkpoint)
     model.to(device.computing()).eval()

@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 2 -m outlast.recipes.smoke --world 2
     python -m outlast.recipes.smoke
 
-Exits with 78 and says why when the loss falls by less than 30 %, when the ranks end with different weights, or when the world is
-not the one that --world asks for: none of these gets better by starting again. Uses nccl on GPUs and gloo on CPUs. Interrupted or
-killed, it goes on from its newest checkpoint.
+Exits with 78 and a message when the loss falls by less than 30 %, when the ranks end with different weights, or when the world
+has another size than --world: a restart would not help. Uses nccl on GPUs and gloo on CPUs. Interrupted or killed, it continues
+from its newest checkpoint.
 """
 
 # mypy: allow-untyped-calls
@@ -41,7 +41,7 @@ class Settings:
 
 
 def made_up(s: Settings) -> tuple[Tensor, Tensor]:
-    """Samples (n, f) and their classes (n,): which of some random directions a sample points along most."""
+    """Samples (n, f) and their classes (n,): the random direction that a sample is most aligned with."""
     generator = torch.Generator().manual_seed(s.seed)
     x = torch.randn(s.samples, s.features, generator=generator)  # (n, f)
     directions = torch.randn(s.features, s.classes, generator=generator)  # (f, c)
@@ -49,7 +49,7 @@ def made_up(s: Settings) -> tuple[Tensor, Tensor]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train, and exit with 0 only when all is well."""
+    """Train, and raise OutlastError unless all checks pass."""
     s = settings.parse(Settings, argv, __doc__)
     started = time.monotonic()
     with session.open(seed=s.seed, quiet=True) as run:
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         x, y = (tensor.to(run.device) for tensor in made_up(s))  # (n, f), (n,)
         model = nn.Sequential(nn.Linear(s.features, 256), nn.ReLU(), nn.Linear(256, s.classes)).to(run.device)
-        first = mean_loss(model, x, y)  # before resume: of the untrained weights, in every generation
+        first = mean_loss(model, x, y)  # before resuming: of the untrained weights, in every generation
         net = run.ddp(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr)
         stream = Stream((x, y), batch=s.batch, seed=s.seed, epochs=s.epochs)
@@ -78,9 +78,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             step += 1
             steps += 1
             if batch.ends_epoch:
-                epoch, mine = batch.epoch + 1, loss / steps
-                say(f"[TRAIN] rank={run.rank} epoch={epoch} loss={mine:.4f} time={time.monotonic() - since:.2f}s")
-                all_ = run.log(step, reduce=True, loss=mine)["loss"]
+                epoch, own = batch.epoch + 1, loss / steps
+                say(f"[TRAIN] rank={run.rank} epoch={epoch} loss={own:.4f} time={time.monotonic() - since:.2f}s")
+                all_ = run.log(step, reduce=True, loss=own)["loss"]
                 if run.rank == 0:
                     say(f"[EPOCH] {epoch}/{s.epochs} step={step} loss={all_:.4f}")
                 loss, steps, since = torch.zeros_like(loss), 0, time.monotonic()
@@ -96,26 +96,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         run.export(model)
         if run.rank == 0:
             results.write_json(run.output / "final.json", {"step": step, "loss": last, "weights_sha256": hashes[0]})
-            said = wrong or [f"the loss fell by {1 - last / first:.0%}, {run.world_size} ranks agree on weights {hashes[0][:12]}"]
-            say(f"[DONE] first={first:.4f} last={last:.4f} time={time.monotonic() - started:.2f}s: {'; '.join(said)}")
+            summary = wrong or [
+                f"the loss fell by {1 - last / first:.0%}, {run.world_size} ranks agree on weights {hashes[0][:12]}"
+            ]
+            say(f"[DONE] first={first:.4f} last={last:.4f} time={time.monotonic() - started:.2f}s: {'; '.join(summary)}")
     if wrong:
         raise OutlastError(f"the smoke test failed: {'; '.join(wrong)}")
 
 
 def problems(first: float, last: float, hashes: Sequence[str]) -> list[str]:
-    """What speaks against this cluster: losses before and after, and what each rank thinks the weights are."""
-    found = []
+    """Messages about failed checks. `first`, `last`: losses before and after; `hashes`: of the weights, by rank."""
+    messages = []
     fell = 1 - last / first
-    if not fell >= 0.3:  # neither does a loss that is not a number
-        found.append(f"the loss fell by {fell:.0%} from {first:.4f} to {last:.4f}, less than 30 %")
+    if not fell >= 0.3:  # also for NaN
+        messages.append(f"the loss fell by {fell:.0%} from {first:.4f} to {last:.4f}, less than 30 %")
     if strangers := [rank for rank, digest in enumerate(hashes) if digest != hashes[0]]:
-        found.append(f"rank {', '.join(map(str, strangers))} ended with other weights than rank 0")
-    return found
+        messages.append(f"rank {', '.join(map(str, strangers))} ended with other weights than rank 0")
+    return messages
 
 
 @torch.no_grad()
 def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """Over all samples, which every rank has."""
+    """Mean loss over all samples, which every rank has."""
     return F.cross_entropy(model(x), y).item()
 
 

@@ -1,1 +1,1 @@
-"""Parts that the recipes share: the loop, its settings, its results, images."""
+"""Parts shared by recipes: the training loop, settings, results, packed images."""

@@ -1,6 +1,6 @@
-"""The loop that the recipes share, from the newest checkpoint to the last step, and what goes with it: record, log, rates.
+"""The training loop of all recipes, from the newest checkpoint to the last step, with its record, log and learning rates.
 
-A recipe is a class with its own parts; read `train` once, then each recipe is its model, its step and what it measures.
+Read `train` once; then a recipe is a class with its model, its step and its measurement.
 
     class Mine(loop.Recipe):
         def __init__(self, s: Settings, run: Session) -> None:
@@ -28,6 +28,7 @@ import os
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from torch.distributed.fsdp import fully_shard
 from outlast.base.errors import OutlastError
 from outlast.training import Session, Stream, session
 from outlast.training.samples.stream import Batch
+from outlast.training.state import checkpoint
 
 
 def train(recipe: Callable[[Any, Session], Recipe], s: Any, *, tf32: bool = True) -> None:
@@ -56,7 +58,7 @@ def train(recipe: Callable[[Any, Session], Recipe], s: Any, *, tf32: bool = True
         r.begin(step)
         r.log.clock()
         if r.record.owed:
-            measured(r, step)
+            measure(r, step)
         for batch in r.batches():
             for group in r.optimizer.param_groups:
                 group["lr"] = r.rate(step, batch)
@@ -64,9 +66,9 @@ def train(recipe: Callable[[Any, Session], Recipe], s: Any, *, tf32: bool = True
             step += 1
             r.report(step, batch)
             leaving = run.interrupted()
-            r.record.owed = r.due(step, batch)  # who has to leave now is measured at the next start
+            r.record.owed = r.due(step, batch)  # a run that has to leave now measures at its next start
             if r.record.owed and not leaving:
-                measured(r, step)
+                measure(r, step)
             elif leaving or run.due(step):
                 r.remember()
                 run.save(step, metric=r.unmeasured)
@@ -75,8 +77,8 @@ def train(recipe: Callable[[Any, Session], Recipe], s: Any, *, tf32: bool = True
         raise OutlastError(r.problem)
 
 
-def measured(r: Recipe, step: int) -> None:
-    """Measure the model, and save it with what was found."""
+def measure(r: Recipe, step: int) -> None:
+    """Measure the model, and save it with its metric."""
     metric = r.measure(step)
     r.log.clock()
     r.record.owed = False
@@ -89,30 +91,30 @@ class Recipe:
     """The parts of a run. A recipe sets `net`, `optimizer` and `stream`."""
 
     net: nn.Module
-    """What exchanges gradients between ranks."""
+    """The model wrapped for all ranks, see `parallel`."""
     optimizer: torch.optim.Optimizer
     stream: Stream
     unmeasured: float | None = math.nan
-    """The metric of a checkpoint that was not measured: never the best. None: what was logged says how good it is."""
+    """The metric of a checkpoint that was not measured: never the best. None: the logged metric counts."""
 
     problem = ""
-    """Why the run fails although its results are written."""
+    """Set it to fail the run after its results are written."""
 
     def __init__(self, s: Any, run: Session) -> None:
         self.s, self.run, self.log = s, run, Log(run)
         self.record = Record()
         self.used: dict[str, Any] = {}
-        """Settings as they are used, where they say `auto`."""
+        """Actual values of settings that are `auto`."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds. The record comes first: it says best what does not fit."""
+        """Parts of a checkpoint. The record comes first: its errors explain best why a checkpoint does not fit."""
         return {"record": self.record, "model": self.net, "optimizer": self.optimizer, "stream": self.stream}
 
     def begin(self, step: int) -> None:
-        """Say what is trained."""
+        """Log the size of model and data, after resuming."""
 
     def batches(self) -> Iterator[Batch]:
-        """This rank's part of each step to come."""
+        """This rank's part of each remaining step."""
         return iter(self.stream)
 
     def rate(self, step: int, batch: Batch) -> float:
@@ -124,7 +126,7 @@ class Recipe:
         raise NotImplementedError
 
     def report(self, step: int, batch: Batch) -> None:
-        """Log a step that has ended."""
+        """Log a finished step."""
         raise NotImplementedError
 
     def due(self, step: int, batch: Batch) -> bool:
@@ -132,11 +134,11 @@ class Recipe:
         return batch.ends_epoch or step == self.stream.total_steps
 
     def measure(self, step: int) -> float | None:
-        """Measure the model on all ranks, log that, and return the metric to save it with; None: do not save it."""
+        """Measure the model on all ranks, log the result, and return the metric to save it with; None: do not save it."""
         raise NotImplementedError
 
     def remember(self) -> None:
-        """Bring the record up to date before it is saved."""
+        """Update the record before it is saved."""
 
     def finish(self, step: int) -> None:
         """Write the results."""
@@ -144,9 +146,9 @@ class Recipe:
 
 
 class Record(types.SimpleNamespace):
-    """What a run remembers beside weights, in plain values that are the same on every rank.
+    """State of a run beside weights, in plain values that are the same on every rank.
 
-    `fixed` maps names to what they are: a run goes on only with what it began with, where both are known.
+    `fixed` maps names of values that must not change between starts, where both are known, to words for the error message.
     """
 
     def __init__(self, fixed: Mapping[str, str] | None = None, **values: Any) -> None:
@@ -154,49 +156,56 @@ class Record(types.SimpleNamespace):
         self._fixed = dict(fixed or {})
 
     def state_dict(self) -> dict[str, Any]:
-        """All values."""
+        """A copy of all values."""
         return {name: copy.deepcopy(value) for name, value in vars(self).items() if name != "_fixed"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was saved. Raises OutlastError when it was saved by a run that began with something else."""
-        kept = {name: ours for name in self._fixed if (ours := getattr(self, name)) not in _UNKNOWN}
-        for name, ours in kept.items():
-            theirs = state.get(name)
-            pairs = [(name, theirs, ours)]
-            if isinstance(ours, Mapping):
-                pairs = [(each, (theirs or {}).get(each), value) for each, value in ours.items()]
+        """Take over a saved state. Raises OutlastError when a fixed value differs."""
+        current = {name: value for name in self._fixed if (value := getattr(self, name)) not in _UNKNOWN}
+        for name, value in current.items():
+            saved = state.get(name)
+            pairs = [(name, saved, value)]
+            if isinstance(value, Mapping):
+                pairs = [(each, (saved or {}).get(each), part) for each, part in value.items()]
             for each, then, now in pairs:
                 if then not in _UNKNOWN and then != now:
                     raise OutlastError(
                         f"the checkpoint belongs to {self._fixed[name]} ({_short(each, then, now)}) than the one here "
                         f"({_short(each, now, then)}); resume with what the run began with, or begin a new run in another output"
                     )
-        vars(self).update({**state, **kept})
+        vars(self).update({**state, **current})
+
+    @classmethod
+    def read(cls, path: Path) -> Record:
+        """The record in the checkpoint at `path`."""
+        record = cls()
+        checkpoint.restore(path, {"record": record})
+        return record
 
 
 _UNKNOWN: tuple[Any, ...] = (None, "", [], {})
 
 
 def _short(name: str, value: Any, other: Any) -> str:
-    """A value; of lists only what differs."""
+    """A value as text; of a list, only the differing items."""
     if isinstance(value, list):
         value = ", ".join(sorted(map(str, {*value} - {*other}))[:3]) or "another order"
     return f"{name} {value}"
 
 
 class Log:
-    """Lines for people, on the screen of rank 0 and in a file, and the time that training takes."""
+    """Lines on the screen of rank 0 and in a file, and the clock of training."""
 
     def __init__(self, run: Session, file: str = "") -> None:
         self._run, self._file = run, file
         self.done = 0
-        """Samples or tokens that were trained on over all ranks since the last line."""
-        self._before_s, self._since = 0.0, time.monotonic()
+        """Samples or tokens that all ranks have trained on since the last line."""
+        self._counted_s, self._since = 0.0, time.monotonic()
 
     @property
     def elapsed_s(self) -> float:
-        """Time of the steps of this start, without measurements."""
-        return self._before_s + time.monotonic() - self._since
+        """Seconds of training since this start, without measurements."""
+        return self._counted_s + time.monotonic() - self._since
 
     def line(self, text: str) -> None:
         """Print on rank 0."""
@@ -207,24 +216,24 @@ class Log:
             if self._file:
                 with (self._run.output / self._file).open("a") as file:
                     file.write(text + "\n")
-        except OSError as error:  # a full disk is no reason to stop
+        except OSError as error:  # a full disk must not end the training
             print(f"{self._file} cannot be written: {error.strerror}; training goes on", flush=True)
             self._file = ""
 
     def clock(self) -> None:
-        """Leave out the time and the samples up to here: it was no training."""
+        """Restart the clock: the time since the last line was no training."""
         self._since, self.done = time.monotonic(), 0
 
     def speed(self) -> float:
-        """What was trained on each second since the last line."""
+        """Samples or tokens per second since the last line."""
         now = time.monotonic()
         seconds, done = max(1e-9, now - self._since), self.done
-        self._since, self.done, self._before_s = now, 0, self._before_s + seconds
+        self._since, self.done, self._counted_s = now, 0, self._counted_s + seconds
         return done / seconds
 
 
 def rate(highest: float, step: int, steps: int, warmup: int, *, lowest: float = 0.0, falls: bool = True) -> float:
-    """The learning rate of a step: a line upwards for `warmup` steps, then a cosine down to `lowest` at `steps`, or constant."""
+    """The learning rate of a step: linear warm-up for `warmup` steps, then a cosine down to `lowest` at `steps`, or constant."""
     if step < warmup:
         return highest * (step + 1) / (warmup + 1)
     if not falls:
@@ -234,7 +243,7 @@ def rate(highest: float, step: int, steps: int, warmup: int, *, lowest: float = 
 
 
 def parallel(how: str, run: Session, model: nn.Module, layers: Sequence[nn.Module] = (), *, compiled: bool = False) -> nn.Module:
-    """What trains a model on all ranks: DDP, or with `fsdp` the model sharded, one of its layers gathered at a time (FSDP2)."""
+    """Wrap a model to train on all ranks: by DDP, or `fsdp`: sharded, one of its `layers` gathered at a time (FSDP2)."""
     if how == "fsdp":
         mesh = init_device_mesh(run.device.type, (run.world_size,))
         for layer in layers:
@@ -250,30 +259,30 @@ def parallel(how: str, run: Session, model: nn.Module, layers: Sequence[nn.Modul
 
 
 def groups(model: nn.Module, decay: float, others: float = 0.0) -> list[dict[str, Any]]:
-    """Parameters for an optimizer: matrices, which decay towards 0, and norms and biases, which need not."""
+    """Parameter groups for an optimizer: matrices with weight decay `decay`, norms and biases with `others`."""
     every = list(model.parameters())
     parts = (([p for p in every if p.dim() > 1], decay), ([p for p in every if p.dim() <= 1], others))
     return [{"params": some, "weight_decay": each} for some, each in parts if some]
 
 
 def plain(norm: Any) -> Tensor:
-    """A norm of sharded gradients as one tensor."""
+    """A norm, gathered if the gradients are sharded."""
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
 def hyperparameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Resume in here: the optimizer keeps its hyper-parameters, though a checkpoint brings those it was saved with."""
-    before = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    """Resume in this context: the optimizer keeps its hyper-parameters instead of those in the checkpoint."""
+    own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     yield
-    for group, values in zip(optimizer.param_groups, before, strict=True):
+    for group, values in zip(optimizer.param_groups, own, strict=True):
         group.update(values)
 
 
 def keep_freed() -> None:
-    """Have glibc keep large blocks that are freed. It would give them back, and the kernel clear them anew in every step.
+    """Have glibc keep freed large blocks: otherwise the kernel clears them anew in every step, a tenth of a small model's step.
 
-    That is a tenth of a step of a small model. mallopt(3): M_TRIM_THRESHOLD is -1, M_MMAP_THRESHOLD -3.
+    mallopt(3): M_TRIM_THRESHOLD is -1, M_MMAP_THRESHOLD -3.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         for parameter in (-1, -3):

@@ -1,6 +1,6 @@
 """Images decoded once per machine: `outlast data prepare images`, called by a training that needs it.
 
-`pack` is called by every rank; `outlast.recipes.pixels` offers it, and reads what it has made.
+Every rank calls `pack`; `outlast.recipes.pixels` re-exports it and reads its results.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from outlast.data.prepare import images, plan, work
 from outlast.worker.prepare import room
 
 _FEW = 32 << 20
-"""Bytes of files that one process decodes sooner than several have started; measured: 2 s for those to start."""
-_SAID_S = 5.0
+"""Bytes of files that one process decodes before several have started, which takes 2 s (measured)."""
+_REPORT_S = 5.0
 """Interval of the lines about packing; arbitrary."""
 
 
@@ -30,31 +30,31 @@ def pack(
     source: str | os.PathLike[str], to: str | os.PathLike[str] | None = None, *, size: int | None = None, val: float = 0.1,
     skip_bad: bool = False, processes: int | None = None,
 ) -> str:  # fmt: skip
-    """Decode a directory of images once, and return the place to give to `packed`; a place that is prepared is returned as it is.
+    """Decode a directory of images once, and return the place to give to `packed`; a prepared place is returned as it is.
 
-    What `outlast data prepare images SOURCE --to TO --size SIZE --stretch` does, for the layouts of `folder`. `to` is a directory
-    that may be shared by machines; by default one in this machine's cache ($OUTLAST_CACHE), another one when the files change.
-    Call it on every rank: one process does the work and writes lines about it, others wait. Killed at any moment, the next call
-    goes on where it was. `processes` decode, by default one per core that has memory. Takes minutes: `with run.alive():`.
+    The same as `outlast data prepare images SOURCE --to TO --size SIZE --stretch`, for the layouts of `folder`. `to` is a
+    directory that machines may share; default: one in this machine's cache ($OUTLAST_CACHE), a new one when the files change.
+    Call it on every rank: one process does the work and logs it, the others wait. If it is killed, the next call continues.
+    `processes` decode, by default one per core that has memory. Takes minutes: `with run.alive():`.
 
-    Raises OutlastError for what `folder` does, and for an image that cannot be decoded; with `skip_bad` such images are left out,
+    Raises OutlastError as `folder` does, and for an image that cannot be decoded; with `skip_bad` such images are left out,
     counted, and the first few named.
     """
     if "://" in os.fspath(source) or (Path(source) / shards.MANIFEST).exists():
         return os.fspath(source)
     root = images.inside(Path(source).absolute())
     settings = images.Settings(size, val=val, skip_damaged=skip_bad, stretch=size is not None)
-    found = plan.listed(root, root / work.PRIVATE)
+    files = plan.listed(root, root / work.PRIVATE)
     if not images.cifar_batches(root):
-        laid_out(root, found, val)
-    about = f"{root} {sorted(settings.about().items())} {plan.described(found)['listing']}"
+        laid_out(root, files, val)
+    about = f"{root} {sorted(settings.about().items())} {plan.described(files)['listing']}"
     key = hashlib.sha256(about.encode(errors="surrogateescape")).hexdigest()[:16]
     place = Path(to).absolute() if to is not None else room.cache(os.environ).absolute() / "packed" / f"{root.name}-{key}"
-    began, said = time.monotonic(), [0.0]
+    began, reported = time.monotonic(), [0.0]
 
     def progress(stage: str, done: int, total: int) -> None:
-        if time.monotonic() - said[0] >= _SAID_S:
-            said[0] = time.monotonic()
+        if time.monotonic() - reported[0] >= _REPORT_S:
+            reported[0] = time.monotonic()
             _say(f"packing {root}: {done / max(total, 1):.0%} of {total / 1e6:,.0f} MB of files")
 
     try:
@@ -63,12 +63,12 @@ def pack(
         raise unwritable(problem, place, "the packed images") from problem
     waiting = lambda: _say(f"another process packs {root}; waiting for it")  # noqa: E731
     with file_locks.exclusive(place.with_name(f".{place.name}.lock"), waiting=waiting, stop=threading.Event()):
-        few = sum(file.size for file in found) < _FEW
+        few = sum(file.size for file in files) < _FEW
         try:
             made = images.prepare(work.Request(root, place, processes or (1 if few else 0), progress), settings)
         except plan.BadSource as error:
             raise mistake(error) from error
-    if said[0]:
+    if reported[0]:
         count = sum(part.samples for part in made.parts.values())
         _say(f"packed {count:,} images to {place} in {time.monotonic() - began:.1f} s")
         if damaged := int(made.source.get("damaged", 0)):
@@ -81,20 +81,20 @@ def _say(line: str) -> None:
 
 
 def mistake(error: plan.BadSource) -> OutlastError:
-    """What is wrong with a source, with a recipe's flags instead of those of `outlast data prepare`."""
+    """A problem of a source as an error of a recipe, with its flags instead of those of `outlast data prepare`."""
     text = str(error).replace("--skip-damaged", "--skip-bad")
     return OutlastError(text.replace("with --size, or use --encoded", "with --stored-size, pixels a side"))
 
 
 def listed(root: Path, val: float) -> tuple[Path, dict[str, list[images.Item]], list[str]]:
-    """The directory, the images of each part and the classes. Raises OutlastError for what cannot be trained on."""
+    """The inner directory, the images of each part and the classes. Raises OutlastError as `laid_out`."""
     inner = images.inside(root)
     return inner, *laid_out(inner, plan.listed(inner, inner / work.PRIVATE), val)
 
 
-def laid_out(root: Path, found: Sequence[plan.File], val: float) -> tuple[dict[str, list[images.Item]], list[str]]:
-    """The images of each part and the classes. Raises OutlastError for an empty val, and classes that one part only has."""
-    items, names, _ = images.layout(root, found, val)
+def laid_out(root: Path, files: Sequence[plan.File], val: float) -> tuple[dict[str, list[images.Item]], list[str]]:
+    """The images of each part and the classes. Raises OutlastError for an empty val, and for classes in only one part."""
+    items, names, _ = images.layout(root, files, val)
     divided = {part: path for path in root.iterdir() if path.is_dir() and (part := plan.named_part(path.name))}
     if not {plan.TRAIN, plan.VAL} <= divided.keys():
         return items, names

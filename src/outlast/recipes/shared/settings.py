@@ -7,7 +7,7 @@
         dtype: Literal["float32", "bfloat16"] = flag("bfloat16", "type of the activations")
         compile: bool = flag(True, "compile the model")                                       # --no-compile, --compile=false
 
-    THEIRS = {"num_epochs": "epochs", "backend": "a run finds it"}    # other people's flags: what they are here, or why none is
+    THEIRS = {"num_epochs": "epochs", "backend": "a run finds it"}    # other scripts' flags: the name here, or why there is none
 
     s = settings.parse(Settings, argv, __doc__, THEIRS)               # --config base.yaml large.yaml --epochs 8
 
@@ -36,9 +36,9 @@ _NO = {"true": "", "yes": "", "on": "", "1": "", "false": "no-", "no": "no-", "o
 
 
 def flag(default: Any, reason: str, *, least: float = -1e99, most: float = 1e99, group: str = "", first: bool = False) -> Any:
-    """A field with its default, what it is for (unit and reason), and the smallest and largest values that make sense.
+    """A field with its default, its purpose (unit and reason), and the smallest and largest sensible value.
 
-    `group` is the heading of the help that begins here. `first`: an argument without a flag is its value; of one field at most.
+    `group`: a heading of the help that begins here. `first`: an argument without a flag is its value; at most one field.
     """
     about = {"help": reason, "least": least, "most": most, "group": group, "first": first}
     return dataclasses.field(default=default, metadata=about)
@@ -51,9 +51,9 @@ def parse(
     theirs: Mapping[str, str] = MappingProxyType({}),
     presets: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> T:
-    """The settings that the command line and the files named there ask for. Raises OutlastError for what is wrong in them.
+    """Settings from the command line and from the files that it names. Raises OutlastError for invalid ones.
 
-    `theirs`: see above. `presets`: other defaults, by the value of the field `setting` that chooses them.
+    `theirs`: see above. `presets`: other defaults, by the value of the field `setting`.
     """
     parser = _Parser(kind, about, theirs)
     flags = parser.given(sys.argv[1:] if argv is None else argv)
@@ -72,7 +72,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(
             usage=usage, description=about, formatter_class=shown, allow_abbrev=False, argument_default=argparse.SUPPRESS
         )
-        names = {ours: [_flag(name) for name, each in theirs.items() if each == ours] for ours in theirs.values()}
+        names = {own: [_flag(name) for name, each in theirs.items() if each == own] for own in theirs.values()}
         also = ["--config", *names.pop("config", ())]
         self.add_argument(*also, dest="config", nargs="+", action="extend", metavar="FILE", help="YAML files of settings")
         fields, hints, section = dataclasses.fields(kind), typing.get_type_hints(kind), self.add_argument_group("settings")
@@ -89,7 +89,7 @@ class _Parser(argparse.ArgumentParser):
                 self.add_argument(each, nargs="?", help=argparse.SUPPRESS)
 
     def given(self, argv: Sequence[str], *, file: bool = False) -> dict[str, Any]:
-        """What these arguments say, or those that a line of a file makes. Raises OutlastError."""
+        """Values given in arguments; `file`: the arguments of a line of a file. Raises OutlastError."""
         plain = []
         for argument in argv:
             name, equals, value = argument.partition("=")
@@ -97,14 +97,14 @@ class _Parser(argparse.ArgumentParser):
             switch = isinstance(self._option_string_actions.get(name), argparse.BooleanOptionalAction)
             on = switch and equals and value.lower() in _NO
             plain.append(f"--{_NO[value.lower()]}{name.lstrip('-')}" if on else name + equals + value)
-        found, rest = self.parse_known_args(plain)
-        first = self.first and not file and not hasattr(found, self.first[0])
+        namespace, rest = self.parse_known_args(plain)
+        first = self.first and not file and not hasattr(namespace, self.first[0])
         if first and len(rest) == 1 and not rest[0].startswith("-"):
-            setattr(found, self.first[0], rest.pop())
+            setattr(namespace, self.first[0], rest.pop())
         if rest:
             near = difflib.get_close_matches(rest[0].partition("=")[0], self._option_string_actions, 1)
             self.error(f"there is no flag or setting {rest[0]}" + (f"; did you mean {near[0]}?" if near else ""))
-        return {name: tuple(value) if isinstance(value, list) else value for name, value in vars(found).items()}
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in vars(namespace).items()}
 
     def error(self, message: str) -> NoReturn:
         raise OutlastError(message + ("" if message.endswith("?") else "; see --help"))
@@ -115,7 +115,7 @@ def _flag(name: str) -> str:
 
 
 def _value(hint: Any, about: Mapping[str, Any]) -> dict[str, Any]:
-    """What argparse has to know of a type: bool, int, float, str, Literal, a tuple of any number of these, or one or None."""
+    """Options of argparse for a type: bool, int, float, str, Literal, a tuple of any number of these, or an optional one."""
     inner = typing.get_args(hint)
     if optional := type(None) in inner:
         hint, inner = inner[0], typing.get_args(inner[0])
@@ -128,13 +128,13 @@ def _value(hint: Any, about: Mapping[str, Any]) -> dict[str, Any]:
     def value(text: str) -> Any:
         if optional and text.lower() in ("none", "null", "~", ""):
             return None
-        found = kind(text)
-        if choices and found not in choices:
+        result = kind(text)
+        if choices and result not in choices:
             raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(choices)}")
-        if kind is not str and not about["least"] <= found <= about["most"]:
-            bound = f"above {about['most']:g}" if found > about["most"] else f"below {about['least']:g}"
+        if kind is not str and not about["least"] <= result <= about["most"]:
+            bound = f"above {about['most']:g}" if result > about["most"] else f"below {about['least']:g}"
             raise argparse.ArgumentTypeError(f"{text} is {bound}")
-        return found
+        return result
 
     value.__name__ = kind.__name__  # argparse says "invalid int value"
     return {"type": value, "metavar": "|".join(choices) or kind.__name__.upper(), "nargs": "*" if several else None}
@@ -148,15 +148,15 @@ def _read(file: str, parser: _Parser) -> dict[str, Any]:
         raise OutlastError(f"--config {file} cannot be read: {' '.join(str(error).split())}; give a YAML file") from error
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise OutlastError(f"--config {file} is no list of settings; write `name: value`, not `name = value` as in Python")
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, node in root.value if root else ():
-        values = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
         try:
-            if not all(isinstance(each, yaml.ScalarNode) for each in values):
+            if not all(isinstance(each, yaml.ScalarNode) for each in nodes):
                 parser.error(f"{key.value} is a mapping, or a list of lists; give it a value, or a list of values")
-            texts = [each.value for each in values]
-            line = [f"--{key.value}={texts[0]}"] if values == [node] else [f"--{key.value}", *texts]
-            found |= parser.given(line, file=True)
+            texts = [each.value for each in nodes]
+            line = [f"--{key.value}={texts[0]}"] if nodes == [node] else [f"--{key.value}", *texts]
+            values |= parser.given(line, file=True)
         except OutlastError as error:
             raise OutlastError(f"{file}, line {key.start_mark.line + 1}: {error}") from None
-    return found
+    return values
