@@ -23,7 +23,7 @@ import worlds
 from outlast.base.errors import OutlastError
 from outlast.recipes import gpt, gpt_data, gpt_model
 from outlast.recipes.gpt_model import GPT, Config, MoE
-from outlast.recipes.shared import settings
+from outlast.recipes.shared import loop, settings
 
 TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    pass\n"
 SMALL = (
@@ -235,7 +235,7 @@ def test_a_directory_of_gpt_2_is_read(model: GPT, tmp_path: Path):
 
 
 def test_the_optimizer_is_numbered_as_nanogpt_numbers_its_own(model: GPT):
-    optimizer = model.optimizer(1e-3, (0.9, 0.95), 0.1)
+    optimizer = torch.optim.AdamW(loop.groups(model, 0.1), lr=1e-3)
     model(TOKENS[None, :-1], TOKENS[None, 1:]).main.backward()
     optimizer.step()
     found = gpt.numbered(model, optimizer)

@@ -48,7 +48,7 @@ THEIRS = {
     "backend": "a run finds it: nccl on GPUs, gloo on CPUs",
     "device": "a run finds it: GPUs where there are any",
 }
-"""Keys of nanoGPT's trainer, with experts or without, that have another name here; all others have the same."""
+"""Keys of nanoGPT's trainers, dense and with experts, that have another name here; all others have the same."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,8 @@ class Training(loop.Recipe):
         self.model, self.record = first(s, self.corpus)
         self.model.to(run.device)
         self.net = loop.parallel(s.parallel, run, self.model, list(self.model.h), compiled=s.compile)
-        self.optimizer = self.model.optimizer(s.learning_rate, (s.beta1, s.beta2), s.weight_decay)
+        groups = loop.groups(self.model, s.weight_decay)
+        self.optimizer = torch.optim.AdamW(groups, lr=s.learning_rate, betas=(s.beta1, s.beta2), fused=True)
         step = s.batch_size * s.gradient_accumulation_steps  # samples over all ranks
         pieces = s.batch_size if s.gradient_accumulation_steps >= run.world_size else None
         self.stream = Stream(self.corpus.train, batch=step, microbatch=pieces, seed=s.seed, steps=s.max_iters)
@@ -133,7 +134,7 @@ class Training(loop.Recipe):
             for name, part in (("train", self.corpus.train), ("val", self.corpus.val))
         }
         self.tokens = step * s.block_size
-        self.balanced = s.moe_loss_coef if s.use_moe and s.moe_loss else 0.0
+        self.balance = s.moe_loss_coef if s.use_moe and s.moe_loss else 0.0
         self.norm = torch.zeros((), device=run.device)
         self.dtype = dtype(s, run.device, run)
 
@@ -144,7 +145,7 @@ class Training(loop.Recipe):
             f"{count / 1e6:.2f}M parameters, a vocabulary of {self.corpus.vocab_size}, {len(self.corpus.train):,} blocks of "
             f"{s.block_size} tokens; tokens per iteration will be: {self.tokens:,}"
         )
-        if self.balanced and s.gradient_accumulation_steps < run.world_size:
+        if self.balance and s.gradient_accumulation_steps < run.world_size:
             self.log.line(
                 f"{run.world_size} ranks share {s.gradient_accumulation_steps} micro-batches: experts balance otherwise"
             )
@@ -166,7 +167,7 @@ class Training(loop.Recipe):
         self.totals, self.usage = torch.zeros(2, device=self.run.device), torch.zeros((), device=self.run.device)
         for tokens, share in batch.split(self.net):  # (b, t + 1)
             losses = self.forward(self.net, tokens)
-            loss = losses.main + self.balanced * losses.aux if self.balanced else losses.main
+            loss = losses.main + self.balance * losses.aux if self.balance else losses.main
             (loss * share).backward()  # shares add up to the mean over the global batch
             self.totals += torch.stack((losses.main, losses.aux)).detach() * share
             self.usage = self.usage + losses.usage * share
@@ -182,11 +183,11 @@ class Training(loop.Recipe):
             run.log(step)
             return
         main, aux = self.totals.tolist()
-        values = {"loss": main + self.balanced * aux, "main_loss": main, "aux_loss": aux}
+        values = {"loss": main + self.balance * aux, "main_loss": main, "aux_loss": aux}
         shares = {f"{block}.{expert}": share for block, row in enumerate(self.usage.tolist()) for expert, share in enumerate(row)}
         every = values | shares
-        found = [sum(each) / run.world_size for each in zip(*run.gather(list(every.values())), strict=True)]  # in rank order
-        means = dict(zip(every, found, strict=True))
+        summed = [sum(each) / run.world_size for each in zip(*run.gather(list(every.values())), strict=True)]  # in rank order
+        means = dict(zip(every, summed, strict=True))
         values = {name: means[name] for name in values}
         speed = log.speed()
         timed = {"ms": 1000 * self.tokens / speed, "tokens_per_s": speed}
@@ -206,7 +207,7 @@ class Training(loop.Recipe):
         return bool(step % self.s.eval_interval == 0 or step == self.s.max_iters)
 
     def measure(self, step: int) -> float | None:
-        """Mean losses on the fixed blocks of both parts, also before the first step."""
+        """Mean losses on the fixed blocks of train and val, also before the first step."""
         train, val = (self.mean(self.blocks[name]) for name in ("train", "val"))
         self.log.line(f"step {step}: train loss {train:.4f}, val loss {val:.4f}")
         self.run.log(step, val_loss=val, train_eval_loss=train)
@@ -215,7 +216,7 @@ class Training(loop.Recipe):
         self.record.best = min(val, self.record.best)
         if not (step and (better or self.s.always_save_checkpoint)):
             return None
-        if self.s.export_nanogpt:  # first: who is killed here measures again, and writes them again
+        if self.s.export_nanogpt:  # before the checkpoint: a run killed here measures and writes them again
             self.export(step, (gpt_data.CURRENT, gpt_data.CHECKPOINT) if better else (gpt_data.CURRENT,))
         return val
 
@@ -226,23 +227,23 @@ class Training(loop.Recipe):
         run, parts = self.run, blocks.split(self.s.batch_size)
         total = torch.zeros((), device=run.device, dtype=torch.float64)
         for first_ in range(0, len(parts), run.world_size):
-            mine = first_ + run.rank
-            part = parts[min(mine, len(parts) - 1)]
+            own = first_ + run.rank
+            part = parts[min(own, len(parts) - 1)]
             loss = self.forward(self.model, part.to(run.device)).main
-            total += loss.double() * (len(part) if mine < len(parts) else 0)
+            total += loss.double() * (len(part) if own < len(parts) else 0)
             run.alive()
         self.model.train()
         return float(sum(run.gather(total.item())) / len(blocks))
 
     def export(self, step: int, names: Sequence[str]) -> dict[str, Tensor]:
-        """Write nanoGPT's files, with the optimizer when --export-nanogpt asks for them. Returns the weights on rank 0."""
+        """Write nanoGPT's files, with the optimizer under --export-nanogpt. Returns the weights on rank 0."""
         tensors = weights.whole(self.model, keep=self.run.rank == 0)
         about = {**dataclasses.asdict(self.s), "dataset": self.s.dataset or "data"}
         more: dict[str, Any] = {"iter_num": step, "config": about}
         if self.s.export_nanogpt:
             more["optimizer"] = numbered(self.model, self.optimizer)
-        with results.by_rank_0(self.run) as ours:
-            for name in names if ours else ():
+        with results.by_rank_0(self.run) as writes:
+            for name in names if writes else ():
                 gpt_data.write_nanogpt(self.run.output / name, tensors, self.record, more)
         return tensors
 
@@ -251,10 +252,9 @@ class Training(loop.Recipe):
         best = run.output / gpt_data.CHECKPOINT
         tensors = self.export(step, (gpt_data.CURRENT,) if s.export_nanogpt and best.exists() else (gpt_data.CHECKPOINT,))
         run.export(self.model)
+        results.final(run, tensors, step=step, **self.record.losses, best_val_loss=self.record.best)
         if run.rank == 0:
             gpt_data.keep_tokenizer(self.corpus.tokenizer, run.output)
-            known = {"step": step, **self.record.losses, "best_val_loss": self.record.best}
-            results.write_json(run.output / "final.json", {**known, "weights_sha256": results.sha256(tensors)})
             if s.final_samples:
                 model = GPT(self.model.config)
                 model.load_state_dict(tensors)
@@ -263,7 +263,7 @@ class Training(loop.Recipe):
 
 
 def place(s: Settings) -> str:
-    """Where the data are."""
+    """The place of the data. Raises OutlastError."""
     if named := s.data or os.environ.get(contract.Env.DATA) or (f"data/{s.dataset}" if s.dataset else ""):
         return named
     raise OutlastError(
@@ -272,7 +272,7 @@ def place(s: Settings) -> str:
 
 
 def shape(s: Settings, vocab_size: int) -> Config:
-    """The model that the settings describe."""
+    """The shape of the model that the settings describe."""
     layers, heads, width = gpt_model.SIZES[s.size]
     c = Config(s.n_layer or layers, s.n_head or heads, s.n_embd or width, s.block_size, vocab_size, s.bias, s.dropout)
     names = ("num_experts", "num_experts_per_tok", "static_experts", "expert_hidden", "moe_loss_type")
@@ -281,48 +281,48 @@ def shape(s: Settings, vocab_size: int) -> Config:
 
 
 def first(s: Settings, corpus: Corpus) -> tuple[GPT, Record]:
-    """The model before the first step."""
+    """The model and the record before the first step."""
     digest = corpus.tokenizer.digest if corpus.tokenizer else ""
     if s.init_from in ("scratch", "resume"):
         config = shape(s, corpus.vocab_size)
         return GPT(config), gpt_data.record(config, digest)
-    found = gpt_data.pretrained(s.init_from, s.block_size, s.dropout)
-    if s.use_moe and not found.config.num_experts:
+    pretrained = gpt_data.pretrained(s.init_from, s.block_size, s.dropout)
+    if s.use_moe and not pretrained.config.num_experts:
         raise OutlastError(f"init_from {s.init_from} is a dense model, and use_moe asks for experts; leave out one of the two")
-    gpt_data.same_tokenizer(found.digest, digest, s.init_from)
-    if corpus.tokenizer and corpus.vocab_size > found.config.vocab_size:
+    gpt_data.same_tokenizer(pretrained.digest, digest, s.init_from)
+    if corpus.tokenizer and corpus.vocab_size > pretrained.config.vocab_size:
         raise OutlastError(
-            f"init_from {s.init_from} knows {found.config.vocab_size} tokens, and the data have {corpus.vocab_size}: they were "
-            "made by another tokenizer; prepare the text with the model's own"
+            f"init_from {s.init_from} knows {pretrained.config.vocab_size} tokens, and the data have {corpus.vocab_size}: they "
+            "were made by another tokenizer; prepare the text with the model's own"
         )
-    corpus.vocab_size = found.config.vocab_size
-    return found.model(), gpt_data.record(found.config, digest or found.digest)
+    corpus.vocab_size = pretrained.config.vocab_size
+    return pretrained.model(), gpt_data.record(pretrained.config, digest or pretrained.digest)
 
 
 def dtype(s: Settings, where: torch.device, run: Session | None = None) -> torch.dtype:
     """The type of matrix products. A collective with `run`."""
-    asked = "float32" if s.dtype == "auto" and where.type == "cpu" else s.dtype
-    return device.dtype(asked, where, run.gather if run else None)
+    requested = "float32" if s.dtype == "auto" and where.type == "cpu" else s.dtype
+    return device.dtype(requested, where, run.gather if run else None)
 
 
 def numbered(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of the optimizer as nanoGPT's AdamW loads it: parameters by number, those that decay first. A collective."""
+    """The optimizer's state as nanoGPT's AdamW loads it: numbered parameters, decaying ones first. A collective."""
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    found: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=whole)
-    if not found:
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=whole)
+    if not state:
         return {}  # on ranks that do not write
     named = list(model.named_parameters())
     order = [name for decays in (True, False) for name, p in named if (p.dim() > 1) == decays]
     numbers = {name: i for i, name in enumerate(order)}
-    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in found["param_groups"]]
-    return {"state": {numbers[name]: entry for name, entry in found["state"].items()}, "param_groups": groups}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
+    return {"state": {numbers[name]: entry for name, entry in state["state"].items()}, "param_groups": groups}
 
 
-# Afterwards
+# Measuring and sampling
 
 
 def newest(s: Settings) -> Pretrained:
-    """The weights to measure or sample: those --init_from names, or else the newest valid checkpoint, or else ckpt.pt alone."""
+    """The weights to measure or sample: --init_from, or else the newest valid checkpoint, or else ckpt.pt."""
     output = results.output()
     if s.init_from not in ("scratch", "resume"):
         return gpt_data.pretrained(s.init_from)
@@ -337,12 +337,11 @@ def newest(s: Settings) -> Pretrained:
 @torch.inference_mode()
 def evaluate(s: Settings) -> None:
     """Loss and perplexity on all blocks of the validation text."""
-    output, where = results.output(), device.computing()
-    found = newest(s)
-    corpus = Corpus(place(s), found.config.block_size)
-    gpt_data.same_tokenizer(found.digest, corpus.tokenizer.digest if corpus.tokenizer else "", found.name)
-    corpus.vocab_size = found.config.vocab_size
-    model = found.model().to(where).eval()
+    where, pretrained = device.computing(), newest(s)
+    corpus = Corpus(place(s), pretrained.config.block_size)
+    gpt_data.same_tokenizer(pretrained.digest, corpus.tokenizer.digest if corpus.tokenizer else "", pretrained.name)
+    corpus.vocab_size = pretrained.config.vocab_size
+    model = pretrained.model().to(where).eval()
     total, blocks = 0.0, len(corpus.val)
     for batch in Stream(corpus.val, batch=s.batch_size, shuffle=False):
         for x, _ in batch.split(model):
@@ -350,26 +349,22 @@ def evaluate(s: Settings) -> None:
             with device.of(where).autocast(dtype(s, where)):
                 total += model(x[:, :-1], x[:, 1:]).main.item() * len(x)
     loss = total / blocks
-    document = {
-        "weights": Path(found.name).name,
-        "weights_sha256": results.sha256(model),
-        "tokens": blocks * found.config.block_size,
-    }
-    results.write_json(output / "evaluation.json", {**document, "loss": loss, "perplexity": math.exp(loss)})
-    print(f"{document['weights']}: val loss {loss:.4f}, perplexity {math.exp(loss):.2f} on {document['tokens']:,} tokens")
+    name, tokens = Path(pretrained.name).name, blocks * pretrained.config.block_size
+    results.evaluation(name, model, tokens=tokens, loss=loss, perplexity=math.exp(loss))
+    print(f"{name}: val loss {loss:.4f}, perplexity {math.exp(loss):.2f} on {tokens:,} tokens")
 
 
 def sample(s: Settings) -> None:
-    """Print texts."""
-    found = newest(s)
-    kept = gpt_data.kept_tokenizer(results.output())
-    if kept is None and (s.data or s.dataset or contract.Env.DATA in os.environ):
-        kept = Corpus(place(s), found.config.block_size).tokenizer
-    show(s, found.model().to(device.computing()), kept)
+    """Print texts that the newest weights make."""
+    pretrained = newest(s)
+    tokenizer = gpt_data.kept_tokenizer(results.output())
+    if tokenizer is None and (s.data or s.dataset or contract.Env.DATA in os.environ):
+        tokenizer = Corpus(place(s), pretrained.config.block_size).tokenizer
+    show(s, pretrained.model().to(device.computing()), tokenizer)
 
 
 def show(s: Settings, model: GPT, tokenizer: gpt_data.Tokenizer | None) -> None:
-    """Print texts of a model, in tokens where there is no tokenizer."""
+    """Print texts of a model, as numbers of tokens if there is no tokenizer."""
     start = tokenizer.encode(s.prompt) if tokenizer else [0]
     if not start:
         raise OutlastError(f"the prompt {s.prompt!r} is no token; give a longer one")

@@ -1,6 +1,6 @@
-"""What `outlast.recipes.gpt` reads besides tokens: the vocabulary, the tokenizer, and models that others have trained.
+"""Data of `outlast.recipes.gpt`: the corpus, its tokenizer, and pretrained models.
 
-A place of data is what `outlast data prepare text` writes, or nanoGPT's directory (`train.bin`, `val.bin`, perhaps `meta.pkl`).
+A corpus is the output of `outlast data prepare text`, or nanoGPT's directory (`train.bin`, `val.bin`, perhaps `meta.pkl`).
 """
 
 # mypy: allow-untyped-calls
@@ -27,13 +27,13 @@ from outlast.training import Shards
 from outlast.training.state import checkpoint, weights
 
 VOCABULARY = 50304
-"""Of data that come without one: GPT-2's 50,257 tokens, rounded up to a multiple of 64 for the sake of the kernels (nanoGPT)."""
+"""Default size of a vocabulary: GPT-2's 50,257 tokens, rounded up to a multiple of 64 for faster kernels (nanoGPT)."""
 CHECKPOINT, CURRENT = "ckpt.pt", "current_ckpt.pt"
-"""nanoGPT's files, in the output."""
+"""nanoGPT's files in the output."""
 
 
 class Corpus:
-    """A place of data: a directory, or the URL of one in a store. Raises OutlastError when it cannot be trained on."""
+    """A directory of data, or its URL in a store. Raises OutlastError when it cannot be trained on."""
 
     def __init__(self, place: str, block: int) -> None:
         self.place = place
@@ -64,7 +64,7 @@ class Tokenizer:
 
     file: Path
     digest: str
-    """Of the file."""
+    """Digest of the file."""
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
 
@@ -73,10 +73,10 @@ class Tokenizer:
         """The tokenizer in a file. Raises OutlastError."""
         digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
         if file.suffix == ".pkl":
-            known = shards.vocabulary(file)
-            encode = _characters(known.stoi, file)
+            vocabulary = shards.vocabulary(file)
+            encode = _characters(vocabulary.stoi, file)
             unknown = "\N{REPLACEMENT CHARACTER}"
-            return cls(file, digest, encode, lambda ids: "".join(known.itos.get(i, unknown) for i in ids))
+            return cls(file, digest, encode, lambda ids: "".join(vocabulary.itos.get(i, unknown) for i in ids))
         try:
             from tokenizers import Tokenizer as Library
         except ImportError:
@@ -95,29 +95,29 @@ def _characters(ids: Mapping[str, int], file: Path) -> Callable[[str], list[int]
 
 
 def record(config: Config, digest: str = "") -> Record:
-    """What a run remembers: its shape and tokenizer, and what it has measured. It is owed a measurement before its first step."""
+    """The record of a run: its shape, tokenizer and best loss. It owes a measurement before its first step."""
     about = {"config": dataclasses.asdict(config), "tokenizer": digest, "best": float("inf")}
     return Record({"tokenizer": "another tokenizer"}, owed=True, **about)
 
 
-def same_tokenizer(theirs: str, ours: str, whose: str) -> None:
-    """Raise OutlastError if both tokenizers are known, and they are two."""
-    if theirs and ours and theirs != ours:
+def same_tokenizer(of_model: str, of_data: str, name: str) -> None:
+    """Raise OutlastError if both digests are known and differ."""
+    if of_model and of_data and of_model != of_data:
         raise OutlastError(
-            f"{whose} was trained with tokenizer {theirs}, and the data were made by {ours}: the same numbers mean other text; "
-            "give the data it was trained on, or begin a new run"
+            f"{name} was trained with tokenizer {of_model}, and the data were made by {of_data}: the same numbers mean other "
+            "text; give the data it was trained on, or begin a new run"
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-    """A model that was trained before."""
+    """A trained model."""
 
     name: str
     config: Config
     weights: Mapping[str, Tensor]
     digest: str
-    """Of its tokenizer; empty if it is not known."""
+    """Digest of its tokenizer; empty if unknown."""
 
     def model(self) -> gpt_model.GPT:
         """The model, on the CPU."""
@@ -127,9 +127,9 @@ class Pretrained:
 
 
 def pretrained(named: str, block: int | None = None, dropout: float = 0.0) -> Pretrained:
-    """The model in a file of nanoGPT (`ckpt.pt`) or ours, or in a directory of Hugging Face's GPT-2; `block`: cut to that length.
+    """The model in nanoGPT's `ckpt.pt`, ours too, or in a directory of Hugging Face's GPT-2; `block`: cut to that length.
 
-    A name without such a path is looked for below $OUTLAST_MODELS. Raises OutlastError; downloads nothing.
+    A path that does not exist is looked up below $OUTLAST_MODELS. Raises OutlastError; downloads nothing.
     """
     path = results.place(named)
     if path.is_dir() and (path / CHECKPOINT).exists():
@@ -154,26 +154,20 @@ def pretrained(named: str, block: int | None = None, dropout: float = 0.0) -> Pr
 
 
 def _nanogpt(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor], str]:
-    found = results.read(path)
-    if not (isinstance(found, dict) and {"model", "model_args"} <= found.keys()):
+    content = results.read(path)
+    if not (isinstance(content, dict) and {"model", "model_args"} <= content.keys()):
         raise OutlastError(f"{path} is no checkpoint of nanoGPT: it lacks model and model_args")
-    known = {field.name for field in dataclasses.fields(Config)}
-    if strange := sorted(found["model_args"].keys() - known):
+    fields = {field.name for field in dataclasses.fields(Config)}
+    if strange := sorted(content["model_args"].keys() - fields):
         raise OutlastError(f"{path} is a model of another kind: its model_args have {strange[0]}")
-    return dict(found["model_args"]), found["model"], str(found.get("tokenizer", ""))
+    return dict(content["model_args"]), content["model"], str(content.get("tokenizer", ""))
 
 
 def _hugging_face(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor], str]:
     try:
-        said = json.loads((path / "config.json").read_text())
-        names = {
-            "n_layer": "n_layer",
-            "n_head": "n_head",
-            "n_embd": "n_embd",
-            "block_size": "n_positions",
-            "vocab_size": "vocab_size",
-        }
-        shape = {ours: said[theirs] for ours, theirs in names.items()} | {"bias": True}
+        config = json.loads((path / "config.json").read_text())
+        shape = {name: config[name] for name in ("n_layer", "n_head", "n_embd", "vocab_size")}
+        shape |= {"block_size": config["n_positions"], "bias": True}
     except (OSError, ValueError, KeyError) as error:
         raise OutlastError(f"{path} is no directory of GPT-2: its config.json cannot be read ({error!r})") from error
     return shape, results.read(path), ""
@@ -182,12 +176,12 @@ def _hugging_face(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor], str
 def write_nanogpt(path: Path, tensors: Mapping[str, Tensor], record: Record, more: Mapping[str, Any]) -> None:
     """Write a checkpoint that nanoGPT's `sample.py` reads, with `more` (iter_num, config, optimizer). Raises OutlastError.
 
-    A dense model has the arguments that nanoGPT knows; one with experts has further ones, which only we read.
+    A dense model has only nanoGPT's arguments; a model with experts has further ones, which only we read.
     """
     shape = dict(record.config)
     if not shape["num_experts"]:
-        ours = ("num_experts", "num_experts_per_tok", "static_experts", "expert_hidden", "moe_loss_type")
-        shape = {name: value for name, value in shape.items() if name not in ours}
+        of_experts = ("num_experts", "num_experts_per_tok", "static_experts", "expert_hidden", "moe_loss_type")
+        shape = {name: value for name, value in shape.items() if name not in of_experts}
     document = {
         "model": gpt_model.exported(tensors),
         "model_args": shape,
@@ -199,13 +193,12 @@ def write_nanogpt(path: Path, tensors: Mapping[str, Tensor], record: Record, mor
 
 def trained(path: Path) -> Pretrained:
     """The model in a checkpoint of a run."""
-    known = Record()
-    checkpoint.restore(path, {"record": known})
-    return Pretrained(path.name, Config(**known.config), checkpoint.read(path, "model"), known.tokenizer)
+    record = Record.read(path)
+    return Pretrained(path.name, Config(**record.config), checkpoint.read(path, "model"), record.tokenizer)
 
 
 def keep_tokenizer(tokenizer: Tokenizer | None, output: Path) -> None:
-    """Copy it beside the model, so that `--sample` needs no data."""
+    """Copy the tokenizer beside the model, so that `--sample` needs no data."""
     if tokenizer is not None:
         shutil.copyfile(tokenizer.file, partial := output / f".{tokenizer.file.name}.writing")
         partial.replace(output / tokenizer.file.name)

@@ -1,8 +1,8 @@
 """The model of `outlast.recipes.gpt`: GPT-2's blocks, dense or with a mixture of experts, and nanoGPT's names for its weights.
 
-Names of modules are GPT-2's (`wte`, `h.0.attn.c_attn`, ...), so that weights go to nanoGPT and come from it by a prefix. The
-mixture has no loop over tokens or experts: assignments are sorted by expert and multiplied group by group. No token is dropped,
-and an expert without tokens has a gradient of zeros, not none, so that no rank waits for it.
+Names of modules are GPT-2's (`wte`, `h.0.attn.c_attn`, ...), so that nanoGPT's weights differ only by a prefix. The mixture has
+no loop over tokens or experts: assignments are sorted by expert and multiplied group by group. No token is dropped, and an expert
+without tokens has a gradient of zeros, not None, so that no rank waits for it.
 """
 
 # mypy: allow-untyped-calls
@@ -33,16 +33,16 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a model. Raises OutlastError for a shape that cannot be."""
+    """The shape of a model. Raises OutlastError for an invalid one."""
 
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
     block_size: int = 1024
-    """Most tokens that the model looks at."""
+    """Length of the context in tokens."""
     vocab_size: int = 50304
     bias: bool = False
-    """Whether linear layers and norms have biases; experts have none."""
+    """Linear layers and norms have biases; experts never do."""
     dropout: float = 0.0
     num_experts: int = 0
     """Experts of a block, static ones included; 0: a dense model."""
@@ -83,14 +83,14 @@ class Config:
 
 
 class Losses(NamedTuple):
-    """What the model returns for tokens with targets."""
+    """Output of the model for tokens with targets."""
 
     main: Tensor
     """Mean cross-entropy in nats, a scalar."""
     aux: Tensor
-    """How unevenly the experts are used, averaged over blocks; 0 of a dense model."""
+    """Unevenness of the experts' use (`balance`), averaged over blocks; 0 for a dense model."""
     usage: Tensor
-    """Share of the assignments that each routed expert got, (layers, experts), without gradient."""
+    """Share of the assignments of each routed expert, (layers, experts), without gradient."""
 
 
 class Attention(nn.Module):
@@ -124,7 +124,7 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """MLPs of one shape, each for its own rows."""
+    """MLPs of one shape, each applied to its own rows."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -133,8 +133,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """`x`: (m, c), the rows of expert 0 first, `counts[0]` of them, then those of expert 1, and so on."""
-        kind = _kind(x)
-        x, fc, proj = x.to(kind), self.c_fc.to(kind), self.c_proj.to(kind)
+        dtype = _kind(x)
+        x, fc, proj = x.to(dtype), self.c_fc.to(dtype), self.c_proj.to(dtype)
         if _grouped(x, fc):
             if x.is_cuda:  # its kernel leaves the gradient of an expert without rows unwritten
                 some = (counts > 0)[:, None, None]
@@ -149,20 +149,20 @@ class Experts(nn.Module):
 
 
 def _kind(x: Tensor) -> torch.dtype:
-    """The type that products are computed in."""
+    """The type of matrix products, under autocast or not."""
     on = x.device.type
     return torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else x.dtype
 
 
 def _grouped(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch multiplies groups of these in one call: it wants rows of whole 16 bytes."""
+    """Whether torch can multiply groups of these in one call: rows must be multiples of 16 bytes."""
     kinds = (torch.bfloat16,) if x.is_cuda or torch.compiler.is_compiling() else (torch.bfloat16, torch.float32)
     whole = all(size * x.itemsize % 16 == 0 for size in weight.shape[1:])
     return hasattr(F, "grouped_mm") and x.device.type in ("cpu", "cuda") and x.dtype in kinds and whole
 
 
 class _Permuted(torch.autograd.Function):
-    """Rows in another order. Its backward pass is the other order, not a sum into places, so its bits are always the same."""
+    """Permute rows. The backward pass permutes back instead of a scatter-add, so it is deterministic."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -206,11 +206,11 @@ class MoE(nn.Module):
 
 
 def balance(probabilities: Tensor, counts: Tensor, kind: str) -> Tensor:
-    """How unevenly experts are used, a scalar that is 0 when all are used alike.
+    """Unevenness of the experts' use, a scalar that is 0 when all are used alike.
 
-    `probabilities`: (n, e), the router's for each token, over all experts; `counts`: (e,), the assignments each got. The value
-    is that of u, the real usage with one assignment more for each expert, so that none is 0. The gradient is that of the mean
-    probability, which an expert without tokens has too.
+    `probabilities`: (n, e), the router's for each token, over all experts; `counts`: (e,), assignments of each expert. The value
+    is a function of u, the actual usage with one assignment more for each expert, so that none is 0. The gradient is that of the
+    mean probability, which an expert without tokens has too.
 
     entropy_regularization: 1 - H(u) / log e. variance_penalty: mean of (e u - 1)^2, the squared coefficient of variation
     (Shazeer et al., 2017). diversity_regularization: KL(uniform || u).
@@ -226,7 +226,7 @@ def balance(probabilities: Tensor, counts: Tensor, kind: str) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention, then an MLP or a mixture of experts, each added to what came in."""
+    """Attention, then an MLP or a mixture of experts, each with a residual connection."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens to the loss of their successors, or to the logits of the next one. The embedding is the output layer as well."""
+    """Tokens to the loss of their successors, or to the logits of the next one. Embedding and output layer share weights."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
-            elif parameter.dim() > 1:  # what is added to the residual stream starts smaller the deeper the model (GPT-2)
+            elif parameter.dim() > 1:  # GPT-2: smaller for layers that add to the residual stream, by depth
                 residual = name.removesuffix(".weight").endswith("c_proj")
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * c.n_layer) if residual else 0.02)
 
@@ -276,27 +276,20 @@ class GPT(nn.Module):
             return Losses(main, main.new_zeros(()), main.new_zeros(0, 0))
         return Losses(main, torch.stack(aux).mean(), torch.stack(usage))
 
-    def optimizer(self, lr: float, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
-        """AdamW in one kernel. Matrices decay, norms and biases do not."""
-        parameters = list(self.parameters())
-        decayed, others = ([p for p in parameters if (p.dim() > 1) == wanted] for wanted in (True, False))
-        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
-
     def flops_per_token(self, length: int) -> float:
-        """Forward and backward, at `length` tokens: 6 for every weight that a token meets, and attention (PaLM, appendix B)."""
+        """FLOPs of a step per token at `length` tokens: 6 per weight that it uses, and attention (PaLM, appendix B)."""
         c = self.config
-        met = sum(p.numel() for p in self.parameters()) - self.wpe.weight.numel()
+        used = sum(p.numel() for p in self.parameters()) - self.wpe.weight.numel()
         if c.num_experts:
-            met -= c.n_layer * (c.routed - c.num_experts_per_tok) * 2 * c.n_embd * c.hidden
-        return 6 * met + 12 * c.n_layer * c.n_embd * length
+            used -= c.n_layer * (c.routed - c.num_experts_per_tok) * 2 * c.n_embd * c.hidden
+        return 6 * used + 12 * c.n_layer * c.n_embd * length
 
 
 def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy of the logits `x @ weight.T`, a scalar. `x`: (n, c), `weight`: (v, c), `targets`: (n,) int64.
 
-    Where gradients are wanted they are computed at once, a few rows of logits at a time, which stay in the cache: all logits
-    (n, v) would be the largest tensor of a step by far, written and read several times.
+    With gradients enabled, they are computed in the forward pass, a few rows of logits at a time, which stay in the cache: all
+    logits (n, v) would be the largest tensor of a step by far, written and read several times.
     """
     if not torch.is_grad_enabled():
         return F.cross_entropy(F.linear(x, weight), targets)
@@ -306,24 +299,24 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss, and its gradients for x and weight before they are asked for."""
+    """The loss, with the gradients for x and weight computed in the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
         total, by_x = x.new_zeros((), dtype=exact), torch.empty_like(x)
-        learns = ctx.needs_input_grad[1]  # not if it is frozen, as under LoRA
+        learns = ctx.needs_input_grad[1]  # False for frozen weights, as under LoRA
         by_weight = torch.zeros_like(weight, dtype=exact) if learns else None
         most = _LOGITS if x.is_cuda else _LOGITS_OF_A_CACHE
         rows = max(1, most // len(weight))
         for start in range(0, len(x), rows):
-            some, wanted = x[start : start + rows], targets[start : start + rows]
+            some, labels = x[start : start + rows], targets[start : start + rows]
             each = torch.arange(len(some), device=x.device)
             p = F.linear(some, weight).to(exact)  # (rows, v), first the logits
-            total += (p.amax(-1) - p[each, wanted]).sum()
+            total += (p.amax(-1) - p[each, labels]).sum()
             p = torch.softmax(p, -1, out=p)
             total -= p.amax(-1).log().sum()  # the log of the sum, less the right logit
-            p[each, wanted] -= 1  # the gradient of the logits
+            p[each, labels] -= 1  # the gradient of the logits
             p = p.to(x.dtype)
             by_x[start : start + rows] = p @ weight
             if by_weight is None:
@@ -344,12 +337,12 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 _LOGITS, _LOGITS_OF_A_CACHE = 1 << 28, 1 << 19
-"""Logits at a time, 1 GiB on a GPU and 2 MiB on a CPU: enough rows for a fast product, few enough to fit."""
+"""Logits per chunk, 1 GiB on a GPU and 2 MiB on a CPU: enough rows for a fast product, few enough to fit."""
 
 
 @torch.inference_mode()
 def generate(model: GPT, tokens: Tensor, new: int, temperature: float, top_k: int, seed: int) -> Tensor:
-    """`new` tokens after `tokens` (b, t): (b, t + new). The same seed gives the same. Temperature 0 takes the likeliest."""
+    """Append `new` tokens to `tokens` (b, t): (b, t + new), deterministic by seed. Temperature 0 takes the likeliest tokens."""
     model.eval()
     generator = torch.Generator(tokens.device).manual_seed(seed)
     for _ in range(new):
@@ -378,14 +371,14 @@ def imported(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]
 
     Raises OutlastError for weights of another model.
     """
-    ours = {name.removeprefix("_orig_mod.").removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    renamed = {name.removeprefix("_orig_mod.").removeprefix("transformer."): tensor for name, tensor in weights.items()}
     masks = (".attn.bias", ".attn.masked_bias")
-    ours = {name: tensor for name, tensor in ours.items() if name != "lm_head.weight" and not name.endswith(masks)}
-    first = ours.get("h.0.attn.c_attn.weight")
+    renamed = {name: tensor for name, tensor in renamed.items() if name != "lm_head.weight" and not name.endswith(masks)}
+    first = renamed.get("h.0.attn.c_attn.weight")
     if first is not None and first.shape == (config.n_embd, 3 * config.n_embd):  # GPT-2's own layers are transposed
         turned = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-        ours = {name: tensor.t() if name.endswith(turned) else tensor for name, tensor in ours.items()}
-    if "wpe.weight" in ours:
-        ours["wpe.weight"] = ours["wpe.weight"][: config.block_size]
+        renamed = {name: tensor.t() if name.endswith(turned) else tensor for name, tensor in renamed.items()}
+    if "wpe.weight" in renamed:
+        renamed["wpe.weight"] = renamed["wpe.weight"][: config.block_size]
     with torch.device("meta"):
-        return results.fitted(ours, GPT(config), "the weights")
+        return results.fitted(renamed, GPT(config), "the weights")

@@ -108,7 +108,7 @@ class Settings:
 
     @property
     def memory_format(self) -> torch.memory_format:
-        """Of weights and images."""
+        """The memory format of weights and images."""
         return torch.channels_last if self.channels_last else torch.contiguous_format
 
 
@@ -130,7 +130,7 @@ class Training(loop.Recipe):
             data.train, batch=s.batch_size, microbatch=s.piece, seed=s.seed, epochs=s.epochs, workers=workers(s, data.train)
         )
         self.ema = copy.deepcopy(self.model) if s.ema_decay else None
-        """The running mean of the weights."""
+        """Running mean of the weights."""
         self.statistics = Statistics(self.model)
         self.dtype = device.dtype(s.dtype, run.device, run.gather)
         self.used = {"dtype": str(self.dtype).removeprefix("torch.")}
@@ -179,15 +179,15 @@ class Training(loop.Recipe):
         where.mark_step()
 
     def report(self, step: int, batch: Batch) -> None:
-        """Log a step that is due. `data_idx`: images of the epoch before it, over all ranks."""
+        """Log a step every `print_freq` iterations. `data_idx`: images of the epoch before it, over all ranks."""
         s, log = self.s, self.log
         iteration = batch.start // s.batch_size
         log.done += batch.size
         if iteration % s.print_freq and step != self.stream.total_steps:
             self.run.log(step)
             return
-        found = {"loss": self.loss, "train_acc1": self.right * 100, "lr": self.optimizer.param_groups[0]["lr"]}
-        values = self.run.log(step, reduce=True, **found, images_per_s=log.speed())
+        measures = {"loss": self.loss, "train_acc1": self.right * 100, "lr": self.optimizer.param_groups[0]["lr"]}
+        values = self.run.log(step, reduce=True, **measures, images_per_s=log.speed())
         if not math.isfinite(values["loss"]):
             raise OutlastError(
                 f"the loss of step {step} is {values['loss']}; lower --lr ({s.lr} per 256 images) or raise --warmup-epochs"
@@ -219,23 +219,22 @@ class Training(loop.Recipe):
         return acc1
 
     def remember(self) -> None:
-        """The images that any rank has left out."""
+        """Collect the names of images that any rank has left out."""
         if self.s.skip_bad:
             self.record.left_out = sorted({*self.record.left_out, *itertools.chain(*self.run.gather(self.data.met()))})
 
     def finish(self, step: int) -> None:
-        kept, run, record = self.ema or self.model, self.run, self.record
-        run.export(kept)
-        if run.rank == 0:
-            known = {"step": step, "epochs": record.epoch + 1, "loss": record.losses.get("loss"), **record.values}
-            best = {"best_acc1": record.best, "best_epoch": record.best_epoch, "left_out": self.data.bad + len(record.left_out)}
-            results.write_json(run.output / "final.json", {**known, **best, "weights_sha256": results.sha256(kept)})
+        model, record = self.ema or self.model, self.record
+        self.run.export(model)
+        last = {"step": step, "epochs": record.epoch + 1, "loss": record.losses.get("loss"), **record.values}
+        best = {"best_acc1": record.best, "best_epoch": record.best_epoch, "left_out": self.data.bad + len(record.left_out)}
+        results.final(self.run, model, **last, **best)
 
 
 def rate(s: Settings, step: int, per_epoch: int) -> float:
-    """The learning rate of a step: a line upwards, then a cosine to 0 or a tenth at each milestone.
+    """The learning rate of a step: linear warm-up, then a cosine to 0, or a tenth at each milestone.
 
-    It is in proportion to the images of a step, not to the number of ranks, and without warm-up from the first step on.
+    It is proportional to the global batch size, not to the number of ranks.
     """
     epochs = min(5.0, s.epochs / 5) if s.warmup_epochs is None else s.warmup_epochs
     highest, warm = s.lr * s.batch_size / 256, round(epochs * per_epoch)
@@ -245,13 +244,13 @@ def rate(s: Settings, step: int, per_epoch: int) -> float:
 
 
 def position(batch: Any, stream: Stream) -> int:
-    """Steps before this one, as if all had been of the present batch size."""
+    """Number of earlier steps, as if all had had the current batch size."""
     return int(batch.epoch * stream.steps_per_epoch + batch.start // stream.batch)
 
 
 @torch.no_grad()
 def average(ema: nn.Module, model: nn.Module, decay: float) -> None:
-    """Move a running mean of weights and statistics towards those of now."""
+    """Move a running mean of weights and statistics towards the current ones."""
     for mean, now in zip(ema.state_dict().values(), model.state_dict().values(), strict=True):
         if mean.is_floating_point():
             mean.lerp_(now, 1 - decay)
@@ -260,12 +259,12 @@ def average(ema: nn.Module, model: nn.Module, decay: float) -> None:
 
 
 def first(s: Settings, data: Images, log: Log) -> tuple[ResNet, Record]:
-    """The model before the first step, and what a run remembers: what its model is, and what it has measured."""
-    found = len(data.classes)
-    classes = found if s.num_classes is None else s.num_classes
-    if classes < found:
+    """The model and the record before the first step."""
+    needed = len(data.classes)
+    classes = needed if s.num_classes is None else s.num_classes
+    if classes < needed:
         raise OutlastError(
-            f"num_classes ({classes}) is below the {found} classes of {data.place}; leave it out, or give at least that"
+            f"num_classes ({classes}) is below the {needed} classes of {data.place}; leave it out, or give at least that"
         )
     model = ResNet(s.arch, classes, zero_gamma=s.zero_gamma)
     if s.weights:
@@ -290,16 +289,16 @@ def workers(s: Settings, part: Any) -> int:
 
 
 def values(sums: Tensor) -> dict[str, float]:
-    """Mean loss, and acc@1 and acc@5 in percent; no acc@5 of fewer than five classes. `sums`: as `measured` returns them."""
+    """Mean loss, acc@1 and, with at least five classes, acc@5 in percent. `sums`: as `measured` returns them."""
     (loss, top5), (images, right) = sums[:2].tolist(), sums[2:].view(2, -1)
     n = images.sum().item()
-    found = {"val_loss": loss / n, "acc1": 100 * right.sum().item() / n}
-    return found | ({"acc5": 100 * top5 / n} if len(images) >= 5 else {})
+    means = {"val_loss": loss / n, "acc1": 100 * right.sum().item() / n}
+    return means | ({"acc5": 100 * top5 / n} if len(images) >= 5 else {})
 
 
-def shown(found: Mapping[str, float]) -> str:
-    """The line of a measurement."""
-    return f"Acc@1 {found['acc1']:.3f}" + (f" Acc@5 {found['acc5']:.3f}" if "acc5" in found else "")
+def shown(means: Mapping[str, float]) -> str:
+    """The text of a measurement."""
+    return f"Acc@1 {means['acc1']:.3f}" + (f" Acc@5 {means['acc5']:.3f}" if "acc5" in means else "")
 
 
 def validation(s: Settings, data: Images) -> Stream:
@@ -309,17 +308,17 @@ def validation(s: Settings, data: Images) -> Stream:
 
 @torch.no_grad()
 def measured(dtype: torch.dtype, data: Images, model: ResNet, batches: Iterable[Any], where: torch.device) -> Tensor:
-    """Sums over this rank's validation images, which add up: loss, right of five; by class the images, and those that are right.
+    """Sums over this rank's validation images: loss, top-5 hits; and, by class, images and top-1 hits.
 
-    (2 + 2 classes,) float64 on the CPU. The model stays as it is.
+    (2 + 2 classes,) float64 on the CPU; the sums of all ranks add up. The model is not changed.
     """
     classes = len(data.classes)
     loss, top5 = torch.zeros((), dtype=torch.float64, device=where), torch.zeros((), dtype=torch.int64, device=where)
     images, right = torch.zeros(2, classes, dtype=torch.int64, device=where)
-    model.eval()  # BatchNorm's running statistics, not those of these images
+    model.eval()  # BatchNorm's running statistics, not those of the batch
     for batch in batches:
         if not len(batch.indices):
-            continue  # others' images
+            continue  # the images are other ranks'
         data.check(batch.pieces)
         for piece, _ in batch.split(model):
             x, y = data.batch(piece, None, dtype)  # (b, 3, s, s), (b,)
@@ -337,9 +336,8 @@ def measured(dtype: torch.dtype, data: Images, model: ResNet, batches: Iterable[
 
 def evaluate(s: Settings) -> None:
     """acc@1 and acc@5 on all validation images, and by class: a table and evaluation.json."""
-    output, where = results.output(), device.computing()
-    data = imagenet_data.opened(s)
-    name, model, names = newest(s, data, output)
+    where, data = device.computing(), imagenet_data.opened(s)
+    name, model, names = newest(s, data, results.output())
     if list(names) != list(data.classes):
         other = next(iter(sorted(set(names) ^ set(data.classes))), "the same in another order")
         raise OutlastError(
@@ -347,21 +345,14 @@ def evaluate(s: Settings) -> None:
         )
     placed(s, model, where)
     sums = measured(device.dtype(s.dtype, where), data, model, validation(s, data).batches(0, 1), where)
-    found, counts = values(sums), sums[2:].view(2, -1).long().T.tolist()
+    means, counts = values(sums), sums[2:].view(2, -1).long().T.tolist()
     by_class = {
         label: {"images": n, "right": right, "accuracy": round(100 * right / n, 3) if n else None}
         for label, (n, right) in zip(data.classes, counts, strict=True)
     }
-    document = {
-        "weights": name,
-        "weights_sha256": results.sha256(model),
-        "arch": model.arch,
-        "images": len(data.val),
-        **found,
-    }
-    results.write_json(output / "evaluation.json", {**document, "classes": by_class})
-    print(f"{name}: {shown(found)} on {len(data.val):,} images, loss {found['val_loss']:.4f}")
-    if "acc5" not in found:
+    results.evaluation(name, model, arch=model.arch, images=len(data.val), **means, classes=by_class)
+    print(f"{name}: {shown(means)} on {len(data.val):,} images, loss {means['val_loss']:.4f}")
+    if "acc5" not in means:
         print(f"Acc@5 is not measured: of {len(data.classes)} classes, the first five are all of them")
     worst = sorted((right / n, label) for label, (n, right) in zip(data.classes, counts, strict=True) if n)[:10]
     print("the worst classes:" if len(worst) < len(by_class) else "by class:")
@@ -370,15 +361,14 @@ def evaluate(s: Settings) -> None:
 
 
 def newest(s: Settings, data: Images, output: Path) -> tuple[str, ResNet, Sequence[str]]:
-    """The weights to measure: those --weights names, or else the newest valid checkpoint, or the one --checkpoint names."""
+    """The weights to measure: --weights, or else --checkpoint, or else the newest valid checkpoint."""
     if s.weights:
         model = ResNet(s.arch, s.num_classes or len(data.classes))
         if omitted := imagenet_model.load(model, Path(s.weights)):
             raise OutlastError(f"--weights {s.weights} cannot be measured here without {omitted}")
         return Path(s.weights).name, model, data.classes
     path = results.checkpoint(output, s.checkpoint)
-    record = Record()
-    checkpoint.restore(path, {"record": record})
+    record = Record.read(path)
     model = ResNet(record.arch, record.outputs)
     model.load_state_dict(checkpoint.read(path, "ema" if record.ema else "model"))
     return path.name, model, record.classes

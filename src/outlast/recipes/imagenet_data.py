@@ -1,4 +1,4 @@
-"""Where `outlast.recipes.imagenet` gets its images: files, packed shards, or made on the device."""
+"""Images of `outlast.recipes.imagenet`: files, packed shards, or synthetic ones on the device."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
     from outlast.recipes.imagenet import Settings
 
 PACKED_AT_ONCE = 16 * 2**30
-"""Bytes of decoded images up to which a directory of files is packed without being asked: minutes, and 20 times tiny-imagenet."""
+"""Bytes of decoded images up to which files are packed by default: takes minutes, and is 20 times tiny-imagenet."""
 
 
 def opened(s: Settings, run: Session | None = None) -> Pictures | Made:
-    """The data that the settings name. With `run`, every rank must call it. Raises OutlastError for what cannot be trained on."""
+    """The data that the settings name. A collective with `run`. Raises OutlastError for unusable data."""
     if s.synthetic:
         return Made(s)
     place = directory(s)
     if run is None:
         return Pictures(s, place)
     with run.alive():  # packing takes minutes
-        found = Pictures(s, place)
-    if found.packed:
-        pixels.agreed(run, found.train, found.val)
-    return found
+        pictures = Pictures(s, place)
+    if pictures.packed:
+        pixels.agreed(run, pictures.train, pictures.val)
+    return pictures
 
 
 def directory(s: Settings) -> str:
-    """Where the images are. The directory `train` of a dataset means the dataset: scripts without a validation want that."""
+    """The place of the images. A directory `train` stands for its dataset, as in scripts without validation."""
     named = s.data or os.environ.get(contract.Env.DATA, "")
     if not named:
         raise OutlastError(
@@ -57,7 +57,7 @@ def directory(s: Settings) -> str:
 
 
 class Pictures:
-    """Images of files or of packed shards: both parts, each for a `Stream`, and how micro-batches become what networks take."""
+    """Images in files or packed shards: both parts, each for a `Stream`, and the augmentation of micro-batches."""
 
     def __init__(self, s: Settings, place: str) -> None:
         self._s, self.place = s, place
@@ -75,7 +75,7 @@ class Pictures:
                 self.train, self.val = (pixels.packed(packed, part) for part in ("train", "val"))
         self.packed = isinstance(self.train, pixels.Packed)
         self.bad = int(self.train.bad) if self.packed else 0
-        """Images that were left out when they were packed, because they cannot be decoded."""
+        """Images that packing left out, because they cannot be decoded."""
         self.classes = list(self.train.classes) or [str(label) for label in range(s.num_classes or 0)]
         if not self.classes:
             raise OutlastError(f"{place} does not say which classes there are; give their number with --num-classes")
@@ -85,11 +85,11 @@ class Pictures:
         return (len(self.train) + len(self.val)) * 3 * side * side
 
     def met(self) -> list[str]:
-        """Names of images that this rank could not decode so far; of packed ones, none."""
+        """Names of images that this rank could not decode so far; none if they are packed."""
         return [] if self.packed else [*self.train.bad, *self.val.bad]
 
     def batch(self, piece: Any, epoch: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Images (b, 3, s, s) and labels (b,) of a micro-batch, on its device. `epoch` None: of val, without augmentation."""
+        """Images (b, 3, s, s) and labels (b,) of a micro-batch, on its device. `epoch` None: for val, without augmentation."""
         s = self._s
         x, y, index, aspect = piece  # (b, h, w, 3) bytes, (b,), (b,), (b,)
         if epoch is None:
@@ -111,16 +111,16 @@ class Pictures:
 
 
 def stored(s: Settings, root: Path) -> int | None:
-    """Pixels a side that images are kept with until they are cropped; None: as they are."""
+    """Side in pixels to which images are resized before cropping; None: keep their size."""
     if s.stored_size is not None:
         return s.stored_size or None
     if (images.inside(root) / "val" / "val_annotations.txt").exists():  # tiny-imagenet: all have 64 x 64
         return None
-    return s.image_size * 8 // 7  # 256 of 224, as everybody has it
+    return s.image_size * 8 // 7  # 256 for 224, as is common
 
 
 class Made:
-    """Images that are made once, on the device, so that reading costs nothing: what is measured is the step."""
+    """Synthetic images, made once on the device, so that reading costs nothing and the step alone is measured."""
 
     place = "synthetic"
     bad = 0
@@ -132,11 +132,11 @@ class Made:
         self.classes = [str(label) for label in range(s.num_classes or 1000)]
 
     def met(self) -> list[str]:
-        """None: nothing is decoded."""
+        """No names: nothing is decoded."""
         return []
 
     def batch(self, piece: Any, epoch: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Noise (b, 3, s, s), the same in each micro-batch, and labels that can be learned by heart."""
+        """Noise (b, 3, s, s), the same in each micro-batch, and labels that can be memorized."""
         if not len(self._pool):
             draw = torch.Generator().manual_seed(self._s.seed)
             pool = torch.randn(self._s.piece, 3, self._s.image_size, self._s.image_size, generator=draw)
@@ -145,7 +145,7 @@ class Made:
         return self._pool[: len(piece)], labels
 
     def check(self, pieces: Sequence[tuple[Any, float]]) -> None:
-        """Nothing: labels are made."""
+        """Do nothing: the labels are valid."""
 
 
 Images = Pictures | Made

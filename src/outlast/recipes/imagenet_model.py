@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from outlast.recipes.shared import results
 
 WIDTH = 64
-"""Channels of the first stage; every further one has twice those of the one before."""
+"""Channels of the first stage; they double with every stage."""
 LAYERS = {
     "resnet18": (2, 2, 2, 2),
     "resnet34": (3, 4, 6, 3),
@@ -81,14 +81,14 @@ class Bottleneck(nn.Module):
 
 
 def shortcut(i: int, o: int, stride: int) -> nn.Sequential | None:
-    """What makes the input of a block as large as its output; None where it is."""
+    """The projection of a block's input to the shape of its output; None where the shapes are equal."""
     if stride == 1 and i == o:
         return None
     return nn.Sequential(nn.Conv2d(i, o, 1, stride, bias=False), nn.BatchNorm2d(o))
 
 
 def stage(block: type[BasicBlock] | type[Bottleneck], i: int, width: int, count: int, stride: int) -> nn.Sequential:
-    """Blocks of one resolution, which the first of them makes."""
+    """Blocks of one resolution; the first has the stride."""
     return nn.Sequential(block(i, width, stride), *(block(width * block.expansion, width) for _ in range(count - 1)))
 
 
@@ -127,32 +127,32 @@ class ResNet(nn.Module):
 
 
 class Statistics:
-    """BatchNorm's running statistics as a function of the global batch, whatever the world.
+    """BatchNorm's running statistics as a function of the global batch, in any world.
 
     `nn.BatchNorm2d` moves them in every forward pass, by its own micro-batch; DDP then keeps those of rank 0. Here all
-    micro-batches of a step start from the same values, and the mean of what they arrive at counts: the statistics move once a
-    step, by the mean over the global batch. A step of one micro-batch in all is torch's own.
+    micro-batches of a step start from the same values, and the mean of their results counts: the statistics move once a step, by
+    the mean over the global batch. For a single micro-batch this equals torch's own update.
     """
 
     def __init__(self, model: nn.Module) -> None:
         norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
-        self._counts = [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
-        self._counted: list[Tensor] = []
+        self._batches = [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
+        self._counts: list[Tensor] = []
         self._running = [each for norm in norms for each in (norm.running_mean, norm.running_var) if each is not None]
-        self._before: list[Tensor] = []
+        self._start: list[Tensor] = []
         self._mean: list[Tensor] = []
 
     def begin(self) -> None:
         """Call before the first micro-batch of a step."""
-        self._before = [each.clone() for each in self._running]
+        self._start = [each.clone() for each in self._running]
         self._mean = [torch.zeros_like(each) for each in self._running]
-        torch._foreach_add_(self._counts, 1)
-        self._counted = [each.clone() for each in self._counts]
+        torch._foreach_add_(self._batches, 1)
+        self._counts = [each.clone() for each in self._batches]
 
     def add(self, share: float) -> None:
         """Call after each micro-batch, with its share of the global batch; the shares of all ranks add up to their number."""
         torch._foreach_add_(self._mean, self._running, alpha=share)
-        torch._foreach_copy_(self._running, self._before)
+        torch._foreach_copy_(self._running, self._start)
 
     def end(self, ranks: int) -> None:
         """Call after the last micro-batch, on all ranks. A collective."""
@@ -161,21 +161,18 @@ class Statistics:
             dist.all_reduce(flat)
             self._mean = list(flat.div_(ranks).split([len(each) for each in self._mean]))
         torch._foreach_copy_(self._running, self._mean)
-        torch._foreach_copy_(self._counts, self._counted)
+        torch._foreach_copy_(self._batches, self._counts)
 
 
 def load(model: ResNet, file: Path) -> str:
-    """Load weights that others have published, torchvision's or ours; returns what was left out, empty if nothing.
+    """Load published weights, torchvision's or ours; returns a description of omitted ones, empty if there are none.
 
-    The last layer is left out if it has another number of classes. Raises OutlastError when they are those of another model.
+    The last layer is omitted if it has another number of classes. Raises OutlastError for weights of another model.
     """
-    found = results.read(file)
-    found = found.get("state_dict", found) if isinstance(found, dict) else {}  # as scripts for ImageNet save checkpoints
-    found = {name.removeprefix("module."): tensor for name, tensor in found.items()}
-    ours = model.state_dict()
-    found |= {name: tensor for name, tensor in ours.items() if name.endswith("num_batches_tracked") and name not in found}
-    classes = len(found.get("fc.bias", ours["fc.bias"]))
+    weights, own = results.state_dict(file), model.state_dict()
+    weights |= {name: tensor for name, tensor in own.items() if name.endswith("num_batches_tracked") and name not in weights}
+    classes = len(weights.get("fc.bias", own["fc.bias"]))
     if classes != model.classes:
-        found |= {name: tensor for name, tensor in ours.items() if name.startswith("fc.")}
-    model.load_state_dict(results.fitted(found, model, f"--weights {file} (name the --arch that they were trained with)"))
+        weights |= {name: tensor for name, tensor in own.items() if name.startswith("fc.")}
+    model.load_state_dict(results.fitted(weights, model, f"--weights {file} (name the --arch that they were trained with)"))
     return f"fc, as it is for {classes} classes and the data have {model.classes}" if classes != model.classes else ""
