@@ -345,7 +345,7 @@ def test_what_a_run_writes_hugging_face_reads(
     assert kinds.count("COLLATE") == 6
     assert [kind for kind in kinds if kind in ("TRAIN", "EPOCH", "DONE")] == ["TRAIN", "EPOCH", "TRAIN", "EPOCH", "DONE"]
     report = json.loads((tmp_path / "report.json").read_text())
-    train = llm_data.cached(llm_data.Source(data / "train.jsonl", "train"), model, skip_bad=False, ours=False, say=print)
+    train = llm_data.cached(llm_data.Source(data / "train.jsonl", "train"), model, skip_bad=False, make=False, say=print)
     tokens = sum(len(Shards(train)[i]["input_ids"]) for i in range(10))
     assert (report["world_size"], report["tokens_total"]) == (1, 2 * tokens)
     assert report["tokens_per_sec"] == pytest.approx(report["tokens_total"] / report["elapsed_sec"], rel=0.05)
@@ -356,7 +356,7 @@ def test_what_a_run_writes_hugging_face_reads(
     transformers, peft = llm_model.transformers, llm_model.peft
     ids = torch.arange(12)[None] * 3
     auto = transformers.AutoModelForCausalLM.from_pretrained
-    parts = llm.Parts.found(llm.settings.parse(llm.Settings, arguments(model, data, *more), ""), torch.device("cpu"), None)
+    parts = llm.Parts.load(llm.settings.parse(llm.Settings, arguments(model, data, *more), ""), torch.device("cpu"), None)
     newest = max((output / "checkpoints").glob("step-*"))
     trains = parts.training()
     checkpoint.restore(newest, {"model": trains})
@@ -422,7 +422,7 @@ def test_under_lora_frozen_weights_are_bfloat16_and_what_trains_is_float32(tmp_p
     for lora in (True, False):
         more = ["--lora"] if lora else []
         argv = [*arguments(model, lines(tmp_path / "train.jsonl")), "--dtype=bfloat16", *more]
-        parts = llm.Parts.found(llm.settings.parse(llm.Settings, argv, ""), torch.device("cpu"), None)
+        parts = llm.Parts.load(llm.settings.parse(llm.Settings, argv, ""), torch.device("cpu"), None)
         found[lora] = {(p.requires_grad, p.dtype) for p in parts.tuned.parameters()}
     assert found == {True: {(True, torch.float32), (False, torch.bfloat16)}, False: {(True, torch.float32)}}
     with pytest.raises(OutlastError, match="'float16' is not one of auto, float32, bfloat16"):
@@ -476,9 +476,9 @@ def test_data_are_tokenized_once_and_again_when_they_change(tmp_path: Path, mode
     for records, wanted in ((RECORDS, 1), (RECORDS, 1), (RECORDS[1:], 2)):
         if records is not RECORDS:
             lines(data, records)
-        llm_data.cached(source, model, skip_bad=False, ours=True, say=lambda text: None)
+        llm_data.cached(source, model, skip_bad=False, make=True, say=lambda text: None)
         assert len(made) == wanted
-    assert llm_data.cached(source, model, skip_bad=False, ours=False, say=lambda text: None) == made[-1]
+    assert llm_data.cached(source, model, skip_bad=False, make=False, say=lambda text: None) == made[-1]
 
 
 def test_prepared_data_are_read_as_they_are_and_cut_samples_are_counted(

@@ -9,8 +9,8 @@
 
 A line of the data is {"messages": [{"role": ..., "content": ...}, ...]}, {"prompt": ..., "completion": ...} or {"text": ...};
 prompts are not learned. Writes to the job's output, --output without a job (default: out): checkpoints/, metrics.jsonl, epoch-1/,
-epoch-2/ ..., best.json that names the best of them, model/ (all as Hugging Face reads them), merged/ with --merge, final.json;
-evaluation.json with --evaluate.
+epoch-2/ ..., best.json with the name of the best of them, model/ (all in the format of Hugging Face), merged/ with --merge,
+final.json; evaluation.json with --evaluate.
 """
 
 # mypy: allow-untyped-calls
@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -108,7 +108,7 @@ class Training(loop.Recipe):
         super().__init__(s, run)
         logged(s, run.rank)
         results.writable(s.report_json, "--report-json")
-        self.parts = Parts.found(s, run.device, run)
+        self.parts = Parts.load(s, run.device, run)
         self.tuned, self.record = self.parts.tuned, self.parts.record
         self.net = self.parallel()
         self.trains = self.parts.training()
@@ -128,12 +128,12 @@ class Training(loop.Recipe):
         return super().state() | {"model": self.trains}
 
     def parallel(self) -> nn.Module:
-        """What trains the model on all ranks."""
+        """Wrap the model to train on all ranks."""
         s, tuned = self.s, self.tuned
         if s.parallel == "fsdp":
             return loop.parallel("fsdp", self.run, tuned, _llm_model().layers(tuned.base))
         frozen = [name for name, each in tuned.named_parameters() if not each.requires_grad]
-        frozen += [name for name, _ in tuned.named_buffers()]  # every rank has read them
+        frozen += [name for name, _ in tuned.named_buffers()]  # need no broadcast: every rank has read them
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(tuned, frozen)
         return loop.parallel("ddp", self.run, tuned)
 
@@ -152,7 +152,7 @@ class Training(loop.Recipe):
             log.info(f"[CFG] all {step} steps are done; --epochs or --max-steps sets more")
 
     def batches(self) -> Iterator[Batch]:
-        """By hand: the state does not show that FSDP shards over all ranks."""
+        """Explicit ranks: the state does not show that FSDP shards over all of them."""
         return self.stream.batches(self.run.rank, self.run.world_size)
 
     def rate(self, step: int, batch: Batch | None = None) -> float:
@@ -162,10 +162,10 @@ class Training(loop.Recipe):
         """One step: gradients of the mean loss over all learned tokens of the global batch, then AdamW."""
         s, world = self.s, self.run.world_size
         rows = self.parts.rows([data for data, _ in batch.pieces], s.batch * s.seq_len)
-        real = bool(len(batch.indices))  # else they are another rank's, and take part without counting
-        ours = [sum(len(row.targets) for row in rows) * real, sum(row.real for row in rows) * real]
+        real = bool(len(batch.indices))  # else the rows are another rank's, and count 0
+        own = [sum(len(row.targets) for row in rows) * real, sum(row.real for row in rows) * real]
         passes = [len(rows) if rank == self.run.rank else 0 for rank in range(world)]
-        counts = torch.tensor([*ours, *passes], device=self.run.device)
+        counts = torch.tensor([*own, *passes], device=self.run.device)
         if world > 1:
             dist.all_reduce(counts)
         learned, tokens, *passes = counts.tolist()
@@ -204,28 +204,28 @@ class Training(loop.Recipe):
         return super().due(step, batch)
 
     def measure(self, step: int) -> float:
-        """Write what an epoch made, and measure it; at the end, also a part of one. The loss is NaN without validation data."""
+        """Write the weights of an epoch and measure them; at the end, also of a part of one. NaN without validation data."""
         s, record, elapsed = self.s, self.record, self.elapsed_s
         epoch = record.epoch + 1
         directory = f"epoch-{epoch}" if self.whole and s.epoch_results else ""
         if directory:
             self.write(directory)
         loss = self.validate(step, directory, epoch)
-        said = f" val_loss={loss:.4f} perplexity={perplexity(loss):.2f}" if math.isfinite(loss) else ""
-        log.info(f"[EPOCH] {epoch}/{self.epochs} tokens_seen={record.tokens} time={elapsed:.2f}s{said}")
+        measured = f" val_loss={loss:.4f} perplexity={perplexity(loss):.2f}" if math.isfinite(loss) else ""
+        log.info(f"[EPOCH] {epoch}/{self.epochs} tokens_seen={record.tokens} time={elapsed:.2f}s{measured}")
         record.epoch = epoch if self.whole else record.epoch
         return loss
 
     @property
     def elapsed_s(self) -> float:
-        """Time of the steps of all starts."""
+        """Seconds of training over all starts."""
         return float(self.before_s + self.log.elapsed_s)
 
     def remember(self) -> None:
         self.record.elapsed_s = self.elapsed_s
 
     def validate(self, step: int, directory: str, epoch: int) -> float:
-        """The validation loss, NaN without validation data; notes the best, and the directory that keeps it. A collective."""
+        """The validation loss, NaN without validation data; notes the best one and its directory. A collective."""
         record = self.record
         if self.parts.val is None:
             return math.nan
@@ -234,8 +234,8 @@ class Training(loop.Recipe):
         record.losses |= measured
         self.run.log(step, **measured)
         if not record.best or loss < record.best["val_loss"]:
-            kept = {"directory": directory} if directory else {}  # never `model`, which the next run overwrites
-            record.best = {"epoch": epoch, "step": step, **kept, **measured}
+            place = {"directory": directory} if directory else {}  # never `model`, which the next run overwrites
+            record.best = {"epoch": epoch, "step": step, **place, **measured}
             if self.run.rank == 0:
                 results.write_json(self.run.output / BEST, record.best)
         return loss
@@ -258,15 +258,15 @@ class Training(loop.Recipe):
                     total += loss.double()
                 run.alive()
         net.train()
-        found = run.gather((total.item(), sum(len(row.targets) for row in rows)))
-        return float(sum(each for each, _ in found) / sum(count for _, count in found))
+        sums = run.gather((total.item(), sum(len(row.targets) for row in rows)))
+        return float(sum(each for each, _ in sums) / sum(count for _, count in sums))
 
     def write(self, name: str) -> dict[str, Tensor]:
-        """Write a directory as Hugging Face reads it. Returns what trains on rank 0. A collective."""
+        """Write a directory for Hugging Face. Returns the trained tensors on rank 0. A collective."""
         llm_model, run, parts = _llm_model(), self.run, self.parts
         tensors: dict[str, Tensor] = llm_model.whole(self.tuned.model, keep=run.rank == 0)
-        with results.by_rank_0(run) as ours:
-            if ours:
+        with results.by_rank_0(run) as writes:
+            if writes:
                 dtype = llm_model.stored(parts.directory)
                 llm_model.write(self.tuned.model, parts.tokenizer, run.output / name, tensors, dtype)
         return tensors
@@ -283,8 +283,7 @@ class Training(loop.Recipe):
         if s.merge and s.lora:
             with run.alive():
                 _llm_model().merge(self.parts.directory, run.output / "model", run.output / "merged", self.parts.tokenizer)
-        known = {"step": step, **record.losses, "tokens_total": tokens, "best": record.best}
-        results.write_json(run.output / "final.json", {**known, "weights_sha256": results.sha256(tensors)})
+        results.final(run, tensors, step=step, **record.losses, tokens_total=tokens, best=record.best)
         if s.report_json:
             report = {"world_size": run.world_size, "tokens_total": tokens, "elapsed_sec": round(elapsed, 3)}
             results.write_json(Path(s.report_json), {**report, "tokens_per_sec": round(speed, 3)})
@@ -304,11 +303,11 @@ def collated(step: int, batch: Batch, rows: Sequence[Row]) -> None:
 
 
 def rate(s: Settings, step: int, steps: int) -> float:
-    """The learning rate of a step: a line upwards, then one down to 0 at the last of all `steps`."""
-    rising = math.ceil(s.warmup * steps)
-    if step < rising:
-        return s.lr * (step + 1) / rising
-    return s.lr * (steps - step) / max(1, steps - rising)
+    """The learning rate of a step: linear warm-up, then linear decay to 0 at the last of all `steps`."""
+    warmup = math.ceil(s.warmup * steps)
+    if step < warmup:
+        return s.lr * (step + 1) / warmup
+    return s.lr * (steps - step) / max(1, steps - warmup)
 
 
 @dataclass
@@ -320,14 +319,14 @@ class Parts:
     train: Samples
     val: Samples | None
     directory: Path
-    """Of the base model."""
+    """Directory of the base model."""
     record: Record
     bfloat16: bool
     packing: bool
 
     @classmethod
-    def found(cls, s: Settings, where: torch.device, run: Session | None) -> Parts:
-        """Read everything. One process of each machine tokenizes, and all say what is wrong with it. A collective with `run`."""
+    def load(cls, s: Settings, where: torch.device, run: Session | None) -> Parts:
+        """Load everything. One process of each machine tokenizes; its errors are raised on all. A collective with `run`."""
         started = time.monotonic()
         llm_model = _llm_model()
         offline = s.local_files_only
@@ -340,47 +339,48 @@ class Parts:
         log.info(f"[STEP] tokenizer {tokenizer}: {len(words):,} tokens")
         low = bfloat16(s, where, run)
         model = llm_model.load(directory, torch.bfloat16 if low and s.lora else torch.float32, s.seq_len, where)
-        model.name_or_path = str(directory.resolve()) if Path(named).is_dir() else named  # what an adapter says it belongs to
+        model.name_or_path = (
+            str(directory.resolve()) if Path(named).is_dir() else named
+        )  # the name of the base in an adapter's config
         train, val = data(s, tokenizer, model.get_input_embeddings().num_embeddings, run)
         about = {"base": llm_model.fingerprint(model) if s.lora else "", "data": train.digest}
-        known = {"epoch": 0, "best": {}, "tokens": 0, "elapsed_s": 0.0}  # epochs whose results are written, the best of them, ...
-        record = Record({"base": "another base model", "data": "other training data"}, **about, **known)
+        progress = {"epoch": 0, "best": {}, "tokens": 0, "elapsed_s": 0.0}  # `epoch`: those whose results are written
+        record = Record({"base": "another base model", "data": "other training data"}, **about, **progress)
         if s.lora:
             model = llm_model.adapted(model, llm_model.Lora(s.lora_r, s.lora_alpha, s.lora_dropout, s.target_modules))
         whole = run is None or s.parallel == "ddp" or llm_model.needs_gpu(model)
-        tuned = llm_model.Tuned(model.to(where) if whole else model, low=low)  # FSDP takes it to the device layer by layer
+        tuned = llm_model.Tuned(model.to(where) if whole else model, low=low)  # FSDP moves it to the device layer by layer
         tuned.train()
-        cannot = tuned.check()
-        if cannot and s.packing:
-            log.warning("[CFG] %s", cannot)
+        obstacle = tuned.check()
+        if obstacle and s.packing:
+            log.warning("[CFG] %s", obstacle)
         if s.gradient_checkpointing:
             llm_model.recompute(tuned.base)
         trains, every = (sum(p.numel() for p in model.parameters() if p.requires_grad or all_) for all_ in (False, True))
         kind, seconds = type(tuned.base).__name__, time.monotonic() - started
         log.info(f"[STEP] model {directory}: {kind}, {trains:,} of {every:,} parameters train, {seconds:.1f}s")
-        return cls(tuned, words, train, val, directory, record, low, s.packing and not cannot)
+        return cls(tuned, words, train, val, directory, record, low, s.packing and not obstacle)
 
     def training(self) -> nn.Module:
-        """What a checkpoint holds of the model."""
-        found: nn.Module = _llm_model().training(self.tuned.model)
-        return found
+        """The trainable parameters, for checkpoints."""
+        return cast(nn.Module, _llm_model().training(self.tuned.model))
 
-    def rows(self, pieces: Sequence[Sequence[llm_data.Sample]], room: int) -> list[Row]:
-        """The forward passes for some micro-batches."""
+    def rows(self, pieces: Sequence[Sequence[llm_data.Sample]], size: int) -> list[Row]:
+        """The forward passes for some micro-batches; packed ones have at most `size` tokens."""
         if self.packing:
-            return llm_data.packed([sample for piece in pieces for sample in piece], room)
+            return llm_data.packed([sample for piece in pieces for sample in piece], size)
         return [llm_data.padded(piece) for piece in pieces]
 
 
 def _llm_model() -> Any:
-    """The module that imports transformers, which takes seconds: --help does without."""
+    """Imports transformers, which takes seconds, only when needed: not for --help."""
     from outlast.recipes import llm_model
 
     return llm_model
 
 
 def data(s: Settings, tokenizer: Path, vocabulary: int, run: Session | None) -> tuple[Samples, Samples | None]:
-    """What to train on and to measure. Raises OutlastError, on all ranks when one finds a bad line."""
+    """Samples of training and validation. Raises OutlastError; for a bad line, on all ranks."""
     named = s.data or os.environ.get(contract.Env.DATA, "")
     if not named:
         raise OutlastError(f"no data: give --data train.jsonl, or set {contract.Env.DATA}; --help shows what a line looks like")
@@ -393,16 +393,16 @@ def data(s: Settings, tokenizer: Path, vocabulary: int, run: Session | None) -> 
         with run.alive() if run else contextlib.nullcontext():
             for source in (train, val):
                 if source is not None:
-                    ours = run is None or run.local_rank == 0
+                    make = run is None or run.local_rank == 0
                     directories[source] = llm_data.cached(
-                        source, tokenizer, skip_bad=s.skip_bad, ours=ours, say=lambda text: log.warning("[DATA] %s", text)
+                        source, tokenizer, skip_bad=s.skip_bad, make=make, say=lambda text: log.warning("[DATA] %s", text)
                     )
     except OutlastError as error:
         if run is None:
             raise
         problem = str(error)
-    if run and (found := [each for each in run.gather(problem) if each]):
-        raise OutlastError(found[0])
+    if run and (problems := [each for each in run.gather(problem) if each]):
+        raise OutlastError(problems[0])
     read = {source: Samples(directory, source.part, s.seq_len, vocabulary) for source, directory in directories.items()}
     for source, samples in read.items():
         log.info(f"[DATA] {source.path}: {len(samples):,} samples, {samples.tokens:,} tokens")
@@ -431,31 +431,29 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-# Afterwards
+# Measuring
 
 
 @torch.inference_mode()
 def evaluate(s: Settings) -> None:
     """Loss and perplexity of a checkpoint on the validation file."""
     logged(dataclasses.replace(s, log_level="WARNING"), 0)
-    output, where = results.output(), device.computing()
-    found = results.checkpoint(output, s.checkpoint)
-    parts = Parts.found(s, where, None)
+    where, path = device.computing(), results.checkpoint(results.output(), s.checkpoint)
+    parts = Parts.load(s, where, None)
     if parts.val is None:
         raise OutlastError("there is nothing to measure on; name a validation file with --val")
-    parts.record.data = ""  # the validation file counts
-    checkpoint.restore(found, {"model": parts.training(), "record": parts.record})
+    parts.record.data = ""  # another training file does not matter
+    checkpoint.restore(path, {"model": parts.training(), "record": parts.record})
     parts.tuned.eval()
     total, learned = 0.0, 0
     for row in validation(parts, parts.val, range(len(parts.val)), s):
         total += parts.tuned(_llm_model().moved(row, where)).item()
         learned += len(row.targets)
     loss = total / learned
-    document = {"weights": found.name, "weights_sha256": results.sha256(parts.training()), "samples": len(parts.val)}
-    document |= {"tokens": learned, "loss": loss, "perplexity": perplexity(loss)}
-    results.write_json(output / "evaluation.json", document)
+    about = {"samples": len(parts.val), "tokens": learned, "loss": loss, "perplexity": perplexity(loss)}
+    results.evaluation(path.name, parts.training(), **about)
     print(f"{'weights':<24}{'samples':>10}{'learned tokens':>16}{'val loss':>12}{'perplexity':>12}")
-    print(f"{found.name:<24}{len(parts.val):>10,}{learned:>16,}{loss:>12.4f}{perplexity(loss):>12.2f}", flush=True)
+    print(f"{path.name:<24}{len(parts.val):>10,}{learned:>16,}{loss:>12.4f}{perplexity(loss):>12.2f}", flush=True)
 
 
 def logged(s: Settings, rank: int) -> None:

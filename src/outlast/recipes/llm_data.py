@@ -1,7 +1,7 @@
-"""What `llm` trains on: records that become tokens once on each machine, and micro-batches without padding.
+"""Data of `llm`: records tokenized once per machine, and micro-batches without padding.
 
-`.jsonl` files are tokenized by `outlast data prepare jsonl`'s own code into this machine's cache, before training and all of
-them, so a bad line is found then. A directory that was prepared by hand is read as it is.
+The code of `outlast data prepare jsonl` tokenizes `.jsonl` files completely into this machine's cache before training, so a bad
+line is found at once. A directory that was prepared by hand is read as it is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from outlast.training import Shards
 from outlast.worker.prepare import room
 
 NONE = "none"
-"""As `--val`: do not measure."""
+"""Value of `--val`: do not measure."""
 Sample = tuple[Tensor, Tensor]
 """Tokens and labels, int32 of shape (t,)."""
 
@@ -40,9 +40,9 @@ class Source(NamedTuple):
 
 
 def sources(data: str, val: str) -> tuple[Source, Source | None, str]:
-    """What to train on, what to measure on, and a sentence when that is nothing. Raises OutlastError.
+    """Sources of training and of validation, and a message when the latter is None. Raises OutlastError.
 
-    `data` is a .jsonl file, a directory with train.jsonl, or a prepared one; `val` is empty for what lies beside it.
+    `data`: a .jsonl file, a directory with train.jsonl, or a prepared one; `val`: empty for the validation file beside it.
     """
     path = Path(data).expanduser()
     if "://" in data:
@@ -51,14 +51,14 @@ def sources(data: str, val: str) -> tuple[Source, Source | None, str]:
         raise OutlastError(f"--data {data} does not exist; name a .jsonl file, a directory with train.jsonl, or a prepared one")
     if path.is_dir() and (path / shards.MANIFEST).exists():
         train, beside = Source(path, plan.TRAIN), Source(path, plan.VAL)
-        there = bool(shards.read(path).parts.get(plan.VAL))
+        exists = bool(shards.read(path).parts.get(plan.VAL))
     else:
         if path.is_dir():
             path = path / "train.jsonl"
             if not path.exists():
                 raise OutlastError(f"--data {data} has no train.jsonl; name the file itself, or prepare it: outlast data prepare")
         train, beside = Source(path, plan.TRAIN), Source(path.parent / "val.jsonl", plan.TRAIN)
-        there = beside.path.exists()
+        exists = beside.path.exists()
     if val == NONE:
         return train, None, "nothing is measured: --val none"
     if val:
@@ -66,24 +66,24 @@ def sources(data: str, val: str) -> tuple[Source, Source | None, str]:
             raise OutlastError(f"--val {val} does not exist; name a .jsonl file, or --val none to measure nothing")
         prepared = chosen.is_dir()
         return train, Source(chosen, plan.VAL if prepared else plan.TRAIN), ""
-    if not there or beside == train:
-        missing = f"{beside.path} does not exist" if not there else f"{path} is what is trained on"
+    if not exists or beside == train:
+        missing = f"{beside.path} does not exist" if not exists else f"{path} is what is trained on"
         return train, None, f"nothing is measured: {missing}; --val FILE names a validation file"
     return train, beside, ""
 
 
-def cached(source: Source, tokenizer: Path, *, skip_bad: bool, ours: bool, say: Callable[[str], None]) -> Path:
-    """The directory of a source as tokens; made where `ours`, by one process of the machine, unless it is there.
+def cached(source: Source, tokenizer: Path, *, skip_bad: bool, make: bool, say: Callable[[str], None]) -> Path:
+    """The directory of a source as tokens. With `make`, made by one process of the machine unless it exists.
 
-    Raises OutlastError for a line that is no record, with file, line and reason; with `skip_bad`, counts and names such lines.
+    Raises OutlastError for a line that is no record, with file, line and reason; with `skip_bad`, reports such lines instead.
     """
     if source.path.is_dir():
         return source.path
     settings = jsonl.Settings(str(tokenizer), val=0, skip_damaged=skip_bad)
-    found = source.path.stat()
-    about = str(source.path.resolve()), found.st_size, found.st_mtime_ns, settings.described
+    status = source.path.stat()
+    about = str(source.path.resolve()), status.st_size, status.st_mtime_ns, settings.described
     directory = room.cache(os.environ) / "llm" / hashlib.sha256(repr(about).encode()).hexdigest()[:32]
-    if not ours:
+    if not make:
         return directory
     with source.path.open("rb") as file:
         empty = not any(line.strip() for line in file)
@@ -100,7 +100,7 @@ def cached(source: Source, tokenizer: Path, *, skip_bad: bool, ours: bool, say: 
 
 
 class Samples(Dataset[Sample]):
-    """The samples of a source in which something is learned, cut to `limit` tokens; a label of -100 is not learned.
+    """The samples of a source that have a token to learn, cut to `limit` tokens; a label of -100 is not learned.
 
     The first token is never learned: nothing predicts it.
     """
@@ -127,57 +127,57 @@ class Samples(Dataset[Sample]):
         every = np.concatenate(lengths)
         self.lengths = np.minimum(every, limit)
         self.learned = np.concatenate(learned)
-        self._kept = np.flatnonzero(self.learned)
+        self._indices = np.flatnonzero(self.learned)
         self.cut = int((every > limit).sum())
-        """Samples that lost their end."""
-        self.without = len(every) - len(self._kept)
-        """Samples in which nothing is left to learn."""
-        if not len(self._kept):
+        """Number of samples that were cut."""
+        self.without = len(every) - len(self._indices)
+        """Number of samples without a token to learn."""
+        if not len(self._indices):
             raise OutlastError(
                 f"none of the {len(every)} samples of {directory} has a token to learn within {limit} tokens; raise --seq-len, "
                 "or give completions, texts, or an assistant's messages"
             )
-        self.tokens = int(self.lengths[self._kept].sum())
+        self.tokens = int(self.lengths[self._indices].sum())
         self.digest = hashlib.sha256(f"{self._shards.fingerprint} {limit}".encode()).hexdigest()[:16]
-        """What identifies the samples."""
+        """Identifies the samples."""
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._indices)
 
     def __getitem__(self, index: int) -> Sample:
-        sample = self._shards[int(self._kept[index])]
+        sample = self._shards[int(self._indices[index])]
         return sample["input_ids"][: self._limit], sample["labels"][: self._limit]
 
 
 def _learned(labels: NDArray[np.int32], offsets: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
-    """How many tokens of each sample are learned within the limit."""
+    """Number of learned tokens within the limit, per sample."""
     begin, end = offsets[:-1], np.minimum(offsets[1:], offsets[:-1] + limit)
     so_far = np.concatenate(([0], np.cumsum(labels != chat.NOT_LEARNED)))
     return np.where(end > begin, so_far[end] - so_far[np.minimum(begin + 1, end)], 0)
 
 
 class Row(NamedTuple):
-    """What one forward pass computes: samples one after the other in one row, or each in a row of its own, padded at its end."""
+    """Input of one forward pass: samples packed into one row, or each in a row of its own, padded at its end."""
 
     tokens: Tensor  # (b, t) int64
     positions: Tensor  # (b, t) int64, from 0 in every sample
-    places: Tensor  # (n,) int64: where, of b * t, a token is predicted that is learned
-    targets: Tensor  # (n,) int64: these tokens
+    places: Tensor  # (n,) int64: positions, of b * t, that predict a learned token
+    targets: Tensor  # (n,) int64: the tokens to predict there
     groups: tuple[tuple[Tensor, Tensor], ...]
-    """Samples of about one length, for attention: where their tokens are (samples, longest), and which are real."""
-    order: Tensor  # (t,) int64: where each token of a row is among those of all groups
+    """For attention: samples of about one length, as places of their tokens (samples, longest) and indices of real ones."""
+    order: Tensor  # (t,) int64: the index of each token of a row among those of all groups
     real: int
-    """Tokens without padding."""
+    """Number of tokens without padding."""
 
 
-def packed(samples: Sequence[Sample], room: int) -> list[Row]:
-    """Rows of at most `room` tokens, or of one longer sample, in the order of the samples."""
+def packed(samples: Sequence[Sample], size: int) -> list[Row]:
+    """Pack samples, in order, into rows of at most `size` tokens; a longer sample has a row of its own."""
     rows: list[list[Sample]] = []
     left = 0
     for sample in samples:
         if not rows or len(sample[0]) > left:
             rows.append([])
-            left = room
+            left = size
         rows[-1].append(sample)
         left -= len(sample[0])
     return [_row(some) for some in rows]
@@ -187,7 +187,7 @@ def _row(samples: Sequence[Sample]) -> Row:
     lengths = [len(tokens) for tokens, _ in samples]
     starts = np.cumsum([0, *lengths[:-1]])
     labels = torch.cat([labels for _, labels in samples]).long()
-    labels[torch.from_numpy(starts)] = chat.NOT_LEARNED  # the last token of the sample before predicts nothing
+    labels[torch.from_numpy(starts)] = chat.NOT_LEARNED  # the last token of the previous sample predicts nothing
     places = (labels[1:] != chat.NOT_LEARNED).nonzero().flatten()
     groups, order = _groups(lengths, starts)
     return Row(
@@ -202,19 +202,19 @@ def _row(samples: Sequence[Sample]) -> Row:
 
 
 def _groups(lengths: Sequence[int], starts: NDArray[np.int64]) -> tuple[tuple[tuple[Tensor, Tensor], ...], Tensor]:
-    """Samples whose lengths have the same power of two, so padding is less than half."""
+    """Group samples by the power of two of their lengths, so that less than half is padding: `Row.groups` and `Row.order`."""
     if len(lengths) == 1:
         return (), torch.arange(lengths[0])
-    groups, met = [], []
+    groups, covered = [], []
     for size in sorted({length.bit_length() for length in lengths}):
-        of = [i for i, length in enumerate(lengths) if length.bit_length() == size]
-        own = np.array([lengths[i] for i in of])[:, None]
-        at = np.arange(own.max())[None]
-        where = starts[of][:, None] + np.minimum(at, own - 1)  # beyond the end: the last token again
-        real = np.broadcast_to(at < own, where.shape)
+        members = [i for i, length in enumerate(lengths) if length.bit_length() == size]
+        length = np.array([lengths[i] for i in members])[:, None]
+        at = np.arange(length.max())[None]
+        where = starts[members][:, None] + np.minimum(at, length - 1)  # beyond the end: the last token again
+        real = np.broadcast_to(at < length, where.shape)
         groups.append((torch.from_numpy(where), torch.from_numpy(np.flatnonzero(real))))
-        met.append(where[real])
-    return tuple(groups), torch.from_numpy(np.argsort(np.concatenate(met)))
+        covered.append(where[real])
+    return tuple(groups), torch.from_numpy(np.argsort(np.concatenate(covered)))
 
 
 def padded(samples: Sequence[Sample]) -> Row:

@@ -1,7 +1,7 @@
-"""The model of `llm`: a causal language model of Hugging Face, whole or under LoRA, and what trains it.
+"""The model of `llm`: a causal language model of Hugging Face, whole or under LoRA, and its loss.
 
-The one module of the recipes that knows transformers and peft. `load` says what is wrong with a directory in a sentence, `Tuned`
-computes the loss of a row of samples, `write` saves what `AutoModelForCausalLM` or `PeftModel` reads.
+The one module of the recipes that imports transformers and peft. `load` explains what is wrong with a directory, `Tuned` computes
+the loss of a row of samples, `write` saves a directory for `AutoModelForCausalLM` or `PeftModel`.
 """
 
 # mypy: allow-untyped-calls
@@ -30,7 +30,7 @@ from outlast.recipes import gpt_model
 from outlast.recipes.llm_data import Row, packed, padded
 from outlast.training import device
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns in processes that were forked
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the library warns in forked processes
 try:
     import peft
     import transformers
@@ -42,9 +42,9 @@ except ModuleNotFoundError as error:
     raise OutlastError(f"fine-tuning needs the package {error.name}; run: pip install 'outlast[llm]'") from error
 
 PACKED = "outlast"
-"""The name of our attention in transformers."""
-_STARTS = 64
-"""Values of each weight that identify a base model; arbitrary."""
+"""Name of our attention in transformers."""
+_SAMPLED = 64
+"""Values of each weight in the fingerprint of a base model; arbitrary."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Lora:
 
 
 def place(name: str, local: str, *, offline: bool, what: str = "model") -> str:
-    """The directory of a model, or the name to ask Hugging Face for. Raises OutlastError.
+    """The directory of a model, or its name at Hugging Face. Raises OutlastError.
 
-    `local` is a directory, or else `name` is one, or it lies below $OUTLAST_MODELS with all of its name or the last part of it.
+    The first of: `local`; `name` as a directory; `name`, or its last part, below $OUTLAST_MODELS.
     """
     if local:
         if not Path(local).expanduser().is_dir():
@@ -72,15 +72,15 @@ def place(name: str, local: str, *, offline: bool, what: str = "model") -> str:
     places = [Path(name).expanduser()]
     if shelf := os.environ.get(contract.Env.MODELS):
         places += [Path(shelf) / name, Path(shelf) / name.rpartition("/")[2]]
-    if found := next((each for each in places if each.is_dir()), None):
-        return str(found)
+    if directory := next((each for each in places if each.is_dir()), None):
+        return str(directory)
     if offline or os.environ.get("HF_HUB_OFFLINE") == "1" or os.environ.get("TRANSFORMERS_OFFLINE") == "1":
-        return _in_the_cache(name, what)
+        return _cached(name, what)
     return name
 
 
-def _in_the_cache(name: str, what: str) -> str:
-    """What Hugging Face's own cache has."""
+def _cached(name: str, what: str) -> str:
+    """The directory of a model in Hugging Face's cache. Raises OutlastError."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -93,7 +93,7 @@ def _in_the_cache(name: str, what: str) -> str:
 
 
 def downloaded(name: str) -> Path:
-    """The directory of a model; asks Hugging Face for one that is none. Raises OutlastError."""
+    """The directory `name`, or a model downloaded from Hugging Face. Raises OutlastError."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -108,7 +108,7 @@ def downloaded(name: str) -> Path:
 
 
 def load(directory: Path, dtype: torch.dtype, seq_len: int, where: torch.device) -> Any:
-    """The model in a directory, its weights as `dtype`, on the CPU, to be computed on `where`. Raises OutlastError."""
+    """The model in a directory, with weights of type `dtype`, on the CPU; it will run on `where`. Raises OutlastError."""
     if not (directory / "config.json").is_file():
         raise OutlastError(f"{directory} has no config.json; name a directory of Hugging Face with --model-local-dir")
     _register()
@@ -131,29 +131,31 @@ def load(directory: Path, dtype: torch.dtype, seq_len: int, where: torch.device)
 
 
 def _attention(config: Any, dtype: torch.dtype, where: torch.device) -> str | None:
-    """The name of the attention: flash attention where it is installed and usable, else ours, or None: transformers chooses."""
+    """The name of the attention: flash attention if it is installed and usable, else ours; None: transformers chooses."""
     if where.type == "cuda" and dtype is torch.bfloat16 and is_flash_attn_2_available():
         return "flash_attention_2"
     kind = transformers.AutoModelForCausalLM._model_mapping.get(type(config), None)
     special = any(getattr(config.get_text_config(), name, None) for name in ("attn_logit_softcapping", "attention_chunk_size"))
-    return PACKED if getattr(kind, "_supports_attention_backend", False) and not special else None  # else it has masks of its own
+    return (
+        PACKED if getattr(kind, "_supports_attention_backend", False) and not special else None
+    )  # others have masks of their own
 
 
 def needs_gpu(model: Any) -> bool:
-    """Whether it cannot compute on the CPU."""
+    """Whether the model cannot run on a CPU."""
     return str(model.config._attn_implementation).startswith("flash")
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without progress bars and advice."""
+    """Silence progress bars and warnings."""
     transformers.utils.logging.disable_progress_bar()
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for names of old
+            warnings.simplefilter("ignore", FutureWarning)  # peft uses deprecated names of transformers
             yield
     finally:
         logger.setLevel(level)
@@ -169,11 +171,11 @@ def recompute(model: Any) -> None:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """What identifies the weights of a base model: names, shapes and some values of each, the same in float32 and bfloat16."""
+    """Identifies the weights of a base model by names, shapes and some values; the same in float32 and bfloat16."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.named_parameters()):
         flat = weight.detach().reshape(-1)
-        some = flat[torch.arange(_STARTS) * (len(flat) - 1) // (_STARTS - 1)] if len(flat) else flat
+        some = flat[torch.arange(_SAMPLED) * (len(flat) - 1) // (_SAMPLED - 1)] if len(flat) else flat
         digest.update(f"{name} {tuple(weight.shape)}\n".encode() + some.to(torch.bfloat16).view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:16]
 
@@ -192,15 +194,15 @@ def adapted(model: Any, lora: Lora) -> Any:
     )
     try:
         with _quiet():
-            found = peft.get_peft_model(model, config)  # matrices in float32, whatever the frozen ones are
+            wrapped = peft.get_peft_model(model, config)  # matrices in float32, whatever the frozen ones are
     except ValueError as error:
         raise OutlastError(
             f"LoRA does not fit {' '.join(lora.targets)} of this model: {' '.join(str(error).split())[:300]}"
         ) from error
-    for module in found.modules():
+    for module in wrapped.modules():
         if isinstance(module, BaseTunerLayer):
-            cast(Any, module).cast_input_dtype_enabled = False  # autocast does it; copies in float32 would be for nothing
-    return found
+            cast(Any, module).cast_input_dtype_enabled = False  # autocast does that; copies in float32 would be wasted
+    return wrapped
 
 
 # Attention
@@ -214,9 +216,9 @@ def _register() -> None:
 def _attended(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sample of a row. Of (b, heads, t, d), keys with fewer heads: (b, t, heads, d).
+    """Causal attention within each sample of a row: (b, heads, t, d), keys may have fewer heads, to (b, t, heads, d).
 
-    Samples of about one length are computed together, so it costs the sum of their squares, and not the square of their sum.
+    Samples of about one length are computed together, so the cost is the sum of their squares, not the square of their sum.
     """
     groups, order = options.pop("packing", None) or ((), None)
     window = options.pop("sliding_window", None)
@@ -229,28 +231,28 @@ def _attended(
             at = torch.arange(t, device=query.device)
             mask = (at[:, None] >= at) & (at[:, None] - at < window)
         attend: Any = sdpa_attention_forward
-        found: Tensor = attend(module, *qkv, mask, is_causal=mask is None, **options)[0]
-        return found  # (n, t, heads, d)
+        out: Tensor = attend(module, *qkv, mask, is_causal=mask is None, **options)[0]
+        return out  # (n, t, heads, d)
 
     if order is None:
         return within(query, key, value), None
-    found = []
+    outputs = []
     for where, real in groups:  # (n, t) of the row, (m,) of n * t
         taken = [
             each[0].index_select(1, where.flatten()).unflatten(1, where.shape).transpose(0, 1) for each in (query, key, value)
         ]
-        found.append(within(*taken).flatten(0, 1).index_select(0, real))  # (m, heads, d)
-    return torch.cat(found).index_select(0, order)[None], None
+        outputs.append(within(*taken).flatten(0, 1).index_select(0, real))  # (m, heads, d)
+    return torch.cat(outputs).index_select(0, order)[None], None
 
 
 # The loss
 
 
 class Tuned(nn.Module):
-    """A causal language model that returns the loss of a row, summed over the tokens that are learned.
+    """A causal language model that returns the loss of a row, summed over its learned tokens.
 
-    Logits are computed for these tokens only, a few rows at a time. `whole`: the model's head is more than a product, so the
-    model computes all logits itself.
+    Logits are computed for these tokens only, a few rows at a time. `whole`: the model's head is more than a matrix product, so
+    the model computes all logits itself.
     """
 
     def __init__(self, model: Any, *, low: bool) -> None:
@@ -258,7 +260,7 @@ class Tuned(nn.Module):
         self.model = model
         self.whole = False
         self.low = low
-        """Whether matrix products are in bfloat16, with weights that train in float32."""
+        """Matrix products are in bfloat16, with float32 master weights."""
 
     @property
     def base(self) -> Any:
@@ -280,7 +282,7 @@ class Tuned(nn.Module):
         return F.cross_entropy(head(learned).float(), row.targets, reduction="sum")
 
     def _hidden(self, row: Row) -> Tensor:
-        """What the head gets, (b * t, c)."""
+        """Input of the head, (b * t, c)."""
         hidden: Tensor = self.base.get_decoder()(row.tokens, position_ids=row.positions, use_cache=False, **_packing(row))[0]
         return hidden.flatten(0, 1)
 
@@ -291,9 +293,9 @@ class Tuned(nn.Module):
 
     @torch.no_grad()
     def check(self) -> str:
-        """Find out by two short samples what this model can do: sets `whole`; a sentence if it cannot pack samples.
+        """Test the model on two short samples: sets `whole`, and returns a message if it cannot pack samples.
 
-        If our attention is not what the model computes, it gets its own back.
+        If our attention gives other results than the model's own, the model gets its own back.
         """
         training = self.training
         self.eval()
@@ -302,7 +304,7 @@ class Tuned(nn.Module):
         draw = torch.Generator().manual_seed(0)
         samples = [(some := torch.randint(vocabulary, (n,), generator=draw), some) for n in (9, 14)]
         rows = [moved(padded([sample]), where) for sample in samples]
-        error = 0.1 if self.low else 0.01  # of bfloat16, or TF32, in many layers; other attention or positions make more
+        error = 0.1 if self.low else 0.01  # of bfloat16 or TF32 in many layers; wrong attention or positions exceed it
         with device.of(where).autocast(torch.bfloat16 if self.low else None):
             alone = torch.cat([self._logits(row) for row in rows])
             hidden, head = self._hidden(rows[1]), self.base.get_output_embeddings()
@@ -323,12 +325,12 @@ class Tuned(nn.Module):
 
 
 def _packing(row: Row) -> dict[str, Any]:
-    """What our attention has to know of a row."""
+    """Options of our attention for a row."""
     return {"packing": (row.groups, row.order)} if row.groups else {}
 
 
 def _alike(one: Tensor, other: Tensor, error: float) -> bool:
-    """Whether logits (n, v) agree but for a relative error, in each row: what all logits of a row share means nothing."""
+    """Whether logits (n, v) agree within a relative error in each row, apart from a constant per row."""
     a, b = (each.float() - each.float().mean(-1, keepdim=True) for each in (one, other))
     return bool(((a - b).norm(dim=-1) <= error * b.norm(dim=-1)).all())
 
@@ -341,7 +343,7 @@ def moved(row: Row, to: torch.device) -> Row:
 
 
 def training(model: nn.Module) -> nn.Module:
-    """What of a model trains, as modules of the same names: what a checkpoint holds. Frozen weights come from their directory."""
+    """The trainable parameters under their names, as a module for checkpoints. Frozen weights are in the model's directory."""
     root = nn.Module()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -359,36 +361,36 @@ def training(model: nn.Module) -> nn.Module:
 
 
 def whole(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """What of a model trains, on the CPU, shards put together. Without `keep`, takes part and returns nothing. A collective."""
-    found = {}
+    """The trainable parameters, gathered from shards to the CPU. Without `keep`, returns nothing. A collective."""
+    gathered = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             tensor = parameter.detach()
             tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if keep:
-                found[name] = tensor.cpu()
-    return found
+                gathered[name] = tensor.cpu()
+    return gathered
 
 
 def write(model: Any, tokenizer: Any, directory: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Write a directory that Hugging Face reads, as a whole: an adapter, or weights of type `dtype`; and the tokenizer."""
+    """Write a directory for Hugging Face, as a whole: an adapter, or weights of type `dtype`; and the tokenizer."""
     partial = directory.with_name(f".{directory.name}.writing")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
         with _quiet(), warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # peft asks the hub for the base model's config, to see whether its vocabulary changed
+            warnings.simplefilter("ignore")  # peft asks the hub whether the base model's vocabulary has changed
             if isinstance(model, peft.PeftModel):
                 model.save_pretrained(str(partial), state_dict=dict(tensors), save_embedding_layers=False)
             else:
                 model.save_pretrained(str(partial), state_dict={name: each.to(dtype) for name, each in tensors.items()})
-                _said(partial / "config.json", dtype)
+                about = json.loads((partial / "config.json").read_text())  # has the type in memory, not in the file
+                about["dtype"] = str(dtype).removeprefix("torch.")
+                (partial / "config.json").write_text(json.dumps(about, indent=2, sort_keys=True) + "\n")
         tokenizer.save_pretrained(str(partial))
         mode = (partial / "tokenizer_config.json").stat().st_mode
         for path in partial.iterdir():
-            path.chmod(mode)  # transformers writes weights for their owner alone
+            path.chmod(mode)  # transformers makes weights readable by their owner alone
         old = directory.with_name(f".{directory.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         if directory.exists():
@@ -402,14 +404,8 @@ def write(model: Any, tokenizer: Any, directory: Path, tensors: Mapping[str, Ten
         ) from error
 
 
-def _said(config: Path, dtype: torch.dtype) -> None:
-    """The type of the weights that are there, and not of those in memory."""
-    about = json.loads(config.read_text())
-    config.write_text(json.dumps(about | {"dtype": str(dtype).removeprefix("torch.")}, indent=2, sort_keys=True) + "\n")
-
-
 def merge(base: Path, adapter: Path, directory: Path, tokenizer: Any) -> None:
-    """Write the weights of a base model with an adapter added to them, in the type that the base has. Computed in float32."""
+    """Merge an adapter into its base model, in float32, and write the weights in the type of the base."""
     with _quiet():
         model = transformers.AutoModelForCausalLM.from_pretrained(str(base), local_files_only=True, dtype=torch.float32)
         merged = peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
@@ -417,15 +413,15 @@ def merge(base: Path, adapter: Path, directory: Path, tokenizer: Any) -> None:
 
 
 def stored(directory: Path) -> torch.dtype:
-    """The type of the weights in a directory, as its config.json says; float32 if it does not."""
+    """The type of the weights in a directory by its config.json, else float32."""
     about = json.loads((directory / "config.json").read_text())
-    found = getattr(torch, str(about.get("dtype") or about.get("torch_dtype") or "float32"), torch.float32)
-    return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.float32
+    dtype = getattr(torch, str(about.get("dtype") or about.get("torch_dtype") or "float32"), torch.float32)
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32
 
 
 def layers(model: Any) -> Sequence[nn.Module]:
     """The decoder layers, which FSDP gathers one at a time."""
-    found: Any = getattr(model.get_decoder(), "layers", None) or getattr(model.get_decoder(), "h", None)
-    if found is None:
+    layers: Any = getattr(model.get_decoder(), "layers", None) or getattr(model.get_decoder(), "h", None)
+    if layers is None:
         raise OutlastError(f"{type(model).__name__} has no list of decoder layers; use --parallel ddp")
-    return cast(Sequence[nn.Module], found)
+    return cast(Sequence[nn.Module], layers)

@@ -1,9 +1,9 @@
-"""A tiny model and questions to fine-tune it on, made here: everything that `llm` needs, without a download.
+"""Makes a tiny model and questions to fine-tune it on: everything that `llm` needs, without a download.
 
     python -m outlast.recipes.llm_tiny data/llm
 
 Writes DIR/model, a Llama with random weights and a tokenizer trained on these questions, as Hugging Face writes them, and
-DIR/train.jsonl and DIR/val.jsonl: what a function of Python's standard library does, by the first sentence of its documentation.
+DIR/train.jsonl and DIR/val.jsonl: questions about functions of Python's standard library, answered by their documentation.
 """
 
 # mypy: allow-untyped-calls
@@ -29,7 +29,7 @@ MODULES = (
     "argparse", "ast", "calendar", "configparser", "datetime", "difflib", "fractions", "inspect", "json", "logging", "os",
     "pathlib", "random", "shutil", "statistics", "string", "textwrap", "tokenize",
 )  # fmt: skip
-"""What is asked about: modules whose documentation is sentences."""
+"""Modules that the questions are about: those documented in sentences."""
 QUESTION = "What does {name}({arguments}) of {module} do?"
 
 
@@ -55,10 +55,10 @@ def questions() -> Iterator[dict[str, Any]]:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and (about := ast.get_docstring(node)):
                 sentence = " ".join(about.partition("\n\n")[0].split())
                 if 15 <= len(sentence) <= 200:
-                    asked = QUESTION.format(
+                    question = QUESTION.format(
                         name=node.name, arguments=", ".join(each.arg for each in node.args.args), module=module
                     )
-                    yield {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": sentence}]}
+                    yield {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": sentence}]}
 
 
 def model(kind: str, vocab_size: int, *, layers: int, width: int, positions: int, seed: int, **more: Any) -> Any:
@@ -89,11 +89,11 @@ def _library() -> Any:
 def trained_tokenizer(texts: Sequence[str], size: int, template: str | None = chat.TEMPLATE) -> Any:
     """A byte-level BPE trained on some texts, as transformers wraps it."""
     made = tokenizer.library().Tokenizer.from_str(tokenizer.train(texts, size))
-    known = _library().PreTrainedTokenizerFast(
+    wrapped = _library().PreTrainedTokenizerFast(
         tokenizer_object=made, eos_token=tokenizer.SEPARATOR, pad_token=tokenizer.SEPARATOR
     )
-    known.chat_template = template
-    return known
+    wrapped.chat_template = template
+    return wrapped
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -107,14 +107,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         "train": [line for line in lines if plan.drawn(line) >= 0.1],
     }
     transformers = _library()
-    known = trained_tokenizer([m["content"] for record in records for m in record["messages"]], s.vocab_size)
+    words = trained_tokenizer([m["content"] for record in records for m in record["messages"]], s.vocab_size)
     made = model(
-        s.kind, len(known), layers=s.layers, width=s.width, positions=s.positions, seed=s.seed, eos_token_id=known.eos_token_id
+        s.kind, len(words), layers=s.layers, width=s.width, positions=s.positions, seed=s.seed, eos_token_id=words.eos_token_id
     )
     to.mkdir(parents=True, exist_ok=True)
     transformers.utils.logging.disable_progress_bar()
     made.save_pretrained(str(to / "model"))
-    known.save_pretrained(str(to / "model"))
+    words.save_pretrained(str(to / "model"))
     for part, some in parts.items():
         files.replace(to / f"{part}.jsonl", "\n".join(some) + "\n", durable=True)
     count = sum(p.numel() for p in made.parameters())

@@ -164,30 +164,30 @@ class Training(loop.Recipe):
         s, where = self.s, self.run.device
         points = queried(self.model.config, s, step)
         points = Points(*(each.to(where, non_blocking=True) for each in points))
-        beside = []
-        indices: Any = batch.indices if len(batch.indices) else np.zeros(s.samples, np.int64)  # of a rank that stands in
+        extras = []  # weights and hidden labels of each micro-batch
+        indices: Any = batch.indices if len(batch.indices) else np.zeros(s.samples, np.int64)  # for a rank without clips
         for data, _ in batch.pieces:
             n = len(data["label"])
             weight = usable(s, self.data, self.remarks, data, indices[:n])
             perceiver_data.checked(data["label"], self.model.config.classes, self.data.place)
-            beside.append((weight.to(where, non_blocking=True), hidden(s, step, indices[:n]).to(where, non_blocking=True)))
+            extras.append((weight.to(where, non_blocking=True), hidden(s, step, indices[:n]).to(where, non_blocking=True)))
             indices = indices[n:]
-        more = torch.ones((), device=where)  # 1 / the part of the global batch that is usable
+        scale = torch.ones((), device=where)  # 1 / the usable share of the global batch
         if s.skip_bad:
-            counted = sum(share * weight.mean() for (_, share), (weight, _) in zip(batch.pieces, beside, strict=True)) + 0 * more
+            counted = sum(share * weight.mean() for (_, share), (weight, _) in zip(batch.pieces, extras, strict=True)) + 0 * scale
             if self.run.world_size > 1:
                 dist.all_reduce(counted)
-            more = self.run.world_size / counted.clamp(min=1e-6)
+            scale = self.run.world_size / counted.clamp(min=1e-6)
         self.totals = torch.zeros(4, device=where)
-        for (data, share), (weight, masked) in zip(batch.split(self.net), beside, strict=True):
+        for (data, share), (weight, masked) in zip(batch.split(self.net), extras, strict=True):
             label = data["label"] * weight.long()
             with self.device.autocast(self.dtype):
                 made = self.net(data["video"], data["audio"], label, masked, points)
             image, audio = perceiver_model.targets(data["video"], data["audio"], points, self.model.config)
             each = perceiver_model.losses(made, image, audio, label, weight)
             loss = s.image_weight * each.image + s.audio_weight * each.audio + s.label_weight * each.label
-            (loss * share * more).backward()  # shares add up to the mean over the usable clips of the global batch
-            self.totals += torch.stack((loss, *each)).detach() * share * more
+            (loss * share * scale).backward()  # shares add up to the mean over the usable clips of the global batch
+            self.totals += torch.stack((loss, *each)).detach() * share * scale
         if s.grad_clip:
             self.norm = nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
         self.optimizer.step()
@@ -200,13 +200,13 @@ class Training(loop.Recipe):
             run.log(step)
             return
         names = ("loss", "image_loss", "audio_loss", "label_loss")
-        found = dict(zip(names, self.totals.tolist(), strict=True))  # waits for the device
+        losses = dict(zip(names, self.totals.tolist(), strict=True))  # waits for the device
         lr, speed = self.rate(step - 1), self.speed.add(log.speed())
         more: dict[str, Any] = {"lr": lr, "throughput": speed}
         if s.metrics_debug:
             squares = [p.detach().float().square().sum() for p in self.model.parameters()]
             more |= {"grad_norm": self.norm, "weight_norm": torch.stack(squares).sum().sqrt()}
-        logged = run.log(step, reduce=True, **found, **more)  # means over ranks: losses of the global batch
+        logged = run.log(step, reduce=True, **losses, **more)  # means over ranks: losses of the global batch
         self.record.losses |= {name: logged[name] for name in names}
         log.line(
             f"| Training Device={run.device} Epoch={batch.epoch + 1} Step={step} Learning_Rate={lr:g} Loss={logged['loss']:.5f} "
@@ -233,28 +233,26 @@ class Training(loop.Recipe):
                 perceiver_data.checked(data["label"], self.model.config.classes, self.data.place)
                 sums = sums + perceiver_measure.measured(self.model, data, weight, points, self.dtype)
         self.model.train()
-        found = perceiver_measure.means(sum(run.gather(sums)), s)
-        values: dict[str, Any] = {f"val_{name}": value for name, value in found.items()}
+        means = perceiver_measure.means(sum(run.gather(sums)), s)
+        values: dict[str, Any] = {f"val_{name}": value for name, value in means.items()}
         self.record.losses |= values
         run.log(step, **values)
-        self.log.line(f"Step={step} " + " ".join(f"Val_{name}={value:.5f}" for name, value in found.items()))
-        return found["loss"]
+        self.log.line(f"Step={step} " + " ".join(f"Val_{name}={value:.5f}" for name, value in means.items()))
+        return means["loss"]
 
     def remember(self) -> None:
-        """The clips that any rank could not use as they are."""
-        self.remarks.add(self.run.gather(self.remarks.found))
-        self.record.remarks = self.remarks.found
+        """Collect the clips that any rank could not use as they are."""
+        self.remarks.add(self.run.gather(self.remarks.names))
+        self.record.remarks = self.remarks.names
 
     def finish(self, step: int) -> None:
         s, run = self.s, self.run
         self.remember()
         run.export(self.model)
         speed, counts = run.gather(self.speed.mean)[0], self.remarks.counts()
-        if run.rank == 0:
-            document = {"step": step, **self.record.losses, "throughput": speed, **counts}
-            results.write_json(run.output / "final.json", {**document, "weights_sha256": results.sha256(self.model)})
+        results.final(run, self.model, step=step, **self.record.losses, throughput=speed, **counts)
         if counts["bad"]:
-            names = ", ".join(self.remarks.found["bad"][:3])
+            names = ", ".join(self.remarks.names["bad"][:3])
             self.log.line(
                 f"{counts['bad']} clips could not be read and were left out: {names}{', ...' if counts['bad'] > 3 else ''}"
             )
@@ -268,22 +266,22 @@ class Training(loop.Recipe):
 
 
 def usable(s: Settings, d: Data, remarks: Remarks, data: Mapping[str, Any], indices: Any, part: str = "train") -> Tensor:
-    """Which clips of a batch on the CPU count: (b,) of 1 or 0. Raises OutlastError for a bad one, unless told to skip it."""
+    """Weights of the clips of a batch, on the CPU: (b,), 0 for bad ones, else 1. Without skip_bad, raises OutlastError."""
     dataset = d.train if part == "train" else d.val
     weight = torch.ones(len(data["label"]))
     if isinstance(dataset, Clips):
         for row, problem in enumerate(data["problem"]):
             if problem and not s.skip_bad:
                 raise OutlastError(problem)
-            for kind, found in (("bad", problem), ("silent", data["silent"][row]), ("short", data["short"][row])):
-                if found and (sentence := remarks.see(kind, dataset.name(int(indices[row])))):
+            for kind, noted in (("bad", problem), ("silent", data["silent"][row]), ("short", data["short"][row])):
+                if noted and (sentence := remarks.note(kind, dataset.name(int(indices[row])))):
                     print(sentence + (f" ({problem})" if problem else ""), file=sys.stderr, flush=True)
             weight[row] = not problem
     return weight
 
 
 class Speed:
-    """Clips a second: the mean of the last ten lines of the log. The first one of a start is none: it compiles."""
+    """Clips per second: the mean of the last ten lines of the log. The first line of a start does not count: it compiles."""
 
     def __init__(self) -> None:
         self._windows: collections.deque[float] = collections.deque(maxlen=10)
@@ -291,11 +289,11 @@ class Speed:
 
     @property
     def mean(self) -> float | None:
-        """None before there is one."""
+        """Clips per second; None before the second line."""
         return sum(self._windows) / len(self._windows) if self._windows else None
 
     def add(self, speed: float) -> float:
-        """That of another line; the mean, or 0."""
+        """Add the speed of a line; returns the mean, or 0."""
         if self._compiled and speed:
             self._windows.append(speed)
         self._compiled = True
@@ -303,19 +301,21 @@ class Speed:
 
 
 def record(config: Config, digest: str) -> Record:
-    """What a run remembers beside weights."""
+    """The record of a run before its first step."""
     fixed = {"data": "other clips", "config": "another model"}
-    shape = {name: value for name, value in dataclasses.asdict(config).items() if name != "dropout"}  # may change
+    shape = {
+        name: value for name, value in dataclasses.asdict(config).items() if name != "dropout"
+    }  # dropout may change between starts
     return Record(fixed, config=shape, data=digest, remarks={})
 
 
 def rate(s: Settings, step: int, steps: int) -> float:
-    """The learning rate of a step: a line upwards, then constant or a cosine down to 0."""
+    """The learning rate of a step: linear warm-up, then constant or a cosine down to 0."""
     return loop.rate(s.lr, step, steps, s.warmup_steps, falls=s.lr_schedule == "cosine")
 
 
 def queried(config: Config, s: Settings, step: int) -> Points:
-    """The points that a step decodes: a function of (seed, step) alone; step -1 is that of all measurements."""
+    """The points to decode in a step: a function of (seed, step) alone; -1 stands for all measurements."""
     draw = np.random.Generator(np.random.Philox(np.random.SeedSequence([abs(s.seed), step + 1])))
     image = draw.choice(config.image_points, min(s.image_points, config.image_points), replace=False)
     audio = draw.choice(config.audio_points, min(s.audio_points, config.audio_points), replace=False)
@@ -323,7 +323,7 @@ def queried(config: Config, s: Settings, step: int) -> Points:
 
 
 def hidden(s: Settings, step: int, indices: Any) -> Tensor:
-    """Whose label the encoder does not see: (b,) bool, a function of (seed, step, index) alone."""
+    """Clips whose label is hidden from the encoder: (b,) bool, a function of (seed, step, index) alone."""
     if s.label_dropout in (0, 1):
         return torch.full((len(indices),), bool(s.label_dropout))
     drawn = [np.random.SeedSequence([abs(s.seed), step, int(index), 1]).generate_state(1)[0] / 2**32 for index in indices]
@@ -331,14 +331,14 @@ def hidden(s: Settings, step: int, indices: Any) -> Tensor:
 
 
 def first(s: Settings, run: Session) -> tuple[Perceiver, Data]:
-    """The model before the first step, and the data. Raises OutlastError if they do not fit, or nothing can be measured."""
+    """The model before the first step, and the data. Raises OutlastError if they do not match, or there is no val to measure."""
     config, weights = shape(s)
     with run.alive():
         data = place(s, config, run.output)
-    known = s.num_labels or (config.classes if s.init_from or s.size == "base" else len(data.classes) or config.classes)
-    config = dataclasses.replace(config, classes=known)
-    if len(data.classes) > known:
-        raise OutlastError(f"{data.place} has {len(data.classes)} classes, and the model knows {known}; set --num-labels")
+    classes = s.num_labels or (config.classes if s.init_from or s.size == "base" else len(data.classes) or config.classes)
+    config = dataclasses.replace(config, classes=classes)
+    if len(data.classes) > classes:
+        raise OutlastError(f"{data.place} has {len(data.classes)} classes, and the model knows {classes}; set --num-labels")
     if s.do_eval and data.val is None:
         raise OutlastError(f"{data.place} has no validation clips; give a directory val, raise --val, or set --no-do-eval")
     model = Perceiver(config)
@@ -348,7 +348,7 @@ def first(s: Settings, run: Session) -> tuple[Perceiver, Data]:
 
 
 def shape(s: Settings) -> tuple[Config, Mapping[str, Tensor] | None]:
-    """The model that the settings describe, and its first weights if there are any."""
+    """The sizes that the settings describe, and pretrained weights if there are any."""
     names = {field.name for field in dataclasses.fields(Config)} & {field.name for field in dataclasses.fields(Settings)}
     given = {name: value for name in names if (value := getattr(s, name)) is not None}
     if s.init_from:
@@ -359,7 +359,7 @@ def shape(s: Settings) -> tuple[Config, Mapping[str, Tensor] | None]:
 
 
 def place(s: Settings, config: Config, output: Path) -> Data:
-    """Where the data are, made first if they are synthetic."""
+    """The data; makes the synthetic ones first."""
     named = s.data or os.environ.get(contract.Env.DATA) or os.environ.get("DATASET_DIR", "")
     if s.dataset == "synthetic" or not (s.dataset or named):
         named = str(perceiver_data.synthetic(Path(named) if named else output))
@@ -368,16 +368,15 @@ def place(s: Settings, config: Config, output: Path) -> Data:
     return perceiver_data.opened(named, config, labels=s.labels, share=s.val, small=s.dataset == "kinetics-small")
 
 
-# Afterwards
+# Measuring
 
 
 @torch.inference_mode()
 def evaluate(s: Settings) -> None:
     """Reconstruction losses, PSNR and accuracy on the validation clips, at all of their points."""
     output, where = results.output(), device.computing()
-    path, known = results.checkpoint(output, s.checkpoint), Record()
-    checkpoint.restore(path, {"record": known})
-    config = Config(**known.config)
+    path = results.checkpoint(output, s.checkpoint)
+    config = Config(**Record.read(path).config)
     model = Perceiver(config)
     model.load_state_dict(checkpoint.read(path, "model"))
     model.to(where).eval()
@@ -394,11 +393,10 @@ def evaluate(s: Settings) -> None:
         weight = usable(s, data, remarks, batch, range(at, len(data.val)), "val")
         perceiver_data.checked(batch["label"], config.classes, data.place)
         sums = sums + perceiver_measure.measured(model, batch, weight, points, kind)
-    found = perceiver_measure.means(sums, s)
-    about = {"weights": path.name, "weights_sha256": results.sha256(model), "clips": int(sums[0])}
-    results.write_json(output / "evaluation.json", {**about, "skipped": remarks.counts()["bad"], **found})
-    print(f"{path.name} on {about['clips']} validation clips of {data.place}")
-    for name, value in found.items():
+    means, clips = perceiver_measure.means(sums, s), int(sums[0])
+    results.evaluation(path.name, model, clips=clips, skipped=remarks.counts()["bad"], **means)
+    print(f"{path.name} on {clips} validation clips of {data.place}")
+    for name, value in means.items():
         print(f"  {name:<10s} {value:10.5f}{perceiver_measure.UNITS.get(name, '')}")
     if s.reconstruct:
         shown = perceiver_measure.beside(model, data.val, s.clip, kind)
@@ -417,17 +415,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def from_variables(s: Settings) -> Settings:
-    """Settings that are not given, from MAX_STEPS, BATCH_SIZE and NPROC_PER_NODE. Raises OutlastError for what is no number."""
-    found = {}
+    """Fill in settings from the variables MAX_STEPS, BATCH_SIZE and NPROC_PER_NODE. Raises OutlastError for invalid numbers."""
+    variables = {}
     for name in ("MAX_STEPS", "BATCH_SIZE", "NPROC_PER_NODE"):
         if text := os.environ.get(name, ""):
             if not (text.isdecimal() and int(text) > 0):
                 raise OutlastError(f"the variable {name} is {text!r}, and a whole number above 0 is needed; correct or remove it")
-            found[name] = int(text)
-    if "MAX_STEPS" in found and s.max_steps is None:
-        s = dataclasses.replace(s, max_steps=found["MAX_STEPS"])
-    if "BATCH_SIZE" in found and s.batch is None:
-        s = dataclasses.replace(s, batch=found["BATCH_SIZE"] * found.get("NPROC_PER_NODE", 1))
+            variables[name] = int(text)
+    if "MAX_STEPS" in variables and s.max_steps is None:
+        s = dataclasses.replace(s, max_steps=variables["MAX_STEPS"])
+    if "BATCH_SIZE" in variables and s.batch is None:
+        s = dataclasses.replace(s, batch=variables["BATCH_SIZE"] * variables.get("NPROC_PER_NODE", 1))
     return s
 
 

@@ -1,8 +1,8 @@
-"""The clips that `outlast.recipes.perceiver` reads: videos decoded as they are needed, prepared shards, and videos made here.
+"""Clips of `outlast.recipes.perceiver`: videos decoded on demand, prepared shards, and synthetic videos.
 
-A directory of Kinetics has a directory per class (`train/CLASS/*.mp4` and `val/CLASS/*.mp4`, or `CLASS/*.mp4`), or a list
-says the classes (`--labels`). A clip of training begins at a moment that is a function of (seed, epoch, index); one of validation
-is the middle of its video. `outlast data prepare video` writes the shards: decoded once, read as fast as a disk is.
+A directory of Kinetics has a directory per class (`train/CLASS/*.mp4` and `val/CLASS/*.mp4`, or `CLASS/*.mp4`), or a list of
+labels (`--labels`). A training clip begins at a moment that is a function of (seed, epoch, index); a validation clip is the
+middle of its video. `outlast data prepare video` writes shards: decoded once, read at the speed of the disk.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from outlast.recipes.shared import results
 from outlast.training import Shards
 
 MOMENTS = 10_000
-"""Places where a clip may begin in a video; arbitrary."""
+"""Number of possible beginnings of a clip in a video; arbitrary."""
 SMALL = {TRAIN: 1000, VAL: 100}
 """Clips of kinetics-small."""
 
@@ -42,16 +42,16 @@ SMALL = {TRAIN: 1000, VAL: 100}
 class Clips:
     """One part, decoded as it is read; a map-style dataset.
 
-    An item is `video` uint8 (t, h, w, 3), `audio` int16 (samples,), `label`, and what is wrong with it: `problem`, a sentence, if
-    it cannot be read; `silent` and `short`, if sound or frames had to be filled up.
+    An item has `video` uint8 (t, h, w, 3), `audio` int16 (samples,), `label`, and flags: `problem`, a message, if it cannot be
+    read; `silent` and `short` if sound or frames were filled up.
     """
 
     root: Path
     items: Sequence[tuple[str, int]]
-    """File and label of each."""
+    """File and label of each clip."""
     settings: video.Settings
     moving: bool
-    """Whether a clip begins at a random moment of its video."""
+    """Clips begin at random moments of their videos."""
 
     def __len__(self) -> int:
         return len(self.items)
@@ -91,15 +91,15 @@ class Data:
     train: Clips | Shards
     val: Clips | Shards | None
     classes: Sequence[str]
-    """Their names; the label is the number."""
+    """Names of the classes, in the order of labels."""
     digest: str
-    """Of the files and their labels, or of the shards."""
+    """Digest of the files and their labels, or of the shards."""
 
 
 def opened(place: str, config: Config, *, labels: str = "", share: float = 0.1, small: bool = False) -> Data:
     """The data at a place: a directory of videos, or a directory or URL of shards. Raises OutlastError.
 
-    `labels`: path of a list; `share`: of the videos that are kept for validation where the directories do not say which.
+    `labels`: path of a list; `share`: of the videos that become val if the directories do not name one.
     """
     if "://" in place or (Path(place) / shards.MANIFEST).exists():
         return _prepared(place, config)
@@ -117,18 +117,19 @@ def opened(place: str, config: Config, *, labels: str = "", share: float = 0.1, 
     settings = video.Settings(config.frames, config.image_size, val=share, labels=labels)
     listed = video.listed(labels) if labels else {}
     items, classes = video.layout(videos, listed, settings)
-    known = {clip.label for clip in items[TRAIN]}
-    if strange := sorted({classes[clip.label] for clip in items[VAL] if clip.label not in known}):
+    trained = {clip.label for clip in items[TRAIN]}
+    if strange := sorted({classes[clip.label] for clip in items[VAL] if clip.label not in trained}):
         raise OutlastError(
             f"{place}: val has class {strange[0]} ({len(strange)} in all) that train has no video of; give both parts the same "
             "classes"
         )
     if small:
         items = {part: clips[: SMALL[part]] for part, clips in items.items()}
-    found = {part: [(clip.file, clip.label) for clip in clips] for part, clips in items.items()}
-    digest = hashlib.sha256(repr((found, classes)).encode(errors="surrogateescape")).hexdigest()[:16]
-    train = Clips(root, found[TRAIN], settings, moving=True)
-    return Data(place, train, Clips(root, found[VAL], settings, moving=False) if found[VAL] else None, classes, digest)
+    labelled = {part: [(clip.file, clip.label) for clip in clips] for part, clips in items.items()}
+    digest = hashlib.sha256(repr((labelled, classes)).encode(errors="surrogateescape")).hexdigest()[:16]
+    train = Clips(root, labelled[TRAIN], settings, moving=True)
+    val = Clips(root, labelled[VAL], settings, moving=False) if labelled[VAL] else None
+    return Data(place, train, val, classes, digest)
 
 
 def _prepared(place: str, config: Config) -> Data:
@@ -136,11 +137,11 @@ def _prepared(place: str, config: Config) -> Data:
     manifest = train.manifest
     if manifest.kind != "video":
         raise OutlastError(f"{place} holds {manifest.kind}, not videos; make it with `outlast data prepare video`")
-    for name, wanted in (("frames", config.frames), ("size", config.image_size)):
-        if (found := manifest.settings.get(name)) != wanted:
+    for name, needed in (("frames", config.frames), ("size", config.image_size)):
+        if (actual := manifest.settings.get(name)) != needed:
             raise OutlastError(
-                f"{place} was prepared with --{name} {found}, and the model takes {wanted}; prepare it with --{name} {wanted}, "
-                f"or set --{'frames' if name == 'frames' else 'image-size'} {found}"
+                f"{place} was prepared with --{name} {actual}, and the model takes {needed}; prepare it with --{name} {needed}, "
+                f"or set --{'frames' if name == 'frames' else 'image-size'} {actual}"
             )
     has_val = VAL in manifest.parts and manifest.parts[VAL].samples > 0
     classes = [str(name) for name in manifest.source.get("classes", ())]
@@ -148,7 +149,7 @@ def _prepared(place: str, config: Config) -> Data:
 
 
 def checked(labels: Tensor, classes: int, place: str) -> None:
-    """Raise OutlastError for a label that the model has no class for. `labels`: on the CPU."""
+    """Raise OutlastError for a label outside the classes of the model. `labels`: on the CPU."""
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         wrong = next(int(label) for label in labels if not 0 <= label < classes)
         raise OutlastError(
@@ -157,7 +158,7 @@ def checked(labels: Tensor, classes: int, place: str) -> None:
 
 
 class Remarks:
-    """Clips that could not be used as they are: how many, and the first few by name."""
+    """Names of the clips that could not be used as they are, by kind."""
 
     KINDS: Mapping[str, str] = {
         "bad": "cannot be read and is left out",
@@ -165,28 +166,28 @@ class Remarks:
         "short": "is shorter than a clip: its last frame is repeated",
     }
 
-    def __init__(self, found: Mapping[str, Sequence[str]] | None = None) -> None:
-        self.found = {kind: list((found or {}).get(kind, ())) for kind in self.KINDS}
+    def __init__(self, names: Mapping[str, Sequence[str]] | None = None) -> None:
+        self.names = {kind: list((names or {}).get(kind, ())) for kind in self.KINDS}
         """Names of each kind, sorted."""
 
-    def see(self, kind: str, name: str) -> str:
-        """Note a clip; a sentence for the first three of each kind, else an empty one."""
-        if name in self.found[kind]:
+    def note(self, kind: str, name: str) -> str:
+        """Note a clip. Returns a message for the first three of each kind, else an empty one."""
+        if name in self.names[kind]:
             return ""
         self.add([{kind: [name]}])
-        return f"{name} {self.KINDS[kind]}" if len(self.found[kind]) <= 3 else ""
+        return f"{name} {self.KINDS[kind]}" if len(self.names[kind]) <= 3 else ""
 
     def add(self, others: Sequence[Mapping[str, Sequence[str]]]) -> None:
-        """Take over what other ranks have found."""
-        for kind, names in self.found.items():
-            self.found[kind] = sorted({*names, *(name for other in others for name in other.get(kind, ()))})
+        """Merge the names noted on other ranks."""
+        for kind, names in self.names.items():
+            self.names[kind] = sorted({*names, *(name for other in others for name in other.get(kind, ()))})
 
     def counts(self) -> dict[str, int]:
-        """How many of each kind."""
-        return {kind: len(names) for kind, names in self.found.items()}
+        """Number of clips of each kind."""
+        return {kind: len(names) for kind, names in self.names.items()}
 
 
-# Videos made here
+# Synthetic videos
 
 CLASSES: Mapping[str, tuple[int, int, int]] = {
     "down": (0, 1, 330),
@@ -194,14 +195,14 @@ CLASSES: Mapping[str, tuple[int, int, int]] = {
     "right": (1, 0, 660),
     "up": (0, -1, 880),
 }
-"""Of the synthetic set: where the square goes (x, y), and the pitch in hertz."""
+"""Classes of the synthetic set: direction of the square (x, y), and pitch in hertz."""
 PER_CLASS = {TRAIN: 10, VAL: 4}
 
 
 def synthetic(above: Path) -> Path:
-    """A directory `synthetic` with small real videos, made by whichever process comes first and whole once it is there.
+    """Make the directory `synthetic` with small real videos, unless it exists. The first process does it, the others wait.
 
-    A bright square moves over a dark ground; its direction and the pitch are those of the class.
+    A bright square moves over a dark ground; the class decides its direction and the pitch.
     """
     to = above / "synthetic"
     above.mkdir(parents=True, exist_ok=True)
@@ -253,9 +254,9 @@ def write(path: Path, frames: NDArray[np.uint8], sound: NDArray[np.int16]) -> No
                 frame.pts, frame.time_base = number, Fraction(1, video.FRAMES_PER_SECOND)
                 container.mux(stream.encode(frame))
             container.mux(stream.encode())
-            heard = av.AudioFrame.from_ndarray(sound[None].astype(np.float32) / 32768, format="fltp", layout="mono")
-            heard.sample_rate, heard.pts, heard.time_base = video.RATE, 0, Fraction(1, video.RATE)
-            container.mux(track.encode(heard))
+            audio = av.AudioFrame.from_ndarray(sound[None].astype(np.float32) / 32768, format="fltp", layout="mono")
+            audio.sample_rate, audio.pts, audio.time_base = video.RATE, 0, Fraction(1, video.RATE)
+            container.mux(track.encode(audio))
             container.mux(track.encode())
         os.replace(partial, path)
     except av.FFmpegError as error:
@@ -264,13 +265,13 @@ def write(path: Path, frames: NDArray[np.uint8], sound: NDArray[np.int16]) -> No
         partial.unlink(missing_ok=True)
 
 
-# Weights that others have trained
+# Pretrained weights
 
 
 def pretrained(named: str, given: Mapping[str, Any]) -> tuple[Config, Mapping[str, Tensor]]:
-    """Sizes and weights in a directory of Hugging Face's Perceiver. `given`: sizes that were asked for as well.
+    """Sizes and weights in a directory of Hugging Face's Perceiver. `given`: requested sizes, which must be equal.
 
-    A name without such a path is looked for below $OUTLAST_MODELS. Raises OutlastError; downloads nothing.
+    A path that does not exist is looked up below $OUTLAST_MODELS. Raises OutlastError; downloads nothing.
     """
     path = results.place(named)
     try:

@@ -1,4 +1,4 @@
-"""What `outlast.recipes.perceiver` measures on the validation clips: losses, PSNR, accuracy; and a clip to look at."""
+"""Measurements of `outlast.recipes.perceiver` on the validation clips: losses, PSNR, accuracy; and a clip to look at."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -19,23 +19,23 @@ from outlast.recipes.perceiver_model import Config, Decoded, Perceiver, Points
 from outlast.training import Shards, device
 
 NAMES = ("clips", "image_l1", "audio_l1", "label_ce", "squares", "top1", "top5")
-"""Sums over clips, (7,) float64, from which means are made."""
+"""Names of the sums over clips, (7,) float64."""
 
 
 def means(sums: Tensor, s: Any) -> dict[str, float]:
-    """What is reported: the loss, its parts, PSNR in dB (of pixels from 0 to 1), accuracies from 0 to 1."""
+    """Means from sums: the loss, its parts, PSNR in dB (of pixels from 0 to 1), accuracies from 0 to 1."""
     clips = float(sums[0])
     if not clips:
         raise OutlastError("no validation clip can be read; see the sentences above")
-    found = {name: each / clips for name, each in zip(NAMES[1:], sums.tolist()[1:], strict=True)}
-    loss = s.image_weight * found["image_l1"] + s.audio_weight * found["audio_l1"] + s.label_weight * found["label_ce"]
-    psnr = -10 * math.log10(max(found.pop("squares"), 1e-12))
-    right = {name: found.pop(name) for name in ("top1", "top5")}
-    return {"loss": loss, **found, "psnr": psnr, **right}
+    means = {name: each / clips for name, each in zip(NAMES[1:], sums.tolist()[1:], strict=True)}
+    loss = s.image_weight * means["image_l1"] + s.audio_weight * means["audio_l1"] + s.label_weight * means["label_ce"]
+    psnr = -10 * math.log10(max(means.pop("squares"), 1e-12))
+    right = {name: means.pop(name) for name in ("top1", "top5")}
+    return {"loss": loss, **means, "psnr": psnr, **right}
 
 
 def read(dataset: Clips | Shards, begin: int, end: int, size: int, workers: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Clips `begin` to `end` in order, `size` at a time, with the number of the first."""
+    """Batches of the clips `begin` to `end`, `size` at a time, each with the index of its first clip."""
     if isinstance(dataset, Clips):
         some: Any = Subset(cast(Any, dataset), range(begin, end))
         loader = DataLoader(some, size, num_workers=workers, generator=torch.Generator())
@@ -60,17 +60,17 @@ def measured(model: Perceiver, data: Mapping[str, Any], weight: Tensor, points: 
     squares = (made.image.float().clamp(0, 1) - image).square().mean((1, 2)).sum()
     best = made.label.topk(min(5, made.label.shape[1])).indices == label[:, None]
     n = len(label)
-    found = [n, *(float(loss) * n for loss in each), float(squares), int(best[:, 0].sum()), int(best.sum())]
-    return torch.tensor(found, dtype=torch.float64)
+    sums = [n, *(float(loss) * n for loss in each), float(squares), int(best[:, 0].sum()), int(best.sum())]
+    return torch.tensor(sums, dtype=torch.float64)
 
 
 def decoded(model: Perceiver, video: Tensor, audio: Tensor, points: Points, kind: torch.dtype, chunk: int = 8192) -> Decoded:
-    """What the model makes of clips without seeing their label, at any number of points. The latents are computed once."""
+    """Reconstructions of clips with hidden labels, at any number of points. The latents are computed once."""
     where, b = video.device, len(video)
-    nothing = torch.zeros(b, dtype=torch.int64, device=where)
+    no_label = torch.zeros(b, dtype=torch.int64, device=where)
     parts = []
     with device.of(where).autocast(kind):
-        latents = model.encode(video, audio, nothing, torch.ones(b, dtype=torch.bool, device=where))
+        latents = model.encode(video, audio, no_label, torch.ones(b, dtype=torch.bool, device=where))
         image = points.image.split(chunk)
         sound = points.audio.split(chunk)
         for number in range(max(len(image), len(sound))):
@@ -88,7 +88,7 @@ UNITS = {"psnr": " dB", "label_ce": " nats"}
 
 
 def beside(model: Perceiver, dataset: Clips | Shards, index: int, kind: torch.dtype) -> tuple[Any, Any]:
-    """A clip and its reconstruction, left and right, (t, h, 2 w, 3) uint8, and the model's sound, (samples,) int16."""
+    """A clip and its reconstruction side by side, (t, h, 2 w, 3) uint8, and the reconstructed sound, (samples,) int16."""
     c, where = model.config, model.latents.device
     _, data = next(read(dataset, index, index + 1, 1, 0))
     if problem := data.get("problem", [""])[0]:

@@ -1,9 +1,9 @@
 """Perceiver IO for clips of video, sound and a label: 16 frames, 0.64 s of sound and a class through 784 latents and back.
 
 Jaegle et al., "Perceiver IO: A General Architecture for Structured Inputs & Outputs" (https://arxiv.org/abs/2107.14795), section
-4.3, with the sizes of deepmind/multimodal-perceiver; with that model's weights it computes what Hugging Face's
-`PerceiverForMultimodalAutoencoding` computes (`imported`). The work is arranged in another way, see `Perceiver.encode`: position
-encodings are computed once, the keys and values of 52,097 inputs are never projected, and only queried points are decoded.
+4.3, with the sizes of deepmind/multimodal-perceiver; with that model's weights its outputs equal those of Hugging Face's
+`PerceiverForMultimodalAutoencoding` (`imported`). The computation differs, see `Attention.folded`: position encodings are
+computed once, the keys and values of 52,097 inputs are never projected, and only queried points are decoded.
 """
 
 # mypy: allow-untyped-calls
@@ -25,7 +25,7 @@ from outlast.recipes.shared import results
 AUDIO, IMAGE, LABEL = "audio", "image", "label"
 """The modalities, in the order of the inputs and of the queries."""
 EPSILON = 1e-5
-"""Of layer norms."""
+"""Epsilon of layer norms."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Config:
     num_latents: int = 784
     d_latents: int = 512
     num_blocks: int = 1
-    """Times that the self-attentions are applied."""
+    """Repetitions of the self-attentions."""
     num_self_attends: int = 8
     num_heads: int = 8
     num_cross_heads: int = 1
     widening: int = 1
-    """Hidden units of an MLP, in widths of its input."""
+    """Hidden units of an MLP, as a multiple of its width."""
     d_output: int = 512
-    """Width of what the decoder gives to the three last layers."""
+    """Width of the decoder's output, before the three last layers."""
     patch: int = 4
     """Pixels of a patch's side."""
     samples_per_patch: int = 16
@@ -56,13 +56,13 @@ class Config:
     audio_bands: int = 192
     """Frequencies of the position encodings, per dimension."""
     label_channels: int = 1024
-    """Of the label's query."""
+    """Width of the label's query."""
     dropout: float = 0.1
     """Share of attention weights that are dropped in training."""
 
     @property
     def samples(self) -> int:
-        """Of a clip's sound."""
+        """Samples of sound in a clip."""
         return self.frames * self.audio_per_frame
 
     @property
@@ -77,7 +77,7 @@ class Config:
 
     @property
     def channels(self) -> dict[str, int]:
-        """Of an input, before the padding."""
+        """Channels of an input, before the padding."""
         return {
             AUDIO: self.samples_per_patch + 1 + 2 * self.audio_bands,
             IMAGE: 3 * self.patch**2 + 3 + 6 * self.image_bands,
@@ -100,7 +100,7 @@ class Config:
         return max(self.queried.values()) + 2
 
     def check(self) -> None:
-        """Raise OutlastError for sizes that make no model."""
+        """Raise OutlastError for sizes that do not match."""
         divided = [
             ("image_size", self.image_size, "patch", self.patch),
             ("samples of a clip", self.samples, "samples_per_patch", self.samples_per_patch),
@@ -118,11 +118,11 @@ SIZES: dict[str, dict[str, int]] = {
     "small": {"image_size": 64, "num_latents": 128, "d_latents": 256, "num_self_attends": 4, "d_output": 256},
     "base": {},
 }
-"""What `--size` sets. `base` is that of the paper."""
+"""The sizes of `--size`. `base` is that of the paper."""
 
 
 class Attention(nn.Module):
-    """Queries of width `d_q` attend to inputs of width `d_kv`, or to themselves, over `d_kv` channels; out comes `d_q`."""
+    """Attention of queries (width `d_q`) to inputs (width `d_kv`), or to themselves, over `d_kv` channels. Output: `d_q`."""
 
     def __init__(self, d_q: int, d_kv: int, heads: int, dropout: float, *, cross: bool) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Attention(nn.Module):
 
     @property
     def dropout(self) -> float:
-        """Share that is dropped now."""
+        """Dropout probability in the current mode."""
         return self.p if self.training else 0.0
 
     def split(self, x: Tensor) -> Tensor:  # (b, n, c)
@@ -142,7 +142,7 @@ class Attention(nn.Module):
         return cast(Tensor, x.unflatten(-1, (self.heads, -1)).transpose(-3, -2))
 
     def forward(self, x: Tensor, inputs: Tensor | None = None) -> Tensor:
-        """`x`: (b, n, d_q), or (1, n, d_q) for queries that the whole batch shares; `inputs`: (b, m, d_kv). (b, n, d_q)."""
+        """`x`: (b, n, d_q), or (1, n, d_q) for queries shared by the batch; `inputs`: (b, m, d_kv). Returns (b, n, d_q)."""
         x = self.norm_q(x)
         kv = x if inputs is None or self.norm_kv is None else self.norm_kv(inputs)
         q, k, v = (self.split(each) for each in (self.query(x), self.key(kv), self.value(kv)))
@@ -151,11 +151,11 @@ class Attention(nn.Module):
         return cast(Tensor, self.out(y.transpose(1, 2).flatten(2)))
 
     def folded(self, x: Tensor, raw: Inputs) -> Tensor:
-        """`forward` for inputs (b, m, d_kv) that are never made; `x`: (n, d_q), the same for the whole batch. (b, n, d_q).
+        """`forward` without materializing inputs (b, m, d_kv). `x`: (n, d_q), shared by the batch. Returns (b, n, d_q).
 
         The weight of input i is exp(q·k_i), and k_i = W (g * (x_i - mean_i) / std_i + b) + c. Multiplied out, the queries go
         through W instead of all inputs, and channels that are constant within a modality, most of them padding, become one each:
-        408 channels instead of 704 with the paper's sizes. The values are summed up before W in the same way.
+        408 channels instead of 704 with the paper's sizes. The values are likewise summed before W.
         """
         assert self.norm_kv is not None
         gain, shift = self.norm_kv.weight, self.norm_kv.bias  # (d_kv,)
@@ -184,8 +184,8 @@ class Attention(nn.Module):
 def attended(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> Tensor:
     """Attention of q (b, h, n, c) to k and v (b, h, m, c): (b, h, n, c).
 
-    Where a CPU trains, three products in the type of autocast: torch's own attention computes in float32 there as soon as there
-    is dropout, and its backward pass without dropout is slower than this one.
+    In training on a CPU, these are three products in the type of autocast: torch's own attention computes in float32 there with
+    dropout, and its backward pass without dropout is slower.
     """
     if q.device.type != "cpu" or not torch.is_grad_enabled():
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
@@ -195,31 +195,31 @@ def attended(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> T
         return weights @ v
     # 16 random bits for each weight: torch draws a number for each, one after another, which takes longer than the products
     bits = torch.empty(-(-weights.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
-    kept = torch.empty_like(weights, requires_grad=False)
-    torch.ge(bits[: weights.numel()], dropped - 2**15, out=kept.view(-1))
-    return ((weights * kept) @ v) * (2**16 / (2**16 - dropped))
+    mask = torch.empty_like(weights, requires_grad=False)
+    torch.ge(bits[: weights.numel()], dropped - 2**15, out=mask.view(-1))
+    return ((weights * mask) @ v) * (2**16 / (2**16 - dropped))
 
 
 class Inputs(NamedTuple):
-    """The inputs of a batch, normalised and without the channels that are the same for a whole modality."""
+    """The inputs of a batch, normalised, without the channels that are constant within a modality."""
 
     keys: Tensor
-    """(b, m, k): `varying` channels, three that say which modality it is, the negative mean, all of these over the standard
+    """(b, m, k): `varying` channels, a one-hot of the three modalities, and the negative mean, all divided by the standard
     deviation of all d_model channels; a one; and zeros up to a multiple of 8."""
     varying: int
     constant: Tensor
-    """(b or 1, 3, d_model - varying): what the other channels are, for each modality."""
+    """(b or 1, 3, d_model - varying): the other channels of each modality."""
 
 
 def _joined(varying: Tensor, rest: Tensor, mean: Tensor, one: Tensor, width: int) -> Tensor:
-    """Parts of the last dimension in the order of `Inputs.keys`, and zeros."""
+    """Concatenate parts of the last dimension in the order of `Inputs.keys`, and pad with zeros."""
     lead = torch.broadcast_shapes(*(part.shape[:-1] for part in (varying, rest, mean, one)))
     parts = [part.expand(*lead, -1) for part in (varying, rest, mean, one)]
     return F.pad(torch.cat(parts, -1), (0, width - sum(part.shape[-1] for part in parts)))
 
 
 class Layer(nn.Module):
-    """Attention, then an MLP. `residual`: the queries are added to what the attention finds."""
+    """Attention, then an MLP. `residual`: the queries are added to the output of the attention."""
 
     def __init__(self, d_q: int, d_kv: int, heads: int, c: Config, *, cross: bool, residual: bool = True) -> None:
         super().__init__()
@@ -236,16 +236,16 @@ class Layer(nn.Module):
 
 
 class Points(NamedTuple):
-    """Which points of a clip are decoded, the same for the whole batch."""
+    """Points of a clip to decode, shared by the batch."""
 
     image: Tensor
-    """(p,) int64: numbers of pixels, frame by frame and row by row."""
+    """(p,) int64: indices of pixels, frame by frame and row by row."""
     audio: Tensor
-    """(q,) int64: numbers of patches of sound."""
+    """(q,) int64: indices of patches of sound."""
 
 
 class Decoded(NamedTuple):
-    """What the model makes of a batch at the points."""
+    """Reconstruction of a batch at the points."""
 
     image: Tensor
     """(b, p, 3), from 0 to 1."""
@@ -267,7 +267,7 @@ class Perceiver(nn.Module):
             {name: nn.Parameter(torch.empty(1, c.d_model - width)) for name, width in c.channels.items()}
         )
         self.hidden_label = nn.Parameter(torch.empty(1, c.d_model))
-        """The label's input where the label is masked."""
+        """Input that replaces a hidden label."""
         self.encoder = Layer(c.d_latents, c.d_model, c.num_cross_heads, c, cross=True)
         self.self_attends = nn.ModuleList(
             Layer(c.d_latents, c.d_latents, c.num_heads, c, cross=False) for _ in range(c.num_self_attends)
@@ -297,7 +297,7 @@ class Perceiver(nn.Module):
         """Latents (b, num_latents, d_latents) of clips.
 
         `video`: (b, t, h, w, 3) uint8, or floating and from 0 to 1; `audio`: (b, samples) int16, or floating and from -1 to 1;
-        `label`: (b,) int64; `hidden`: (b,) bool, the labels that the model shall not see.
+        `label`: (b,) int64; `hidden`: (b,) bool, labels to hide from the model.
         """
         inputs = self._inputs(pixels(video), sound(audio), label, hidden)
         x = self.encoder(self.latents, inputs)  # (b, n, c)
@@ -307,7 +307,7 @@ class Perceiver(nn.Module):
         return cast(Tensor, x)
 
     def decode(self, latents: Tensor, points: Points) -> Decoded:
-        """What the points are, from latents (b, n, c)."""
+        """Reconstruct the points from latents (b, n, c)."""
         p, q = len(points.image), len(points.audio)
         y = self.final(self.decoder(self._queries(points)[None], latents))  # (b, q + p + 1, d_output): audio, image, label
         audio, image, label = y.split((q, p, 1), 1)
@@ -353,12 +353,12 @@ class Perceiver(nn.Module):
         t, h, w = points.image // (shape[1] * shape[2]), points.image // shape[2] % shape[1], points.image % shape[2]
         image = fourier([2 * i / n - 1 for i, n in zip((t, h, w), shape, strict=True)], shape, c.image_bands)
         audio = fourier([2 * points.audio / c.audio_points - 1], (c.samples,), c.audio_bands)
-        # rows are taken as [0]: gradients are then tensors of their own, as DDP wants them, and no parts of others
-        found = ((AUDIO, audio), (IMAGE, image), (LABEL, self.label_query[0][None]))
-        return torch.cat([torch.cat((x, self.query_padding[name][0].expand(len(x), -1)), -1) for name, x in found])
+        # [0] makes the gradients tensors of their own, as DDP needs them, instead of views
+        queries = ((AUDIO, audio), (IMAGE, image), (LABEL, self.label_query[0][None]))
+        return torch.cat([torch.cat((x, self.query_padding[name][0].expand(len(x), -1)), -1) for name, x in queries])
 
     def _tables_on(self, where: torch.device) -> dict[str, Tensor]:
-        """The position encodings of all inputs, (m, channels), computed once. No buffers, which DDP would send in every step."""
+        """The position encodings of all inputs, (m, channels), computed once. Not buffers: DDP would broadcast these."""
         if where not in self._tables:
             c = self.config
             side = c.image_size // c.patch
@@ -373,19 +373,19 @@ class Perceiver(nn.Module):
         return self._tables[where]
 
     def optimizer(self, lr: float, weight_decay: float) -> torch.optim.AdamW:
-        """AdamW, in one kernel on CPUs and GPUs. Everything decays. On XLA the count of steps is a tensor, else it recompiles."""
+        """AdamW, fused on CPUs and GPUs; all parameters decay. On XLA the step is a tensor, else it recompiles."""
         on = next(self.parameters()).device.type
         kernel: dict[str, Any] = {"capturable": True} if on == "xla" else {"fused": on in ("cpu", "cuda")}
         return torch.optim.AdamW(self.parameters(), lr=lr, weight_decay=weight_decay, **kernel)
 
 
 def pixels(video: Tensor) -> Tensor:
-    """Bytes 0 ... 255 as 0 ... 1; what is floating stays."""
+    """Bytes 0 ... 255 as 0 ... 1; floating values stay."""
     return video if video.is_floating_point() else video.float() / 255
 
 
 def sound(audio: Tensor) -> Tensor:
-    """16-bit samples as -1 ... 1; what is floating stays."""
+    """16-bit samples as -1 ... 1; floating values stay."""
     return audio if audio.is_floating_point() else audio.float() / 32768
 
 
@@ -399,8 +399,8 @@ def patches(video: Tensor, size: int) -> Tensor:
 def fourier(at: list[Tensor], resolution: tuple[int, ...], bands: int) -> Tensor:
     """Position encodings of n places: (n, d + 2 d bands). `at`: d coordinates (n,) from -1 to 1.
 
-    The coordinates, then sin(pi f x) of all frequencies and dimensions, then the cosines. The frequencies of a dimension go in
-    even steps from 1 to half its resolution (section B.1 of the paper).
+    The coordinates, then sin(pi f x) of all frequencies and dimensions, then the cosines. The frequencies of a dimension are
+    evenly spaced from 1 to half its resolution (section B.1 of the paper).
     """
     place = torch.stack(at, -1)  # (n, d)
     f = torch.stack([torch.linspace(1.0, size / 2, bands, device=place.device) for size in resolution])  # (d, bands)
@@ -412,24 +412,24 @@ def fourier(at: list[Tensor], resolution: tuple[int, ...], bands: int) -> Tensor
 
 
 class Losses(NamedTuple):
-    """Sums over the clips of a micro-batch that count, divided by the number of all of them; each a scalar."""
+    """Sums over the clips of weight 1 in a micro-batch, divided by the number of all its clips; scalars."""
 
     image: Tensor
     """Mean absolute difference of pixels, which are from 0 to 1."""
     audio: Tensor
-    """That of samples of sound, from -1 to 1."""
+    """Mean absolute difference of samples of sound, from -1 to 1."""
     label: Tensor
     """Cross-entropy in nats."""
 
 
 def targets(video: Tensor, audio: Tensor, points: Points, config: Config) -> tuple[Tensor, Tensor]:
-    """What the points are: (b, p, 3) and (b, q, samples_per_patch)."""
+    """True values at the points: (b, p, 3) and (b, q, samples_per_patch)."""
     image = pixels(video.flatten(1, 3)[:, points.image])
     return image, sound(audio.unflatten(1, (-1, config.samples_per_patch))[:, points.audio])
 
 
 def losses(made: Decoded, image: Tensor, audio: Tensor, label: Tensor, weight: Tensor) -> Losses:
-    """Losses of a batch. `weight`: (b,), 0 for clips that do not count, else 1."""
+    """Losses of a batch. `weight`: (b,), 0 for clips to ignore, else 1."""
     each = (
         (made.image.float() - image).abs().mean((1, 2)),  # (b,)
         (made.audio.float() - audio).abs().mean((1, 2)),
@@ -460,36 +460,36 @@ _NAMES = (
     (r"\.mlp\.dense(\d)\.", r".fc\1."),
 )
 _UNUSED = re.compile(r"^perceiver\.input_preprocessor\.mask\.(audio|image)$")
-"""Masks that are applied with probability 0."""
+"""Masks that the published model applies with probability 0."""
 
 
-def config_of(said: Mapping[str, Any], dropout: float | None = None) -> Config:
+def config_of(published: Mapping[str, Any], dropout: float | None = None) -> Config:
     """The sizes in a config.json of Hugging Face. Raises OutlastError for another kind of Perceiver."""
     usual = {"use_query_residual": True, "cross_attention_shape_for_attention": "kv", "hidden_act": "gelu"}
     for name, value in {**usual, "qk_channels": None, "v_channels": None}.items():
-        if said.get(name, value) != value:
-            raise OutlastError(f"config.json has {name} {said[name]!r}, and this model is written for {value!r}")
-    shape = said.get("output_shape", (1, 16, 224, 224))
-    widening = {said.get(f"{which}_attention_widening_factor", 1) for which in ("self", "cross")}
+        if published.get(name, value) != value:
+            raise OutlastError(f"config.json has {name} {published[name]!r}, and this model is written for {value!r}")
+    shape = published.get("output_shape", (1, 16, 224, 224))
+    widening = {published.get(f"{which}_attention_widening_factor", 1) for which in ("self", "cross")}
     if len(widening) > 1:
         raise OutlastError("config.json has two widening factors, and this model has one")
-    names = said.get("id2label") or {}
+    names = published.get("id2label") or {}
     return Config(
-        frames=said.get("num_frames", 16),
+        frames=published.get("num_frames", 16),
         image_size=shape[2],
-        audio_per_frame=said.get("audio_samples_per_frame", 1920),
-        classes=said.get("num_labels") or len(names) or 2,
-        num_latents=said.get("num_latents", 256),
-        d_latents=said.get("d_latents", 1280),
-        num_blocks=said.get("num_blocks", 1),
-        num_self_attends=said.get("num_self_attends_per_block", 26),
-        num_heads=said.get("num_self_attention_heads", 8),
-        num_cross_heads=said.get("num_cross_attention_heads", 8),
+        audio_per_frame=published.get("audio_samples_per_frame", 1920),
+        classes=published.get("num_labels") or len(names) or 2,
+        num_latents=published.get("num_latents", 256),
+        d_latents=published.get("d_latents", 1280),
+        num_blocks=published.get("num_blocks", 1),
+        num_self_attends=published.get("num_self_attends_per_block", 26),
+        num_heads=published.get("num_self_attention_heads", 8),
+        num_cross_heads=published.get("num_cross_attention_heads", 8),
         widening=widening.pop(),
-        d_output=said.get("output_num_channels", 512),
-        samples_per_patch=said.get("samples_per_patch", 16),
-        label_channels=said.get("_label_trainable_num_channels", 1024),
-        dropout=said.get("attention_probs_dropout_prob", 0.1) if dropout is None else dropout,
+        d_output=published.get("output_num_channels", 512),
+        samples_per_patch=published.get("samples_per_patch", 16),
+        label_channels=published.get("_label_trainable_num_channels", 1024),
+        dropout=published.get("attention_probs_dropout_prob", 0.1) if dropout is None else dropout,
     )
 
 
@@ -498,12 +498,12 @@ def imported(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]
 
     Raises OutlastError for weights of another model.
     """
-    ours = {}
+    renamed = {}
     for name, tensor in weights.items():
         if _UNUSED.match(name):
             continue
         for pattern, to in _NAMES:
             name = re.sub(pattern, to, name)
-        ours[name] = tensor
+        renamed[name] = tensor
     with torch.device("meta"):
-        return results.fitted(ours, Perceiver(config), "the weights")
+        return results.fitted(renamed, Perceiver(config), "the weights")

@@ -258,9 +258,9 @@ class Engine:
             results = job.result()
         except Exception as error:
             raise (self._session.explained(error) if self._session else explained(str(error), "its log")) from None
-        for some, error in results:
-            if error:
-                raise error
+        for some, mistake in results:
+            if mistake:
+                raise mistake
             notes |= some
         finished(sum(unit.bytes for unit in units) - reported)
         return notes
