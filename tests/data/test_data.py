@@ -192,7 +192,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_without_scikit_learn_the_remedy_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(OutlastError, match=r"pip install 'outlast\[digits\]'"):
+    with pytest.raises(OutlastError, match=r"needs the library sklearn; run: pip install 'outlast\[digits\]'"):
         digits.write(tmp_path / "digits")
     assert not (tmp_path / "digits").exists()
 

@@ -7,6 +7,7 @@ remedy.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
 
@@ -160,6 +161,16 @@ class Unreachable(StoreError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, retry=True)
+
+
+@contextlib.contextmanager
+def importing(purpose: str, extra: str) -> Iterator[None]:
+    """Import libraries of an extra in this context. Raises OutlastError if one is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        raise OutlastError(f"{purpose} needs the library {library}; run: pip install 'outlast[{extra}]'") from error
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

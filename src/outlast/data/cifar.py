@@ -87,7 +87,7 @@ def _dump(path: Path, content: Mapping[bytes, Any]) -> None:
 
 def read(directory: Path, files: Sequence[str]) -> Images:
     """The images of some batch files, in order. Raises NotCifar."""
-    below = directory / "cifar-10-batches-py"  # what the archive unpacks to
+    below = directory / "cifar-10-batches-py"  # the directory in the archive
     root = below if below.is_dir() and not (directory / META).exists() else directory
     if not root.is_dir():
         raise NotCifar(root, "there is no such directory")
@@ -112,8 +112,8 @@ def _batch(root: Path, file: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]
     content = _load(root, file)
     data, labels = content.get(b"data"), content.get(b"labels")
     if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != np.prod(SHAPE):
-        found = f"{data.dtype} of shape {data.shape}" if isinstance(data, np.ndarray) else type(data).__name__
-        raise NotCifar(root, f"data in {file} is {found}, not uint8 of shape (n, 3072)")
+        actual = f"{data.dtype} of shape {data.shape}" if isinstance(data, np.ndarray) else type(data).__name__
+        raise NotCifar(root, f"data in {file} is {actual}, not uint8 of shape (n, 3072)")
     if not isinstance(labels, list) or not all(type(label) is int for label in labels):
         raise NotCifar(root, f"labels in {file} is not a list of whole numbers")
     if len(labels) != len(data):

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outlast.base import files
-from outlast.base.errors import OutlastError
+from outlast.base.errors import OutlastError, importing
 from outlast.data import cifar
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -94,12 +94,8 @@ def _existing(directory: Path) -> Summary | None:
 
 def _digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """All digits, (1797, 3, 32, 32) in 0 ... 255, and their labels."""
-    try:
+    with importing("the data set of digits", "digits"):
         from sklearn.datasets import load_digits  # type: ignore[import-untyped, import-not-found, unused-ignore]
-    except ModuleNotFoundError as error:
-        raise OutlastError(
-            "the digits come with scikit-learn, which is not installed; run: pip install 'outlast[digits]'"
-        ) from error
     small, y = load_digits(return_X_y=True)  # (1797, 64) in 0 ... 16, (1797,)
     grow = _interpolation(8, 32)  # (32, 8)
     grey = grow @ small.reshape(-1, 8, 8) @ grow.T * (255 / 16)  # (1797, 32, 32)

@@ -151,7 +151,7 @@ class Download:
             usable = state["of"] == self._identity and 0 <= self._done <= min(self._size, self.path.stat().st_size)
         except (OSError, ValueError, KeyError, TypeError):
             usable = False
-        if not usable or not (self._version.known or self._remote.checked):
+        if not usable or not (self._version.given or self._remote.checked):
             return self._forget()
         self._parts = 2  # nobody knows how many
         if left := self._size - self._done:
@@ -197,7 +197,7 @@ class Download:
 
     @property
     def _resumable(self) -> bool:
-        return bool(self._size and not self._whole and (self._version.known or self._remote.checked))
+        return bool(self._size and not self._whole and (self._version.given or self._remote.checked))
 
     def _rest(self, fd: int) -> None:
         """Fetch the missing bytes with one request. Raises Away when it ends too early."""

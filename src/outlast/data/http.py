@@ -96,7 +96,7 @@ class Address:
 
 @dataclasses.dataclass(frozen=True)
 class Version:
-    """Which version of the file a response is of."""
+    """Version of the file that a response belongs to."""
 
     etag: str = ""
     modified: str = ""
@@ -107,7 +107,7 @@ class Version:
         return bool(self.etag) and not self.etag.startswith("W/")
 
     @property
-    def known(self) -> bool:
+    def given(self) -> bool:
         """Whether the server names versions at all."""
         return bool(self.etag or self.modified)
 

@@ -62,8 +62,8 @@ class Marker:
         """Parse what `text` wrote, also in another version of Outlast; None when it is no marker."""
         try:
             fields = json.loads(text)
-            known = {field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields}
-            return cls(**{**known, "name": logins.hidden(fields["name"]), "entries": tuple(fields["entries"])})
+            values = {field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields}
+            return cls(**{**values, "name": logins.hidden(fields["name"]), "entries": tuple(fields["entries"])})
         except (ValueError, KeyError, TypeError):
             return None
 
@@ -78,14 +78,14 @@ def marker(directory: Path) -> Marker | None:
     Raises OutlastError when it cannot be read.
     """
     try:
-        found = Marker.parse((directory / MARKER).read_bytes())
+        parsed = Marker.parse((directory / MARKER).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as problem:
         raise OutlastError(
             f"cannot read {directory / MARKER}: {problem.strerror}; correct that, or choose another directory"
         ) from problem
-    return found if found and all(os.path.lexists(directory / name) for name in found.entries) else None
+    return parsed if parsed and all(os.path.lexists(directory / name) for name in parsed.entries) else None
 
 
 def incomplete(directory: Path) -> bool:
@@ -116,7 +116,7 @@ class Place:
 
     def leave(self) -> None:
         """Keep only what the next call can use: when nothing has been downloaded, remove the whole directory."""
-        if self._finished or not self.coming.is_dir():  # what exists now belongs to another process
+        if self._finished or not self.coming.is_dir():  # any existing files are another process's
             return
         for directory in self.coming.glob("[0-9]*"):
             with contextlib.suppress(OSError):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from outlast.base.errors import OutlastError
 from outlast.data import shards
+from outlast.data.prepare import tokenizer
 from outlast.recipes import gpt_model
 from outlast.recipes.gpt_model import Config
 from outlast.recipes.shared import results
@@ -77,11 +78,7 @@ class Tokenizer:
             encode = _characters(vocabulary.stoi, file)
             unknown = "\N{REPLACEMENT CHARACTER}"
             return cls(file, digest, encode, lambda ids: "".join(vocabulary.itos.get(i, unknown) for i in ids))
-        try:
-            from tokenizers import Tokenizer as Library
-        except ImportError:
-            raise OutlastError(f"{file.name} needs the package tokenizers: pip install 'outlast[data]'") from None
-        made = Library.from_file(str(file))
+        made = tokenizer.library().Tokenizer.from_file(str(file))
         return cls(file, digest, lambda text: list(made.encode(text).ids), lambda ids: str(made.decode(list(ids))))
 
 

@@ -8,9 +8,10 @@
     torchrun --nproc-per-node 8 -m outlast.recipes.imagenet --data /data/imagenet -a resnet50 -b 2048 --lr 0.1
     python -m outlast.recipes.imagenet --synthetic -a resnet50 -b 64 --microbatch 64       # how fast a step is
 
-Defaults are the recipe that trains ResNet-50 in an hour (Goyal et al., "Accurate, large minibatch SGD", 2017) with a cosine. That
-of older scripts is: --schedule step --label-smoothing 0 --no-zero-gamma --decay-norms. Writes to the job's output, --output_dir
-without a job (default: out): checkpoints/, metrics.jsonl, at the end model.pt and final.json; evaluation.json with --evaluate.
+Defaults are the recipe that trains ResNet-50 in an hour (Goyal et al., "Accurate, large minibatch SGD", 2017) with a cosine. The
+recipe of older scripts is: --schedule step --label-smoothing 0 --no-zero-gamma --decay-norms. Writes to the job's output,
+--output_dir without a job (default: out): checkpoints/, metrics.jsonl, at the end model.pt and final.json; evaluation.json with
+--evaluate.
 """
 
 # mypy: allow-untyped-calls

@@ -24,22 +24,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from outlast.base.errors import OutlastError
+from outlast.base.errors import OutlastError, importing
 from outlast.job import contract
 from outlast.recipes import gpt_model
 from outlast.recipes.llm_data import Row, packed, padded
 from outlast.training import device
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the library warns in forked processes
-try:
+with importing("fine-tuning", "llm"):
     import peft
     import transformers
     from peft.tuners.tuners_utils import BaseTunerLayer
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.utils.import_utils import is_flash_attn_2_available
-except ModuleNotFoundError as error:
-    raise OutlastError(f"fine-tuning needs the package {error.name}; run: pip install 'outlast[llm]'") from error
 
 PACKED = "outlast"
 """Name of our attention in transformers."""
@@ -304,7 +302,7 @@ class Tuned(nn.Module):
         draw = torch.Generator().manual_seed(0)
         samples = [(some := torch.randint(vocabulary, (n,), generator=draw), some) for n in (9, 14)]
         rows = [moved(padded([sample]), where) for sample in samples]
-        error = 0.1 if self.low else 0.01  # of bfloat16 or TF32 in many layers; wrong attention or positions exceed it
+        error = 0.1 if self.low else 0.01  # tolerance for bfloat16 or TF32 in many layers; wrong attention or positions exceed it
         with device.of(where).autocast(torch.bfloat16 if self.low else None):
             alone = torch.cat([self._logits(row) for row in rows])
             hidden, head = self._hidden(rows[1]), self.base.get_output_embeddings()

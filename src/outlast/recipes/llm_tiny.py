@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from outlast.base import files
-from outlast.base.errors import OutlastError
+from outlast.base.errors import OutlastError, importing
 from outlast.data.prepare import chat, plan, tokenizer
 from outlast.recipes.shared import results, settings
 from outlast.recipes.shared.settings import flag
@@ -79,10 +79,8 @@ def model(kind: str, vocab_size: int, *, layers: int, width: int, positions: int
 
 
 def _library() -> Any:
-    try:
+    with importing("a tiny model", "llm"):
         import transformers
-    except ModuleNotFoundError as error:
-        raise OutlastError("a tiny model needs transformers; run: pip install 'outlast[llm]'") from error
     return transformers
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outlast.base.errors import OutlastError
+from outlast.base.errors import OutlastError, importing
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
@@ -54,10 +54,8 @@ def digest(directory: Path) -> str:
 def load(directory: Path, digest: str) -> Any:
     """The tokenizer in a directory, with a chat template; cached, by `digest`, one per process. Raises OutlastError."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that texts are longer than the model's positions
-    try:
+    with importing("a tokenizer of Hugging Face", "llm"):
         from transformers import AutoTokenizer
-    except ModuleNotFoundError as error:
-        raise OutlastError("a tokenizer of Hugging Face needs transformers; run: pip install 'outlast[llm]'") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     except Exception as error:  # transformers and tokenizers raise anything

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outlast.base.errors import OutlastError
+from outlast.base.errors import OutlastError, importing
 from outlast.data import cifar, shards
 from outlast.data.prepare import plan, tables, work
 from outlast.data.prepare.plan import TRAIN, VAL, BadSource, File
@@ -106,10 +106,8 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
 
 def pillow() -> Any:
     """Pillow. Raises OutlastError if it is not installed."""
-    try:
+    with importing("decoding images", "data"):
         from PIL import Image
-    except ModuleNotFoundError as error:
-        raise OutlastError("decoding images needs the library pillow; run: pip install 'outlast[data]'") from error
     return Image
 
 
@@ -213,7 +211,7 @@ def pixels(root: Path, file: str, settings: Settings) -> tuple[NDArray[np.uint8]
 
 
 def _rgb(image: Any) -> Any:
-    """Convert to 8 bits a channel. Of 16-bit grey, the upper 8 bits: Pillow alone would clip nearly all of it to white."""
+    """Convert to 8 bits a channel. 16-bit grey keeps its upper 8 bits: Pillow alone would clip nearly all of it to white."""
     if image.mode.startswith("I;16"):
         image = pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image.convert("RGB")

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from outlast.base.errors import OutlastError
+from outlast.base.errors import OutlastError, importing
 from outlast.data import java
 from outlast.data.prepare import plan, work
 
@@ -115,10 +115,8 @@ def configuration(settings: Settings) -> dict[str, str]:
 
 def pyspark() -> Any:
     """The library. Raises OutlastError if it is not installed."""
-    try:
+    with importing("--engine spark", "spark"):
         import pyspark
-    except ModuleNotFoundError as error:
-        raise OutlastError("--engine spark needs the library pyspark; run: pip install 'outlast[spark]'") from error
     return pyspark
 
 

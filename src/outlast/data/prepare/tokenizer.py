@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from outlast.base import files
-from outlast.base.errors import OutlastError
+from outlast.base.errors import OutlastError, importing
 from outlast.data import shards
 from outlast.data.prepare import ascii_words, plan
 
@@ -43,10 +43,8 @@ class Encoder(Protocol):
 
 def library() -> Any:
     """The library. Raises OutlastError if it is not installed."""
-    try:
+    with importing("tokenizing", "data"):
         import tokenizers
-    except ModuleNotFoundError as error:
-        raise OutlastError("tokenizing needs the library tokenizers; run: pip install 'outlast[data]'") from error
     return tokenizers
 
 
@@ -183,16 +181,16 @@ class _Characters:
     """A token per character: one look-up in an array for a whole text."""
 
     def __init__(self, table: dict[str, int], dtype: np.dtype[Any]) -> None:
-        self._known = np.zeros(0x110000, bool)
+        self._in_vocabulary = np.zeros(0x110000, bool)
         self._token = np.zeros(0x110000, dtype)
         points = [ord(character) for character in table]
-        self._known[points] = True
+        self._in_vocabulary[points] = True
         self._token[points] = list(table.values())
 
     def __call__(self, text: str) -> bytes:
         points = code_points(text)
-        if not self._known[points].all():
-            unknown = chr(int(points[np.argmin(self._known[points])]))
+        if not self._in_vocabulary[points].all():
+            unknown = chr(int(points[np.argmin(self._in_vocabulary[points])]))
             raise plan.BadSource(f"the tokenizer does not know the character {unknown!r}; train one with --tokenizer char")
         return bytes(self._token[points].tobytes())
 

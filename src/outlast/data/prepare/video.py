@@ -1,7 +1,7 @@
 """Videos to columns: `video` uint8 (n, 16, 224, 224, 3), `audio` int16 (n, 30720) and `label` int64 (n,).
 
 A clip is 16 frames at 25 per second with 0.64 s of sound at 48 kHz in one channel, 1,920 samples per frame: the input of
-Perceiver IO. Of a video with another rate, the frames shown at these moments are taken; the shorter side becomes `size` pixels,
+Perceiver IO. A video with another rate contributes the frames shown at these moments; the shorter side becomes `size` pixels,
 and the centre is cropped. Missing sound is filled with silence, missing frames with the last one. Labels are from a CSV
 (the lists of Kinetics, or `file,label`), else the name of the directory. Memory: a shard per process.
 
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outlast.base.errors import OutlastError
+from outlast.base.errors import OutlastError, importing
 from outlast.data import shards
 from outlast.data.prepare import plan, tables, work
 from outlast.data.prepare.plan import TRAIN, VAL, BadSource, File
@@ -100,10 +100,8 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
 
 def pyav() -> Any:
     """PyAV. Raises OutlastError if it is not installed."""
-    try:
+    with importing("decoding videos", "data"):
         import av
-    except ModuleNotFoundError as error:
-        raise OutlastError("decoding videos needs the library av; run: pip install 'outlast[data]'") from error
     return av
 
 

@@ -336,7 +336,7 @@ def _begin(threads: int) -> None:
 
 
 @contextlib.contextmanager
-def opened(request: Request, settings: Mapping[str, Any], found: Iterable[plan.File]) -> Iterator[Place]:
+def opened(request: Request, settings: Mapping[str, Any], sources: Iterable[plan.File]) -> Iterator[Place]:
     """Lock the target. Results of an earlier run are used if settings and source are the same, else they are removed.
 
     Raises OutlastError when it cannot be written, or its disk is full.
@@ -351,15 +351,15 @@ def opened(request: Request, settings: Mapping[str, Any], found: Iterable[plan.F
                 )
             if (request.to / shards.MANIFEST).exists():
                 raise AlreadyRunning(f"another `outlast data prepare` has just written {request.to}; run the same command again")
-            yield Place(request, private, _cleaned(request, settings, found))
+            yield Place(request, private, _cleaned(request, settings, sources))
     except OSError as problem:
         raise place.unwritable(problem, request.to, "the dataset") from problem
 
 
-def _cleaned(request: Request, settings: Mapping[str, Any], found: Iterable[plan.File]) -> str:
+def _cleaned(request: Request, settings: Mapping[str, Any], sources: Iterable[plan.File]) -> str:
     """Remove the results of an earlier run with other settings or another source; returns the digest of both."""
     private = request.to / PRIVATE
-    names = [[file.name, file.size, file.changed] for file in found]
+    names = [[file.name, file.size, file.changed] for file in sources]
     about = json.dumps([dict(settings), str(request.source.absolute()), names], sort_keys=True)
     digest = hashlib.sha256(about.encode(errors="surrogateescape")).hexdigest()
     noted = private / "plan"
