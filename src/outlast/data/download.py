@@ -26,8 +26,8 @@ from outlast.base import backoff, files, units, unpack
 from outlast.base.errors import OutlastError, Stopped
 from outlast.data import http
 from outlast.data.http import Address, Answer, Away, OutOfRange, Version
+from outlast.data.place import Say
 
-Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
 """Called with the bytes that have arrived and the bytes in all; 0 when unknown."""
 

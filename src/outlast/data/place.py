@@ -175,7 +175,6 @@ def opened(directory: Path, what: str, *, say: Say, stop: threading.Event) -> It
 
 @contextlib.contextmanager
 def _locked(place: Place, waiting: Callable[[], None], stop: threading.Event) -> Iterator[None]:
-    """Hold the lock of a place."""
     lock, attempts = place.coming / "lock", 0
     while True:
         with contextlib.ExitStack() as held:

@@ -394,7 +394,6 @@ def directory(s: Settings) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train or evaluate."""
     s = settings.parse(Settings, argv, __doc__, THEIRS, {"workshop": WORKSHOP})
     results.into(s.output_dir)
     if s.evaluate:

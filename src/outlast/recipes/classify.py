@@ -90,7 +90,6 @@ def probable(model: nn.Module, x: torch.Tensor, names: Sequence[str], top: int) 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Classify images."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("weights", metavar="WEIGHTS", type=Path, help="output directory of a run, or a file of weights")
     parser.add_argument("images", metavar="IMAGE", nargs="+", help="image, or folder of images")

@@ -376,7 +376,6 @@ def show(s: Settings, model: GPT, tokenizer: gpt_data.Tokenizer | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train, evaluate or sample."""
     s = settings.parse(Settings, argv, __doc__, THEIRS)
     results.into(s.output_dir, f"{s.num_checkpoints} min val_loss")
     if s.evaluate or s.sample:

@@ -376,7 +376,6 @@ def newest(s: Settings, data: Images, output: Path) -> tuple[str, ResNet, Sequen
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train or evaluate."""
     s = settings.parse(Settings, argv, __doc__, THEIRS)
     results.into(s.output_dir, f"{s.num_checkpoints} max acc1")
     if s.evaluate:

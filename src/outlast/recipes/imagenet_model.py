@@ -41,11 +41,6 @@ class BasicBlock(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.downsample = shortcut(i, width, stride)
 
-    @property
-    def last_norm(self) -> nn.BatchNorm2d:
-        """The norm before the sum."""
-        return self.bn2
-
     def forward(self, x: Tensor) -> Tensor:
         y = self.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
@@ -67,11 +62,6 @@ class Bottleneck(nn.Module):
         self.bn3 = nn.BatchNorm2d(4 * width)
         self.relu = nn.ReLU(inplace=True)
         self.downsample = shortcut(i, 4 * width, stride)
-
-    @property
-    def last_norm(self) -> nn.BatchNorm2d:
-        """The norm before the sum."""
-        return self.bn3
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.relu(self.bn1(self.conv1(x)))
@@ -116,7 +106,8 @@ class ResNet(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             if zero_gamma and isinstance(module, BasicBlock | Bottleneck):
-                nn.init.zeros_(module.last_norm.weight)
+                last = module.bn3 if isinstance(module, Bottleneck) else module.bn2
+                nn.init.zeros_(last.weight)
         nn.init.normal_(self.fc.weight, std=0.01)  # as Goyal et al.; torch's own is uniform
         nn.init.zeros_(self.fc.bias)
 

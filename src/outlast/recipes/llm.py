@@ -465,7 +465,6 @@ def logged(s: Settings, rank: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train or evaluate."""
     s = settings.parse(Settings, argv, __doc__, THEIRS)
     results.into(s.output_dir, "1 min val_loss")
     if s.evaluate:

@@ -405,7 +405,6 @@ def evaluate(s: Settings) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train or evaluate."""
     s = from_variables(settings.parse(Settings, argv, __doc__, THEIRS))
     results.into(s.output_dir)
     if s.evaluate or s.reconstruct:

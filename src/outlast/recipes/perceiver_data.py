@@ -115,8 +115,7 @@ def opened(place: str, config: Config, *, labels: str = "", share: float = 0.1, 
             "per class, or shards that `outlast data prepare video` wrote"
         )
     settings = video.Settings(config.frames, config.image_size, val=share, labels=labels)
-    listed = video.listed(labels) if labels else {}
-    items, classes = video.layout(videos, listed, settings)
+    items, classes = video.layout(videos, video.listed(labels)[0], settings)
     trained = {clip.label for clip in items[TRAIN]}
     if strange := sorted({classes[clip.label] for clip in items[VAL] if clip.label not in trained}):
         raise OutlastError(

@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 
 from outlast.base.errors import OutlastError, importing
 from outlast.data import java
+from outlast.data.place import Say
 from outlast.data.prepare import plan, work
 
 PARTITIONS = 4096
@@ -49,7 +50,6 @@ _ANSWER_S = 5.0
 _ALONE_S = 60.0
 """Time without executors before we report it. Arbitrary: one starts within seconds."""
 _PENDING = " (kubectl get pods -l spark-role=executor shows those that wait; a quota or Pod Security lets none be made)"
-Say = Callable[[str], None]
 _U = TypeVar("_U", bound=work.Work)
 
 

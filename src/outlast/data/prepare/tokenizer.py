@@ -118,7 +118,6 @@ def write_vocabulary(path: Path, tokenizer: Any) -> None:
 
 
 def save(path: Path, text: str) -> None:
-    """Write a `tokenizer.json`."""
     files.replace(path, text, durable=True)
 
 

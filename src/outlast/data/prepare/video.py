@@ -76,8 +76,8 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
         raise OutlastError("--frames, --size and --clips are 1 or more; correct them")
     pyav()
     sources = plan.listed(request.source, request.to)
-    listed = _content(settings.labels) if settings.labels else b""
-    about = dataclasses.asdict(settings) | {"labels": hashlib.sha256(listed).hexdigest() if listed else ""}
+    labels, digest = listed(settings.labels)
+    about = dataclasses.asdict(settings) | {"labels": digest}
     source = plan.described(sources)
     if made := work.existing(request, "video", about, source):
         return made
@@ -88,7 +88,7 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
             raise BadSource(
                 f"{request.source} has no videos ({', '.join(SUFFIXES)}); name a directory with a directory per class"
             )
-        items, names = layout(videos, _listed(listed, settings.labels) if listed else {}, settings)
+        items, names = layout(videos, labels, settings)
         read = {file.name: file.size // settings.clips for file in videos}
         sizes = {part: [(settings.bytes, read[clip.file]) for clip in some] for part, some in items.items()}
         do = functools.partial(_write, root=root, to=request.to, settings=settings)
@@ -138,20 +138,13 @@ def _label(name: str, listed: Mapping[str, str], *, divided: bool) -> str:
     return segments[0]
 
 
-def listed(path: str) -> dict[str, str]:
-    """Labels by file or id, from a CSV. Raises BadSource."""
-    return _listed(_content(path), path)
-
-
-def _content(path: str) -> bytes:
+def listed(path: str) -> tuple[dict[str, str], str]:
+    """Labels by file or id from a CSV, and the digest of the CSV; both empty without a path. Raises BadSource, with the line."""
+    if not path:
+        return {}, ""
     content = Path(path).read_bytes() if Path(path).is_file() else b""
     if not content:
         raise BadSource(f"there is no list of labels {path}, or it is empty; name a CSV with file,label")
-    return content
-
-
-def _listed(content: bytes, path: str) -> dict[str, str]:
-    """Labels by file or id, from a CSV. Raises BadSource, with the line."""
     try:
         rows = list(csv.reader(io.StringIO(content.decode("utf-8-sig"))))
     except (UnicodeDecodeError, csv.Error) as error:
@@ -166,7 +159,7 @@ def _listed(content: bytes, path: str) -> dict[str, str]:
         if len(row) <= max(key, label) or not row[label]:
             raise BadSource(f"{path}, line {number} has no label; write file,label")
         table[row[key]] = row[label]
-    return table
+    return table, hashlib.sha256(content).hexdigest()
 
 
 # ---- frames and sound

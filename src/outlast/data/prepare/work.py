@@ -130,10 +130,6 @@ class Engine(Protocol):
         """
 
 
-def _quiet(stage: str, done: int, total: int) -> None:
-    """Shows nothing."""
-
-
 @dataclass(frozen=True)
 class Request:
     """Source, target and processes of a run; the settings of a kind are apart."""
@@ -142,7 +138,7 @@ class Request:
     to: Path
     processes: int = 1
     """Processes on this machine; 0: as many as cores and memory allow (`fitting`)."""
-    progress: Callable[[str, int, int], None] = _quiet
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None
     """Called with the stage, bytes done and bytes in all."""
     uploaded: shards.Manifest | None = None
     """The dataset that is already in the store that `to` will be uploaded to."""

@@ -141,7 +141,6 @@ def _value(hint: Any, about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(file: str, parser: _Parser) -> dict[str, Any]:
-    """The settings in a YAML file."""
     try:
         root = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     except (OSError, ValueError, yaml.YAMLError) as error:
