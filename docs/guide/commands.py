@@ -15,7 +15,7 @@ from unittest import mock
 from typer.main import get_command
 
 from outlast import cli
-from outlast.cli.commands import app
+from outlast.cli.commands import GROUPS, app
 
 HEAD = """\
 # Commands
@@ -38,17 +38,24 @@ or the newest when all have finished, and says which; in a cluster, which others
 
 
 def page() -> str:
-    """The page, in Markdown."""
-    return HEAD + "".join(f"\n## outlast {name}\n\n```\n{help_of(name)}```\n" for name in commands())
+    """The page, in Markdown: the groups of `outlast --help`, in its order."""
+    named = commands()
+    parts = [HEAD, "\n```\n", help_of(""), "```\n"]
+    for heading, verbs in GROUPS.items():
+        parts.append(f"\n## {heading}\n")
+        for name in [name for name in named if name.split()[0] in verbs]:
+            parts.append(f"\n### outlast {name}\n\n```\n{help_of(name)}```\n")
+    return "".join(parts)
 
 
 def commands() -> list[str]:
-    """All commands, those of a group with the group's name before them."""
+    """All commands in the order of the help, those of a group with the group's name before them."""
     return list(_below(get_command(app)))
 
 
 def _below(group: Any) -> Iterator[str]:
-    for name, command in group.commands.items():
+    for name in group.list_commands(None):
+        command = group.commands[name]
         if hasattr(command, "commands"):
             yield from (f"{name} {each}" for each in _below(command))
         elif not command.hidden:

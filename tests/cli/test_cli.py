@@ -24,7 +24,7 @@ import fake
 from machines import PROGRAMS
 from outlast import cli
 from outlast.base.errors import NotFound, OutlastError, Unanswered
-from outlast.cli import live, overrides, show, view
+from outlast.cli import commands, live, overrides, show, view
 from outlast.job import chaos
 from outlast.job.backend import Backend, LogLine
 from outlast.job.status import (
@@ -673,6 +673,30 @@ def test_every_command_has_help_with_examples() -> None:
     assert {"run", "status", "checkpoints verify", "data get"} <= set(PAGE["commands"]())
     for command in PAGE["commands"]():
         assert f"  Examples:\n    outlast {command}" in PAGE["help_of"](command)
+
+
+@pytest.mark.parametrize("command", ["", "checkpoints", "data", "data prepare", "rdzv"])
+def test_no_line_of_the_list_of_commands_is_cut_or_wrapped(command: str) -> None:
+    group = commands.command()
+    for word in command.split():
+        group = group.commands[word]
+    visible = [name for name, each in group.commands.items() if not each.hidden]
+    listed = PAGE["help_of"](command).partition("Show this message and exit.")[2].splitlines()
+    rows = [line for line in listed if line.startswith("  ")]
+    assert sorted(row.split()[0] for row in rows) == sorted(visible)
+    for row in rows:
+        assert len(row) <= 80 and row.endswith(".") and not row.endswith("..."), row
+
+
+def test_each_command_stands_in_one_group_of_the_help() -> None:
+    grouped = [name for names in commands.GROUPS.values() for name in names]
+    visible = [name for name, command in commands.command().commands.items() if not command.hidden]
+    assert sorted(grouped) == sorted(visible)
+    page = PAGE["help_of"]("")
+    shown = [page.index(f"\n  {name} ") for name in grouped]
+    assert shown == sorted(shown), "the help has the order of the groups"
+    headings = [page.index(f"\n{heading}:\n") for heading in commands.GROUPS]
+    assert headings == sorted(headings) and headings[0] < shown[0]
 
 
 def test_the_page_of_the_commands_is_current() -> None:

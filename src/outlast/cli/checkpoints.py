@@ -16,6 +16,7 @@ import typer
 from outlast.base import units
 from outlast.base.errors import NotFound, OutlastError, StoreError
 from outlast.cli import show, transfers, which
+from outlast.cli.groups import Commands
 from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import BestOption, ContextOption, NameArgument, NamespaceOption, StepOption, YesOption
 from outlast.job import contract
@@ -23,7 +24,9 @@ from outlast.job import contract
 if TYPE_CHECKING:
     from outlast.storage.checkpoints import Checkpoint, Metric, remote
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, verify, restore, export and remove checkpoints.")
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="List, verify, restore, export and remove checkpoints."
+)
 
 StoreOption = Annotated[
     str | None, typer.Option(metavar="URL", help="URL of the job's output in a store, if it is not the one in the job.")
@@ -183,9 +186,9 @@ def list_(
     context: ContextOption = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """List the committed checkpoints of a job, here and in its store, the newest last.
+    """List the checkpoints of a job, here and in its store.
 
-    Where the training has measured them (checkpoint.by, run.save(metric=)), BEST
+    These are the committed ones, the newest last. Where the training has measured them (checkpoint.by, run.save(metric=)), BEST
     numbers them: 1 is the best.
 
     NAME may be a job file, or the URL of a job's output in a store, so this works
@@ -231,7 +234,9 @@ def show_(
     context: ContextOption = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Show the newest checkpoint, the best, or the one of --step, and its files.
+    """Show a checkpoint and its files.
+
+    This is the newest one, the best, or the one of --step.
 
     \b
     Examples:

@@ -8,10 +8,12 @@ for `outlast run` that of the job.
 from __future__ import annotations
 
 import functools
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar
 
 import typer
 import typer.main
+from typer.core import TyperCommand
 
 from outlast import __version__
 from outlast.cli import (
@@ -25,7 +27,6 @@ from outlast.cli import (
     nodewatch,
     notebook,
     operator,
-    prepare_data,
     rdzv,
     render,
     results,
@@ -40,9 +41,65 @@ from outlast.cli import (
     which,
     why,
 )
+from outlast.cli.groups import Commands
+
+GROUPS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
+    "Train": {
+        "run": run.run,
+        "submit": submit.submit,
+        "init": script.init,
+        "suspend": jobs.suspend,
+        "resume": jobs.resume,
+        "scale": jobs.scale,
+        "cancel": jobs.cancel,
+        "evaluate": results.evaluate,
+        "validate": validate.validate,
+        "chaos": chaos.chaos,
+        "notebook": notebook.notebook,
+        "forget": forget.forget,
+    },
+    "Look": {
+        "status": jobs.status,
+        "logs": jobs.logs,
+        "list": jobs.list_,
+        "why": why.why,
+        "report": results.report,
+        "top": top.top,
+        "tensorboard": tensorboard.tensorboard,
+    },
+    "Data and checkpoints": {
+        "checkpoints": checkpoints.app,
+        "fetch": results.fetch,
+        "data": data.app,
+        "sync": sync.sync,
+    },
+    "Cluster": {
+        "doctor": doctor.doctor,
+        "install": install.install,
+        "uninstall": install.uninstall,
+        "render": render.render,
+        "rdzv": rdzv.app,
+        "operator": operator.operator,
+        "node-watch": nodewatch.node_watch,
+    },
+}
+"""The commands under the headings of the help, those of every day first. The guide's page of commands has the same order."""
+_CLASSES: dict[str, type[TyperCommand]] = {
+    "run": script.Command,
+    "submit": script.Command,
+    "init": script.Command,
+    "scale": which.takes("[NAME] N"),
+    "chaos": which.takes("[NAME] ACTION"),
+}
+
+
+class _Grouped(Commands):
+    groups: ClassVar = {heading: list(verbs) for heading, verbs in GROUPS.items()}
+
 
 app = typer.Typer(
     name="outlast",
+    cls=_Grouped,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -82,32 +139,12 @@ def evaluation(args: Annotated[list[str] | None, typer.Argument(metavar="ARGS")]
     raise typer.Exit(evaluation.main(args or ()))
 
 
-app.command(cls=script.Command)(run.run)
-app.command(cls=script.Command)(submit.submit)
-app.command(cls=script.Command)(script.init)
-jobs.add_to(app)
-app.command()(forget.forget)
-app.command()(why.why)
-app.command()(top.top)
-app.command(cls=which.takes("[NAME] ACTION"))(chaos.chaos)
-app.command()(results.report)
-app.command()(results.fetch)
-app.command()(results.evaluate)
-app.command()(tensorboard.tensorboard)
-app.command()(notebook.notebook)
-app.add_typer(checkpoints.app, name="checkpoints")
-app.command()(validate.validate)
-app.command()(render.render)
-data.app.add_typer(prepare_data.app, name="prepare")
-data.app.command()(prepare_data.verify)
-app.add_typer(data.app, name="data")
-app.command()(sync.sync)
-app.add_typer(rdzv.app, name="rdzv")
-app.command()(install.install)
-app.command()(install.uninstall)
-app.command()(doctor.doctor)
-app.command()(operator.operator)
-app.command("node-watch")(nodewatch.node_watch)
+for verbs in GROUPS.values():
+    for name, verb in verbs.items():
+        if isinstance(verb, typer.Typer):
+            app.add_typer(verb, name=name)
+        else:
+            app.command(name, cls=_CLASSES.get(name))(verb)
 app.command(hidden=True)(evaluation)
 
 

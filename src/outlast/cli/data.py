@@ -12,7 +12,8 @@ import typer
 
 from outlast.base import units
 from outlast.base.errors import OutlastError
-from outlast.cli import show, terminal, transfers, which
+from outlast.cli import prepare_data, show, terminal, transfers, which
+from outlast.cli.groups import Commands
 from outlast.cli.which import ContextOption, NamespaceOption
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from outlast.kubernetes.jobs.backend import KubernetesBackend
     from outlast.kubernetes.manifests.dataset import Wanted
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Get datasets, and prepare them for training.")
+app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="Get datasets, and prepare them for training.")
 
 
 def _names() -> list[str]:
@@ -60,9 +61,9 @@ def get(
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:
-    """Bring a dataset to a directory or a store: download, check, unpack.
+    """Download, check and unpack a dataset.
 
-    A dataset that is complete there stays as it is. What was interrupted, also by a kill,
+    It goes to a directory or a store. A dataset that is complete there stays as it is. What was interrupted, also by a kill,
     goes on with the same command; until its marker, .outlast-data.json, is written, a
     dataset is not complete. Archives (.tar, .tar.gz, .tar.bz2, .tar.xz, .tar.zst, .zip) and
     compressed files are unpacked, other files taken as they are.
@@ -199,3 +200,7 @@ def _unchecked(dataset: Dataset, found: Marker, url: bool) -> str:
             f", its SHA-256 is {found.sha256}" if found.sha256 else ""
         )
     return f"what came was not compared with any checksum; to have that done, append #sha256={found.sha256} to the URL"
+
+
+app.add_typer(prepare_data.app, name="prepare")
+app.command()(prepare_data.verify)

@@ -32,7 +32,7 @@ def doctor(
     timeout: Annotated[float, typer.Option(metavar="SECONDS", min=10, help="How long pods may take.")] = _TIMEOUT_S,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Look whether training would work: on this machine, in the cluster, and in pods.
+    """Check that training would work here, and in a cluster.
 
     Nothing is changed. With --image one or two small pods are made, and deleted afterwards: they try the image, names (DNS), the
     network between nodes with an all-reduce, and the store. Exit code 1: something would not work.

@@ -38,9 +38,9 @@ def install(
     timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="How long --wait waits.")] = _WAIT_S,
     context: ContextOption = None,
 ) -> None:
-    """Install Outlast in a cluster, or bring what is installed up to date.
+    """Install Outlast in a cluster, or update it.
 
-    That is the definition of ElasticJob, a namespace, the operator and its rights. Doing it again changes nothing. The same
+    This applies the definition of ElasticJob, a namespace, the operator and its rights. Doing it again changes nothing. The same
     documents are in deploy/, for kustomize: kubectl apply -k deploy.
 
     With --node-watch each node of AWS is watched for notices: see outlast node-watch --help. It runs in the namespace
@@ -100,9 +100,10 @@ def uninstall(
     yes: YesOption = False,
     context: ContextOption = None,
 ) -> None:
-    """Take away what `outlast install` has brought into a cluster.
+    """Remove Outlast from a cluster.
 
-    The definition of ElasticJob stays unless --crds is given: all jobs would be deleted with it, and their workers.
+    Everything that `outlast install` applied is deleted. The definition of ElasticJob stays unless --crds is given: all jobs
+    would be deleted with it, and their workers.
 
     \b
     Examples:

@@ -28,7 +28,9 @@ def list_(
     context: ContextOption = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """List the jobs of this directory, or of a cluster, the newest last.
+    """List the jobs of this directory, or of a cluster.
+
+    The newest comes last.
 
     \b
     Examples:
@@ -55,7 +57,7 @@ def status(
     context: ContextOption = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Show where a job stands: its world, step, newest checkpoint, workers, warnings and last failure.
+    """Show where a job stands: step, workers, checkpoint, failure.
 
     \b
     Examples:
@@ -192,10 +194,10 @@ def suspend(
 def resume(
     ctx: typer.Context, name: NameArgument = None, namespace: NamespaceOption = None, context: ContextOption = None
 ) -> None:
-    """Continue a job that was suspended, interrupted or cancelled, or that failed.
+    """Continue a job that was stopped or has failed.
 
-    It continues with the code and the job file it was submitted with; `outlast run FILE` takes the current ones. It runs in the
-    background.
+    A job that was suspended, interrupted or cancelled, or that failed, continues with the code and the job file it was
+    submitted with; `outlast run FILE` takes the current ones. It runs in the background.
 
     \b
     Examples:
@@ -237,14 +239,3 @@ def cancel(
 def _stays(output: Path | str) -> bool:
     """Whether the output outlives the pods."""
     return isinstance(output, Path) or "://" in output
-
-
-def add_to(app: typer.Typer) -> None:
-    """Make these functions verbs of the command line, in the order of its help."""
-    app.command("list")(list_)
-    app.command()(status)
-    app.command()(logs)
-    app.command(cls=which.takes("[NAME] N"))(scale)
-    app.command()(suspend)
-    app.command()(resume)
-    app.command()(cancel)

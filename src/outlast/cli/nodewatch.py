@@ -19,8 +19,9 @@ def node_watch(
     metadata: Annotated[str, typer.Option(metavar="URL", help="Address of the metadata service.")] = "http://169.254.169.254",
     context: ContextOption = None,
 ) -> None:
-    """Watch an AWS machine for notices; move its pods while there is time.
+    """Watch an AWS machine for notices, in a pod on its node.
 
+    When one comes, its pods are moved while there is time.
     It runs on each node, where `outlast install --node-watch` puts it. A notice is
     an interruption of a spot machine, a rebalance recommendation, or scheduled
     maintenance. Within a second the node is tainted (outlast.dev/leaving) and

@@ -20,10 +20,10 @@ def operator(
     log: Annotated[Literal["json", "text"], typer.Option(help="One JSON document per line, or text for people.")] = "json",
     context: ContextOption = None,
 ) -> None:
-    """Run the ElasticJobs of a cluster: create, replace and remove their pods.
+    """Run the ElasticJobs of a cluster, in the operator's pod.
 
-    It runs in the cluster, where `outlast install` puts it. Of several operators
-    one is active, holding the Lease outlast-operator in its namespace; another
+    It creates, replaces and removes their pods, and runs in the cluster, where `outlast install` puts it. One of several
+    operators is active, holding the Lease outlast-operator in its namespace; another
     takes over when it is gone. It serves /healthz, /readyz and /metrics on the
     port in OUTLAST_PROBE_PORT (8080). On SIGTERM it finishes its present work and
     exits. The exit code is 1 when another one has taken over.

@@ -25,6 +25,7 @@ import typer
 from outlast.base import units
 from outlast.base.errors import Missing, OutlastError
 from outlast.cli import show, terminal, transfers
+from outlast.cli.groups import Commands
 
 if TYPE_CHECKING:
     from outlast.data.prepare.work import Engine, Request
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 _UPLOADED = ".uploaded.json"
 """In the work directory: which objects have been sent, and their ETags."""
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Make shards for training out of raw files.")
+app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="Make shards for training out of raw files.")
 
 
 ValOption = Annotated[float, typer.Option(min=0.0, max=0.99, help="Share that goes into val, 0 for none.")]
@@ -136,12 +137,12 @@ def text(
         str | None, typer.Option(metavar="SIZE", help="Bytes per shard: 64Mi. Default: one file per part, as nanoGPT.")
     ] = None,
 ) -> None:
-    """Tokenize text: train.bin, val.bin and meta.pkl as nanoGPT reads them, tokenizer.json, and a manifest.
+    """Tokenize text, into the files that nanoGPT reads.
 
-    SOURCE has files of UTF-8, each a document, or .jsonl files, each line a document. Files or directories
-    named train and val are those parts; one file alone is divided as nanoGPT does, its last 10 % are val;
-    otherwise a hash of the name draws each document. The same source gives the same bytes, whatever the
-    number of processes. After a kill, the same command goes on.
+    Writes train.bin, val.bin and meta.pkl, tokenizer.json, and a manifest. SOURCE has files of UTF-8, each a document, or
+    .jsonl files, each line a document. Files or directories named train and val are those parts; one file alone is divided as
+    nanoGPT does, its last 10 % are val; otherwise a hash of the name draws each document. The same source gives the same
+    bytes, whatever the number of processes. After a kill, the same command goes on.
 
     \b
     Examples:
@@ -175,11 +176,11 @@ def jsonl(
     glob: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Which files. Default: '*.jsonl'.")] = None,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of records per shard.")] = "8Mi",
 ) -> None:
-    """Tokenize records for fine-tuning: input_ids and labels, where -100 takes no part in the loss.
+    """Tokenize records for fine-tuning.
 
-    Each line of SOURCE's .jsonl files is {"prompt": ..., "completion": ...}, {"text": ...}, or {"messages":
-    [{"role": ..., "content": ...}]}. Learned are completions, texts, and what the assistant says. Files named
-    train and val are those parts; otherwise a hash of each record draws it.
+    Writes input_ids and labels, where -100 takes no part in the loss. Each line of SOURCE's .jsonl files is {"prompt": ...,
+    "completion": ...}, {"text": ...}, or {"messages": [{"role": ..., "content": ...}]}. Learned are completions, texts, and
+    what the assistant says. Files named train and val are those parts; otherwise a hash of each record draws it.
 
     \b
     Examples:
@@ -207,11 +208,11 @@ def images(
     val: ValOption = 0.1,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of samples per shard.")] = "64Mi",
 ) -> None:
-    """Decode images: columns image, uint8 of (height, width, 3), and label.
+    """Decode images of classes.
 
-    SOURCE has a directory per class, or train/CLASS and val/CLASS (ImageNet, tiny-imagenet-200), or CIFAR-10's
-    batches. Without such parts a hash of the name draws each image. Classes are numbered by name; the manifest
-    lists them. Samples are mixed, so that each shard has some of every class.
+    Writes columns image, uint8 of (height, width, 3), and label. SOURCE has a directory per class, or train/CLASS and
+    val/CLASS (ImageNet, tiny-imagenet-200), or CIFAR-10's batches. Without such parts a hash of the name draws each image.
+    Classes are numbered by name; the manifest lists them. Samples are mixed, so that each shard has some of every class.
 
     \b
     Examples:
@@ -238,10 +239,11 @@ def video(
     val: ValOption = 0.1,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of samples per shard.")] = "256Mi",
 ) -> None:
-    """Cut clips out of videos: columns video, uint8 of (16, 224, 224, 3), audio, int16 of (30720,), and label.
+    """Cut clips out of videos.
 
-    A clip is 0.64 s: 16 frames at 25 per second, and their sound at 48 kHz in one channel, as Perceiver IO
-    takes them. Labels are the directories' names (CLASS/, train/CLASS/, val/CLASS/), or from a list.
+    Writes columns video, uint8 of (16, 224, 224, 3), audio, int16 of (30720,), and label. A clip is 0.64 s: 16 frames at 25
+    per second, and their sound at 48 kHz in one channel, as Perceiver IO takes them. Labels are the directories' names
+    (CLASS/, train/CLASS/, val/CLASS/), or from a list.
 
     \b
     Examples:
@@ -257,9 +259,9 @@ def video(
 def verify(
     place: Annotated[str, typer.Argument(metavar="PLACE", help="A directory, or the URL of a place in a store.")],
 ) -> None:
-    """Read a prepared dataset and compare sizes, checksums, counts and tokens with its manifest.
+    """Check a prepared dataset against its manifest.
 
-    The exit code is 78 when something is wrong.
+    Reads all of it, and compares sizes, checksums, counts and tokens. The exit code is 78 when something is wrong.
 
     \b
     Examples:

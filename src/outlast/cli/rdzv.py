@@ -13,6 +13,7 @@ import typer
 
 from outlast.base.errors import NotFound
 from outlast.cli import show as shown
+from outlast.cli.groups import Commands
 from outlast.cli.show import Output, OutputOption
 from outlast.job import contract
 
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
     from outlast.rendezvous.etcd.gateway import Etcd
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Show the rendezvous in an etcd: its members, its coordinator, and why a world waits.",
+    help="Show the rendezvous of runs that meet in an etcd.",
 )
 
 EndpointOption = Annotated[

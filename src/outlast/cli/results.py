@@ -162,7 +162,7 @@ def fetch(
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:
-    """Fetch the results of a job: what it wrote to its output in a store.
+    """Fetch the results of a job from its output in a store.
 
     Checkpoints only where a PATTERN names them. git and the code of later jobs leave the directory out.
 

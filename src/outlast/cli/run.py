@@ -43,7 +43,7 @@ def run(
         bool, typer.Option("--take-over", help="Take the run of this name in the store from another machine that trains it.")
     ] = False,
 ) -> None:
-    """Train: start or continue a script, or the job in a file.
+    """Start or continue training: a script, or the job in a file.
 
     Options for outlast come before a script, arguments of the script after it, as with python. A script runs as one worker with
     one process per GPU, and the job is named after it.

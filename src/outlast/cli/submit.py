@@ -49,11 +49,11 @@ def submit(
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:
-    """Train in a cluster: apply the job in a file, or a script.
+    """Start or continue training in a cluster.
 
-    elasticjob needs the operator (outlast install); the other topologies need nothing. Submitting the same file again changes
-    nothing while the job runs, and continues a job that is suspended, has failed or was cancelled. A job that has succeeded is
-    not run again.
+    This applies the job in a file, or a script. elasticjob needs the operator (outlast install); the other topologies need
+    nothing. Submitting the same file again changes nothing while the job runs, and continues a job that is suspended, has
+    failed or was cancelled. A job that has succeeded is not run again.
 
     --wait is for steps of pipelines: nothing but the end of the job ends it, and the same command waits for the same job again.
 

@@ -37,13 +37,12 @@ def sync(
     ] = False,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Make DST equal to SRC; one is a directory, the other a place in a store.
+    """Copy a directory to a store, or back, and only changes.
 
-    Only changes are transferred; an unchanged tree costs one request. Ctrl-C stops,
-    and the same command continues from there. Changes that others make in the store
-    are noticed once a day, or with --check. The exit code is 1 when some files could
-    not be transferred; they are listed. A place with files that no sync has brought
-    there stays as it is, unless --check is given.
+    Makes DST equal to SRC; one is a directory, the other a place in a store. Only changes are transferred; an unchanged tree
+    costs one request. Ctrl-C stops, and the same command continues from there. Changes that others make in the store are
+    noticed once a day, or with --check. The exit code is 1 when some files could not be transferred; they are listed. A place
+    with files that no sync has brought there stays as it is, unless --check is given.
 
     \b
     Examples:

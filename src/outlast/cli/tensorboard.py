@@ -48,11 +48,12 @@ def tensorboard(
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:
-    """Start TensorBoard on the metrics of jobs, and follow them until Ctrl-C.
+    """Start TensorBoard on the metrics of jobs, until Ctrl-C.
 
-    Works for every job that calls run.log, also without `tracking` in its job file: event files are made here from metrics.jsonl,
-    which is read from the directory of the output, from its store, or from a pod. Files that a script itself writes into
-    tensorboard/ are shown too, unless they are in a pod only. Several jobs are compared.
+    It follows the jobs while they run. Works for every job that calls run.log, also without `tracking` in its job file: event
+    files are made here from metrics.jsonl, which is read from the directory of the output, from its store, or from a pod.
+    Files that a script itself writes into tensorboard/ are shown too, unless they are in a pod only. Several jobs are
+    compared.
 
     \b
     Examples:

@@ -32,9 +32,10 @@ def top(
     context: ContextOption = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Show the CPU, memory and accelerators of a job's workers, and of their nodes.
+    """Show the CPU, memory and accelerators that a job uses.
 
-    In a cluster usage is what metrics-server knows; without it there are only the requests.
+    The rows are its workers and their nodes. In a cluster usage is what metrics-server knows; without it there are only the
+    requests.
 
     \b
     Examples:

@@ -18,10 +18,10 @@ def why(
     context: ContextOption = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Say why a job does not train: the cause, what was seen of it, and the remedy.
+    """Say why a job does not train, and what to do about it.
 
-    The most important cause comes first. It looks at the job, its pods and their logs, events, nodes, claims, quotas and queues.
-    Exit code 0: something could be said.
+    Each cause comes with the evidence and a remedy, the most important one first. It looks at the job, its pods and their
+    logs, events, nodes, claims, quotas and queues. Exit code 0: something could be said.
 
     \b
     Examples:

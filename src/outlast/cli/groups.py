@@ -1,0 +1,36 @@
+"""The help of a command that has commands: in groups, and each line whole.
+
+Click cuts what does not fit into a line and ends it with dots. Here a first sentence is shown as it is, so it has to be short:
+`tests/test_cli.py` sees to 80 columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from typer.core import TyperGroup
+
+_LONG = 1000
+"""Longer than any first sentence: nothing is cut."""
+
+
+class Commands(TyperGroup):
+    """A command with commands below it, shown in the order and under the headings of `groups`."""
+
+    groups: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """Heading → names of commands; without any, all are below `Commands`."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names in the order of the groups, then the hidden ones."""
+        ordered = [name for names in self.groups.values() for name in names]
+        return [*ordered, *(name for name in self.commands if name not in ordered)]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write each group as a section; names are as wide in all of them."""
+        groups = self.groups or {"Commands": self.list_commands(ctx)}
+        width = max(len(name) for names in groups.values() for name in names)
+        for heading, names in groups.items():
+            visible = [(name, self.commands[name]) for name in names if not self.commands[name].hidden]
+            with formatter.section(heading):
+                formatter.write_dl([(name.ljust(width), command.get_short_help_str(_LONG)) for name, command in visible])
