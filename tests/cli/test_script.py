@@ -204,21 +204,3 @@ def test_a_script_needs_an_image_in_a_cluster(capsys: pytest.CaptureFixture[str]
     assert (
         "train.py needs an image in a cluster, with torch and Outlast: add --set image=NAME before it" in capsys.readouterr().err
     )
-
-
-def test_the_shell_completes_jobs_actions_and_datasets(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from outlast.cli import commands, which
-    from outlast.data import registry
-
-    monkeypatch.setattr(which, "names", lambda incomplete: ["train"])
-    monkeypatch.setattr(commands, "command", commands.command.__wrapped__)  # built anew, with these names
-    found = {}
-    for words in ("chaos t", "data get ", "scale "):
-        monkeypatch.setenv("_OUTLAST_COMPLETE", "complete_bash")
-        monkeypatch.setenv("COMP_WORDS", f"outlast {words}")
-        monkeypatch.setenv("COMP_CWORD", str(len(words.split(" "))))
-        outlast(None)
-        found[words] = capsys.readouterr().out.split()
-    assert found == {"chaos t": ["term", "train"], "data get ": list(registry.NAMES), "scale ": ["train"]}

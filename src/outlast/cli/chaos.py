@@ -10,19 +10,14 @@ from typing import Annotated
 import typer
 
 from outlast.base.backoff import RANDOM
-from outlast.cli import terminal, which
+from outlast.cli import completion, terminal, which
 from outlast.cli.which import ContextOption, NamespaceOption
 from outlast.job import chaos as faults
 
 
-def _completed(incomplete: str) -> list[str]:
-    """Shell completion: actions, then jobs."""
-    return [*(action for action in faults.ACTIONS if action.startswith(incomplete)), *which.names(incomplete)]
-
-
 def chaos(
     ctx: typer.Context,
-    words: Annotated[list[str], typer.Argument(hidden=True, autocompletion=_completed)],
+    words: Annotated[list[str], typer.Argument(hidden=True, autocompletion=completion.actions_and_jobs)],
     worker: Annotated[int | None, typer.Option(metavar="N", min=0, help="Inject it into this worker.")] = None,
     random_: Annotated[bool, typer.Option("--random", help="Pick a random worker, as without --worker.")] = False,
     every: Annotated[str | None, typer.Option(metavar="TIME", help="Repeat at this interval until the job ends.")] = None,

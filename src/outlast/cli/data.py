@@ -12,7 +12,7 @@ import typer
 
 from outlast.base import units
 from outlast.base.errors import OutlastError
-from outlast.cli import prepare_data, show, terminal, transfers, which
+from outlast.cli import completion, prepare_data, show, terminal, transfers, which
 from outlast.cli.groups import Commands
 from outlast.cli.which import ContextOption, NamespaceOption
 
@@ -27,12 +27,6 @@ if TYPE_CHECKING:
 app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="Get datasets, and prepare them for training.")
 
 
-def _names() -> list[str]:
-    from outlast.data import registry
-
-    return list(registry.NAMES)
-
-
 @app.command()
 def get(
     ctx: typer.Context,
@@ -41,7 +35,7 @@ def get(
         typer.Argument(
             metavar="[NAME|URL]",
             help="A dataset, or the URL of a file, with #sha256=... behind it. Without it: which datasets have a name.",
-            autocompletion=_names,
+            autocompletion=completion.datasets,
         ),
     ] = None,
     to: Annotated[

@@ -12,7 +12,7 @@ import typer
 
 from outlast.base import units
 from outlast.base.errors import OutlastError
-from outlast.cli import show, terminal, which
+from outlast.cli import completion, show, terminal, which
 from outlast.cli.which import ContextOption, NamespaceOption, YesOption
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def forget(
     ctx: typer.Context,
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME", help="Jobs, or URLs of outputs.", autocompletion=which.names)
+        list[str] | None, typer.Argument(metavar="NAME", help="Jobs, or URLs of outputs.", autocompletion=completion.jobs)
     ] = None,
     all_finished: Annotated[bool, typer.Option("--all-finished", help="All jobs that have ended.")] = False,
     older_than: Annotated[

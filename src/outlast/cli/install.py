@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast.cli import terminal
+from outlast.cli import completion, terminal
 from outlast.cli.which import ContextOption, YesOption
 from outlast.job.contract import OPERATOR_NAMESPACE
 
@@ -19,7 +19,9 @@ _WAIT_S = 120.0
 _RUNS = {"Deployment": "the operator", "DaemonSet": "the node watcher"}
 
 
-OperatorNamespace = Annotated[str, typer.Option("--namespace", metavar="NAME", help="Namespace of the operator.")]
+OperatorNamespace = Annotated[
+    str, typer.Option("--namespace", metavar="NAME", help="Namespace of the operator.", autocompletion=completion.namespaces)
+]
 
 
 def install(

@@ -13,7 +13,7 @@ import typer
 
 from outlast.base import backoff
 from outlast.base.errors import NotFound, OutlastError
-from outlast.cli import show, terminal, which
+from outlast.cli import completion, show, terminal, which
 from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
 
@@ -152,7 +152,7 @@ def logs(
 
 def scale(
     ctx: typer.Context,
-    words: Annotated[list[str], typer.Argument(hidden=True, autocompletion=which.names)],
+    words: Annotated[list[str], typer.Argument(hidden=True, autocompletion=completion.jobs)],
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:

@@ -6,12 +6,20 @@ from typing import Annotated, Literal
 
 import typer
 
+from outlast.cli import completion
 from outlast.cli.which import ContextOption
 
 
 def operator(
     namespace: Annotated[
-        str | None, typer.Option("--namespace", "-n", metavar="NAME", help="Only jobs in this namespace. Default: all.")
+        str | None,
+        typer.Option(
+            "--namespace",
+            "-n",
+            metavar="NAME",
+            help="Only jobs in this namespace. Default: all.",
+            autocompletion=completion.namespaces,
+        ),
     ] = None,
     workers: Annotated[int, typer.Option(metavar="N", min=1, help="Number of jobs reconciled at the same time.")] = 8,
     lost_after: Annotated[

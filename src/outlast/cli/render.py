@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from outlast.base.errors import InvalidJob, OutlastError
-from outlast.cli import terminal, which
+from outlast.cli import completion, terminal, which
 from outlast.cli.which import FileArgument, SetOption, TitleOption, TopologyOption
 
 if TYPE_CHECKING:
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 def render(
     file: FileArgument,
     topology: TopologyOption = "elasticjob",
-    namespace: Annotated[str | None, typer.Option("-n", "--namespace", help="Namespace, instead of that in the file.")] = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option("-n", "--namespace", help="Namespace, instead of that in the file.", autocompletion=completion.namespaces),
+    ] = None,
     name: TitleOption = None,
     set_: SetOption = None,
     upload: Annotated[

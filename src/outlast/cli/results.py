@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outlast.base.errors import OutlastError
-from outlast.cli import show, terminal, transfers, which
+from outlast.cli import completion, show, terminal, transfers, which
 from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import BestOption, ContextOption, NameArgument, NamespaceOption, StepOption
 from outlast.job import contract
@@ -28,7 +28,7 @@ NamesArgument = Annotated[
     typer.Argument(
         metavar="NAME",
         help="Name of the job; several are compared. Default: the only unfinished one, else the newest; in a cluster the only.",
-        autocompletion=which.names,
+        autocompletion=completion.jobs,
     ),
 ]
 
@@ -156,7 +156,7 @@ def _metrics(output: Path | str) -> Iterable[str | bytes]:
 
 def fetch(
     ctx: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the job.", autocompletion=which.names)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the job.", autocompletion=completion.jobs)],
     patterns: Annotated[list[str] | None, typer.Argument(metavar="PATTERN", help="Only these files.")] = None,
     to: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: ./NAME.")] = None,
     namespace: NamespaceOption = None,

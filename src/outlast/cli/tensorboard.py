@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outlast.base.errors import OutlastError
-from outlast.cli import serving, terminal, which
+from outlast.cli import completion, serving, terminal, which
 from outlast.cli.which import ContextOption, NamespaceOption
 from outlast.job import contract
 
@@ -39,7 +39,11 @@ def tensorboard(
     ctx: typer.Context,
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[JOB]...", help="Names of jobs, URLs of outputs in a store, or directories of outputs."),
+        typer.Argument(
+            metavar="[JOB]...",
+            help="Names of jobs, URLs of outputs in a store, or directories of outputs.",
+            autocompletion=completion.jobs,
+        ),
     ] = None,
     port: Annotated[
         int | None, typer.Option(metavar="N", min=0, max=65535, help="Port. Default: 6006, or a free one if that is taken.")

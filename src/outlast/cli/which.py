@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 
 from outlast.base import units
 from outlast.base.errors import NotFound, OutlastError
-from outlast.cli import show, terminal
+from outlast.cli import completion, show, terminal
 
 if TYPE_CHECKING:
     from outlast.job.backend import Backend
@@ -34,11 +34,28 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Set a field of `spec` to this value (YAML); may be repeated."),
 ]
-TopologyOption = Annotated[str, typer.Option("--as", metavar="TOPOLOGY", help="elasticjob, job, indexed-job or statefulset.")]
-NamespaceOption = Annotated[
-    str | None, typer.Option("-n", "--namespace", metavar="NAME", help="The job is in this namespace of a cluster.")
+TopologyOption = Annotated[
+    str,
+    typer.Option(
+        "--as", metavar="TOPOLOGY", help="elasticjob, job, indexed-job or statefulset.", autocompletion=completion.topologies
+    ),
 ]
-ContextOption = Annotated[str | None, typer.Option(metavar="NAME", help="The job is in the cluster of this kubeconfig context.")]
+NamespaceOption = Annotated[
+    str | None,
+    typer.Option(
+        "-n",
+        "--namespace",
+        metavar="NAME",
+        help="The job is in this namespace of a cluster.",
+        autocompletion=completion.namespaces,
+    ),
+]
+ContextOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="The job is in the cluster of this kubeconfig context.", autocompletion=completion.contexts
+    ),
+]
 BestOption = Annotated[bool, typer.Option("--best", help="The best checkpoint, by its metric.")]
 StepOption = Annotated[int | None, typer.Option(metavar="N", min=0, help="The checkpoint of this step.")]
 YesOption = Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")]
@@ -104,17 +121,12 @@ def suffix(namespace: str | None, context: str | None) -> str:
     return "".join([f" -n {namespace}" if namespace else "", f" --context {context}" if context else ""])
 
 
-def names(incomplete: str) -> list[str]:
-    """Names for shell completion."""
-    return [status.name for status in this_machine().list() if status.name.startswith(incomplete)]
-
-
 NameArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="NAME",
         help="Name of the job. Default: the only unfinished one, else the newest; in a cluster the only one.",
-        autocompletion=names,
+        autocompletion=completion.jobs,
     ),
 ]
 

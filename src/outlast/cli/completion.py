@@ -1,0 +1,135 @@
+"""Completion in the shell: names of jobs, namespaces and contexts.
+
+A shell asks when somebody presses TAB. So nothing here prints or fails, and nothing takes longer than a second: what a cluster
+has not answered by then is not offered. Where there is nothing to offer, the shell offers files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from outlast.kubernetes.api import Cluster
+
+_TIMEOUT_S = 1.0
+"""Longest wait for the answer of a cluster."""
+
+
+def jobs(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Names of jobs: those of the cluster that the options before name, else of this directory, else of the current cluster."""
+    return _offered(lambda: _jobs(ctx), incomplete)
+
+
+def actions_and_jobs(ctx: typer.Context, incomplete: str) -> list[str]:
+    """The actions of `outlast chaos`, then names of jobs."""
+    from outlast.job import chaos
+
+    return [*_matching(chaos.ACTIONS, incomplete), *jobs(ctx, incomplete)]
+
+
+def namespaces(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Namespaces: those that contexts of the kubeconfig name, and those of the cluster if it lets us list them."""
+    return _offered(lambda: _namespaces(ctx), incomplete)
+
+
+def contexts(incomplete: str) -> list[str]:
+    """Contexts of the kubeconfig."""
+    return _offered(lambda: (entry["name"] for entry in _kubeconfig()), incomplete)
+
+
+def topologies(incomplete: str) -> list[str]:
+    """Topologies that a job can have in a cluster."""
+    from outlast.kubernetes.manifests import TOPOLOGIES
+
+    return _matching(TOPOLOGIES, incomplete)
+
+
+def datasets(incomplete: str) -> list[str]:
+    """Datasets that `outlast data get` knows by name."""
+    from outlast.data import registry
+
+    return _matching(registry.NAMES, incomplete)
+
+
+def _jobs(ctx: typer.Context) -> Iterator[str]:
+    from outlast.kubernetes.api import kubeconfig
+    from outlast.local import state_dir
+    from outlast.local.backend import LocalBackend
+
+    if not (ctx.params.get("namespace") or ctx.params.get("context")):
+        local = [status.name for status in LocalBackend(state_dir.root()).list()]
+        yield from local
+        if local or not kubeconfig.any_(os.environ):
+            return
+    from outlast.kubernetes.jobs.workloads import Workloads, job_name
+
+    yield from _answered(ctx, lambda cluster: map(job_name, Workloads(cluster).list_()))
+
+
+def _namespaces(ctx: typer.Context) -> Iterator[str]:
+    from outlast.kubernetes import api
+
+    for entry in _kubeconfig():
+        if name := entry["context"].get("namespace"):
+            yield name
+    yield from _answered(ctx, lambda cluster: (each["metadata"]["name"] for each in cluster.list_(api.NAMESPACE)))
+
+
+def _kubeconfig() -> list[dict[str, Any]]:
+    """The contexts of the kubeconfig. Raises NoCluster."""
+    from outlast.kubernetes.api import kubeconfig
+
+    entries: list[dict[str, Any]] = kubeconfig.read(kubeconfig.files(os.environ))["contexts"]
+    return entries
+
+
+def _answered(ctx: typer.Context, names: Callable[[Cluster], Iterable[str]]) -> list[str]:
+    """The names that a cluster gives within the timeout."""
+    from outlast.kubernetes import api
+
+    api.load()
+    answer: list[str] = []
+
+    def ask() -> None:
+        with (
+            contextlib.suppress(Exception),  # no login, no right, no answer: as if there were no names
+            contextlib.closing(api.connect(ctx.params.get("context"), ctx.params.get("namespace"))) as cluster,
+        ):
+            answer.extend(names(cluster))
+
+    thread = threading.Thread(target=ask, name="completion", daemon=True)
+    thread.start()
+    thread.join(_TIMEOUT_S)
+    return answer.copy()
+
+
+def _offered(names: Callable[[], Iterable[str]], incomplete: str) -> list[str]:
+    """The names that begin like this, each once; after an error those before it."""
+    offered: dict[str, None] = {}
+    with _quiet(), contextlib.suppress(Exception):  # a damaged file: whoever presses TAB does not want to read of it
+        for name in names():
+            offered[name] = None
+    return _matching(offered, incomplete)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Discard standard error, that of login programs of a kubeconfig, too."""
+    before, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, 2)
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+        os.close(nothing)
+
+
+def _matching(names: Iterable[str], incomplete: str) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]
