@@ -1,4 +1,4 @@
-"""`outlast list | status | logs | scale | suspend | resume | cancel`: look at jobs and steer them."""
+"""`outlast list | status | logs`: where jobs stand, and what they print."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import json
 import re
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outlast.base import backoff
-from outlast.base.errors import NotFound, OutlastError
-from outlast.cli import completion, show, terminal, which
+from outlast.base.errors import OutlastError
+from outlast.cli import show, terminal, which
 from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
 
@@ -148,94 +147,3 @@ def logs(
     for line in terminal.Folded().take(lines) if follow and worker is None else lines:
         if wanted is None or wanted.search(line.text):
             terminal.log([line], prefixed=worker is None)
-
-
-def scale(
-    ctx: typer.Context,
-    words: Annotated[list[str], typer.Argument(hidden=True, autocompletion=completion.jobs)],
-    namespace: NamespaceOption = None,
-    context: ContextOption = None,
-) -> None:
-    """Change the number of workers of a job.
-
-    The number must be between workers.min and workers.max of the job file. Training with a session saves first and loses no step;
-    a plain script gets SIGTERM, and interruption.grace to save.
-
-    \b
-    Examples:
-      outlast scale 3
-      outlast scale cifar10 1
-    """
-    place = which.place(ctx, which.first(words), namespace, context)
-    name, number = which.and_last(place, words, "N")
-    if not number.isdecimal():
-        raise typer.BadParameter(f"{number!r} is not a number of workers")
-    place.scale(name, int(number))
-    print(f"{name} is scaled to {show.count(int(number), 'worker')}")
-
-
-def suspend(
-    ctx: typer.Context, name: NameArgument = None, namespace: NamespaceOption = None, context: ContextOption = None
-) -> None:
-    """Save, and release the workers until `outlast resume`.
-
-    Training with a session saves first; a plain script gets SIGTERM, and interruption.grace to save.
-
-    \b
-    Examples:
-      outlast suspend cifar10
-    """
-    place, name = which.found(ctx, name, namespace, context)
-    place.steer(name, "suspend")
-    more = f"outlast resume {name}{which.suffix(namespace, context)}"
-    print(f"{name} is being suspended: its workers save and exit; continue with: {more}")
-
-
-def resume(
-    ctx: typer.Context, name: NameArgument = None, namespace: NamespaceOption = None, context: ContextOption = None
-) -> None:
-    """Continue a job that was stopped or has failed.
-
-    A job that was suspended, interrupted or cancelled, or that failed, continues with the code and the job file it was
-    submitted with; `outlast run FILE` takes the current ones. It runs in the background.
-
-    \b
-    Examples:
-      outlast resume cifar10
-    """
-    place, name = which.found(ctx, name, namespace, context)
-    place.steer(name, "resume")
-    for notice in place.notices:
-        terminal.say(notice)
-    print(f"{name} goes on; look at it with: outlast status {name}{which.suffix(namespace, context)}")
-
-
-def cancel(
-    ctx: typer.Context, name: NameArgument = None, namespace: NamespaceOption = None, context: ContextOption = None
-) -> None:
-    """End a job. What is saved stays; `outlast run FILE`, or `outlast submit FILE` in a cluster, continues from there.
-
-    \b
-    Examples:
-      outlast cancel cifar10
-    """
-    place, name = which.found(ctx, name, namespace, context)
-    try:
-        output = place.output(name)
-    except NotFound:  # other objects of the job may still exist
-        place.steer(name, "cancel")
-        print(f"{name} was gone already; its remaining objects are deleted")
-        return
-    done = which.in_cluster(place) and place.status(name).state == "Succeeded"
-    place.steer(name, "cancel")
-    where = f"; its output {'stays in' if _stays(output) else 'was'} {output}" if output else ""
-    if isinstance(output, Path):
-        more = f"; {place.status(name).again} goes on from what is saved"
-    else:
-        more = "; outlast submit FILE goes on from what is saved" if _stays(output) else ""
-    print(f"{name}, which had succeeded, is removed{where}" if done else f"{name} is cancelled{where}{more}")
-
-
-def _stays(output: Path | str) -> bool:
-    """Whether the output outlives the pods."""
-    return isinstance(output, Path) or "://" in output

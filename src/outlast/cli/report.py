@@ -1,9 +1,8 @@
-"""`outlast report | evaluate`: where the time of a run went, and how good its model is."""
+"""`outlast report`: where the time of a run went; several runs side by side."""
 
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import functools
 import sys
 import time
@@ -14,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outlast.base.errors import OutlastError
-from outlast.cli import completion, show, terminal, transfers, which
+from outlast.cli import completion, show, terminal, which
 from outlast.cli.show import Output, OutputOption
-from outlast.cli.which import BestOption, ContextOption, NameArgument, NamespaceOption, StepOption
+from outlast.cli.which import ContextOption, NamespaceOption
 from outlast.job import contract
 
 if TYPE_CHECKING:
@@ -152,80 +151,3 @@ def _metrics(output: Path | str) -> Iterable[str | bytes]:
         return (output / contract.METRICS).read_bytes().splitlines()
     except OSError:  # none logged, or not on this machine
         return ()
-
-
-def fetch(
-    ctx: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the job.", autocompletion=completion.jobs)],
-    patterns: Annotated[list[str] | None, typer.Argument(metavar="PATTERN", help="Only these files.")] = None,
-    to: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: ./NAME.")] = None,
-    namespace: NamespaceOption = None,
-    context: ContextOption = None,
-) -> None:
-    """Fetch the results of a job from its output in a store.
-
-    Checkpoints only where a PATTERN names them. git and the code of later jobs leave the directory out.
-
-    \b
-    Examples:
-      outlast fetch cifar10 -n team-a
-      outlast fetch cifar10 model.pt 'logs/*' --to results
-    """
-    from outlast.storage.runs.output import OWN, skipped
-    from outlast.storage.sync import growing, sync
-
-    if (url := which.in_store(name)) is None:
-        place, name = which.found(ctx, name, namespace, context)
-        url = str(place.output(name))
-        if "://" not in url:
-            raise OutlastError(f"{name} has no output in a store; what it wrote is in {url}")
-    there, record = which.recorded(url)
-    directory = to or Path(record.job)
-    left = skipped if not patterns else lambda path: not any(fnmatch.fnmatch(path, each) for each in patterns)
-    (directory / OWN).mkdir(parents=True, exist_ok=True)
-    (directory / ".gitignore").write_text("*\n")
-    with transfers.interruptible() as stop, transfers.shown("received") as tell:
-        how = sync.Options(skip=left, stop=stop, progress=lambda now: tell(now.bytes, now.bytes_total))
-        report = sync.pull(there, directory, directory / OWN / "pulled", how)
-        for path in growing.files(there) if not patterns else [path for path in growing.files(there) if not left(path)]:
-            growing.fetch(there, path, directory / path, stop)
-    if report.failed:
-        raise OutlastError(f"{report.failed[0][0]} could not be fetched: {report.failed[0][1]}; the same command tries again")
-    print(f"{there.url}: {directory}")
-
-
-def evaluate(
-    ctx: typer.Context,
-    name: NameArgument = None,
-    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Further arguments for the job's module.")] = None,
-    best: BestOption = False,
-    step: StepOption = None,
-    namespace: NamespaceOption = None,
-    context: ContextOption = None,
-) -> None:
-    """Evaluate the model of a job.
-
-    Runs the module or script of the job with --evaluate in one process; in a cluster in a pod of its own, whose log is shown.
-    A script of your own must know --evaluate: one that ignores its arguments goes on training.
-    With --best or --step it gets --checkpoint=STEP as well, and the checkpoint is fetched if it is only in the store.
-
-    \b
-    Examples:
-      outlast evaluate
-      outlast evaluate cifar10 --best
-      outlast evaluate cifar10 -- --batch=512
-      outlast evaluate cifar10 -n team-a
-    """
-    further = list(args or ())
-    if name is not None and name.startswith("-"):
-        further.insert(0, name)
-        name = None
-    if best and step is not None:
-        raise OutlastError(f"--best and --step {step} name two checkpoints; leave one of them out")
-    if best or step is not None:
-        further.insert(0, f"{contract.EVALUATED}{'best' if best else step}")
-    place, name = which.found(ctx, name, namespace, context)
-    code = place.evaluate(name, further, show=lambda line: terminal.log([line], prefixed=False))
-    if code == 2:  # argparse's
-        terminal.say(f"{name} was started with --evaluate and refuses its arguments; a script of your own must take --evaluate")
-    raise typer.Exit(code)

@@ -1,0 +1,56 @@
+"""`outlast fetch`: the output of a job, from its store."""
+
+from __future__ import annotations
+
+import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outlast.base.errors import OutlastError
+from outlast.cli import completion, transfers, which
+from outlast.cli.which import ContextOption, NamespaceOption
+
+if TYPE_CHECKING:
+    pass
+
+
+def fetch(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the job.", autocompletion=completion.jobs)],
+    patterns: Annotated[list[str] | None, typer.Argument(metavar="PATTERN", help="Only these files.")] = None,
+    to: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: ./NAME.")] = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+) -> None:
+    """Fetch the results of a job from its output in a store.
+
+    Checkpoints only where a PATTERN names them. git and the code of later jobs leave the directory out.
+
+    \b
+    Examples:
+      outlast fetch cifar10 -n team-a
+      outlast fetch cifar10 model.pt 'logs/*' --to results
+    """
+    from outlast.storage.runs.output import OWN, skipped
+    from outlast.storage.sync import growing, sync
+
+    if (url := which.in_store(name)) is None:
+        place, name = which.found(ctx, name, namespace, context)
+        url = str(place.output(name))
+        if "://" not in url:
+            raise OutlastError(f"{name} has no output in a store; what it wrote is in {url}")
+    there, record = which.recorded(url)
+    directory = to or Path(record.job)
+    left = skipped if not patterns else lambda path: not any(fnmatch.fnmatch(path, each) for each in patterns)
+    (directory / OWN).mkdir(parents=True, exist_ok=True)
+    (directory / ".gitignore").write_text("*\n")
+    with transfers.interruptible() as stop, transfers.shown("received") as tell:
+        how = sync.Options(skip=left, stop=stop, progress=lambda now: tell(now.bytes, now.bytes_total))
+        report = sync.pull(there, directory, directory / OWN / "pulled", how)
+        for path in growing.files(there) if not patterns else [path for path in growing.files(there) if not left(path)]:
+            growing.fetch(there, path, directory / path, stop)
+    if report.failed:
+        raise OutlastError(f"{report.failed[0][0]} could not be fetched: {report.failed[0][1]}; the same command tries again")
+    print(f"{there.url}: {directory}")
