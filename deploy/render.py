@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from outlast.cli import render
+from outlast.cli.cluster import render
 from outlast.kubernetes.manifests.installed import install
 
 HERE = Path(__file__).parent

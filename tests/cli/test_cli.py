@@ -25,7 +25,8 @@ import fake
 from machines import PROGRAMS
 from outlast import cli
 from outlast.base.errors import NotFound, OutlastError, Unanswered
-from outlast.cli import commands, live, overrides, show, view
+from outlast.cli import commands, live, show, view
+from outlast.cli.train import overrides
 from outlast.job import chaos
 from outlast.job.backend import Backend, LogLine
 from outlast.job.status import (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import fake
 from outlast import cli
 from outlast.base.errors import NotFound, OutlastError
-from outlast.cli import overrides, script
+from outlast.cli.train import overrides, script
 from outlast.job import spec
 from outlast.job.shipping import tree
 from outlast.job.status import JobStatus

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import ports
 from outlast import cli
-from outlast.cli import tensorboard
+from outlast.cli.look import tensorboard
 from outlast.kubernetes.api.streams import Ended
 from outlast.kubernetes.jobs.backend import KubernetesBackend
 from outlast.storage import store

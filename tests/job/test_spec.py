@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from outlast.base.errors import InvalidJob, NotFound, OutlastError
 from outlast.base.units import Every
-from outlast.cli.validate import validate
+from outlast.cli.train.validate import validate
 from outlast.job import contract, spec
 from outlast.job.spec import unused
 

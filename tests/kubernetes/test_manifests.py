@@ -17,7 +17,7 @@ from kubernetes_validate import utils as schemas
 
 from minors import MINORS, each_minor
 from outlast.base.errors import InvalidJob, OutlastError
-from outlast.cli import render as render_command
+from outlast.cli.cluster import render as render_command
 from outlast.job import contract, spec
 from outlast.kubernetes import manifests
 from outlast.kubernetes.manifests import evaluation, labels, names, objects, overlay, pods, request, resources, variables

@@ -25,7 +25,8 @@ import test_goodput
 import test_readme
 from outlast import cli
 from outlast.base.errors import NotFound, OutlastError
-from outlast.cli import notebook, serving
+from outlast.cli import serving
+from outlast.cli.train import notebook
 from outlast.job.failure import Failure
 from outlast.job.status import JobStatus, RankStatus, State, WorkerStatus
 from outlast.local import notebooks

@@ -14,7 +14,7 @@ import pytest
 
 import etcds
 from outlast import cli
-from outlast.cli import rdzv
+from outlast.cli.cluster import rdzv
 from outlast.rendezvous.etcd import gateway, schema
 from outlast.rendezvous.etcd.client import Present, Run
 from outlast.rendezvous.transports.sockets import Closed, Report

@@ -27,8 +27,8 @@ from faults import Proxy
 from outlast import cli
 from outlast.base import crc32
 from outlast.base.errors import AlreadyRunning, Changed, Denied, Missing, NoBucket, NotFound, OutlastError, Stopped
-from outlast.cli import sync as command
 from outlast.cli import transfers
+from outlast.cli.data import sync as command
 from outlast.storage import store
 from outlast.storage.store import Store
 from outlast.storage.sync import index, pool, sync, transfer, tree

@@ -1,4 +1,4 @@
-"""The command line: `outlast VERB`, one module a group of verbs.
+"""The command line: `outlast VERB`. Its rooms are the groups of the help: `train`, `look`, `data`, `cluster`.
 
 Verbs talk to a `backend.Backend`, and import heavy modules (pydantic, yaml, rich) when they are called,
 so that `outlast --help` answers at once. Exit codes are 0, 1 when the command failed, 2 when it was used wrongly,
@@ -16,33 +16,12 @@ import typer.main
 from typer.core import TyperCommand
 
 from outlast import __version__
-from outlast.cli import (
-    chaos,
-    checkpoints,
-    data,
-    doctor,
-    evaluate,
-    fetch,
-    install,
-    jobs,
-    notebook,
-    processes,
-    rdzv,
-    render,
-    report,
-    run,
-    script,
-    steer,
-    submit,
-    sync,
-    tensorboard,
-    terminal,
-    top,
-    validate,
-    which,
-    why,
-)
+from outlast.cli import terminal, which
+from outlast.cli.cluster import doctor, install, processes, rdzv, render
+from outlast.cli.data import checkpoints, fetch, get, sync
 from outlast.cli.groups import Commands
+from outlast.cli.look import jobs, report, tensorboard, top, why
+from outlast.cli.train import chaos, evaluate, notebook, run, script, steer, submit, validate
 
 GROUPS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Train": {
@@ -71,7 +50,7 @@ GROUPS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Data and checkpoints": {
         "checkpoints": checkpoints.app,
         "fetch": fetch.fetch,
-        "data": data.app,
+        "data": get.app,
         "sync": sync.sync,
     },
     "Cluster": {

@@ -510,7 +510,7 @@ def write(directory: Path, manifest: Manifest) -> None:
 
 
 class Files(Protocol):
-    """The files of a dataset in a directory (`Local`) or a store (`cli.prepare_data`)."""
+    """The files of a dataset in a directory (`Local`) or a store (`cli.data.prepare`)."""
 
     def size(self, name: str) -> int | None:
         """Bytes of a file; None if there is none."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from outlast.cli import render
+from outlast.cli.cluster import render
 from outlast.job import spec
 from outlast.kubernetes import manifests
 from outlast.kubernetes.manifests.request import Document

@@ -12,7 +12,8 @@ import typer
 
 from outlast.base import units
 from outlast.base.errors import OutlastError
-from outlast.cli import completion, prepare_data, show, terminal, transfers, which
+from outlast.cli import completion, show, terminal, transfers, which
+from outlast.cli.data import prepare
 from outlast.cli.groups import Commands
 from outlast.cli.which import ContextOption, NamespaceOption
 
@@ -196,5 +197,5 @@ def _unchecked(dataset: Dataset, found: Marker, url: bool) -> str:
     return f"what came was not compared with any checksum; to have that done, append #sha256={found.sha256} to the URL"
 
 
-app.add_typer(prepare_data.app, name="prepare")
-app.command()(prepare_data.verify)
+app.add_typer(prepare.app, name="prepare")
+app.command()(prepare.verify)

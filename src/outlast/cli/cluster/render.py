@@ -53,7 +53,7 @@ def render(
       outlast render job.yaml --as job --server-side | kubectl apply --server-side -f -
       outlast render job.yaml --as job --upload | kubectl apply -f -
     """
-    from outlast.cli import overrides
+    from outlast.cli.train import overrides
     from outlast.job.spec import unused
     from outlast.kubernetes import manifests
     from outlast.kubernetes.jobs.parcel import APPLIED, SMALL

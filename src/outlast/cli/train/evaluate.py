@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -10,9 +10,6 @@ from outlast.base.errors import OutlastError
 from outlast.cli import terminal, which
 from outlast.cli.which import BestOption, ContextOption, NameArgument, NamespaceOption, StepOption
 from outlast.job import contract
-
-if TYPE_CHECKING:
-    pass
 
 
 def evaluate(

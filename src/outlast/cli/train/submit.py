@@ -13,9 +13,11 @@ import typer
 
 from outlast.base import backoff
 from outlast.base.errors import NotFound, OutlastError, StoreError
-from outlast.cli import render, script, terminal, waited, which
-from outlast.cli.script import ModuleOption, WorkersOption
-from outlast.cli.waited import KeyOption, OutputsOption, TerminateOption, WaitOption
+from outlast.cli import terminal, which
+from outlast.cli.cluster import render
+from outlast.cli.train import script, step
+from outlast.cli.train.script import ModuleOption, WorkersOption
+from outlast.cli.train.step import KeyOption, OutputsOption, TerminateOption, WaitOption
 from outlast.cli.which import ContextOption, FileOrScript, NamespaceOption, SetOption, TitleOption, TopologyOption
 
 if TYPE_CHECKING:
@@ -65,7 +67,7 @@ def submit(
       outlast submit job.yaml --dry-run --set workers.replicas=8
       outlast submit job.yaml --wait --outputs out --idempotency-key "$RUN"
     """
-    from outlast.cli import overrides
+    from outlast.cli.train import overrides
     from outlast.job.spec import unused
     from outlast.kubernetes import manifests
 
@@ -78,7 +80,7 @@ def submit(
         raise OutlastError("--idempotency-key is empty; give the id of the pipeline's run")
     if key:
         content = source.read_bytes() if not module else file
-        job = waited.named(job, key, content, *ctx.args, workers, *(set_ or ()))
+        job = step.named(job, key, content, *ctx.args, workers, *(set_ or ()))
     place = backend(ctx, job, topology, namespace, context)
     if not wait and not place.cluster.has_namespace():  # with --wait, requests are repeated while the API server is away
         raise place.workloads.nowhere()
@@ -96,9 +98,9 @@ def submit(
         _warn(place.cluster)
         return
     if wait:
-        wish = waited.Wish(outputs, on_terminate=on_terminate, keyed=bool(key))
+        wish = step.Wish(outputs, on_terminate=on_terminate, keyed=bool(key))
         apply = functools.partial(place.apply, job, source=source, take_over=take_over)
-        raise typer.Exit(waited.until_end(place, title, apply, wish))
+        raise typer.Exit(step.until_end(place, title, apply, wish))
     for sentence in place.apply(job, source=source, fresh=fresh, take_over=take_over):
         print(sentence, flush=True)
     _warn(place.cluster)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outlast.base.errors import InvalidJob, OutlastError
-from outlast.cli import script
+from outlast.cli.train import script
 
 if TYPE_CHECKING:
     from outlast.job.spec import Job

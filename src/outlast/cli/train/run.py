@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outlast.base.errors import NotFound, OutlastError
-from outlast.cli import overrides, script, terminal, which
-from outlast.cli.script import ModuleOption, WorkersOption
+from outlast.cli import terminal, which
+from outlast.cli.train import overrides, script
+from outlast.cli.train.script import ModuleOption, WorkersOption
 from outlast.cli.which import FileOrScript, SetOption, TitleOption
 
 if TYPE_CHECKING:

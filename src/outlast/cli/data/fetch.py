@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from outlast.base.errors import OutlastError
 from outlast.cli import completion, transfers, which
 from outlast.cli.which import ContextOption, NamespaceOption
-
-if TYPE_CHECKING:
-    pass
 
 
 def fetch(

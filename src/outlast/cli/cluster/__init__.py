@@ -1,0 +1,1 @@
+"""Commands for a cluster: install Outlast, check it, run its processes, render jobs for it."""

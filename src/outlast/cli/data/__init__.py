@@ -1,0 +1,1 @@
+"""Commands for datasets, checkpoints and results, here and in stores."""
