@@ -652,9 +652,10 @@ def test_the_state_of_a_checkpoint_can_be_read_without_a_session(plain: Path):
     assert other.weight.equal(model.weight)
 
 
-def test_the_loop_in_the_readme_leaves_a_checkpoint_and_a_model(plain: Path):
+def test_the_diff_in_the_readme_makes_a_script_that_leaves_a_checkpoint_and_a_model(plain: Path):
     readme = Path(__file__).parents[2] / "README.md"
-    [loop] = [block for block in re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL) if "session.open" in block]
+    [diff] = re.findall(r"```diff\n(.*?)```", readme.read_text(), re.DOTALL)
+    loop = "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))
     model = nn.Linear(3, 2)
     names: dict[str, Any] = {
         "model": model,
