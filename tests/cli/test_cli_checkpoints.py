@@ -198,7 +198,9 @@ def test_what_is_removed_while_it_is_verified_is_not_damaged(outlast: Outlast, h
 
     monkeypatch.setattr(checkpoints, "verify", lambda path: retention(path) if path == new.path else verify(path))
     said = ["step-00000010: removed meanwhile, as checkpoint.keep says", "step-00000020: whole, 2.9 KiB"]
-    monkeypatch.setattr(cli.checkpoints, "_saved", lambda _: [cli.checkpoints.Saved(20, new), cli.checkpoints.Saved(10, old)])
+    monkeypatch.setattr(
+        cli.data.checkpoints, "_saved", lambda _: [cli.data.checkpoints.Saved(20, new), cli.data.checkpoints.Saved(10, old)]
+    )
     code, out, _ = outlast("verify")
     assert (code, sorted(out.splitlines())) == (0, said)
 

@@ -17,7 +17,7 @@ from outlast.base.errors import NotFound, OutlastError
 from outlast.cli import terminal
 
 _START_S = 60.0
-"""How long a server may take to answer; arbitrary."""
+"""Timeout of a server's first answer; arbitrary."""
 
 
 def port(wanted: int | None, bind: str, default: int) -> int:
@@ -97,7 +97,7 @@ def child(
 
 
 def answers(bind: str, number: int) -> bool:
-    """Whether somebody listens at a port."""
+    """True if a server accepts connections at this port."""
     with contextlib.suppress(OSError), socket.create_connection((bind, number), 1):
         return True
     return False
@@ -107,6 +107,6 @@ def _wait(name: str, ready: Callable[[], bool], process: subprocess.Popen[bytes]
     until = time.monotonic() + start_s
     while not ready():
         if process.poll() is not None or time.monotonic() > until:
-            said = log.read_text(errors="replace").strip().splitlines()
-            raise NotFound(f"{name} does not start: {said[-1] if said else 'it says nothing'}")
+            lines = log.read_text(errors="replace").strip().splitlines()
+            raise NotFound(f"{name} does not start: {lines[-1] if lines else 'it says nothing'}")
         time.sleep(0.1)

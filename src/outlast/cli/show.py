@@ -1,4 +1,4 @@
-"""What the command line prints: tables, the page of a job, JSON and YAML.
+"""Output of the command line: tables, the page of a job, JSON and YAML.
 
 Plain text in columns without a library, so that `outlast list` is instant. The live view is in `live`.
 """
@@ -110,19 +110,19 @@ _UNTOLD = "none reported; a line such as `step 120/2000` on rank 0 is read, outl
 
 
 def _steps_known(status: JobStatus) -> bool:
-    """Whether there is a step to show; a run that has just started is at step 0."""
+    """True if there is a step to show; a run that has just started is at step 0."""
     return bool(
         status.step or status.told or not status.started or (not status.finished and time.time() - status.started < _FIRST_STEP_S)
     )
 
 
 def session(status: JobStatus) -> bool:
-    """Whether the training has a session: it reports its steps through one, or has committed a checkpoint."""
+    """True if the training has a session: it reports its steps through one, or has committed a checkpoint."""
     return status.told == "session" or status.checkpoint is not None
 
 
 def no_checkpoint(status: JobStatus) -> str:
-    """How to say that no checkpoint is known: only with a session do we know that there is none."""
+    """`yet` or `seen`, to follow `none`: only with a session do we know that there is no checkpoint."""
     return "yet" if session(status) or not status.started else "seen"
 
 
@@ -146,10 +146,10 @@ def newest_checkpoint(status: JobStatus, now: float) -> str | None:
     if not newest.time:
         return f"step {newest.step}"
     best = newest.best
-    said = f"; best: step {best.step}, {terminal.one_line(best.by) or 'metric'} {best.value:.4g}" if best else ""
+    quality = f"; best: step {best.step}, {terminal.one_line(best.by) or 'metric'} {best.value:.4g}" if best else ""
     # nobody tells the size of one that an earlier start has saved
     size = f", {units.human_bytes(newest.bytes)}" if newest.bytes else ""
-    return f"step {newest.step}, {units.human_seconds(now - newest.time)} ago{size}{said}"
+    return f"step {newest.step}, {units.human_seconds(now - newest.time)} ago{size}{quality}"
 
 
 def newest_snapshot(status: JobStatus) -> str | None:
@@ -162,15 +162,15 @@ def newest_snapshot(status: JobStatus) -> str | None:
 
 def in_store(there: StoreStatus, now: float) -> str:
     """`s3://bucket/runs/digits: step 800, all uploaded 12s ago`, or since when uploads fail and why."""
-    said = [f"step {there.step}"] if there.step else []
+    parts = [f"step {there.step}"] if there.step else []
     uploaded = "uploaded" if there.backlog else "all uploaded"
-    if there.pushed or not said:
-        said += [f"{uploaded} {units.human_seconds(now - there.pushed)} ago"] if there.pushed else ["nothing uploaded yet"]
-    said += [f"now {there.doing}"] if there.doing else []
-    said += [f"{units.human_bytes(there.backlog)} of checkpoints to upload"] if there.backlog else []
+    if there.pushed or not parts:
+        parts += [f"{uploaded} {units.human_seconds(now - there.pushed)} ago"] if there.pushed else ["nothing uploaded yet"]
+    parts += [f"now {there.doing}"] if there.doing else []
+    parts += [f"{units.human_bytes(there.backlog)} of checkpoints to upload"] if there.backlog else []
     if there.since:
-        said.append(f"fails since {moment(there.since)} ({units.human_seconds(now - there.since)}): {there.error}")
-    return f"{there.url}: {', '.join(said)}"
+        parts.append(f"fails since {moment(there.since)} ({units.human_seconds(now - there.since)}): {there.error}")
+    return f"{there.url}: {', '.join(parts)}"
 
 
 def lost(total: LostStatus) -> str:
@@ -195,7 +195,6 @@ def failure(failed: Failure) -> str:
 
 
 def _training(status: JobStatus, now: float) -> dict[str, str | None]:
-    """The fields of a job that trains."""
     rate = f", {status.rate:.3g} steps/s" if status.rate and status.state.trains else ""
     left = f", {units.human_seconds(status.eta_s)} left" if status.eta_s else ""
     return {
@@ -246,7 +245,7 @@ def page(status: JobStatus, now: float) -> str:
 
 
 def _told(there: StoreStatus, status: JobStatus) -> bool:
-    """Whether there is more to show than the URL of the store: in a cluster that is the output, and only agents know more."""
+    """True if there is more to show than the URL of the store: in a cluster that is the output, and only agents know more."""
     return there.url != status.output or bool(there.step or there.pushed or there.since)
 
 
@@ -273,11 +272,11 @@ def _rank(rank: RankStatus) -> str:
 
 
 def changes(old: JobStatus | None, new: JobStatus) -> list[str]:
-    """What has changed for a reader who has seen `old`, one sentence per line."""
+    """The changes for a reader who has seen `old`, one sentence per line."""
     same = old is not None and old.state == new.state and (new.waits or new.reason) in ("", old.waits or old.reason)
-    told = [] if same else [state(new)]
+    sentences = [] if same else [state(new)]
     known = old.warnings if old is not None else []
-    return told + [f"warning: {warning}" for warning in new.warnings if warning not in known]
+    return sentences + [f"warning: {warning}" for warning in new.warnings if warning not in known]
 
 
 def one_of(what: str, given: str | None, known: Sequence[str], *, none: str) -> str:

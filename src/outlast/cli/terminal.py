@@ -107,7 +107,7 @@ def say(sentence: str) -> None:
 
 
 def colours(stream: TextIO | None) -> bool:
-    """Whether to write colours there: never with NO_COLOR, always with FORCE_COLOR, else on a terminal that can.
+    """True if colours are written to this stream: never with NO_COLOR, always with FORCE_COLOR, else on a terminal that can.
 
     https://no-color.org and https://force-color.org: set to anything but an empty text.
     """
@@ -117,7 +117,7 @@ def colours(stream: TextIO | None) -> bool:
 
 
 def interactive(stream: TextIO | None) -> bool:
-    """Whether it is a terminal that can redraw what it shows, and that somebody can answer at.
+    """True for a terminal that can redraw its lines, and at which somebody can answer.
 
     A command in a cell of a notebook has a pseudo-terminal, of which the page shows every line and to which nobody can type.
     """
@@ -189,8 +189,8 @@ class Folded:
 
 
 def drawn(text: str, *, terminal: bool) -> Iterator[str]:
-    """What is seen of a line that draws over itself, as progress bars do with carriage returns: on a terminal what was drawn
-    last, else every drawing as a line, but of each bar only the last one."""
+    """The visible parts of a line that draws over itself, as progress bars do with carriage returns: on a terminal the last
+    drawing, else every drawing as a line, but of each bar only the last one."""
     parts = [part for part in _BACK.sub("", text).split("\r") if part.strip()] or [""]
     if terminal:
         yield parts[-1]

@@ -30,9 +30,9 @@ _POLL_S = 0.2
 _ENSURE_INTERVAL_S = 1.0
 """Interval of checks that the job still has a launcher."""
 _DRAIN_TIMEOUT_S = 1.0
-"""How long to wait for one more log line after the job has ended."""
+"""Timeout for one more log line after the job has ended."""
 _KILL_TIMEOUT_S = 5.0
-"""How long to wait for a killed job to be gone."""
+"""Timeout for a killed job to be gone."""
 _BATCH = 1000
 """Most log lines taken at once, and buffered before the reader of the logs has to wait."""
 
@@ -148,7 +148,7 @@ def exit_code(status: JobStatus) -> int:
 
 
 def summary(status: JobStatus, now: float) -> Iterator[str]:
-    """How a run ended, and what to do next."""
+    """Sentences on the end of a run, and on the next command."""
     took = units.human_seconds(show.lasted(status, now))
     did = [
         f"{show.steps(status)}{' steps' if status.epoch is None else ''} in {took}" if status.step else took,
@@ -167,7 +167,7 @@ def summary(status: JobStatus, now: float) -> Iterator[str]:
 
 
 def leaving(status: JobStatus) -> str:
-    """What the training does when it is asked to stop."""
+    """A phrase for the training's answer to a request to stop."""
     if show.session(status):
         return "saving and stopping"
     return "the script gets SIGTERM and interruption.grace to save and exit" if status.told else "the training is asked to stop"

@@ -93,9 +93,9 @@ def cluster(ctx: typer.Context, namespace: str | None = None, context: str | Non
     from outlast.kubernetes import api
     from outlast.kubernetes.jobs import backend as kubernetes
 
-    found = api.connect(context, checked(namespace))
-    ctx.call_on_close(found.close)
-    return kubernetes.KubernetesBackend(found)
+    connected = api.connect(context, checked(namespace))
+    ctx.call_on_close(connected.close)
+    return kubernetes.KubernetesBackend(connected)
 
 
 def checked(namespace: str | None) -> str | None:
@@ -159,8 +159,8 @@ def found(ctx: typer.Context, name: str | None, namespace: str | None, context: 
 
 
 def meant(statuses: Sequence[JobStatus]) -> tuple[str, str] | None:
-    """Which of several jobs (the newest last) a command without a name means, and why: the only unfinished one, or the newest if
-    all have finished. None if several are unfinished."""
+    """Pick from several jobs (the newest last) for a command without a name, with the reason: the only unfinished one, or the
+    newest if all have finished. None if several are unfinished."""
     match [status.name for status in statuses if not status.state.final]:
         case []:
             return statuses[-1].name, f"the newest of {len(statuses)} jobs"

@@ -29,7 +29,7 @@ def doctor(
     network: Annotated[bool, typer.Option(help="Try the network between two pods.")] = True,
     namespace: NamespaceOption = None,
     context: ContextOption = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=10, help="How long pods may take.")] = _TIMEOUT_S,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=10, help="Timeout of the pods.")] = _TIMEOUT_S,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Check that training would work here, and in a cluster.
@@ -48,19 +48,19 @@ def doctor(
 
     if image is None and (store or secret):
         raise OutlastError("--store and --secret are tried in a pod; say of which image: --image IMAGE")
-    found: list[tuple[str, Finding]] = []
+    findings: list[tuple[str, Finding]] = []
     with terminal.handled(signal.default_int_handler, signal.SIGTERM):  # pods are deleted then, as after Ctrl-C
         for section, checks in _asked(image, store, secret or [], network, namespace, context, timeout):
             if output is Output.TABLE:
-                print(("\n" if found else "") + section, flush=True)
+                print(("\n" if findings else "") + section, flush=True)
             for check in checks:
-                found.append((section, check))
+                findings.append((section, check))
                 if output is Output.TABLE:
                     print(diagnosis.line(check), flush=True)
     if output is not Output.TABLE:
         keys = ("where", "name", "outcome", "said", "remedy")
-        show.data([dict(zip(keys, (where, e.name, e.outcome, e.what, e.remedy), strict=True)) for where, e in found], output)
-    if any(check.wrong for _, check in found):
+        show.data([dict(zip(keys, (where, e.name, e.outcome, e.what, e.remedy), strict=True)) for where, e in findings], output)
+    if any(check.wrong for _, check in findings):
         raise typer.Exit(1)
 
 
@@ -88,14 +88,14 @@ def _asked(
     try:
         yield f"Cluster {cluster.context or cluster.server}, namespace {cluster.namespace}", _reached(_of(cluster))
         if image:
-            wanted = inside.Options(image, store, secrets, network, timeout)
-            yield f"In pods of {image}", _reached(inside.checks(cluster, wanted))
+            options = inside.Options(image, store, secrets, network, timeout)
+            yield f"In pods of {image}", _reached(inside.checks(cluster, options))
     finally:
         cluster.close()
 
 
 def _of(cluster: Cluster) -> Iterator[Finding]:
-    """What a cluster itself shows."""
+    """Checks of the cluster itself."""
     from outlast.kubernetes.diagnosis import cluster as judged
     from outlast.kubernetes.diagnosis import gather, machine
 

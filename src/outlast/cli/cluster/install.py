@@ -37,7 +37,7 @@ def install(
         bool, typer.Option("--dry-run", help="Only say what would be changed, as the API server sees it.")
     ] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until all of it runs; when it does not, say why.")] = False,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="How long --wait waits.")] = _WAIT_S,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="Timeout of --wait.")] = _WAIT_S,
     context: ContextOption = None,
 ) -> None:
     """Install Outlast in a cluster, or update it.
@@ -61,18 +61,20 @@ def install(
     installation.check_namespace(namespace)
     cluster = api.connect(context, namespace)
     try:
-        wanted = installation.documents(namespace=namespace, image=image or install.IMAGE, watch=node_watch, on_demand=on_demand)
+        documents = installation.documents(
+            namespace=namespace, image=image or install.IMAGE, watch=node_watch, on_demand=on_demand
+        )
         count: dict[str, int] = {}
-        for done in installation.bring(cluster, wanted, dry_run=dry_run):
+        for done in installation.bring(cluster, documents, dry_run=dry_run):
             print(done, flush=True)
             count[done.what] = count.get(done.what, 0) + 1
         would = "would be " if dry_run else ""
-        said = ", ".join(f"{number} {would}{what}" for what, number in count.items())
-        print(f"{cluster.context or cluster.server}: {said}")
+        counts = ", ".join(f"{number} {would}{what}" for what, number in count.items())
+        print(f"{cluster.context or cluster.server}: {counts}")
         for warning in cluster.warnings:
             terminal.say(f"the server warns: {warning}")
         begun = time.monotonic()
-        for workload in [each for each in wanted if each["kind"] in _RUNS and wait and not dry_run]:
+        for workload in [each for each in documents if each["kind"] in _RUNS and wait and not dry_run]:
             _wait(cluster, workload, begun, timeout)
     finally:
         cluster.close()
@@ -85,8 +87,8 @@ def _wait(cluster: api.Cluster, workload: dict[str, Any], begun: float, timeout:
 
     name = _RUNS[workload["kind"]]
     if causes := installation.wait(cluster, workload, timeout_s=max(1.0, begun + timeout - time.monotonic())):
-        said = f"{name[0].upper()}{name[1:]} does not run after {timeout:.0f} s"
-        print(f"\n{said}:\n\n{diagnosis.text(causes)}", file=sys.stderr)
+        problem = f"{name[0].upper()}{name[1:]} does not run after {timeout:.0f} s"
+        print(f"\n{problem}:\n\n{diagnosis.text(causes)}", file=sys.stderr)
         if any(cause.name == "image" for cause in causes):
             print(
                 "\nName another image with: outlast install --image IMAGE (make one: docs/guide/kubernetes.md#images)",

@@ -24,7 +24,7 @@ def operator(
     ] = None,
     workers: Annotated[int, typer.Option(metavar="N", min=1, help="Number of jobs reconciled at the same time.")] = 8,
     lost_after: Annotated[
-        str, typer.Option(metavar="TIME", help="How long a node may be unreachable before its pods are replaced.")
+        str, typer.Option(metavar="TIME", help="Replace the pods of a node that is unreachable for this long.")
     ] = "30s",
     log: Annotated[Literal["json", "text"], typer.Option(help="One JSON document per line, or text for people.")] = "json",
     context: ContextOption = None,

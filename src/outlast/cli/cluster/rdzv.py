@@ -54,11 +54,11 @@ def show(endpoint: EndpointOption, run: RunOption = None, output: OutputOption =
     from outlast.rendezvous.etcd import gateway
 
     with contextlib.closing(gateway.Etcd(gateway.address(endpoint))) as client:
-        found = _look(client, run)
+        runs = _look(client, run)
         if output is not Output.TABLE:
-            shown.data([facts(each) for each in found], output)
+            shown.data([facts(each) for each in runs], output)
         else:
-            print(page(found) or f"{client.address} has no run below {client.address.prefix}", flush=True)
+            print(page(runs) or f"{client.address} has no run below {client.address.prefix}", flush=True)
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -73,7 +73,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def why(run: Run) -> str:
-    """Why a run stands where it does, as its coordinator says."""
+    """The coordinator's reason for the present state of a run."""
     if run.closed:
         return f"over: {run.closed.reason} (exit code {run.closed.code})"
     if run.called:
@@ -117,18 +117,17 @@ def _look(client: Etcd, run: str | None) -> list[Run]:
     """All runs, or one. Raises NotFound, EtcdError."""
     from outlast.rendezvous.etcd import client as etcd
 
-    found = etcd.look(client, run)
-    if run is not None and not found:
-        there = ", ".join(each.name for each in etcd.look(client, None)) or "none"
+    runs = etcd.look(client, run)
+    if run is not None and not runs:
+        names = ", ".join(each.name for each in etcd.look(client, None)) or "none"
         raise NotFound(
-            f"{client.address} has no run {run} below {client.address.prefix}; it has {there}. Runs that have ended are deleted "
+            f"{client.address} has no run {run} below {client.address.prefix}; it has {names}. Runs that have ended are deleted "
             "after a while"
         )
-    return found
+    return runs
 
 
 def _whole(run: Run) -> str:
-    """One run with all its members."""
     top = {
         "run": run.name,
         **({"nnodes": run.nnodes} if run.nnodes else {}),

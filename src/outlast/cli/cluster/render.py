@@ -67,8 +67,8 @@ def render(
                 ways = f"{ways}, or add --server-side for kubectl apply --server-side"
             raise OutlastError(f"{parcel.sentence}, which render does not upload to by default; {ways}")
         parcel.put()
-    said = [parcel.sentence] if parcel.sentence else []
-    for sentence in [*said, *unused.anywhere(job), *manifests.warnings(job, topology)]:
+    sentences = [parcel.sentence] if parcel.sentence else []
+    for sentence in [*sentences, *unused.anywhere(job), *manifests.warnings(job, topology)]:
         terminal.say(f"{job.metadata.name}: {sentence}")
     if output == "yaml":
         print(text(documents), end="")
@@ -129,10 +129,10 @@ def text(documents: Sequence[dict[str, Any]]) -> str:
 
 def texts(paths: Sequence[str]) -> dict[str, str]:
     """The texts of files that pods need."""
-    found = {}
+    contents = {}
     for path in paths:
         try:
-            found[path] = Path(path).read_text()
+            contents[path] = Path(path).read_text()
         except OSError as error:
             raise OutlastError(f"{path} cannot be read: {error.strerror}; correct the path") from error
-    return found
+    return contents

@@ -35,7 +35,7 @@ StoreOption = Annotated[
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Where a job's checkpoints are."""
+    """The places of a job's checkpoints."""
 
     run: str
     directory: Path | None
@@ -60,26 +60,29 @@ class Saved:
     @property
     def generation(self) -> int:
         """The generation that saved it."""
-        said = self.here if self.here and not self.here.problem else self.there or self.here
-        return said.generation if said else 0
+        readable = self.here if self.here and not self.here.problem else self.there or self.here
+        return readable.generation if readable else 0
 
     @property
     def metric(self) -> Metric | None:
-        """How good it is, if that is known."""
+        """Its metric, if it has been measured."""
         return (self.here and self.here.metric) or (self.there and self.there.metric) or None
 
     @property
     def problem(self) -> str:
-        """Why its COMMIT cannot be read, where that is so."""
+        """The reason for which its COMMIT cannot be read; empty when it can."""
         here = f"here: {self.here.problem}" if self.here and self.here.problem else ""
         there = f"in the store: {self.there.problem}" if self.there and self.there.problem else ""
         return "; ".join(filter(None, (here, there)))
 
     def facts(self) -> dict[str, Any]:
-        """What its COMMIT says; all of it None when neither can be read."""
-        said = self.here if self.here and not self.here.problem else self.there.commit if self.there else None
-        facts = {name: getattr(said, name, None) for name in ("run", "generation", "world_size", "time")}
-        return {**facts, "bytes": getattr(self.here if said is self.here else self.there, "bytes", None) if said else None}
+        """The fields of its COMMIT; None each when neither can be read."""
+        readable = self.here if self.here and not self.here.problem else self.there.commit if self.there else None
+        facts = {name: getattr(readable, name, None) for name in ("run", "generation", "world_size", "time")}
+        return {
+            **facts,
+            "bytes": getattr(self.here if readable is self.here else self.there, "bytes", None) if readable else None,
+        }
 
     def sizes(self) -> dict[str, int]:
         """Its files."""
@@ -203,23 +206,23 @@ def list_(
       outlast checkpoints list s3://bucket/runs/cifar10
     """
     job = _job(ctx, name, store, namespace, context)
-    found = _saved(job)
-    ranks = _ranks(job, found)
+    every = _saved(job)
+    ranks = _ranks(job, every)
     if output is not Output.TABLE:
-        show.data([saved.plain(job, ranks) for saved in found], output)
+        show.data([saved.plain(job, ranks) for saved in every], output)
         return
-    if not found:
+    if not every:
         return _say_none()
     now, rows = time.time(), []
-    by = next((saved.metric.by for saved in reversed(found) if saved.metric), None)
+    by = next((saved.metric.by for saved in reversed(every) if saved.metric), None)
     columns = () if by is None else (by.upper() or "METRIC", "BEST")
-    for saved in found:
-        said = saved.facts()
-        age = units.human_seconds(now - said["time"]) if said["time"] is not None else None
-        size = units.human_bytes(said["bytes"]) if said["bytes"] is not None else None
+    for saved in every:
+        facts = saved.facts()
+        age = units.human_seconds(now - facts["time"]) if facts["time"] is not None else None
+        size = units.human_bytes(facts["bytes"]) if facts["bytes"] is not None else None
         where = "; ".join(filter(None, (saved.where if saved.where == "both" or not saved.problem else "", saved.problem)))
         good = (saved.metric and f"{saved.metric.value:.6g}", ranks.get(saved.step)) if columns else ()
-        rows.append((saved.step, age, size, *good, said["generation"], said["world_size"], said["run"], where))
+        rows.append((saved.step, age, size, *good, facts["generation"], facts["world_size"], facts["run"], where))
     print(show.table(("STEP", "AGE", "SIZE", *columns, "GENERATION", "RANKS", "RUN", "WHERE"), rows))
 
 
@@ -249,20 +252,20 @@ def show_(
     if not found:
         raise NotFound("nothing has been saved yet")
     newest = _chosen(found, step, best=best)[-1]
-    said = newest.plain(job, _ranks(job, found))
+    plain = newest.plain(job, _ranks(job, found))
     if output is not Output.TABLE:
-        show.data({**said, "files": newest.sizes()}, output)
+        show.data({**plain, "files": newest.sizes()}, output)
         return
     fields = {
-        "step": said["step"],
-        "directory": said["path"],
-        "in the store": said["url"],
-        "saved": show.moment(said["time"]) if said["time"] else None,
-        "size": units.human_bytes(said["bytes"]) if said["bytes"] is not None else None,
-        said["by"] or "metric": f"{said['metric']:.6g}" if said["metric"] is not None else None,
-        "run": said["run"],
-        "world": f"{said['world_size']} ranks, generation {said['generation']}" if said["world_size"] else None,
-        "problem": said["problem"],
+        "step": plain["step"],
+        "directory": plain["path"],
+        "in the store": plain["url"],
+        "saved": show.moment(plain["time"]) if plain["time"] else None,
+        "size": units.human_bytes(plain["bytes"]) if plain["bytes"] is not None else None,
+        plain["by"] or "metric": f"{plain['metric']:.6g}" if plain["metric"] is not None else None,
+        "run": plain["run"],
+        "world": f"{plain['world_size']} ranks, generation {plain['generation']}" if plain["world_size"] else None,
+        "problem": plain["problem"],
     }
     print(f"{show.fields(fields)}\n")
     print(show.table(("FILE", "SIZE"), ((file, units.human_bytes(size)) for file, size in newest.sizes().items())))
@@ -324,7 +327,7 @@ def verify(
 
 
 def _verified(path: Path) -> str | None:
-    """What is wrong with a checkpoint, which is protected from removal while we read it."""
+    """The damage of a checkpoint, which is protected from removal while we read it."""
     from outlast.storage import checkpoints
 
     try:

@@ -38,16 +38,16 @@ def fetch(
         url = str(place.output(name))
         if "://" not in url:
             raise OutlastError(f"{name} has no output in a store; what it wrote is in {url}")
-    there, record = which.recorded(url)
+    stored, record = which.recorded(url)
     directory = to or Path(record.job)
     left = skipped if not patterns else lambda path: not any(fnmatch.fnmatch(path, each) for each in patterns)
     (directory / OWN).mkdir(parents=True, exist_ok=True)
     (directory / ".gitignore").write_text("*\n")
     with transfers.interruptible() as stop, transfers.shown("received") as tell:
         how = sync.Options(skip=left, stop=stop, progress=lambda now: tell(now.bytes, now.bytes_total))
-        report = sync.pull(there, directory, directory / OWN / "pulled", how)
-        for path in growing.files(there) if not patterns else [path for path in growing.files(there) if not left(path)]:
-            growing.fetch(there, path, directory / path, stop)
+        report = sync.pull(stored, directory, directory / OWN / "pulled", how)
+        for path in growing.files(stored) if not patterns else [path for path in growing.files(stored) if not left(path)]:
+            growing.fetch(stored, path, directory / path, stop)
     if report.failed:
         raise OutlastError(f"{report.failed[0][0]} could not be fetched: {report.failed[0][1]}; the same command tries again")
-    print(f"{there.url}: {directory}")
+    print(f"{stored.url}: {directory}")

@@ -90,8 +90,8 @@ def get(
             )
         from outlast.kubernetes.manifests.dataset import IMAGE, Wanted
 
-        wanted = Wanted(name, dataset.directory, to or "", claim or "", image or IMAGE, tuple(secret or ()))
-        _in_pod(which.cluster(ctx, namespace, context), wanted, context)
+        request = Wanted(name, dataset.directory, to or "", claim or "", image or IMAGE, tuple(secret or ()))
+        _in_pod(which.cluster(ctx, namespace, context), request, context)
         return
     if claim or secret or image or namespace or context:
         raise OutlastError("--claim, --secret, --image, --namespace and --context are for a pod; add --on kubernetes")
@@ -139,7 +139,6 @@ def _directory(dataset: Dataset, to: str | None) -> Path:
 
 
 def _in_pod(place: KubernetesBackend, wanted: Wanted, context: str | None) -> None:
-    """Have a pod do it."""
     from outlast.kubernetes.jobs import datasets
 
     print(datasets.get(place.workloads, wanted))

@@ -57,11 +57,12 @@ class How:
     verify: Annotated[bool, typer.Option("--verify", help="Read everything again at the end and compare checksums.")] = False
     skip_damaged: Annotated[bool, typer.Option("--skip-damaged", help="Leave out what cannot be read, and count it.")] = False
     work: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where to make a dataset for a store. Default: ~/.cache/outlast/prepare.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Work directory of a dataset for a store. Default: ~/.cache/outlast/prepare."),
     ] = None
     engine: Annotated[
         Literal["local", "spark"],
-        typer.Option(help="Who does the work: processes of this machine, or Spark."),
+        typer.Option(help="Processes of this machine, or Spark."),
     ] = "local"
     master: Annotated[
         str | None,
@@ -81,7 +82,7 @@ class How:
 
     @contextlib.contextmanager
     def engine_opened(self) -> Iterator[Engine | None]:
-        """Who does the units of work; None: processes of this machine. Raises OutlastError for options that do not fit."""
+        """The engine for the units of work; None: processes of this machine. Raises OutlastError for options that do not fit."""
         if self.engine == "local":
             given = {"--master": self.master, "--partitions": self.partitions, "--conf": self.conf}
             if wrong := [name for name, value in given.items() if value]:
@@ -130,7 +131,7 @@ def text(
     val: ValOption = 0.1,
     separator: SeparatorOption = None,
     glob: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Which files: '*.py'. May be repeated. Default: all.")
+        list[str] | None, typer.Option(metavar="PATTERN", help="Files to take: '*.py'. May be repeated. Default: all.")
     ] = None,
     field: Annotated[str, typer.Option(metavar="NAME", help="The text of .jsonl records.")] = "text",
     shard_size: Annotated[
@@ -173,7 +174,7 @@ def jsonl(
     max_length: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Cut samples to N tokens. Default: keep all.")
     ] = None,
-    glob: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Which files. Default: '*.jsonl'.")] = None,
+    glob: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Files to take. Default: '*.jsonl'.")] = None,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of records per shard.")] = "8Mi",
 ) -> None:
     """Tokenize records for fine-tuning.
@@ -280,7 +281,6 @@ def verify(
 
 
 def _made(prepare: Callable[[Request], Manifest], how: How) -> None:
-    """Prepare, upload, verify, and say so."""
     from outlast.data import shards
     from outlast.data.prepare import work as working
 
@@ -315,8 +315,6 @@ def _made(prepare: Callable[[Request], Manifest], how: How) -> None:
 
 
 class _Stages:
-    """Progress of one stage after the other."""
-
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
         self._stage = ""
@@ -358,8 +356,6 @@ def _verified(manifest: Manifest, place: Files, name: str) -> None:
 
 
 class _Stored:
-    """A dataset in a store."""
-
     def __init__(self, store: Store) -> None:
         self.store = store
 

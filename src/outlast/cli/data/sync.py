@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from outlast.storage.sync.sync import Report
 
 _LISTED = 20
-"""How many paths of a kind are named at the end."""
+"""Most paths of a kind that are listed at the end."""
 
 
 def sync(
@@ -84,7 +84,7 @@ def sync(
 
 
 def _nothing(place: Store) -> NotFound:
-    """Why there was nothing to be received."""
+    """The error for a place from which nothing was received."""
     from outlast.storage import store
 
     above, _, name = place.url.rpartition("/")
@@ -95,7 +95,7 @@ def _nothing(place: Store) -> NotFound:
 
 
 def sides(source: str, target: str) -> tuple[bool, Path, str]:
-    """Whether the directory is the source; the directory; the URL of the other side, which may be a directory, too."""
+    """True if the directory is the source; the directory; the URL of the other side, which may be a directory, too."""
     here = [None if "://" in side and not side.startswith("file://") else _local(side) for side in (source, target)]
     if here[0] is None and here[1] is None:
         raise OutlastError(f"{source} and {target} are both in a store; sync the one to a directory, and that to the other")
@@ -117,7 +117,7 @@ def _local(side: str) -> Path:
 
 
 def _state(pushing: bool, directory: Path, url: str) -> Path:
-    """Where we remember what we did with these two."""
+    """Path of the state that syncs of these two keep."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = f"{'push' if pushing else 'pull'} {os.path.realpath(directory)} {url.rstrip('/')}"
     return cache / "outlast" / "sync" / hashlib.sha256(os.fsencode(name)).hexdigest()[:32]

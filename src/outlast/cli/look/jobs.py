@@ -131,7 +131,7 @@ def logs(
       outlast logs s3://bucket/runs/cifar10
     """
     try:
-        wanted = re.compile(grep) if grep is not None else None
+        pattern = re.compile(grep) if grep is not None else None
     except re.error as error:
         raise OutlastError(f"--grep {grep!r} is not a regular expression: {error}") from error
     if url := which.in_store(name):
@@ -145,5 +145,5 @@ def logs(
         place = which.place(ctx, name, namespace, context)
         lines = place.logs(which.job(place, name), worker=worker, follow=follow, tail=tail, since_s=since_s, say=terminal.say)
     for line in terminal.Folded().take(lines) if follow and worker is None else lines:
-        if wanted is None or wanted.search(line.text):
+        if pattern is None or pattern.search(line.text):
             terminal.log([line], prefixed=worker is None)

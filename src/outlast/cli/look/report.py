@@ -100,13 +100,13 @@ def _compare(
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What a report is made of."""
+    """The input of a report."""
 
     name: str
     run: str
     events: Iterable[Event]
     active: bool
-    """Whether something drives it: then the time up to now counts."""
+    """True while a launcher or an operator drives it: then the time up to now counts."""
     metrics: Callable[[], Iterable[str | bytes]]
     """The lines of its metrics.jsonl."""
     ended: str = ""

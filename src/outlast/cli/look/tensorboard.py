@@ -79,7 +79,6 @@ def tensorboard(
 
 
 def _follow(shows: Sequence[Show], process: subprocess.Popen[bytes]) -> None:
-    """Refresh until TensorBoard ends."""
     while process.poll() is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(REFRESH_S)
@@ -88,7 +87,7 @@ def _follow(shows: Sequence[Show], process: subprocess.Popen[bytes]) -> None:
     raise OutlastError(f"TensorBoard has ended with exit code {process.returncode}")
 
 
-# What is shown
+# The jobs
 
 
 class Source:

@@ -45,7 +45,7 @@ def top(
     place = which.place(ctx, name, namespace, context)
     name = which.job(place, name)
     there = which.in_cluster(place)
-    found = _here(place, name) if there is None else _there(there, name)
+    found = _on_this_machine(place, name) if there is None else _in_pods(there, name)
     if output is not Output.TABLE:
         show.data(found, output)
         return
@@ -59,8 +59,8 @@ def top(
         terminal.say(note)
 
 
-def _here(place: Backend, name: str) -> dict[str, Any]:
-    """Of processes of this machine."""
+def _on_this_machine(place: Backend, name: str) -> dict[str, Any]:
+    """Usage of a job's processes on this machine."""
     import psutil
 
     trees: dict[int, list[psutil.Process]] = {}
@@ -95,37 +95,37 @@ def _measured(processes: Iterable[Any]) -> list[tuple[float, int]]:
     """CPU in percent since the last look, and memory, of those that are still there."""
     import psutil
 
-    found = []
+    usage = []
     for process in processes:
         try:
-            found.append((process.cpu_percent(), process.memory_info().rss))
+            usage.append((process.cpu_percent(), process.memory_info().rss))
         except psutil.Error:  # it has ended this very moment
             continue
-    return found
+    return usage
 
 
-def _there(place: KubernetesBackend, name: str) -> dict[str, Any]:
-    """Of pods and their nodes."""
+def _in_pods(place: KubernetesBackend, name: str) -> dict[str, Any]:
+    """Usage of a job's pods and of their nodes."""
     from outlast.kubernetes import api
     from outlast.kubernetes.api import pods
 
-    found = [pod for pod in place.pods(name) if not pods.over(pod)]
+    running = [pod for pod in place.pods(name) if not pods.over(pod)]
     notes: list[str] = []
     usage = _usage(place, api.POD_METRICS, notes, labels=f"{contract.Label.JOB}={name}")
-    nodes = sorted({pod["spec"]["nodeName"] for pod in found if pod["spec"].get("nodeName")})
+    nodes = sorted({pod["spec"]["nodeName"] for pod in running if pod["spec"].get("nodeName")})
     node_usage = _usage(place, api.NODE_METRICS, notes) if nodes else {}
     workers = []
-    for pod in found:
-        asked = [each.get("resources") or {} for each in pod["spec"]["containers"]]
-        wanted = {key: pods.requested(pod, key) for key in ("cpu", "memory")}
-        limit = sum(units.quantity((each.get("limits") or {}).get("memory", 0)) for each in asked)
+    for pod in running:
+        containers = [each.get("resources") or {} for each in pod["spec"]["containers"]]
+        requested = {key: pods.requested(pod, key) for key in ("cpu", "memory")}
+        limit = sum(units.quantity((each.get("limits") or {}).get("memory", 0)) for each in containers)
         workers.append(
             {
                 "worker": pods.index(pod),
                 "pod": pod["metadata"]["name"],
                 "node": pod["spec"].get("nodeName"),
-                **_shares(usage.get(pod["metadata"]["name"]), wanted["cpu"], limit or wanted["memory"]),
-                "accelerators": _devices(each.get("limits") or {} for each in asked),
+                **_shares(usage.get(pod["metadata"]["name"]), requested["cpu"], limit or requested["memory"]),
+                "accelerators": _devices(each.get("limits") or {} for each in containers),
             }
         )
     rows = []
@@ -155,17 +155,17 @@ def _usage(place: KubernetesBackend, kind: Any, notes: list[str], *, labels: str
     except (Forbidden, Unanswered) as error:
         notes.append(f"usage is not known: {error}")
         return {}
-    found = {}
+    usage = {}
     for item in items:
         parts = [each["usage"] for each in item["containers"]] if "containers" in item else [item["usage"]]
-        found[item["metadata"]["name"]] = {
+        usage[item["metadata"]["name"]] = {
             key: sum(units.quantity(part.get(key, 0)) for part in parts) for key in ("cpu", "memory")
         }
-    return found
+    return usage
 
 
 def _devices(found: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """How many accelerators of each kind there are in lists of resources."""
+    """Number of accelerators of each kind in lists of resources."""
     counts: Counter[str] = Counter()
     for has in found:
         counts.update({name: round(units.quantity(amount)) for name, amount in has.items() if accelerators.known(name)})
@@ -173,7 +173,7 @@ def _devices(found: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def _cell(value: object) -> object:
-    """What a table shows of a value: `8 nvidia.com/gpu` of accelerators."""
+    """Format a value for a table: accelerators as `8 nvidia.com/gpu`."""
     return ", ".join(f"{count} {resource}" for resource, count in value.items()) or None if isinstance(value, dict) else value
 
 

@@ -33,15 +33,15 @@ def why(
     from outlast.kubernetes.diagnosis import gather, local_job
 
     place = which.place(ctx, name, namespace, context)
-    found = which.job(place, name)
+    job = which.job(place, name)
     unseen: dict[str, str] = {}
     if (there := which.in_cluster(place)) is None:
-        causes = local_job.causes(place.status(found), place.events(found), time.time())
+        causes = local_job.causes(place.status(job), place.events(job), time.time())
     else:
-        seen = gather.job(there.cluster, found)
+        seen = gather.job(there.cluster, job)
         causes, unseen = diagnosis.causes(seen, time.time()), dict(seen.unseen)
     if output is Output.TABLE:
         print(diagnosis.text(causes, unseen=unseen))
         return
-    told = [{"rule": e.name, "what": e.what, "evidence": e.evidence, "remedy": e.remedy, "wrong": e.wrong} for e in causes]
-    show.data({"causes": told, "unseen": unseen}, output)
+    rows = [{"rule": e.name, "what": e.what, "evidence": e.evidence, "remedy": e.remedy, "wrong": e.wrong} for e in causes]
+    show.data({"causes": rows, "unseen": unseen}, output)

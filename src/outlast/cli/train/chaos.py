@@ -72,7 +72,7 @@ def chaos(
         terminal.confirm(f"{action} injects faults into {name} in namespace {where}")
     rng = random.Random(seed := RANDOM.randrange(10_000) if seed is None else seed)
     if schedule is not None:
-        said = faults.play(place, name, schedule, faults.seed(schedule), say=terminal.say)
+        sentences = faults.play(place, name, schedule, faults.seed(schedule), say=terminal.say)
     elif every is None:
         print(place.chaos(name, action, worker=worker, rng=rng))
         return
@@ -80,6 +80,6 @@ def chaos(
         if worker is None:
             print(f"the seed is {seed}", file=sys.stderr)
         fault = faults.Fault(action, worker)
-        said = faults.repeat(place, name, fault, every=faults.every(every), times=times, rng=rng, say=terminal.say)
-    for sentence in said:
+        sentences = faults.repeat(place, name, fault, every=faults.every(every), times=times, rng=rng, say=terminal.say)
+    for sentence in sentences:
         print(sentence, flush=True)

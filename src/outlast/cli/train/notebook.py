@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 _HERE = "127.0.0.1"
 _START_S = 180.0
-"""How long the server may take to answer: in a pod on a busy node, with cold disks, it takes a minute."""
+"""Timeout of the server's first answer: in a pod on a busy node, with cold disks, it takes a minute."""
 _GRACE_S = 20.0
-"""How long kernels have to end before the server is killed; they end themselves then."""
+"""Grace of kernels before the server is killed; they end themselves then."""
 
 
 def notebook(
-    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where the work is kept.")] = Path("notebooks"),
+    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Directory of the notebooks.")] = Path("notebooks"),
     port: Annotated[
         int | None, typer.Option(metavar="N", min=0, max=65535, help="Port. Default: 8888, or a free one if that is taken.")
     ] = None,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _NOTICE_DELAY_S = 3.0
 """A slow start is explained after this long."""
 _CANCEL_TIMEOUT_S = 180.0
-"""How long `--fresh` waits for the old run to end: longer than a worker's grace."""
+"""Timeout of `--fresh` for the end of the old run: longer than a worker's grace."""
 
 
 def run(
@@ -65,14 +65,14 @@ def run(
       outlast run job.yaml --fresh --chaos chaos.yaml
     """
     gpus = script.gpus() if script.named(file, module=module) else 0
-    wanted = overrides.load(file, ctx.args, module=module, workers=workers, name=name, set_=set_ or (), gpus=gpus)
+    job = overrides.load(file, ctx.args, module=module, workers=workers, name=name, set_=set_ or (), gpus=gpus)
     command = script.command(file, ctx.args, module=module, workers=workers, name=name, set_=set_ or ())
     if chaos is not None:
         from outlast.job import chaos as schedules
 
         schedules.load(chaos)
     place = which.backend(ctx)
-    name = wanted.metadata.name
+    name = job.metadata.name
     before: JobStatus | None = None
     with contextlib.suppress(NotFound):
         before = place.status(name)
@@ -82,12 +82,12 @@ def run(
     from outlast.job.spec import unused
 
     misplaced = list(script.misplaced(ctx, file))
-    for sentence in (*misplaced, *unused.anywhere(wanted), *unused.here(wanted)):
+    for sentence in (*misplaced, *unused.anywhere(job), *unused.here(job)):
         terminal.say(f"{name}: {sentence}")
 
     began = time.time()
-    with _explained(wanted):
-        place.submit(wanted, source=Path(file), chaos=chaos, fresh=fresh, take_over=take_over, command=command, say=terminal.say)
+    with _explained(job):
+        place.submit(job, source=Path(file), chaos=chaos, fresh=fresh, take_over=take_over, command=command, say=terminal.say)
     going_on = place.status(name).submitted < began  # here, or on another machine: its old lines come with its output
     for notice in place.notices:
         terminal.say(notice)

@@ -41,7 +41,7 @@ class Command(TyperCommand):
 
 
 def named(file: str | Path, *, module: bool = False) -> bool:
-    """Whether this is a script or module rather than a job file."""
+    """True for a script or module, False for a job file."""
     return module or str(file).endswith(".py")
 
 
@@ -138,7 +138,7 @@ def _from(directory: Path, place: Path) -> str:
 
 
 def _saving(source: str) -> Iterator[str]:
-    """What a script of this kind must do to continue after a failure."""
+    """A comment on how a script of this kind continues after a failure."""
     if re.search(r"^\s*(from|import)\s+outlast\.training\b|^\s*from outlast import .*\btraining\b", source, re.M):
         yield "It uses outlast.training, which saves, and continues exactly where it was."
     elif re.search(r"^\s*(from|import)\s+(transformers|accelerate|lightning|pytorch_lightning)\b", source, re.M):

@@ -107,7 +107,6 @@ def cancel(
 
 
 def _stays(output: Path | str) -> bool:
-    """Whether the output outlives the pods."""
     return isinstance(output, Path) or "://" in output
 
 
@@ -202,17 +201,16 @@ def ended(statuses: Sequence[JobStatus], now: float, age: timedelta) -> list[str
 
 
 def _kept(here: LocalBackend, name: str, output: bool) -> str:
-    """What is removed and what is kept of a job of this machine."""
+    """One line for a job of this machine: the paths that are removed, and those that stay."""
     state, there, url = here.kept(name)
-    said = [f"{name}: {state} ({units.human_bytes(_size(state))})"]
+    parts = [f"{name}: {state} ({units.human_bytes(_size(state))})"]
     if there.exists():
         size = units.human_bytes(_size(there))
-        said.append(f"{there} ({size})" if output else f"its output stays in {there} ({size}; --output removes it, too)")
+        parts.append(f"{there} ({size})" if output else f"its output stays in {there} ({size}; --output removes it, too)")
     if url:
-        said.append(f"what is in {url} stays (outlast forget {url} removes it)")
-    return "; ".join(said)
+        parts.append(f"what is in {url} stays (outlast forget {url} removes it)")
+    return "; ".join(parts)
 
 
 def _size(directory: Path) -> int:
-    """Bytes of all files below a directory."""
     return sum(path.lstat().st_size for path in directory.rglob("*") if not path.is_dir() or path.is_symlink())

@@ -50,13 +50,13 @@ INTERRUPTED = 130
 
 @dataclasses.dataclass(frozen=True)
 class Wish:
-    """How to wait, and what to leave behind."""
+    """Options of a wait."""
 
     directory: Path | None = None
     """For the outputs."""
     on_terminate: str = "cancel"
     keyed: bool = False
-    """Whether the name of the job is that of this step alone."""
+    """True if the name of the job belongs to this step alone."""
 
     def write(self, found: Outcome) -> None:
         """Write the outputs. Raises OutlastError."""
@@ -151,9 +151,9 @@ def until_end(place: KubernetesBackend, name: str, apply: Callable[[], Iterator[
         terminal.say(f"{name} goes on; wait again with the same command, or end it with: outlast cancel {name}")
         return INTERRUPTED
     if wish.directory:
-        found = outcome.outcome(ended.status, place.cluster.namespace, outcome.read(ended.status), time.time())
-        wish.write(found)
-        for output, reason in found.missing.items():
+        result = outcome.outcome(ended.status, place.cluster.namespace, outcome.read(ended.status), time.time())
+        wish.write(result)
+        for output, reason in result.missing.items():
             terminal.say(f"output {output} is empty: {reason}")
     terminal.say(ended.sentence)
     return ended.code

@@ -111,7 +111,6 @@ def submit(
 
 
 def _check(wait: bool, *, follow: bool, dry_run: bool, fresh: bool, others: bool) -> None:
-    """Raise OutlastError for options that exclude each other."""
     if wait and (follow or dry_run or fresh):
         excluded = "--follow" if follow else "--dry-run" if dry_run else "--fresh"
         why = "a step that is run again would start again; use --idempotency-key" if fresh else "leave one of them out"
@@ -144,7 +143,7 @@ def backend(ctx: typer.Context, job: Job, topology: str, namespace: str | None, 
 
 
 def _change(cluster: Cluster, document: Document) -> str:
-    """What applying a document would do: a word, and a diff if it is changed."""
+    """Dry-run one document: created, changed (with a diff) or unchanged."""
     from outlast.kubernetes import api
     from outlast.kubernetes.api import applied
     from outlast.kubernetes.manifests import objects

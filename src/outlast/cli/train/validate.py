@@ -60,7 +60,7 @@ def validate(
 
 
 def _snapshots(job: spec.Job) -> Iterator[str]:
-    """What snapshots take of the memory of a worker, in pods and on this machine, and what fits."""
+    """Memory that snapshots take in a worker, in pods and on this machine, and the size that fits."""
     from outlast.job import contract
     from outlast.local import output_dir, state_dir
     from outlast.storage import checkpoints
@@ -81,11 +81,11 @@ def _snapshots(job: spec.Job) -> Iterator[str]:
 
 
 def _size(workers: spec.Workers) -> str:
-    """How many workers, and how many there may be: `2 workers, 1–4`."""
-    wanted = f"{workers.replicas} worker{'' if workers.replicas == 1 else 's'}"
+    """Number of workers and its range: `2 workers, 1–4`."""
+    count = f"{workers.replicas} worker{'' if workers.replicas == 1 else 's'}"
     allowed = workers.allowed()
     if len(allowed) == 1:
-        return wanted
+        return count
     if allowed == tuple(range(allowed[0], allowed[-1] + 1)):
-        return f"{wanted}, {allowed[0]}–{allowed[-1]}"
-    return f"{wanted} of {', '.join(map(str, allowed))}"
+        return f"{count}, {allowed[0]}–{allowed[-1]}"
+    return f"{count} of {', '.join(map(str, allowed))}"
