@@ -192,6 +192,7 @@ class Training(loop.Recipe):
         self.stream = Images((images.x, images.y), s, run.world_size)
         self.device, self.dtype = device.of(run.device), device.dtype(s.dtype, run.device, run.gather)
         self.used = {"dtype": str(self.dtype).removeprefix("torch."), "classes": short(images.names)}
+        self.used |= {"batch": self.stream.batch, "batch_size": None}
         self.loss: float | None = None  # null in final.json when this process had no step left to do
         self.first, self.started = 0, time.monotonic()
 
@@ -199,7 +200,6 @@ class Training(loop.Recipe):
         return {name: each for name, each in super().state().items() if name != "record"}
 
     def begin(self, step: int) -> None:
-        self.run.parameters({"batch": self.stream.batch, "batch_size": None})
         self.first, self.started = step, time.monotonic()
 
     def rate(self, step: int, batch: Batch) -> float:
