@@ -11,7 +11,7 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize(
-    ("asked", "used", "free", "expected"),
+    ("requested", "used", "free", "expected"),
     [
         ("off", 0, 16 * GIB, Budget(0, "checkpoint.memory is off")),
         ("auto", 8 * GIB, 16 * GIB, Budget(4 * GIB, "4.0 GiB, a quarter of 16 GiB")),
@@ -38,15 +38,15 @@ GIB = 2**30
     ],
 )
 def test_snapshots_use_what_was_asked_for_and_leave_a_tenth_free(
-    asked: budget.Asked, used: int, free: int, expected: Budget
+    requested: budget.Requested, used: int, free: int, expected: Budget
 ) -> None:
-    assert budget.budget(asked, 16 * GIB, used, free) == expected
+    assert budget.budget(requested, 16 * GIB, used, free) == expected
 
 
 def test_the_variable_says_what_the_job_file_says() -> None:
-    assert [budget.asked(text) for text in ("", "auto", "off", "1048576")] == ["auto", "auto", "off", 2**20]
+    assert [budget.requested(text) for text in ("", "auto", "off", "1048576")] == ["auto", "auto", "off", 2**20]
     with pytest.raises(ValueError, match="is not a quantity; write 16Gi"):
-        budget.asked("much")
+        budget.requested("much")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_the_largest_state_fits_and_a_larger_one_does_not(replicas: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("asked", "workers", "saved", "expected"),
+    ("requested", "workers", "saved", "expected"),
     [
         ("off", 2, 0, "checkpoint.memory is off"),
         ("auto", 1, 0, "4.0 GiB, a quarter of 16 GiB; a state of 2.0 GiB fits"),
@@ -108,5 +108,7 @@ def test_the_largest_state_fits_and_a_larger_one_does_not(replicas: int) -> None
         ),
     ],
 )
-def test_validate_says_what_snapshots_cost_and_what_fits(asked: budget.Asked, workers: int, saved: int, expected: str) -> None:
-    assert budget.cost(asked, 2, 16 * GIB, workers, saved) == expected
+def test_validate_says_what_snapshots_cost_and_what_fits(
+    requested: budget.Requested, workers: int, saved: int, expected: str
+) -> None:
+    assert budget.cost(requested, 2, 16 * GIB, workers, saved) == expected

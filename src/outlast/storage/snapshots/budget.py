@@ -1,9 +1,9 @@
 """How much memory of a worker snapshots may use, and what fits into it.
 
-`outlast validate` prints it before a job runs, the agent asks with what it measures. Pure; all sizes are bytes.
+`outlast validate` prints it before a job runs; the agent calls it with measured values. Pure; all sizes are bytes.
 
-A worker holds two snapshots at a time, the newest complete one and the one being written. Each is a copy of what every rank has
-(`shared`), what only its own ranks have (`unique`), and a replica of the latter of as many other workers as there are replicas.
+A worker holds two snapshots at a time, the newest complete one and the one being written. Each has a copy of the state that every
+rank has (`shared`), of the state that only its own ranks have (`unique`), and `replicas` copies of other workers' unique state.
 """
 
 from __future__ import annotations
@@ -13,38 +13,37 @@ from typing import Literal, NamedTuple
 from outlast.base import units
 
 SNAPSHOTS = 2
-"""Held at a time."""
+"""Snapshots that a worker holds at a time."""
 _SHARE = 4
-"""`auto` uses one part in so many of the limit."""
+"""`auto` uses 1/4 of the limit."""
 _FREE = 10
-"""One part in so many of the limit stays free."""
+"""1/10 of the limit stays free."""
 
 
 class Budget(NamedTuple):
-    """What snapshots may use of a worker's memory."""
+    """Memory of a worker that snapshots may use, and the reason in one sentence."""
 
     bytes: int
     """0: snapshots are off."""
     reason: str
-    """One sentence."""
 
 
 class Fit(NamedTuple):
-    """What a budget is enough for."""
+    """The snapshots that fit into a budget."""
 
     held: bool
-    """Whether snapshots are taken at all."""
+    """False: no snapshots are taken."""
     replicas: int
     reason: str = ""
-    """Why that is less than was asked for; empty if it is not."""
+    """Why that is less than requested; empty if it is not."""
 
 
-Asked = int | Literal["auto", "off"]
+Requested = int | Literal["auto", "off"]
 """`checkpoint.memory` of a job."""
 
 
-def asked(text: str) -> Asked:
-    """The value of `contract.Env.MEMORY`; an empty one is `auto`. Raises ValueError for any other text."""
+def requested(text: str) -> Requested:
+    """Parse `contract.Env.MEMORY`; an empty text is `auto`. Raises ValueError for any other text."""
     match text:
         case "" | "auto":
             return "auto"
@@ -53,74 +52,74 @@ def asked(text: str) -> Asked:
     return units.memory(text)
 
 
-def budget(asked: Asked, limit: int, used: int, free: int) -> Budget:
-    """What snapshots may use of a worker.
+def budget(requested: Requested, limit: int, used: int, free: int) -> Budget:
+    """Memory of a worker that snapshots may use.
 
-    `limit` is what the worker may use in all (its cgroup's limit, else its share of the machine), `used` what it uses now without
-    snapshots, `free` what is available on the machine for it.
+    `limit` is the worker's memory limit (of its cgroup, else its share of the machine), `used` its present use without snapshots,
+    `free` the memory that the machine has available for it.
     """
-    if asked == "off":
+    if requested == "off":
         return Budget(0, "checkpoint.memory is off")
     room = max(0, min(limit - used, free) - limit // _FREE)
-    wanted = limit // _SHARE if asked == "auto" else asked
-    what = f"a quarter of {units.human_bytes(limit)}" if asked == "auto" else "checkpoint.memory"
-    if wanted <= room:
-        return Budget(wanted, f"{units.human_bytes(wanted)}, {what}")
+    desired = limit // _SHARE if requested == "auto" else requested
+    source = f"a quarter of {units.human_bytes(limit)}" if requested == "auto" else "checkpoint.memory"
+    if desired <= room:
+        return Budget(desired, f"{units.human_bytes(desired)}, {source}")
     if not room:
         return Budget(0, f"no memory: less than a tenth of {units.human_bytes(limit)} is free")
     return Budget(
-        room, f"{units.human_bytes(room)} instead of {units.human_bytes(wanted)}, {what}: a tenth of the memory stays free"
+        room, f"{units.human_bytes(room)} instead of {units.human_bytes(desired)}, {source}: a tenth of the memory stays free"
     )
 
 
 def needed(shared: int, unique: int, replicas: int) -> int:
-    """What the snapshots of a worker take: `unique` is of one worker."""
+    """Memory that the snapshots of a worker take; `unique` is the size of one worker's own state."""
     return SNAPSHOTS * (shared + (1 + replicas) * unique)
 
 
 def fit(budget: int, shared: int, unique: int, replicas: int, workers: int) -> Fit:
-    """Whether snapshots of this size fit, and with how many replicas, of which a world has at most one less than workers."""
+    """Whether snapshots of this size fit, and with how many replicas; a world has at most `workers` - 1 of them."""
     possible = min(replicas, workers - 1) if unique else 0
-    have = f"checkpoint.memory is {units.human_bytes(budget)}"
+    limit = f"checkpoint.memory is {units.human_bytes(budget)}"
     for count in range(possible, -1, -1):
         if needed(shared, unique, count) <= budget:
             if count == possible:
                 return Fit(True, count)
             taken = units.human_bytes(needed(shared, unique, possible))
-            return Fit(True, count, f"snapshots with replicas: {possible} take {taken}, {have}; replicas are reduced to {count}")
+            return Fit(True, count, f"snapshots with replicas: {possible} take {taken}, {limit}; replicas are reduced to {count}")
     taken = units.human_bytes(needed(shared, unique, 0))
-    return Fit(False, 0, f"snapshots take {taken}, {have}; there are none")
+    return Fit(False, 0, f"snapshots take {taken}, {limit}; there are none")
 
 
 def largest(budget: int, replicas: int) -> tuple[int, int]:
-    """The largest state that fits: one that every rank has, and a worker's part of one of which each rank has a part."""
+    """The largest state that fits if every rank has all of it, and the largest part of a worker if the state is sharded."""
     return budget // SNAPSHOTS, budget // (SNAPSHOTS * (1 + replicas))
 
 
-def cost(asked: Asked, replicas: int, limit: int, workers: int, saved: int = 0) -> str:
-    """What snapshots take of a worker that may use `limit` bytes, and what fits, in one sentence for `outlast validate`.
+def cost(requested: Requested, replicas: int, limit: int, workers: int, saved: int = 0) -> str:
+    """Memory that snapshots take of a worker with `limit` bytes, and the state that fits: a sentence for `outlast validate`.
 
     `saved` is the size of the run's newest checkpoint, 0 if it has none.
     """
-    found, wanted, replicas = budget(asked, limit, 0, limit), replicas, min(replicas, workers - 1)
-    if not found.bytes:
-        return found.reason
-    common, own = map(units.human_bytes, largest(found.bytes, replicas))
-    sharded = f" with DDP, {own} a worker with FSDP and replicas: {replicas}" if workers > 1 else ""
-    if 1 < workers <= wanted:
-        sharded += f" ({wanted} would need {wanted + 1} workers)"
-    return f"{found.reason}; a state of {common} fits{sharded}" + (
-        _compared(found.bytes, replicas, workers, saved) if saved else ""
+    usable, possible = budget(requested, limit, 0, limit), min(replicas, workers - 1)
+    if not usable.bytes:
+        return usable.reason
+    common, own = map(units.human_bytes, largest(usable.bytes, possible))
+    sharded = f" with DDP, {own} a worker with FSDP and replicas: {possible}" if workers > 1 else ""
+    if 1 < workers <= replicas:
+        sharded += f" ({replicas} would need {replicas + 1} workers)"
+    return f"{usable.reason}; a state of {common} fits{sharded}" + (
+        _compared(usable.bytes, possible, workers, saved) if saved else ""
     )
 
 
 def _compared(budget: int, replicas: int, workers: int, saved: int) -> str:
     """Whether the state of a checkpoint of `saved` bytes fits: at every rank as with DDP, in parts as with FSDP."""
-    kinds = {"DDP": fit(budget, saved, 0, replicas, workers), "FSDP": fit(budget, 0, -(-saved // workers), replicas, workers)}
-    what = f"; that of the newest checkpoint, {units.human_bytes(saved)},"
-    reasons = {name: found.reason for name, found in kinds.items() if found.reason}
+    fits = {"DDP": fit(budget, saved, 0, replicas, workers), "FSDP": fit(budget, 0, -(-saved // workers), replicas, workers)}
+    newest = f"; that of the newest checkpoint, {units.human_bytes(saved)},"
+    reasons = {name: each.reason for name, each in fits.items() if each.reason}
     if not reasons:
-        return f"{what} does"
+        return f"{newest} does"
     if workers == 1:
-        return f"{what} does not: {kinds['DDP'].reason}"
-    return what + "".join(f"{' and' if at else ''} with {name}: {reason}" for at, (name, reason) in enumerate(reasons.items()))
+        return f"{newest} does not: {fits['DDP'].reason}"
+    return newest + "".join(f"{' and' if at else ''} with {name}: {reason}" for at, (name, reason) in enumerate(reasons.items()))

@@ -1,8 +1,8 @@
-"""What a rank uses: rooms to write its parts into, and parts to read, its own worker's and other workers'.
+"""The rank's side of snapshots: rooms to write its parts into, and parts to read, its own worker's and other workers'.
 
     client = connect(os.environ)                                        None: snapshots are off
     room = client.room(nbytes, at, complete)                            memory of the agent, mapped here; or, without waiting:
-    client.spare([nbytes], complete)                                    whether it is there
+    client.spare([nbytes], complete)                                    whether it is available already
     room.view[place : place + n] = ...
     client.publish(room, part, index, to=addresses, complete=at)        returns at once
     client.poll()                                                       {("unique", 120): "held"}
@@ -37,11 +37,11 @@ from outlast.storage.snapshots import parts, wire
 from outlast.storage.snapshots.parts import Damaged, Item, OutOfReach, Part
 
 _REPLY_S = 60
-"""Timeout of an answer of our own agent. Arbitrary."""
+"""Timeout of our own agent's answers. Arbitrary."""
 _STATES = 16
-"""How many publications are remembered."""
+"""Publications that are remembered."""
 _BATCH = 1024
-"""Blocks that are requested at once from a peer."""
+"""Blocks in one request to a peer."""
 
 
 class NoMemory(OutlastError):
@@ -49,7 +49,7 @@ class NoMemory(OutlastError):
 
 
 class Where(NamedTuple):
-    """Where a worker runs; empty where unknown."""
+    """The node and zone of a worker; empty if unknown."""
 
     node: str
     zone: str
@@ -61,28 +61,28 @@ class Room:
 
     id: int
     view: memoryview
-    """Of the requested size."""
+    """The requested bytes."""
     whole: memoryview
-    """All that is mapped, from the beginning of a page: the same memory each time the room is used."""
+    """The whole mapping, page-aligned: the same memory each time the room is used."""
 
 
 @dataclasses.dataclass
 class _Lent:
-    """Memory of the agent that is ours until it is given back."""
+    """Memory of the agent that this rank has until it gives it back."""
 
     mapped: mmap.mmap
     size: int
     place: int
-    """Which of the parts of a snapshot it is for."""
+    """Index of the part in a snapshot that it is for."""
     at: tuple[int, int] | None = None
-    """The snapshot that it holds a part of, or is to."""
+    """The snapshot whose part it holds or will hold."""
 
 
 _open: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
 def _hang_up() -> None:
-    """In a fork, of a data loader say: the agent is to notice the end of the rank, not that of its last fork."""
+    """In a fork (a data loader's worker): the agent must notice the end of the rank, not of its last fork."""
     for client in list(_open):
         client.close()
 
@@ -99,9 +99,9 @@ class Client:
         self._using = threading.Lock()
         self._states: dict[tuple[str, int], str] = {}
         self._lent: dict[int, _Lent] = {}
-        """By the id of the room: mapped once, used again and again."""
+        """By room id: mapped once, used again and again."""
         self._indices: dict[str, Sequence[Item]] = {}
-        """By kind of part: what the agent has last been told."""
+        """By kind of part: the index that the agent has."""
         hello = connection.receive()["hello"]
         self.address: str = hello["address"]
         """host:port of our agent's data port; empty if it has none."""
@@ -110,7 +110,7 @@ class Client:
         """Bytes for the snapshots of this worker: two of them, and the replicas of others."""
         self._key = bytes.fromhex(hello["key"])
         self._store = bool(hello.get("store"))
-        """Whether the agent can say what is in the store; one of an earlier version cannot."""
+        """True if the agent can query the store; agents of earlier versions cannot."""
         _open.add(self)
 
     def room(self, nbytes: int, at: tuple[int, int], complete: tuple[int, int] = (0, 0)) -> Room:
@@ -119,32 +119,32 @@ class Client:
 
     def rooms(self, sizes: Sequence[int], at: tuple[int, int], complete: tuple[int, int] = (0, 0)) -> list[Room]:
         """Memory for the parts of the snapshot `at`, (generation, step). `complete` is the newest complete snapshot: its parts
-        stay, all older ones may be overwritten. What was not reserved is asked for now. Raises NoMemory."""
+        stay, all older ones may be overwritten. Memory that was not reserved is requested now. Raises NoMemory."""
         self.reserve(sizes, at, complete)
         rooms = []
         for id, nbytes in zip(self._fitting(sizes, complete, at), sizes, strict=True):
             lent = self._lent[id]
             lent.at, whole = at, memoryview(lent.mapped)
-            whole[: parts.PAGE] = bytes(parts.PAGE)  # what it held is no part any more
+            whole[: parts.PAGE] = bytes(parts.PAGE)  # invalidates the part that it held
             rooms.append(Room(id, whole[parts.PAGE : parts.PAGE + nbytes], whole))
         return rooms
 
     def reserve(self, sizes: Sequence[int], at: tuple[int, int], complete: tuple[int, int] = (0, 0), session: str = "") -> None:
-        """Ask the agent for what `rooms` would lack, and wait for it: to touch 100 GB is half a minute. Raises NoMemory."""
-        found = self._fitting(sizes, complete, at)
-        if 0 not in found:
+        """Request the memory that `rooms` would lack, and wait for it: touching 100 GB takes half a minute. Raises NoMemory."""
+        fitting = self._fitting(sizes, complete, at)
+        if 0 not in fitting:
             return
-        self.give_back(complete, [id for id, lent in self._lent.items() if lent.at not in (complete, at) and id not in found])
+        self.give_back(complete, [id for id, lent in self._lent.items() if lent.at not in (complete, at) and id not in fitting])
         try:
-            for place in (place for place, id in enumerate(found) if not id):
+            for place in (place for place, id in enumerate(fitting) if not id):
                 with self._patient():
-                    said = self._ask({"room": sizes[place], "at": at, "complete": complete, "session": session})
+                    reply = self._ask({"room": sizes[place], "at": at, "complete": complete, "session": session})
                 fd = self._connection.descriptor()
                 try:
-                    mapped = mmap.mmap(fd, parts.PAGE + said["size"], mmap.MAP_SHARED | mmap.MAP_POPULATE)
+                    mapped = mmap.mmap(fd, parts.PAGE + reply["size"], mmap.MAP_SHARED | mmap.MAP_POPULATE)
                 finally:
                     os.close(fd)
-                self._lent[said["room"]] = _Lent(mapped, said["size"], place)
+                self._lent[reply["room"]] = _Lent(mapped, reply["size"], place)
         except OutlastError as problem:
             raise NoMemory(str(problem)) from problem
         except (OSError, ValueError) as error:
@@ -155,13 +155,13 @@ class Client:
         return 0 not in self._fitting(sizes, complete)
 
     def _fitting(self, sizes: Sequence[int], *used: tuple[int, int]) -> list[int]:
-        """For each size the smallest room that was lent to us for that place, fits, and holds nothing of the snapshots `used`;
-        0 where there is none."""
+        """For each size the id of the smallest room lent for that place that fits and holds no part of the snapshots `used`,
+        else 0."""
         free = sorted((lent.size, id, lent.place) for id, lent in list(self._lent.items()) if lent.at not in used)
-        return [next((id for size, id, of in free if of == place and size >= nbytes), 0) for place, nbytes in enumerate(sizes)]
+        return [next((id for size, id, own in free if own == place and size >= nbytes), 0) for place, nbytes in enumerate(sizes)]
 
     def give_back(self, complete: tuple[int, int], ids: Sequence[int] | None = None) -> None:
-        """Give rooms back to the agent, without `ids` all. What is complete stays there, all else is freed."""
+        """Give rooms back to the agent, all of them if `ids` is None. It keeps the complete snapshot and frees the rest."""
         ids = list(self._lent) if ids is None else ids
         for id in ids:
             del self._lent[id]
@@ -172,12 +172,12 @@ class Client:
     def publish(
         self, room: Room, part: Part, index: Sequence[Item], *, to: Sequence[str] = (), complete: tuple[int, int] = (0, 0)
     ) -> None:
-        """Hand a part over, written completely, and have replicas of it sent to the agents at `to`. Its state is in `poll`."""
+        """Hand over a completely written part, and have replicas of it sent to the agents at `to`. `poll` returns its state."""
         self._states[part.kind, part.step] = ""
         for old in list(self._states)[:-_STATES]:
             del self._states[old]
-        known, self._indices[part.kind] = self._indices.get(part.kind), index
-        rows = None if known == index else parts.rows(index)
+        previous, self._indices[part.kind] = self._indices.get(part.kind), index
+        rows = None if previous == index else parts.rows(index)
         message = {"publish": room.id, "part": part.json(), "index": rows, "to": list(to), "complete": complete}
         if room.id in self._lent:
             self._lent[room.id].at = part.at
@@ -188,12 +188,12 @@ class Client:
             self._states[part.kind, part.step] = f"{part} cannot be kept: the agent is gone ({error})"
 
     def poll(self) -> Mapping[tuple[str, int], str]:
-        """The state of the last publications, by kind and step: "" while the agent works on it, `held`, `replicated`, `held; `
+        """States of the last publications, by kind and step: "" while the agent works on it, `held`, `replicated`, `held; `
         and why there is no replica, or a sentence that says why it is not held. Does not wait."""
         if self._using.acquire(blocking=False):
             try:
                 while self._connection.waiting():
-                    self._heard(self._connection.receive())
+                    self._on_event(self._connection.receive())
             except (OSError, ValueError) as error:
                 for each, state in self._states.items():
                     if state in ("", "held"):
@@ -205,10 +205,10 @@ class Client:
     def catalog(self) -> list[Part]:
         """The parts in the memory of this worker, replicas included. Raises Damaged, OutOfReach."""
         with _reading("the agent does not answer"):
-            return parts.listed(self._ask({"catalog": True})["parts"])
+            return parts.catalog(self._ask({"catalog": True})["parts"])
 
     def open(self, part: Part, address: str | None = None) -> Source:
-        """Read a part from our own agent, or from the one at `address`. Raises Damaged, OutOfReach."""
+        """Open a part for reading, from our own agent or the one at `address`. Raises Damaged, OutOfReach."""
         if address is not None and address != self.address:
             with _reading(f"{part} is out of reach: {address}"):
                 return Source(_Peer(address, self._key, part), part)
@@ -222,32 +222,32 @@ class Client:
             self._ask({"forget": keep})
 
     def newest(self) -> tuple[int, int] | None:
-        """(generation, step) of the newest checkpoint in the store, if any. Raises StoreError, also if that takes too long."""
+        """(generation, step) of the newest checkpoint in the store, if any. Raises StoreError, also on a timeout."""
         at = self._stored({"newest": True})["newest"] if self._store else None
         return at and (int(at[0]), int(at[1]))
 
     def restore(self) -> None:
-        """Have the agent fetch the newest checkpoint of the store; returns when it is on the disk. Raises StoreError."""
+        """Have the agent fetch the store's newest checkpoint; returns when it is on the disk. Raises StoreError."""
         self._stored({"restore": True})
 
     def _stored(self, message: dict[str, Any]) -> dict[str, Any]:
         """The agent's answer about the store, however long it takes."""
         try:
             with self._patient():
-                said = self._exchange(message)
+                reply = self._exchange(message)
         except (OSError, ValueError) as error:
             raise StoreError(f"the newest checkpoint cannot be fetched: the agent is gone ({error})", retry=True) from error
-        if "problem" in said:
-            raise StoreError(said["problem"], retry=said["retry"])
-        return said
+        if "problem" in reply:
+            raise StoreError(reply["problem"], retry=reply["retry"])
+        return reply
 
     def close(self) -> None:
-        """Hang up. Rooms that are not published go back to the agent."""
+        """Hang up. Unpublished rooms go back to the agent."""
         self._connection.close()
 
     @contextlib.contextmanager
     def _patient(self) -> Iterator[None]:
-        """The agent may take as long as it likes to answer."""
+        """Wait for the agent's answer without a timeout."""
         wire.patient(self._connection.sock, 0)
         try:
             yield
@@ -257,25 +257,25 @@ class Client:
     def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
         with self._using:
             self._connection.send(message)
-            while "event" in (said := self._connection.receive()):
-                self._heard(said)
-        return said
+            while "event" in (reply := self._connection.receive()):
+                self._on_event(reply)
+        return reply
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        said = self._exchange(message)
-        if "problem" in said:
-            raise OutlastError(str(said["problem"]))
-        return said
+        reply = self._exchange(message)
+        if "problem" in reply:
+            raise OutlastError(str(reply["problem"]))
+        return reply
 
-    def _heard(self, said: dict[str, Any]) -> None:
-        kind, step, state = said["event"]
+    def _on_event(self, message: dict[str, Any]) -> None:
+        kind, step, state = message["event"]
         if (kind, step) in self._states:
             self._states[kind, step] = state
 
 
 @contextlib.contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Decide of whatever goes wrong while a copy is read whether the copy is wrong or out of reach: here, and nowhere else."""
+    """Classify errors of reading a copy as Damaged or OutOfReach: here, and nowhere else."""
     try:
         yield
     except (Damaged, OutOfReach):
@@ -289,10 +289,10 @@ def _reading(what: str) -> Iterator[None]:
 
 
 def connect(environ: Mapping[str, str]) -> Client | None:
-    """The client of this process; None where snapshots are off.
+    """The client of this process; None if snapshots are off.
 
-    Raises NotRestored if they are on and the agent does not answer: it has left what is in the store for this rank to ask for, so
-    the training must not begin without it.
+    Raises NotRestored if they are on and the agent does not answer: only the agent can fetch the store's newest checkpoint, so
+    training must not begin without it.
     """
     path = Path(environ.get(Env.STATE, "/nonexistent")) / contract.SNAPSHOTS
     try:
@@ -304,7 +304,7 @@ def connect(environ: Mapping[str, str]) -> Client | None:
     connection = wire.Connection(wire.patient(sock, _REPLY_S), longest=wire.INDEX)
     try:
         client = Client(connection)
-        if client._store and environ.get("RANK", "0") == "0":  # which is to know the newest checkpoint when the script resumes
+        if client._store and environ.get("RANK", "0") == "0":  # prefetch: rank 0 asks for the newest checkpoint when it resumes
             connection.send({"look": True})
         return client
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -313,25 +313,24 @@ def connect(environ: Mapping[str, str]) -> Client | None:
 
 
 class Source:
-    """A part that can be read."""
+    """An open part."""
 
     def __init__(self, reader: _Local | _Peer, part: Part) -> None:
-        """Raises Damaged if it is another one than `part`, or its index is wrong, OSError and ValueError."""
+        """Raises Damaged if the reader has another part or its index is wrong, OSError and ValueError."""
         self._reader = reader
         try:
-            found, tail = reader.described()
-            if found.name != part.name or found.bytes != part.bytes:
-                raise Damaged(f"{part} was announced, and {found} is there")
-            self.part, self.tail = found, tail
-            self.index, self._crcs = parts.read_tail(found, tail)
+            self.part, self.tail = reader.described()
+            if self.part.name != part.name or self.part.bytes != part.bytes:
+                raise Damaged(f"{part} was announced, and {self.part} is there")
+            self.index, self._crcs = parts.read_tail(self.part, self.tail)
         except BaseException:
             reader.close()
             raise
 
-    def fetch(self, wanted: Iterable[tuple[int, memoryview]]) -> None:
-        """Read several items, each into memory of its size: faster than one by one. Raises Damaged, OutOfReach."""
+    def fetch(self, items: Iterable[tuple[int, memoryview]]) -> None:
+        """Read items (number in the index, memory of its size) together: faster than one by one. Raises Damaged, OutOfReach."""
         blocks = []
-        for i, into in wanted:
+        for i, into in items:
             item, memory = self.index[i], into.cast("B")
             if memory.nbytes != item.nbytes:
                 raise ValueError(f"{item.key} has {item.nbytes} bytes, the memory for it {memory.nbytes}")
@@ -358,13 +357,13 @@ class _Block(NamedTuple):
     key: str
 
     def check(self, crc: int | None = None) -> None:
-        """Raises Damaged if what was read has another checksum; `crc` is that, if it is known already."""
+        """Raises Damaged on a wrong checksum; `crc` is the computed one, if the caller has it already."""
         if (crc32.update(self.into) if crc is None else crc) != self.crc:
             raise Damaged(f"{self.key:.80} has a wrong checksum in a snapshot")
 
 
 class _Local:
-    """Reads from memory of our own agent, in several threads: they verify checksums, which takes longest."""
+    """Reads from our own agent's memory, in several threads, since verifying checksums takes longest."""
 
     def __init__(self, fd: int, closed: Any) -> None:
         self._fd, self._closed = fd, closed
@@ -391,7 +390,7 @@ class _Local:
             into, at = into[count:], at + count
 
     def close(self) -> None:
-        if self._over:  # its number may be another file's by now
+        if self._over:  # the descriptor's number may be another file's by now
             return
         self._over = True
         os.close(self._fd)
@@ -407,17 +406,18 @@ class _Peer:
 
     def described(self) -> tuple[Part, bytes]:
         self._connection.send({"open": self._part.json()})
-        said = self._connection.receive()
-        if "problem" in said:
-            raise Damaged(str(said["problem"])[:500])
-        part, length = parts.described(said)
+        reply = self._connection.receive()
+        if "problem" in reply:
+            raise Damaged(str(reply["problem"])[:500])
+        part, length = parts.described(reply)
         tail = bytearray(length)
         self._connection.read_into(memoryview(tail))
         return part, bytes(tail)
 
     def fetch(self, blocks: Sequence[_Block]) -> None:
         with _Checker() as checker:
-            for batch in _batches(blocks):
+            rest = iter(blocks)
+            while batch := list(itertools.islice(rest, _BATCH)):
                 self._connection.send({"items": [[block.place, len(block.into)] for block in batch]})
                 for block in batch:
                     self._connection.read_into(block.into)
@@ -456,14 +456,8 @@ class _Checker:
             raise self._problem
 
 
-def _batches(blocks: Sequence[_Block]) -> Iterator[list[_Block]]:
-    rest = iter(blocks)
-    while batch := list(itertools.islice(rest, _BATCH)):
-        yield batch
-
-
 def _together(work: Any, blocks: Sequence[_Block]) -> None:
-    """Do the work of all blocks in a few threads; raises what one of them raised."""
+    """Do `work` for all blocks in a few threads; raises the first error of one of them."""
     errors: list[BaseException] = []
     rest, lock = iter(blocks), threading.Lock()
 

@@ -1,9 +1,8 @@
-"""Which snapshot a world goes on from: the newest of which every part can be reached. Pure.
+"""The snapshot that a world resumes from: the newest whose parts can all be reached. Pure.
 
-Each worker says which parts are in its memory, its own and replicas of others (`Held`). A snapshot counts if the unique part of
-every rank of its world is there, and of one worker the shared parts of all its ranks. It must be of this run, and of this
-generation or an earlier one. Parts of two snapshots never count together, whatever their step: that would be a state that
-training never had.
+Each worker reports the parts in its memory, its own and replicas of others (`Held`). A snapshot counts if it has the unique part
+of every rank of its world, and the shared parts of all ranks of one worker. It must belong to this run, and to this generation or
+an earlier one. Parts of two snapshots are never combined, whatever their step: that would be a state that training never had.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ class Held:
 
     part: Part
     address: str
-    """Of the worker's agent."""
+    """The worker's agent."""
 
 
 Holders = tuple[Held, ...]
-"""Who has the same part."""
+"""All copies of one part."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A snapshot of which every part can be reached."""
+    """A snapshot whose parts can all be reached."""
 
     at: At
     unique: tuple[Holders, ...]
     """By rank of the world that made it."""
     shared: tuple[tuple[Holders, ...], ...]
-    """Whole sets of shared parts, in a set by local rank. Any one will do; workers that have dealt alike hold the same set."""
+    """Whole sets of shared parts, each by local rank. Any one will do; workers that have sharded alike hold the same set."""
 
     @property
     def parts(self) -> list[Part]:
-        """Each part that is read, once."""
+        """The parts to read, each once."""
         return [holders[0].part for holders in (*self.unique, *self.shared[0])]
 
     def __str__(self) -> str:
@@ -51,16 +50,16 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Election:
-    """What there is, and why the rest does not count."""
+    """The snapshots to resume from, and why others do not count."""
 
     candidates: tuple[Candidate, ...]
     """Newest first."""
     reasons: tuple[str, ...]
-    """A sentence for each snapshot that is newer than the newest candidate and does not count."""
+    """A sentence for each rejected snapshot that is newer than the newest candidate."""
 
 
 def newest(held: Iterable[Held], run: str, generation: int) -> Election:
-    """The snapshots of `run` that a world of `generation` may go on from."""
+    """The snapshots of `run` that a world of `generation` may resume from."""
     groups: dict[tuple[At, str, int], list[Held]] = {}
     foreign: set[str] = set()
     for each in held:
@@ -73,18 +72,18 @@ def newest(held: Iterable[Held], run: str, generation: int) -> Election:
             groups.setdefault((part.at, part.session, part.world), []).append(each)
     candidates: list[Candidate] = []
     reasons = sorted(foreign)
-    for (at, _, world), those in sorted(groups.items(), key=lambda group: group[0], reverse=True):
-        found = _candidate(at, world, those)
-        if isinstance(found, Candidate):
-            candidates.append(found)
+    for (at, _, world), group in sorted(groups.items(), key=lambda group: group[0], reverse=True):
+        candidate = _candidate(at, world, group)
+        if isinstance(candidate, Candidate):
+            candidates.append(candidate)
         elif not candidates:
-            reasons.append(found)
+            reasons.append(candidate)
     return Election(tuple(candidates), tuple(reasons))
 
 
 def _candidate(at: At, world: int, held: Sequence[Held]) -> Candidate | str:
-    """The snapshot that these parts make, or why they make none."""
-    of = f"the snapshot of step {at[1]} (generation {at[0]})"
+    """The snapshot that these parts make, or the reason why they make none."""
+    name = f"the snapshot of step {at[1]} (generation {at[0]})"
     by_rank: dict[int, list[Held]] = {}
     by_worker: dict[int, dict[int, list[Held]]] = {}
     for each in held:
@@ -96,30 +95,30 @@ def _candidate(at: At, world: int, held: Sequence[Held]) -> Candidate | str:
     unique: list[Holders] = []
     for rank in range(world):
         if rank not in by_rank:
-            return f"{of} lacks what rank {rank} of {world} alone had"
+            return f"{name} lacks what rank {rank} of {world} alone had"
         same = _same(by_rank[rank])
         if not same:
-            return f"{of} is there in two versions of what rank {rank} alone had"
+            return f"{name} is there in two versions of what rank {rank} alone had"
         unique.append(same)
     whole: dict[tuple[str, ...], list[list[Held]]] = {}
-    for _, there in sorted(by_worker.items()):
-        if found := _set(there):
-            known = whole.setdefault(tuple(holders[0].part.digest for holders in found), [[] for _ in found])
-            for those, more in zip(known, found, strict=True):
-                those += more
-    shared = tuple(tuple(tuple(those) for those in known) for known in whole.values())
-    return Candidate(at, tuple(unique), shared) if shared else f"{of} lacks a whole set of what all ranks had"
+    for _, by_local_rank in sorted(by_worker.items()):
+        if complete := _whole(by_local_rank):
+            merged = whole.setdefault(tuple(holders[0].part.digest for holders in complete), [[] for _ in complete])
+            for holders, more in zip(merged, complete, strict=True):
+                holders += more
+    shared = tuple(tuple(tuple(holders) for holders in merged) for merged in whole.values())
+    return Candidate(at, tuple(unique), shared) if shared else f"{name} lacks a whole set of what all ranks had"
 
 
-def _set(there: Mapping[int, Sequence[Held]]) -> tuple[Holders, ...]:
-    """A worker's shared parts by local rank; empty unless all are there."""
-    ranks = next(iter(there.values()))[0].part.local_ranks
-    found = tuple(_same(there.get(local, ())) for local in range(ranks)) if len(there) >= ranks else ()
-    return found if all(found) else ()
+def _whole(by_local_rank: Mapping[int, Sequence[Held]]) -> tuple[Holders, ...]:
+    """A worker's shared parts by local rank; empty if one is missing."""
+    ranks = next(iter(by_local_rank.values()))[0].part.local_ranks
+    shared = tuple(_same(by_local_rank.get(local, ())) for local in range(ranks)) if len(by_local_rank) >= ranks else ()
+    return shared if all(shared) else ()
 
 
 def _same(held: Sequence[Held]) -> Holders:
-    """Who holds the same: if they differ, the worker that wrote the part is right; without it nobody is."""
+    """The holders of the right copy: if copies differ, the worker that wrote the part is right; without it none is."""
     originals = {each.part.digest for each in held if not each.part.replica}
     digests = originals or {each.part.digest for each in held}
     if len(digests) != 1:

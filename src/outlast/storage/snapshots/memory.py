@@ -1,7 +1,6 @@
-"""How much memory there is for snapshots, and files in memory that are touched before they are used.
+"""The machine's memory for snapshots, and files in memory that are touched before they are used.
 
-`budget` says how much a worker may keep. Whatever that is, a tenth of the memory stays free: a worker that is killed for its
-memory is worse than one without snapshots.
+Whatever the `budget`, a tenth of the memory stays free: a worker that is OOM-killed is worse than one without snapshots.
 """
 
 from __future__ import annotations
@@ -16,25 +15,25 @@ from outlast.storage.snapshots import budget, parts
 
 
 class Machine(memory.Machine):
-    """What the kernel says of memory, and what of it is for snapshots."""
+    """The machine's memory, as the kernel reports it."""
 
-    def budget(self, asked: budget.Asked, workers: int) -> budget.Budget:
-        """What snapshots of one of so many workers of this machine may use."""
+    def budget(self, requested: budget.Requested, workers: int) -> budget.Budget:
+        """Memory for the snapshots of one of `workers` workers on this machine."""
         machine = self.machine()
         total, free = machine.get("MemTotal", 0), machine.get("MemAvailable", 0)
         shared = total // workers, max(0, total // workers - free // workers)
         limit, used = min([*self.groups(), shared])
-        return budget.budget(asked, limit, used, free // workers)
+        return budget.budget(requested, limit, used, free // workers)
 
 
 _PIECE = 4 << 30
-"""Bytes that are allocated at a time: some seconds."""
+"""Bytes allocated at a time, in about a second."""
 
 
 class File:
     """A file in memory for one part: its header page and `size` bytes of data, touched; a tail may be written behind them.
 
-    Raises OSError when there is not so much memory, and whatever `alive` raises, which is called between pieces.
+    Calls `alive` between pieces. Raises OSError if there is not enough memory, and any exception of `alive`.
     """
 
     def __init__(self, size: int, alive: Callable[[], None] = lambda: None) -> None:
@@ -55,20 +54,20 @@ class File:
 
     @property
     def torn(self) -> bool:
-        """Whether a rank has begun to write another part over the one that it held."""
+        """True once a rank has begun to overwrite the part."""
         return not self._whole[0]
 
     def clear(self) -> None:
-        """Whatever it held is no part any more."""
+        """Invalidate the part in it."""
         os.pwrite(self.fd, bytes(parts.PAGE), 0)
 
     def finish(self, part: parts.Part, tail: bytes) -> None:
-        """Write the tail, then the header: from here on it holds a part."""
+        """Write the tail, then the header, which makes it a part."""
         _write(self.fd, tail, parts.PAGE + part.bytes)
         _write(self.fd, parts.header(part, len(tail)), 0)
 
     def close(self) -> None:
-        """Free the memory, once nobody maps it: a thread that has just finished may still hold a slice of `data`."""
+        """Free the memory once nobody maps it; a thread that has just finished may still hold a slice of `data`."""
         self.data.release()
         self._whole.release()
         os.close(self.fd)

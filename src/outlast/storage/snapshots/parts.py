@@ -1,11 +1,11 @@
-"""The format of a part: what one rank holds of a snapshot, in a file in memory.
+"""The format of a part: one rank's share of a snapshot, in a file in memory.
 
     header page     magic, length and crc32 of a JSON document: the part, the length of its tail; written last
     data            the items, at the places that the index gives
-    tail            how many blocks there are, crc32 of each (little-endian), the index (JSON)
+    tail            number of blocks, crc32 of each (little-endian), the index (JSON)
 
 A part exists once its header does. Its digest is the crc32 of the tail, which holds the crc32 of every block: two parts with
-one digest have the same bytes. Whatever is read comes from another process or machine, so everything is checked. Pure.
+one digest have the same bytes. All input comes from another process or machine, so everything is checked. Pure.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from outlast.job import contract
 PAGE = 4096
 """Bytes of the header page; data begins behind it."""
 BLOCK = 4 << 20
-"""Bytes of an item that have a checksum of their own, so that several threads can verify one item."""
+"""Bytes with a checksum of their own, so that several threads can verify one item."""
 _PIECE = 256 << 10
-"""Bytes; smaller than the cache of a core."""
+"""Bytes; smaller than a core's cache."""
 ALIGNED = 64
 """Places are multiples of this: any dtype, and a cache line."""
 LONGEST_TAIL = 256 << 20
@@ -36,7 +36,7 @@ _HEAD = struct.Struct("<8sII")
 _MOST = 1 << 53
 
 Kind = Literal["shared", "unique"]
-"""What every worker has (dealt over its ranks), and what one rank alone has."""
+"""`shared`: state that every worker has, sharded over its ranks; `unique`: state that one rank alone has."""
 
 
 class Damaged(OutlastError):
@@ -49,27 +49,27 @@ class OutOfReach(OutlastError):
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one rank holds of the snapshot of one step boundary."""
+    """One rank's share of the snapshot of one step boundary. Its fields stand in JSON, at other agents, too."""
 
     run: str
     generation: int
     step: int
     world: int
-    """How many ranks the world has."""
+    """World size, in ranks."""
     rank: int
     worker: int
-    """The worker whose rank wrote it; a replica lies at another."""
+    """The worker whose rank wrote it; replicas are at others."""
     local_rank: int
     local_ranks: int
     kind: Kind
     bytes: int = 0
-    """Of data."""
+    """Size of the data."""
     items: int = 0
     digest: str = ""
     """Identity of the content, 8 hex digits; the agent computes it."""
     replica: bool = False
     session: str = ""
-    """Equal for the parts of one world of processes: those of another attempt of the same generation never mix with them."""
+    """Identity of one world of processes: parts of different attempts of one generation never mix."""
 
     @property
     def at(self) -> tuple[int, int]:
@@ -89,11 +89,11 @@ class Part:
         return dict(vars(self))
 
     @classmethod
-    def of(cls, said: object) -> Self:
+    def of(cls, document: object) -> Self:
         """From untrusted JSON; ignores fields of newer versions. Raises Damaged."""
-        if not isinstance(said, Mapping):
-            raise Damaged(f"{said!r:.80} is no part of a snapshot")
-        fields = {name: said[name] for name in _FITS if name in said}
+        if not isinstance(document, Mapping):
+            raise Damaged(f"{document!r:.80} is no part of a snapshot")
+        fields = {name: document[name] for name in _FITS if name in document}
         for name, value in fields.items():
             if not _FITS[name](value):
                 raise Damaged(f"{name} of a part of a snapshot cannot be {value!r:.80}")
@@ -106,13 +106,13 @@ class Part:
         return part
 
 
-def listed(said: Iterable[object]) -> list[Part]:
-    """The parts in a list from untrusted JSON, but for those that only a newer version understands."""
-    found = []
-    for each in said:
+def catalog(documents: Iterable[object]) -> list[Part]:
+    """The parts in a list from untrusted JSON, skipping any that only a newer version understands."""
+    parts = []
+    for each in documents:
         with contextlib.suppress(Damaged):
-            found.append(Part.of(each))
-    return found
+            parts.append(Part.of(each))
+    return parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,11 +121,11 @@ class Item:
 
     key: str
     dtype: str
-    """`float32`, as torch names it; `bytes` for anything that is no tensor."""
+    """torch's name (`float32`); `bytes` for anything but tensors."""
     size: tuple[int, ...]
     """Shape of the whole tensor; () for bytes and scalars."""
     offsets: tuple[int, ...]
-    """Where in it the chunk begins."""
+    """Index of the chunk's first element in the tensor."""
     chunk: tuple[int, ...]
     """Shape of the chunk."""
     place: int
@@ -137,11 +137,11 @@ class Item:
         return [(self.place + at, min(BLOCK, self.nbytes - at)) for at in range(0, self.nbytes, BLOCK)]
 
     @classmethod
-    def of(cls, said: object) -> Self:
+    def of(cls, row: object) -> Self:
         """From untrusted JSON. Raises Damaged."""
-        if not (isinstance(said, Sequence) and len(said) == 7):
-            raise Damaged(f"{said!r:.80} is no item of a snapshot")
-        key, dtype, size, offsets, chunk, place, nbytes = said
+        if not (isinstance(row, Sequence) and len(row) == 7):
+            raise Damaged(f"{row!r:.80} is no item of a snapshot")
+        key, dtype, size, offsets, chunk, place, nbytes = row
         shapes = (size, offsets, chunk)
         fits = (
             isinstance(key, str) and 0 < len(key) <= 4096,
@@ -150,14 +150,14 @@ class Item:
             _count(place) and _count(nbytes),
         )
         if not all(fits) or len({len(shape) for shape in shapes}) != 1:
-            raise Damaged(f"{said!r:.80} is no item of a snapshot")
+            raise Damaged(f"{row!r:.80} is no item of a snapshot")
         if any(offset + length > whole for whole, offset, length in zip(size, offsets, chunk, strict=True)):
             raise Damaged(f"the chunk of {key:.80} lies outside of its tensor")
         return cls(key, dtype, tuple(size), tuple(offsets), tuple(chunk), place, nbytes)
 
 
 def laid_out(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Places for items of these sizes (bytes), and how much room they take together."""
+    """Places for items of these sizes, and their total size with padding; all in bytes."""
     places, end = [], 0
     for size in sizes:
         places.append(end)
@@ -171,9 +171,9 @@ def checksums(index: Sequence[Item], data: memoryview) -> list[int]:
 
 
 def filled(into: memoryview, fill: Callable[[int, memoryview], object]) -> int:
-    """Have memory filled, piece by piece, by `fill(offset, piece)`. Returns its crc32.
+    """Fill memory piece by piece with `fill(offset, piece)`. Returns its crc32.
 
-    A piece is still in the processor's cache when its checksum is computed: that takes a third less than reading the block first.
+    A piece is still in the CPU's cache when its checksum is computed, which takes a third less than reading the block first.
     """
     crc = 0
     for start in range(0, len(into), _PIECE):
@@ -184,7 +184,7 @@ def filled(into: memoryview, fill: Callable[[int, memoryview], object]) -> int:
 
 
 def checked(index: Iterable[Item], part: Part) -> list[Item]:
-    """The items of a part. Raises Damaged if they do not lie in its data."""
+    """The items of a part. Raises Damaged if one reaches beyond its data."""
     items = list(index)
     for item in items:
         if item.place + item.nbytes > part.bytes:
@@ -198,13 +198,13 @@ def rows(index: Sequence[Item]) -> list[list[object]]:
 
 
 def encoded(rows: Sequence[object]) -> bytes:
-    """`rows` as they stand in a tail."""
+    """`rows` as bytes of a tail."""
     return json.dumps(rows, separators=(",", ":")).encode()
 
 
-def tail(index: Sequence[Item], crcs: Sequence[int], said: bytes = b"") -> bytes:
-    """What stands behind the data. `said`: the index, `encoded`, if that is known."""
-    return struct.pack(f"<{1 + len(crcs)}I", len(crcs), *crcs) + (said or encoded(rows(index)))
+def tail(index: Sequence[Item], crcs: Sequence[int], encoded_index: bytes = b"") -> bytes:
+    """The bytes behind the data. `encoded_index` saves encoding the index again."""
+    return struct.pack(f"<{1 + len(crcs)}I", len(crcs), *crcs) + (encoded_index or encoded(rows(index)))
 
 
 def finished(part: Part, index: Sequence[Item], tail: bytes) -> Part:
@@ -213,7 +213,7 @@ def finished(part: Part, index: Sequence[Item], tail: bytes) -> Part:
 
 
 def read_tail(part: Part, tail: bytes) -> tuple[list[Item], list[list[int]]]:
-    """The index of a part, and of each item the crc32 of its blocks. Raises Damaged."""
+    """The index of a part, and for each item the crc32 of its blocks. Raises Damaged."""
     if f"{crc32.update(tail):08x}" != part.digest:
         raise Damaged(f"the index of {part} has digest {crc32.update(tail):08x} instead of {part.digest}")
     try:
@@ -228,30 +228,30 @@ def read_tail(part: Part, tail: bytes) -> tuple[list[Item], list[list[int]]]:
 
 
 def header(part: Part, tail: int) -> bytes:
-    """The header page of a part whose tail has so many bytes."""
-    said = json.dumps({"part": part.json(), "tail": tail}).encode()
-    if len(said) > PAGE - _HEAD.size:
-        raise Damaged(f"the header of {part} has {len(said)} bytes; {PAGE - _HEAD.size} are possible")
-    return (_HEAD.pack(_MAGIC, len(said), crc32.update(said)) + said).ljust(PAGE, b"\0")
+    """The header page of a part whose tail has `tail` bytes."""
+    document = json.dumps({"part": part.json(), "tail": tail}).encode()
+    if len(document) > PAGE - _HEAD.size:
+        raise Damaged(f"the header of {part} has {len(document)} bytes; {PAGE - _HEAD.size} are possible")
+    return (_HEAD.pack(_MAGIC, len(document), crc32.update(document)) + document).ljust(PAGE, b"\0")
 
 
 def read_header(page: bytes) -> tuple[Part, int]:
-    """The part that a header page describes, and the bytes of its tail. Raises Damaged."""
+    """The part in a header page, and the length of its tail. Raises Damaged."""
     if len(page) < _HEAD.size:
         raise Damaged("a part of a snapshot has no header")
     magic, length, crc = _HEAD.unpack_from(page)
-    said = page[_HEAD.size : _HEAD.size + length]
-    if magic != _MAGIC or len(said) != length or crc32.update(said) != crc:
-        raise Damaged("a part of a snapshot has no header: whoever wrote it has not finished")
-    return described(json.loads(said))
+    document = page[_HEAD.size : _HEAD.size + length]
+    if magic != _MAGIC or len(document) != length or crc32.update(document) != crc:
+        raise Damaged("a part of a snapshot has no header: its writer has not finished")
+    return described(json.loads(document))
 
 
-def described(said: object) -> tuple[Part, int]:
-    """The part and the bytes of its tail, from the document in a header. Raises Damaged."""
-    found = said.get("tail") if isinstance(said, Mapping) else None
-    if not (isinstance(said, Mapping) and _count(found) and found <= LONGEST_TAIL):
-        raise Damaged(f"{said!r:.80} is no header of a part of a snapshot")
-    return Part.of(said.get("part")), found
+def described(document: object) -> tuple[Part, int]:
+    """The part and the length of its tail, from the JSON of a header. Raises Damaged."""
+    tail = document.get("tail") if isinstance(document, Mapping) else None
+    if not (isinstance(document, Mapping) and _count(tail) and tail <= LONGEST_TAIL):
+        raise Damaged(f"{document!r:.80} is no header of a part of a snapshot")
+    return Part.of(document.get("part")), tail
 
 
 def _count(value: object) -> TypeGuard[int]:

@@ -1,13 +1,12 @@
-"""The data port of an agent: other agents bring replicas here, and ranks of other workers read parts.
+"""The data port of an agent: other agents send replicas here, and ranks of other workers read parts.
 
-It can be reached by strangers, so whoever connects has to prove with its first line that it knows the key of the run, and
-whatever a peer sends costs that peer its connection at most. When too many have come, the first of those that have proved nothing
-goes; a member waits for its turn.
+Strangers can reach it, so the first line of a connection must prove knowledge of the run's key, and bad input costs a peer no
+more than its connection. Beyond the limit of connections the oldest unauthenticated one is closed; members wait for their turn.
 
     {"put": part, "tail": bytes, "complete": at}    -> {"soon": true} while memory is allocated, {"go": true}; then the peer
                                                        sends tail and blocks; -> {"held": true}
     {"open": part}                                  -> {"part": part, "tail": bytes} and the tail
-    {"items": [[place, bytes], ...]}                -> the bytes, of the part that was opened
+    {"items": [[place, bytes], ...]}                -> the bytes, from the open part
     on any problem                                  -> {"problem": sentence}
 """
 
@@ -28,27 +27,27 @@ from outlast.storage.snapshots.parts import Damaged, Part
 from outlast.storage.snapshots.rooms import Room, Rooms
 
 VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-"""Name the network interfaces of the ranks."""
+"""Environment variables that name the network interfaces of the ranks."""
 
 
 def advertised(environ: Mapping[str, str]) -> tuple[str, bool]:
-    """The address to advertise, and whether to listen on all addresses; on one machine 127.0.0.1, and only there."""
+    """The address to advertise, and whether to listen on all addresses; on a single machine only 127.0.0.1."""
     if Env.ADDRESS not in environ:
         return "127.0.0.1", False
     named = [name for variable in VARIABLES for name in prefixes(environ.get(variable, ""))]
     return (_address(named) if named else "") or environ[Env.ADDRESS].strip("[]"), True
 
 
-def prefixes(said: str) -> list[str]:
-    """The names in `eth0,ib` or `=eth0`; none where the variable says which not to use (`^docker`)."""
-    return [] if said.startswith("^") else [name for name in said.removeprefix("=").split(",") if name]
+def prefixes(interfaces: str) -> list[str]:
+    """The names in `eth0,ib` or `=eth0`; none for an exclusion (`^docker`)."""
+    return [] if interfaces.startswith("^") else [name for name in interfaces.removeprefix("=").split(",") if name]
 
 
-def _address(named: list[str]) -> str:
-    """The first address of an interface whose name begins so; an empty text if there is none."""
+def _address(prefixes: list[str]) -> str:
+    """The first address of an interface with one of these prefixes; empty if there is none."""
     import psutil
 
-    for prefix in named:
+    for prefix in prefixes:
         for name, addresses in sorted(psutil.net_if_addrs().items()):
             for each in sorted(addresses, key=lambda each: each.family):
                 if name.startswith(prefix) and each.family in (socket.AF_INET, socket.AF_INET6) and "%" not in each.address:
@@ -57,11 +56,11 @@ def _address(named: list[str]) -> str:
 
 
 _STRANGERS = 256
-"""Connections that have proved nothing yet; one more, and the first of them is closed."""
+"""Most unauthenticated connections; for one more, the oldest of them is closed."""
 _READERS, _REPLICAS = 512, 128
-"""Members that are served at a time, those that read and those that bring: neither keep the others out."""
+"""Members served at a time, readers and senders of replicas: neither starve the others."""
 _MOST = 768
-"""All connections; more wait in the listener's queue. A process may usually have 1,024 files open."""
+"""Most connections; more wait in the listener's queue. A process may usually have 1,024 files open."""
 _BACKLOG = 1024
 _PROVE_S = 5.0
 
@@ -73,12 +72,12 @@ class Port:
         self._rooms, self._key, self._environ = rooms, key, environ
         self._changed = threading.Condition()
         self._strangers: dict[socket.socket, None] = {}
-        """In the order in which they came."""
+        """Unauthenticated connections, oldest first."""
         self._all = 0
         self._readers, self._replicas = threading.Semaphore(_READERS), threading.Semaphore(_REPLICAS)
         self._listener: socket.socket | None = None
         self.address = ""
-        """host:port, once it listens; none without a key."""
+        """host:port once it listens; empty without a key."""
 
     def start(self) -> None:
         """Listen. Raises OSError."""
@@ -86,14 +85,14 @@ class Port:
             return
         host, everywhere = advertised(self._environ)
         six = everywhere and socket.has_dualstack_ipv6()
-        where = ("" if everywhere else host, 0)
-        family = socket.AF_INET6 if six or ":" in where[0] else socket.AF_INET
-        self._listener = socket.create_server(where, family=family, dualstack_ipv6=six, backlog=_BACKLOG)
+        bind = ("" if everywhere else host, 0)
+        family = socket.AF_INET6 if six or ":" in bind[0] else socket.AF_INET
+        self._listener = socket.create_server(bind, family=family, dualstack_ipv6=six, backlog=_BACKLOG)
         self.address = f"{f'[{host}]' if ':' in host else host}:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, name="outlast-snapshots-port", daemon=True).start()
 
     def close(self) -> None:
-        """Accept nobody any more."""
+        """Stop listening."""
         wire.close(self._listener)
 
     def _accept(self) -> None:
@@ -115,28 +114,28 @@ class Port:
         try:
             connection = wire.Connection(wire.patient(wire.between_machines(sock), _PROVE_S))
             connection.greet(self._key, "decider")
-            said = connection.receive()
+            request = connection.receive()
             with self._changed:
                 self._strangers.pop(sock, None)
             wire.patient(sock)
-            with self._replicas if "put" in said else self._readers:
+            with self._replicas if "put" in request else self._readers:
                 while True:
-                    self._answer(connection, said, opened)
-                    said = connection.receive()
+                    self._answer(connection, request, opened)
+                    request = connection.receive()
         except (OSError, ValueError, RecursionError):
             pass  # it has gone, or is no member
         finally:
             for room in opened:
                 self._rooms.release(room)
-            with self._changed:  # before it is closed: the number of its descriptor may be another's then
+            with self._changed:  # before closing: afterwards its descriptor's number may be another socket's
                 self._strangers.pop(sock, None)
                 self._all -= 1
                 self._changed.notify_all()
             sock.close()
 
-    def _answer(self, connection: wire.Connection, said: dict[str, Any], opened: list[Room]) -> None:
+    def _answer(self, connection: wire.Connection, request: dict[str, Any], opened: list[Room]) -> None:
         try:
-            match said:
+            match request:
                 case {"put": part, "tail": int(tail), "complete": [int(generation), int(step)]}:
                     self._receive(connection, Part.of(part), tail, (generation, step))
                 case {"open": part}:
@@ -145,11 +144,11 @@ class Port:
                     assert room.part is not None
                     connection.send({"part": room.part.json(), "tail": room.tail})
                     connection.write_from(room.file.fd, parts.PAGE + room.part.bytes, room.tail)
-                case {"items": list(wanted)} if opened:
-                    for block in wanted:
+                case {"items": list(blocks)} if opened:
+                    for block in blocks:
                         self._send(connection, opened[-1], block)
                 case _:
-                    raise ValueError(f"{said!r:.80} is no request")
+                    raise ValueError(f"{request!r:.80} is no request")
         except OutlastError as problem:
             connection.send({"problem": str(problem)})
 
@@ -162,7 +161,7 @@ class Port:
                 raise ValueError(f"{room.part} has no block {block!r:.80}")
 
     def _receive(self, connection: wire.Connection, part: Part, length: int, complete: tuple[int, int]) -> None:
-        """Take a replica in. The header is written when everything has arrived and its checksums are right."""
+        """Receive a replica. The header is written once everything has arrived with the right checksums."""
         self._rooms.admit(part.run, part.at, complete, part.session, own=False)
         if length > parts.LONGEST_TAIL:
             raise Damaged(f"the index of {part} has {length} bytes")

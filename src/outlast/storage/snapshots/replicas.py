@@ -1,6 +1,6 @@
-"""Replicas: which other workers keep them (`holders`, pure), and how parts are sent, slowly enough not to disturb training.
+"""Replicas: which other workers hold them (`holders`, pure), and sending them, slowly enough not to disturb training.
 
-Nobody keeps more than a fair share, so that memory can be planned. Within it other nodes come first, then other zones, then a
+No worker holds more than a fair share, so that memory can be planned. Within it other nodes come first, then other zones, then a
 ring with a jump: neighbours in rank, often in one rack, have their replicas far from each other.
 """
 
@@ -21,35 +21,35 @@ from outlast.storage.snapshots.rooms import Refused, Room, Rooms
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a worker is."""
+    """Location of a worker."""
 
     address: str
-    """Of its agent's data port; empty if it has none."""
+    """Its agent's data port; empty if it has none."""
     node: str = ""
     zone: str = ""
 
 
 def holders(workers: Sequence[Place], count: int) -> list[tuple[str, ...]]:
-    """For each worker the addresses of the `count` others that keep replicas of its parts; fewer where there are not so many.
+    """For each worker the addresses of the `count` others that hold replicas of its parts; fewer in a small world.
 
-    `workers` are in the order of their ranks. Every worker works out the same.
+    `workers` are in the order of their ranks. Deterministic: every worker computes the same.
     """
     ring = _Ring(workers, count)
     for _ in range(count):
         for own in range(len(workers)):
             ring.choose(own)
-    return [tuple(workers[each].address for each in those) for those in ring.found]
+    return [tuple(workers[each].address for each in peers) for peers in ring.peers]
 
 
 class _Ring:
-    """What has been chosen so far, and how many replicas each worker may still keep."""
+    """The peers chosen so far, and how many replicas each worker may still hold."""
 
     def __init__(self, workers: Sequence[Place], count: int) -> None:
         self._workers = workers
-        self.found: list[list[int]] = [[] for _ in workers]
+        self.peers: list[list[int]] = [[] for _ in workers]
         holders = [n for n, place in enumerate(workers) if place.address]
-        wanted = sum(min(count, len(holders) - bool(place.address)) for place in workers)
-        share = -(-wanted // len(holders)) if holders else 0
+        total = sum(min(count, len(holders) - bool(place.address)) for place in workers)
+        share = -(-total // len(holders)) if holders else 0
         self._free = [0] * len(workers)
         self._zoned = len({place.zone for place in workers}) > 1
         self._by_node, self._by_zone = Counter[str](), Counter[str]()
@@ -62,32 +62,32 @@ class _Ring:
         self._by_zone[self._workers[other].zone] += more
 
     def choose(self, own: int) -> None:
-        """Give a worker the best peer that is left. Where no peer with room suits it, one that has another peer changes over."""
+        """Give a worker the best peer left. If no peer with room suits it, swap with a worker that could use such a peer."""
         peer = self._best(own)
         if peer is None:
             holders = (n for n, free in enumerate(self._free) if free)
-            swaps = ((left, other, theirs) for left in holders for other in self._after(own) for theirs in self.found[other])
+            swaps = ((left, other, theirs) for left in holders for other in self._after(own) for theirs in self.peers[other])
             for left, other, theirs in swaps:
                 if self._suits(other, left) and self._suits(own, theirs):
-                    self.found[other][self.found[other].index(theirs)] = left
-                    self.found[own].append(theirs)
+                    self.peers[other][self.peers[other].index(theirs)] = left
+                    self.peers[own].append(theirs)
                     self._count(left, -1)
                     return
             return
-        self.found[own].append(peer)
+        self.peers[own].append(peer)
         self._count(peer, -1)
 
     def _after(self, own: int) -> Iterator[int]:
-        """The ring: others first, from half of it on."""
+        """All workers in ring order, beginning halfway around it."""
         first = own + max(1, len(self._workers) // 2)
         return (other % len(self._workers) for other in range(first, first + len(self._workers)))
 
     def _suits(self, own: int, other: int) -> bool:
-        return other != own and other not in self.found[own]
+        return other != own and other not in self.peers[own]
 
     def _best(self, own: int) -> int | None:
-        """The first peer with room, on a node and in a zone that has none of this worker's yet, as far as there are such."""
-        nodes, zones = ({getattr(self._workers[each], name) for each in (own, *self.found[own])} for name in ("node", "zone"))
+        """The first peer with room, if possible on a node and in a zone without a copy of this worker's parts."""
+        nodes, zones = ({getattr(self._workers[each], name) for each in (own, *self.peers[own])} for name in ("node", "zone"))
         room = sum(self._free)
         least = sum(self._by_node[node] for node in nodes) == room, self._zoned and sum(self._by_zone[z] for z in zones) == room
         best: tuple[tuple[bool, bool], int] | None = None
@@ -105,14 +105,14 @@ class _Ring:
 SLOWEST = 50e6
 """Bytes per second; slower would make snapshots rare."""
 _FIRST = 200e6
-"""Of the first part, when the interval of snapshots is not known yet. Arbitrary."""
+"""Bytes per second for the first part, before the interval of snapshots is known. Arbitrary."""
 
 
 def rate(nbytes: int, interval_s: float | None) -> float:
     """Bytes per second at which a part takes a quarter of the interval of snapshots.
 
-    Not half: the next snapshot waits for the replicas of this one. If that makes the interval two steps long, replicas are there
-    after the first of them, and the next interval is one step.
+    Not half: the next snapshot waits for the replicas of this one. If that makes the interval two steps long, replicas are
+    complete after the first of them, and the next interval is one step.
     """
     return _FIRST if interval_s is None else max(SLOWEST, 4 * nbytes / max(interval_s, 1e-3))
 
@@ -126,15 +126,15 @@ class Sender:
         self._began: dict[tuple[object, ...], float] = {}
         """When the last part of a rank and kind was sent."""
         self._idle: dict[str, list[wire.Connection]] = collections.defaultdict(list)
-        """Connections to agents that are used again: to make one takes both sides longer than to send a small part."""
+        """Open connections by address: opening one takes longer than sending a small part."""
 
     def send(self, part: Part, to: Sequence[str], complete: tuple[int, int]) -> list[str]:
-        """Send a part to agents, one after another. Returns what went wrong, a sentence for each."""
+        """Send a part to agents, one after another. Returns a sentence for each failure."""
         now = time.monotonic()
         with self._lock:
-            before = self._began.get((part.kind, part.rank))
+            previous = self._began.get((part.kind, part.rank))
             self._began[part.kind, part.rank] = now
-        speed = rate(part.bytes * len(to), None if before is None else now - before)
+        speed = rate(part.bytes * len(to), None if previous is None else now - previous)
         problems = []
         for address in to:
             try:
@@ -145,7 +145,6 @@ class Sender:
         return problems
 
     def _connected(self, address: str) -> wire.Connection:
-        """A connection to an agent. Raises OSError, ValueError."""
         while True:
             with self._lock:
                 idle = self._idle[address].pop() if self._idle[address] else None
@@ -190,7 +189,7 @@ class Sender:
 
 
 def _expect(connection: wire.Connection, word: str) -> None:
-    while "soon" in (said := connection.receive()):
-        pass  # it allocates memory
-    if word not in said:
-        raise Refused(str(said.get("problem", said))[:500])
+    while "soon" in (reply := connection.receive()):
+        pass  # the peer is allocating memory
+    if word not in reply:
+        raise Refused(str(reply.get("problem", reply))[:500])

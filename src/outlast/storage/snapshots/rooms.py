@@ -1,11 +1,10 @@
-"""The rooms of one agent: files in memory, which parts they hold, who uses them. Threads of `server` and `port` share it.
+"""The rooms of one agent: files in memory, the parts in them, their users. Threads of `server` and `port` share it.
 
-`choose`, a pure rule, says which room a part gets: one complete snapshot is kept at any time, and no more than two. Rooms are
-used again, since memory that has been touched costs no page faults. A room is free unless somebody uses it, or it holds a part of
-the newest complete snapshot, or of the one that is being made. Everything else (an older snapshot, one that was given up, one of
-a world that has ended) is overwritten. A room is reserved under the lock and its memory allocated outside of it: that takes a
-third of a second a GiB. Here are also the fences: nothing of another run, of an earlier generation, or of processes that have
-ended comes in.
+`choose`, a pure rule, picks the room of a part: one complete snapshot is kept at any time, and no more than two. Rooms are used
+again, since touched memory costs no page faults. A room is free unless somebody uses it, or it holds a part of the newest
+complete snapshot or of the one being made. Everything else (an older or abandoned snapshot, one of an ended world) is
+overwritten. A room is reserved under the lock, its memory allocated outside: that takes a third of a second per GiB. The fences
+are here, too: parts of another run, an earlier generation or processes that have ended are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from outlast.storage.snapshots.parts import Damaged, Item, Part
 At = tuple[int, int]
 """(generation, step) of a snapshot; (0, 0) is before all."""
 _WASTE = 1.1
-"""A room is used for a part that is smaller by this factor at most, while there is memory for another. Arbitrary."""
+"""While memory is left, a room is reused only for a part smaller by at most this factor. Arbitrary."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +33,16 @@ class View:
     size: int
     """Bytes."""
     at: At | None = None
-    """Of the part that it holds or is to hold, if any."""
+    """The snapshot whose part it holds or will hold, if any."""
     busy: bool = False
     """Somebody writes or reads it."""
     replica: bool = False
-    """It holds a part of another worker's."""
+    """It holds a part of another worker."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What to do for a part that needs room: reuse one, or make one after dropping others; `problem` if neither is possible."""
+    """How to house a part: reuse a room, or make one after dropping others; `problem` if neither is possible."""
 
     reuse: int | None = None
     drop: tuple[int, ...] = ()
@@ -55,27 +54,27 @@ def free(room: View, at: At, complete: At) -> bool:
     return not room.busy and (room.at is None or (room.at < at and room.at != complete))
 
 
-def surplus(rooms: Sequence[View], before: At) -> list[int]:
-    """Rooms that no snapshot has used since the complete one `before` the newest: parts have another size now."""
-    return [room.id for room in rooms if not room.busy and room.at is not None and room.at < before]
+def surplus(rooms: Sequence[View], previous: At) -> list[int]:
+    """Rooms that have not been used since the `previous` complete snapshot: parts have another size now."""
+    return [room.id for room in rooms if not room.busy and room.at is not None and room.at < previous]
 
 
 def choose(rooms: Sequence[View], size: int, budget: int, at: At, complete: At, *, replica: bool = False) -> Choice:
-    """Find room for a part of `size` bytes.
+    """Choose the room of a part of `size` bytes.
 
-    Replicas leave room for two snapshots of the worker's own; its own displace replicas.
+    Replicas leave space for two snapshots of the worker itself; its own parts displace replicas.
     """
     idle = [room for room in rooms if free(room, at, complete)]
-    kept = [room for room in rooms if room not in idle]
-    used, total = (sum(room.size for room in some) for some in (kept, rooms))
-    replicas = sum(room.size for room in kept if room.replica)
+    retained = [room for room in rooms if room not in idle]
+    used, total = (sum(room.size for room in some) for some in (retained, rooms))
+    replicas = sum(room.size for room in retained if room.replica)
     if replica and size + replicas > budget - max(2 * _newest_own(rooms), used - replicas):
         return Choice(problem=_problem(size, used, budget))
     tight = [room for room in idle if size <= room.size <= size * _WASTE]
     if tight:
         return Choice(reuse=min(tight, key=lambda room: room.size).id)
     drop = []
-    others = [] if replica else [room for room in kept if room.replica and not room.busy]
+    others = [] if replica else [room for room in retained if room.replica and not room.busy]
     for room in sorted(idle, key=lambda room: -room.size) + sorted(others, key=lambda room: -room.size):
         if total + size <= budget:
             break
@@ -101,11 +100,11 @@ def _megabytes(size: int) -> str:
 
 
 _STALE_S = 20.0
-"""How long a part waits for memory that was given up but is still in use; less than ranks wait for the agent."""
+"""Timeout for memory that was given up but is still in use; shorter than the ranks' timeout for the agent."""
 
 
 class Refused(OutlastError):
-    """There is no room for a part, or it may not come in."""
+    """A part is not taken: there is no memory for it, or it is out of date."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -118,24 +117,23 @@ class Room:
     at: At
     replica: bool
     file: memory.File = dataclasses.field(init=False)
-    """Once its memory is allocated."""
+    """Set once its memory is allocated."""
     users: int = 1
-    """Who writes or reads it now, and the rank that it is lent to."""
+    """Readers and writers, and the rank that it is lent to."""
     part: Part | None = None
-    """What it holds, once its header is written."""
+    """Set once the header is written."""
     tail: int = 0
-    """Bytes of the tail of that part."""
+    """Bytes of the part's tail."""
     index: Sequence[Item] = ()
     stale: bool = False
-    """Given up while somebody used it: free from then on."""
+    """Given up while in use; free once its users are gone."""
 
-    def seen(self) -> View:
-        """As `pool` sees it."""
+    @property
+    def view(self) -> View:
         at = self.at if self.part or self.users else None
         return View(self.id, self.size, at, bool(self.users), self.replica)
 
     def clear(self) -> None:
-        """It holds nothing any more."""
         self.part, self.stale = None, False
         self.file.clear()
 
@@ -149,19 +147,19 @@ class Rooms:
         self._lock = threading.Condition()
         self._next = 0
         self._complete: At = (0, 0)
-        self._before: At = (0, 0)
-        """The complete snapshot before that."""
+        self._previous: At = (0, 0)
+        """The complete snapshot before `_complete`."""
         self._generation = 0
         self._session, self._over = "", set[str]()
-        """The session of the ranks of this worker, and those before it."""
+        """The current session of this worker's ranks, and earlier ones."""
         self._allocating = 0
-        """Bytes that do not count as used yet."""
+        """Bytes being allocated, not yet counted as used by the kernel."""
         self._closed = False
 
     def admit(self, run: str, at: At, complete: At, session: str = "", *, own: bool = True) -> None:
-        """Note which generation trains and which snapshot is complete. Raises Refused for anything out of date.
+        """Record the current generation and the newest complete snapshot. Raises Refused for anything out of date.
 
-        Another worker (not `own`) is believed only about the session that the ranks of this one are in.
+        Parts of other workers (not `own`) must belong to the session of this worker's ranks.
         """
         if run != self.run:
             raise Refused(f"this worker trains run {self.run}, not {run}")
@@ -176,23 +174,25 @@ class Rooms:
             self._generation = at[0]
             unused: list[Room] = []
             if complete > self._complete:
-                self._before, self._complete = self._complete, complete
-                unused = [self._rooms.pop(id) for id in surplus([room.seen() for room in self._rooms.values()], self._before)]
+                self._previous, self._complete = self._complete, complete
+                unused = [self._rooms.pop(id) for id in surplus([room.view for room in self._rooms.values()], self._previous)]
         _free(unused)
 
     def _end_session(self) -> None:
-        """What of the current session still comes is late."""
+        """From now on, parts of the current session are refused."""
         self._over |= {self._session} - {""}
         self._session = ""
 
     def take(self, size: int, at: At, *, replica: bool = False, alive: Callable[[], None] = lambda: None) -> Room:
-        """A room for a part of so many bytes; `release` or `hold` it. Raises Refused.
+        """A room for a part of `size` bytes; `release` or `hold` it. Raises Refused.
 
-        `alive` is called now and then while memory is allocated; what it raises ends that.
+        `alive` is called now and then while memory is allocated; an exception of it ends that.
         """
         with self._lock:
             choice = self._choose(size, at, replica)
-            while choice.problem and not replica and self._stale() and self._lock.wait(_STALE_S):
+            while choice.problem and not replica and any(room.stale for room in self._rooms.values()):
+                if not self._lock.wait(_STALE_S):
+                    break
                 choice = self._choose(size, at, replica)
             if choice.problem or self._closed:
                 raise Refused(choice.problem or "this worker is ending")
@@ -209,7 +209,7 @@ class Rooms:
         return room
 
     def _allocate(self, room: Room, alive: Callable[[], None]) -> None:
-        """Make the file of a room. Raises Refused, and there is no such room then."""
+        """Make the file of a room; raises Refused and drops the room if there is no memory."""
         with self._lock:
             self._allocating += room.size
             headroom = max(0, self.headroom() + room.size - self._allocating)
@@ -229,19 +229,16 @@ class Rooms:
                 self._allocating -= room.size
 
     def _choose(self, size: int, at: At, replica: bool) -> Choice:
-        rooms = [room.seen() for room in self._rooms.values()]
+        rooms = [room.view for room in self._rooms.values()]
         return choose(rooms, size, self.budget, at, self._complete, replica=replica)
 
-    def _stale(self) -> bool:
-        return any(room.stale for room in self._rooms.values())
-
     def use(self, room: Room, at: At) -> None:
-        """A rank has written a part of `at` into a room that is lent to it: `hold` or `release` it once more."""
+        """Mark a lent room as written by its rank with a part of `at`; `hold` or `release` it once more."""
         with self._lock:
             room.part, room.at, room.users = None, at, room.users + 1
 
     def hold(self, room: Room, part: Part, index: Sequence[Item], tail: bytes) -> None:
-        """Write tail and header; the part can be opened from now on. Raises Refused if it has been given up meanwhile."""
+        """Write tail and header, so that the part can be opened. Raises Refused if it has been given up meanwhile."""
         if not room.stale:
             room.file.finish(part, tail)
         with self._lock:
@@ -250,7 +247,7 @@ class Rooms:
             room.part, room.index, room.tail, room.users = part, index, len(tail), room.users - 1
 
     def release(self, room: Room) -> None:
-        """Somebody no longer uses a room."""
+        """End one use of a room."""
         with self._lock:
             room.users -= 1
             if room.stale and not room.users:
@@ -258,7 +255,7 @@ class Rooms:
                 self._lock.notify_all()
 
     def give_back(self, rooms: Iterable[Room], complete: At) -> None:
-        """A rank no longer uses these; free all memory but that of the newest complete snapshot."""
+        """End a rank's use of these rooms; free all memory except the newest complete snapshot's."""
         for room in rooms:
             self.release(room)
         with self._lock:
@@ -278,7 +275,7 @@ class Rooms:
             return list(self._rooms)
 
     def busy(self) -> list[int]:
-        """The rooms that somebody uses."""
+        """The rooms in use."""
         with self._lock:
             return [room.id for room in self._rooms.values() if room.users]
 
@@ -301,10 +298,10 @@ class Rooms:
             self.release(room)
 
     def forget(self, keep: At | None) -> None:
-        """Give up all parts but those of the snapshot `keep`, from which training goes on: it is the newest complete one now."""
+        """Give up all parts except those of the snapshot `keep`, from which training goes on: it is the newest complete now."""
         with self._lock:
             self._end_session()
-            self._before = self._complete = keep or (0, 0)
+            self._previous = self._complete = keep or (0, 0)
             for room in self._rooms.values():
                 if room.at != keep:
                     room.stale = bool(room.users)
@@ -312,7 +309,7 @@ class Rooms:
                         room.clear()
 
     def close(self) -> None:
-        """Free what nobody uses; the rest is freed with the process."""
+        """Free all unused rooms; the rest is freed with the process."""
         with self._lock:
             self._closed = True
             dropped = [self._rooms.pop(id) for id in [id for id, room in self._rooms.items() if not room.users]]
@@ -320,6 +317,6 @@ class Rooms:
 
 
 def _free(rooms: Iterable[Room]) -> None:
-    """Free the memory of rooms. This takes a while: not under the lock."""
+    """Slow, so never called under the lock."""
     for room in rooms:
         room.file.close()

@@ -42,14 +42,14 @@ from outlast.storage.snapshots import memory, parts, port, replicas, rooms, wire
 from outlast.storage.snapshots.parts import Item, Part
 from outlast.storage.snapshots.rooms import Refused, Room, Rooms
 
-Ask = Callable[[], object]
-"""Something that asks the store. Raises StoreError, OSError."""
+Query = Callable[[], object]
+"""A query of the store. Raises StoreError, OSError."""
 _LOOK_S = 3.0
-"""How long a rank waits to hear what the store has: it was asked before, and memory may have a state to go on from."""
+"""Timeout of a rank's `newest`: the query began earlier (`look`), and memory may have a state to resume from."""
 _FINISHERS = 8
-"""Threads that compute checksums, at most; one for each four cores."""
+"""Most threads that compute checksums; one for each four cores."""
 _SMALL = parts.BLOCK
-"""Bytes of a part that is finished where it is heard of: to wake a thread takes as long."""
+"""Bytes up to which a part is finished in the receiving thread: waking another takes as long."""
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,16 @@ class Publication:
     """Addresses of the agents that get a replica."""
     complete: rooms.At
     rank: _Rank
-    """Is told its state."""
+    """Gets reports of its state."""
 
 
 class Server:
     """Serves the ranks of one worker and other agents, in threads.
 
-    `restore` fetches the newest checkpoint of the store, `newest` says which it is: (generation, step), or None.
+    `restore` fetches the store's newest checkpoint, `newest` returns its (generation, step), or None.
     """
 
-    def __init__(self, environ: Mapping[str, str], budget: int, restore: Ask, newest: Ask = lambda: None) -> None:
+    def __init__(self, environ: Mapping[str, str], budget: int, restore: Query, newest: Query = lambda: None) -> None:
         machine = memory.Machine()
         self.rooms = Rooms(environ[Env.RUN], budget, lambda: machine.headroom)
         self._environ, self.fetch, self.newest = environ, restore, newest
@@ -114,41 +114,40 @@ class Server:
             _thread(_Rank(self, sock).serve, "rank")
 
     def hello(self) -> dict[str, object]:
-        """What a rank is told first."""
+        """The first message to a rank."""
         node = self._environ.get(Env.NODE) or _boot_id()
         where = {"node": node, "zone": self._environ.get(Env.ZONE, "")}
         return {"address": self.address, "budget": self.rooms.budget, "key": self._key.hex(), "store": True, **where}
 
     def publish(self, publication: Publication) -> None:
-        """Have a part finished and sent."""
+        """Finish a part and send its replicas."""
         if publication.part.bytes <= _SMALL:
             self._finish(publication)
         else:
             self._published.put(publication)
 
     def restore(self) -> dict[str, object]:
-        """Fetch the newest checkpoint of the store. Returns the answer to who asked."""
+        """Fetch the store's newest checkpoint. Returns the answer for the rank."""
         with self._restoring:
             return _answered(self.fetch)
 
     def look(self) -> queue.SimpleQueue[dict[str, object]]:
-        """Ask the store in a thread for its newest checkpoint. Returns where the answer to who asked comes."""
-        found: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
-        _thread(lambda: found.put(_answered(self.newest)), "look")
-        return found
+        """Query the store's newest checkpoint in a thread. Returns a queue that gets the answer for the rank."""
+        answer: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
+        _thread(lambda: answer.put(_answered(self.newest)), "look")
+        return answer
 
     def _finishing(self) -> None:
-        """One part after another: a part keeps a core busy."""
+        """Worker thread: checksum and seal published parts one at a time (CPU-bound)."""
         while True:
             self._finish(self._published.get())
 
     def _finish(self, each: Publication) -> None:
-        """Write tail and header."""
         try:
             tail = parts.tail(each.index, parts.checksums(each.index, each.room.file.data), each.rows)
             part = parts.finished(each.part, each.index, tail)
             self.rooms.hold(each.room, part, each.index, tail)
-        except Exception as error:  # a bug of ours, too, must not end snapshots in silence
+        except Exception as error:  # not even a bug may end snapshots silently
             self.rooms.release(each.room)
             each.rank.report(each.part, f"{each.part} cannot be kept: {error!r}")
             return
@@ -160,7 +159,7 @@ class Server:
     def _replicate(self, part: Part, each: Publication) -> None:
         try:
             problems = self.sender.send(part, each.to, each.complete)
-        except Exception as error:  # the rank waits for a word
+        except Exception as error:  # the rank waits for a report
             problems = [f"no replica of {part}: {error!r}"]
         each.rank.report(part, "; ".join(["held", *problems]) if problems else "replicated")
 
@@ -175,7 +174,7 @@ class _Rank:
         self._open: list[Room] = []
         self._looked: queue.SimpleQueue[dict[str, object]] | None = None
         self._indices: dict[str, tuple[list[Item], bytes]] = {}
-        """By kind of part: that of the last one, and encoded."""
+        """By kind of part: the last index, and the same encoded."""
         self._replicas: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def serve(self) -> None:
@@ -184,9 +183,9 @@ class _Rank:
         try:
             connection.send({"hello": self._server.hello()})
             while True:
-                said = connection.receive()
+                request = connection.receive()
                 try:
-                    self._answer(said)
+                    self._answer(request)
                 except OutlastError as problem:
                     connection.send({"problem": str(problem)})
         except (OSError, ValueError):
@@ -197,10 +196,10 @@ class _Rank:
             self._replicas.put(None)
             connection.close()
 
-    def _answer(self, said: dict[str, Any]) -> None:
-        match said:
+    def _answer(self, request: dict[str, Any]) -> None:
+        match request:
             case {"room": int(size), "at": at, "complete": complete}:
-                self._rooms.admit(self._rooms.run, _at(at), _at(complete), str(said.get("session", "")))
+                self._rooms.admit(self._rooms.run, _at(at), _at(complete), str(request.get("session", "")))
                 room = self._rooms.take(size, _at(at))
                 self._lent[room.id] = room
                 self._connection.send({"room": room.id, "size": room.size}, room.file.fd)
@@ -217,9 +216,9 @@ class _Rank:
                 self._connection.send({"open": room.id}, fd)
                 os.close(fd)
             case {"close": int(id)}:
-                for each in [room for room in self._open if room.id == id][:1]:
-                    self._open.remove(each)
-                    self._rooms.release(each)
+                for room in [room for room in self._open if room.id == id][:1]:
+                    self._open.remove(room)
+                    self._rooms.release(room)
             case {"forget": keep}:
                 self._rooms.forget(None if keep is None else _at(keep))
                 self._connection.send({})
@@ -234,11 +233,11 @@ class _Rank:
             case {"restore": True}:
                 self._connection.send(self._server.restore())
             case _:
-                raise ValueError(f"{said!r:.80} is no request")
+                raise ValueError(f"{request!r:.80} is no request")
 
     def _publish(self, id: int, part: Part, index: object, to: list[str], complete: rooms.At) -> None:
         try:
-            if isinstance(index, list):  # whatever becomes of this part: the rank does not send it again
+            if isinstance(index, list):  # kept even if this part is refused: the rank does not send it again
                 self._indices[part.kind] = [], b""
                 self._indices[part.kind] = [Item.of(each) for each in index], parts.encoded(index)
             self._rooms.admit(part.run, part.at, complete, part.session)
@@ -256,12 +255,12 @@ class _Rank:
         self._server.publish(Publication(room, part, items, rows, tuple(to), complete, self))
 
     def report(self, part: Part, state: str) -> None:
-        """Tell the rank the state of a part."""
+        """Send the rank the state of a part."""
         with contextlib.suppress(OSError):  # the rank has ended
             self._connection.send({"event": [part.kind, part.step, state]})
 
     def sending(self, send: Callable[[], None]) -> None:
-        """Have replicas sent, after those before, in a thread."""
+        """Queue a replica for the sending thread."""
         self._replicas.put(send)
 
     def _send(self) -> None:
@@ -269,24 +268,24 @@ class _Rank:
             send()
 
 
-def _answered(ask: Ask) -> dict[str, object]:
-    """What the store says to a rank."""
+def _answered(query: Query) -> dict[str, object]:
+    """The result of a query of the store as a message to a rank."""
     try:
-        return {"newest": ask()}
+        return {"newest": query()}
     except OSError as error:
         return {"problem": f"the newest checkpoint cannot be fetched: {error}", "retry": True}
     except OutlastError as problem:
         return {"problem": str(problem), "retry": getattr(problem, "retry", False)}
 
 
-def _at(said: object) -> rooms.At:
-    if not (isinstance(said, list) and len(said) == 2 and all(isinstance(each, int) for each in said)):
-        raise ValueError(f"{said!r:.80} is no generation and step")
-    return said[0], said[1]
+def _at(value: object) -> rooms.At:
+    if not (isinstance(value, list) and len(value) == 2 and all(isinstance(each, int) for each in value)):
+        raise ValueError(f"{value!r:.80} is no generation and step")
+    return value[0], value[1]
 
 
 def _boot_id() -> str:
-    """The same for all containers of one machine that has not been restarted."""
+    """Identity of a machine until its next restart, the same in all its containers."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

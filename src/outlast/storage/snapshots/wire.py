@@ -1,7 +1,7 @@
 """Messages between agents and ranks: JSON in lines, descriptors beside them on a Unix socket, raw bytes between them on TCP.
 
-On TCP each line is sealed with the key of the run (`job.seal`), raw bytes are not: their crc32 is in a line.
-Nothing is encrypted, as nothing is that ranks send each other.
+On TCP each line is sealed with the key of the run (`job.seal`); raw bytes are not, their crc32 is in a line.
+Nothing is encrypted, just like the traffic between ranks.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from outlast.base import tcp
 from outlast.job import seal
 
 LINE = 64 << 10
-"""Longest line that anybody may send."""
+"""Longest line from anybody."""
 INDEX = 256 << 20
-"""Longest line of a rank to its own agent: it holds an index."""
+"""Longest line of a rank to its own agent, which may hold an index."""
 TIMEOUT_S = 10.0
-"""How long a connection may make no progress. Arbitrary: twice what a swapping machine may be silent elsewhere."""
+"""Timeout without progress. Arbitrary: twice the silence that other rooms allow a swapping machine."""
 _CHUNK = 1 << 18
 _FDS = 8
 
@@ -44,13 +44,13 @@ class Connection:
 
     def greet(self, key: bytes, side: seal.Side) -> None:
         """Agree on a seal. Raises OSError, ValueError."""
-        mine = seal.nonce()
-        self.sock.sendall(seal.greeting(mine))
-        theirs = seal.greeted(self._line(seal.LONGEST_NONCE))
-        self._seal = seal.Seal(key, side, own=mine, peer=theirs)
+        own = seal.nonce()
+        self.sock.sendall(seal.greeting(own))
+        peer = seal.greeted(self._line(seal.LONGEST_NONCE))
+        self._seal = seal.Seal(key, side, own=own, peer=peer)
 
     def send(self, message: dict[str, Any], fd: int | None = None) -> None:
-        """Send a message, and a descriptor with it. Raises OSError."""
+        """Send a message, optionally with a descriptor. Raises OSError."""
         with self._sending:
             line = memoryview(self._seal.sealed(json.dumps(message).encode()))
             if fd is not None:
@@ -60,13 +60,13 @@ class Connection:
 
     def receive(self) -> dict[str, Any]:
         """The next message. Raises OSError, also at the end, and ValueError."""
-        said = json.loads(self._seal.opened(self._line(self._longest)))
-        if not isinstance(said, dict):
-            raise ValueError(f"{said!r:.80} is no message")
-        return said
+        message = json.loads(self._seal.opened(self._line(self._longest)))
+        if not isinstance(message, dict):
+            raise ValueError(f"{message!r:.80} is no message")
+        return message
 
     def waiting(self) -> bool:
-        """Whether a message can be received without waiting."""
+        """True if `receive` returns or raises at once."""
         while b"\n" not in self._buffer:
             try:
                 if not self._fill(socket.MSG_DONTWAIT):
@@ -78,7 +78,7 @@ class Connection:
         return True
 
     def descriptor(self) -> int:
-        """The descriptor that came with a message. Raises ValueError."""
+        """The next descriptor received with a message. Raises ValueError if there is none."""
         if not self._fds:
             raise ValueError("no descriptor came with it")
         return self._fds.popleft()
@@ -134,7 +134,7 @@ class Connection:
 
 
 def patient(sock: socket.socket, seconds: float = TIMEOUT_S) -> socket.socket:
-    """Make operations of a socket fail after so long without progress; unlike `settimeout` this also works with sendfile."""
+    """Make socket operations fail after `seconds` without progress; unlike `settimeout` this also works with sendfile."""
     sock.settimeout(None)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), 0))
@@ -142,24 +142,24 @@ def patient(sock: socket.socket, seconds: float = TIMEOUT_S) -> socket.socket:
 
 
 def between_machines(sock: socket.socket) -> socket.socket:
-    """Set the options of a connection to another agent: a machine that is lost ends it soon."""
+    """Set the options of a connection to another agent, so that the loss of its machine ends it soon."""
     tcp.ends_when_lost(sock, TIMEOUT_S, idle_s=5, probe_s=2)
     return patient(sock)
 
 
 def accepted(listener: socket.socket) -> Iterator[socket.socket]:
-    """The connections that come to a listener, until it is closed."""
+    """Incoming connections, until the listener is closed."""
     while True:
         try:
             yield listener.accept()[0]
         except OSError as error:
             if error.errno in (errno.EBADF, errno.EINVAL):  # closed, shut down
                 return
-            time.sleep(0.1)  # this process has too many descriptors, or the peer has gone already
+            time.sleep(0.1)  # out of descriptors, or the peer has hung up already
 
 
 def close(listener: socket.socket | None) -> None:
-    """Accept nobody any more: `accepted` ends, also where a thread waits in it."""
+    """Stop listening: `accepted` ends, even in a thread that waits in it."""
     if listener is not None:
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)
@@ -167,7 +167,7 @@ def close(listener: socket.socket | None) -> None:
 
 
 def connect(address: str, key: bytes) -> Connection:
-    """A connection to the data port of an agent. Raises OSError, ValueError."""
+    """Connect to the data port of an agent. Raises OSError, ValueError."""
     sock = socket.create_connection(tcp.host_port(address), timeout=5)
     try:
         connection = Connection(between_machines(sock))

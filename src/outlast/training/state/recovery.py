@@ -196,7 +196,7 @@ def packed(address: str, there: Sequence[Part], stored: At | None = None, proble
 def heard(said: Sequence[bytes]) -> tuple[list[Held], At | None, str]:
     """What all ranks say: which parts there are, the newest checkpoint of the store, and why that is not known."""
     each = [json.loads(zlib.decompress(one)) for one in said]
-    held = [Held(part, one["address"]) for one in each for part in parts.listed(one["parts"])]
+    held = [Held(part, one["address"]) for one in each for part in parts.catalog(one["parts"])]
     stored = each[0]["stored"]
     return held, tuple(stored) if stored else None, each[0]["problem"]
 

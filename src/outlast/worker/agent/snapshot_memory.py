@@ -10,10 +10,10 @@ from outlast.job import contract
 from outlast.job.contract import Env
 
 if TYPE_CHECKING:
-    from outlast.storage.snapshots.server import Ask, Server
+    from outlast.storage.snapshots.server import Query, Server
 
 
-def begin(environ: Mapping[str, str], workers: int, restore: Ask, newest: Ask) -> Server | None:
+def begin(environ: Mapping[str, str], workers: int, restore: Query, newest: Query) -> Server | None:
     """Serve memory to the ranks of a worker, one of so many on this machine. None where snapshots are off, or cannot be kept.
 
     Without memory the ranks still read the snapshots of other workers. So these count although this worker can keep none.
@@ -26,9 +26,9 @@ def begin(environ: Mapping[str, str], workers: int, restore: Ask, newest: Ask) -
         return None
     from outlast.storage.snapshots import budget, memory, server
 
-    asked = budget.asked(said)
-    given = memory.Machine().budget(asked, workers)
-    if not given.bytes or (isinstance(asked, int) and given.bytes < asked):
+    requested = budget.requested(said)
+    given = memory.Machine().budget(requested, workers)
+    if not given.bytes or (isinstance(requested, int) and given.bytes < requested):
         print(f"outlast | snapshots in memory: {given.reason}", flush=True)
     snapshots = server.Server(environ, given.bytes, restore, newest)
     try:
