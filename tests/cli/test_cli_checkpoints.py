@@ -106,7 +106,7 @@ def saved(directory: Path, step: int, val_loss: float | None = None) -> checkpoi
 def pushed(place: Store, local: checkpoints.Checkpoint, tmp_path: Path) -> None:
     there = remote.Checkpoints(place, RUN)
     there.acquire(1)
-    assert there.push(local, journals=tmp_path / "journals").there
+    assert there.push(local, journals=tmp_path / "journals").done
 
 
 @pytest.fixture

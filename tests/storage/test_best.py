@@ -311,7 +311,7 @@ def test_a_writer_killed_at_any_request_costs_no_best_one(tmp_path: Path, condit
         ours = remote.Checkpoints(place, RUN)
         ours.acquire(generation)
         for step, checkpoint in saved.items():
-            assert ours.push(checkpoint, journals=tmp_path).there
+            assert ours.push(checkpoint, journals=tmp_path).done
             yield step
             ours.prune(Retention(2, 1))
 

@@ -418,7 +418,7 @@ def test_what_is_damaged_here_is_never_committed(memory: Store, tmp_path: Path):
     ):
         for _ in range(2):
             outcome = ours.push(local, journals=tmp_path)
-            assert (outcome.kind, outcome.there) == ("damaged", False)
+            assert (outcome.kind, outcome.done) == ("damaged", False)
             assert outcome.reason.startswith(f"{local.path.name} is damaged here: {problem}")
     assert ours.latest() is None
     assert not [key for key in keys(memory) if key.endswith(("COMMIT", ".metadata"))]
@@ -524,7 +524,7 @@ def test_whichever_request_is_the_last_the_next_process_goes_on(tmp_path: Path, 
             assert restored.step == newest
             assert (restored.path / "a").read_bytes() == b"%d of %d" % (newest, restored.generation)
         for step in range(newest + 1, newest + 4):
-            assert ours.push(local[generation, step], journals=tmp_path).there
+            assert ours.push(local[generation, step], journals=tmp_path).done
             yield step
             ours.prune(checkpoints.Retention(2))
 
@@ -578,7 +578,7 @@ def test_as_many_are_kept_as_are_wanted_and_never_fewer_than_two(place: Store, t
     ours.push(written(tmp_path / "here", 40), journals=tmp_path)
     old = checkpoints.list_(tmp_path / "here")[0]
     outcome = ours.push(old, journals=tmp_path)
-    assert (outcome.kind, outcome.there) == ("expired", True)
+    assert (outcome.kind, outcome.done) == ("expired", True)
     assert outcome.reason == "step 10 is older than what the store keeps (steps 20, 30, 40)"
 
 

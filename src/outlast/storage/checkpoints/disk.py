@@ -1,20 +1,20 @@
-"""Checkpoints on disk: which exist, which are valid, who may commit one, which are removed.
+"""Checkpoints on disk: listing, verifying, committing and removing them.
 
-The training library writes them, the command line lists them, agents wait for them and bring them to a store and back
-(`outlast.storage.checkpoints.remote`). Nothing here knows torch. In `checkpoints/` lie
+The training library writes them, the command line lists them, agents copy them to a store and back
+(`outlast.storage.checkpoints.remote`). Nothing here knows torch. `checkpoints/` holds
 
     step-00001200/              a checkpoint: torch.distributed.checkpoint's files and COMMIT, which was written last
     step-00001300.saving-g4/    being written by generation 4, or left behind when that generation died
     step-00001300.fetching/     being fetched from a store or another disk, locked meanwhile; or left behind
-    step-00001300.replaced-0/   damaged, or of an earlier generation, and saved again since: goes with the checkpoints before it;
-                                of another run: stays
-    FENCE                       {run, generation} that may commit, and whether this is the `first` disk, that of rank 0; read and
+    step-00001300.replaced-0/   damaged or of an earlier generation, and saved again since: removed with the checkpoints before
+                                it; stays if it is another run's
+    FENCE                       {run, generation} that may commit, and whether this is the `first` disk, rank 0's; read and
                                 written while `.lock` is held
 
-What stays true however a process dies: a directory named `step-N` with a COMMIT in it is complete, because its files were
-durable before COMMIT was written and it got its name after. A generation that has been replaced cannot commit, because its
-successor moved the fence. Readers hold a shared lock on its COMMIT (`reading`), and removing it needs
-that lock exclusively. A crc32 protects against rot and truncation, not against malice (11 GB/s on one core; sha256 2 GB/s).
+Invariants, whenever a process dies: a directory named `step-N` with a COMMIT in it is complete, because its files were durable
+before COMMIT was written, and it got its name after that. A replaced generation cannot commit, because its successor moved the
+fence. Readers hold a shared lock on COMMIT (`reading`); removal needs that lock exclusively. A crc32 protects against rot and
+truncation, not against malice (11 GB/s on one core; sha256 2 GB/s).
 """
 
 from __future__ import annotations
@@ -49,54 +49,51 @@ class Checkpoint:
     step: int
     """Optimizer steps done when it was saved."""
     path: Path
-    """Its directory."""
     run: str = ""
-    """The run that wrote it; "" when that was not started by Outlast."""
+    """The run that wrote it; "" if Outlast did not start that."""
     generation: int = 0
     """The generation that saved it; see `Session.generation`."""
     world_size: int = 0
-    """The number of ranks that saved it."""
     time: float = 0.0
-    """When it was committed, seconds since the epoch."""
+    """Time of the commit, seconds since the epoch."""
     bytes: int = 0
-    """Size of its files together."""
+    """Total size of its files."""
     problem: str = ""
-    """Why its COMMIT cannot be read, if so."""
+    """Why its COMMIT cannot be read; empty if it can."""
     metric: Metric | None = None
-    """How good it is, if the training said so."""
 
 
 def list_(directory: Path) -> list[Checkpoint]:
-    """Return the committed checkpoints in `directory`, lowest step first, with those whose COMMIT cannot be read (`problem`)."""
+    """The committed checkpoints in `directory`, lowest step first, including any whose COMMIT cannot be read (`problem`)."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
         return []
-    found = []
+    checkpoints = []
     for name in names:
         step, path = step_of(name), directory / name
         if step is not None and (path / contract.COMMIT).exists():
             try:
-                found.append(dataclasses.replace(_committed(path, read(path)), step=step))
+                checkpoints.append(dataclasses.replace(_committed(path, read(path)), step=step))
             except (OSError, ValueError) as error:
-                found.append(Checkpoint(step, path, problem=f"{contract.COMMIT} cannot be read: {error}"))
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+                checkpoints.append(Checkpoint(step, path, problem=f"{contract.COMMIT} cannot be read: {error}"))
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
 
 def step_of(name: str) -> int | None:
-    """The step in the name of a checkpoint's directory; None for other names."""
+    """The step in a checkpoint directory's name; None for other names."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def _committed(path: Path, commit: Commit) -> Checkpoint:
-    saved = commit.run, commit.generation, commit.world_size, commit.time, commit.size
-    return Checkpoint(commit.step, path, *saved, metric=commit.metric)
+    fields = commit.run, commit.generation, commit.world_size, commit.time, commit.size
+    return Checkpoint(commit.step, path, *fields, metric=commit.metric)
 
 
 @dataclasses.dataclass(frozen=True)
 class Commit:
-    """The content of a COMMIT: who saved which step, and the size and checksum of every file."""
+    """The content of a COMMIT: the step, its writer, and the size and checksum of every file."""
 
     run: str
     step: int
@@ -106,21 +103,21 @@ class Commit:
     files: Mapping[str, Mapping[str, int]]
     """`{name: {size, crc32}}`."""
     metric: Metric | None = None
-    """How good it is; left out where that is not known, and by versions that did not know it."""
+    """Absent if unknown, and in the COMMITs of early versions."""
 
     @property
     def size(self) -> int:
-        """Of all files together."""
+        """Total bytes of the files."""
         return sum(file["size"] for file in self.files.values())
 
     @classmethod
     def parse(cls, text: bytes) -> Commit:
-        """The COMMIT that is `text`; raises ValueError with what is wrong. No file in it lies outside of its directory."""
+        """Parse a COMMIT; raises ValueError with the reason. No file in it lies outside of its directory."""
         document = json.loads(text.decode())
         if not isinstance(document, dict):
             raise ValueError("not a mapping")
-        if lacking := [name for name in _REQUIRED if name not in document]:
-            raise ValueError(f"it does not say {lacking[0]}")
+        if missing := [name for name in _REQUIRED if name not in document]:
+            raise ValueError(f"it does not say {missing[0]}")
         files = document["files"]
         if not isinstance(files, dict) or not all(map(_is_file, files.values())):
             raise ValueError("its files have no size and crc32")
@@ -130,11 +127,10 @@ class Commit:
         numbers = [document[name] for name in ("step", "generation", "world_size", "time")]
         if not isinstance(document["run"], str) or not all(isinstance(number, int | float) for number in numbers):
             raise ValueError("run, step, generation, world_size or time is not of its kind")
-        saved = document["run"], document["step"], document["generation"], document["world_size"], document["time"]
-        return cls(*saved, files, Metric.of(document.get("metric")))
+        return cls(**{name: document[name] for name in _REQUIRED}, metric=Metric.of(document.get("metric")))
 
     def text(self) -> str:
-        """As it is written; `parse` reads it back."""
+        """The file's text; `parse` reads it back."""
         document = {name: getattr(self, name) for name in _REQUIRED} | {"files": dict(self.files)}
         return json.dumps(document | ({"metric": self.metric.plain()} if self.metric else {}))
 
@@ -151,19 +147,19 @@ def read(path: Path) -> Commit:
     return Commit.parse((path / contract.COMMIT).read_bytes())
 
 
-def latest(found: Iterable[Checkpoint], run: str) -> Checkpoint | None:
-    """Return the newest checkpoint of `run` whose COMMIT can be read, or None. `run` is "" for scripts run without Outlast."""
-    ours = (checkpoint for checkpoint in found if checkpoint.run == run and not checkpoint.problem)
-    return max(ours, key=lambda checkpoint: checkpoint.step, default=None)
+def latest(checkpoints: Iterable[Checkpoint], run: str) -> Checkpoint | None:
+    """The newest checkpoint of `run` whose COMMIT can be read, or None. `run` is "" for scripts run without Outlast."""
+    readable = (checkpoint for checkpoint in checkpoints if checkpoint.run == run and not checkpoint.problem)
+    return max(readable, key=lambda checkpoint: checkpoint.step, default=None)
 
 
-def expired(found: Iterable[Checkpoint], retention: Retention) -> list[Checkpoint]:
-    """Which checkpoints to remove. Those whose COMMIT cannot be read do not count, and stay."""
-    return retention.expired(checkpoint for checkpoint in found if not checkpoint.problem)
+def expired(checkpoints: Iterable[Checkpoint], retention: Retention) -> list[Checkpoint]:
+    """The checkpoints to remove. Any whose COMMIT cannot be read do not count, and stay."""
+    return retention.expired(checkpoint for checkpoint in checkpoints if not checkpoint.problem)
 
 
 def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
-    """What is wrong with the checkpoint at `path`, as a sentence, or None. Checks every `parts`-th file, beginning at `part`."""
+    """Check every `parts`-th file of the checkpoint at `path`, beginning at `part`. Returns a sentence if one is wrong."""
     try:
         files = sorted(read(path).files.items())
     except (OSError, ValueError) as error:
@@ -178,19 +174,19 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
 
 
 def verify_file(path: Path, name: str, expected: Mapping[str, int], *, deep: bool = True) -> str | None:
-    """What is wrong with a file of the checkpoint at `path`, as a sentence, or None; without `deep`, only its size counts."""
+    """A sentence if a file of the checkpoint at `path` is wrong, else None; without `deep`, only its size is checked."""
     if problem := wrong_size(name, (path / name).stat().st_size, expected):
         return problem
     return wrong_crc(name, checksum(path / name), expected) if deep else None
 
 
 def wrong_size(name: str, size: int, expected: Mapping[str, int]) -> str | None:
-    """A sentence if a file has another size than expected."""
+    """A sentence if a file has the wrong size."""
     return None if size == expected["size"] else f"{name} has {size} bytes instead of {expected['size']}"
 
 
 def wrong_crc(name: str, crc: int, expected: Mapping[str, int]) -> str | None:
-    """A sentence if a file has another checksum than expected."""
+    """A sentence if a file has the wrong checksum."""
     return None if crc == expected["crc32"] else f"{name} has crc32 {crc} instead of {expected['crc32']}"
 
 
@@ -205,14 +201,14 @@ def checksum(path: Path) -> int:
 
 
 def saving(directory: Path, step: int, generation: int) -> Path:
-    """Where `generation` writes the checkpoint of `step` before it is committed."""
+    """The directory in which `generation` writes the checkpoint of `step` before committing it."""
     return directory / f"{contract.checkpoint_name(step)}.saving-g{generation}"
 
 
 def abandon(directory: Path, generation: int) -> None:
-    """Remove what earlier attempts of `generation`, and generations before it, were writing when they died: a disk may be full
-    because of it. What was moved aside and not replaced, since they died just then, comes back: the newest that is valid. Only
-    before this one saves, and after `acquire`, so that no earlier one commits what is being removed."""
+    """Remove the unfinished checkpoints of dead attempts of `generation` and of generations before it: they may fill the disk.
+    A checkpoint that was moved aside by a writer which died before replacing it comes back, the newest valid one. Call this
+    before this attempt saves, and after `acquire`, so that no earlier one commits the files that are being removed."""
     with file_locks.attempted(directory / _LOCK, wait=True):
         aside = [path for path in directory.glob("*.replaced-*") if _LEFTOVER.fullmatch(path.name)]
         lost = [path for path in aside if not path.with_suffix("").exists()]
@@ -241,7 +237,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def _is(fd: int, path: Path) -> bool:
-    """Whether an open file still has that name."""
+    """Whether `path` still names this open file."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
@@ -259,19 +255,19 @@ def _alone(path: Path) -> Iterator[bool]:
 
 
 def generation(directory: Path, run: str) -> int:
-    """The generation of `run` that may commit in `directory`; 0 before one came, or when another run owns it."""
+    """The generation of `run` that may commit in `directory`; 0 before the first, or if another run owns it."""
     holder, last, _ = _fence(directory)
     return last if holder == run else 0
 
 
 def owner(directory: Path) -> str:
-    """The run that may commit in `directory`; empty before one came."""
+    """The run that may commit in `directory`; empty before the first."""
     return _fence(directory)[0]
 
 
 def first(directory: Path, run: str) -> bool:
-    """Whether `directory` is rank 0's in the generation of `run` that owns it, as far as is known: where workers share no disk,
-    only one directory is, and what it holds counts."""
+    """Whether `directory` is rank 0's in the generation of `run` that owns it, as far as is known. If workers share no disk, only
+    one directory is, and its checkpoints count."""
     holder, _, first = _fence(directory)
     return first or holder != run
 
@@ -279,9 +275,9 @@ def first(directory: Path, run: str) -> bool:
 def acquire(directory: Path, run: str, generation: int | None, *, first: bool | None = None) -> int:
     """Move the fence to `generation` of `run`: earlier ones can no longer commit. None: the one after the last.
 
-    `first`: whether the directory is rank 0's; None when that is not known yet, then it is what it was. Raises Superseded when a
-    later generation of the run has been here. Another run's fence is taken over: the last run to open a directory owns it. Writes
-    nothing if the fence is there already, so another attempt of a generation needs no room, and raises OSError if it cannot.
+    `first`: whether the directory is rank 0's; None if not known yet, which keeps the old value. Raises Superseded if a later
+    generation of the run has been here. Another run's fence is taken over: the last run to open a directory owns it. Writes
+    nothing if the fence is up to date, so another attempt of a generation needs no disk space; raises OSError if it cannot write.
     """
     holder, last, was = _fence(directory)
     if (holder, last) == (run, generation) and first in (None, was):
@@ -303,11 +299,11 @@ def acquire(directory: Path, run: str, generation: int | None, *, first: bool | 
 
 
 def commit(written: Path, checkpoint: Checkpoint, content: Mapping[str, Mapping[str, int]]) -> Checkpoint:
-    """Make the files in `written` the checkpoint `checkpoint.path`: from here on it exists, whatever dies.
+    """Make the files in `written` the checkpoint `checkpoint.path`: from here on it exists, whichever process dies.
 
-    `content` maps file names to `{size, crc32}`; the files must be durable. A valid checkpoint of that step that no earlier
-    generation saved wins: ours is dropped and that one returned. Any other is moved aside. Raises Superseded when a later
-    generation owns the directory.
+    `content` maps file names to `{size, crc32}`; the files must be durable. An existing valid checkpoint of that step and of the
+    same generation or a later one wins: the new one is dropped, the existing one returned. Any other is moved aside. Raises
+    Superseded if a later generation owns the directory.
     """
     directory = checkpoint.path.parent
     stamp = (checkpoint.run, checkpoint.step, checkpoint.generation, checkpoint.world_size, checkpoint.time)
@@ -320,19 +316,19 @@ def commit(written: Path, checkpoint: Checkpoint, content: Mapping[str, Mapping[
                 f"generation {checkpoint.generation} may not commit step {checkpoint.step}: "
                 f"generation {generation} of run {run or '(unnamed)'} owns {directory}"
             )
-        there = _put(written, checkpoint)
-    return there or dataclasses.replace(checkpoint, bytes=stamped.size)
+        existing = _put(written, checkpoint)
+    return existing or dataclasses.replace(checkpoint, bytes=stamped.size)
 
 
 def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Checkpoint | None:
-    """Give what was written, COMMIT included, its name; drop it and return the valid checkpoint of that step if one is there that
-    is no older: (generation, step) decides."""
+    """Give the written files, COMMIT included, their name; or drop them and return an existing valid checkpoint of that step and
+    of the same generation or a later one."""
     directory = checkpoint.path.parent
     if checkpoint.path.exists():
-        there = next((c for c in list_(directory) if (c.run, c.step) == (checkpoint.run, checkpoint.step)), None)
-        if there and not instead and there.generation >= checkpoint.generation and verify(there.path) is None:
+        existing = next((c for c in list_(directory) if (c.run, c.step) == (checkpoint.run, checkpoint.step)), None)
+        if existing and not instead and existing.generation >= checkpoint.generation and verify(existing.path) is None:
             shutil.rmtree(written)
-            return there
+            return existing
         aside = (checkpoint.path.with_name(f"{checkpoint.path.name}.replaced-{i}") for i in range(1 << 30))
         checkpoint.path.rename(next(path for path in aside if not path.exists()))
     written.rename(checkpoint.path)
@@ -342,9 +338,9 @@ def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Che
 
 @contextlib.contextmanager
 def fetching(directory: Path, step: int) -> Iterator[Path]:
-    """A directory in which to put together the checkpoint of `step` before `place`; one process at a time, the others wait.
+    """A directory in which to assemble the checkpoint of `step` before `place`; one process at a time, the others wait.
 
-    It may hold what one that was killed has fetched.
+    It may hold files from a process that was killed.
     """
     path = directory / f"{contract.checkpoint_name(step)}.fetching"
     while True:
@@ -365,8 +361,8 @@ def fetching(directory: Path, step: int) -> Iterator[Path]:
 def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint:
     """Make the files in `fetched`, which are durable and match `commit`, the checkpoint of that step.
 
-    One that is here, valid and of no earlier generation stays, and is returned, unless this one comes `instead`; any other is
-    moved aside. Needs no fence: what a store or another disk of the world has committed is the run's.
+    An existing valid one of the same generation or a later one stays and is returned, unless `instead`; any other is moved aside.
+    Needs no fence: a checkpoint that a store or another disk of the world has committed belongs to the run.
     """
     directory = fetched.parent
     new = _committed(directory / contract.checkpoint_name(commit.step), commit)
@@ -376,31 +372,30 @@ def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint
 
 
 def sweep(directory: Path, newest: Checkpoint, retention: Retention) -> list[Checkpoint]:
-    """After `newest` was committed: delete its run's expired checkpoints, the damaged ones that were replaced before the newest
-    that are kept, and what dead generations left half written.
+    """After the commit of `newest`: delete its run's expired checkpoints, replaced ones older than the newest that are retained,
+    and unfinished ones of dead generations. Returns the deleted checkpoints.
 
     Checkpoints of higher steps stay and do not count: restoring skipped them, so they are damaged. One that is being read stays
-    until the next time. Returns what was deleted.
+    until the next call.
     """
-    ours = [c for c in list_(directory) if c.run == newest.run and c.step <= newest.step]
-    gone = [checkpoint for checkpoint in expired(ours, retention) if remove(checkpoint)]
-    recent = Retention(retention.keep).expired(c for c in ours if not c.problem)  # a best one may be much older
-    oldest = min((c.step for c in ours if c not in gone and c not in recent), default=newest.step)
+    own = [c for c in list_(directory) if c.run == newest.run and c.step <= newest.step]
+    deleted = [checkpoint for checkpoint in expired(own, retention) if remove(checkpoint)]
+    recent = Retention(retention.keep).expired(c for c in own if not c.problem)  # a best one may be much older
+    oldest = min((c.step for c in own if c not in deleted and c not in recent), default=newest.step)
     for name in os.listdir(directory):
         match = _LEFTOVER.fullmatch(name)
         if match and (match[1] is None or int(match[1]) < newest.generation):
             path = directory / name
-            if match[2] and (int(match[0][5:].partition(".")[0]) >= oldest or _anothers(path, newest.run)):
+            if match[2] and (int(match[0][5:].partition(".")[0]) >= oldest or _belongs_to_another(path, newest.run)):
                 continue
             read_by = path / contract.COMMIT if match[2] and (path / contract.COMMIT).exists() else path
             with contextlib.suppress(FileNotFoundError), _alone(read_by) as alone:
                 if alone:
                     shutil.rmtree(path)
-    return gone
+    return deleted
 
 
-def _anothers(path: Path, run: str) -> bool:
-    """Whether a checkpoint can be read and is another run's."""
+def _belongs_to_another(path: Path, run: str) -> bool:
     try:
         return read(path).run != run
     except (OSError, ValueError):
@@ -408,13 +403,13 @@ def _anothers(path: Path, run: str) -> bool:
 
 
 def remove(checkpoint: Checkpoint) -> bool:
-    """Delete a checkpoint unless it is being read; returns whether it was deleted. It exists as a whole or not at all."""
+    """Delete a checkpoint unless it is being read; returns whether it was deleted. Atomic: it never exists in part."""
     aside = checkpoint.path.with_name(f"{checkpoint.path.name}.expired")
     try:
         with _alone(checkpoint.path / contract.COMMIT) as alone:
             if not alone:
                 return False
-            if aside.exists():  # of a sweep that was killed
+            if aside.exists():  # left by a sweep that was killed
                 shutil.rmtree(aside)
             checkpoint.path.rename(aside)
         shutil.rmtree(aside)
@@ -424,8 +419,8 @@ def remove(checkpoint: Checkpoint) -> bool:
 
 
 def _fence(directory: Path) -> tuple[str, int, bool]:
-    """Run and generation that may commit, and whether rank 0 does so here; ("", 0, True) without a fence, or with a damaged one:
-    then nobody may commit until the next generation comes."""
+    """Run and generation that may commit, and whether rank 0 does so here; ("", 0, True) without a fence or with a damaged one:
+    then nobody may commit until the next generation begins."""
     try:
         fence = json.loads((directory / _FENCE).read_text())
         return fence["run"], int(fence["generation"]), fence.get("first", True)

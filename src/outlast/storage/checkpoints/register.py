@@ -1,10 +1,10 @@
-"""The register of a run in a store: who may commit, and what is committed. The only object that several writers write.
+"""The register of a run in a store: the owner and the committed checkpoints. The only object with several writers.
 
-`Swapped` is an object, `checkpoints/latest`, that is only ever replaced in the version that was read (compare-and-swap). `Named`
-is for stores that cannot do that (`rclone serve s3`, directories): a set of names below `checkpoints/latest.<run>/`, each written
-by one generation and never rewritten. Both promise the same: what was once committed stays so until it expires; a generation
-commits nothing after a later one has begun; the newest step never goes back. A writer that dies or loses a response may simply
-start over. Docs: docs/decisions/0007-commits-in-a-store.md.
+`Swapped` is an object, `checkpoints/latest`, replaced by compare-and-swap only. `Named` is for stores that cannot do that
+(`rclone serve s3`, directories): a set of names below `checkpoints/latest.<run>/`, each written by one generation and never
+rewritten. Both promise the same: a committed checkpoint stays committed until it expires; a generation commits nothing after a
+later one has begun; the newest step never goes back. A writer that dies or loses a response may simply start over.
+Docs: docs/decisions/0007-commits-in-a-store.md.
 """
 
 from __future__ import annotations
@@ -33,44 +33,44 @@ class Register(Protocol):
         """Begin `generation`: earlier ones can no longer commit. Raises Superseded if a later one has begun."""
 
     def add(self, place: Place, generation: int, instead: Place | None = None) -> Latest:
-        """Commit a checkpoint, in place of the damaged one `instead` if given; what the register says then.
+        """Commit a checkpoint, in place of the damaged one `instead` if given. Returns the new content.
 
-        It is not in there if `rules.refused` has a reason, or another one of that step is committed. Raises Superseded.
+        The checkpoint is not in it if `rules.refused` has a reason, or another one of that step is committed. Raises Superseded.
         """
 
     def drop(self, places: Sequence[Place]) -> Latest | None:
-        """Forget checkpoints, but none that might be needed (`rules.obsolete`); what the register says then."""
+        """Remove checkpoints, except any that might be needed (not `rules.obsolete`). Returns the new content."""
 
 
-def open_(store: Store, of: str) -> Register:
-    """The register of the run `of`, for writing: of the kind that the store is capable of."""
-    return Swapped(store, of) if store.conditional() else Named(store, of)
+def open_(store: Store, run: str) -> Register:
+    """The register of a run, for writing, of the kind that the store supports."""
+    return Swapped(store, run) if store.conditional() else Named(store, run)
 
 
-def read(store: Store, of: str) -> Latest | None:
-    """The register of the run `of`, of either kind; None if there is none. Writes nothing.
+def read(store: Store, run: str) -> Latest | None:
+    """The register of a run, of either kind; None if there is none. Writes nothing.
 
     A lost or damaged register is rebuilt from the checkpoints themselves.
     """
     latest, _ = _object(store)
     if latest:
-        return latest if latest.run == of else None
-    return Named(store, of).names().latest or rules.rebuilt(of, finished(store, of))
+        return latest if latest.run == run else None
+    return Named(store, run).names().latest or rules.rebuilt(run, finished(store, run))
 
 
-def finished(store: Store, of: str) -> list[Place]:
-    """The places of the run `of` that have a COMMIT, so all of their files."""
-    found = []
+def finished(store: Store, run: str) -> list[Place]:
+    """The places of a run that have a COMMIT, so all of their files."""
+    places = []
     for entry in store.entries(contract.CHECKPOINTS):
         key = entry.key.removeprefix(f"{contract.CHECKPOINTS}/")
-        place = Place.parse(key, of)
+        place = Place.parse(key, run)
         if place and key == f"{place.key}/{contract.COMMIT}":
-            found.append(place)
-    return found
+            places.append(place)
+    return places
 
 
 def _object(store: Store) -> tuple[Latest | None, str]:
-    """The content of `checkpoints/latest` and its etag; no etag if there is no such object, no content if it is damaged."""
+    """The content of `checkpoints/latest` and its etag; the etag is empty without such an object, the content None if damaged."""
     try:
         text, entry = store.read(LATEST)
     except Missing:
@@ -86,22 +86,22 @@ class Swapped:
     """One object, replaced by compare-and-swap."""
 
     store: Store
-    of: str
+    run: str
 
     def acquire(self, generation: int) -> Latest:
-        """See `Register`. A register of another run is taken over if the store's `runs.json` says that it is our turn."""
+        """See `Register`. Another run's register is taken over if the store's `runs.json` names this run as the newest."""
         for _ in range(_ATTEMPTS):
-            found, etag = _object(self.store)
-            latest = found if found and found.run == self.of else None
+            current, etag = _object(self.store)
+            latest = current if current and current.run == self.run else None
             if not latest:
-                runs.check(self.store, self.of)
-                lost = Named(self.store, self.of).names().latest or rules.rebuilt(self.of, finished(self.store, self.of))
-            latest = latest or lost or Latest(self.of, 0)
-            if reason := rules.superseded(latest, self.of, generation):
+                runs.check(self.store, self.run)
+                lost = Named(self.store, self.run).names().latest or rules.rebuilt(self.run, finished(self.store, self.run))
+            latest = latest or lost or Latest(self.run, 0)
+            if reason := rules.superseded(latest, self.run, generation):
                 raise Superseded(reason)
-            if latest is found and latest.generation == generation:
+            if latest is current and latest.generation == generation:
                 return latest
-            if self._swap(new := rules.acquired(latest, generation, finished(self.store, self.of)), etag):
+            if self._swap(new := rules.acquired(latest, generation, finished(self.store, self.run)), etag):
                 return new
         raise self._contended()
 
@@ -109,11 +109,11 @@ class Swapped:
         """See `Register`."""
         for _ in range(_ATTEMPTS):
             latest, etag = _object(self.store)
-            if latest and latest.run == self.of and latest.at(place.step) == place:
-                return latest  # perhaps by our own attempt whose answer was lost
-            if reason := rules.superseded(latest, self.of, generation):
+            if latest and latest.run == self.run and latest.at(place.step) == place:
+                return latest  # perhaps from an earlier attempt of ours whose response was lost
+            if reason := rules.superseded(latest, self.run, generation):
                 raise Superseded(reason)
-            if latest is None or latest.generation < generation:  # it was removed or damaged
+            if latest is None or latest.generation < generation:  # the register was removed or damaged
                 self.acquire(generation)
                 continue
             if rules.refused(latest, place) or latest.at(place.step) not in (None, instead):
@@ -126,7 +126,7 @@ class Swapped:
         """See `Register`."""
         for _ in range(_ATTEMPTS):
             latest, etag = _object(self.store)
-            if latest is None or latest.run != self.of:
+            if latest is None or latest.run != self.run:
                 return None
             new = latest.without([place for place in places if rules.obsolete(latest, place)])
             if new == latest or self._swap(new, etag):
@@ -150,46 +150,46 @@ class Swapped:
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """A set of names. A generation announces itself before it reads, and reads again after it has proposed a commit: of two that
-    race, at least one sees the other."""
+    """A set of names. A generation announces itself before it reads, and reads again after proposing a commit, so of two racing
+    generations at least one sees the other."""
 
     store: Store
-    of: str
+    run: str
 
     @property
     def _below(self) -> str:
-        return f"{LATEST}.{self.of}"
+        return f"{LATEST}.{self.run}"
 
     def names(self) -> Names:
         """The content of the register."""
         for _ in range(_ATTEMPTS):
             names = self.store.names(self._below)
-            content = Names.read(names, self.of)
-            # A listing is not of one moment: one without an owner may have missed the old one and not yet seen the new one.
+            content = Names.read(names, self.run)
+            # Listings are not atomic: one without an owner may have missed the old one and not yet have seen the new one.
             if content.latest or not content.announced or names == self.store.names(self._below):
                 return content
         return content
 
     def acquire(self, generation: int) -> Latest:
-        """See `Register`. Proposals of the previous generation are committed: it may have reported them as committed."""
+        """See `Register`. Commits proposals of the previous generation, which may have reported them as committed."""
         content = self.names()
         if content.latest and content.latest.generation == generation == content.announced:
             return content.latest
-        runs.check(self.store, self.of)
+        runs.check(self.store, self.run)
         self._write(rules.announcement(generation))
         content = self.names()
         self._check(content, generation)
         if content.latest and content.latest.generation == generation:
             return content.latest
         latest, etag = (content.latest, "") if content.latest else _object(self.store)
-        if latest is None or latest.run != self.of:
-            latest = rules.rebuilt(self.of, finished(self.store, self.of)) or Latest(self.of, 0)
+        if latest is None or latest.run != self.run:
+            latest = rules.rebuilt(self.run, finished(self.store, self.run)) or Latest(self.run, 0)
         latest = rules.completed(latest, content.proposed)
-        if reason := rules.superseded(latest, self.of, generation):
+        if reason := rules.superseded(latest, self.run, generation):
             raise Superseded(reason)
         for place in latest.places:
             self._write(rules.commitment(generation, place))
-        if etag:  # of a time when the store could do better; readers would believe it
+        if etag:  # from a time when the store supported compare-and-swap; readers would believe it
             self.store.delete([LATEST])
         self._write(rules.ownership(generation))
         self._check(self.names(), generation)
@@ -210,7 +210,7 @@ class Named:
         return latest.added(place)
 
     def _open(self, place: Place, generation: int) -> Latest:
-        """The content of the register, if `generation` may commit or has committed `place` already."""
+        """The register's content, if `generation` may commit or has committed `place` already. Raises Superseded."""
         content = self.names()
         if content.latest and content.latest.at(place.step) == place:
             return content.latest
@@ -224,16 +224,16 @@ class Named:
         latest = self.names().latest
         if latest is None:
             return None
-        gone = [place for place in places if rules.obsolete(latest, place)]
-        self._forget(latest.generation, gone)
-        return latest.without(gone)
+        obsolete = [place for place in places if rules.obsolete(latest, place)]
+        self._forget(latest.generation, obsolete)
+        return latest.without(obsolete)
 
     def _forget(self, generation: int, places: Sequence[Place]) -> None:
         names = [rules.commitment(generation, place, proposed=proposed) for place in places for proposed in (True, False)]
         self.store.delete([f"{self._below}/{name}" for name in names])
 
     def _check(self, content: Names, generation: int) -> None:
-        if reason := rules.superseded(Latest(self.of, content.announced), self.of, generation):
+        if reason := rules.superseded(Latest(self.run, content.announced), self.run, generation):
             raise Superseded(reason)
 
     def _write(self, name: str) -> None:

@@ -2,13 +2,13 @@
 
 Below the job's place in the store lie
 
-    checkpoints/latest                                the register: who may commit and what is committed (`register`)
+    checkpoints/latest                                the register: the owner and the committed checkpoints (`register`)
     checkpoints/step-00001200/<run>-g4-5f3a9c01/      the files that generation 4 saved, and COMMIT (`parts`)
     checkpoints/step-00001200/READING-<id>            lease of a reader of that step
 
-Invariants, whatever process dies, whichever response is lost and in whatever order writers come: the register lists complete
+Invariants, whichever process dies, whichever response is lost and in whatever order writers come: the register lists complete
 checkpoints of one writer each; its newest step never goes back; a generation commits nothing after its successor has begun; the
-last two checkpoints and those being read stay. Docs: docs/decisions/0007-commits-in-a-store.md.
+last two checkpoints and all being read stay. Docs: docs/decisions/0007-commits-in-a-store.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["Checkpoint", "Checkpoints", "Damaged", "Outcome"]
 
 _READING = "READING-"
 _AT_ONCE = 8
-"""COMMITs read at a time."""
+"""COMMITs read in parallel."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Checkpoint:
 
     place: Place
     commit: disk.Commit | None = None
-    """Its COMMIT; None if that cannot be read."""
+    """None if it cannot be read."""
     problem: str = ""
-    """Why it cannot be read."""
+    """Why COMMIT cannot be read."""
 
     @property
     def step(self) -> int:
@@ -62,12 +62,12 @@ class Checkpoint:
 
     @property
     def metric(self) -> Metric | None:
-        """How good it is, if that is known."""
+        """Its metric, if known."""
         return self.commit.metric if self.commit else self.place.metric
 
     @property
     def bytes(self) -> int:
-        """The size of all files; 0 when that is not known."""
+        """Total size of its files; 0 if unknown."""
         return self.commit.size if self.commit else 0
 
 
@@ -79,22 +79,22 @@ class Outcome:
     """Committed; there already; too old to be kept; waiting for files that another machine has; damaged here."""
     reason: str
     missing: tuple[str, ...] = ()
-    """The files that are neither here nor in the store."""
+    """Files that are neither here nor in the store."""
 
     @property
-    def there(self) -> bool:
-        """Whether nothing is left to do."""
+    def done(self) -> bool:
+        """True if nothing is left to do."""
         return self.kind in ("committed", "there", "expired")
 
 
 class Checkpoints:
-    """The checkpoints of `run` below the job's place `store`. Opening it asks nothing of the store."""
+    """The checkpoints of `run` below the job's place `store`. The constructor sends no request."""
 
     def __init__(self, store: Store, run: str) -> None:
         self.store, self.run = store, run
         self._generation: int | None = None
         self._metrics: dict[Place, Metric | None] = {}
-        """Of checkpoints whose COMMIT we have seen; it never changes."""
+        """From the COMMITs read so far; they never change."""
 
     @functools.cached_property
     def _register(self) -> register.Register:
@@ -104,32 +104,32 @@ class Checkpoints:
         return Parts(self.store, self.run, place)
 
     def acquire(self, generation: int) -> Latest:
-        """Fence off earlier generations: only `generation` may commit now. The newest step is `.step`, 0 if there is none.
+        """Fence off earlier generations: only `generation` may commit now. The result's `.step` is the newest, 0 if none.
 
         Call this before a push, and before choosing a checkpoint to resume from, so that none is committed after the choice.
-        Raises Superseded when a later generation has begun or another run owns the place, and StoreError.
+        Raises Superseded if a later generation has begun or another run owns the place, and StoreError.
         """
         latest = self._register.acquire(generation)
         self._generation = generation
         return latest
 
     def list_(self) -> list[Checkpoint]:
-        """The committed checkpoints, lowest step first, including those whose COMMIT turned out to be unreadable."""
+        """The committed checkpoints, lowest step first, including any whose COMMIT cannot be read."""
         latest = register.read(self.store, self.run)
         if latest is None:
             return []
         with ThreadPoolExecutor(_AT_ONCE, "outlast-list") as pool:
-            found = list(pool.map(self._known, latest.places))
+            checkpoints = list(pool.map(self._read, latest.places))
         # Obsolete and without COMMIT: it is being removed.
-        return [c for c in found if c.commit or not rules.obsolete(latest, c.place)]
+        return [c for c in checkpoints if c.commit or not rules.obsolete(latest, c.place)]
 
     def latest(self) -> Checkpoint | None:
         """The newest committed checkpoint whose COMMIT can be read."""
         latest = register.read(self.store, self.run)
-        found = (self._known(place) for place in reversed(latest.places if latest else ()))
-        return next((checkpoint for checkpoint in found if not checkpoint.problem), None)
+        checkpoints = (self._read(place) for place in reversed(latest.places if latest else ()))
+        return next((checkpoint for checkpoint in checkpoints if not checkpoint.problem), None)
 
-    def _known(self, place: Place) -> Checkpoint:
+    def _read(self, place: Place) -> Checkpoint:
         try:
             commit = self._parts(place).read_commit()
             self._metrics[place] = commit.metric
@@ -149,9 +149,9 @@ class Checkpoints:
     ) -> Outcome:
         """Commit a local checkpoint in the store. `acquire` comes first.
 
-        Files that are in the store are not sent again. If a checkpoint is spread over machines, each pushes the files that it
-        has, and the last one commits. `journals` is a directory for journals of unfinished uploads. Raises Superseded, Stopped,
-        OSError and StoreError; a later call resumes.
+        Files already in the store are not sent again. If a checkpoint is spread over machines, each pushes its own files, and the
+        last one commits. `journals` is a directory for journals of unfinished uploads. Raises Superseded, Stopped, OSError and
+        StoreError; a later call resumes.
         """
         if self._generation is None:
             raise ValueError("acquire() comes before push()")
@@ -170,11 +170,11 @@ class Checkpoints:
             latest, instead = self._fenced(), None
             if latest and (reason := rules.refused(latest, place)):
                 return Outcome("expired", reason)
-            # One of that step by another writer: the run went back before it, so it was skipped as damaged. Is it?
-            if latest and (there := latest.at(place.step)):
-                if self._parts(there).problem(deep=there != place) is None:
+            # Another writer's checkpoint of that step: the run went back before it, so it was skipped as damaged. Verify it.
+            if latest and (existing := latest.at(place.step)):
+                if self._parts(existing).problem(deep=existing != place) is None:
                     return _there(place)
-                instead = there
+                instead = existing
             try:
                 missing = self._parts(place).send(local.path, commit, journals=journals, progress=progress, stop=stop)
             except DamagedHere as problem:
@@ -182,7 +182,7 @@ class Checkpoints:
             if missing:
                 more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
                 return Outcome("waiting", f"{local.path.name} waits for {missing[0]}{more}, which another machine has", missing)
-            self._fenced()  # not needed, but so a zombie leaves less behind
+            self._fenced()  # not needed, but a zombie leaves less behind
             self._parts(place).commit(commit)
             latest = self._register.add(place, self._generation, instead)
         if latest.at(place.step) == place:
@@ -198,15 +198,15 @@ class Checkpoints:
         return latest
 
     def next_(self, waiting: Sequence[disk.Checkpoint], retention: Retention) -> disk.Checkpoint:
-        """Which of the local checkpoints to push next; see `rules.pressing`."""
+        """The local checkpoint to push next; see `rules.pressing`."""
         latest = self._fenced() if retention.best and len(waiting) > 1 else None
         return rules.pressing(self._measured(latest) if latest else Latest(self.run, 0), waiting, retention)
 
     def _measured(self, latest: Latest) -> Latest:
-        """The same with the metrics that the register does not have: it does not everywhere, but COMMIT does."""
+        """The same with metrics from COMMIT where the register has none."""
         for place in latest.places:
             if not place.metric and place not in self._metrics:
-                self._known(place)
+                self._read(place)
         places = (dataclasses.replace(p, metric=p.metric or self._metrics.get(p)) for p in latest.places)
         return dataclasses.replace(latest, places=tuple(places))
 
@@ -225,9 +225,9 @@ class Checkpoints:
         progress: Progress = lambda _: None,
         stop: threading.Event | None = None,
     ) -> str | None:
-        """What is wrong with a checkpoint in the store, as a sentence, or None.
+        """Check the sizes of a checkpoint's files in the store, with `deep` their checksums, too, which reads them.
 
-        Compares the sizes of its files; with `deep` reads all of them and compares their checksums, too.
+        Returns a sentence about the first problem, or None.
         """
         return self._parts(checkpoint.place).problem(deep=deep, progress=progress, stop=stop)
 
@@ -239,8 +239,8 @@ class Checkpoints:
         progress: Progress = lambda _: None,
         stop: threading.Event | None = None,
     ) -> disk.Checkpoint:
-        """Fetch a checkpoint to the local `directory`, verified and durable, unless a valid one of its step is there that no
-        earlier generation saved.
+        """Fetch a checkpoint to the local `directory`, verified and durable, unless that has a valid one of its step and of the
+        same generation or a later one.
 
         Raises Damaged if the one in the store differs from its COMMIT or has been removed; after Stopped, OSError and StoreError
         a later call resumes.
@@ -272,11 +272,13 @@ class Checkpoints:
     ) -> disk.Checkpoint | None:
         """Fetch the newest valid checkpoint of a step higher than `above`; None if there is none.
 
-        `say` gets the fetched and the skipped ones. Raises what `fetch` raises, except Damaged.
+        `say` gets a line for each fetched or skipped one. Raises the errors of `fetch`, except Damaged.
         """
         skipped: set[Place] = set()
-        while found := [c for c in self.list_() if c.step > above and c.place not in skipped]:  # newer ones may have come
-            newest = found[-1]
+        while newer := [
+            c for c in self.list_() if c.step > above and c.place not in skipped
+        ]:  # list again: there may be new ones
+            newest = newer[-1]
             try:
                 if newest.problem:
                     raise Damaged(f"{self._parts(newest.place).url}: {newest.problem}")
@@ -291,13 +293,13 @@ class Checkpoints:
     def reading(self, place: Place) -> Iterator[None]:
         """Hold a lease on a checkpoint, which keeps it from being removed. Raises Damaged if removal has begun.
 
-        A remover takes the checkpoint out of the register before it looks for leases; a reader writes its lease before it looks
-        into the register. So at least one of the two sees the other.
+        A remover takes the checkpoint out of the register before it looks for leases; a reader writes its lease before it reads
+        the register. So at least one of the two sees the other.
         """
         key = f"{contract.CHECKPOINTS}/{contract.checkpoint_name(place.step)}/{_READING}{os.getpid()}-{secrets.token_hex(4)}"
         try:
             self.store.put(key, b"")
-        except Denied:  # may read but not write; then the checksums must tell
+        except Denied:  # read-only access: rely on the checksums
             yield
             return
         done = threading.Event()
@@ -325,19 +327,19 @@ class Checkpoints:
     def prune(self, retention: Retention, *, dry_run: bool = False) -> list[Place]:
         """Remove expired checkpoints that are not being read, and leftovers of dead writers.
 
-        Returns the removed checkpoints, with `dry_run` those to be removed. Raises StoreError.
+        Returns the removed checkpoints, with `dry_run` the ones that would be. Raises StoreError.
         """
         latest = register.read(self.store, self.run)
         if latest is None:
             return []
         if retention.best:
             latest = self._measured(latest)
-        gone = [place for place in retention.expired(latest.places) if not self._being_read(self._below(place.step))]
+        expired = [place for place in retention.expired(latest.places) if not self._being_read(self._below(place.step))]
         if not dry_run:
-            if gone:
-                latest = self._register.drop(gone) or latest
+            if expired:
+                latest = self._register.drop(expired) or latest
             self._sweep(latest)
-        return gone
+        return expired
 
     def _sweep(self, latest: Latest) -> None:
         """Delete files that are not in the register and can never be added again."""
@@ -358,11 +360,10 @@ class Checkpoints:
             self.store.delete([entry.key for entry in entries if _READING in entry.key])
 
     def _below(self, step: int) -> list[Entry]:
-        """All that there is of a step."""
         return list(self.store.entries(f"{contract.CHECKPOINTS}/{contract.checkpoint_name(step)}"))
 
     def _being_read(self, entries: Iterable[Entry]) -> bool:
-        """Whether a lease among these objects of a step is valid, by the store's clock."""
+        """Whether one of these objects is a valid lease, by the store's clock."""
         renewed = [entry.modified for entry in entries if entry.key.rpartition("/")[2].startswith(_READING)]
         return bool(renewed) and rules.being_read(renewed, self._clock())
 
@@ -376,8 +377,8 @@ def _there(place: Place) -> Outcome:
     return Outcome("there", f"step {place.step} is in the store")
 
 
-def _valid_here(directory: Path, wanted: Checkpoint, run: str) -> disk.Checkpoint | None:
-    """The valid local checkpoint of the step that is wanted, of its generation or a later one."""
-    found = (c for c in disk.list_(directory) if c.step == wanted.step and c.generation >= wanted.generation)
-    found = (c for c in found if c.run == run and not c.problem)
-    return next((c for c in found if disk.verify(c.path) is None), None)
+def _valid_here(directory: Path, stored: Checkpoint, run: str) -> disk.Checkpoint | None:
+    """The valid local checkpoint of the same step, of its generation or a later one."""
+    own = (c for c in disk.list_(directory) if c.run == run and not c.problem)
+    same = (c for c in own if c.step == stored.step and c.generation >= stored.generation)
+    return next((c for c in same if disk.verify(c.path) is None), None)

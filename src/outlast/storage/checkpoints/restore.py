@@ -1,4 +1,4 @@
-"""Brings committed checkpoints from the store to this machine: the newest before a worker trains, any other to be evaluated.
+"""Fetches committed checkpoints from the store: the newest before a worker trains, any other for an evaluation.
 
 A valid local checkpoint that is newer stays. Workers of one machine share their output, so only the first one fetches.
 """
@@ -18,12 +18,12 @@ from outlast.storage.checkpoints import disk, remote, retention
 def restore(output: Path, place: store.Store, run: str, say: Callable[[str], None]) -> None:
     """Fetch the newest valid checkpoint of `run` to `output` unless it is here; `say` gets progress.
 
-    Raises store.StoreError. While the store is unreachable, a worker with a checkpoint of its own resumes from that.
+    Raises store.StoreError. While the store is unreachable, a worker with a local checkpoint resumes from that.
     """
     directory = output / contract.CHECKPOINTS
     directory.mkdir(parents=True, exist_ok=True)
-    ours = (c for c in reversed(disk.list_(directory)) if c.run == run and not c.problem)
-    here = next((c.step for c in ours if disk.verify(c.path) is None), 0)
+    local = (c for c in reversed(disk.list_(directory)) if c.run == run and not c.problem)
+    here = next((c.step for c in local if disk.verify(c.path) is None), 0)
     try:
         remote.Checkpoints(place, run).restore(directory, say=say, above=here)
     except store.Unreachable as problem:
@@ -33,25 +33,25 @@ def restore(output: Path, place: store.Store, run: str, say: Callable[[str], Non
 
 
 def evaluated(output: Path, place: store.Store | None, run: str, args: Sequence[str]) -> list[str]:
-    """The arguments of an evaluation, with the step of the checkpoint that they name, which is here then, whole.
+    """The arguments of an evaluation with the checkpoint they name replaced by its step; fetches it if it is not valid here.
 
-    `--checkpoint=best` is the best one on this machine and in the store. Arguments that name none stay as they are. Raises
+    `--checkpoint=best` is the best one on this machine and in the store. Arguments without a checkpoint stay as they are. Raises
     NotFound, Damaged and store.StoreError.
     """
-    asked = [each for each in args if each.startswith(contract.EVALUATED)]
-    if not asked:
+    requested = [each for each in args if each.startswith(contract.EVALUATED)]
+    if not requested:
         return [*args]
     directory = output / contract.CHECKPOINTS
     if not place:  # on a volume the run may have been begun by an earlier version of the job
         run = disk.owner(directory) or run
     here = {c.step: c for c in disk.list_(directory) if c.run == run and not c.problem}
     stored = remote.Checkpoints(place, run) if place else None
-    there = {c.step: c for c in stored.list_() if not c.problem} if stored else {}
-    known: list[retention.Committed] = [*here.values(), *(c for c in there.values() if c.step not in here)]
-    step = retention.named(known, asked[-1].removeprefix(contract.EVALUATED)).step
-    if stored and step in there and not (step in here and disk.verify(here[step].path) is None):
-        size = units.human_bytes(there[step].bytes)
+    remote_steps = {c.step: c for c in stored.list_() if not c.problem} if stored else {}
+    committed: list[retention.Committed] = [*here.values(), *(c for c in remote_steps.values() if c.step not in here)]
+    step = retention.named(committed, requested[-1].removeprefix(contract.EVALUATED)).step
+    if stored and step in remote_steps and not (step in here and disk.verify(here[step].path) is None):
+        size = units.human_bytes(remote_steps[step].bytes)
         print(f"outlast | fetching the checkpoint of step {step} ({size}) from {stored.store.url}", file=sys.stderr, flush=True)
         directory.mkdir(parents=True, exist_ok=True)
-        stored.fetch(there[step], directory)
-    return [*(each for each in args if each not in asked), f"{contract.EVALUATED}{step}"]
+        stored.fetch(remote_steps[step], directory)
+    return [*(each for each in args if each not in requested), f"{contract.EVALUATED}{step}"]

@@ -1,16 +1,16 @@
-"""Which checkpoints in a store count, may be added and may go: rules about plain values.
+"""Rules about plain values: which checkpoints in a store count, may be added and may be removed.
 
-`Latest` is the content of a run's register (`register`): which generation owns the run, and which checkpoints are committed. Its
-parts lie in directories that are named after their content, so no two writers ever write different things to one name; what is
-here decides only which of those directories count. Docs: docs/decisions/0007-commits-in-a-store.md.
+`Latest` is the content of a run's register (`register`): the generation that owns the run, and the committed checkpoints. Their
+files lie in directories named after their content, so no two writers ever write different things to one name; these rules only
+decide which of those directories count. Docs: docs/decisions/0007-commits-in-a-store.md.
 
     passed     a later generation went back before it, so it was skipped as damaged when that one began
     counted    committed and not passed
-    expired    enough counted ones are above it, and it is none of the best: it goes
+    expired    enough counted ones are above it, and it is none of the best: it is removed
     obsolete   two committed ones of its own generation or later are above it: it may never be added (again), so its files may go
 
-What is expired is obsolete, and what is obsolete stays so, whatever happens next: a process may delete such files however late it
-comes to it, even as a zombie. That is the reason why both rules look as they do.
+Every expired checkpoint is obsolete, and an obsolete one stays so, whatever happens next: a process may delete its files at any
+later time, even as a zombie. Both rules are made for this.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _VERSION = 1
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where a checkpoint lies: `step-00001200/<run>-g4-5f3a9c01/`, the files that generation 4 of a run wrote for a step."""
+    """Location of a checkpoint: `step-00001200/<run>-g4-5f3a9c01/`, the files that generation 4 of a run wrote for a step."""
 
     step: int
     generation: int
     parts: str
     """Name of the directory that holds the files, unique to their contents."""
     metric: Metric | None = field(default=None, compare=False)
-    """A copy of what its COMMIT says; None where the register does not say it, then COMMIT may."""
+    """A copy from its COMMIT; None if the register lacks it, then COMMIT may have it."""
 
     @property
     def key(self) -> str:
@@ -47,14 +47,14 @@ class Place:
 
     @classmethod
     def of(cls, commit: disk.Commit) -> Place:
-        """Where the checkpoint belongs that a COMMIT describes."""
+        """The place of the checkpoint that a COMMIT describes."""
         files = [(name, file["size"], file["crc32"]) for name, file in sorted(commit.files.items())]
         digest = zlib.crc32(json.dumps(files).encode())
         return cls(commit.step, commit.generation, f"{commit.run}-g{commit.generation}-{digest:08x}", commit.metric)
 
     @classmethod
     def parse(cls, key: str, run: str) -> Place | None:
-        """The place of `run` that a key below `checkpoints/` is, or lies in."""
+        """The place that contains a key below `checkpoints/`, if it is one of `run`."""
         step, _, rest = key.partition("/")
         parts = rest.partition("/")[0]
         number = disk.step_of(step)
@@ -64,33 +64,32 @@ class Place:
 
 @dataclass(frozen=True)
 class Latest:
-    """The content of a run's register: who may commit, and what is committed."""
+    """The content of a run's register: the owner and the committed checkpoints."""
 
     run: str
     generation: int
     """Earlier ones can no longer commit."""
     places: tuple[Place, ...] = ()
-    """The committed checkpoints, one a step, lowest first."""
+    """The committed checkpoints, one per step, lowest first."""
 
     @property
     def step(self) -> int:
-        """That of the newest checkpoint; 0 when there is none."""
+        """The newest checkpoint's step; 0 without checkpoints."""
         return self.places[-1].step if self.places else 0
 
     def at(self, step: int) -> Place | None:
-        """The checkpoint of a step."""
         return next((place for place in self.places if place.step == step), None)
 
     def added(self, place: Place) -> Latest:
-        """The same with one more, instead of the one of that step if there is one."""
+        """A copy with one more checkpoint, which replaces any other of its step."""
         return replace(self, places=tuple(sorted([*(p for p in self.places if p.step != place.step), place])))
 
     def without(self, places: Collection[Place]) -> Latest:
-        """The same with fewer."""
+        """A copy without some checkpoints."""
         return replace(self, places=tuple(place for place in self.places if place not in places))
 
     def text(self, time: float) -> bytes:
-        """As it is written; `parse` reads it back. `step`, `name` and `time` are for people and scripts."""
+        """The object's content; `parse` reads it back. `step`, `name` and `time` are for people and scripts."""
         newest = self.places[-1].key if self.places else ""
         document = {"version": _VERSION, "run": self.run, "generation": self.generation, "step": self.step, "name": newest}
         committed = [
@@ -102,7 +101,7 @@ class Latest:
 
     @classmethod
     def parse(cls, text: bytes) -> Latest:
-        """The register in a text; raises ValueError if it is damaged, OutlastError if a later Outlast wrote it."""
+        """Parse a register; raises ValueError if it is damaged, OutlastError if a later Outlast wrote it."""
         document = json.loads(text.decode())
         try:
             if document["version"] > _VERSION:
@@ -120,7 +119,7 @@ class Latest:
 
 
 def superseded(latest: Latest | None, run: str, generation: int) -> str:
-    """Why `generation` of `run` may no longer commit, or nothing."""
+    """The reason why `generation` of `run` may no longer commit; empty if it may."""
     if latest and latest.run != run:
         return f"run {run} no longer owns its output in the store: run {latest.run} does"
     if latest and latest.generation > generation:
@@ -129,25 +128,25 @@ def superseded(latest: Latest | None, run: str, generation: int) -> str:
 
 
 def pressing(latest: Latest, waiting: Sequence[C], retention: Retention) -> C:
-    """Which of the checkpoints on a disk to add to the register next: the newest, so that little is lost.
+    """The checkpoint on a disk to add to the register next: the newest, so that little is lost.
 
-    But a best one that one more above it would make `obsolete` goes first; of several the lowest, as each is above those below.
+    A best one that one more above it would make `obsolete` goes first; of several the lowest, which the others are above.
     """
     waiting = sorted(waiting, key=lambda each: each.step)
     here = {each.step for each in waiting}
-    known: list[Committed] = [*waiting, *(place for place in latest.places if place.step not in here)]
-    best = {each.step for each in retention.best_of(known)}
+    committed: list[Committed] = [*waiting, *(place for place in latest.places if place.step not in here)]
+    best = {each.step for each in retention.best_of(committed)}
     last = (each for each in waiting[:-1] if each.step in best and _above(latest, each) == OBSOLETE - 1)
     return next(last, waiting[-1])
 
 
 def obsolete(latest: Latest, place: Place) -> bool:
-    """Whether a checkpoint is so old that it is never to be added (again), and its files may go."""
+    """Whether a checkpoint is so old that it may never be added (again), so its files may go."""
     return _above(latest, place) >= OBSOLETE
 
 
 OBSOLETE = 2
-"""So many above a checkpoint make it obsolete."""
+"""Number of committed ones above a checkpoint that make it obsolete."""
 
 
 def _above(latest: Latest, checkpoint: Committed) -> int:
@@ -155,37 +154,37 @@ def _above(latest: Latest, checkpoint: Committed) -> int:
 
 
 def refused(latest: Latest, place: Place) -> str:
-    """Why a checkpoint is not to be added, or nothing. One of the same step may stand in its way, too: look at that one."""
+    """The reason why a checkpoint must not be added, else empty. Callers also check for another one of the same step."""
     if obsolete(latest, place):
         above = ", ".join(str(other.step) for other in latest.places if other.step > place.step)
         return f"step {place.step} is older than what the store keeps (steps {above})"
-    there = latest.at(place.step)
-    if there and there.generation > place.generation:
-        return f"step {place.step} is in the store as generation {there.generation} wrote it"
+    existing = latest.at(place.step)
+    if existing and existing.generation > place.generation:
+        return f"step {place.step} is in the store as generation {existing.generation} wrote it"
     return ""
 
 
 def acquired(latest: Latest, generation: int, finished: Iterable[Place]) -> Latest:
     """The register when `generation` begins. `finished` have all their files and a COMMIT.
 
-    Those of the generation before that did not get into the register, because their writer died a moment too early, get in now.
-    Those of earlier ones are zombies'.
+    Finished checkpoints of the previous generation whose writer died before it registered them are added now.
+    Older generations' ones come from zombies.
     """
-    ours = (place for place in finished if place.generation == latest.generation)
-    return replace(completed(latest, ours), generation=generation)
+    previous = (place for place in finished if place.generation == latest.generation)
+    return replace(completed(latest, previous), generation=generation)
 
 
 def completed(latest: Latest, places: Iterable[Place]) -> Latest:
-    """The register with checkpoints that were about to get in; they do unless a later generation has written that step."""
+    """The register with pending checkpoints added, unless a later generation has written that step."""
     for place in sorted(places):
-        there = latest.at(place.step)
-        if not obsolete(latest, place) and (there is None or there.generation < place.generation):
+        existing = latest.at(place.step)
+        if not obsolete(latest, place) and (existing is None or existing.generation < place.generation):
             latest = latest.added(place)
     return latest
 
 
 def rebuilt(run: str, finished: Iterable[Place]) -> Latest | None:
-    """A register that was lost, from what is in the store: of each step what the latest generation wrote; None: nothing."""
+    """Rebuild a lost register from the store: for each step the latest generation's checkpoint; None if there is none."""
     places = {place.step: place for place in sorted(finished)}
     if not places:
         return None
@@ -197,24 +196,24 @@ def rebuilt(run: str, finished: Iterable[Place]) -> Latest | None:
 
 @dataclass(frozen=True)
 class Names:
-    """What the names of such a register say. They lie below `checkpoints/latest.<run>/`:
+    """The content of such a register. Its names lie below `checkpoints/latest.<run>/`:
 
     g0000000005                                          generation 5 has announced itself
-    g0000000005.step-00001200.<parts>.proposed           ... would like to commit this
+    g0000000005.step-00001200.<parts>.proposed           ... proposes to commit this
     g0000000005.step-00001200.<parts>                    ... has committed this
-    g0000000005.taken                                    ... has copied what the one before it had: it is the owner
+    g0000000005.taken                                    ... has copied its predecessor's commits: it is the owner
     """
 
     announced: int
-    """The highest generation that has announced itself; 0: none."""
+    """The highest announced generation; 0: none."""
     latest: Latest | None
-    """The content of the highest generation that owns the run; None before there is one."""
+    """The commits of the highest generation that owns the run; None before the first."""
     proposed: tuple[Place, ...] = ()
-    """What that generation has proposed or committed."""
+    """Proposals of that generation, committed or not."""
 
     @classmethod
     def read(cls, names: Iterable[str], run: str) -> Names:
-        """The register that these names make."""
+        """Parse the names of a register."""
         announced, owners = 0, [0]
         committed: dict[int, list[Place]] = {}
         proposed: dict[int, list[Place]] = {}
@@ -240,27 +239,24 @@ class Names:
 
 
 def announcement(generation: int) -> str:
-    """The name that says that a generation begins."""
+    """The name by which a generation announces itself."""
     return f"g{generation:010d}"
 
 
 def ownership(generation: int) -> str:
-    """The name that says that a generation has copied what the one before it had."""
+    """The name by which a generation owns the run, once it has copied its predecessor's commits."""
     return f"g{generation:010d}.taken"
 
 
 def commitment(generation: int, place: Place, *, proposed: bool = False) -> str:
-    """The name that says that a generation has committed, or would like to commit, a checkpoint."""
+    """The name by which a generation commits, or proposes, a checkpoint."""
     return f"g{generation:010d}.{contract.checkpoint_name(place.step)}.{place.parts}{'.proposed' if proposed else ''}"
 
 
 def generation_of(name: str) -> int | None:
-    """The generation whose name it is."""
-    found = re.match(r"g(\d+)(?:\.|$)", name)
-    return int(found[1]) if found else None
-
-
-# Readers
+    """The generation that wrote a name; None for other names."""
+    match = re.match(r"g(\d+)(?:\.|$)", name)
+    return int(match[1]) if match else None
 
 
 LEASE_S = 300.0
@@ -270,5 +266,5 @@ RENEW_S = 60.0
 
 
 def being_read(readers: Sequence[float], now: float) -> bool:
-    """Whether any lease on a checkpoint is valid, given when each was renewed and the time, by the store's clock."""
+    """Whether a lease is valid, given the times of their renewals and the present time, by the store's clock."""
     return any(now - since < LEASE_S for since in readers)

@@ -1,4 +1,4 @@
-"""The files of one checkpoint in a store and its COMMIT, which is written after the files that it lists, and deleted first."""
+"""One checkpoint's files in a store and its COMMIT, which is written after all other files, and deleted first."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from outlast.storage.checkpoints.rules import Place
 from outlast.storage.store import Store
 
 _BLOCK = 8 << 20
-"""Bytes of an object read at a time to check it."""
+"""Bytes read at a time to verify an object."""
 _AT_ONCE = 8
-"""Objects checked at a time."""
+"""Objects verified in parallel."""
 
 Progress = Callable[[int], None]
 """Gets the bytes transferred since the last call, from many threads."""
 
 
 class Damaged(OutlastError):
-    """A checkpoint in the store is not what its COMMIT says; another one may be."""
+    """A checkpoint in the store differs from its COMMIT; another one may be valid."""
 
 
 class DamagedHere(OutlastError):
-    """A file of a checkpoint on this machine is not what its COMMIT says."""
+    """A file of a checkpoint on this machine differs from COMMIT."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,18 @@ class Parts:
 
     @property
     def url(self) -> str:
-        """Where they are."""
         return f"{self.store.url}/{self.key('').rstrip('/')}"
 
     def key(self, name: str) -> str:
-        """The key of a file."""
         return f"{contract.CHECKPOINTS}/{self.place.key}/{name}"
 
     def sizes(self) -> dict[str, int]:
-        """The files that are there, with their sizes."""
+        """Sizes of the existing files by name."""
         entries = self.store.entries(f"{contract.CHECKPOINTS}/{self.place.key}")
         return {entry.key.removeprefix(self.key("")): entry.size for entry in entries}
 
     def read_commit(self) -> disk.Commit:
-        """The COMMIT; raises Damaged."""
+        """Read COMMIT; raises Damaged."""
         try:
             commit = disk.Commit.parse(self.store.get(self.key(contract.COMMIT)))
             if (commit.run, commit.step, commit.generation) != (self.run, self.place.step, self.place.generation):
@@ -68,26 +66,26 @@ class Parts:
         return commit
 
     def commit(self, commit: disk.Commit) -> None:
-        """Write COMMIT, unless it is there: by us before an answer was lost, or by another machine of the same checkpoint."""
+        """Write COMMIT unless it exists: from us before a response was lost, or from another machine of the same checkpoint."""
         key, text = self.key(contract.COMMIT), commit.text().encode()
         if not self.store.conditional():
             try:
                 self.read_commit()
-            except Damaged:  # or not there
+            except Damaged:  # or absent
                 self.store.put(key, text)
             return
         try:
             self.store.create(key, text)
         except Exists:
-            there, entry = self.store.read(key)
+            existing, entry = self.store.read(key)
             with contextlib.suppress(ValueError):
-                disk.Commit.parse(there)
+                disk.Commit.parse(existing)
                 return
             with contextlib.suppress(Changed):  # another writer has just repaired it
                 self.store.replace(key, text, entry.etag)
 
     def problem(self, *, deep: bool, progress: Progress = lambda _: None, stop: threading.Event | None = None) -> str | None:
-        """What is wrong, as a sentence, or None. With `deep` all files are read."""
+        """A sentence about the first problem, or None. With `deep` all files are read."""
         try:
             files = self.read_commit().files
         except Damaged as damage:
@@ -100,8 +98,7 @@ class Parts:
                 crcs = list(pool.map(check, files, [file["size"] for file in files.values()]))
             except (Missing, Changed) as error:
                 return f"it was removed meanwhile ({error})"
-        found = map(disk.wrong_crc, files, crcs, files.values())
-        return min(filter(None, found), default=None)
+        return min(filter(None, map(disk.wrong_crc, files, crcs, files.values())), default=None)
 
     def _checksum(self, name: str, size: int, *, progress: Progress, stop: threading.Event) -> int:
         crc = 0
@@ -116,29 +113,29 @@ class Parts:
     def send(
         self, path: Path, commit: disk.Commit, *, journals: Path, progress: Progress, stop: threading.Event | None
     ) -> tuple[str, ...]:
-        """Send the files of the local checkpoint at `path` that the store lacks; returns the names of those missing in both.
+        """Send the files of the local checkpoint at `path` that the store lacks; returns the names that are missing in both.
 
-        Verifies the checksums of all local files, of those that it sends during the upload. Raises DamagedHere.
+        Verifies the checksums of all local files, during the upload if they are sent. Raises DamagedHere.
         """
         from outlast.storage.sync import sync
 
         sizes = self.sizes()
         absent = [name for name, file in commit.files.items() if sizes.get(name) != file["size"]]
-        ours = [name for name in commit.files if (path / name).is_file()]
-        for name in ours:
+        local = [name for name in commit.files if (path / name).is_file()]
+        for name in local:
             if problem := disk.verify_file(path, name, commit.files[name], deep=name not in absent):
                 raise DamagedHere(f"{path.name} is damaged here: {problem}")
-        files = [(path / name, self.key(name)) for name in ours if name in absent]
+        files = [(path / name, self.key(name)) for name in local if name in absent]
         sent = sync.send(self.store, files, journals=journals, progress=progress, stop=stop)
         for file, key in files:
             name = str(file.relative_to(path))
             if problem := disk.wrong_crc(name, sent[key].crc32, commit.files[name]):
                 self.store.delete([key])
                 raise DamagedHere(f"{path.name} is damaged here: {problem}")
-        return tuple(name for name in absent if name not in ours)
+        return tuple(name for name in absent if name not in local)
 
     def receive(self, into: Path, commit: disk.Commit, *, progress: Progress, stop: threading.Event | None) -> None:
-        """Fetch the files that a directory lacks, durably, and remove all others there.
+        """Fetch the files that a directory lacks, durably, and remove all extra ones.
 
         Raises Damaged if a file in the store differs from COMMIT.
         """
@@ -150,21 +147,21 @@ class Parts:
             name = str(path.relative_to(into))
             if path.is_file() and (name not in commit.files or disk.verify_file(into, name, commit.files[name])):
                 path.unlink()
-        wanted = [name for name in commit.files if not (into / name).exists()]
-        for name in wanted:
+        absent = [name for name in commit.files if not (into / name).exists()]
+        for name in absent:
             (into / name).parent.mkdir(parents=True, exist_ok=True)
-        objects = [(self.key(name), commit.files[name]["size"], into / name) for name in wanted]
+        objects = [(self.key(name), commit.files[name]["size"], into / name) for name in absent]
         try:
             received = sync.receive(self.store, objects, durable=True, progress=progress, stop=stop)
         except (Missing, Changed) as error:
             raise Damaged(f"it was removed meanwhile ({error})") from error
-        for name in wanted:
+        for name in absent:
             if problem := disk.wrong_crc(name, received[self.key(name)], commit.files[name]):
                 (into / name).unlink()
                 raise Damaged(problem)
 
     def delete(self, keys: list[str]) -> None:
-        """Delete what is there, `keys`."""
+        """Delete the files, `keys`."""
         self.store.delete([self.key(contract.COMMIT)])
         self.store.delete(keys)
 
