@@ -148,7 +148,7 @@ def test_a_listing_tells_what_others_replaced() -> None:
         ("directory/", 0, "etag", 200.0),
         (".m", 5, "etag", 200.0),
     ]
-    found = index.found(entries, known, own=".m")
+    found = index.listed(entries, known, own=".m")
     assert {key for key, there in found.items() if there == known.get(key)} == {"same"}
     assert {key for key, there in found.items() if there.crc32 == -1} == {"replaced", "resized", "new"}
     assert found["new"].mtime == 200_000_000_000
@@ -510,7 +510,7 @@ def test_receive_leaves_nothing_behind_of_what_is_not_as_expected(place: Store, 
         with pytest.raises(error):
             sync.receive(place, [(*wanted, target / "a")])
         assert contents(target) == {}
-    outcomes = list(transfer.downloads(place, [transfer.Wanted("a", size, str(target / "a"), crc32=1)]))
+    outcomes = list(transfer.downloads(place, [transfer.Download("a", size, str(target / "a"), crc32=1)]))
     assert [type(outcome.error) for outcome in outcomes] == [transfer.Damaged]
     assert contents(target) == {}
     (target / "a").mkdir()

@@ -2,8 +2,8 @@
 
 obstore collects a response in fresh memory, piece by piece, passed from thread to thread. For files that costs up to 1.6 times
 the CPU, over TLS as well (docs/decisions/0024-the-house-in-order.md). Here the kernel fills the buffer and wakes us when it is
-full. Only the plainest of answers is understood (RFC 9112: HTTP/1.1, a Content-Length, no encoding). For anything else (a proxy,
-an error, a broken connection) `fetch` returns None, and the store's client does the request, with its retries and its errors.
+full. Only the simplest responses are supported (RFC 9112: HTTP/1.1, a Content-Length, no encoding). For anything else (a proxy,
+an error, a broken connection) `fetch` returns None, and the store's client sends the request, with its retries and its errors.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ from outlast.storage.sync import tree
 if TYPE_CHECKING:
     import ssl
 
-_BUFFER = 256 << 10  # fits a cache, so that checksum and file find it there
+_BUFFER = 256 << 10  # fits into a CPU cache between recv, checksum and write
 _TIMEOUT_S = 30
 _DOUBTS = 3
-"""Failures in a row after which this way is no longer tried."""
+"""Consecutive failures after which direct downloads are no longer tried."""
 _END = b"\r\n\r\n"
 
 
 class Direct:
-    """The connections of one fetch, one a thread. `link` gives the URL of a key, or None."""
+    """The connections of one download, one per thread. `link` returns the URL of a key, or None."""
 
     def __init__(self, link: Callable[[str], str | None]) -> None:
         self._link = link
-        self._own = threading.local()
+        self._local = threading.local()
         self._lock = threading.Lock()
         self._open: list[_Connection] | None = []
         """None: closed."""
         self._doubts = 0
 
     def fetch(self, key: str, file: int, start: int, end: int, whole: bool) -> int | None:
-        """Write bytes `start` to `end` of an object to the same place of an open file; their crc32. None: not this way.
+        """Write bytes `start` to `end` of an object to the same place of an open file. Returns their crc32; None if that needs
+        the store's client.
 
-        `whole`: those are all bytes that the object should have. Raises OSError when the file cannot be written.
+        `whole`: the object should have no other bytes. Raises OSError if the file cannot be written.
         """
         if self._doubts >= _DOUBTS or (url := self._link(key)) is None:
             return None
@@ -55,7 +56,7 @@ class Direct:
         return crc
 
     def close(self) -> None:
-        """End all connections, for good: a thread that is late gets None."""
+        """End all connections for good: late threads get None."""
         with self._lock:
             ended, self._open = self._open or [], None
         for connection in ended:
@@ -63,27 +64,27 @@ class Direct:
 
     def _fetch(self, parts: SplitResult, file: int, start: int, end: int, whole: bool) -> int | None:
         place = parts.scheme, parts.netloc
-        connection: _Connection | None = getattr(self._own, "connection", None)
+        connection: _Connection | None = getattr(self._local, "connection", None)
         for used in (True, False):
             if not used or connection is None or connection.place != place:
                 if (connection := self._connected(parts)) is None:
                     return None
-                self._own.connection = connection
+                self._local.connection = connection
                 used = False
             try:
                 crc = connection.fetch(parts, file, start, end, whole)
             except _Closed:
                 if used:
-                    continue  # the server ended it while nobody asked anything
+                    continue  # the server closed the idle connection
                 crc = None
             if crc is None or connection.over:
                 connection.close()
-                self._own.connection = None
+                self._local.connection = None
             return crc
         return None
 
     def _connected(self, parts: SplitResult) -> _Connection | None:
-        """A new connection, which `close` knows of; None when there can be none."""
+        """A new connection, registered for `close`; None if that fails."""
         if self._open is None:
             return None
         try:
@@ -113,17 +114,15 @@ class Direct:
 
 
 class _Closed(Exception):
-    """The other end has hung up before it answered."""
+    """The server hung up before it responded."""
 
 
 class _Connection:
-    """One connection to one server."""
-
     def __init__(self, parts: SplitResult, tls: ssl.SSLContext | None) -> None:
         host, port = parts.hostname or "", parts.port or (443 if tls else 80)
         self.place = parts.scheme, parts.netloc
         self.over = False
-        """Whether there will be no further answer."""
+        """True once the server will close it."""
         self._buffer = bytearray(_BUFFER)
         self._view = memoryview(self._buffer)
         self._socket = socket.create_connection((host, port), timeout=_TIMEOUT_S)
@@ -131,7 +130,7 @@ class _Connection:
         self._flags = 0
         if tls is not None:
             self._socket = tls.wrap_socket(self._socket, server_hostname=host)
-        else:  # a call that ends when all is there, or after a time: no poll before each, and no return after every packet
+        else:  # MSG_WAITALL with a socket timeout: no poll before each call, no return after every packet
             self._flags = socket.MSG_WAITALL
             for side in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 self._socket.setsockopt(socket.SOL_SOCKET, side, struct.pack("ll", _TIMEOUT_S, 0))
@@ -141,12 +140,12 @@ class _Connection:
         self._socket.close()
 
     def fetch(self, parts: SplitResult, file: int, start: int, end: int, whole: bool) -> int | None:
-        """As in Direct; raises _Closed when there is no answer at all."""
+        """As in Direct; raises _Closed if there is no response at all."""
         target = f"{parts.path}?{parts.query}" if parts.query else parts.path
-        wanted = "" if whole else f"Range: bytes={start}-{end - 1}\r\n"
+        byte_range = "" if whole else f"Range: bytes={start}-{end - 1}\r\n"
         filled = 0
         try:
-            self._socket.sendall(f"GET {target} HTTP/1.1\r\nHost: {parts.netloc}\r\n{wanted}\r\n".encode())
+            self._socket.sendall(f"GET {target} HTTP/1.1\r\nHost: {parts.netloc}\r\n{byte_range}\r\n".encode())
             while (head := self._buffer.find(_END, 0, filled)) < 0:
                 count = self._socket.recv_into(self._view[filled:])
                 if not count:
@@ -156,12 +155,12 @@ class _Connection:
             filled = 0
         if not filled:
             raise _Closed
-        if head < 0 or not self._as_asked(bytes(self._view[:head]), start, end, whole):
+        if head < 0 or not self._as_requested(bytes(self._view[:head]), start, end, whole):
             return None
         return self._body(head + len(_END), filled, file, start, end)
 
-    def _as_asked(self, head: bytes, start: int, end: int, whole: bool) -> bool:
-        """Whether what follows is what was asked for, no more, no less."""
+    def _as_requested(self, head: bytes, start: int, end: int, whole: bool) -> bool:
+        """Whether the body will be exactly the requested bytes."""
         status, _, rest = head.partition(b"\r\n")
         fields = {name.lower(): value.strip() for name, _, value in (line.partition(b":") for line in rest.split(b"\r\n"))}
         self.over = fields.get(b"connection", b"").lower() == b"close"
@@ -176,19 +175,19 @@ class _Connection:
         )
 
     def _body(self, begin: int, filled: int, file: int, start: int, end: int) -> int | None:
-        """Take the bytes of the answer, the first of which are in the buffer."""
+        """Write the response's body, whose first bytes are in the buffer. Returns its crc32; None on a broken connection."""
         crc = 0
         while start < end:
-            wanted = min(_BUFFER - begin, end - start)
+            count = min(_BUFFER - begin, end - start)
             try:
-                while filled - begin < wanted:
-                    if not (count := self._socket.recv_into(self._view[filled : begin + wanted], 0, self._flags)):
+                while filled - begin < count:
+                    if not (more := self._socket.recv_into(self._view[filled : begin + count], 0, self._flags)):
                         return None
-                    filled += count
+                    filled += more
             except OSError:
                 return None
-            piece = self._view[begin : begin + wanted]
+            piece = self._view[begin : begin + count]
             crc = crc32.update(piece, crc)
             tree.write(file, piece, start)
-            start, begin, filled = start + wanted, 0, 0
+            start, begin, filled = start + count, 0, 0
         return crc

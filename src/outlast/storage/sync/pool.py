@@ -22,24 +22,23 @@ MEMORY = 64 << 20
 FEW, MANY = 8, 128
 """Threads at first, and at most."""
 _WINDOW_S = 0.5
-"""How long throughput is measured before threads are added."""
+"""Measuring time of throughput before threads are added."""
 _LEAVE_S = 3.0
 """Grace period for jobs in progress after a stop."""
 
 
 class Job(NamedTuple, Generic[T]):
-    """A function to call, and the memory that it needs."""
+    """A function to call, its cost in bytes of memory, and a key for the caller."""
 
-    of: Any
+    key: Any
     cost: int
-    """Bytes of memory it needs."""
     do: Callable[[], T]
 
 
 class Outcome(NamedTuple, Generic[T]):
     """Result or error of a job."""
 
-    of: Any
+    key: Any
     result: T | None
     error: BaseException | None
 
@@ -51,7 +50,7 @@ def work(
     stop: threading.Event | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> Generator[Outcome[T], None, None]:
-    """Run jobs in threads and yield their outcomes as they end. At most MEMORY bytes are in use, or those of one larger job.
+    """Run jobs in threads and yield their outcomes as they end. Uses at most MEMORY bytes, or the cost of one larger job.
 
     `tick` is called at least ten times a second. When `stop` is set or the generator is closed, `enough` is set for jobs to see,
     and queued jobs are dropped; after `stop`, the outcomes of running jobs are yielded and then Stopped is raised.
@@ -61,7 +60,7 @@ def work(
     if waiting is None:
         return
     threads = _Threads()
-    begun, moved, before = time.monotonic(), 0.0, 0.0
+    begun, moved, previous = time.monotonic(), 0.0, 0.0
     deadline: float | None = None
     try:
         while True:
@@ -88,10 +87,10 @@ def work(
                 continue
             out, cost = out - 1, cost - job.cost
             if not isinstance(error, Stopped):
-                yield Outcome(job.of, result, error)
+                yield Outcome(job.key, result, error)
             moved += 1 + job.cost / (1 << 20)
             if (lasted := time.monotonic() - begun) > _WINDOW_S:
-                width, before = widened(threads.width, before, moved / lasted)
+                width, previous = widened(threads.width, previous, moved / lasted)
                 threads.grow(width)
                 begun, moved = time.monotonic(), 0.0
         if deadline is not None:
@@ -101,12 +100,12 @@ def work(
         threads.leave(time.monotonic() + _LEAVE_S if deadline is None else deadline)
 
 
-def widened(width: int, before: float, now: float) -> tuple[int, float]:
+def widened(width: int, previous: float, now: float) -> tuple[int, float]:
     """The next number of threads, given the throughput `now` of `width` threads; and the throughput to compare it with.
 
-    Doubles if the last doubling gained at least a quarter over `before`; `before` is 0 at first.
+    Doubles if the last doubling gained at least a quarter over `previous`, which is 0 at first.
     """
-    if now < 1.25 * before or width >= MANY:
+    if now < 1.25 * previous or width >= MANY:
         return width, float("inf")
     return min(2 * width, MANY), now
 
@@ -122,13 +121,11 @@ class _Threads:
 
     @property
     def width(self) -> int:
-        """How many threads there are."""
         return len(self._threads)
 
     def grow(self, width: int) -> None:
-        """Start threads until there are `width`."""
         while len(self._threads) < width:
-            # Daemons: a stalled connection does not keep a process from its end.
+            # Daemons, so that a stalled connection does not keep the process alive.
             thread = threading.Thread(target=self._work, name="transfer", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -141,7 +138,6 @@ class _Threads:
                 self.done.put((job, None, error))
 
     def drop(self) -> list[Any]:
-        """Remove and return the queued jobs."""
         dropped = []
         with contextlib.suppress(queue.Empty):
             while True:

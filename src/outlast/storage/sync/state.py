@@ -1,12 +1,12 @@
 """The local state of a sync: an interrupted one resumes, an unchanged one has nothing to do.
 
     state           files and objects (`index.State`), replaced as a whole
-    state.done      log of transfers since then, a line a file
+    state.done      log of later transfers, a line per file
     state.lock      held by the one process that syncs
     state.uploads/  journals of large uploads (`Store.upload`)
 
-A transfer is logged after it is done. So whenever the process dies, a logged file has been transferred, and one that is not
-logged is transferred again.
+A transfer is logged once it is done. So whenever the process dies, every logged file has been transferred, and all others are
+transferred again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outlast.base.errors import AlreadyRunning, OutlastError
 from outlast.storage.sync.index import Object, Seen, State
 
 _FLUSH_S = 1.0
-"""Flush interval of the log: a kill loses this much of it, an exception nothing."""
+"""Flush interval of the log: a kill loses this much, an exception nothing."""
 
 
 class StateFile:
@@ -53,22 +53,22 @@ class StateFile:
             if json.loads(next(lines, "null")) != {"place": self.state.place, "after": self._id}:
                 return
             for line in lines:
-                path, there, here = json.loads(line)
-                self.state.objects[path], self.state.seen[path] = Object(*there), Seen(*here)
+                path, object, seen = json.loads(line)
+                self.state.objects[path], self.state.seen[path] = Object(*object), Seen(*seen)
                 self.fresh.add(path)
 
-    def add(self, path: str, there: Object, here: Seen) -> None:
-        """Record that a file and an object are the same."""
-        self.state.objects[path], self.state.seen[path] = there, here
+    def add(self, path: str, object: Object, seen: Seen) -> None:
+        """Record that a file and an object have the same content."""
+        self.state.objects[path], self.state.seen[path] = object, seen
         self.fresh.add(path)
         if self._file is None:
             self._file = self._opened()
-        self._file.write(json.dumps([path, there, here]) + "\n")
+        self._file.write(json.dumps([path, object, seen]) + "\n")
         if time.monotonic() - self._flushed > _FLUSH_S:
             self.flush()
 
     def _opened(self) -> IO[str]:
-        if self._replayed:  # cut off what a kill left of a line, lest it spoil the next
+        if self._replayed:  # cut off a line that a kill left incomplete
             whole = self._done.read_bytes()
             os.truncate(self._done, whole.rfind(b"\n") + 1)
             return self._done.open("a")
@@ -77,7 +77,6 @@ class StateFile:
         return file
 
     def flush(self) -> None:
-        """Flush the log."""
         if self._file is not None:
             self._file.flush()
             self._flushed = time.monotonic()
@@ -92,29 +91,28 @@ class StateFile:
         self._replayed = False
 
     def close(self) -> None:
-        """Close the log."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 def _id(path: Path) -> str:
-    """Identifies a version of the state: a log belongs to one."""
+    """Identity of a version of the state, which its log names."""
     stat = path.stat()
     return f"{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}"
 
 
 @contextlib.contextmanager
 def opened(path: Path, place: str) -> Iterator[StateFile]:
-    """The state at `path`, locked; raises AlreadyRunning when another process has it."""
+    """The state at `path`, locked; raises AlreadyRunning if another process holds it."""
     lock = path.with_name(f"{path.name}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.touch()
     except OSError as error:
         raise OutlastError(f"the notes of a sync cannot be kept in {path.parent}: {error.strerror}") from error
-    with file_locks.attempted(lock) as ours:
-        if not ours:
+    with file_locks.attempted(lock) as locked:
+        if not locked:
             raise AlreadyRunning(f"another process syncs this with {place.rpartition('/')[0]} now ({lock}); wait for it")
         with contextlib.closing(StateFile(path, place)) as file:
             yield file

@@ -4,9 +4,9 @@ A push leaves a manifest in the store: names, sizes, times and checksums of all 
 size and times of the local files that match it, so an unchanged tree costs a walk and one request however many files it has.
 `index` compares, `tree` reads and writes files, `state` remembers, `transfer` uploads and downloads.
 
-What stays true however a process dies: objects are written first, then the manifest, then the state. So an object that the
-manifest lists is there, and a file that the state calls unchanged has been transferred. What others do in the store is noticed by
-its manifest, and otherwise once a day, or with `check`.
+Invariants, whenever a process dies: objects are written first, then the manifest, then the state. So every object in the manifest
+exists, and every file that the state calls unchanged has been transferred. Changes by others in the store are noticed by its
+manifest, otherwise once a day, or with `check`.
 
 Called by the command line and by `agent.upload`. `send` and `receive` transfer given files without a manifest.
 """
@@ -28,24 +28,24 @@ from outlast.storage.store import Store
 from outlast.storage.sync import index, pool, transfer, tree
 from outlast.storage.sync import state as states
 from outlast.storage.sync.index import GRANULARITY_NS, Object, Seen, Stat, Verdict
-from outlast.storage.sync.transfer import Damaged, Sent, Wanted, receive, send
+from outlast.storage.sync.transfer import Damaged, Download, Sent, receive, send
 
 __all__ = ["MANIFEST", "Options", "Progress", "Report", "Sent", "pull", "push", "receive", "send"]
 
 MANIFEST = ".outlast-manifest"
 CHECK_EVERY_S = 86_400.0
-"""TTL of our knowledge of the store: after this it is listed again, in case others wrote into it without a manifest."""
+"""TTL of the recorded objects: after this the store is listed again, in case others wrote into it without a manifest."""
 _PROGRESS_S = 0.2
 _ABANDONED_S = 3600.0
-"""A partly written file that has not grown for this long is abandoned."""
+"""Age without growth at which a partial file counts as abandoned."""
 _HOPELESS = 3
-"""Failed requests in a row after which the rest is not tried."""
+"""Consecutive failed requests after which the rest is not tried."""
 _DISK = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up", errno.EROFS: "the file system is read-only"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Progress of a push or pull."""
+    """Progress of a push or pull, and its totals."""
 
     files: int
     bytes: int
@@ -63,9 +63,9 @@ class Report:
     unchanged: int = 0
     deleted: int = 0
     failed: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    """Paths that failed, and why."""
+    """Paths that failed, with the reason."""
     ignored: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    """Paths that are not files, and why."""
+    """Paths that are not files, with the reason."""
     changing: list[str] = dataclasses.field(default_factory=list)
     """Files that kept changing while they were sent; the next push sends them again."""
     planned: list[tuple[str, str]] = dataclasses.field(default_factory=list)
@@ -74,14 +74,14 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a push and a pull have in common."""
+    """Options of both push and pull."""
 
     manifest: str = MANIFEST
-    """Key of the object that lists the others."""
+    """Key of the manifest."""
     skip: Callable[[str], bool] = lambda relative: False
-    """Paths that are touched on neither side."""
+    """Paths to leave alone on both sides."""
     delete: bool = False
-    """Delete what the source does not have, unless something failed."""
+    """Delete files or objects that the source does not have, unless something failed."""
     check: bool = False
     """List the store instead of believing its manifest."""
     dry_run: bool = False
@@ -101,43 +101,41 @@ def push(
 ) -> Report:
     """Upload the files of the directory `source` that are missing or different in `store`.
 
-    `state` is a local file that remembers both sides. Files that `leave` names are not sent, but objects of that name count.
+    `state` is a local file that remembers both sides. Files that `leave` accepts are not sent, but objects of their names stay.
     Without `delete`, objects that are no files of `source` are deleted if they are `expired`. Raises NotFound without a source,
-    AlreadyRunning when another process holds the state, StoreError, and Stopped; what has arrived by then is remembered.
+    AlreadyRunning if another process holds the state, StoreError, and Stopped; transfers done by then are remembered.
     """
     skip = options.skip
-    with states.opened(state, f"{store.url}/{options.manifest}") as known:
+    with states.opened(state, f"{store.url}/{options.manifest}") as file:
         began = time.time_ns()
         scan = tree.scan(str(source), skip=skip, own=options.manifest)
         if options.delete and not scan.files:
             raise OutlastError(
                 f"{source} is empty: --delete would delete all of {store.url}; leave it out, or correct the directory"
             )
-        run = _Run(str(source), store, known, options)
+        run = _Run(str(source), store, file, options)
         report = run.report
         report.failed, report.ignored = list(scan.failed.items()), sorted(scan.ignored.items())
         run.look(options.check)
         todo = run.nameable(run.compared(scan.files, [path for path in scan.files if not leave(path)]))
-        gone = [
-            path
-            for path in known.state.objects
-            if path not in scan.files and not skip(path) and (options.delete or expired(path))
+        doomed = [
+            path for path in file.state.objects if path not in scan.files and not skip(path) and (options.delete or expired(path))
         ]
         if options.dry_run:
-            return run.planned("send", todo, scan.files, gone)
+            return run.planned("send", todo, scan.files, doomed)
         run.send(todo, scan.files)
         report.failed.sort()
         if report.failed:
-            gone = []
-        if run.changed or known.fresh or gone:
-            run.write(began - GRANULARITY_NS, gone)
-        if gone:
-            with run.doubting():  # until they are gone, the manifest does not say all there is
-                store.delete(gone)
-            report.deleted = len(gone)
+            doomed = []
+        if run.changed or file.fresh or doomed:
+            run.write(began - GRANULARITY_NS, doomed)
+        if doomed:
+            with run.doubting():  # until they are deleted, the manifest is incomplete
+                store.delete(doomed)
+            report.deleted = len(doomed)
         run.save()
-        if not report.failed and known.uploads.is_dir():
-            for journal in known.uploads.iterdir():  # of deleted files
+        if not report.failed and file.uploads.is_dir():
+            for journal in file.uploads.iterdir():  # journals of deleted files
                 with contextlib.suppress(StoreError):
                     store.forget(journal)
         return report
@@ -150,29 +148,31 @@ def pull(store: Store, target: Path, state: Path, options: Options = Options(), 
     followed. All else as in `push`.
     """
     skip = options.skip
-    with states.opened(state, f"{store.url}/{options.manifest}") as known:
+    with states.opened(state, f"{store.url}/{options.manifest}") as file:
         scan = tree.scan(str(target), skip=skip, own=options.manifest) if os.path.lexists(target) else tree.Scan()
-        run = _Run(str(target), store, known, options)
+        run = _Run(str(target), store, file, options)
         report, objects = run.report, run.look(options.check)
         if options.delete and not objects:
             raise OutlastError(
                 f"there is nothing in {store.url}: --delete would delete all of {target}; leave it out, or correct the URL"
             )
         report.failed = list(scan.failed.items()) if options.delete else []
-        wanted: Iterable[str] = [path for path in objects if not skip(path)]
+        paths: Iterable[str] = [path for path in objects if not skip(path)]
         if only_missing:
             report.unchanged = len(scan.files.keys() & objects.keys())
-            wanted = [path for path in wanted if path not in scan.files]
-        todo = run.possible(run.compared(scan.files, wanted))
-        gone = [path for path in scan.files if path not in objects] if options.delete else []
+            paths = [path for path in paths if path not in scan.files]
+        todo = run.possible(run.compared(scan.files, paths))
+        doomed = [path for path in scan.files if path not in objects] if options.delete else []
         inside = tree.Inside(str(target))
-        gone = [path for path in gone if not inside.through_link(path)]  # it may be wanted by its other name
+        doomed = [
+            path for path in doomed if not inside.through_link(path)
+        ]  # through a link, so an object may have its other name
         if options.dry_run:
-            return run.planned("receive", todo, objects, gone)
+            return run.planned("receive", todo, objects, doomed)
         run.receive(todo)
         report.failed.sort()
         if not report.failed:
-            outcomes = list(tree.remove(str(target), gone))
+            outcomes = list(tree.remove(str(target), doomed))
             report.failed = [(path, reason) for path, reason in outcomes if reason]
             report.deleted = len(outcomes) - len(report.failed)
         run.save()
@@ -183,16 +183,16 @@ def pull(store: Store, target: Path, state: Path, options: Options = Options(), 
 class _Run:
     """One push or pull between the directory `root` and a store."""
 
-    def __init__(self, root: str, store: Store, known: states.StateFile, options: Options) -> None:
+    def __init__(self, root: str, store: Store, file: states.StateFile, options: Options) -> None:
         self._root, self._store = root, store
         self._key, self._skip, self._progress, self._stop = options.manifest, options.skip, options.progress, options.stop
-        self._file, self._state = known, known.state
+        self._file, self._state = file, file.state
         self.report = Report()
         self.changed = False
-        """Whether the manifest in the store is out of date."""
+        """The manifest in the store is out of date."""
         self._listed = False
         self._learned = False
-        """Whether the state on disk is out of date."""
+        """The state on disk is out of date."""
         self._done = "read"
         self._refused = 0
         self._refusal: StoreError = StoreError("")
@@ -207,12 +207,12 @@ class _Run:
                 state.etag = entry.etag
                 self._file.fresh.clear()  # another writer may have replaced those objects since
                 self._learned = True
-        except (Missing, ValueError):  # a manifest that cannot be read is none
+        except (Missing, ValueError):  # treat an unreadable manifest as a missing one
             state.etag, state.clean_before = "", 0
             check = self.changed = True
         if check or not 0 <= time.time() - state.checked < CHECK_EVERY_S:
             entries = ((e.key, e.size, e.etag, e.modified) for e in store.entries() if not self._skip(e.key))
-            objects = index.found(entries, state.objects, self._key)
+            objects = index.listed(entries, state.objects, self._key)
             self.changed |= objects != state.objects
             state.objects, state.checked = objects, time.time()
             self._listed = self._learned = True
@@ -223,15 +223,15 @@ class _Run:
         seen, objects, clean_before = self._state.seen, self._state.objects, self._state.clean_before
         todo, doubtful = [], []
         for path in paths:
-            here, there = files.get(path), objects.get(path)
-            if here is None or there is None:
+            file, object = files.get(path), objects.get(path)
+            if file is None or object is None:
                 todo.append(path)
                 continue
-            verdict = index.compare(here, seen.get(path), there, clean_before)
+            verdict = index.compare(file, seen.get(path), object, clean_before)
             if verdict is Verdict.SAME:
                 self.report.unchanged += 1
-                if path not in seen and there.crc32 >= 0:
-                    seen[path] = Seen(*here, there.crc32)
+                if path not in seen and object.crc32 >= 0:
+                    seen[path] = Seen(*file, object.crc32)
                     self._learned = True
             elif verdict is Verdict.LOOK:
                 doubtful.append(path)
@@ -244,12 +244,12 @@ class _Run:
                     seen[path] = result
                     self._learned = True
                     self.report.unchanged += 1
-                else:  # what is wrong with the file, if something is, its transfer will say
+                else:  # its transfer reports an unreadable file
                     todo.append(path)
         return todo
 
     def nameable(self, paths: list[str]) -> list[str]:
-        """The paths that are valid names of objects; reports the others."""
+        """The paths that are valid object names; reports the others."""
         wrong = {path: reason for path in paths if (reason := self._store.impossible(path))}
         self.report.failed += [
             (path, f"it cannot be the name of an object: {reason}; rename it") for path, reason in wrong.items()
@@ -271,7 +271,6 @@ class _Run:
         return possible
 
     def planned(self, verb: str, todo: list[str], sizes: Mapping[str, Stat | Object], gone: list[str]) -> Report:
-        """The report of a dry run."""
         report = self.report
         report.transferred, report.bytes = len(todo), sum(sizes[path].size for path in todo)
         gone = [] if report.failed else gone
@@ -280,7 +279,7 @@ class _Run:
         return report
 
     def send(self, paths: list[str], files: Mapping[str, Stat]) -> None:
-        """Upload files, and record each that arrived."""
+        """Upload files and record them."""
         meter = _Meter(self._progress, len(paths), sum(files[path].size for path in paths))
         outcomes = transfer.uploads(
             self._store,
@@ -294,22 +293,21 @@ class _Run:
         with contextlib.closing(outcomes):
             for (place, path), uploaded, error in outcomes:
                 if uploaded is None:
-                    if not tree.gone(place):  # deleted since the walk: it has never been there
+                    if not tree.gone(place):  # deleted since the walk, which is no failure
                         self._failed(path, error)
                     continue
-                sent, here, read, steady = uploaded
-                seen = index.seen(here, sent.crc32, read)
+                sent, stat, read, steady = uploaded
+                seen = index.seen(stat, sent.crc32, read)
                 if not steady:
                     seen = seen._replace(ctime=0)
                     self.report.changing.append(path)
-                self._moved(path, Object(sent.size, here.mtime, sent.crc32, index.etag_hash(sent.etag)), seen)
+                self._moved(path, Object(sent.size, stat.mtime, sent.crc32, index.etag_hash(sent.etag)), seen)
                 meter.files += 1
         self._settle()
         meter.tick(last=True)
 
     def receive(self, paths: list[str]) -> None:
-        """Download objects, and record each that arrived. Objects that were replaced meanwhile are looked up and tried once
-        more."""
+        """Download objects and record them. Objects that were replaced meanwhile are looked up and tried once more."""
         self._done, objects = "written", self._state.objects
         meter = _Meter(self._progress, len(paths), sum(objects[path].size for path in paths))
         replaced = self._receive(paths, meter)
@@ -319,7 +317,7 @@ class _Run:
             with contextlib.closing(pool.work(jobs, threading.Event(), stop=self._stop)) as outcomes:
                 for path, entry, error in outcomes:
                     if isinstance(error, Missing) and objects[path].size == 0:
-                        del objects[path]  # `directory/`, with which consoles show one: the slash is lost in the listing
+                        del objects[path]  # `directory/`, a console's marker: the listing drops the slash
                     elif entry is None:
                         self._failed(path, error)
                     elif index.as_left(objects[path], entry.size, entry.etag):
@@ -335,17 +333,17 @@ class _Run:
     def _receive(self, paths: list[str], meter: _Meter) -> dict[str, StoreError]:
         objects = self._state.objects
         replaced: dict[str, StoreError] = {}
-        wanted = (
-            Wanted(path, objects[path].size, os.path.join(self._root, path), objects[path].crc32, objects[path].mtime)
+        downloads = (
+            Download(path, objects[path].size, os.path.join(self._root, path), objects[path].crc32, objects[path].mtime)
             for path in sorted(paths, key=lambda path: objects[path].size)
         )
-        outcomes = transfer.downloads(self._store, wanted, progress=meter.moved, stop=self._stop, tick=meter.tick)
+        outcomes = transfer.downloads(self._store, downloads, progress=meter.moved, stop=self._stop, tick=meter.tick)
         with contextlib.closing(outcomes):
             for one, downloaded, error in outcomes:
                 path = one.key
                 if downloaded is not None:
-                    there = objects[path]._replace(crc32=downloaded.crc32)
-                    self._moved(path, there, index.seen(downloaded.stat, downloaded.crc32, time.time_ns()))
+                    object = objects[path]._replace(crc32=downloaded.crc32)
+                    self._moved(path, object, index.seen(downloaded.stat, downloaded.crc32, time.time_ns()))
                     meter.files += 1
                 elif isinstance(error, Missing | Changed | Damaged):
                     replaced[path] = error
@@ -353,12 +351,12 @@ class _Run:
                     self._failed(path, error)
         return replaced
 
-    def _moved(self, path: str, there: Object, here: Seen) -> None:
-        self._file.add(path, there, here)
+    def _moved(self, path: str, object: Object, seen: Seen) -> None:
+        self._file.add(path, object, seen)
         self._learned = True
         self._refused = 0
         self.report.transferred += 1
-        self.report.bytes += there.size
+        self.report.bytes += object.size
 
     def _failed(self, path: str, error: BaseException | None) -> None:
         """Report the failure of one file; raises errors that every file would meet."""
@@ -386,24 +384,24 @@ class _Run:
         if self._refused and not self.report.transferred:
             raise self._refusal
 
-    def write(self, clean_before: int, gone: list[str]) -> None:
-        """Write the manifest, without the objects that are about to be deleted."""
+    def write(self, clean_before: int, doomed: list[str]) -> None:
+        """Write the manifest, without objects that are about to be deleted."""
         state, store = self._state, self._store
-        try:  # another pusher may have been here since we looked: what it says is true, but for what we did
+        try:  # merge with the manifest of another pusher since our look
             if store.head(self._key).etag != state.etag:
                 theirs, _ = index.decode(store.get(self._key))
-                ours = {path: state.objects[path] for path in self._file.fresh if path in state.objects}
-                state.objects = {**(state.objects if self._listed else {}), **theirs, **ours}
+                own = {path: state.objects[path] for path in self._file.fresh if path in state.objects}
+                state.objects = {**(state.objects if self._listed else {}), **theirs, **own}
         except (Missing, ValueError):
             pass
-        for path in gone:
+        for path in doomed:
             state.objects.pop(path, None)
         state.etag, state.clean_before = store.put(self._key, index.encode(state.objects, clean_before)), clean_before
         self._learned = True
 
     @contextlib.contextmanager
     def doubting(self) -> Iterator[None]:
-        """Force a listing next time unless the block succeeds: until then the store holds more than its manifest lists."""
+        """Force a listing next time unless the block succeeds: until then the store has objects that its manifest lacks."""
         checked, self._state.checked = self._state.checked, 0.0
         self.save()
         yield
@@ -418,13 +416,13 @@ class _Run:
 
 
 class _Meter:
-    """Counts what has been transferred, and reports progress a few times a second."""
+    """Counts transfers, and reports progress a few times a second."""
 
     def __init__(self, progress: Callable[[Progress], None], files: int, size: int) -> None:
         self._progress, self._files_total, self._bytes_total = progress, files, size
         self._lock = threading.Lock()
         self._bytes = 0
-        self._told = 0.0
+        self._reported = 0.0
         self.files = 0
 
     def moved(self, count: int) -> None:
@@ -433,8 +431,8 @@ class _Meter:
             self._bytes += count
 
     def tick(self, *, last: bool = False) -> None:
-        """Report progress if that is due."""
+        """Report progress if due."""
         now = time.monotonic()
-        if last or now - self._told > _PROGRESS_S:
-            self._told = now
+        if last or now - self._reported > _PROGRESS_S:
+            self._reported = now
             self._progress(Progress(self.files, self._bytes, self._files_total, max(self._bytes, self._bytes_total)))

@@ -3,8 +3,8 @@
     send(store, [(path, key)], journals=directory)        -> {key: Sent}
     receive(store, [(key, size, path)])                   -> {key: crc32}
 
-Small files are sent and received whole, large ones by parts. What arrives is written beside its place, compared with the size
-(and checksum) that is expected, and renamed. `pool` provides the threads and limits the memory. `sync` does this for trees,
+Small files are sent and received whole, large ones by parts. A download is written to a temporary file, compared with the
+expected size (and checksum), and renamed. `pool` provides the threads and limits the memory. `sync` does this for trees,
 `checkpoints` for checkpoints, `fetch` and `code` for data.
 """
 
@@ -35,11 +35,11 @@ T = TypeVar("T")
 SMALL = 8 << 20
 """Bytes; a larger file is sent by `Store.upload`, and received by pieces of this size."""
 _UPLOAD = 32 << 20
-"""Bytes that `Store.upload` holds of one file."""
+"""Bytes of one file that `Store.upload` holds in memory."""
 
 
 class Damaged(StoreError):
-    """The content that arrived has another size or checksum than expected."""
+    """Received content has another size or checksum than expected."""
 
 
 class Sent(NamedTuple):
@@ -55,15 +55,15 @@ class Uploaded(NamedTuple):
 
     sent: Sent
     stat: Stat
-    """The file when it was read."""
+    """The file's stat before reading."""
     read: int
-    """When reading began, nanoseconds since the epoch."""
+    """Start of reading, nanoseconds since the epoch."""
     steady: bool
-    """Whether it stayed unchanged while it was read."""
+    """It stayed unchanged while it was read."""
 
 
-class Wanted(NamedTuple):
-    """An object to be received."""
+class Download(NamedTuple):
+    """An object to download to a path."""
 
     key: str
     size: int
@@ -75,7 +75,7 @@ class Wanted(NamedTuple):
 
 
 class Downloaded(NamedTuple):
-    """A file that was received."""
+    """A downloaded file."""
 
     crc32: int
     stat: Stat
@@ -92,7 +92,7 @@ def send(
     """Upload files, given as (path, key); returns the objects by key.
 
     Uploads of large files resume after a kill, from their journals in the directory `journals`. `progress` gets the bytes sent
-    since the last call, from many threads. Raises the first StoreError or OSError, Changed when a file changes meanwhile, and
+    since the last call, from many threads. Raises the first StoreError or OSError, Changed if a file changes meanwhile, and
     Stopped soon after `stop` is set.
     """
     done = {}
@@ -113,26 +113,23 @@ def receive(
 ) -> dict[str, int]:
     """Download objects to files, given as (key, size, path); returns their crc32 by key.
 
-    A file appears under its name when it has the right size; `durable`: not before it would survive a power failure. `progress`
-    gets the bytes received since the last call, from many threads. Raises the first StoreError or OSError, Missing and Changed
-    among them, and Stopped soon after `stop` is set.
+    A file gets its name once it has the right size; with `durable`, once it would survive a power failure, too. `progress` gets
+    the bytes received since the last call, from many threads. Raises the first StoreError or OSError, Missing and Changed among
+    them, and Stopped soon after `stop` is set.
     """
-    wanted = (Wanted(key, size, str(path)) for key, size, path in objects)
-    outcomes = downloads(store, wanted, durable=durable, progress=progress, stop=stop)
+    requests = (Download(key, size, str(path)) for key, size, path in objects)
+    outcomes = downloads(store, requests, durable=durable, progress=progress, stop=stop)
     return {one.key: downloaded.crc32 for one, downloaded in _results(outcomes)}
 
 
 def _results(outcomes: Generator[Outcome[T], None, None]) -> Iterator[tuple[Any, T]]:
-    """What was transferred, with its result; raises the first error."""
+    """Keys and results of the jobs; raises the first error."""
     with contextlib.closing(outcomes):
-        for of, result, error in outcomes:
+        for key, result, error in outcomes:
             if error is not None:
                 raise error
             assert result is not None
-            yield of, result
-
-
-# Sending
+            yield key, result
 
 
 def uploads(
@@ -161,7 +158,7 @@ def uploads(
     def jobs() -> Iterator[Job[Uploaded]]:
         for path, key in files:
             size = 0
-            with contextlib.suppress(OSError):  # the job will say so
+            with contextlib.suppress(OSError):  # the job reports it
                 size = os.stat(path).st_size
             yield Job((path, key), size if size <= SMALL else _UPLOAD, partial(job, path, key))
 
@@ -177,14 +174,14 @@ def _upload(
     progress: Callable[[int], None],
     stop: threading.Event,
 ) -> Uploaded:
-    """Upload a large file. A second thread computes the checksum at the same time, from the same pages."""
+    """Upload a large file, while a second thread computes the checksum from the same cached pages."""
     journals.mkdir(parents=True, exist_ok=True)
     journal = journals / f"{hashlib.sha256(f'{store.url}/{key}'.encode()).hexdigest()[:32]}.upload"
     for _ in range(1 if snapshots else tree.ATTEMPTS):  # a file that has changed once will change again
-        read, before = time.time_ns(), tree.look(path)
+        read, stat = time.time_ns(), tree.look(path)
         failed = threading.Event()
         with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1) as other:
-            crc = other.submit(crc32.of, file.fileno(), before.size, stop=failed)
+            crc = other.submit(crc32.of, file.fileno(), stat.size, stop=failed)
             try:
                 etag = store.upload(path, key, journal=journal, progress=progress, stop=stop)
             except Changed:
@@ -193,27 +190,24 @@ def _upload(
             except BaseException:
                 failed.set()
                 raise
-            if tree.look(path) == before:
-                return Uploaded(Sent(before.size, crc.result(), etag), before, read, True)
+            if tree.look(path) == stat:
+                return Uploaded(Sent(stat.size, crc.result(), etag), stat, read, True)
     if not snapshots:
         raise Changed(f"{path} changes while it is sent", retry=True)
     with tempfile.TemporaryDirectory(dir=journals) as directory:
         copy = Path(directory) / "copy"
-        read, before = time.time_ns(), tree.look(path)
-        size, crc_sent = tree.copy(path, copy, before.size)
-        # What has only grown still begins like this: then it is no mixture of old and new.
+        read, stat = time.time_ns(), tree.look(path)
+        size, crc_sent = tree.copy(path, copy, stat.size)
+        # If the file still begins with these bytes, it has only grown, and the copy is no mixture of old and new.
         with path.open("rb", buffering=0) as file:
             steady = crc32.of(file.fileno(), size) == crc_sent
         etag = store.upload(copy, key, progress=progress, stop=stop)
-    return Uploaded(Sent(size, crc_sent, etag), before._replace(size=size, ctime=0), read, steady)
-
-
-# Receiving
+    return Uploaded(Sent(size, crc_sent, etag), stat._replace(size=size, ctime=0), read, steady)
 
 
 def downloads(
     store: Store,
-    wanted: Iterable[Wanted],
+    requests: Iterable[Download],
     *,
     durable: bool = False,
     progress: Callable[[int], None] = lambda _: None,
@@ -225,7 +219,7 @@ def downloads(
     direct = Direct(store.link)
     begun: list[_Pieces] = []
 
-    def small(one: Wanted) -> Downloaded:
+    def small(one: Download) -> Downloaded:
         for attempt in range(2):
             with tree.AtomicFile(one.path) as partial:
                 arrived = direct.fetch(one.key, partial.fd, 0, one.size, True) if one.size and not attempt else None
@@ -243,7 +237,7 @@ def downloads(
         raise _damaged(store, one, crc)
 
     def jobs() -> Iterator[Job[Downloaded | None]]:
-        for one in wanted:
+        for one in requests:
             if one.size <= SMALL:
                 yield Job(one, one.size, partial(small, one))
                 continue
@@ -265,11 +259,10 @@ def downloads(
 
 @dataclass(eq=False)
 class _Pieces:
-    """A large object that is downloaded in pieces. The thread with the last piece finishes the file, or raises the first
-    error."""
+    """A large object, downloaded in pieces. The thread with the last piece finishes the file, or raises the first error."""
 
     store: Store
-    wanted: Wanted
+    request: Download
     direct: Direct
     durable: bool
     progress: Callable[[int], None]
@@ -279,7 +272,7 @@ class _Pieces:
         self._lock = threading.Lock()
         self._file: tree.AtomicFile | None = None
         self._etag = ""
-        self._left = -(-self.wanted.size // SMALL)
+        self._left = -(-self.request.size // SMALL)
         self._busy = 0
         self._crcs: dict[int, int] = {}
         self._error: BaseException | None = None
@@ -298,7 +291,7 @@ class _Pieces:
             self._busy += going
         if going:
             try:
-                self._bring(start)
+                self._write_piece(start)
             except BaseException as error:
                 self._error = self._error or error
         with self._lock:
@@ -316,35 +309,35 @@ class _Pieces:
                     self._file.close()
 
     def give_up(self) -> None:
-        """Abandon the download if it has not ended."""
+        """Abandon an unfinished download."""
         with self._lock:
-            self._error = self._error or Stopped(f"the download of {self.wanted.key} was stopped")
+            self._error = self._error or Stopped(f"the download of {self.request.key} was stopped")
             self._drop_if_idle()
 
     def _begin(self) -> None:
         if self.enough.is_set():
-            raise Stopped(f"the download of {self.wanted.key} was stopped")
+            raise Stopped(f"the download of {self.request.key} was stopped")
         if self._file is None:
-            if self.wanted.crc32 < 0:  # else that tells whether all pieces are of one version
-                entry = self.store.head(self.wanted.key)
-                if entry.size != self.wanted.size:
-                    raise _replaced(self.store, self.wanted, entry.size)
+            if self.request.crc32 < 0:  # else the crc32 tells whether all pieces are of one version
+                entry = self.store.head(self.request.key)
+                if entry.size != self.request.size:
+                    raise _replaced(self.store, self.request, entry.size)
                 self._etag = entry.etag
-            self._file = tree.AtomicFile(self.wanted.path)
-            os.truncate(self._file.fd, self.wanted.size)
+            self._file = tree.AtomicFile(self.request.path)
+            os.truncate(self._file.fd, self.request.size)
 
-    def _bring(self, start: int) -> None:
+    def _write_piece(self, start: int) -> None:
         assert self._file is not None
-        file, end = self._file.fd, min(start + SMALL, self.wanted.size)
-        crc = self.direct.fetch(self.wanted.key, file, start, end, False)
+        file, end = self._file.fd, min(start + SMALL, self.request.size)
+        crc = self.direct.fetch(self.request.key, file, start, end, False)
         if crc is None:
             try:
-                data = self.store.range(self.wanted.key, start, end)
+                data = self.store.range(self.request.key, start, end)
             except (Denied, Missing, Unreachable):
                 raise
-            except StoreError:  # stores have many words for an object that has no such bytes
-                if (entry := self.store.head(self.wanted.key)).size != self.wanted.size:
-                    raise _replaced(self.store, self.wanted, entry.size) from None
+            except StoreError:  # stores report a range beyond the end in many ways
+                if (entry := self.store.head(self.request.key)).size != self.request.size:
+                    raise _replaced(self.store, self.request, entry.size) from None
                 raise
             crc = crc32.update(data)
             tree.write(file, data, start)
@@ -353,7 +346,7 @@ class _Pieces:
 
     def _end(self) -> Downloaded:
         assert self._file is not None
-        one, crc = self.wanted, 0
+        one, crc = self.request, 0
         for start in sorted(self._crcs):
             crc = crc32.combine(crc, self._crcs[start], min(SMALL, one.size - start))
         if one.crc32 not in (-1, crc):
@@ -367,9 +360,9 @@ class _Pieces:
             self._file.close()
 
 
-def _replaced(store: Store, wanted: Wanted, size: int) -> Changed:
-    return Changed(f"{store.url}/{wanted.key} has {size} bytes instead of {wanted.size}: it was replaced meanwhile", retry=True)
+def _replaced(store: Store, one: Download, size: int) -> Changed:
+    return Changed(f"{store.url}/{one.key} has {size} bytes instead of {one.size}: it was replaced meanwhile", retry=True)
 
 
-def _damaged(store: Store, wanted: Wanted, crc: int) -> Damaged:
-    return Damaged(f"{store.url}/{wanted.key} has crc32 {crc} instead of {wanted.crc32}; it was replaced, or is damaged")
+def _damaged(store: Store, one: Download, crc: int) -> Damaged:
+    return Damaged(f"{store.url}/{one.key} has crc32 {crc} instead of {one.crc32}; it was replaced, or is damaged")

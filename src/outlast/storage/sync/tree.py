@@ -1,7 +1,7 @@
 """A directory tree: scanning it, consistent reads of files, atomic writes.
 
-Called by `sync` and `transfer`. Links to files count as files. A link to a directory is followed if that lies inside the tree and
-is not being walked already. Names are UTF-8. Empty directories do not count: stores know none.
+Called by `sync` and `transfer`. Links to files count as files. A link to a directory is followed if its target lies inside the
+tree and is not being walked already. Names are UTF-8. Empty directories do not count: stores have none.
 """
 
 from __future__ import annotations
@@ -20,40 +20,39 @@ from outlast.base.errors import NotFound, OutlastError
 from outlast.storage.sync.index import Seen, Stat, seen
 
 PARTIAL = ".outlast-"
-"""How the names of files begin that are being written; they end in `.part`."""
+"""Prefix of files that are being written; they end in `.part`."""
 _PIECE = 64 << 10
-"""Bytes written at a time. For more, Linux takes larger blocks of memory for its cache; a virtual machine that gives free blocks
-back to its host (free page reporting) must then get them again, which takes three times as long as all the rest."""
+"""Bytes written at a time. For more, Linux allocates larger blocks for its page cache; a virtual machine that returns free blocks
+to its host (free page reporting) must then get them back, which takes three times as long as all the rest."""
 ATTEMPTS = 3
-"""How often a file is read that changes meanwhile."""
+"""Reads of a file that changes meanwhile."""
 
 
 @dataclass
 class Scan:
-    """What a walk has found. Paths are relative, with slashes."""
+    """The result of a walk. Paths are relative, with slashes."""
 
     files: dict[str, Stat] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    """What could not be read, and why. It may exist although it is not in `files`."""
+    """Unreadable paths, with the reason. They may exist although they are not in `files`."""
     ignored: dict[str, str] = field(default_factory=dict)
-    """What is no file, and why."""
+    """Paths that are no files, with the reason."""
     partials: list[str] = field(default_factory=list)
     """Files being written, or left half written."""
 
 
 def scan(root: str, *, skip: Callable[[str], bool] | None = None, own: str = "") -> Scan:
-    """Walk a tree. `own` is the name of a manifest, which does not count. Raises NotFound when there is no such directory.
+    """Walk a tree. `own` is the name of a manifest, which does not count. Raises NotFound if there is no such directory.
 
-    What is deleted during the walk is ignored.
+    Files deleted during the walk are left out.
     """
     if not os.path.isdir(root):
-        there = os.path.lexists(root)
-        raise NotFound(
-            f"{root} is not a directory; give a directory" if there else f"{root} is not there; give a directory that is"
-        )
+        if os.path.lexists(root):
+            raise NotFound(f"{root} is not a directory; give a directory")
+        raise NotFound(f"{root} is not there; give a directory that is")
     scan = Scan()
     files, real = scan.files, os.path.realpath(root)
-    # Prefix of its files, where it is, and the true places of all directories on the way, each walked into through a link.
+    # (prefix of its files, path, real paths of the directories on the way that were entered through a link)
     waiting: list[tuple[str, str, tuple[str, ...]]] = [("", root, (real,))]
     while waiting:
         prefix, place, way = waiting.pop()
@@ -91,14 +90,14 @@ def scan(root: str, *, skip: Callable[[str], bool] | None = None, own: str = "")
 def _link(scan: Scan, path: str, place: str, real: str, way: tuple[str, ...]) -> str:
     """Add the target of a link if it is a file; returns the target if it is a directory to walk."""
     try:
-        found = os.stat(place)
+        stat = os.stat(place)
         target = os.path.realpath(place)
     except OSError as error:
         scan.ignored[path] = f"it is a link to nothing ({error.strerror})"
         return ""
-    if kinds.S_ISREG(found.st_mode):
-        scan.files[path] = _stat(found)
-    elif not kinds.S_ISDIR(found.st_mode):
+    if kinds.S_ISREG(stat.st_mode):
+        scan.files[path] = _stat(stat)
+    elif not kinds.S_ISDIR(stat.st_mode):
         scan.ignored[path] = "it is a link to neither a file nor a directory"
     elif not f"{target}/".startswith(f"{real}/"):
         scan.ignored[path] = f"it is a link to a directory outside ({target})"
@@ -119,7 +118,7 @@ def _not_utf8(name: str) -> str:
 
 
 def gone(path: str | Path) -> bool:
-    """Whether a path does not exist (as opposed to one that we may not access)."""
+    """Whether a path does not exist; False for one that we may not access."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -134,12 +133,12 @@ def look(path: str | Path) -> Stat:
     return _stat(os.stat(path))
 
 
-def _stat(found: os.stat_result) -> Stat:
-    return Stat(found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+def _stat(result: os.stat_result) -> Stat:
+    return Stat(result.st_size, result.st_mtime_ns, result.st_ctime_ns)
 
 
 def version(stat: Stat) -> tuple[int, int]:
-    """Changes when the content does."""
+    """A value that changes with the content."""
     return stat.size, stat.mtime
 
 
@@ -150,18 +149,18 @@ def read(path: str | Path, limit: int) -> tuple[bytes, Stat, bool] | None:
     """
     with open(path, "rb", buffering=0) as file:
         for _ in range(ATTEMPTS):
-            before = _stat(os.fstat(file.fileno()))
-            if before.size > limit:
+            stat = _stat(os.fstat(file.fileno()))
+            if stat.size > limit:
                 return None
-            data = os.pread(file.fileno(), before.size, 0)
-            steady = len(data) == before.size and version(_stat(os.fstat(file.fileno()))) == version(before)
+            data = os.pread(file.fileno(), stat.size, 0)
+            steady = len(data) == stat.size and version(_stat(os.fstat(file.fileno()))) == version(stat)
             if steady:
                 break
-    return data, before._replace(size=len(data)), steady
+    return data, stat._replace(size=len(data)), steady
 
 
 def write(file: int, data: bytes | memoryview, start: int) -> None:
-    """Write all of `data` at a place of an open file; raises OSError."""
+    """Write all of `data` at offset `start` of an open file; raises OSError."""
     view = memoryview(data)
     written = 0
     while written < len(view):
@@ -172,10 +171,10 @@ def checksum(path: str) -> Seen:
     """A file's checksum and stat; the checksum is -1 if the file changes meanwhile. Raises OSError."""
     began = time.time_ns()
     with open(path, "rb", buffering=0) as file:
-        before = _stat(os.fstat(file.fileno()))
-        crc = crc32.of(file.fileno(), before.size)
-        steady = version(_stat(os.fstat(file.fileno()))) == version(before)
-    return seen(before, crc if steady else -1, began)
+        stat = _stat(os.fstat(file.fileno()))
+        crc = crc32.of(file.fileno(), stat.size)
+        steady = version(_stat(os.fstat(file.fileno()))) == version(stat)
+    return seen(stat, crc if steady else -1, began)
 
 
 def copy(path: Path, to: Path, length: int) -> tuple[int, int]:
@@ -195,7 +194,7 @@ class AtomicFile:
             os.pwrite(file.fd, ...)
             stat = file.finish(mtime)
 
-    Without `finish`, nothing remains. Raises OSError, and OutlastError where a directory is in the way.
+    Without `finish`, nothing remains. Raises OSError, and OutlastError if a directory is in the way.
     """
 
     def __init__(self, path: str) -> None:
@@ -216,7 +215,7 @@ class AtomicFile:
         return self
 
     def finish(self, mtime: int | None = None, *, durable: bool = False) -> Stat:
-        """Give the file its name, and its time (nanoseconds); the file as it is then."""
+        """Give the file its name and, in nanoseconds, its mtime. Returns its stat."""
         if mtime is not None:
             os.utime(self.fd, ns=(mtime, mtime))
         if durable:
@@ -229,7 +228,7 @@ class AtomicFile:
         return _stat(os.fstat(self.fd))
 
     def finish_unless_there(self) -> None:
-        """Give the file its name unless a file of that name exists, which then stays."""
+        """Give the file its name unless that exists."""
         try:
             os.link(self._partial, self.path)
         except FileExistsError:
@@ -252,21 +251,21 @@ class AtomicFile:
 
 
 class Inside:
-    """Decides whether a path may be written: whether its directory, after all links, lies inside the tree."""
+    """Decides whether a path may be written: its directory must, after all links, lie inside the tree."""
 
     def __init__(self, root: str) -> None:
         self._root = root
         self._real = os.path.realpath(root)
-        self._known: dict[str, str] = {}
+        self._reasons: dict[str, str] = {}
 
     def obstacle(self, path: str) -> str:
-        """Why a file cannot be written at a relative path; empty when it can."""
+        """The reason why a file cannot be written at a relative path; empty if it can."""
         directory = path.rpartition("/")[0]
-        if directory not in self._known:
-            self._known[directory] = self._why(directory)
-        return self._known[directory]
+        if directory not in self._reasons:
+            self._reasons[directory] = self._reason(directory)
+        return self._reasons[directory]
 
-    def _why(self, directory: str) -> str:
+    def _reason(self, directory: str) -> str:
         if directory and (above := self.obstacle(directory)):
             return above
         place = os.path.join(self._root, directory)
@@ -278,7 +277,7 @@ class Inside:
         return ""
 
     def through_link(self, path: str) -> bool:
-        """Whether a link leads to the directory of a path."""
+        """Whether the directory of a path is reached through a link."""
         directory = path.rpartition("/")[0]
         return os.path.realpath(os.path.join(self._root, directory)) != os.path.normpath(os.path.join(self._real, directory))
 
@@ -292,7 +291,7 @@ def sweep(root: str, partials: list[str], before: float) -> None:
 
 
 def remove(root: str, paths: list[str]) -> Iterator[tuple[str, str]]:
-    """Delete files, and the directories that become empty by that; yields each path with the reason why it could not, or ""."""
+    """Delete files, and directories that become empty; yields each path with the reason of its failure, or ""."""
     emptied: set[str] = set()
     for path in paths:
         try:
