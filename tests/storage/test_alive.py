@@ -26,9 +26,9 @@ def taken(place: store.Store, word: str, home: str) -> object:
     return run_ownership.take(place, run_ownership.record("cifar10", word, word), home=home)
 
 
-def a_heart(place: store.Store, run: str, home: str, *, index: int = 0, owner: str = "a") -> alive.Heart:
+def a_heart(place: store.Store, run: str, home: str, *, index: int = 0, owner: str = "a") -> alive.Heartbeats:
     """A heart that beats only when it is told to."""
-    heart = alive.Heart.__new__(alive.Heart)
+    heart = alive.Heartbeats.__new__(alive.Heartbeats)
     heart._run, heart._owner, heart._where, heart._index, heart._etag = run, owner, home, index, ""
     heart._doubted = False
     return heart
@@ -154,13 +154,13 @@ def test_a_heart_goes_on_whatever_fails(place: store.Store, monkeypatch: pytest.
     faults = iter([RuntimeError("nobody foresaw this"), Unreachable("the store is away")])
     spoken = threading.Event()
 
-    def once(self: alive.Heart, place: store.Store, *, first: bool) -> None:
+    def once(self: alive.Heartbeats, place: store.Store, *, first: bool) -> None:
         if fault := next(faults, None):
             raise fault
         spoken.set()
 
-    monkeypatch.setattr(alive.Heart, "once", once)
-    heart = alive.Heart(lambda: place, "a", "a", A)
+    monkeypatch.setattr(alive.Heartbeats, "once", once)
+    heart = alive.Heartbeats(lambda: place, "a", "a", A)
     assert spoken.wait(60)
     heart.stop()
 

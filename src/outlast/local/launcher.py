@@ -102,7 +102,7 @@ class Launcher(Coordinator):
         """Workers whose elastic agent was killed for its silence, and until when another one is waited for."""
         self.output_lock: int | None = None
         """Descriptor that holds the lock of the output."""
-        self.heartbeat: alive.Heart | None = None
+        self.heartbeat: alive.Heartbeats | None = None
         """Heartbeat in the store: this machine trains the run."""
         self._written = ""
         self._wake = asyncio.Event()
@@ -124,7 +124,7 @@ class Launcher(Coordinator):
             from outlast.storage.runs import alive
 
             home, owner = stored.home(self.state_dir.path), self.record.owner
-            self.heartbeat = alive.Heart(lambda: store.open_(self.store), self.run_id, owner, home, lost=lambda _: None)
+            self.heartbeat = alive.Heartbeats(lambda: store.open_(self.store), self.run_id, owner, home, lost=lambda _: None)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._close, State.INTERRUPTED, f"the launcher received {number.name}", 75)

@@ -1,4 +1,4 @@
-"""Runs in a store: whose a place is (`run.json`, `record`), and who trains there now (`alive.json`, `alive`)."""
+"""Runs in a store: the owner of a place (`run.json`, `record`), and its heartbeat (`alive.json`, `alive`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The heartbeat of a run in a store: `alive.json`, written every BEAT_S while it trains.
 
 `run.json` names the owner of a place, and stays when the owner dies. So a worker of another machine, namespace or cluster looks
-here first: a run with a recent heartbeat is not taken over unless the user asks for that. Workers and machines of the same
-`where` are one owner and never wait for each other. Times are the store's clock.
+here first: a run with a recent heartbeat is not taken over unless the user requests it. Workers and machines of the same `where`
+are one owner and never wait for each other. Times are by the store's clock.
 """
 
 from __future__ import annotations
@@ -26,58 +26,55 @@ BEAT_S = 30.0
 DEAD_S = 120.0
 """TTL of a heartbeat: an owner without one for this long is dead."""
 LEFT_S = BEAT_S + 5.0
-"""TTL of a heartbeat that said its worker leaves."""
+"""TTL of a heartbeat by which a worker leaves."""
 _LOOK_S = 5.0
 """Poll interval while waiting for an owner's next heartbeat."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Beat:
-    """A heartbeat."""
-
     run: str
     where: str
-    """Where it trains, for people, and the same for all that belong together."""
+    """Location of the training, for people; the same for all workers that belong together."""
     left: bool = False
-    """Whether the owner has stopped training: its last heartbeat."""
+    """The owner has stopped training: its last heartbeat."""
     leaving: bool = False
-    """Whether its worker has left. If others of the owner still train, one of them sends a heartbeat within BEAT_S."""
+    """The sending worker has left. If other workers of the owner still train, one sends a heartbeat within BEAT_S."""
     etag: str = dataclasses.field(default="", compare=False)
     modified: float = dataclasses.field(default=0.0, compare=False)
 
 
 def last(place: Store) -> Beat | None:
-    """The latest heartbeat; None if there is none that can be read."""
+    """The latest heartbeat; None if there is none or it cannot be read."""
     try:
         text, entry = place.read(ALIVE)
-        said = json.loads(text)
-        return Beat(
-            str(said["run"]), str(said["where"]), bool(said.get("left")), bool(said.get("leaving")), entry.etag, entry.modified
-        )
+        document = json.loads(text)
+        flags = bool(document.get("left")), bool(document.get("leaving"))
+        return Beat(str(document["run"]), str(document["where"]), *flags, entry.etag, entry.modified)
     except (Missing, ValueError, KeyError, TypeError):
         return None
 
 
 def beat(place: Store, run: str, where: str, *, left: bool = False, leaving: bool = False) -> None:
     """Send a heartbeat."""
-    nonce = secrets.token_hex(4)  # so that each heartbeat has an etag of its own
-    said = {"run": run, "where": where, "left": left, "leaving": leaving, "word": nonce}
-    place.put(ALIVE, json.dumps(said).encode() + b"\n")
+    nonce = secrets.token_hex(4)  # so that each heartbeat has its own etag
+    document = {"run": run, "where": where, "left": left, "leaving": leaving, "word": nonce}
+    place.put(ALIVE, json.dumps(document).encode() + b"\n")
 
 
 def held(place: Store, run: str, where: str) -> tuple[Beat, float] | None:
     """The valid heartbeat of another owner of the run, and its age in seconds; None if there is none."""
-    there = last(place)
-    if there is None or there.left or there.run != run or there.where == where:
+    beat = last(place)
+    if beat is None or beat.left or beat.run != run or beat.where == where:
         return None
     key = f".outlast-probe-{secrets.token_hex(8)}"
     place.put(key, b"")
     try:
-        ago = max(0.0, place.head(key).modified - there.modified)
+        ago = max(0.0, place.head(key).modified - beat.modified)
     finally:
-        with contextlib.suppress(StoreError):  # it is empty and has no meaning
+        with contextlib.suppress(StoreError):  # an empty probe does no harm
             place.delete([key])
-    return (there, ago) if ago < (LEFT_S if there.leaving else DEAD_S) else None
+    return (beat, ago) if ago < (LEFT_S if beat.leaving else DEAD_S) else None
 
 
 def wait(
@@ -89,34 +86,34 @@ def wait(
     say: Callable[[str], None],
     pause: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Return when no other owner trains the run: at once, or once the heartbeat of one has expired. Raises AlreadyRunning when
-    it sends another."""
-    found = held(place, run, where)
-    if found is None:
+    """Return when no other owner trains the run: at once, or once its heartbeat has expired. Raises AlreadyRunning if it sends
+    another."""
+    current = held(place, run, where)
+    if current is None:
         return
-    there, ago = found
-    say(f"{there.where} trained run {run} until {units.human_seconds(ago)} ago; waiting to see whether it lives")
-    while found is not None:
-        now, ago = found
-        if now.etag != there.etag and not now.leaving:
-            heard = f"heard of {units.human_seconds(ago)} ago"
-            raise AlreadyRunning(f"run {run} in {place.url} is trained by {now.where} ({heard}); {advice}")
+    first, ago = current
+    say(f"{first.where} trained run {run} until {units.human_seconds(ago)} ago; waiting to see whether it lives")
+    while current is not None:
+        beat, ago = current
+        if beat.etag != first.etag and not beat.leaving:
+            age = f"heard of {units.human_seconds(ago)} ago"
+            raise AlreadyRunning(f"run {run} in {place.url} is trained by {beat.where} ({age}); {advice}")
         pause(_LOOK_S)
-        found = held(place, run, where)
+        current = held(place, run, where)
 
 
 def release(place: Store) -> str:
-    """Release the run of a place from its owner, for the next one; returns where that owner trained. Its processes find that
+    """Release the run of a place from its owner, for the next one; returns the location of that owner. Its processes find that
     they are superseded, and stop."""
-    run, there = record.read(place), last(place)
+    run, newest = record.read(place), last(place)
     if run is None or run.ended:
         return ""
     record.acquire(place, run.run, f"released-{secrets.token_hex(4)}")
-    beat(place, run.run, there.where if there else "", left=True)
-    return there.where if there else "an owner that says nothing of itself"
+    beat(place, run.run, newest.where if newest else "", left=True)
+    return newest.where if newest else "an owner that says nothing of itself"
 
 
-class Heart:
+class Heartbeats:
     """Sends heartbeats of a run from a thread. `index`: workers other than 0 send one only if none has come for a while.
 
     `lost` is called when another owner has taken over; then no more are sent.
@@ -130,21 +127,21 @@ class Heart:
         self._stop = threading.Event()
         self._etag = ""
         self._doubted = False
-        """Whether another owner has sent a heartbeat since ours."""
+        """Another owner has sent a heartbeat since our last one."""
         self.silent = False
-        """Whether another owner has taken over."""
+        """Another owner has taken over."""
         self._thread = threading.Thread(target=self._live, name="outlast-heart", daemon=True)
         self._thread.start()
 
     def stop(self, *, left: bool = False) -> None:
-        """Send no more heartbeats; with `left`, one last that says that training here has ended."""
+        """Send no more heartbeats; with `left`, a last one that ends training here."""
         self._stop.set()
         self._thread.join(_LOOK_S)
         if left and not self._thread.is_alive() and not self.silent:
             beat(self._open(), self._run, self._where, left=True)
 
     def leave(self) -> None:
-        """Send no more heartbeats from this worker; worker 0 sends one that says so, since other workers may go on here."""
+        """Send no more heartbeats from this worker; worker 0 announces it, since other workers may go on here."""
         self.stop()
         if self._index == 0 and not self._thread.is_alive() and not self.silent:
             with contextlib.suppress(StoreError):  # the next owner waits longer
@@ -156,7 +153,7 @@ class Heart:
             try:
                 self.once(self._open(), first=first)
                 first = False
-            except StoreError:  # unreachable, as the uploader reports; next time
+            except StoreError:  # unreachable, which the uploader reports; the next beat may succeed
                 pass
             except Superseded as reason:
                 self.silent = True
@@ -169,15 +166,15 @@ class Heart:
     def once(self, place: Store, *, first: bool) -> None:
         """Send a heartbeat if it is our turn. Raises Superseded if another owner has taken over."""
         record.check(place, self._run, self._owner)
-        there = last(place)
-        foreign = there is not None and there.run == self._run and there.where != self._where and not there.left
-        if there is not None and foreign and not first and there.etag != self._etag and self._etag:
+        newest = last(place)
+        foreign = newest is not None and newest.run == self._run and newest.where != self._where and not newest.left
+        if newest is not None and foreign and not first and newest.etag != self._etag and self._etag:
             if self._doubted:
-                raise Superseded(f"run {self._run} in {place.url} is trained by {there.where} now")
-            self._doubted = True  # it may be the last word of an owner that stood still before it was sent
+                raise Superseded(f"run {self._run} in {place.url} is trained by {newest.where} now")
+            self._doubted = True  # it may be a late heartbeat of an owner that was frozen
         elif not foreign:
             self._doubted = False
-        if self._index == 0 or there is None or there.left or there.leaving or there.etag == self._etag:
+        if self._index == 0 or newest is None or newest.left or newest.leaving or newest.etag == self._etag:
             beat(place, self._run, self._where)
-            there = last(place)
-        self._etag = there.etag if there else ""
+            newest = last(place)
+        self._etag = newest.etag if newest else ""

@@ -1,6 +1,6 @@
-"""A run's output: which files are Outlast's own, and which are synchronized as they are.
+"""A run's output: which files are Outlast's own, and which are synchronized unchanged.
 
-Logs and the ledger are read from a store when the machine that wrote them is gone.
+Logs, metrics and the ledger are read from a store when the machine that wrote them is gone.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from outlast.storage.runs import alive
 from outlast.storage.sync import growing
 
 OWN = ".push"
-"""Directory in the output for the upload process: lock, index, journals of uploads."""
+"""The upload process's directory in the output: lock, index, journals of uploads."""
 _PROTOCOL = {OWN, contract.TRACKING, contract.CHECKPOINTS, runs.PREVIOUS, runs.RUN, alive.ALIVE}
 """Entries with a protocol of their own, or that are in the store already."""
 
 
 def skipped(path: str) -> bool:
-    """Whether a path below the output is excluded from the sync: Outlast's own files, files that are still being written,
-    and those that only grow (`sync.growing`)."""
+    """Whether a path below the output is excluded from the sync: Outlast's own files, unfinished and growing ones
+    (`sync.growing`)."""
     first, _, rest = path.partition("/")
     name = rest.rpartition("/")[2] if rest else first
     own = first in _PROTOCOL or growing.grows(path) or growing.is_part(path)
@@ -32,16 +32,16 @@ def skipped(path: str) -> bool:
 
 
 def logs(url: str, *, worker: int | None = None, tail: int | None = None) -> Iterator[LogLine]:
-    """The log lines of all workers, or of one. Raises NotFound when there is no job."""
+    """The log lines of all workers, or of one. Raises NotFound if there is no job."""
     place = store.open_(url)
-    found: dict[int, str] = {}
+    keys: dict[int, str] = {}
     for path in growing.files(place):
         index = path.removeprefix(f"{contract.LOGS}/worker-").removesuffix(".log")
         if index.isdecimal() and path == f"{contract.LOGS}/{contract.worker_log(int(index))}" and worker in (None, int(index)):
-            found[int(index)] = path
-    if not found and runs.read(place) is None:
+            keys[int(index)] = path
+    if not keys and runs.read(place) is None:
         raise NotFound(f"{url} holds no job; give <output>/<name of the job>")
-    for number, key in sorted(found.items()):
+    for number, key in sorted(keys.items()):
         with ThreadPoolExecutor(growing.AHEAD) as pool:
             lines = ledger.lines(growing.pieces(place, key, pool)) if tail is None else growing.tail(place, key, tail)
             yield from (LogLine(number, line.decode(errors="replace")) for line in lines)
@@ -49,13 +49,13 @@ def logs(url: str, *, worker: int | None = None, tail: int | None = None) -> Ite
 
 def events(place: store.Store) -> ledger.Events:
     """The ledger of the run."""
-    found = (path for path in growing.files(place) if path.startswith(f"{contract.LEDGER}/"))
+    paths = (path for path in growing.files(place) if path.startswith(f"{contract.LEDGER}/"))
     pool = ThreadPoolExecutor(growing.AHEAD)
-    return ledger.Events(partial(growing.pieces, place, path, pool) for path in found)
+    return ledger.Events(partial(growing.pieces, place, path, pool) for path in paths)
 
 
 def metrics(place: store.Store) -> Iterator[bytes]:
-    """The lines of the run's metrics; none where it has logged none."""
+    """The lines of the run's metrics; none if it has logged none."""
     if contract.METRICS in growing.files(place):
         with ThreadPoolExecutor(growing.AHEAD) as pool:
             yield from ledger.lines(growing.pieces(place, contract.METRICS, pool))

@@ -1,7 +1,7 @@
-"""The record of a run in a store, `run.json`: which run owns the place, and how the next one claims it.
+"""The record of a run in a store, `run.json`: the run that owns the place, and how the next one claims it.
 
-A new run claims the place first, then has the store move the objects of earlier runs to `previous/<run>/`. `aside` in its record
-says that this has not ended yet; until it has, the new run writes nothing else there. After a kill, the next start continues.
+A new run claims the place first, then moves the objects of earlier runs to `previous/<run>/`. `aside` in its record is set while
+this is unfinished; until then the new run writes nothing else there. After a kill, the next start continues.
 Docs: docs/decisions/0007-commits-in-a-store.md.
 """
 
@@ -29,7 +29,7 @@ _AT_ONCE = 64
 _BATCH = 1000
 _ATTEMPTS = 20
 _OWNERS = 50
-"""How many earlier owners are kept; arbitrary."""
+"""Number of earlier owners to remember; arbitrary."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,6 @@ class Run:
     """The record of a run, `run.json`."""
 
     run: str
-    """Its id."""
     job: str
     submitted: float
     """Seconds since the epoch."""
@@ -48,39 +47,38 @@ class Run:
     owner: str = ""
     """Nonce of the machine that acquired the run last. Others are zombies."""
     before: tuple[str, ...] = ()
-    """Earlier owners, the last at the end: they cannot acquire it again."""
+    """Earlier owners, the most recent last: they cannot acquire it again."""
     aside: str = ""
     """The previous run while its objects are being moved to `previous/`; else empty."""
     version: int = _VERSION
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended. It can still be resumed unless it succeeded."""
+        """True in a final state. The run can still be resumed unless it succeeded."""
         return self.state in FINAL
 
     @property
     def succeeded(self) -> bool:
-        """Whether it has ended for good."""
         return self.state == "Succeeded"
 
     def text(self) -> bytes:
-        """As it is written; `parse` reads it back."""
+        """The object's content; `parse` reads it back."""
         return json.dumps(dataclasses.asdict(self), indent=1).encode() + b"\n"
 
     @classmethod
     def parse(cls, text: bytes) -> Run:
-        """The record in a text; raises ValueError."""
-        said = json.loads(text.decode())
-        known = {field.name for field in dataclasses.fields(cls)}
+        """Parse a record, ignoring fields of newer versions; raises ValueError."""
+        document = json.loads(text.decode())
+        names = {field.name for field in dataclasses.fields(cls)}
         try:
-            fields = {name: value for name, value in said.items() if name in known}
-            return cls(**{**fields, "before": tuple(said.get("before", ()))})
+            fields = {name: value for name, value in document.items() if name in names}
+            return cls(**{**fields, "before": tuple(document.get("before", ()))})
         except (TypeError, AttributeError) as error:
             raise ValueError(f"it is damaged ({error})") from error
 
 
 def read(store: Store) -> Run | None:
-    """The run that owns the place, None before one does. Raises StoreError, also when the record is damaged."""
+    """The run that owns the place; None before the first. Raises StoreError, also for a damaged record."""
     record, _, problem = _load(store)
     if problem:
         raise StoreError(f"{store.url}/{RUN} cannot be read: {problem}; remove it, or begin anew with --fresh")
@@ -88,7 +86,7 @@ def read(store: Store) -> Run | None:
 
 
 def check(store: Store, run: str, owner: str = "") -> None:
-    """Raise Superseded when another run owns the place, or another machine than `owner` has taken the run up."""
+    """Raise Superseded if another run owns the place, or another machine than `owner` has acquired the run."""
     record, _, _ = _load(store)
     if record and record.run != run:
         raise Superseded(f"run {run} no longer owns {store.url}: run {record.run} does")
@@ -103,17 +101,16 @@ def _elsewhere(store: Store, run: str) -> str:
 def claim(store: Store, new: Run, *, replace: bool = False) -> Run:
     """Claim the place for `new`; returns the record, which is the old one if the run owns the place already.
 
-    Raises AlreadyRunning when a run owns it that has not ended, unless `replace`. `archive` comes next. In a store without
-    conditional writes, two that claim at the very same time may both believe that they have succeeded; the one that was earlier
-    learns it with its next `update`.
+    Raises AlreadyRunning if an unfinished run owns it, unless `replace`. `archive` comes next. In a store without conditional
+    writes, two simultaneous claims may both seem to succeed; the loser finds out with its next `update`.
     """
     for _ in range(_ATTEMPTS):
         old, etag, _ = _load(store)
         others = _others(store)
-        if not etag and not replace:  # what no run has brought there is not moved either
-            known = "" if others and {contract.CHECKPOINTS, contract.LOGS} & set(others) else None
+        if not etag and not replace:  # without a record, objects may be somebody else's: never move them unasked
+            mark = "" if others and {contract.CHECKPOINTS, contract.LOGS} & set(others) else None
             instead = "choose another output, or begin with --fresh, which moves them to previous/"
-            foreign.check_place(store.url, [name for name in others if not name.startswith(".")], known, instead=instead)
+            foreign.check_place(store.url, [name for name in others if not name.startswith(".")], mark, instead=instead)
         if old and old.run == new.run:
             return old
         if old and not old.ended and not replace:
@@ -131,7 +128,7 @@ def claim(store: Store, new: Run, *, replace: bool = False) -> Run:
 
 
 def update(store: Store, run: str, *, by: str = "", **changes: Any) -> Run:
-    """Change the record of a run; as it is now. Raises Superseded when another run owns the place, or another owner than `by`."""
+    """Change the record of a run and return it. Raises Superseded if another run owns the place, or another owner than `by`."""
     return _change(store, run, by, lambda record: dataclasses.replace(record, **changes))
 
 
@@ -151,7 +148,7 @@ def _change(store: Store, run: str, by: str, changed: Callable[[Run], Run]) -> R
 
 
 def acquire(store: Store, run: str, owner: str) -> Run:
-    """Make `owner` the owner of a run; other machines can no longer add to it."""
+    """Make `owner` the run's owner; other machines can no longer write to it."""
 
     def acquired(old: Run) -> Run:
         before = old.before if old.owner in ("", owner) else (*(o for o in old.before if o != owner), old.owner)[-_OWNERS:]
@@ -166,11 +163,10 @@ def end(store: Store, run: str, state: str, reason: str, exit_code: int | None, 
 
 
 def archive(store: Store, run: str) -> int:
-    """Move what earlier runs have left to `previous/<their run>/`, so that `run` finds an empty place; the number of objects.
+    """Move the objects of earlier runs to `previous/<their run>/`, so that `run` finds an empty place; returns their number.
 
-    Does nothing when that has been done. An object is deleted after its copy is there, and only while the record says that the
-    old ones are still to be moved: a process that is killed or very late neither loses an object nor touches those of the new
-    run.
+    Does nothing if that is done. An object is deleted once its copy exists, and only while the record still has `aside`: a
+    process that is killed or very late neither loses an object nor touches the new run's.
     """
     moved = 0
 
@@ -195,7 +191,7 @@ def archive(store: Store, run: str) -> int:
 
 
 def _others(store: Store) -> list[str]:
-    """Names in the place apart from its record, the archive of earlier runs and probes."""
+    """Top-level names in the place other than our own bookkeeping."""
     return [name for name in store.names() if name not in (PREVIOUS, RUN) and not name.startswith(_PROBE)]
 
 
@@ -208,7 +204,7 @@ def _keys_to_move(store: Store) -> Iterator[str]:
 
 
 def _load(store: Store) -> tuple[Run | None, str, str]:
-    """The record, its version, and why it cannot be read."""
+    """The record, its etag, and the reason why it cannot be read."""
     try:
         text, entry = store.read(RUN)
     except Missing:
@@ -220,7 +216,7 @@ def _load(store: Store) -> tuple[Run | None, str, str]:
 
 
 def _write(store: Store, record: Run, etag: str, conditional: bool) -> bool:
-    """Write the record if it is still the version `etag`, as far as the store can tell."""
+    """Write the record if its version is still `etag`; without conditional writes, check afterwards."""
     if not conditional:
         store.put(RUN, record.text())
         return _load(store)[0] == record

@@ -1,7 +1,7 @@
 """The client of a store; the only module that knows obstore.
 
 All reads and writes of stores go through here: `sync.sync`, `checkpoints`, `prepare.prepare`, the command line. Calls raise
-StoreError, whose `retry` says whether a later attempt can succeed. Errors that may pass have been retried for about
+StoreError, whose `retry` says whether a later attempt can succeed. Transient errors have been retried for about
 OUTLAST_STORE_TIMEOUT seconds (default 60) by then. Calls block and release the GIL; they may come from many threads, and in the
 main thread a signal interrupts them. obstore is imported when a store is opened. Not for use across a fork.
 """
@@ -29,7 +29,7 @@ from outlast.storage.store.urls import normalised
 STALLED_S = 30.0
 """Read timeout: a connection without a byte for this long is closed."""
 SLOW_S = 300.0
-"""Read timeout of large uploads once the network has proved slow: 8 MiB at 28 KiB/s."""
+"""Read timeout of large uploads on a slow network: 8 MiB at 28 KiB/s."""
 T = TypeVar("T")
 
 
@@ -38,7 +38,7 @@ class Entry:
     """One object."""
 
     key: str
-    """Relative to the store it was listed in."""
+    """Relative to its store."""
     size: int
     etag: str
     """Changes with the content; compare it, do not compute it."""
@@ -48,21 +48,21 @@ class Entry:
 
 @dataclass
 class _Root:
-    """Connection and settings that all places of a bucket share."""
+    """Connection and settings of a bucket, shared by all places in it."""
 
     scheme: str
     bucket: str
     raw: Any
     """obstore's store."""
     slow_raw: Any = None
-    """The same with a longer read timeout, for large bodies on slow networks."""
+    """obstore's store with a longer read timeout, for large bodies on slow networks."""
     access: s3.Access | None = None
     timeout_s: float = backoff.DEFAULT_S
     conditional: bool | None = None
     slow: bool = False
-    """Whether a large upload timed out although the store answers."""
+    """A large upload timed out although the store responds."""
     odd_ranges: bool = False
-    """Whether the server answers range requests in a way that obstore rejects."""
+    """obstore rejects the server's responses to range requests."""
 
 
 class Store:
@@ -87,7 +87,7 @@ class Store:
         """All objects below `below` (whole path segments), in the order of their keys (UTF-8), page by page as they arrive."""
         held: Entry | None = None
         for entry in map(self._entry, chain.from_iterable(self._pages(below))):
-            # Consoles make an empty object `directory/` to show one; obstore drops the slash.
+            # Consoles mark a directory by an empty object `directory/`; obstore drops the slash.
             if held and not (held.size == 0 and entry.key.startswith(f"{held.key}/")):
                 yield held
             held = None if entry.size == 0 and entry.key == below else entry
@@ -98,9 +98,9 @@ class Store:
         import obstore
 
         path = self._path(below) if below else self._prefix
-        if self._root.scheme == "file":  # which lists in the order of the disk
-            found = self._do("list", below, lambda: obstore.list(self._raw, path).collect())
-            yield sorted(found, key=lambda meta: meta["path"].encode())
+        if self._root.scheme == "file":  # listed in the disk's order
+            listing = self._do("list", below, lambda: obstore.list(self._raw, path).collect())
+            yield sorted(listing, key=lambda meta: meta["path"].encode())
             return
         offset: str | None = None
         pages: Any = None
@@ -123,8 +123,8 @@ class Store:
         import obstore
 
         path = self._path(below) if below else self._prefix
-        found = self._do("list", below, lambda: obstore.list_with_delimiter(self._raw, path))
-        paths = [*found["common_prefixes"], *(meta["path"] for meta in found["objects"])]
+        listing = self._do("list", below, lambda: obstore.list_with_delimiter(self._raw, path))
+        paths = [*listing["common_prefixes"], *(meta["path"] for meta in listing["objects"])]
         return sorted({each.rstrip("/").rpartition("/")[2] for each in paths if each != path})
 
     def head(self, key: str) -> Entry:
@@ -137,7 +137,7 @@ class Store:
         except StoreError as error:
             if error.retry or isinstance(error, Missing):
                 raise
-        # The answer to HEAD has no body to say why; that to GET has.
+        # The response to HEAD has no body with the reason; to GET it has.
         return self._entry(self._do("read", key, lambda: obstore.get(self._raw, path).meta))
 
     def get(self, key: str) -> bytes:
@@ -151,9 +151,9 @@ class Store:
         path = self._path(key)
 
         def attempt() -> tuple[bytes, Entry]:
-            answer = obstore.get(self._raw, path)
-            entry = self._entry(answer.meta)
-            data = answer.bytes().to_bytes()
+            response = obstore.get(self._raw, path)
+            entry = self._entry(response.meta)
+            data = response.bytes().to_bytes()
             if len(data) != entry.size:
                 raise Unreachable(f"{self._name(key)} ended after {len(data)} of {entry.size} bytes")
             return data, entry
@@ -161,7 +161,7 @@ class Store:
         return self._do("read", key, attempt)
 
     def range(self, key: str, start: int, end: int) -> memoryview:
-        """Bytes `start` to `end` (exclusive) of an object. Raises Missing, and Changed when it has no such bytes."""
+        """Bytes `start` to `end` (exclusive) of an object. Raises Missing, and Changed if it has no such bytes."""
         import obstore
 
         root, path = self._root, self._path(key)
@@ -183,7 +183,7 @@ class Store:
         return data
 
     def link(self, key: str) -> str | None:
-        """A presigned URL to read an object, valid for 15 minutes; None if the store has none, or we have no key."""
+        """A presigned URL to read an object, valid for 15 minutes; None if the store or our credentials cannot make one."""
         import obstore
 
         if self._root.scheme in ("file", "memory") or (self._root.access and self._root.access.anonymous):
@@ -195,7 +195,7 @@ class Store:
             return None
 
     def put(self, key: str, data: bytes | bytearray | memoryview, mode: Any = "overwrite") -> str:
-        """Write an object as a whole; its etag. `mode` is obstore's: see `create` and `replace`. For files, see `upload`."""
+        """Write an object as a whole; returns its etag. `mode` is obstore's: see `create`, `replace`. For files, see `upload`."""
         import obstore
 
         root, path = self._root, self._path(key)
@@ -210,7 +210,7 @@ class Store:
             except Exception as error:
                 if not large or "kind: Timeout" not in str(error):
                     raise
-            # To obstore, a body that takes long and an answer that does not come are the same. Who answers this is there:
+            # obstore does not distinguish a slow body from a missing response; a store that responds to this is up:
             with contextlib.suppress(FileNotFoundError):
                 obstore.head(self._raw, path)
             root.slow = True
@@ -227,18 +227,18 @@ class Store:
         progress: Callable[[int], None] = lambda _: None,
         stop: threading.Event | None = None,
     ) -> str:
-        """Write a large file by parts, several at a time, in bounded memory; its etag.
+        """Write a large file by parts, several at a time, in bounded memory; returns its etag.
 
-        `journal` is a file that makes uploads to S3 resumable: called again with it after a kill, this sends only the parts that
-        have not arrived; if the file has changed since, the old upload is aborted. `progress` gets the bytes that have arrived
-        since the last call, those of an earlier attempt at once. Raises StoreError; Changed when the file
-        changes meanwhile; and Stopped soon after `stop` is set (what has arrived is kept for the next time).
+        `journal` is a file that makes uploads to S3 resumable: called again with it after a kill, this sends only the missing
+        parts; if the file has changed since, the old upload is aborted. `progress` gets the bytes sent since the last call, and
+        all bytes of an earlier attempt at once. Raises StoreError; Changed if the file changes meanwhile; and Stopped soon after
+        `stop` is set (parts already sent are kept for the next call).
         """
         stop = stop or threading.Event()
         root = self._root
         with self._reading(path):
-            before = path.stat()
-            if before.st_size <= multipart.SMALL:
+            stat = path.stat()
+            if stat.st_size <= multipart.SMALL:
                 with path.open("rb") as file:
                     content = file.read(multipart.SMALL + 1)
                 etag = self.put(key, content)
@@ -246,14 +246,14 @@ class Store:
             elif root.access:
                 etag = self._multipart(key, stop).send(path, journal, progress)
             else:
-                etag = self._stream(path, key, before.st_size, progress, stop)
+                etag = self._stream(path, key, stat.st_size, progress, stop)
             after = path.stat()
-        if (after.st_size, after.st_mtime_ns, after.st_ino) != (before.st_size, before.st_mtime_ns, before.st_ino):
+        if (after.st_size, after.st_mtime_ns, after.st_ino) != (stat.st_size, stat.st_mtime_ns, stat.st_ino):
             raise Changed(f"{path} changed while it was sent", retry=True)
         return etag
 
     def _stream(self, path: Path, key: str, size: int, progress: Callable[[int], None], stop: threading.Event) -> str:
-        """Upload by obstore, which cannot resume: after an interruption it starts over."""
+        """Upload with obstore, which cannot resume: after an interruption it starts over."""
         import obstore
 
         target, part = self._path(key), multipart.part_size(size) // 2
@@ -272,8 +272,8 @@ class Store:
                 return _tag(obstore.put(raw, target, pieces(), use_multipart=True, chunk_size=part, max_concurrency=4))
 
         etag = self._do("write", key, attempt, once=True)
-        if (there := self.head(key).size) != size:
-            raise Changed(f"{self._name(key)} has {there} bytes, not {size}: it was changed while it was sent", retry=True)
+        if (stored := self.head(key).size) != size:
+            raise Changed(f"{self._name(key)} has {stored} bytes, not {size}: it was changed while it was sent", retry=True)
         return etag
 
     def forget(self, journal: Path) -> None:
@@ -286,40 +286,40 @@ class Store:
         journal.unlink(missing_ok=True)
 
     def create(self, key: str, data: bytes) -> str:
-        """Write an object that must not exist yet; its etag. Raises Exists, unless the one that exists has the same content: then
-        it is ours, from an attempt whose answer was lost. Needs `conditional()`."""
+        """Write an object that must not exist yet; returns its etag. Raises Exists, unless the existing one has the same content:
+        then it is ours, from an attempt whose response was lost. Needs `conditional()`."""
         try:
             return self.put(key, data, "create")
         except Exists:
-            if etag := self._ours(key, data):
+            if etag := self._etag_if_same(key, data):
                 return etag
             raise
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
-        """Write an object if it is still the version `etag`; its new etag. Raises Changed (also when it is gone), unless the
-        current one has the same content. Needs `conditional()`."""
+        """Write an object if it is still the version `etag`; returns its new etag. Raises Changed (also if it is gone), unless
+        the current one has the same content. Needs `conditional()`."""
         import obstore
 
         condition: Any = {"e_tag": etag}
         try:
-            if self._root.scheme == "gs":  # whose condition is the generation, which a listing does not tell
+            if self._root.scheme == "gs":  # GCS conditions on the generation, which listings lack
                 now = self._do("read", key, lambda: obstore.head(self._raw, self._path(key)))
                 if _tag(now) != etag:
                     raise Changed(f"{self._name(key)} is no longer what it was")
                 condition = {"version": now["version"]}
             return self.put(key, data, condition)
         except (Changed, Missing, Exists) as error:
-            if ours := self._ours(key, data):
-                return ours
+            if same := self._etag_if_same(key, data):
+                return same
             if isinstance(error, Changed):
                 raise
             raise Changed(f"{self._name(key)} is gone") from error
 
-    def _ours(self, key: str, data: bytes) -> str:
-        """The etag of an object with this very content; else empty."""
+    def _etag_if_same(self, key: str, data: bytes) -> str:
+        """The etag of an object with exactly this content; else empty."""
         with contextlib.suppress(Missing):
-            there, entry = self.read(key)
-            return entry.etag if there == data else ""
+            content, entry = self.read(key)
+            return entry.etag if content == data else ""
         return ""
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -331,7 +331,7 @@ class Store:
             paths = [self._path(key) for key in some]
             try:
                 self._do("delete", some[0], partial(obstore.delete, self._raw, paths))
-            except Missing:  # which not every store takes for done
+            except Missing:  # some stores report missing objects
                 for key, path in zip(some, paths, strict=True):
                     with contextlib.suppress(Missing):
                         self._do("delete", key, partial(obstore.delete, self._raw, path))
@@ -339,7 +339,7 @@ class Store:
                 self._tidy(paths)
 
     def _tidy(self, paths: list[str]) -> None:
-        """Remove directories that have become empty: a store has none."""
+        """Remove directories that have become empty, since stores have none."""
         top = Path("/") / self._prefix
         for path in paths:
             for directory in (Path("/") / path).parents:
@@ -367,7 +367,7 @@ class Store:
             except (Missing, NoBucket, Denied, Unreachable):
                 raise
             except StoreError:
-                pass  # it cannot do that either
+                pass  # not supported either
         raw, part = self._root.slow_raw or self._raw, multipart.part_size(entry.size) // 2
 
         async def through_here() -> None:
@@ -382,10 +382,10 @@ class Store:
         """Whether this store supports conditional writes (`create`, `replace`). Probed once, with an object `.outlast-probe-...`
         that is removed again; raises Denied without permission to write."""
         if self._root.conditional is None:
-            self._root.conditional = self._tried(f".outlast-probe-{uuid.uuid4().hex[:16]}")
+            self._root.conditional = self._probe(f".outlast-probe-{uuid.uuid4().hex[:16]}")
         return self._root.conditional
 
-    def _tried(self, key: str) -> bool:
+    def _probe(self, key: str) -> bool:
         first = self.put(key, b"1")
         try:
             with contextlib.suppress(Exists):
@@ -400,7 +400,7 @@ class Store:
         except StoreError as error:
             if error.retry or isinstance(error, Denied):
                 raise
-            return False  # it knows no such requests
+            return False  # such requests are not supported
         finally:
             with contextlib.suppress(StoreError):
                 self.delete([key])
@@ -429,7 +429,7 @@ class Store:
             raise StoreError(f"{path} cannot be {f'sent: {error}' if other else f'read: {error.strerror}'}") from error
 
     def impossible(self, key: str) -> str:
-        """Why no object can be called so here; empty when one can."""
+        """The reason why `key` cannot be an object's name here; empty if it can."""
         return urls.impossible(key, "") or urls.impossible(self._whole(key), self._root.scheme)
 
     def _path(self, key: str) -> str:
@@ -459,10 +459,10 @@ _memories_lock = threading.Lock()
 
 
 def open_(url: str, *, timeout_s: float | None = None) -> Store:
-    """The place that a URL names: `s3://bucket/prefix`, `gs://`, `az://container/prefix`, `file:///directory`, `memory://name`.
+    """Open a place: `s3://bucket/prefix`, `gs://`, `az://container/prefix`, `file:///directory` or `memory://name`.
 
-    Credentials come from the environment, the standard way of each store. Sends no request yet. `timeout_s`: how long requests
-    are retried; default OUTLAST_STORE_TIMEOUT, or 60. Raises StoreError for an invalid URL or without credentials.
+    Credentials come from the environment, as is standard for each store. Sends no request yet. `timeout_s` limits retries;
+    default OUTLAST_STORE_TIMEOUT, or 60. Raises StoreError for an invalid URL or without credentials.
     """
     url = normalised(url)
     scheme, _, rest = url.partition("://")
@@ -490,12 +490,12 @@ def open_(url: str, *, timeout_s: float | None = None) -> Store:
     client = {
         "allow_http": access is not None and access.endpoint.startswith("http://"),
         "connect_timeout": timedelta(seconds=min(10, stalled_s)),
-        "timeout": timedelta(days=1),  # of a whole request, which may be slow
-        "read_timeout": timedelta(seconds=stalled_s),  # without a byte of the answer
+        "timeout": timedelta(days=1),  # a whole request may be slow
+        "read_timeout": timedelta(seconds=stalled_s),  # without a byte of the response
     }
     slow = {**client, "read_timeout": timedelta(seconds=SLOW_S)}
     try:
         raws = [kind(bucket, client_options=each, **options) for each in (client, slow)]
-    except Exception as error:  # whatever is wrong with what the environment says
+    except Exception as error:  # any wrong setting in the environment
         raise error_mapping.mistake(error, "open", url) from error
     return Store(url, _Root(scheme, bucket, raws[0], raws[1], access, timeout_s), prefix)

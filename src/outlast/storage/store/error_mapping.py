@@ -1,6 +1,6 @@
 """Maps obstore's and botocore's exceptions to ours, with a remedy. Called by `store` only.
 
-Both libraries keep the store's answer as text, so this parses text; tests/storage/test_store_faults.py checks it with real
+Both libraries keep the store's response as text, so this parses text; tests/storage/test_store_faults.py checks it with real
 answers.
 """
 
@@ -72,19 +72,20 @@ _CONNECTION = (
 
 
 def mistake(error: Exception, verb: str, url: str, *, endpoint: str = "") -> StoreError:
-    """Our error for a foreign exception. `verb`: read, list, write, delete, copy or open."""
-    status, code, message, text = _said(error)
+    """Map a foreign exception to ours. `verb`: read, list, write, delete, copy or open."""
+    status, code, message, text = _response(error)
     kind = type(error).__name__
     scheme, _, rest = url.partition("://")
     bucket = f"{scheme}://{rest.partition('/')[0]}"
-    what = PLACES[scheme]
     where = f" at {endpoint}" if endpoint else ""
     undone = f"{url} cannot be {_DONE[verb]}"
     quoted = ": ".join(filter(None, (f"HTTP {status}" if status else "", code, message)))
     if isinstance(own := getattr(error, "kwargs", {}).get("error"), StoreError):
-        return own  # ours, that botocore has wrapped
+        return own  # our own, wrapped by botocore
     if code in _NO_BUCKET or "specified bucket does not exist" in text:
-        return NoBucket(f"there is no {what} {bucket}{where}; create it, or correct its name, the region or the endpoint")
+        return NoBucket(
+            f"there is no {PLACES[scheme]} {bucket}{where}; create it, or correct its name, the region or the endpoint"
+        )
     if status == 501 or kind in ("NotImplementedError", "NotSupportedError"):
         return StoreError(f"{undone}: this store does not know how ({quoted or f'{scheme}://'})")
     if code in _PASSING or status in (408, 429) or status >= 500:
@@ -129,20 +130,20 @@ def mistake(error: Exception, verb: str, url: str, *, endpoint: str = "") -> Sto
     return StoreError(f"{undone}: {quoted or text.splitlines()[0]}")
 
 
-def _said(error: Exception) -> tuple[int, str, str, str]:
-    """Status (0 without an answer), code and message of the store, and the whole text."""
+def _response(error: Exception) -> tuple[int, str, str, str]:
+    """Status (0 without a response), code and message of the store, and the whole text."""
     if (answer := s3.answer(error)) is not None:
         return *answer, f"{error} {getattr(error, 'kwargs', {}).get('error', '')}"
     text = str(error)
     status = re.search(r"status code: (\d{3})", text)
     code = re.search(r"<Code>(\w+)</Code>", text)
-    message = re.search(r"<Message>\s*([^<]*?)\.?\s*</Message>", text)
-    said = message[1].splitlines()[0].rstrip(".") if message and message[1] else ""  # Azure adds the request and the time
-    return int(status[1]) if status else 0, code[1] if code else "", said, text
+    match = re.search(r"<Message>\s*([^<]*?)\.?\s*</Message>", text)
+    message = match[1].splitlines()[0].rstrip(".") if match and match[1] else ""  # Azure appends the request and the time
+    return int(status[1]) if status else 0, code[1] if code else "", message, text
 
 
 def _without_credentials(scheme: str, undone: str, status: int, text: str) -> StoreError:
-    """The error without credentials for GCS or Azure, after obstore has tried the machine's metadata last."""
+    """The error for missing credentials of GCS or Azure; obstore tried the machine's metadata last."""
     first = text.splitlines()[0].removeprefix("Generic ")
     if scheme == "gs":
         looked, way = "GOOGLE_APPLICATION_CREDENTIALS, gcloud's default login", "gcloud auth application-default login"
@@ -158,15 +159,15 @@ def _without_credentials(scheme: str, undone: str, status: int, text: str) -> St
 def _disk(number: int, undone: str, text: str) -> StoreError:
     if number in _DENYING_DISK:
         return Denied(f"{undone}: {_DENYING_DISK[number]}")
-    said = re.search(r'message: "([^"]*)"', text)
-    return StoreError(f"{undone}: {_PASSING_DISK.get(number, said[1] if said else text)}", retry=number in _PASSING_DISK)
+    message = re.search(r'message: "([^"]*)"', text)
+    return StoreError(f"{undone}: {_PASSING_DISK.get(number, message[1] if message else text)}", retry=number in _PASSING_DISK)
 
 
 def _skew(text: str) -> str:
-    """The difference between our clock and the store's, if its answer has the time."""
-    if found := re.search(r"<ServerTime>([^<]+)", text):
+    """A sentence on the difference between our clock and the store's, if its response has the time."""
+    if match := re.search(r"<ServerTime>([^<]+)", text):
         try:
-            seconds = time.time() - datetime.fromisoformat(found[1].strip()).timestamp()
+            seconds = time.time() - datetime.fromisoformat(match[1].strip()).timestamp()
             return f"the clock of this machine is {abs(seconds):,.0f} s {'ahead of' if seconds > 0 else 'behind'} the store's"
         except ValueError:
             pass

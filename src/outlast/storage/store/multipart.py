@@ -1,8 +1,8 @@
 """Multipart uploads to S3, several parts at a time, which resume after a kill.
 
 Before the first part, a journal records the upload: {key, upload, size, mtime_ns, inode, part}. A later call with the same
-journal sends only the missing parts if the file is unchanged, and aborts the upload otherwise. `etag` is added when all parts
-have arrived, to recognise an upload whose completion got no answer. Called by `store.Store.upload`.
+journal sends only the missing parts if the file is unchanged, and aborts the upload otherwise. `etag` is added once all parts
+have arrived, to recognise an upload whose completion got no response. Called by `store.Store.upload`.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from outlast.base.errors import Changed, Missing, Stopped, StoreError
 from outlast.storage.store.s3 import Access
 
 SMALL = 8 << 20
-"""Bytes; what is not larger is one request instead."""
+"""Bytes; smaller files take one request instead."""
 PART = 16 << 20
-"""Bytes a part, as long as that makes no more than MAX_PARTS."""
+"""Bytes per part, unless that makes more than MAX_PARTS."""
 MAX_PARTS = 9_500  # S3 allows 10,000
 AT_ONCE = 8
 COPIED = 1 << 30
-"""Bytes a part that is copied in the store."""
+"""Bytes per part of a copy in the store."""
 PIECE = 256 << 10
-"""Bytes read and sent at once: all the memory a part takes, and what must not time out on a slow line."""
+"""Bytes read and sent at once: the memory of a part, and the unit that must not time out on a slow line."""
 _ENCRYPTION = {
     "ServerSideEncryption": "AWS_SERVER_SIDE_ENCRYPTION",
     "SSEKMSKeyId": "AWS_SSE_KMS_KEY_ID",
     "BucketKeyEnabled": "AWS_SSE_BUCKET_KEY_ENABLED",
 }
-"""Arguments of an upload, and the environment variables by which obstore knows them for everything else."""
+"""Arguments of an upload, with obstore's environment variables of the same meaning."""
 
 
 def part_size(size: int) -> int:
-    """Bytes a part for a file of `size` bytes; whole MiB."""
+    """Bytes per part for a file of `size` bytes; whole MiB."""
     return max(PART, -(-size // (MAX_PARTS << 20)) << 20)
 
 
@@ -57,20 +57,20 @@ def noted(journal: Path | None) -> dict[str, Any] | None:
 
 
 class Slice:
-    """Some bytes of an open file, as a file to be sent. `stop` ends the request in the middle."""
+    """A range of an open file, as a request's body. `stop` ends the request in the middle."""
 
     def __init__(self, file: int, start: int, length: int, stop: threading.Event) -> None:
         self._file, self._start, self._length, self._stop, self._at = file, start, length, stop, 0
 
     def read(self, _: int = -1) -> bytes:
-        """The next piece, whatever was asked for."""
+        """Up to PIECE bytes; the requested size is ignored."""
         if self._stop.is_set():
             raise Stopped("the upload was stopped")
-        wanted = min(PIECE, self._length - self._at)
-        data = os.pread(self._file, wanted, self._start + self._at) if wanted else b""
-        if len(data) != wanted:
+        size = min(PIECE, self._length - self._at)
+        data = os.pread(self._file, size, self._start + self._at) if size else b""
+        if len(data) != size:
             raise Changed("the file became shorter while it was sent", retry=True)
-        self._at += wanted
+        self._at += size
         return data
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -86,34 +86,34 @@ class Slice:
 
 @dataclass(frozen=True)
 class Upload:
-    """One object that is written by parts."""
+    """An object that is written by parts."""
 
     access: Access
     bucket: str
     key: str
     do: Callable[[str, Callable[[], Any]], Any]
-    """Makes a request, named by a verb: patiently, and with its errors mapped."""
+    """Sends a request, named by a verb, with retries and mapped errors."""
     stop: threading.Event
 
     def send(self, path: Path, journal: Path | None, progress: Callable[[int], None]) -> str:
-        """Send a file, or what of it is not there yet; the object's etag. Raises StoreError, Changed when the file changes
-        meanwhile, Stopped, and OSError when it cannot be read."""
+        """Send a file, or its missing parts; returns the object's etag. Raises StoreError, Changed if the file changes meanwhile,
+        Stopped, and OSError if it cannot be read."""
         reported = 0
         for again in (False, True):
             arrived = 0
 
-            def tell(count: int) -> None:
+            def report(count: int) -> None:
                 nonlocal reported, arrived
                 arrived += count
                 progress(max(0, arrived - reported))
                 reported = max(reported, arrived)
 
             try:
-                return self._send(path, journal, tell)
+                return self._send(path, journal, report)
             except StoreError as error:
                 if again or type(error) is not StoreError:
                     raise
-                # Some servers cannot take a part once more that did not arrive whole (rclone): from the beginning, then.
+                # Some servers cannot receive an incomplete part again (rclone), so start over.
                 if note := noted(journal):
                     self.abort(note["upload"])
                 self._end(journal)
@@ -121,21 +121,21 @@ class Upload:
 
     def _send(self, path: Path, journal: Path | None, progress: Callable[[int], None]) -> str:
         with path.open("rb") as file:
-            before = _identity(os.fstat(file.fileno()))
-            if not before["size"]:
+            identity = _identity(os.fstat(file.fileno()))
+            if not identity["size"]:
                 raise Changed(f"{path} was emptied before it was sent", retry=True)
-            note, arrived = self._found(before, noted(journal))
+            note, arrived = self._resumable(identity, noted(journal))
             if note and arrived is None and (etag := self._completed(note)):
-                progress(before["size"])
+                progress(identity["size"])
                 self._end(journal)
                 return etag
             if note is None or arrived is None:
-                note, arrived = self._begun(before), {}
+                note, arrived = self._begun(identity), {}
                 if journal:
                     files.replace(journal, json.dumps(note))
             try:
                 etags = self._parts(file.fileno(), note, arrived, progress)
-                if _identity(os.fstat(file.fileno())) != before or _identity(path.stat()) != before:
+                if _identity(os.fstat(file.fileno())) != identity or _identity(path.stat()) != identity:
                     raise Changed(f"{path} changed while it was sent", retry=True)
                 note["etag"] = _etag(etags)
                 if journal:
@@ -151,12 +151,12 @@ class Upload:
         return etag
 
     def abort(self, upload: str) -> None:
-        """Have the store forget the parts it has got of an upload."""
+        """Abort an upload, which deletes its parts in the store."""
         with contextlib.suppress(Missing):
             self.do("write", lambda: self._ask("abort_multipart_upload", UploadId=upload))
 
     def copied(self, source: str, size: int, etag: str) -> None:
-        """Have the store make the object of another one of the same bucket, which is too large to be copied by one request."""
+        """Copy another object of the bucket that is too large for one request, inside the store."""
         note = self._begun({"size": size})
         try:
             etags = []
@@ -168,10 +168,10 @@ class Upload:
                     "PartNumber": number,
                     "UploadId": note["upload"],
                 }
-                said = self.do("copy", partial(self._ask, "upload_part_copy", **arguments))
-                if not said.get("CopyPartResult", {}).get("ETag"):
+                response = self.do("copy", partial(self._ask, "upload_part_copy", **arguments))
+                if not response.get("CopyPartResult", {}).get("ETag"):
                     raise StoreError(f"the server cannot copy parts of {source}")
-                etags.append(said["CopyPartResult"]["ETag"])
+                etags.append(response["CopyPartResult"]["ETag"])
             note["etag"] = _etag(etags)
             self._complete(note, etags)
         except BaseException:
@@ -182,27 +182,27 @@ class Upload:
     def _ask(self, operation: str, **arguments: Any) -> Any:
         return getattr(self.access.client, operation)(Bucket=self.bucket, Key=self.key, **arguments)
 
-    def _found(
-        self, before: dict[str, int], note: dict[str, Any] | None
+    def _resumable(
+        self, identity: dict[str, int], note: dict[str, Any] | None
     ) -> tuple[dict[str, Any] | None, dict[int, tuple[str, int]] | None]:
-        """The upload that was begun for this very file, and its parts that have arrived; None: the store knows of no upload."""
+        """The upload that was begun for this unchanged file, and its parts in the store; None if the store has no such upload."""
         if note is None or note["key"] != f"{self.bucket}/{self.key}":
             return None, None
-        if before.items() <= note.items():
+        if identity.items() <= note.items():
             return note, self._arrived(note["upload"])
         self.abort(note["upload"])
         return None, None
 
-    def _begun(self, before: dict[str, int]) -> dict[str, Any]:
+    def _begun(self, identity: dict[str, int]) -> dict[str, Any]:
         encryption: dict[str, Any] = {name: os.environ[env] for name, env in _ENCRYPTION.items() if os.environ.get(env)}
         if "BucketKeyEnabled" in encryption:
             encryption["BucketKeyEnabled"] = encryption["BucketKeyEnabled"].lower() in ("1", "true")
         upload = self.do("write", lambda: self._ask("create_multipart_upload", **encryption))["UploadId"]
-        return {"key": f"{self.bucket}/{self.key}", "upload": upload, **before, "part": part_size(before["size"])}
+        return {"key": f"{self.bucket}/{self.key}", "upload": upload, **identity, "part": part_size(identity["size"])}
 
     def _arrived(self, upload: str) -> dict[int, tuple[str, int]] | None:
-        """Etag and size of the parts that the store has got; None when it does not know of the upload."""
-        found: dict[int, tuple[str, int]] = {}
+        """Etag and size of the parts in the store; None if it has no such upload."""
+        arrived: dict[int, tuple[str, int]] = {}
         marker = 0
 
         def page() -> Any:
@@ -210,18 +210,18 @@ class Upload:
 
         while True:
             try:
-                said = self.do("write", page)
+                listing = self.do("write", page)
             except Missing:
                 return None
-            found.update({part["PartNumber"]: (part["ETag"], part["Size"]) for part in said.get("Parts", ())})
-            if not said.get("IsTruncated") or (following := int(said.get("NextPartNumberMarker") or 0)) <= marker:
-                return found
+            arrived.update({part["PartNumber"]: (part["ETag"], part["Size"]) for part in listing.get("Parts", ())})
+            if not listing.get("IsTruncated") or (following := int(listing.get("NextPartNumberMarker") or 0)) <= marker:
+                return arrived
             marker = following
 
     def _parts(
         self, file: int, note: Mapping[str, Any], arrived: Mapping[int, tuple[str, int]], progress: Callable[[int], None]
     ) -> list[str]:
-        """Send the parts that have not arrived; the etags of all."""
+        """Send the missing parts; returns the etags of all."""
         size, part = note["size"], note["part"]
         lengths = {number: min(part, size - start) for number, start in enumerate(range(0, size, part), 1)}
         etags = {number: arrived[number][0] for number, length in lengths.items() if arrived.get(number, ("", -1))[1] == length}
@@ -252,18 +252,18 @@ class Upload:
         threads: list[threading.Thread] = []
         try:
             for _ in range(min(AT_ONCE, waiting.qsize())):
-                # A daemon: a stalled connection does not keep the process from its end. With its own file: it may outlast us.
+                # A daemon with its own descriptor: it may be stalled when this process or call ends.
                 threads.append(threading.Thread(target=work, args=(os.dup(file),), name=f"part of {self.key}", daemon=True))
                 threads[-1].start()
             while len(etags) < len(lengths):
                 if self.stop.is_set():
                     raise Stopped(f"the upload of {self.key} was stopped")
                 with contextlib.suppress(queue.Empty):
-                    said = done.get(timeout=0.1)
-                    if isinstance(said, BaseException):
-                        raise said
-                    etags[said[0]] = said[1]
-                    progress(lengths[said[0]])
+                    result = done.get(timeout=0.1)
+                    if isinstance(result, BaseException):
+                        raise result
+                    number, etags[number] = result
+                    progress(lengths[number])
         finally:
             enough.set()
             deadline = time.monotonic() + (0 if self.stop.is_set() else 5)
@@ -275,7 +275,7 @@ class Upload:
         parts = {"Parts": [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, 1)]}
         try:
             self.do("write", lambda: self._ask("complete_multipart_upload", UploadId=note["upload"], MultipartUpload=parts))
-        except Missing:  # an attempt whose answer was lost may have done it
+        except Missing:  # perhaps done by an attempt whose response was lost
             if etag := self._completed(note):
                 return etag
             raise Changed(f"the store has forgotten the upload of {self.key}", retry=True) from None
@@ -285,7 +285,7 @@ class Upload:
         return str(head["ETag"])
 
     def _completed(self, note: Mapping[str, Any]) -> str:
-        """The etag of the object if it is what this upload makes; else empty."""
+        """The etag of the object if this upload made it; else empty."""
         with contextlib.suppress(Missing):
             head = self.do("read", lambda: self._ask("head_object"))
             if note.get("etag") and head["ContentLength"] == note["size"] and head["ETag"].strip('"') == note["etag"]:
@@ -302,7 +302,7 @@ def _identity(stat: os.stat_result) -> dict[str, int]:
 
 
 def _etag(parts: list[str]) -> str:
-    """The etag that an object of these parts gets where etags are MD5 sums (not with KMS): that of theirs, and their number."""
+    """The etag of an object of these parts, if etags are MD5 sums (not with KMS): the MD5 of the parts', and their number."""
     with contextlib.suppress(ValueError):
         whole = hashlib.md5(b"".join(bytes.fromhex(etag.strip('"')) for etag in parts), usedforsecurity=False)
         return f"{whole.hexdigest()}-{len(parts)}"

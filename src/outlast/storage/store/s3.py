@@ -1,8 +1,8 @@
-"""S3: who we are there, and where. The only module that knows botocore.
+"""S3: credentials, region and endpoint. The only module that knows botocore.
 
-`access` finds credentials, region and endpoint where the AWS command line finds them: the environment, profiles and SSO in
-~/.aws, a web identity (EKS, GitHub), pod identity, ECS, the instance's metadata. What the environment says completely is taken
-from there, and botocore is not even loaded. Called by `store`, and by `multipart` for botocore's client.
+`access` looks where the AWS command line looks: the environment, profiles and SSO in ~/.aws, a web identity (EKS, GitHub), pod
+identity, ECS, the instance's metadata. If the environment has everything, botocore is not even loaded. Called by `store`, and by
+`multipart` for botocore's client.
 """
 
 from __future__ import annotations
@@ -28,49 +28,47 @@ LOOKED = (
 
 @dataclass(frozen=True)
 class Access:
-    """How to get at S3 from here."""
-
     region: str
     endpoint: str
-    """Empty is AWS itself."""
+    """Empty: AWS itself."""
     style: str
-    """Where the name of a bucket goes: path, virtual (the host), or auto."""
+    """Position of the bucket's name: path, virtual (the host), or auto."""
     keys: tuple[str, str, str] | None
-    """Access key, secret and session token (may be empty), where they do not change."""
+    """Access key, secret and session token (may be empty), if they are static."""
     anonymous: bool
     session: Any = None
-    """botocore's, where it was asked."""
+    """botocore's, if it was needed."""
     credentials: Any = None
-    """botocore's, which renew themselves."""
+    """botocore's self-renewing ones."""
     timeout_s: float = 30
 
     def virtual(self, bucket: str) -> bool:
-        """Whether a bucket's name is part of the host's. TLS certificates are for one label: not with a dot."""
+        """Whether a bucket's name is part of the host's; not with a dot in it, as TLS certificates cover one label."""
         return self.style == "virtual" or (self.style == "auto" and not self.endpoint and "." not in bucket)
 
     def options(self, bucket: str) -> dict[str, Any]:
-        """What obstore's S3Store wants to know."""
+        """Arguments of obstore's S3Store."""
         endpoint = self.endpoint
         if not endpoint and self.region.startswith("cn-"):
             endpoint = f"https://{f'{bucket}.' if self.virtual(bucket) else ''}s3.{self.region}.amazonaws.com.cn"
         elif endpoint and self.virtual(bucket):
             parts = urlsplit(endpoint)
             endpoint = f"{parts.scheme}://{bucket}.{parts.netloc}{parts.path}"
-        found: dict[str, Any] = {"region": self.region, "virtual_hosted_style_request": self.virtual(bucket)}
+        options: dict[str, Any] = {"region": self.region, "virtual_hosted_style_request": self.virtual(bucket)}
         if endpoint:
-            found["aws_endpoint_url_s3"] = endpoint  # before what obstore finds in the environment
+            options["aws_endpoint_url_s3"] = endpoint  # takes precedence over obstore's own look into the environment
         if "AWS_UNSIGNED_PAYLOAD" not in os.environ:
-            found["unsigned_payload"] = True  # TLS guards the content; hashing it costs more than sending it
+            options["unsigned_payload"] = True  # TLS protects the content; hashing it costs more than sending it
         if self.anonymous:
-            return {**found, "skip_signature": True}
+            return {**options, "skip_signature": True}
         if not self.keys:
-            return {**found, "credential_provider": self.fresh}
+            return {**options, "credential_provider": self.fresh}
         key, secret, token = self.keys
-        return {**found, "access_key_id": key, "secret_access_key": secret, **({"session_token": token} if token else {})}
+        return {**options, "access_key_id": key, "secret_access_key": secret, **({"session_token": token} if token else {})}
 
     def fresh(self) -> dict[str, Any]:
-        """Credentials for the next minutes. botocore renews what expires within 10 minutes, obstore what expires within 5."""
-        with _in_our_words("the credentials for S3"):
+        """Credentials for the next minutes. botocore renews them 10 minutes before they expire, obstore 5."""
+        with _mapped_errors("the credentials for S3"):
             frozen = self.credentials.get_frozen_credentials()
         return {
             "access_key_id": frozen.access_key,
@@ -81,7 +79,7 @@ class Access:
 
     @cached_property
     def client(self) -> Any:
-        """botocore's client. Without retries of its own: those are `store`'s."""
+        """botocore's client, without retries, which are `store`'s task."""
         botocore = _botocore()
         config = import_module("botocore.config").Config(
             s3={
@@ -109,33 +107,33 @@ class Access:
         )
 
     def range(self, bucket: str, key: str, start: int, end: int) -> bytes:
-        """Bytes of an object, from servers whose answers to ranges obstore does not take (rclone says 200 instead of 206)."""
-        answer = self.client.get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}")
-        with contextlib.closing(answer["Body"]) as body:
-            if not (answer.get("ContentRange") or "").startswith(f"bytes {start}-"):
+        """Bytes of an object, from servers whose range responses obstore rejects (rclone sends 200 instead of 206)."""
+        response = self.client.get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}")
+        with contextlib.closing(response["Body"]) as body:
+            if not (response.get("ContentRange") or "").startswith(f"bytes {start}-"):
                 raise StoreError(f"s3://{bucket}/{key}: the server knows no ranges")
             return bytes(body.read())
 
 
 def access(environ: Mapping[str, str] = os.environ, *, timeout_s: float = 30) -> Access:
-    """Find credentials, region and endpoint; raises Denied when there are no credentials."""
+    """Find credentials, region and endpoint; raises Denied without credentials."""
     region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
     endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
     style = environ.get("AWS_S3_ADDRESSING_STYLE")
     anonymous = environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true", "yes", "on")
     key, secret = environ.get("AWS_ACCESS_KEY_ID"), environ.get("AWS_SECRET_ACCESS_KEY")
     keys = (key, secret, environ.get("AWS_SESSION_TOKEN", "")) if key and secret else None
-    known = anonymous or keys is not None
+    sufficient = anonymous or keys is not None
     session = credentials = None
-    if not (known and endpoint and region):
-        session = _session(needed=not known)
+    if not (sufficient and endpoint and region):
+        session = _session(needed=not sufficient)
     if session:
-        with _in_our_words("the AWS configuration"):
+        with _mapped_errors("the AWS configuration"):
             region = region or session.get_config_variable("region")
             endpoint = endpoint or _endpoint(session)
             style = style or (session.get_scoped_config().get("s3") or {}).get("addressing_style")
-        if not known:
-            with _in_our_words("the credentials for S3"):
+        if not sufficient:
+            with _mapped_errors("the credentials for S3"):
                 credentials = session.get_credentials()
             if credentials is None:
                 profile = f" (AWS_PROFILE={environ['AWS_PROFILE']})" if environ.get("AWS_PROFILE") else ""
@@ -153,11 +151,11 @@ def access(environ: Mapping[str, str] = os.environ, *, timeout_s: float = 30) ->
 
 
 def answer(error: BaseException) -> tuple[int, str, str] | None:
-    """Status, code and message in an exception of botocore's; 0 and nothing when there was no answer. None: it is not its."""
+    """Status, code and message in botocore's exceptions; 0 and empty without a response. None for other exceptions."""
     response = getattr(error, "response", None)
     if isinstance(response, dict) and "Error" in response:
-        said, status = response["Error"], response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        return int(status), said.get("Code", ""), str(said.get("Message", "")).rstrip(".")
+        details, status = response["Error"], response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        return int(status), details.get("Code", ""), str(details.get("Message", "")).rstrip(".")
     return (0, "", "") if type(error).__module__.startswith("botocore.") else None
 
 
@@ -169,7 +167,7 @@ def _botocore() -> Any:
 
 
 def _session(*, needed: bool) -> Any:
-    """botocore's session; None where it is neither installed nor needed."""
+    """botocore's session; None if botocore is neither installed nor needed."""
     try:
         return import_module("botocore.session").Session()
     except ImportError as error:
@@ -188,8 +186,8 @@ def _endpoint(session: Any) -> str:
 
 
 @contextlib.contextmanager
-def _in_our_words(what: str) -> Iterator[None]:
-    """What botocore says of a profile that does not exist, an SSO login that has expired, a role that may not be assumed."""
+def _mapped_errors(what: str) -> Iterator[None]:
+    """Map botocore's errors: a missing profile, an expired SSO login, a role that may not be assumed."""
     errors = import_module("botocore.exceptions")
     try:
         yield
@@ -200,13 +198,13 @@ def _in_our_words(what: str) -> Iterator[None]:
 
 
 def find_certificates(environ: MutableMapping[str, str]) -> None:
-    """Where this machine has no CA certificates, as in slim images, use those that botocore brings: without any, obstore makes
-    no client, not even one for http://."""
+    """If this machine has no CA certificates, as in slim images, use botocore's: without any, obstore makes no client, not even
+    one for http://."""
     given = environ.get("SSL_CERT_FILE") or environ.get("SSL_CERT_DIR")
     if given or any(os.path.exists(path) for path in _CERTIFICATES):
         return
-    found = util.find_spec("botocore")
-    for directory in (found.submodule_search_locations if found else None) or ():
+    spec = util.find_spec("botocore")
+    for directory in (spec.submodule_search_locations if spec else None) or ():
         environ["SSL_CERT_FILE"] = os.path.join(directory, "cacert.pem")
 
 
@@ -217,4 +215,4 @@ _CERTIFICATES = (
     "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
     "/etc/ssl/ca-bundle.pem",
 )
-"""Where the distributions keep them (rustls-native-certs looks there)."""
+"""Locations in the distributions (rustls-native-certs looks there)."""

@@ -1,7 +1,7 @@
 """URLs of stores, and valid names of objects. Pure; called by `store.client`.
 
-A URL is taken literally: nothing in it is percent-encoded, `#` and `?` are letters like others. Slashes that are repeated or at
-the end have no meaning.
+A URL is taken literally: nothing in it is percent-encoded, `#` and `?` are ordinary characters. Repeated and trailing slashes
+have no meaning.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from outlast.base.errors import StoreError
 
 PLACES = {"s3": "bucket", "gs": "bucket", "az": "container", "file": "directory", "memory": "name"}
-"""By scheme, what the first segment names."""
+"""By scheme, the kind of place that the first segment names."""
 _BUCKET = {
     "s3": (re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{1,253}[a-zA-Z0-9]"), "3 to 63 of a-z, 0-9, `-` and `.`"),
     "gs": (re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]"), "3 to 63 of a-z, 0-9, `-`, `_` and `.`"),
@@ -21,21 +21,20 @@ _BUCKET = {
 
 
 def normalised(url: str) -> str:
-    """The URL without what has no meaning: repeated and trailing slashes, `.` segments. Raises StoreError when it names no
-    place."""
+    """The URL without repeated and trailing slashes and `.` segments. Raises StoreError if it names no place."""
     scheme, separator, rest = url.partition("://")
-    known = ", ".join(f"{scheme}://" for scheme in PLACES)
+    schemes = ", ".join(f"{scheme}://" for scheme in PLACES)
     if not separator:
         if match := re.fullmatch(rf"({'|'.join(PLACES)}):/?([^/].*)", url):
             raise StoreError(f"{url} is no URL of a store; write {match[1]}://{match[2]}")
-        raise StoreError(f"{url!r} is no URL of a store; those begin with {known}")
+        raise StoreError(f"{url!r} is no URL of a store; those begin with {schemes}")
     if scheme not in PLACES:
-        raise StoreError(f"{url}: there is no store {scheme}:// here; use one of {known}")
+        raise StoreError(f"{url}: there is no store {scheme}:// here; use one of {schemes}")
     segments = [segment for segment in rest.split("/") if segment not in ("", ".")]
     if wrong := segments and impossible("/".join(segments), "") if scheme != "file" else "\0" in rest and "it has a zero byte":
         raise StoreError(f"{url!r} cannot be a place in a store: {wrong}")
     if scheme == "file":
-        # RFC 8089 knows absolute paths only; file://./x and file://x are below the current directory here.
+        # RFC 8089 has absolute paths only; file://./x and file://x are below the current directory here.
         path = os.path.normpath(os.path.join("/" if rest.startswith("/") else os.getcwd(), *segments))
         return f"file://{path}"
     what = PLACES[scheme]
@@ -48,7 +47,7 @@ def normalised(url: str) -> str:
 
 
 def impossible(key: str, scheme: str) -> str:
-    """Why an object cannot be called so; empty when it can."""
+    """The reason why `key` cannot be an object's name; empty if it can."""
     if not key:
         return "it is empty"
     segments = key.split("/")

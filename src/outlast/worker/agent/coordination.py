@@ -52,7 +52,7 @@ class Coordination:
         self._owner = environ.get(Env.RUN, "")
         """Name by which the submission knows the run, see `ownership`."""
         self._coordinator: Host | etcd.Running | None = None
-        self._heart: alive.Heart | None = None
+        self._heart: alive.Heartbeats | None = None
         self._recording: threading.Thread | None = None
         self._telling: threading.Thread | None = None
 
@@ -79,7 +79,7 @@ class Coordination:
         environ[Env.RUN], environ[Env.OWNER] = run, self._owner
         if self._store:
             if self._heart is None:  # else this is another attempt
-                self._heart = alive.Heart(lambda: where, run, self._owner, home, self.index, self._lost)
+                self._heart = alive.Heartbeats(lambda: where, run, self._owner, home, self.index, self._lost)
             run_ownership.set_aside(self.output, run, _say)
             run_ownership.fetch_own(where, self.output, self.index)
         log.keep(self.output / contract.LOGS / contract.worker_log(self.index))
