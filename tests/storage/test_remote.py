@@ -300,7 +300,7 @@ def test_a_checkpoint_that_is_spread_over_machines_is_committed_by_the_last(plac
     one.acquire(1)
     two.acquire(1)
     waits = one.push(whole, journals=tmp_path)
-    assert (waits.kind, waits.there, waits.missing) == ("waiting", False, ("__1_0.distcp",))
+    assert (waits.kind, waits.done, waits.missing) == ("waiting", False, ("__1_0.distcp",))
     assert waits.reason == "step-00000010 waits for __1_0.distcp, which another machine has"
     assert one.latest() is None
     other = checkpoints.list_(tmp_path / "two")[0]

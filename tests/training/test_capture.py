@@ -68,7 +68,7 @@ class Rank:
         assert candidate.at == (1, self.step)
         reader = Reader(candidate, self.client, 0, pytest.fail)
         reader.learn()
-        wanted = checkpoint.wanted(reader.read_metadata(), into, 0)
+        wanted = checkpoint.targets_of(reader.read_metadata(), into, 0)
         assert reader.covers(wanted)
         checkpoint.load(reader, "the snapshot", into, wanted)
         checkpoint.put(into, wanted, "the snapshot", 0)
@@ -262,7 +262,7 @@ class Loop:
 
     def boundary(self) -> None:
         self.step += 1
-        self.ours.heard(self.ours.votes())
+        self.ours.counted(self.ours.votes())
         self.ours.boundary(self.step)
 
     def until(self, true: Callable[[], bool]) -> None:

@@ -120,7 +120,7 @@ def test_shards_are_fetched_ahead_and_no_further(home: Path, tmp_path: Path):
     shards = Shards(f"file://{a_text(tmp_path / 'data', 4000, shard=100)}", block=10, window=4)
     stream = Stream(shards, 16)
     next(iter(stream))
-    wait_for(lambda: len(shards._place._kept) == 12)  # type: ignore[attr-defined]
+    wait_for(lambda: len(shards._place._ahead_held) == 12)  # type: ignore[attr-defined]
     here = {path.name for path in home.glob("shards/*") if not file_locks.free(path)}
     three = shards.windows(4, seed=0).ahead(0, 0, 3)  # type: ignore[union-attr]
     assert here == {path.name for path in home.glob("shards/*")} == {shards._shards[number].sha256 for number in three}
@@ -310,7 +310,7 @@ def test_threads_that_stand_still_are_not_joined_by_more_and_go_on_with_what_is_
         place.want(shards[first:], 0)
     assert threading.active_count() - before == 4
     place.goes_on.set()
-    wait_for(lambda: place._kept.keys() >= {shard.sha256 for shard in shards[6:]})
+    wait_for(lambda: place._ahead_held.keys() >= {shard.sha256 for shard in shards[6:]})
 
 
 def test_what_is_read_ahead_gives_way_from_the_end_on_and_only_as_far_as_needed(
@@ -321,12 +321,12 @@ def test_what_is_read_ahead_gives_way_from_the_end_on_and_only_as_far_as_needed(
     shards = place.manifest().part("train").shards
     for number in range(1, 5):
         place.want(shards[:number], 0)
-        wait_for(lambda number=number: len(place._kept) == number)  # type: ignore[misc]
+        wait_for(lambda number=number: len(place._ahead_held) == number)  # type: ignore[misc]
     place.want(shards[:5], 0)
     wait_for(lambda: list(place.ahead) == [(shards[4], False)])
     held = place.hold(shards[4])
-    assert list(place._kept) == [shard.sha256 for shard in shards[:3]]
-    assert {path.name for path in home.glob("shards/*")} == {*place._kept, held[0].name}
+    assert list(place._ahead_held) == [shard.sha256 for shard in shards[:3]]
+    assert {path.name for path in home.glob("shards/*")} == {*place._ahead_held, held[0].name}
 
 
 def test_a_shard_that_was_cut_off_is_replaced_and_never_removed(home: Path, tmp_path: Path):

@@ -105,9 +105,11 @@ class Workers:
         for rank in range(self.ranks):
             worker, local = divmod(rank, self.local)
             of = Part("r", 1, step, self.ranks, rank, worker, local, self.local, "shared", session="s")
-            shared = {key: bytes(tensors[key].numpy().data) for key in sorted(checkpoint.dealt(tensors, local, self.local))}
+            shared = {
+                key: bytes(tensors[key].numpy().data) for key in sorted(checkpoint.assigned_keys(tensors, local, self.local))
+            }
             self._keep(agents[worker], of, shared, {key: tensors[key] for key in shared})
-            firsts = {key: value for key, value in saved.firsts.items() if isinstance(value, bytes)} if rank == 0 else {}
+            firsts = {key: value for key, value in saved.rank0.items() if isinstance(value, bytes)} if rank == 0 else {}
             unique = dataclasses.replace(of, kind="unique")
             self._keep(agents[worker], unique, {f"rng/{rank}": rng, **firsts})
             [peer] = [agent for agent in agents if agent.address in self.to[worker]]
@@ -291,7 +293,7 @@ def test_what_eight_thousand_ranks_say_is_heard_and_decided_in_seconds() -> None
         said += [recovery.packed(f"10.0.{worker >> 8}.{worker & 255}:40000", there), *[recovery.packed("", [])] * (local - 1)]
     assert max(map(len, said)) < 1000, "each rank gets as many bytes of all as the longest has"
     begun = time.process_time()
-    held, stored, problem = recovery.heard(said)
+    held, stored, problem = recovery.merged(said)
     [candidate] = election.newest(held, "r", 4).candidates
     assert time.process_time() - begun < 10
     assert (stored, problem) == (None, "")
@@ -304,4 +306,4 @@ def test_what_a_newer_version_says_is_understood_as_far_as_it_can_be() -> None:
     said = json.loads(zlib.decompress(recovery.packed("w0:1", [part], (1, 4))))
     said["parts"] = [{**said["parts"][0], "colour": "blue"}, {**said["parts"][0], "kind": "quantum"}]
     newer = zlib.compress(json.dumps({**said, "weather": "fine"}).encode())
-    assert recovery.heard([newer]) == ([election.Held(part, "w0:1")], (1, 4), "")
+    assert recovery.merged([newer]) == ([election.Held(part, "w0:1")], (1, 4), "")

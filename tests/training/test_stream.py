@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from outlast.base.errors import OutlastError
 from outlast.training import Batch, Stream
-from outlast.training.samples.stream import dealt, permuted
+from outlast.training.samples.stream import permuted, share_of
 from outlast.training.stalls import Stalls
 
 
@@ -73,7 +73,7 @@ def test_seeds_and_epochs_have_orders_of_their_own():
 
 @given(count=st.integers(0, 1000), ranks=st.integers(1, 40))
 def test_parts_are_contiguous_and_differ_by_at_most_one(count: int, ranks: int):
-    parts = [dealt(count, ranks, rank) for rank in range(ranks)]
+    parts = [share_of(count, ranks, rank) for rank in range(ranks)]
     assert [parts[0][0], *(end for _, end in parts)] == [*(start for start, _ in parts), count]
     sizes = [end - start for start, end in parts]
     assert max(sizes) - min(sizes) <= 1

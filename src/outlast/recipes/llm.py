@@ -42,7 +42,7 @@ from outlast.recipes.shared import loop, results, settings
 from outlast.recipes.shared.loop import Record
 from outlast.recipes.shared.settings import flag
 from outlast.training import Session, Stream, device
-from outlast.training.samples.stream import Batch, dealt
+from outlast.training.samples.stream import Batch, share_of
 from outlast.training.state import checkpoint
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ class Training(loop.Recipe):
     def mean(self, samples: Samples) -> float:
         """Mean loss over the learned tokens of all samples, each computed by one rank. A collective."""
         run = self.run
-        begin, end = dealt(len(samples), run.world_size, run.rank)
+        begin, end = share_of(len(samples), run.world_size, run.rank)
         rows = validation(self.parts, samples, range(begin, end), self.s)
         passes = max(run.gather(len(rows)))
         stand_in = validation(self.parts, samples, range(1), self.s)[:1]

@@ -39,7 +39,7 @@ from outlast.recipes.shared import loop, results, settings
 from outlast.recipes.shared.loop import Record
 from outlast.recipes.shared.settings import flag
 from outlast.training import Session, Stream, device
-from outlast.training.samples.stream import Batch, dealt
+from outlast.training.samples.stream import Batch, share_of
 from outlast.training.state import checkpoint
 
 THEIRS = {
@@ -224,7 +224,7 @@ class Training(loop.Recipe):
         s, run, val = self.s, self.run, self.data.val
         assert val is not None
         points = queried(self.model.config, s, -1)
-        first, last = dealt(len(val), run.world_size, run.rank)
+        first, last = share_of(len(val), run.world_size, run.rank)
         self.model.eval()
         sums = torch.zeros(len(perceiver_measure.NAMES), dtype=torch.float64)
         with run.alive():

@@ -1,4 +1,4 @@
-"""What a training script imports: exact resume, asynchronous checkpoints and a fixed global batch, with torch.
+"""The imports of a training script: exact resume, asynchronous checkpoints and a fixed global batch, with torch.
 
     from outlast.training import Stream, session
 

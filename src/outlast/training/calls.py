@@ -1,9 +1,9 @@
 """Collective calls of a session, and the error message when ranks do not make the same ones.
 
-Every such call begins with the same small all-reduce, whatever it does afterwards. It carries a number made of the call's name,
-its step and the position of the stream, so ranks that are in different calls find out at once, instead of waiting for each other
-or mixing up their numbers. What a call has to add up anyway (votes, losses) travels in the same message: agreeing costs nothing.
-A rank that is in no call of the session at all is `hangs.stall`'s business.
+Every such call begins with the same small all-reduce, whatever it does afterwards. It carries a hash of the call's name, its step
+and the position of the stream, so ranks in different calls find out at once, instead of waiting for each other or mixing up their
+numbers. Sums that a call needs anyway (votes, losses) travel in the same message, so the check costs nothing. `hangs.stall`
+handles ranks that are in no call of the session.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from outlast.worker.hangs import stall
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _ROOM = 14
-"""Most numbers in the message of an agreement; arbitrary. Up to some hundred bytes its size does not matter."""
+"""Most numbers in the first message; arbitrary. Up to some hundred bytes its size does not matter."""
 _BITS = 20
-"""Of a call's number: the squares of 8,192 of them still add up exactly in a double."""
+"""Bits of a call's hash: the squares of 8,192 of them still add up exactly in a double."""
 _SAME = "every rank must make the same calls in the same order"
 REMEDY = f"{_SAME}: move what only some ranks call out of its `if`"
 
@@ -53,7 +53,7 @@ def public(example: str) -> Callable[[Method], Method]:
 
 
 def place() -> str:
-    """The line of the script that has called a method: `train.py:20`."""
+    """The calling line of the script: `train.py:20`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("outlast.training"):
         frame = frame.f_back
@@ -61,8 +61,6 @@ def place() -> str:
 
 
 class Calls:
-    """The calls of one session, all over `group`."""
-
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
@@ -73,7 +71,7 @@ class Calls:
     def meet(self, call: str, position: int, numbers: Sequence[float] = ()) -> list[float]:
         """Add up `numbers` over all ranks, which must all be in this call, at this position of their streams.
 
-        Raises OutlastError on all ranks when they are not. A collective.
+        Raises OutlastError on all ranks if they are not. A collective.
         """
         if self._ranks == 1:
             return list(numbers)
@@ -91,10 +89,10 @@ class Calls:
                 raise OutlastError(sentence) from error
             raise
         keys, squares, *sums = self._numbers.tolist()
-        if int(keys) ** 2 != self._ranks * int(squares):  # Cauchy and Schwarz: equal only when all keys are
-            found: list[Any] = [None] * self._ranks
-            dist.all_gather_object(found, (watch.call, position), group=self._group)
-            raise OutlastError(differing(found))
+        if int(keys) ** 2 != self._ranks * int(squares):  # Cauchy and Schwarz: equal only if all keys are
+            calls: list[Any] = [None] * self._ranks
+            dist.all_gather_object(calls, (watch.call, position), group=self._group)
+            raise OutlastError(differing(calls))
         if rest:
             more = torch.tensor(rest, dtype=torch.float64)
             dist.all_reduce(more, group=self._group)
@@ -102,13 +100,12 @@ class Calls:
         return [float(number) for number in sums[: len(first)]]
 
     def leave(self) -> None:
-        """Announce that this rank has reached the end of the session."""
+        """Announce the end of this rank's session."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError):  # the rank that serves the store has left already
                 self._store.set(f"outlast/left/{self._rank}", place())
 
     def close(self) -> None:
-        """Release the group."""
         self._group = self._store = None
 
     def _who_left(self, call: str) -> str:
@@ -121,12 +118,12 @@ class Calls:
                     where = self._store.get(f"outlast/left/{rank}").decode()
                     return f"rank {self._rank} is in {call}, rank {rank} has left the session ({where}); {_SAME}"
         except RuntimeError:
-            pass  # the store is gone: all that can be said is that the connection is, too
+            pass  # the store is gone, so only the lost connection can be reported
         return ""
 
 
-def differing(found: Sequence[tuple[str, int]]) -> str:
-    """The error message about ranks in different calls; given (call, position of the stream) of each."""
-    positions = {position for _, position in found}
-    said = [f"{call} after batch {position}" if len(positions) > 1 else call for call, position in found]
-    return f"{stall.listed(said, 'in')}; {REMEDY}"
+def differing(calls: Sequence[tuple[str, int]]) -> str:
+    """The error message about ranks in different calls, given each rank's (call, position of the stream)."""
+    positions = {position for _, position in calls}
+    places = [f"{call} after batch {position}" if len(positions) > 1 else call for call, position in calls]
+    return f"{stall.listed(places, 'in')}; {REMEDY}"

@@ -1,7 +1,7 @@
-"""The devices that training computes on. The only module that knows how torch's modules for them differ.
+"""The devices that training computes on, and the differences between torch's modules for them, known here only.
 
     accelerator = device.find()                # this machine's: a GPU, a Trainium, ..., or the CPU
-    accelerator.bind(local_rank)               # -> torch.device; what Session.device is
+    accelerator.bind(local_rank)               # -> torch.device, as Session.device
     with device.of(x.device).autocast(torch.bfloat16):
         ...
 
@@ -26,15 +26,15 @@ from outlast.job import accelerators
 
 
 class Device:
-    """Devices of one type, by the module that torch has for them."""
+    """Devices of one type, used through torch's module for them."""
 
     pins = True
-    """Whether tensors in pinned memory are copied to it in the background."""
+    """Copies from pinned memory run in the background."""
 
     def __init__(self, type: str, backend: str = "", package: str = "") -> None:
         self.type = type
         self.backend = f"cpu:gloo,{type}:{backend}"
-        """What `init_process_group` needs: gloo for tensors on the CPU, the accelerator's own backend for its tensors."""
+        """Argument of `init_process_group`: gloo for tensors on the CPU, the accelerator's own backend for its tensors."""
         self._package = package
 
     @property
@@ -43,7 +43,7 @@ class Device:
         return getattr(torch, self.type, None)
 
     def available(self) -> bool:
-        """Whether this machine has one that torch can use."""
+        """Whether this machine has one usable by torch."""
         return self._module is not None and bool(self._module.is_available())
 
     def bind(self, index: int) -> torch.device:
@@ -56,7 +56,7 @@ class Device:
         return str(self._module.get_device_name())
 
     def peak_flops(self) -> float | None:
-        """Peak of dense matrix products in bfloat16, in FLOP/s; None if it is not known."""
+        """Peak FLOP/s of dense matrix products in bfloat16; None if unknown."""
         return accelerators.peak_flops(self.name())
 
     def bfloat16(self) -> bool:
@@ -64,16 +64,16 @@ class Device:
         return True
 
     def autocast(self, dtype: torch.dtype | None) -> torch.autocast:
-        """A context in which matrix products are computed in `dtype`; None or float32: as the tensors are."""
+        """A context in which matrix products are computed in `dtype`; None or float32: in the tensors' own type."""
         lower = dtype not in (None, torch.float32)
         return torch.autocast(self.type, dtype if lower else None, enabled=lower)
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a CPU tensor in pinned memory, where that makes copies to the device faster; otherwise the tensor itself."""
+        """A copy of a CPU tensor in pinned memory, if that makes copies to the device faster; otherwise the tensor itself."""
         return tensor.pin_memory() if self.pins and tensor.device.type == "cpu" else tensor
 
     def room(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory on the CPU for a copy of a tensor on the device, pinned where that makes the copy faster.
+        """CPU memory for a copy of a tensor on the device, pinned if that makes the copy faster.
 
         Not pinned for another device than the current one: copies to such memory end before the call returns, and `synchronize`
         would not wait for them.
@@ -99,46 +99,46 @@ class Device:
         self._module.set_rng_state(state)
 
     def synchronize(self) -> None:
-        """Wait for the work that was queued on the current device, such as copies to the CPU."""
+        """Wait for queued work of the current device, such as copies to the CPU."""
         self._module.synchronize()
 
     def beside(self) -> Beside | None:
-        """Copies to the CPU beside the computation; None where they have to be waited for."""
+        """Copies to the CPU in parallel to the computation; None if the device cannot do that."""
         module = self._module
         return Beside(module) if all(hasattr(module, name) for name in ("Stream", "Event", "stream", "current_stream")) else None
 
     def register(self, memory: torch.Tensor) -> bool:
-        """Pin memory of the CPU that somebody else has allocated, for faster copies. Returns whether it is."""
+        """Pin CPU memory that was allocated elsewhere, for faster copies. Returns whether it is pinned."""
         return False
 
     def unregister(self, memory: torch.Tensor) -> None:
-        """Undo `register`, before the memory is unmapped: copies to what is mapped at its address later would go astray."""
+        """Undo `register`, before the memory is unmapped: later copies to the same address would go astray."""
 
     def mark_step(self) -> None:
         """End the step for devices that record operations and run them as one program (XLA). Others compute at once."""
 
 
 class Beside:
-    """A stream on which one batch of copies at a time runs beside the computation of the current device."""
+    """A stream on which one batch of copies at a time runs in parallel to the current device's computation."""
 
     def __init__(self, module: Any) -> None:
         self._module, self._stream, self._index = module, module.Stream(), module.current_device()
         self._copied: Any = None
-        """The event at the end of the copies, until somebody has waited for it."""
+        """The event at the end of the copies, until it has been waited for."""
 
     def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether it lies on the device of this stream. Copies of others run on streams of theirs, so `wait` would miss them."""
+        """Whether a tensor is on this stream's device. Copies of others run on their own streams, so `wait` would miss them."""
         return tensor.device.type != "cpu" and tensor.device.index == self._index
 
     def queue(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Queue copies of the second tensor of each pair into the first on the current stream."""
         if pairs:
             with torch.no_grad():
-                torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs], non_blocking=True)
+                torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs], non_blocking=True)
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Queue copies: they begin when the computation that is queued now has ended."""
+        """Queue copies, which begin once the computation queued so far has ended."""
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
             yield
@@ -146,7 +146,7 @@ class Beside:
         self._copied.record(self._stream)
 
     def before_changes(self) -> None:
-        """Make the computation that is queued from now on wait for the copies, which it would change."""
+        """Make later computation wait for the copies, whose sources it may change."""
         if (copied := self._copied) is not None:
             self._module.current_stream().wait_event(copied)
 
@@ -155,7 +155,7 @@ class Beside:
         if (copied := self._copied) is not None:
             self._module.set_device(self._index)  # a new thread has device 0, on which CUDA would take memory
             copied.synchronize()
-            self._copied = None  # a graph that is captured from now on must not wait for an event from outside of it
+            self._copied = None  # a graph captured from now on must not wait for an event from outside
 
 
 class _Cpu(Device):
@@ -182,7 +182,7 @@ class _Cpu(Device):
         return None
 
     def bfloat16(self) -> bool:
-        module: Any = torch.cpu  # whose names for this are private; None on other processors than x86
+        module: Any = torch.cpu  # its functions for this are private; they return None on other processors than x86
         return bool(module._is_amx_tile_supported() or module._is_avx512_bf16_supported())
 
     def seed(self, seed: int) -> None:
@@ -195,7 +195,7 @@ class _Cpu(Device):
         torch.set_rng_state(state)
 
     def synchronize(self) -> None:
-        """Nothing: what the CPU computes is done when the call returns."""
+        """Nothing to wait for: the CPU's calls return when they are done."""
 
     def beside(self) -> None:
         return None
@@ -208,7 +208,7 @@ class _Cuda(Device):
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
             return True
-        with contextlib.suppress(RuntimeError):  # the error is kept for the next kernel, which is not to be one of the training
+        with contextlib.suppress(RuntimeError):  # CUDA reports the error at the next kernel: let that be this one
             torch.ones(1, device="cuda")
         return False
 
@@ -228,7 +228,7 @@ class _Neuron(Device):
 class _Xla(Device):
     """torch_xla: TPUs, and Trainium with an SDK before TorchNeuron. A process has one device and need not choose it.
 
-    Its process group takes tensors on XLA devices only; ours for the CPU is another group.
+    Its process group takes tensors on XLA devices only; the session's group for the CPU is a separate one.
     """
 
     pins = False
@@ -250,7 +250,7 @@ class _Xla(Device):
     def peak_flops(self) -> None:
         return None
 
-    def place(self, tensor: torch.Tensor) -> int:  # they have no addresses
+    def place(self, tensor: torch.Tensor) -> int:  # XLA tensors have no addresses
         return int(importlib.import_module("torch_xla")._XLAC._xla_get_tensor_id(tensor))
 
     def seed(self, seed: int) -> None:
@@ -273,7 +273,7 @@ class _Xla(Device):
     def mark_step(self) -> None:
         state = self.random_state()
         importlib.import_module("torch_xla").sync()
-        self.set_random_state(state)  # which `sync` changes: a run that saves more often would draw other numbers
+        self.set_random_state(state)  # `sync` changes it, and a run that saves more often would draw other numbers
 
     @property
     def _model(self) -> Any:
@@ -281,13 +281,13 @@ class _Xla(Device):
 
 
 _SPECIAL: dict[str, type[Device]] = {"cuda": _Cuda, "neuron": _Neuron, "xla": _Xla}
-"""Classes of accelerators whose module is not like `torch.cuda`, by torch's device type."""
+"""By torch's device type, classes for modules unlike `torch.cuda`."""
 CPU = _Cpu()
 
 
 @functools.cache
 def _imported(package: str) -> bool:
-    """Whether the package that adds a device to torch is here; it has then been imported."""
+    """Import the package that adds a device to torch; returns whether it is installed."""
     try:
         return bool(package and importlib.import_module(package))
     except ModuleNotFoundError as error:
@@ -298,9 +298,9 @@ def _imported(package: str) -> bool:
 
 @functools.cache
 def _has_xla() -> bool:
-    """Whether torch_xla has an accelerator, or $PJRT_DEVICE asks for its CPU. Asked once: torch_xla sets the variable itself."""
-    asked = "PJRT_DEVICE" in os.environ
-    return _imported("torch_xla") and (asked or importlib.import_module("torch_xla.runtime").device_type() not in (None, "CPU"))
+    """Whether torch_xla has an accelerator, or $PJRT_DEVICE requests its CPU. Cached: torch_xla sets the variable itself."""
+    forced = "PJRT_DEVICE" in os.environ
+    return _imported("torch_xla") and (forced or importlib.import_module("torch_xla.runtime").device_type() not in (None, "CPU"))
 
 
 def _made(row: accelerators.Accelerator) -> Device:
@@ -308,26 +308,26 @@ def _made(row: accelerators.Accelerator) -> Device:
 
 
 def find() -> Device:
-    """The accelerator of this machine; without one, the CPU."""
+    """This machine's accelerator; without one, the CPU."""
     return next((each for each in map(_made, accelerators.DEVICES.values()) if each.available()), CPU)
 
 
 def of(where: torch.device) -> Device:
-    """The device that tensors on `where` are computed on."""
+    """The device for tensors on `where`."""
     row = accelerators.DEVICES.get(where.type)
     return CPU if where.type == "cpu" else _made(row) if row else Device(where.type)
 
 
-def dtype(asked: str, where: torch.device, gather: Callable[[bool], list[bool]] | None = None) -> torch.dtype:
-    """The type of matrix products: `float32` or `bfloat16` as asked; `auto` is bfloat16 where that is faster.
+def dtype(requested: str, where: torch.device, gather: Callable[[bool], list[bool]] | None = None) -> torch.dtype:
+    """The type of matrix products: `float32` or `bfloat16` as requested; `auto` is bfloat16 where that is faster.
 
-    Ranks on different hardware have to agree, or each would compute something else: give them `run.gather`, then bfloat16 has to
-    be faster on all of them. A collective with `gather`.
+    Ranks on different hardware must use the same type: pass `run.gather`, and `auto` requires bfloat16 to be faster on all of
+    them. A collective with `gather`.
     """
-    fast = asked == "auto" and all((gather or (lambda said: [said]))(of(where).bfloat16()))
-    return torch.bfloat16 if fast or asked == "bfloat16" else torch.float32
+    fast = requested == "auto" and all((gather or (lambda fast: [fast]))(of(where).bfloat16()))
+    return torch.bfloat16 if fast or requested == "bfloat16" else torch.float32
 
 
 def computing() -> torch.device:
-    """Where a process computes that is no rank, such as an evaluation."""
+    """The device of a process that is no rank, such as an evaluation."""
     return torch.device(find().type)

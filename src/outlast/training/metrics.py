@@ -1,7 +1,7 @@
-"""`metrics.jsonl`: the numbers a run reports, one JSON object a line, each step once.
+"""`metrics.jsonl`: the values that a run logs, one JSON object per line, each step once.
 
-Rank 0 appends. When a run goes on from an earlier step, the lines after it are cut off, because those steps come again. Where
-workers share no disk, every disk has the lines up to its newest checkpoint (`Copy`), so that rank 0 may be anywhere next time.
+Rank 0 appends. When a run resumes from an earlier step, the later lines are cut off, because those steps come again. If workers
+share no disk, every disk has the lines up to its newest checkpoint (`Copy`), so that rank 0 may be anywhere next time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outlast.training.state.disks import Disks, Part
 
 
 def append(path: Path, line: dict[str, Any]) -> None:
-    """Add one line. Raises OSError when it cannot be written, and then no part of it is."""
+    """Append one line, whole or not at all. Raises OSError."""
     with path.open("ab", buffering=0) as file:
         text = json.dumps(line).encode() + b"\n"
         if (written := file.write(text)) < len(text):
@@ -32,18 +32,18 @@ def append(path: Path, line: dict[str, Any]) -> None:
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Remove the lines of steps later than `step`, and an incomplete one that a killed process left."""
+    """Remove the lines of steps after `step`, and an incomplete line left by a killed process."""
     if not path.exists() or not path.stat().st_size:
         return
     with path.open("r+b") as file:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
             end = len(text)
-            while end and not _kept(text[(start := text.rfind(b"\n", 0, end - 1) + 1) : end], step):
+            while end and not _is_of(text[(start := text.rfind(b"\n", 0, end - 1) + 1) : end], step):
                 end = start
         file.truncate(end)
 
 
-def _kept(line: bytes, step: int) -> bool:
+def _is_of(line: bytes, step: int) -> bool:
     try:
         return line.endswith(b"\n") and bool(json.loads(line)["step"] <= step)
     except (ValueError, KeyError, TypeError):
@@ -51,15 +51,15 @@ def _kept(line: bytes, step: int) -> bool:
 
 
 def last(path: Path, name: str, step: int) -> float | None:
-    """The value of `name` in the newest line that has one and is not of a later step; None if there is none."""
+    """The newest value of `name` up to `step`; None if there is none."""
     if not path.exists() or not path.stat().st_size:
         return None
     key = json.dumps(name).encode() + b":"
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
         end = len(text)
-        while (found := text.rfind(key, 0, end)) >= 0:
-            end = text.rfind(b"\n", 0, found) + 1
-            line = text[end : max(text.find(b"\n", found), end)]
+        while (at := text.rfind(key, 0, end)) >= 0:
+            end = text.rfind(b"\n", 0, at) + 1
+            line = text[end : max(text.find(b"\n", at), end)]
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 document = json.loads(line)
                 if document["step"] <= step:
@@ -69,14 +69,14 @@ def last(path: Path, name: str, step: int) -> float | None:
 
 _BLOCK = 1 << 20
 _MOST_RECENT = 1 << 20
-"""Bytes of lines in a snapshot."""
+"""Most bytes of lines in a snapshot."""
 _MOST = 64 << 20
-"""Bytes of lines that go to other disks with one save."""
+"""Most bytes of lines that go to other disks with one save."""
 
 
 @dataclass(frozen=True)
 class News:
-    """Lines from rank 0's disk, and their place in the file."""
+    """Lines from rank 0's disk, and their offset in the file."""
 
     start: int
     lines: bytes
@@ -88,29 +88,29 @@ class Copy:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.same = 0
-        """Number of bytes from its beginning that are known to equal rank 0's."""
+        """Leading bytes known to equal rank 0's."""
         self.everywhere = 0
-        """On rank 0: how many of its bytes all disks are known to have."""
+        """On rank 0: leading bytes that all disks are known to have."""
 
     def even_out(self, disks: Disks, step: int) -> str:
         """Copy the file with the most steps up to `step` to all disks, without later steps.
 
         Returns why that failed here, or an empty text. A collective of the leaders, in the thread that trains.
         """
-        problem, ours = "", (-1, 0, 0)
+        problem, own = "", (-1, 0, 0)
         try:
             forget_after(self.path, step)
-            ours = self._summary()
+            own = self._summary()
         except OSError as error:
             problem = error.strerror or str(error)
-        found = disks.each(ours, disks.leaders)
-        most = max(found, key=lambda said: said[:2])
-        lacks = ours != most
-        if any(said != most for said in found):
+        summaries = disks.each(own, disks.leaders)
+        most = max(summaries, key=lambda summary: summary[:2])
+        lacks = own != most
+        if any(summary != most for summary in summaries):
             new = self.path.with_name(f".{self.path.name}.fetching")
-            part = Part(self.path.name, most[1], most[2], found.index(most))
-            came = disks.exchange([part], lambda name: None if problem else new if lacks else self.path, disks.leaders)
-            problem = problem or came
+            part = Part(self.path.name, most[1], most[2], summaries.index(most))
+            failed = disks.exchange([part], lambda name: None if problem else new if lacks else self.path, disks.leaders)
+            problem = problem or failed
             if lacks and not problem:
                 try:
                     new.rename(self.path)
@@ -123,7 +123,7 @@ class Copy:
         return problem
 
     def recent(self) -> str:
-        """Lines that other disks may lack, for a snapshot; none if they cannot be read, or are too many."""
+        """Lines that other disks may lack, for a snapshot; empty if they cannot be read, or are too many."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.everywhere)
@@ -133,15 +133,15 @@ class Copy:
         return lines.decode(errors="replace") if len(lines) <= _MOST_RECENT else ""
 
     def add(self, lines: str, step: int) -> None:
-        """Append those of `lines`, from a snapshot, that come after the last one up to `step` here. Raises OSError."""
+        """Append lines from a snapshot, up to `step`, that are missing here. Raises OSError."""
         forget_after(self.path, step)
         last = self._summary()[0]
         for line in lines.splitlines(keepends=True):
-            if _kept(line.encode(), step) and not _kept(line.encode(), last):
+            if _is_of(line.encode(), step) and not _is_of(line.encode(), last):
                 append(self.path, json.loads(line))
 
     def _summary(self) -> tuple[int, int, int]:
-        """The last step in it, its size and checksum."""
+        """The last step, size and checksum of the file."""
         try:
             file = self.path.open("rb", buffering=0)
         except FileNotFoundError:
@@ -157,7 +157,7 @@ class Copy:
         return step, size, crc
 
     def news(self, start: int) -> News:
-        """Whole lines after `start` for the other disks, up to a limit; the rest follows the next time. Raises OSError."""
+        """Whole lines after byte `start` for the other disks, up to a limit; the rest follows next time. Raises OSError."""
         self.everywhere = start
         try:
             with self.path.open("rb") as file:
@@ -168,7 +168,7 @@ class Copy:
         return News(start, lines[: lines.rfind(b"\n") + 1])
 
     def take(self, news: News) -> None:
-        """Write the lines from rank 0's disk. Raises OSError; then `same` is 0, and the next save sends the whole file."""
+        """Write lines from rank 0's disk. Raises OSError; then `same` is 0, and the next save sends the whole file."""
         self.same, end = 0, news.start + len(news.lines)
         with self.path.open("r+b" if self.path.exists() else "w+b", buffering=0) as file:
             if os.fstat(file.fileno()).st_size < news.start:
@@ -182,21 +182,21 @@ class Copy:
 
 
 class Screen:
-    """Prints the reported values from time to time: `outlast: step 40 of 1280: loss 0.693`."""
+    """Prints logged values from time to time: `outlast: step 40 of 1280: loss 0.693`."""
 
     EVERY_S = 10.0
-    """Least time between two lines; arbitrary."""
+    """Minimum interval of lines; arbitrary."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
         self._step = 0
         self._steps: Callable[[], int | None] = lambda: None
         self._values: dict[str, float] = {}
-        """The newest of each name since the last line."""
+        """The newest value of each name since the last line."""
         self._shown = float("-inf")
 
     def show(self, step: int, values: Mapping[str, float], steps: Callable[[], int | None]) -> None:
-        """Keep `values`, and print a line if the last one is old enough. `steps` is the total of the run."""
+        """Remember `values`, and print a line if one is due. `steps` returns the run's total."""
         if self._quiet:
             return
         self._step, self._steps = step, steps
@@ -207,8 +207,8 @@ class Screen:
     def flush(self) -> None:
         """Print the values that were not printed yet."""
         if self._values:
-            of = f" of {steps}" if (steps := self._steps()) else ""
-            self.say(f"step {self._step}{of}: " + ", ".join(f"{name} {value:.4g}" for name, value in self._values.items()))
+            total = f" of {steps}" if (steps := self._steps()) else ""
+            self.say(f"step {self._step}{total}: " + ", ".join(f"{name} {value:.4g}" for name, value in self._values.items()))
             self._values, self._shown = {}, time.monotonic()
 
     def say(self, sentence: str) -> None:

@@ -1,7 +1,7 @@
 """Mistakes in training scripts, and their error messages.
 
-Each looks at what a script has given a session and raises OutlastError when the run would otherwise be silently wrong: train on
-other samples than it seems to, or save less. `Session` asks at the calls where it can be known.
+Each check inspects a script's arguments to a session and raises OutlastError if the run would otherwise be silently wrong: train
+on other samples than it seems to, or save less. `Session` checks as early as the mistake can be detected.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from outlast.training.state.stateful import Stateful
 State = Mapping[str, Any]
 
 _LENGTHS = ("total_steps", "T_max", "total_iters")
-"""Attributes of torch's schedulers with the number of steps they are made for."""
+"""Attributes of torch's schedulers that hold their number of steps."""
 
 
 def whole(step: Any) -> int:
-    """The step that a script has passed, checked."""
+    """The script's step as an int; raises OutlastError for other types."""
     try:
         return operator.index(step)
     except TypeError:
@@ -41,7 +41,7 @@ def whole(step: Any) -> int:
 
 
 def number(name: str, value: Any) -> float:
-    """The value that a script logs, as a float."""
+    """A logged value as a float; raises OutlastError for anything but a single number."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -51,7 +51,7 @@ def number(name: str, value: Any) -> float:
 
 
 def check_mapping(state: Any) -> None:
-    """Check the type of the state that a script passes to `resume`."""
+    """Check the type of `resume`'s argument."""
     if not isinstance(state, Mapping):
         raise OutlastError(
             f"resume() got {streams.kind(state)} and needs names for what it restores ({place()}); "
@@ -59,14 +59,14 @@ def check_mapping(state: Any) -> None:
         )
 
 
-def deal(state: State) -> None:
-    """Make the streams of a state refuse to be read if a model's layout forbids that each rank gets a share of its own."""
-    problem = next((said for name, thing in state.items() if (said := _undealt(name, thing))), "")
+def check_sharding(state: State) -> None:
+    """Make the streams of a state refuse to be read if a model's layout forbids a separate share for each rank."""
+    problem = next((problem for name, thing in state.items() if (problem := _sharding_problem(name, thing))), "")
     for stream in streams_of(state):
-        stream.undealt = problem
+        stream.not_shardable = problem
 
 
-def _undealt(name: str, thing: Any) -> str:
+def _sharding_problem(name: str, thing: Any) -> str:
     if not isinstance(thing, torch.nn.Module):
         return ""
     ranks = dist.get_world_size()
@@ -96,13 +96,13 @@ def streams_of(state: State) -> list[Stream | Stateful]:
 
 
 def described(state: State) -> list[str]:
-    """The names in a state; with what identifies its data, which must be the same on all ranks."""
+    """The names in a state, with the fingerprints of its data, which must be the same on all ranks."""
     prints = {name: thing.fingerprint for name, thing in state.items() if isinstance(thing, Stream)}
     return [f"{name} over data {prints[name]}" if prints.get(name) else name for name in state]
 
 
 def lengths(state: State) -> dict[str, dict[str, int]]:
-    """The number of steps that each scheduler in a state is made for, by name."""
+    """The number of steps of each scheduler in a state, by name."""
     return {
         name: {key: vars(thing)[key] for key in _LENGTHS if isinstance(vars(thing).get(key), int)}
         for name, thing in state.items()
@@ -111,16 +111,16 @@ def lengths(state: State) -> dict[str, dict[str, int]]:
 
 
 def changed(state: State, made: Mapping[str, Mapping[str, int]]) -> str:
-    """A warning on what another batch size changes for a resumed run; empty if the batch size is the same.
+    """A warning about the effects of a new batch size on a resumed run; empty if the batch size is the same.
 
-    `made` are the `lengths` before the resume. Raises OutlastError when a schedule was saved for the steps of another batch.
+    `made` are the `lengths` before the resume. Raises OutlastError if a schedule was saved for the steps of another batch.
     """
-    said = ""
+    warning = ""
     for stream in streams_of(state):
         if stream.saved_with is None or stream.saved_with[0] == stream.batch:
             continue
         (batch, before), after = stream.saved_with, stream.total_steps
-        said = (
+        warning = (
             f"batch is {stream.batch} from step {stream.step} on, it was {batch}; the run has {after} steps instead of {before}"
         )
         saved = lengths(state)
@@ -128,16 +128,16 @@ def changed(state: State, made: Mapping[str, Mapping[str, int]]) -> str:
             if before != after and saved[name] != made[name]:
                 kind = type(state[name]).__name__
                 raise OutlastError(
-                    f"{said}, and {name!r} ({kind}) was saved for the old number; go on with batch {batch}, or take {name!r} out "
-                    f"of resume() and make it afterwards: {kind}(..., last_epoch=step - 1) with stream.total_steps"
+                    f"{warning}, and {name!r} ({kind}) was saved for the old number; go on with batch {batch}, or take {name!r} "
+                    f"out of resume() and make it afterwards: {kind}(..., last_epoch=step - 1) with stream.total_steps"
                 )
-    return said
+    return warning
 
 
-def check_read(state: State, asked: Mapping[Any, int]) -> None:
-    """Raise OutlastError if a stream that is being read is not saved; `asked` is the count of `asked()` before the capture."""
+def check_read(state: State, before: Mapping[Any, int]) -> None:
+    """Raise OutlastError if a stream that is being read is not saved; `before` are the `saves()` before the capture."""
     for stream in streams.being_read():
-        if stream not in streams_of(state) and stream.saves == asked.get(stream, 0):
+        if stream not in streams_of(state) and stream.saves == before.get(stream, 0):
             raise OutlastError(
                 f"a Stream that is being read (batch {stream.step} of {stream.total_steps}) is not among what resume() was given "
                 f"({', '.join(state)}), so its samples would come again after a restart ({place()}); "
@@ -145,21 +145,21 @@ def check_read(state: State, asked: Mapping[Any, int]) -> None:
             )
 
 
-def asked() -> dict[Any, int]:
-    """Number of times that each stream that is being read was asked for its position."""
+def saves() -> dict[Any, int]:
+    """For each stream that is being read, the number of `state_dict` calls."""
     return {stream: stream.saves for stream in streams.being_read()}
 
 
 def hint(error: BaseException, state: State) -> str:
-    """A hint at the probable mistake in a script that ends with this error; empty if there is none."""
-    said = str(error)
-    if isinstance(error, ValueError | TypeError) and "unpack" in said:
+    """A hint at the probable mistake in a script that ended with this error; empty if there is none."""
+    message = str(error)
+    if isinstance(error, ValueError | TypeError) and "unpack" in message:
         sample = next((stream.sample for stream in [*streams_of(state), *streams.being_read()] if stream.sample), "")
         if sample:
             return (
                 f"outlast: batch.split() gives (data, share) pairs, and data here is {sample}: unpack just that, "
                 "e.g. `for data, share in batch.split(net):`, or return pairs from the dataset"
             )
-    if isinstance(error, ValueError) and "initialize the default process group twice" in said:
+    if isinstance(error, ValueError) and "initialize the default process group twice" in message:
         return "outlast: session.open() has joined the process group already; remove init_process_group() from the script"
     return ""

@@ -1,8 +1,8 @@
-"""The order of the samples, pure functions of (seed, epoch, position), and of the sums of gradients (`ddp`).
+"""The order of the samples, pure functions of (seed, epoch, position), and of the additions of gradients (`ddp`).
 
-`permuted` shuffles all samples of an epoch. `Windows` shuffles samples that lie in shards so that few shards are read at a time:
-it shuffles the shards, takes them in windows of a few, and shuffles the samples of each window. Neither depends on the number of
-ranks, on what a machine has in its cache, or on any library's generator.
+`permuted` shuffles all samples of an epoch. `Windows` shuffles samples in shards so that few shards are read at a time: it
+shuffles the shards, takes them in windows of a few, and shuffles the samples of each window. Neither depends on the number of
+ranks, on a machine's cache, or on any library's generator.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Indices = NDArray[np.int64]
 
 _ROUNDS = 8
 VERSION = 1
-"""Part of every key. Another permutation needs another number, or resumed runs would see other samples."""
+"""Part of every key. A different permutation needs a new number, or resumed runs would see other samples."""
 
 
 def permuted(positions: Indices, samples: int, seed: int, epoch: int) -> Indices:
@@ -66,10 +66,10 @@ class Windows:
         self._sizes = np.asarray(sizes, dtype=np.int64)
         self._starts = np.cumsum(self._sizes) - self._sizes
         self._window, self._seed = window, seed
-        self._layout = functools.lru_cache(maxsize=2)(self._laid_out)  # of this epoch, and of the next
+        self._layout = functools.lru_cache(maxsize=2)(self._laid_out)  # this epoch's and the next one's
 
     def at(self, positions: Indices, epoch: int) -> Indices:
-        """The samples at `positions` of an epoch, counted in the order of the shards: a bijection of 0 ... samples-1."""
+        """The samples at `positions` of an epoch, numbered in the order of the shards: a bijection of 0 ... samples-1."""
         shards, ends, lasts = self._layout(epoch)
         windows = np.searchsorted(lasts, positions, side="right")
         samples = np.empty_like(positions)
@@ -84,23 +84,23 @@ class Windows:
         return samples
 
     def ahead(self, position: int, epoch: int, windows: int) -> list[int]:
-        """The shards of the window that holds `position` and of the next ones, `windows` in all, in the order of their use.
+        """The shards of `windows` windows in the order of their use, beginning with the one that holds `position`.
 
-        Goes on with the next epoch after the last window.
+        Continues with the next epoch after the last window.
         """
         shards, _, lasts = self._layout(epoch)
         first = int(np.searchsorted(lasts, position, side="right"))
-        found = shards[first * self._window : (first + windows) * self._window].tolist()
+        ahead = shards[first * self._window : (first + windows) * self._window].tolist()
         if (missing := windows - (len(lasts) - first)) > 0:
-            found += self._layout(epoch + 1)[0][: missing * self._window].tolist()
-        return list(dict.fromkeys(found))
+            ahead += self._layout(epoch + 1)[0][: missing * self._window].tolist()
+        return list(dict.fromkeys(ahead))
 
     def window(self, position: int, epoch: int) -> int:
         """The number of the window that holds `position`."""
         return int(np.searchsorted(self._layout(epoch)[2], position, side="right"))
 
     def _laid_out(self, epoch: int) -> tuple[Indices, Indices, Indices]:
-        """The shards of an epoch in their order, the position at which each ends, and that at which each window ends."""
+        """The shards of an epoch in order, and the positions at which each shard and each window ends."""
         count = len(self._sizes)
         shards = _permuted(np.arange(count), count, f"outlast shards {VERSION} {self._seed} {epoch}")
         ends = np.cumsum(self._sizes[shards])
@@ -109,7 +109,7 @@ class Windows:
 
 
 def ddp(model: torch.nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
-    """`DistributedDataParallel(model, **options)` whose gradient buckets are arranged already.
+    """`DistributedDataParallel(model, **options)` with its final gradient buckets from the first step on.
 
     An empty backward pass arranges them and leaves the model unchanged. A collective.
     """

@@ -15,7 +15,7 @@ from outlast.job.workerfiles.progress import Progress, Writer
 
 
 class _Reported:
-    """What this process has reported so far."""
+    """The progress of this process so far."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -30,11 +30,11 @@ _reported = _Reported()
 
 
 def progress(step: int, total: int | None = None) -> None:
-    """Report that `step` optimizer steps are done, of `total` if that is known. For scripts without a session.
+    """Report that `step` optimizer steps are done, of `total` if known. For scripts without a session.
 
     `outlast status`, the panel, the remaining time and `outlast report` show it. It claims no checkpoint and is no collective. It
-    does nothing where Outlast does not run the script. Call it on every rank or on rank 0 alone, after each step or less often.
-    Raises OutlastError when `step` or `total` is no whole number.
+    does nothing unless Outlast runs the script. Call it on every rank or on rank 0 alone, after each step or less often. Raises
+    OutlastError if `step` or `total` is no whole number.
     """
     step, total = _whole("step", step), None if total is None else _whole("total", total)
     env = os.environ

@@ -57,9 +57,9 @@ from outlast.worker.hangs import stall
 log = logging.getLogger("outlast")
 
 _OPENED = ("device", "_group", "_calls", "_disks", "_saver", "_saves", "_ledger", "_copy")
-"""Attributes that a session has from `__enter__` on."""
+"""Attributes set by `__enter__`."""
 _LAST_SAVE_S = 10.0
-"""How long a process that ends by an exception waits for the save in progress; arbitrary."""
+"""Timeout for the save in progress when a process ends by an exception; arbitrary."""
 
 
 def open(seed: int = 0, *, quiet: bool = False) -> Session:
@@ -67,11 +67,11 @@ def open(seed: int = 0, *, quiet: bool = False) -> Session:
 
     Joins the process group that the environment describes (Outlast's or torchrun's; without one, a world of one rank), with gloo
     on the CPU and NCCL on GPUs. `seed` seeds Python, numpy and torch alike on every rank, so that all make the same model; from
-    `Session.resume` on, each rank has random numbers of its own. `quiet`: print warnings only, not the values given to
+    `Session.resume` on, each rank has its own random numbers. `quiet`: print warnings only, not the values passed to
     `Session.log`.
 
-    A session that ends without an exception saves the last step if the script has not. Raises OutlastError when a process group
-    exists already or, outside of a job, rank 0's output cannot be written, Superseded when a later generation of the run has
+    A session that ends without an exception saves the last step if the script has not. Raises OutlastError if a process group
+    exists already or, outside of a job, rank 0's output cannot be written, and Superseded if a later generation of the run has
     begun.
     """
     return Session(seed, quiet)
@@ -83,22 +83,22 @@ class Session:
     rank: int
     """Number of this process in the world, 0 ... world_size - 1."""
     local_rank: int
-    """Its number among the processes of its worker."""
+    """Number of this process in its worker."""
     world_size: int
-    """Processes in the world; another number after a worker was lost or added."""
+    """Processes in the world; changes when a worker is lost or added."""
     device: torch.device
-    """This rank's accelerator, or the CPU where there is none."""
+    """This rank's accelerator, or the CPU."""
     generation: int
     """Number of the world in this run, counted from 1; a start and every change of its workers form a new one, a crash that they
     repair by themselves does not."""
     output: Path
-    """Directory of the run's checkpoints, metrics and results. Workers may each have one on a disk of their own: checkpoints and
-    metrics are then on all disks, and results are those of rank 0."""
+    """Directory of the run's checkpoints, metrics and results. If workers have separate disks, checkpoints and metrics are on all
+    of them, and results on rank 0's."""
     data: Path | None
     """Directory of the job's data; None if the job has none."""
     seconds_left: float
-    """Seconds that the script has to save and leave, as of the last `interrupted`: those of the worker that has least, the same
-    on all ranks. Infinity while none is interrupted. For work that may be skipped: `if run.seconds_left > 60: evaluate()`."""
+    """Seconds left to save and leave, as of the last `interrupted`: the least of all workers, the same on all ranks. Infinity
+    while none is interrupted. For work that may be skipped: `if run.seconds_left > 60: evaluate()`."""
 
     def __init__(self, seed: int, quiet: bool = False) -> None:
         env = os.environ
@@ -122,7 +122,7 @@ class Session:
         self.seconds_left = math.inf
         self._votes: tuple[bool, bool] | None = None
         self._unwritten = ""
-        """Why the output of this rank could not be fenced."""
+        """The reason why this rank's output could not be fenced."""
         self._lock = threading.Lock()
         self._record = Progress(self.generation, self.rank, "open")
         self._progress = Writer(Path(env[Env.STATE]), self.local_rank) if Env.STATE in env else None
@@ -141,7 +141,7 @@ class Session:
         self._report()
         accelerator = device.find()
         self.device = accelerator.bind(self.local_rank)
-        with contextlib.suppress(OSError):  # `_take_over` says so
+        with contextlib.suppress(OSError):  # `_take_over` reports it
             self._directory.mkdir(parents=True, exist_ok=True)
         self._ledger = Ledger(Path(env.get(Env.LEDGER, self.output / contract.LEDGER)), self._source())
         if "RANK" in env:
@@ -160,7 +160,7 @@ class Session:
         self._copy = metrics.Copy(self.output / contract.METRICS)
         place = self._directory, self._run, self.generation
         self._saver = saver.Saver(
-            *place, retention, lambda *what, **said: self._saves.saved(*what, **said), self._disks, self._copy
+            *place, retention, lambda *args, **kwargs: self._saves.saved(*args, **kwargs), self._disks, self._copy
         )
         self._saver.fenced = self._disks.certain and not self._unwritten
         self._client = client.connect(env)
@@ -172,12 +172,11 @@ class Session:
         return self
 
     def _source(self) -> str:
-        """The name of this process in the ledger. It names the worker: ranks move between workers, files do not."""
+        """The name of this process in the ledger: by worker, since ranks move between workers and files do not."""
         worker = os.environ.get(Env.WORKER)
         return f"rank-{self.rank}" if worker is None else f"worker-{worker}-process-{self.local_rank}"
 
     def _place(self) -> snapshots.Place:
-        """Whose snapshots this rank's are."""
         env = os.environ
         world = self.generation, self.world_size, self.rank
         return snapshots.Place(
@@ -185,22 +184,22 @@ class Session:
         )
 
     def _take_over(self, numbered: bool) -> None:
-        """Fence earlier generations on every disk that can be written. Without a generation in the environment, take the next."""
-        ours = self.generation if numbered else None
-        if ours is None and self._disks.several:
-            ours = 1 + max(self._disks.gather(checkpoints.generation(self._directory, self._run)))
+        """Fence earlier generations on every writable disk. Without a generation in the environment, take the next."""
+        own = self.generation if numbered else None
+        if own is None and self._disks.several:
+            own = 1 + max(self._disks.gather(checkpoints.generation(self._directory, self._run)))
         number = torch.tensor(self.generation)
         if self._disks.leader:
-            for again in (True, False):  # what dead generations were writing may be what fills the disk
+            for again in (True, False):  # unfinished checkpoints of dead generations may fill the disk
                 try:
-                    number.fill_(checkpoints.acquire(self._directory, self._run, ours, first=self.rank == 0))
+                    number.fill_(checkpoints.acquire(self._directory, self._run, own, first=self.rank == 0))
                     self._unwritten = ""
                 except OSError as error:
                     self._unwritten = f"output {self.output} cannot be written: {error.strerror or error}"
                     if not again and not numbered and self.rank == 0:
                         raise OutlastError(f"{self._unwritten}; make room or name another directory") from error
-                with contextlib.suppress(OSError):  # it wastes room, nothing else
-                    checkpoints.abandon(self._directory, ours or int(number))
+                with contextlib.suppress(OSError):  # leftovers only waste disk space
+                    checkpoints.abandon(self._directory, own or int(number))
                 if not self._unwritten:
                     break
         if not numbered:
@@ -226,8 +225,8 @@ class Session:
             self._report(**self._trackers.end(error, leaving=self._leaving))
         if kind is None or self._leaving:
             # A group without references joins its threads. Otherwise one of them could release a tensor while the interpreter
-            # shuts down, for which it needs the interpreter's lock, and the process would end in SIGABRT. That is why nothing
-            # here uses the default group, which every DDP module refers to.
+            # shuts down, for which it needs the GIL, and the process would end in SIGABRT. For the same reason nothing here uses
+            # the default group, which every DDP module refers to.
             stall.watch().last = lambda: None
             self._saver.close()
             self._disks.close()
@@ -252,8 +251,8 @@ class Session:
         """Wrap `model` in `DistributedDataParallel(model, **options)`, with the same order of additions after every restart.
 
         Plain DDP rebuilds its gradient buckets after the first backward pass. With three or more ranks the sum then has other
-        bits, so the first step after a resume would not be exact. This wrapper rebuilds them before the first step, by an empty
-        backward pass (docs/decisions/0003). Raises OutlastError for `static_graph=True`. A collective.
+        bits, so the first step after a resume would not be exact. This wrapper rebuilds them before the first step, with an
+        empty backward pass (docs/decisions/0003). Raises OutlastError for `static_graph=True`. A collective.
         """
         if options.get("static_graph"):
             raise OutlastError(
@@ -266,34 +265,35 @@ class Session:
     def resume(self, state: Mapping[str, Any]) -> int:
         """Load the newest state of this run into `state` and return its step; without any, return 0.
 
-        That is a snapshot in the memory of the workers or the newest valid checkpoint, whichever is later. `state` maps names to
-        modules, optimizers and anything else with `state_dict` and `load_state_dict`; `save` saves the same. The random number
-        generators are restored, too. What is damaged is reported and skipped. If workers have disks of their own, one valid copy
-        of a checkpoint is enough: it is sent to the others. An output that cannot be written is a warning then, and saves fail
-        until it can. Raises OutlastError when what was saved does not fit the state, or nothing was and nothing can be, NoRoom
-        when a disk has no room for the copy, NotRestored when a store or the memory cannot be read. A collective.
+        The newest state is a snapshot in the memory of the workers or the newest valid checkpoint, whichever is later. `state`
+        maps names to modules, optimizers and anything else with `state_dict` and `load_state_dict`; `save` saves the same. The
+        random number generators are restored, too. Damaged checkpoints are reported and skipped. If workers have separate disks,
+        one valid copy of a checkpoint is enough: it is sent to the others. If the output cannot be written, a resumed run warns,
+        and saves fail until it can be. Raises OutlastError if the saved state does not fit `state`, or if a run without saved
+        state cannot write its output; NoRoom if a disk has no room for the copy; NotRestored if a store or the memory cannot be
+        read. A collective.
         """
         mistakes.check_mapping(state)
         checkpoint.check(state)
         self._meet(f"run.resume({', '.join(mistakes.described(state))})")
         self._state = dict(state)
         self._saves.begin(self._state)
-        mistakes.deal(state)
+        mistakes.check_sharding(state)
         made = mistakes.lengths(state)
         self._report(phase="restore", steps=self._steps())
         if self.rank == 0:
             self._ledger.write("restoring", generation=self.generation)
         share = self.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         with contextlib.ExitStack() as held:
-            search = newest.Search(self._directory, self._run, self._disks, share, held, self._found)
-            found = recovery.restore(state, search, self._client, self.generation)
-        step = found.step
+            search = newest.Search(self._directory, self._run, self._disks, share, held, self._note)
+            restored = recovery.restore(state, search, self._client, self.generation)
+        step = restored.step
         if self._unwritten:
-            if not found.source and self.rank == 0:  # no checkpoint can be committed, and there is nothing to lose
+            if not restored.source and self.rank == 0:  # no checkpoint can be committed, and there is nothing to lose
                 raise OutlastError(f"{self._unwritten}; make room or name another directory")
             log.warning("outlast: %s; training goes on, and each save tries again", self._unwritten)
             self._report(warning=self._unwritten)
-        if not found.random:
+        if not restored.random:
             _seed(self.seed, self.rank, step)
         if (change := mistakes.changed(state, made)) and self.rank == 0:
             log.warning("outlast: %s", change)
@@ -302,21 +302,23 @@ class Session:
             lost = {"warning": sentences.began_again(step, newest_held)}
             log.warning("outlast: %s", lost["warning"])
         if self.rank == 0:
-            self._ledger.write("restored", generation=self.generation, step=step, **found.event(), **lost)
-        known = step if found.source else -1  # without a checkpoint, what an earlier start logged at step 0 comes again, too
+            self._ledger.write("restored", generation=self.generation, step=step, **restored.event(), **lost)
+        logged = step if restored.source else -1  # without a checkpoint, step 0 is logged again, too
         if not self._disks.several and self.rank == 0:
             with contextlib.suppress(OSError):  # some steps may be in it twice
-                metrics.forget_after(self._copy.path, known)
-        elif self._disks.several and self._disks.leader and (problem := self._even_out(known, found.extra.get("lines", ""))):
+                metrics.forget_after(self._copy.path, logged)
+        elif self._disks.several and self._disks.leader and (problem := self._even_out(logged, restored.extra.get("lines", ""))):
             log.warning("outlast: %s on this disk is not complete: %s", contract.METRICS, problem)
         self._trackers.follow()
-        self._saves.resumed(step, found.committed, found.extra.get("unsaved_s", 0.0))
-        self._snapshots.begin(self._state, found.at, self._extra)
+        self._saves.resumed(step, restored.committed, restored.extra.get("unsaved_s", 0.0))
+        self._snapshots.begin(self._state, restored.at, self._extra)
         self._waits.since(time.monotonic(), mistakes.streams_of(state))
-        if found.path and self.rank == 0 and not self._run:  # otherwise the launcher or the agent prints it
-            of = f" of {steps}" if (steps := self._steps()) else ""
-            self._screen.say(f"goes on from step {step}{of} ({found}); without {self._directory} it begins anew")
-        self._report(phase="first step", step=step, committed=found.committed, snapshot=found.at[1], steps=self._steps(), **lost)
+        if restored.path and self.rank == 0 and not self._run:  # otherwise the launcher or the agent prints it
+            total = f" of {steps}" if (steps := self._steps()) else ""
+            self._screen.say(f"goes on from step {step}{total} ({restored}); without {self._directory} it begins anew")
+        self._report(
+            phase="first step", step=step, committed=restored.committed, snapshot=restored.at[1], steps=self._steps(), **lost
+        )
         return step
 
     def _even_out(self, step: int, lines: str) -> str:
@@ -328,23 +330,23 @@ class Session:
         return self._copy.even_out(self._disks, step)
 
     def _extra(self) -> dict[str, Any]:
-        """What rank 0 adds to a snapshot."""
+        """Rank 0's additional data in a snapshot."""
         lines = {"lines": self._copy.recent()} if self._disks.several else {}
         return {"unsaved_s": self._saves.unsaved_s, **lines}
 
     def _steps(self) -> int | None:
-        """Steps of the whole run, when something in the state knows."""
+        """Total steps of the run, if an object in the state has them."""
         return next((int(thing.total_steps) for thing in self._state.values() if hasattr(thing, "total_steps")), None)
 
-    def _found(self, kind: str, **fields: Any) -> None:
-        """Record what was found on the disks, on rank 0: `damaged` checkpoints, and those that were `copied` to other disks."""
+    def _note(self, kind: str, **fields: Any) -> None:
+        """Record an event of the search for checkpoints, on rank 0: one is `damaged`, or was `copied` to other disks."""
         self._ledger.write(kind, **fields)
         if kind == "damaged":
             log.warning("outlast: %s is damaged and skipped: %s", fields["path"], fields["reason"])
 
     @public("values = run.gather(value)")
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order. `value` is anything that can be pickled. A collective."""
+        """Return the values of all ranks, in rank order. `value` must be picklable. A collective."""
         self._meet("run.gather()")
         return self._disks.gather(value)
 
@@ -354,8 +356,8 @@ class Session:
 
         `torch.load(path, weights_only=True)` reads the file. If the name ends in `.safetensors`, safetensors reads it
         (`pip install safetensors`). Keys are those of the plain module, without DDP's prefix; the shards of FSDP2 are gathered,
-        tensor by tensor. Rank 0 writes and needs CPU memory for the whole model; the file appears when it is complete, and this
-        returns on all ranks then. Raises OutlastError on all ranks when it cannot be written. A collective.
+        tensor by tensor. Rank 0 writes and needs CPU memory for the whole model; the file appears once it is complete, and only
+        then this returns on all ranks. Raises OutlastError on all ranks if it cannot be written. A collective.
         """
         path = self.output / name
         weights.check(path, model)
@@ -367,9 +369,9 @@ class Session:
     def log(self, step: int, *, reduce: bool = False, **values: Any) -> dict[str, float]:
         """Report that `step` has ended, with `values` to log; returns them as floats.
 
-        Each value is a number or a tensor of one element; one on a GPU is waited for. Rank 0 appends them to `metrics.jsonl` and
-        prints them to stderr: the first, then at most every 10 seconds, and the last. With `reduce`, values are averaged over the
-        ranks (the sum of `loss * share` over a rank's micro-batches becomes the mean loss of the global batch), and this is a
+        Each value is a number or a tensor of one element; a tensor on a GPU is waited for. Rank 0 appends them to `metrics.jsonl`
+        and prints them to stderr: the first, then at most every 10 seconds, and the last. With `reduce`, values are averaged over
+        the ranks (the sum of `loss * share` over a rank's micro-batches becomes the mean loss of the global batch), and this is a
         collective. Raises OutlastError for a value that is not a single number.
         """
         step = mistakes.whole(step)
@@ -383,7 +385,7 @@ class Session:
         waited_s = self._waited()
         if self.rank == 0:
             problem |= self._trackers.news()
-            if self._saves.stepped():  # else it is measured before its first step
+            if self._saves.stepped():  # before that it only measures
                 self._ledger.step(self.generation, step, waited_s, self._snapshots.spent_s())
             if numbers:
                 line = {"step": step, "time": round(time.time(), 3), "generation": self.generation, **numbers}
@@ -425,8 +427,8 @@ class Session:
     def alive(self) -> contextlib.AbstractContextManager[None]:
         """Signal that this rank is alive although it may seem to hang. Cheap, not a collective, for any rank at any time.
 
-        `run.alive()` is one sign of life. `with run.alive():` covers the whole block: use it where the script waits for something
-        that Outlast cannot observe, e.g. a service that evaluates the model. A hang in the block is not detected.
+        `run.alive()` is one sign of life. `with run.alive():` covers the whole block: use it while the script waits for something
+        that Outlast cannot observe, e.g. a service that evaluates the model. Hangs in the block are not detected.
         """
         return stall.watch().alive()
 
@@ -434,15 +436,15 @@ class Session:
     def interrupted(self) -> bool:
         """Return whether to save and leave, the same on all ranks: true once one of them is interrupted. Call it once per step.
 
-        Reasons are Ctrl-C, a change of size or a machine that is taken away. Then `run.seconds_left` says how much time there is.
+        Reasons are Ctrl-C, a change of size or a machine that is reclaimed. `run.seconds_left` is then the time left.
         Costs one small all-reduce. A collective.
         """
-        asked = self._notice is not None and self._notice.exists()
+        notified = self._notice is not None and self._notice.exists()
         late = self.rank == 0 and self._saves.late(self._every)
-        votes = self._meet("run.interrupted()", asked, late, self._saver.busy, *self._snapshots.votes())
-        asked, late, busy = (vote > 0 for vote in votes[:3])
-        self._snapshots.heard(votes[3:])
-        self._leaving = self._leaving or asked
+        votes = self._meet("run.interrupted()", notified, late, self._saver.busy, *self._snapshots.votes())
+        notified, late, busy = (vote > 0 for vote in votes[:3])
+        self._snapshots.counted(votes[3:])
+        self._leaving = self._leaving or notified
         if self._leaving:
             self.seconds_left = min(self._disks.gather(self._left_s()))
         self._votes = late, busy
@@ -455,7 +457,7 @@ class Session:
         """Return whether a checkpoint is due by the job's `checkpoint.every`, the same on all ranks. Takes snapshots in memory.
 
         `step`: optimizer steps done. False while a save is in progress. Calls `interrupted` if the script has not in this step.
-        Raises OutlastError when `step` does not advance with the stream. A collective.
+        Raises OutlastError if `step` does not advance with the stream. A collective.
         """
         step = mistakes.whole(step)
         self._saves.advanced(f"run.due({step})", step)
@@ -468,23 +470,23 @@ class Session:
             self._snapshots.boundary(step)
         if self._every.steps is not None:
             late = step // self._every.steps > self._saves.last_step // self._every.steps
-        if late and busy:  # what rests is written for longer, but not instead of the next checkpoint
+        if late and busy:  # the throttled save in progress must not delay the next checkpoint
             self._saver.hurry()
         return late and not busy
 
     @public("run.save(step, metric=loss); it saves what resume() was given")
     def save(self, step: int, *, metric: float | torch.Tensor | None = None) -> None:
-        """Save the state given to `resume` as the checkpoint of `step`. Returns once it is copied; a thread writes it.
+        """Save the state passed to `resume` as the checkpoint of `step`. Returns once it is copied; a thread writes it.
 
-        `metric` says how good it is: a number or a tensor of one element. Rank 0's counts, so average it first, e.g. with
-        `run.log(step, reduce=True, val_loss=...)`. Without one, the last value logged up to this step under the name of the job's
-        `checkpoint.by` counts. The job's `checkpoint.best` best ones are kept besides the newest; a value that is not finite is
-        never best. A step is saved once, with the metric that it has then.
+        `metric` is the quality of the checkpoint: a number or a tensor of one element. Rank 0's counts, so average it first, e.g.
+        with `run.log(step, reduce=True, val_loss=...)`. Without one, the last value logged up to this step under the name of the
+        job's `checkpoint.by` counts. The job's `checkpoint.best` best ones are kept besides the newest; a value that is not
+        finite is never best. A step is saved once, with its metric at that time.
 
         After `interrupted` was true, waits until the checkpoint is committed and raises SystemExit(75). If the last saves took
-        longer than the time that is left, it only waits for the one in progress: training goes on from that step. A save that
-        fails, e.g. because the disk is full, is reported, and training goes on. Raises OutlastError before `resume`, when `step`
-        does not advance with the stream, and when a Stream that is read is not in the state. A collective.
+        longer than the time left, it only waits for the one in progress: training goes on from that step. A save that fails, e.g.
+        because the disk is full, is reported, and training goes on. Raises OutlastError before `resume`, if `step` does not
+        advance with the stream, and if a Stream that is being read is not in the state. A collective.
         """
         step = mistakes.whole(step)
         value = None if metric is None else mistakes.number("metric", metric)
@@ -501,23 +503,23 @@ class Session:
             self._leave(step, late)
 
     def _left_s(self) -> float:
-        """Seconds that this rank's worker has left to save and leave; infinity if it is not asked to."""
+        """Seconds that this rank's worker has left to save and leave; infinity without a notice."""
         return math.inf if self._notice is None else notice.left_s(self._notice)
 
     def _too_late(self, step: int) -> str:
-        """Why the last step is not saved: the time that is left is too short. A collective."""
-        said = self._disks.gather((self._left_s(), self._saver.least_s, self._saver.rest_s, self._saves.committed != step))
-        self.seconds_left = min(left_s for left_s, *_ in said)
-        known = [least_s for _, least_s, *_ in said if least_s is not None]
-        if not any(unsaved for *_, unsaved in said):
+        """The reason why there is too little time to save the last step, else empty. A collective."""
+        each = self._disks.gather((self._left_s(), self._saver.least_s, self._saver.rest_s, self._saves.committed != step))
+        self.seconds_left = min(left_s for left_s, *_ in each)
+        least = [least_s for _, least_s, *_ in each if least_s is not None]
+        if not any(unsaved for *_, unsaved in each):
             return ""
-        return time_left.too_late_to_save(self.seconds_left, max(known, default=None), max(rest_s for _, _, rest_s, _ in said))
+        return time_left.too_late_to_save(self.seconds_left, max(least, default=None), max(rest_s for _, _, rest_s, _ in each))
 
     def _leave(self, step: int, late: str = "") -> None:
         reason = f"saved step {step}"
-        if (kept := self._saves.committed) != step:
+        if (saved := self._saves.committed) != step:
             why = f"is not saved: {late}" if late else "could not be saved"
-            reason = f"step {step} {why}; the run goes on from step {kept}, {step - kept} steps are lost"
+            reason = f"step {step} {why}; the run goes on from step {saved}, {step - saved} steps are lost"
             if self.rank == 0:
                 log.error("outlast: leaving: %s", reason)
         if self.rank == 0:
@@ -525,7 +527,7 @@ class Session:
         raise SystemExit(Exit.INTERRUPTED)
 
     def _report(self, **changes: Any) -> None:
-        """Rewrite this process's progress record; two threads do."""
+        """Rewrite this process's progress record; called by two threads."""
         if "warning" in changes:
             changes["warning"] = changes["warning"] or self._trackers.problem
         with self._lock:
@@ -537,7 +539,7 @@ class Session:
 
 
 def _seed(seed: int, rank: int | None = None, step: int = 0) -> None:
-    """Seed all generators: alike on every rank, or with `rank` by a function of (seed, rank, step)."""
+    """Seed all generators: equally on every rank, or with `rank` by a function of (seed, rank, step)."""
     if rank is not None:
         digest = hashlib.shake_256(f"outlast rank {seed} {rank} {step}".encode()).digest(8)
         seed = int.from_bytes(digest, "little")

@@ -1,6 +1,6 @@
-"""How long training waits for its data, and when that is worth a warning.
+"""Waits for data in training, and a warning when they are long.
 
-A stream measures its waits (`timed`), the session writes them to the ledger with its steps, and `Stalls` judges them.
+A stream measures its waits (`timed`), the session writes them to the ledger with its steps, and `Stalls` decides on the warning.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ T = TypeVar("T")
 LEAST_S = 0.001
 """A shorter wait is the hand-over from the thread that reads ahead, not a stall."""
 _LOOK_S = 60.0
-"""Length of the periods that are judged; arbitrary."""
+"""Length of a period; arbitrary."""
 _MUCH = 0.2
-"""Share of a period from which on waiting is worth a warning; arbitrary."""
+"""Share of a period spent waiting that causes a warning; arbitrary."""
 _QUIET_S = 900.0
-"""Least time between two warnings; arbitrary."""
+"""Minimum interval of warnings; arbitrary."""
 
 
 class Waits(Protocol):
-    """What counts its waits."""
+    """A reader that counts its waits."""
 
     waited_s: float
 
     @property
     def remedy(self) -> str:
-        """What to do if training waits for this."""
+        """Advice if training waits for this reader."""
 
 
 def timed(batches: Generator[T, None, None], reader: Waits) -> Iterator[T]:
-    """`batches`; adds the time that each took to come to `reader.waited_s`."""
+    """Yield `batches` and add the wait for each to `reader.waited_s`."""
     with contextlib.closing(batches):
         while True:
             begun = time.monotonic()
@@ -50,22 +50,22 @@ def timed(batches: Generator[T, None, None], reader: Waits) -> Iterator[T]:
 
 
 class Stalls:
-    """Judges the waits of one process, period by period."""
+    """Measures the waits of one process, period by period."""
 
     def __init__(self, now: float) -> None:
         self._since = self._first = now
-        self._waited = self._told = 0.0
+        self._waited = self._reported = 0.0
         self._warned = float("-inf")
 
     def since(self, now: float, readers: Sequence[Waits]) -> tuple[float, str]:
-        """Seconds that all have waited since the last call, and the warning, if one is due."""
+        """Seconds that all readers have waited since the last call, and the warning, if one is due."""
         waited = sum(reader.waited_s for reader in readers)
-        before, self._told = self._told, waited
+        previous, self._reported = self._reported, waited
         remedy = max(readers, key=lambda reader: reader.waited_s).remedy if readers else ""
-        return waited - before, self.warning(now, waited, remedy)
+        return waited - previous, self.warning(now, waited, remedy)
 
     def warning(self, now: float, waited: float, remedy: str) -> str:
-        """The warning if training has waited much of the last period; `waited` seconds are all so far. Mostly empty."""
+        """The warning if training has waited much of the last period, else empty; `waited` is the total so far, in seconds."""
         if (period := now - self._since) < _LOOK_S:
             return ""
         share, first = (waited - self._waited) / period, self._since == self._first

@@ -173,7 +173,7 @@ class Checkpoints:
             # Another writer's checkpoint of that step: the run went back before it, so it was skipped as damaged. Verify it.
             if latest and (existing := latest.at(place.step)):
                 if self._parts(existing).problem(deep=existing != place) is None:
-                    return _there(place)
+                    return _present(place)
                 instead = existing
             try:
                 missing = self._parts(place).send(local.path, commit, journals=journals, progress=progress, stop=stop)
@@ -188,7 +188,7 @@ class Checkpoints:
         if latest.at(place.step) == place:
             return Outcome("committed", f"step {place.step} is in the store")
         reason = rules.refused(latest, place)
-        return Outcome("expired", reason) if reason else _there(place)
+        return Outcome("expired", reason) if reason else _present(place)
 
     def _fenced(self) -> Latest | None:
         """The content of the register; raises Superseded."""
@@ -373,7 +373,7 @@ class Checkpoints:
         return self.store.head(key).modified
 
 
-def _there(place: Place) -> Outcome:
+def _present(place: Place) -> Outcome:
     return Outcome("there", f"step {place.step} is in the store")
 
 

@@ -109,7 +109,7 @@ def named(checkpoints: Iterable[C], name: str) -> C:
 
 @dataclass(frozen=True)
 class Retention:
-    """How many committed checkpoints to keep."""
+    """Numbers of committed checkpoints to keep."""
 
     keep: int = 3
     """Number of newest ones; at least LEAST stay."""

@@ -1,4 +1,4 @@
-"""How much memory of a worker snapshots may use, and what fits into it.
+"""The memory of a worker that snapshots may use, and the states that fit into it.
 
 `outlast validate` prints it before a job runs; the agent calls it with measured values. Pure; all sizes are bytes.
 

@@ -124,7 +124,7 @@ class Sender:
         self._rooms, self._key = rooms, key
         self._lock = threading.Lock()
         self._began: dict[tuple[object, ...], float] = {}
-        """When the last part of a rank and kind was sent."""
+        """Start time of the last send, by kind and rank."""
         self._idle: dict[str, list[wire.Connection]] = collections.defaultdict(list)
         """Open connections by address: opening one takes longer than sending a small part."""
 

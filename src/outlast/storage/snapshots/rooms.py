@@ -42,7 +42,7 @@ class View:
 
 @dataclass(frozen=True)
 class Choice:
-    """How to house a part: reuse a room, or make one after dropping others; `problem` if neither is possible."""
+    """The room of a part: reuse one, or make one after dropping others; `problem` if neither is possible."""
 
     reuse: int | None = None
     drop: tuple[int, ...] = ()

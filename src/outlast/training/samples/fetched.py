@@ -1,12 +1,12 @@
 """Shards of a store, for training: fetched into this machine's cache, and read from there.
 
-    <cache>/places/<digest of the URL>/manifest.json                      as it was when somebody asked last
+    <cache>/places/<digest of the URL>/manifest.json                      the last one fetched
     <cache>/places/<digest of the URL>/files/<digest of that>/<name>      small files, e.g. tokenizer.json
 
-`prepare.room` has the rest of the cache: one process of a machine fetches a shard, the others wait for it. Who needs a shard now
-fetches it, and may exceed the limit of the cache; threads fetch what is announced (`want`) and hold it until it has been read.
-Waiting is a sign of life: a store that is away is no hang. This is the only module of training that imports stores, and it is
-imported only for data in one.
+`prepare.room` describes the rest of the cache: one process of a machine fetches a shard, the others wait for it. A process that
+needs a shard now fetches it, and may exceed the limit of the cache; threads fetch announced shards (`want`) and hold them until
+they have been read. Waiting is a sign of life: an unreachable store is no hang. This is the only module of training that imports
+stores, and it is imported only for data in one.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 _THREADS = 4
-"""Shards that a process fetches ahead at a time; arbitrary."""
+"""Threads that fetch ahead; arbitrary."""
 _POLL_S, _LONGEST_POLL_S = 0.02, 0.2
 _TELL_S, _AGAIN_S = 10.0, 60.0
-"""A wait of this long is reported, and reported again after so long."""
+"""Wait before the first report, and between reports."""
 _STORE_S = 20.0
-"""How long a request is repeated before the store counts as away."""
+"""Time of retries after which the store counts as unreachable."""
 _TRIES, _TRY_S = 4, 0.5
-"""Attempts at what is damaged or finds the disk full, and the pause between them: others then give up what they read ahead."""
+"""Attempts at a damaged shard or with a full disk, and the pause in which others drop shards that they read ahead."""
 _PAUSE_S = 5.0
-"""Pause in reading ahead when the store is away or the cache is full."""
+"""Pause in reading ahead while the store is unreachable or the cache is full."""
 _LEAVE_S = 5.0
-"""How long the end of the process waits for what is being fetched."""
+"""Timeout for unfinished downloads at the end of the process."""
 _REST = "see that nothing writes there, or prepare the data again and start a new run"
 
 
@@ -64,7 +64,7 @@ class Held:
 
     def __init__(self, path: Path) -> None:
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self.ours = file_locks.acquire(self.fd, share=True)
+        self.locked = file_locks.acquire(self.fd, share=True)
 
     def __del__(self) -> None:
         if hasattr(self, "fd"):
@@ -72,12 +72,10 @@ class Held:
 
 
 class Damaged(OutlastError):
-    """A shard is not what its checksum says."""
+    """A shard has a wrong checksum."""
 
 
 class Fetched:
-    """Shards in a store."""
-
     remote = True
 
     def __init__(self, url: str, window: int, patience_s: float) -> None:
@@ -99,21 +97,21 @@ class Fetched:
         return Fetched, (self.name, self.keeps, self._patience_s)
 
     def begin(self) -> None:
-        """Begin as a new reader: at the start, and in a process that was forked."""
+        """Reset to a new reader: at the start, and in a forked process."""
         self._store: Store | None = None
-        self._kept: dict[str, Held] = {}
-        """The announced shards that are here, by their sha256."""
+        self._ahead_held: dict[str, Held] = {}
+        """The announced shards in the cache, by sha256."""
         self.ahead: deque[tuple[Shard, bool]] = deque()
-        """The announced shards that are not here, and whether they are needed now."""
+        """The announced shards that are missing, and whether they are needed now."""
         self.announced = threading.Event()
-        """Set, and replaced, when other shards are announced."""
+        """Set, and replaced, on the next announcement."""
         self._lock, self._threads = threading.Lock(), 0
-        """The threads that fetch ahead; one ends only while nothing is announced."""
+        """Number of threads that fetch ahead; one ends only while nothing is announced."""
         self._failed: Exception | None = None
-        """A mistake that a thread met which fetches ahead: whoever needs a shard raises it."""
+        """An unexpected error in a thread that fetches ahead: the next reader of a shard raises it."""
 
     def manifest(self) -> Manifest:
-        """The manifest as it is in the store now; if the store cannot be reached, the last one seen."""
+        """The store's manifest; if the store is unreachable, the last one fetched."""
         path, new = self._home / MANIFEST, files.beside(self._home / MANIFEST)
 
         def fetch() -> Manifest:
@@ -148,16 +146,16 @@ class Fetched:
         return path
 
     def hold(self, shard: Shard) -> tuple[Path, Held]:
-        """A shard in the cache, and what protects it there. Waits for it to arrive."""
+        """A shard in the cache, and the object that protects it there. Waits for the download."""
         return self._path(shard), self._patiently(shard.file, lambda: self._held(shard) or self._fetch(shard, True))
 
     def want(self, shards: Sequence[Shard], now: int) -> None:
-        """Announce the shards that are read next, the first `now` of them at once."""
-        self.keeps, kept = max(self.keeps, now), self._kept
-        for name in set(kept) - {shard.sha256 for shard in shards}:
-            kept.pop(name, None)
+        """Announce the shards to be read next, the first `now` of them at once."""
+        self.keeps, held = max(self.keeps, now), self._ahead_held
+        for name in set(held) - {shard.sha256 for shard in shards}:
+            held.pop(name, None)
         with self._lock:
-            self.ahead = deque((shard, rank < now) for rank, shard in enumerate(shards) if shard.sha256 not in kept)
+            self.ahead = deque((shard, rank < now) for rank, shard in enumerate(shards) if shard.sha256 not in held)
             more = max(0, min(_THREADS, len(self.ahead)) - self._threads)
             self._threads += more
             self.announced.set()
@@ -166,7 +164,7 @@ class Fetched:
             threading.Thread(target=_read_ahead, args=(weakref.ref(self),), name="outlast-shards", daemon=True).start()
 
     def fetch_ahead(self) -> float | None:
-        """Fetch an announced shard; returns the pause before the next one, in seconds, None when none is left."""
+        """Fetch an announced shard; returns the pause before the next one, in seconds, or None if none is left."""
         with self._lock:
             if not (ahead := self.ahead):
                 self._threads -= 1
@@ -174,11 +172,11 @@ class Fetched:
             shard, now = ahead.popleft()
         try:
             if (held := self._held(shard) or self._fetch(shard, now)) is not None:
-                self._kept[shard.sha256] = held
+                self._ahead_held[shard.sha256] = held
                 return 0.0
             pause = _LONGEST_POLL_S
         except Exception as error:
-            if not isinstance(error, (OutlastError, OSError)):  # who needs the shard meets those as well, and says so
+            if not isinstance(error, (OutlastError, OSError)):  # a reader of the shard meets these, too, and reports them
                 self._failed = error
             pause = _PAUSE_S
         ahead.append((shard, now))
@@ -194,7 +192,7 @@ class Fetched:
         except FileNotFoundError:
             return None
         status = os.fstat(held.fd)
-        if not held.ours or not status.st_nlink or status.st_size != shard.bytes:  # being removed; cut off by a power failure
+        if not held.locked or not status.st_nlink or status.st_size != shard.bytes:  # being removed; cut off by a power failure
             return None
         with contextlib.suppress(PermissionError):  # it belongs to another user
             os.utime(held.fd, ns=(time.time_ns(), status.st_mtime_ns))
@@ -209,13 +207,13 @@ class Fetched:
                 return None
             if missing and not now:
                 raise NoRoom(f"the cache {self._cache} is full")
-            for name in reversed(list(self._kept)) if missing else ():  # what is read last gives way first
-                self._kept.pop(name, None)
+            for name in reversed(list(self._ahead_held)) if missing else ():  # drop the shards needed last first
+                self._ahead_held.pop(name, None)
                 if not room.make(self._cache, 0, cache.things, os.environ):
                     break
             self._download(shard.file, path, shard.bytes)
-            if (found := unpack.checksum(path)) != shard.sha256:
-                sums = f"its sha256 is {found[:12]}..., {MANIFEST} says {shard.sha256[:12]}..."
+            if (actual := unpack.checksum(path)) != shard.sha256:
+                sums = f"its sha256 is {actual[:12]}..., {MANIFEST} says {shard.sha256[:12]}..."
                 raise Damaged(f"{shard.file} of {self.name} is damaged: {sums}; {_REST}")
             path.chmod(0o444)
             held = Held(path)
@@ -223,9 +221,9 @@ class Fetched:
             return held
 
     def _download(self, key: str, path: Path, size: int | None = None) -> Path:
-        """An object of the store as a file; `size` is that of a shard. Raises StoreError, OSError."""
+        """Download an object to a file; `size` is given for shards. Raises StoreError, OSError."""
         global _used
-        if _forked:  # a store's client waits for ever in a fork of a process that has used it
+        if _forked:  # a store's client hangs in a fork of a process that has used it
             argv = [self.name, key, str(path), *([] if size is None else [str(size)])]
             command = [sys.executable, "-m", "outlast", "shard", *argv]
             environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -253,8 +251,8 @@ class Fetched:
         return path
 
     def _patiently(self, what: str, attempt: Callable[[], T | None]) -> T:
-        """The result of `attempt`, repeated while another process fetches (None) or the store is away. Raises OutlastError for
-        what cannot be had, or not after `patience`."""
+        """Repeat `attempt` while another process fetches (None) or the store is unreachable, until `patience`. Raises
+        OutlastError."""
         begun, tell = time.monotonic(), time.monotonic() + _TELL_S
         pause, tries = _POLL_S, 0
         with stall.watch().alive():
@@ -284,7 +282,7 @@ class Fetched:
                 pause = min(_LONGEST_POLL_S, pause * 1.5)
 
     def _problem(self, what: str, error: Exception) -> tuple[str, bool]:
-        """The meaning of an error, and whether it may pass."""
+        """The sentence for an error, and whether it is transient."""
         if isinstance(error, Missing):
             remedy = "prepare data there (outlast data prepare), or correct the URL" if what == MANIFEST else _REST
             return f"{self.name} has no {what}; {remedy}", False
@@ -303,26 +301,25 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _read_ahead(known: weakref.ref[Fetched]) -> None:
-    """Fetch what a place has announced, until all of it is here."""
-    while not _leaving.is_set() and (place := known()) is not None:
+def _read_ahead(reference: weakref.ref[Fetched]) -> None:
+    """Fetch all shards that a place has announced."""
+    while not _leaving.is_set() and (place := reference()) is not None:
         announced = place.announced
         if (pause := place.fetch_ahead()) is None:
             return
-        del place  # which may be gone before the pause is over
+        del place  # so that it may be collected during the pause
         announced.wait(pause)
 
 
 _all: weakref.WeakSet[Fetched] = weakref.WeakSet()
 _used = _forked = False
-"""Whether this process has used a store; whether it is the fork of one that had."""
+"""This process has used a store; it is the fork of a process that had."""
 _leaving = threading.Event()
 _under_way: set[Path] = set()
-"""Files that are being downloaded."""
 
 
 def _leave() -> None:
-    """At the end of the process: no thread may be in a store's client when Python goes away."""
+    """At exit: no thread may be in a store's client while the interpreter shuts down."""
     _leaving.set()
     deadline = time.monotonic() + _LEAVE_S
     while _under_way and time.monotonic() < deadline:
@@ -332,7 +329,7 @@ def _leave() -> None:
 def _begin_in_fork() -> None:
     global _forked
     _forked = _forked or _used
-    _under_way.clear()  # by threads that are not here: the end need not wait for them
+    _under_way.clear()  # the threads of these downloads do not exist in the fork
     for place in list(_all):
         place.begin()
 
@@ -342,7 +339,7 @@ os.register_at_fork(after_in_child=_begin_in_fork)
 
 
 def main(argv: list[str]) -> None:
-    """URL KEY PATH [SIZE]: do what `_download` does, for a process that was forked. An error is pickled to standard output."""
+    """URL KEY PATH [SIZE]: `_download` on behalf of a forked process. An error is pickled to standard output."""
     try:
         Fetched(argv[0], 1, 0.0)._download(argv[1], Path(argv[2]), *map(int, argv[3:]))
     except (OutlastError, OSError) as problem:

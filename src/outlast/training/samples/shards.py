@@ -3,8 +3,8 @@
     stream = Stream(Shards(run.data, block=1024), batch=480)             # tokens: `outlast data prepare text`, nanoGPT's *.bin
     stream = Stream(Shards("s3://bucket/pictures"), batch=256)           # columns: prepare images, jsonl, video
 
-`outlast.data.shards` knows the format. Shards are mapped into memory: nothing is copied before a batch is made. `fetched` brings
-those of a store to this machine; it is imported for them only.
+`outlast.data.shards` knows the format. Shards are mapped into memory: nothing is copied before a batch is made. `fetched`
+downloads shards from a store; it is imported only for these.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from outlast.data.shards import Manifest, Shard
 from outlast.training.order import Indices, Windows
 
 WINDOW = 8
-"""Shards of a store that are shuffled together, unless the script says otherwise; arbitrary."""
+"""Shards of a store that are shuffled together by default; arbitrary."""
 AHEAD = 3
-"""Windows that are announced: the one that is read, and two to fetch meanwhile."""
+"""Announced windows: the current one, and two to fetch meanwhile."""
 _MAPPED = 1024
 """Most local shards that are mapped at a time; Linux allows a process 65,530 mappings."""
 _LARGE = 4096
-"""Bytes of a sample from which on samples are copied one by one into a batch: at once they would be copied twice."""
+"""Samples of this many bytes are copied into a batch one by one, since fancy indexing would copy them twice."""
 Columns = dict[str, NDArray[Any]]
 
 
 class Place(Protocol):
-    """Where shards are."""
+    """A location of shards."""
 
     name: str
     """The directory or URL; for messages."""
     keeps: int
     """Most shards to hold open at a time."""
     remote: bool
-    """Whether it is a store."""
+    """True for a store."""
 
     def manifest(self) -> Manifest:
-        """What there is. Raises OutlastError."""
+        """Read the manifest. Raises OutlastError."""
 
     def hold(self, shard: Shard) -> tuple[Path, object]:
-        """A path to read a shard from, and what protects the file as long as it is referenced. Waits for it to arrive."""
+        """A path to read a shard from, and an object that protects the file while referenced. Waits for the download."""
 
     def file(self, name: str) -> Path:
         """A small file beside the shards. Raises OutlastError if there is none."""
 
     def want(self, shards: Sequence[Shard], now: int) -> None:
-        """Announce which shards are read next, in this order, the first `now` of them at once."""
+        """Announce the shards to be read next, in this order, the first `now` of them at once."""
 
 
 class Directory:
@@ -70,39 +70,35 @@ class Directory:
         self._path, self.name = path, str(path)
 
     def manifest(self) -> Manifest:
-        """The directory's manifest."""
         return prepared.read(self._path)
 
     def hold(self, shard: Shard) -> tuple[Path, object]:
-        """The file itself."""
         return self._path / shard.file, None
 
     def file(self, name: str) -> Path:
-        """A file of the directory."""
         path = self._path / name
         if not path.is_file():
             raise OutlastError(f"{self.name} has no {name}; prepare the data again, or copy it there")
         return path
 
     def want(self, shards: Sequence[Shard], now: int) -> None:
-        """Nothing to do: the kernel reads ahead."""
+        """No-op: the kernel reads ahead."""
 
 
 class Shards:
     """The samples of prepared data, for a `Stream`, or to be indexed.
 
     `place` is a directory that `outlast data prepare` wrote, or one of nanoGPT's with `train.bin` and `val.bin`, or the URL of
-    one in a store (`s3://bucket/data`), whose shards come through this machine's cache as they are needed. `part` is `train` or
+    one in a store (`s3://bucket/data`), whose shards are fetched through this machine's cache as needed. `part` is `train` or
     `val`.
 
     Text: a sample is an int64 tensor of `block` + 1 consecutive tokens that begin at a multiple of `block` in a shard; `s[:-1]`
-    is the input, `s[1:]` the target. A batch has shape (n, `block` + 1). Everything else: a sample is a dict of the columns that
-    were prepared; in a batch, columns of one shape are stacked, first dimension = samples, and others are lists of n tensors.
-    `transform` is applied to each sample, in the Stream's `workers`; random numbers it draws are a function of (seed, epoch,
-    index).
+    is the input, `s[1:]` the target. A batch has shape (n, `block` + 1). Other kinds: a sample is a dict of the prepared columns;
+    in a batch, columns of one shape are stacked, first dimension = samples, and others are lists of n tensors. `transform` is
+    applied to each sample, in the Stream's `workers`; its random numbers are a function of (seed, epoch, index).
 
-    `window` is how many shards are shuffled together: 8 of a store, all of a directory. From a store, every machine reads window
-    after window. `patience` is the number of seconds to wait for a store that cannot be reached. Raises OutlastError when the
+    `window` is the number of shards shuffled together: by default 8 of a store, all of a directory. From a store, every machine
+    reads window after window. `patience` is the number of seconds to wait for an unreachable store. Raises OutlastError if the
     place has no such part, or its data do not fit the arguments.
     """
 
@@ -121,7 +117,7 @@ class Shards:
         self.part, self.block, self.transform = part, block, transform
         self._place = _opened(os.fspath(place), window or WINDOW, patience)
         self.manifest: Manifest = self._place.manifest()
-        """What was prepared: `kind`, `vocab_size`, `dtype`, `settings` ..."""
+        """Description of the prepared data: `kind`, `vocab_size`, `dtype`, `settings` ..."""
         self._shards = self.manifest.part(part).shards
         self._sizes = np.array([self._samples(shard) for shard in self._shards], dtype=np.int64)
         self._ends = np.cumsum(self._sizes)
@@ -131,13 +127,12 @@ class Shards:
                 "use a smaller block, or prepare more data"
             )
         self.remote: bool = self._place.remote
-        """Whether the shards come from a store."""
         self.window: int = window or (WINDOW if self.remote else len(self._shards))
-        """Shards that are shuffled together."""
+        """Number of shards shuffled together."""
         self._forget()
 
     def _samples(self, shard: Shard) -> int:
-        """Samples in a shard. Raises OutlastError when `block` does not fit the kind of data."""
+        """Number of samples in a shard. Raises OutlastError if `block` does not fit the kind of data."""
         text = self.manifest.kind == "text"
         if text != (self.block is not None) or (self.block is not None and self.block < 1):
             if text:
@@ -154,7 +149,7 @@ class Shards:
         return max(0, tokens - 1) // self.block
 
     def _forget(self) -> None:
-        """Begin without an open shard: at the start, and in a process that was forked or got this by pickle."""
+        """Begin without open shards: at the start, and after a fork or unpickling."""
         self._lock, self._pid = threading.Lock(), os.getpid()
         self._held: OrderedDict[int, tuple[Columns, object]] = OrderedDict()
         self._announced: tuple[int, int] | None = None
@@ -184,17 +179,17 @@ class Shards:
 
     @property
     def fingerprint(self) -> str:
-        """What identifies the data: a hash of the shards' checksums; empty if those are not known."""
+        """Identity of the data: a hash of the shards' checksums; empty if these are unknown."""
         if not all(shard.sha256 for shard in self._shards):
             return ""
         return hashlib.sha256(" ".join(shard.sha256 for shard in self._shards).encode()).hexdigest()[:16]
 
     def windows(self, window: int, seed: int) -> Windows | None:
-        """The order of samples with so many shards shuffled together; None if that is all of them, or `window` is 0."""
+        """The order of samples with `window` shards shuffled together; None if `window` is 0 or covers all of them."""
         return Windows(self._sizes.tolist(), window, seed) if 0 < window < len(self._shards) else None
 
     def reading(self, windows: Windows | None, position: int, epoch: int, shuffled: bool) -> None:
-        """Announce that samples are read from `position` on: in windows; without them, over all shards or in sequence."""
+        """Announce reading from `position` on: in windows; without them, over all shards or in sequence."""
         count = len(self._shards)
         if windows:
             at = windows.window(position, epoch)
@@ -205,23 +200,23 @@ class Shards:
         self._announced = epoch, at
         if windows:
             ahead, now = windows.ahead(position, epoch, AHEAD), len(windows.ahead(position, epoch, 1))
-        elif shuffled:  # of more shards than a window, nobody knows which comes next
+        elif shuffled:  # with more shards than a window, the next one is unpredictable
             ahead, now = (list(range(count)), count) if count <= self.window else ([], self.window)
         else:
             ahead, now = [number % count for number in range(at, at + min(count, AHEAD * self.window))], 1
-        with self._lock:  # what was read may make room
+        with self._lock:  # shards that have been read may be evicted
             for number in self._held.keys() - set(ahead):
                 del self._held[number]
         self._place.want([self._shards[number] for number in ahead], now)
 
     def await_(self, indices: Indices) -> None:
-        """Return once the shards of these samples are in the cache; processes that read them cannot tell that they wait."""
+        """Wait until the shards of these samples are in the cache, as reading processes cannot report that they wait."""
         if self.remote:
             for shard in np.unique(np.searchsorted(self._ends, indices, side="right")):
                 self._open(int(shard))
 
     def take(self, indices: Indices) -> Any:
-        """The samples at `indices`, not transformed: tokens of shape (n, block + 1), or a dict of columns."""
+        """The untransformed samples at `indices`: tokens of shape (n, block + 1), or a dict of columns."""
         shards = np.searchsorted(self._ends, indices, side="right")
         local = indices - (self._ends[shards] - self._sizes[shards])
         parts = [(rows := np.flatnonzero(shards == shard), self._open(int(shard)), local[rows]) for shard in np.unique(shards)]
@@ -233,7 +228,7 @@ class Shards:
         return torch.from_numpy(out)
 
     def _open(self, number: int) -> Columns:
-        """The columns of a shard, mapped."""
+        """The mapped columns of a shard."""
         if self._pid != os.getpid():
             self._forget()
         with self._lock:
@@ -257,7 +252,7 @@ def _opened(place: str, window: int, patience: float) -> Place:
 
 
 def _joined(parts: list[tuple[Indices, Columns, Indices]], count: int) -> dict[str, Any]:
-    """Rows of several shards as one batch: (their places in the batch, columns of a shard, rows of it)."""
+    """Join rows of several shards into a batch, given (rows of the batch, columns of a shard, rows of the shard)."""
     batch: dict[str, Any] = {}
     for rows, columns, places in parts:
         for name, column in columns.items():

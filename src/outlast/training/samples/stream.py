@@ -1,8 +1,8 @@
 """The samples of a run, in an order that does not depend on restarts or the world size.
 
 A stream cuts every epoch into global batches. The samples of a batch are a function of (seed, epoch, position) alone, not of the
-number of ranks, of restarts or of prefetching. Every rank takes its share of each batch, so all ranks together see each sample
-of an epoch exactly once, however often the world changes in between.
+number of ranks, restarts or prefetching. Every rank takes its share of each batch, so all ranks together see each sample of an
+epoch exactly once, however often the world changes in between.
 
     for batch in stream:                          # one optimizer step
         for (x, y), share in batch.split(net):    # this rank's micro-batches
@@ -35,11 +35,11 @@ from outlast.training.order import VERSION, Indices, Windows, permuted
 from outlast.training.samples.shards import Shards
 
 _LEAVE_S = 1.0
-"""Longest wait for the thread of a stream that is left: torch aborts a process that ends while a thread is in torch."""
+"""Timeout for the thread of an abandoned stream: torch aborts a process that ends while a thread is in torch."""
 
 
-def dealt(count: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Start and end of `rank`'s contiguous part of `count` things; parts differ by at most one, the first are the larger."""
+def share_of(count: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Start and end of `rank`'s contiguous share of `count` items; shares differ by at most one, the first are the larger."""
     small, larger = divmod(count, ranks)
     start = rank * small + min(rank, larger)
     return start, start + small + (rank < larger)
@@ -56,13 +56,13 @@ class Batch:
     size: int
     """Samples in the global batch, over all ranks."""
     indices: Indices
-    """Indices into the dataset of this rank's samples, int64 of shape (n,); empty if its part of a short last batch is."""
+    """Dataset indices of this rank's samples, int64 of shape (n,); may be empty in a short last batch."""
     ends_epoch: bool
-    """Whether this is the last batch of its epoch."""
+    """True for the last batch of its epoch."""
     pieces: tuple[tuple[Any, float], ...]
-    """Micro-batches and their shares, as `split` returns them, on the device that they were read on."""
+    """Micro-batches and their shares, as `split` returns them, on the device that read them."""
     most: int = 1
-    """Micro-batches of the rank that has the most."""
+    """Largest number of micro-batches of a rank."""
     start: int = 0
     """Samples of the epoch before this batch, over all ranks."""
 
@@ -77,10 +77,10 @@ class Batch:
 
         `data` has the structure of the dataset's samples; first dimension = samples. The shares of all micro-batches on all ranks
         sum to the number of ranks: DDP averages gradients over ranks, so the result is the gradient of the mean loss over the
-        global batch, even where it does not divide evenly. With `net` (DDP or FSDP2), gradients are exchanged in the last
-        micro-batch only, and tensors are moved to the device of `net`. If a rank has no sample in the short last batch of an
-        epoch, it gets another rank's with share 0.0, because it has to take part in the exchange. FSDP2 gathers weights in every
-        forward pass, so there a rank with fewer micro-batches than others gets its first one again, with share 0.0.
+        global batch, even if it does not divide evenly. With `net` (DDP or FSDP2), gradients are exchanged in the last
+        micro-batch only, and tensors are moved to the device of `net`. A rank without a sample in the short last batch of an
+        epoch gets another rank's with share 0.0, because it must take part in the exchange. FSDP2 gathers weights in every
+        forward pass, so a rank with fewer micro-batches than others gets its first one again, with share 0.0.
         """
         where = next((p.device for p in net.parameters()), None) if net is not None else None
         pieces = self.pieces
@@ -112,7 +112,7 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _changed(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same structure with every tensor changed."""
+    """Apply `change` to every tensor of a nested structure."""
     if isinstance(data, torch.Tensor):
         return change(data)
     if isinstance(data, Mapping):
@@ -125,7 +125,7 @@ def _changed(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """A batch before its samples are read."""
+    """A batch whose samples have not been read yet."""
 
     epoch: int
     step: int
@@ -145,13 +145,13 @@ class Stream:
     numbers they draw are a function of (seed, epoch, index), so augmentation resumes exactly too.
 
     `batch` is the number of samples in one optimizer step over all ranks; the last one of an epoch may be smaller. `microbatch`
-    cuts it into pieces of that many samples that are the same for every world size, dealt to the ranks; without it each rank's
-    share is one piece. The stream ends after `steps`, or after `epochs` when `steps` is None: then each sample is handed out
-    exactly `epochs` times, also when a resumed run has another `batch`.
+    cuts it into pieces of that many samples, the same for every world size, which are distributed over the ranks; without it each
+    rank's share is one piece. The stream ends after `steps`, or after `epochs` if `steps` is None: then each sample is handed out
+    exactly `epochs` times, also if a resumed run has another `batch`.
 
-    Its position counts the batches handed out, not those prefetched: in the loop's body, the current batch counts as consumed.
-    `len(stream)` is the number of batches still to come. `for batch in stream:` yields a `Batch`; when the loop has ended, the
-    session saves the last step. Raises OutlastError for data that is none of these, and for ranks without a sample.
+    Its position counts the batches handed out, not the prefetched ones: in the loop's body, the current batch counts as consumed.
+    `len(stream)` is the number of batches still to come. `for batch in stream:` yields a `Batch`; after the loop, the session
+    saves the last step. Raises OutlastError for data of other kinds, and for ranks without a sample.
 
     The order is a keyed permutation (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002), computed without a table.
     """
@@ -182,21 +182,21 @@ class Stream:
         self.seed = seed
         self.shuffle = shuffle
         self.epoch = 0
-        """The epoch of the next batch; of the current one while it lasts."""
+        """Epoch of the current batch, between loops of the next one."""
         self.step = 0
         """Batches handed out since the beginning."""
         self.saved_with: tuple[int, int] | None = None
-        """Batch and total steps of the run that saved what `load_state_dict` restored; None when that is not known."""
+        """`batch` and total steps of the run whose position `load_state_dict` restored; None if unknown."""
         self.reading = 0
-        """Loops over the stream that have begun and not ended."""
+        """Number of unfinished loops over the stream."""
         self.ended: Callable[[], None] | None = None
-        """Called when a loop has reached the end of the stream, not when it was left."""
+        """Called when a loop reaches the end of the stream, not when it is left early."""
         self.saves = 0
-        """How often `state_dict` has been asked for."""
-        self.undealt = ""
-        """Why the ranks of the process group may not each have a share of their own; empty if they may."""
+        """Number of `state_dict` calls."""
+        self.not_shardable = ""
+        """The reason why ranks of the process group may not have separate shares; empty if they may."""
         self.sample = ""
-        """What a micro-batch is, as read last: `a Tensor of shape (16, 3)`."""
+        """Description of the first micro-batch: `a Tensor of shape (16, 3)`."""
         self.waited_s = 0.0
         """Seconds that steps have waited for data in this process."""
         self._window = dataset.window if isinstance(dataset, Shards) else 0
@@ -212,7 +212,7 @@ class Stream:
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole stream: those done, and those still to come with the present `batch`.
+        """Optimizer steps of the whole stream: the steps done and the remaining ones with the present `batch`.
 
         It changes when a run resumes with another `batch`; `step` then counts steps of both sizes.
         """
@@ -225,12 +225,12 @@ class Stream:
 
     @property
     def fingerprint(self) -> str:
-        """What identifies the data; empty if that is not known."""
+        """Identity of the data; empty if unknown."""
         return self._shards.fingerprint if self._shards else ""
 
     @property
     def remedy(self) -> str:
-        """What to do if training waits for this stream."""
+        """Advice if training waits for this stream."""
         if self._shards and self._shards.remote:
             return "the store delivers too slowly: name it under `data` in the job file, which fetches everything before training"
         if self._arrays or self._workers:
@@ -240,7 +240,7 @@ class Stream:
 
     @property
     def _windows(self) -> Windows | None:
-        """The order of shards, if it is not that of all samples together."""
+        """The order by windows of shards; None if all samples are shuffled together."""
         return self._shards.windows(self._window, self.seed) if self._shards and self.shuffle else None
 
     @property
@@ -260,9 +260,9 @@ class Stream:
         return {"version": VERSION, **order, "epoch": epoch, "position": start, **steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the position in `state`. World size and `batch` may differ from those that saved it.
+        """Continue at the position in `state`. World size and `batch` may differ from the saved ones.
 
-        Raises OutlastError when the samples would come in another order: other data, another seed, another `shuffle`.
+        Raises OutlastError if the samples would come in another order: other data, another seed, another `shuffle`.
         """
         if state["version"] != VERSION:
             raise OutlastError(
@@ -273,10 +273,10 @@ class Stream:
                 f"the stream was saved over {state['samples']} samples, the dataset now has {self.samples}; "
                 "resume with the same data or start a new run"
             )
-        for name, ours in (("seed", self.seed), ("shuffle", self.shuffle)):
-            if state[name] != ours:
+        for name, own in (("seed", self.seed), ("shuffle", self.shuffle)):
+            if state[name] != own:
                 raise OutlastError(
-                    f"the stream was saved with {name}={state[name]} and now has {name}={ours}: in another order some samples of "
+                    f"the stream was saved with {name}={state[name]} and now has {name}={own}: in another order some samples of "
                     f"epoch {state['epoch'] + 1} would come twice and others never; use {name}={state[name]} or start a new run"
                 )
         self._adopt(state)
@@ -284,17 +284,17 @@ class Stream:
         self.saved_with = (state["batch"], state["total_steps"]) if "batch" in state else None
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
-        """Take over the order of shards in `state`: the run may have begun with the shards elsewhere. Raises OutlastError."""
+        """Adopt the order of shards in `state`, as the run may have begun with the shards elsewhere. Raises OutlastError."""
         name = state.get("order", "permuted")
         if name not in ("permuted", "windows") or (name == "windows" and not self._shards):
             remedy = "resume with the same data" if name == "windows" else "use the Outlast that saved it"
             raise OutlastError(f"the stream was saved in the order {name!r} of shards, and cannot go on in it; {remedy}")
         if not self._shards:
             return
-        ours, theirs = self.fingerprint, state.get("data", "")
-        if ours and theirs and ours != theirs:
+        own, theirs = self.fingerprint, state.get("data", "")
+        if own and theirs and own != theirs:
             raise OutlastError(
-                f"the stream was saved over shards with other checksums ({theirs}) than those there now ({ours}); "
+                f"the stream was saved over shards with other checksums ({theirs}) than those there now ({own}); "
                 "resume with the same data or start a new run"
             )
         self._window = state["window"] if name == "windows" else 0
@@ -304,8 +304,8 @@ class Stream:
         return max(0, self.total_steps - self.step)
 
     def __iter__(self) -> Iterator[Batch]:
-        if self.undealt:
-            raise OutlastError(self.undealt)
+        if self.not_shardable:
+            raise OutlastError(self.not_shardable)
         world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         return self.batches(*world)
 
@@ -313,7 +313,7 @@ class Stream:
         """Iterate over the batches of `rank` among `ranks`, from the current position on.
 
         `for batch in stream` calls this with the rank and size of the process group. Call it yourself if several ranks share one
-        copy of the model (tensor or pipeline parallelism): `rank` is then the number of the copy. Raises OutlastError when a full
+        copy of the model (tensor or pipeline parallelism): `rank` is then the number of the copy. Raises OutlastError if a full
         batch leaves a rank without samples.
         """
         self._check(ranks)
@@ -346,17 +346,17 @@ class Stream:
             )
 
     def _plans(self, rank: int, ranks: int) -> Iterator[_Plan]:
-        """What this rank reads, from the current position to the end."""
+        """The batches of this rank, from the current position to the end."""
         epoch, start = self._next
         windows = self._windows
         for step in range(self.step, self.total_steps):
             size = min(self.batch, self.samples - start)
             ends = start + size == self.samples
             piece = self.microbatch or 1
-            first, last = dealt(-(-size // piece), ranks, rank)
+            first, last = share_of(-(-size // piece), ranks, rank)
             begin, end = first * piece, min(last * piece, size)
             stand_in = begin >= end
-            if stand_in:  # of the last rank that has any
+            if stand_in:  # use the samples of the last rank that has any
                 begin, end = (-(-size // piece) - 1) * piece, size
             positions = np.arange(start + begin, start + end)
             if self._shards:
@@ -374,19 +374,19 @@ class Stream:
     def _read(self, plans: Iterator[_Plan]) -> Generator[tuple[_Plan, tuple[tuple[Any, float], ...]], None, None]:
         accelerator = device.find()
         if arrays := self._arrays:
-            pin = accelerator.pin if self._prefetch else _as_it_is  # in the thread that reads ahead
+            pin = accelerator.pin if self._prefetch else _as_it_is  # pinned in the thread that reads ahead
             read = ((plan, tuple((_changed(arrays.take(part), pin), share) for part, share in plan.cuts)) for plan in plans)
             yield from _ahead(read, self._prefetch) if self._prefetch else read
             return
         samples, collate = _Seeded(self._dataset, self.seed), self._collate
         if not self._workers:
             for plan in plans:
-                with kept_generators():
+                with preserved_generators():
                     pieces = tuple((collate([samples[plan.epoch, int(i)] for i in part]), share) for part, share in plan.cuts)
                 yield plan, pieces
             return
-        # One loader for the whole run; one of its batches is one of our pieces. It has its own generator, so that it draws
-        # nothing from the default one.
+        # One loader for the whole run, whose batches are our micro-batches. It has its own generator, so that it draws nothing
+        # from the default one.
         queued: queue.SimpleQueue[_Plan] = queue.SimpleQueue()
         loader = iter(
             DataLoader(
@@ -404,12 +404,12 @@ class Stream:
                 plan = queued.get()
                 data = [first, *(next(loader) for _ in plan.cuts[1:])]
                 yield plan, tuple((piece, share) for piece, (_, share) in zip(data, plan.cuts, strict=True))
-        except OutlastError as error:  # its text is the traceback of the process, whose last line is the sentence
+        except OutlastError as error:  # its text is the worker process's traceback, whose last line is the sentence
             raise OutlastError(str(error).rpartition(f".{type(error).__name__}: ")[2].strip()) from error
 
 
 def _ahead(items: Iterator[Any], count: int) -> Iterator[Any]:
-    """`items`, taken by a thread that is at most `count` ahead; its exception, if any, arrives in order."""
+    """Yield `items`, read by a thread that is at most `count` ahead; its exception, if any, arrives in order."""
     ready: queue.Queue[tuple[str, Any]] = queue.Queue(count)
     stopped = threading.Event()
 
@@ -433,7 +433,7 @@ def _ahead(items: Iterator[Any], count: int) -> Iterator[Any]:
 
     def end() -> None:
         stopped.set()
-        if threading.current_thread() is not thread:  # which may be the one that collects garbage
+        if threading.current_thread() is not thread:  # the garbage collector may run in it
             thread.join(_LEAVE_S)
 
     thread.start()
@@ -474,7 +474,7 @@ def _rows(array: Any, indices: Indices) -> torch.Tensor:
 
 
 def _source(dataset: Any, collate: Any) -> tuple[_Arrays | None, int]:
-    """The dataset as arrays, None for one whose samples are read one by one; and its number of samples."""
+    """The dataset as arrays (None if samples are read one by one), and its number of samples."""
     if isinstance(dataset, Shards):
         return None if dataset.transform or collate else _Arrays(dataset), len(dataset)
     array = np.ndarray | torch.Tensor
@@ -507,7 +507,7 @@ def _source(dataset: Any, collate: Any) -> tuple[_Arrays | None, int]:
 
 
 def _length(dataset: Any) -> int:
-    """Samples of a map-style dataset. Raises OutlastError for what is none."""
+    """Number of samples of a map-style dataset. Raises OutlastError for other kinds."""
     what = f"the dataset is {kind(dataset)}"
     if isinstance(dataset, DataLoader):
         other = ", or wrap it in Stateful(loader)" if hasattr(dataset, "state_dict") else ""
@@ -525,7 +525,7 @@ def _length(dataset: Any) -> int:
 
 
 def kind(value: Any) -> str:
-    """What a value is, for a sentence: `a Tensor of shape (3, 4)`, `a tuple of 3`, `'data/train'`."""
+    """Describe a value in a sentence: `a Tensor of shape (3, 4)`, `a tuple of 3`, `'data/train'`."""
     if isinstance(value, str | bytes | int | float | Path):
         return repr(value)[:60]
     name = type(value).__name__
@@ -540,7 +540,7 @@ _loops = 0
 
 
 def begun(reader: Any) -> None:
-    """Note that a loop over a stream, or over another reader with its attributes, begins."""
+    """Record the begin of a loop over a stream, or over another reader with its attributes."""
     global _loops
     _loops += 1
     reader.reading += 1
@@ -548,17 +548,17 @@ def begun(reader: Any) -> None:
 
 
 def loops() -> int:
-    """How many loops over streams have begun in this process."""
+    """Number of loops over streams begun in this process."""
     return _loops
 
 
 def being_read() -> list[Any]:
-    """The streams, and readers like them, of this process that are being iterated over."""
+    """The streams and similar readers that are being iterated over in this process."""
     return [stream for stream in _read_now if stream.reading]
 
 
 class _Seeded(Dataset[Any]):
-    """A dataset whose samples draw random numbers that depend on (seed, epoch, index) only."""
+    """A dataset whose samples' random numbers depend on (seed, epoch, index) only."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
@@ -574,7 +574,7 @@ class _Seeded(Dataset[Any]):
 
 
 class _Pieces(Sampler[list[tuple[int, int]]]):
-    """Gives a DataLoader's workers the indices to read, and records their plan."""
+    """Gives a DataLoader's workers the indices to read, and queues their plan."""
 
     def __init__(self, plans: Iterator[_Plan], queued: queue.SimpleQueue[_Plan], shards: Shards | None) -> None:
         self._plans, self._queued, self._shards = plans, queued, shards
@@ -589,12 +589,12 @@ class _Pieces(Sampler[list[tuple[int, int]]]):
 
 
 @contextlib.contextmanager
-def kept_generators() -> Iterator[None]:
-    """Restore python's, numpy's and torch's default generators afterwards."""
-    kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
+def preserved_generators() -> Iterator[None]:
+    """Restore Python's, numpy's and torch's default generators afterwards."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
     finally:
-        random.setstate(kept[0])
-        np.random.set_state(kept[1])
-        torch.set_rng_state(kept[2])
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])

@@ -1,1 +1,1 @@
-"""What a session saves and loads: the state of training, in memory, on disks, from the peers."""
+"""The state of training: capturing, saving and restoring it, in memory, on disks and from peers."""

@@ -1,15 +1,15 @@
-"""Saves and restores what a run needs to continue exactly where it was.
+"""Saves and restores everything that a run needs to continue exactly.
 
-A *state* is what a script passes to `Session.resume`: modules, optimizers and anything else with
-`state_dict`/`load_state_dict`, by name. `capture` collects what a rank is to write of it, `restore` puts a checkpoint back.
-`saver` does the writing; `outlast.storage.checkpoints` knows the directory and what makes a checkpoint valid.
+A *state* is the argument of `Session.resume`: modules, optimizers and other objects with `state_dict` and `load_state_dict`, by
+name. `capture` collects a rank's part of it, `restore` loads a checkpoint. `saver` writes; `outlast.storage.checkpoints` knows
+the directory and decides which checkpoint is valid.
 
 Keys of a checkpoint: `<module>/<parameter or buffer>`, `<optimizer>/state/<parameter>/<name>`, and pickled objects:
-`<optimizer>/rest`, `<module>/rest`, `<anything else>`, `<loader>/<rank>`, `rng/<rank>`. Tensors that every rank has are dealt out
-over the ranks, each writes its part; buffers are rank 0's, whose values DDP gives to all at the next forward pass.
+`<optimizer>/rest`, `<module>/rest`, `<anything else>`, `<loader>/<rank>`, `rng/<rank>`. Replicated tensors are sharded over the
+ranks, each of which writes its part; buffers are rank 0's, whose values DDP broadcasts in the next forward pass.
 
-Nothing that a checkpoint holds is run: objects are read as `torch.load(weights_only=True)` does, with numpy's arrays and a few of
-the standard library's types besides, and the classes that a script allows by `torch.serialization.add_safe_globals`.
+Reading a checkpoint runs no code from it: objects are read as by `torch.load(weights_only=True)`, plus numpy's arrays, a few
+types of the standard library, and the classes that a script allows by `torch.serialization.add_safe_globals`.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ from outlast.training.state.stateful import Stateful
 
 State = Mapping[str, Any]
 Flat = dict[str, Any]
-"""What one rank writes: tensors, and pickled objects as bytes."""
+"""One rank's part: tensors, and pickled objects as bytes."""
 
 
 def check(state: State) -> None:
-    """Raise OutlastError when a name of the state cannot be a key, or a thing in it cannot be saved."""
-    known = {parameter for thing in state.values() if isinstance(thing, torch.nn.Module) for parameter in thing.parameters()}
+    """Raise OutlastError if a name in the state cannot be a key, or an object in it cannot be saved."""
+    parameters = {parameter for thing in state.values() if isinstance(thing, torch.nn.Module) for parameter in thing.parameters()}
     for name, thing in state.items():
         if not isinstance(name, str) or not name.isidentifier() or name == "rng" or hasattr(torch.nn.Module, name):
             raise OutlastError(f"{name!r} cannot name a thing to save; use a plain word that is no attribute of torch.nn.Module")
@@ -72,7 +72,7 @@ def check(state: State) -> None:
             raise OutlastError(
                 f"{name!r} is a {type(thing).__name__}, of which each rank has another state; wrap it: Stateful(loader)"
             )
-        if isinstance(thing, torch.optim.Optimizer) and not known.issuperset(_parameters(thing)):
+        if isinstance(thing, torch.optim.Optimizer) and not parameters.issuperset(_parameters(thing)):
             raise OutlastError(f"optimizer {name!r} holds a parameter of none of the modules; name the module it belongs to, too")
 
 
@@ -80,59 +80,55 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-# Copying
-
-
 class Collected(NamedTuple):
-    """What a state consists of, by who has it; tensors are not copied yet."""
+    """The tensors and objects of a state, by the ranks that have them; tensors are not copied yet."""
 
     everybody: Flat
-    """The same on every rank, but for distributed tensors."""
-    mine: Flat
-    firsts: Flat
-    """Rank 0's."""
+    """Replicated on every rank, or distributed tensors."""
+    own: Flat
+    """This rank's."""
+    rank0: Flat
 
 
 def capture(state: State, rank: int, ranks: int) -> Flat:
     """This rank's part of `state`, the random number generators included; its tensors are not copied yet."""
-    everybody, mine, firsts = collected(state, rank)
+    everybody, own, rank0 = collected(state, rank)
     whole = {key: tensor for key, tensor in everybody.items() if not isinstance(tensor, DTensor)}
-    for key in whole.keys() - dealt(whole, rank, ranks):
+    for key in whole.keys() - assigned_keys(whole, rank, ranks):
         del everybody[key]
-    return {**mine, **everybody, **(firsts if rank == 0 else {})}
+    return {**own, **everybody, **(rank0 if rank == 0 else {})}
 
 
 def collected(state: State, rank: int) -> Collected:
-    """All that `state` consists of, the random number generators of this rank included."""
+    """All tensors and objects of `state`, this rank's random number generators included."""
     everybody: Flat = {}
-    mine: Flat = {f"rng/{rank}": pickled(generators(), "rng")}
-    firsts: Flat = {}
+    own: Flat = {f"rng/{rank}": pickled(generators(), "rng")}
+    rank0: Flat = {}
     for name, thing in state.items():
         if isinstance(thing, torch.nn.Module):
             tensors, rest = _sorted_out(get_model_state_dict(thing))
             parameters = {_place(parameter) for parameter in thing.parameters()}
             for key, tensor in tensors.items():
-                (everybody if _place(tensor) in parameters else firsts)[f"{name}/{key}"] = tensor
+                (everybody if _place(tensor) in parameters else rank0)[f"{name}/{key}"] = tensor
         elif isinstance(thing, torch.optim.Optimizer):
             tensors, rest = _optimizer_state(_modules(state), thing, name)
             everybody.update({f"{name}/state/{key}": tensor for key, tensor in tensors.items()})
         else:
-            firsts[name] = pickled(thing.state_dict(), name)
+            rank0[name] = pickled(thing.state_dict(), name)
             if isinstance(thing, Stateful):
-                mine[f"{name}/{rank}"] = pickled(thing.loader_state(), name)
+                own[f"{name}/{rank}"] = pickled(thing.loader_state(), name)
             continue
         if rest:
-            firsts[f"{name}/rest"] = pickled(rest, name)
-    return Collected(everybody, mine, firsts)
+            rank0[f"{name}/rest"] = pickled(rest, name)
+    return Collected(everybody, own, rank0)
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """Where a tensor is, by which parameters in a state dict differ from buffers; -1 for all that are distributed."""
+    """A tensor's place in memory, which tells parameters in a state dict from buffers; -1 for distributed tensors."""
     return -1 if isinstance(tensor, DTensor) else device.of(tensor.device).place(tensor)
 
 
 def _sorted_out(values: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors, and everything else."""
     tensors = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
     return tensors, {key: value for key, value in values.items() if key not in tensors}
 
@@ -147,19 +143,18 @@ def _optimizer_state(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """An optimizer's tensors by parameter and name, and the rest: groups, and values that are no tensors, such as None."""
     with _begun(optimizer):
-        said: dict[str, Any] = get_optimizer_state_dict(root, optimizer)
-    values = {(fqn, key): value for fqn, entry in said["state"].items() for key, value in entry.items()}
+        state: dict[str, Any] = get_optimizer_state_dict(root, optimizer)
+    values = {(fqn, key): value for fqn, entry in state["state"].items() for key, value in entry.items()}
     tensors = {f"{fqn}/{key}": value for (fqn, key), value in values.items() if isinstance(value, torch.Tensor)}
     others = {place: value for place, value in values.items() if not isinstance(value, torch.Tensor)}
-    return tensors, {"kind": type(optimizer).__name__, "groups": said["param_groups"], "others": others}
+    return tensors, {"kind": type(optimizer).__name__, "groups": state["param_groups"], "others": others}
 
 
 @contextlib.contextmanager
 def _begun(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Give an optimizer without state an empty entry meanwhile.
 
-    Otherwise torch initializes its state by a step of its own, which calls hooks and is wrong for optimizers with a special first
-    step.
+    Otherwise torch initializes its state by a step, which calls hooks and is wrong for optimizers with a special first step.
     """
     first = _parameters(optimizer)[0]
     if not optimizer.state:
@@ -171,8 +166,8 @@ def _begun(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             optimizer.state.pop(first, None)
 
 
-def dealt(tensors: Mapping[str, torch.Tensor], rank: int, ranks: int) -> set[str]:
-    """The keys of `rank`'s part of what all have, all parts being about equally large."""
+def assigned_keys(tensors: Mapping[str, torch.Tensor], rank: int, ranks: int) -> set[str]:
+    """Keys of the replicated tensors that `rank` writes, balanced by size."""
     load = [0] * ranks
     part = set()
     for key, tensor in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
@@ -183,11 +178,8 @@ def dealt(tensors: Mapping[str, torch.Tensor], rank: int, ranks: int) -> set[str
     return part
 
 
-# Objects
-
-
 def _safe() -> list[Any]:
-    """What may be in a checkpoint beside what torch allows: to read these does nothing but make them."""
+    """Types allowed in a checkpoint besides torch's own: reading these only constructs them."""
     array: Any = np.empty(0).__reduce__()[0]
     scalar: Any = np.float64().__reduce__()[0]
     named = [(make, f"{package}.multiarray.{make.__name__}") for make in (array, scalar) for package in _NUMPY]
@@ -202,14 +194,14 @@ _PATHS = (pathlib.PurePosixPath, pathlib.PosixPath)
 
 
 def quickly_pickled(value: Any) -> bytes:
-    """An object of a kind that `pickled` has found to be readable, as bytes."""
+    """An object as bytes, unchecked: `pickled` has accepted one like it."""
     buffer = io.BytesIO()
     torch.save(value, buffer, _use_new_zipfile_serialization=False)
     return buffer.getvalue()
 
 
 def pickled(value: Any, name: str) -> bytes:
-    """An object as bytes. Raises OutlastError, with the remedy, when it could not be read back."""
+    """An object as bytes. Raises OutlastError, with the remedy, if it could not be read back."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     if foreign := _foreign(buffer.getvalue()):
@@ -243,19 +235,18 @@ def unpickled(data: bytes, name: str) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """What torch found, without its advice."""
+    """torch's error message without its closing hint."""
     return str(error).partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or str(error)
 
 
 class _Metadata(pickle.Unpickler):
-    """Reads the `.metadata` of torch.distributed.checkpoint, which is a pickle, and makes nothing but that."""
+    """Restricted unpickler for `.metadata` of torch.distributed.checkpoint."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = (
-            super().find_class(module, name) if module == "torch" or module.startswith("torch.distributed.checkpoint.") else None
-        )
-        described = module == "torch.distributed.checkpoint.metadata" and getattr(found, "__module__", "") == module
-        if described or isinstance(found, torch.dtype) or (module, name) in _IN_METADATA:
+        trusted = module == "torch" or module.startswith("torch.distributed.checkpoint.")
+        value = super().find_class(module, name) if trusted else None
+        described = module == "torch.distributed.checkpoint.metadata" and getattr(value, "__module__", "") == module
+        if described or isinstance(value, torch.dtype) or (module, name) in _IN_METADATA:
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):
             return _member
@@ -263,7 +254,7 @@ class _Metadata(pickle.Unpickler):
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """The member of an enumeration: Python before 3.11.4 pickles one as `getattr(kind, name)`."""
+    """A member of an enumeration, which Python before 3.11.4 pickles as `getattr(kind, name)`."""
     if isinstance(kind, enum.EnumType) and name in kind.__members__:
         return kind[name]
     raise _no_metadata("builtins.getattr")
@@ -296,102 +287,96 @@ class _Reader(FileSystemReader):
 
 class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load bytes, the only type that we save beside tensors."""
-        said: Any = None
+        """Load bytes, the only type that we save besides tensors."""
+        data: Any = None
         with contextlib.suppress(pickle.UnpicklingError):
-            said = torch.load(value, weights_only=True)
-        if not isinstance(said, bytes):
+            data = torch.load(value, weights_only=True)
+        if not isinstance(data, bytes):
             raise OutlastError(f"{read_item.dest_index.fqn} of the checkpoint is not bytes; it is damaged or forged")
         harmless = io.BytesIO()
-        torch.save(said, harmless)
+        torch.save(data, harmless)
         harmless.seek(0)
-        super().load_bytes(read_item, harmless)  # which reads anything
-
-
-# Random numbers
+        super().load_bytes(read_item, harmless)  # unrestricted
 
 
 def generators() -> dict[str, Any]:
-    """The states of this rank's random number generators: words and arrays as bytes, which are pickled fast."""
+    """States of this rank's random number generators: words and arrays as bytes, which pickle fast."""
     version, words, gauss = random.getstate()
     kind, keys, *drawn = np.random.get_state()
-    kept: dict[str, Any] = {
+    states: dict[str, Any] = {
         "python": (version, array("I", words).tobytes(), gauss),
         "numpy": (kind, np.asarray(keys).tobytes(), *drawn),
         "torch": torch.get_rng_state().numpy().tobytes(),
     }
     accelerator = device.find()
-    return kept | ({accelerator.type: accelerator.random_state()} if accelerator.type != "cpu" else {})
+    return states | ({accelerator.type: accelerator.random_state()} if accelerator.type != "cpu" else {})
 
 
-def _set_generators(kept: Mapping[str, Any]) -> None:
-    """Takes what checkpoints had at first, too: Python's words as numbers, arrays as such."""
-    version, words, gauss = kept["python"]
-    kind, keys, *drawn = kept["numpy"]
+def _set_generators(states: Mapping[str, Any]) -> None:
+    """Also accepts the format of early checkpoints: Python's words as numbers, arrays as arrays."""
+    version, words, gauss = states["python"]
+    kind, keys, *drawn = states["numpy"]
     random.setstate((version, tuple(_numbers(words, np.uint32).tolist()), gauss))
     np.random.set_state((kind, _numbers(keys, np.uint32), *drawn))
-    torch.set_rng_state(torch.from_numpy(_numbers(kept["torch"], np.uint8)))
-    if (accelerator := device.find()).type in kept:
-        accelerator.set_random_state(kept[accelerator.type])
+    torch.set_rng_state(torch.from_numpy(_numbers(states["torch"], np.uint8)))
+    if (accelerator := device.find()).type in states:
+        accelerator.set_random_state(states[accelerator.type])
 
 
-def _numbers(given: Any, dtype: type[np.generic]) -> np.ndarray[Any, Any]:
-    return np.frombuffer(bytearray(given), dtype) if isinstance(given, bytes) else np.asarray(given, dtype)
-
-
-# Restoring
+def _numbers(values: Any, dtype: type[np.generic]) -> np.ndarray[Any, Any]:
+    return np.frombuffer(bytearray(values), dtype) if isinstance(values, bytes) else np.asarray(values, dtype)
 
 
 def restore(path: Path, state: State, rank: int | None = None) -> bool:
-    """Load the checkpoint at `path` into the modules, optimizers and objects of `state`, which may be a part of what was saved.
+    """Load the checkpoint at `path` into the modules, optimizers and objects of `state`, which may be a part of the saved state.
 
-    Needs no session and no process group: every rank reads what it needs. With `rank`, restores that rank's random number
-    generators, too; returns False if the checkpoint has none for it (fewer ranks saved it). Raises OutlastError when the
-    checkpoint does not fit.
+    Needs no session and no process group: every rank reads its part. With `rank`, restores that rank's random number generators,
+    too; returns False if the checkpoint has none for it (fewer ranks saved it). Raises OutlastError if the checkpoint does not
+    fit.
     """
     reader = _Reader(path)
-    found = wanted(reader.read_metadata(), state, rank)
-    load(reader, path.name, state, found)
-    return put(state, found, path.name, rank)
+    targets = targets_of(reader.read_metadata(), state, rank)
+    load(reader, path.name, state, targets)
+    return put(state, targets, path.name, rank)
 
 
-# Its three steps, for any reader; messages name the `source`
+# The three steps of `restore`, for any reader; messages name the `source`
 
 
-def wanted(metadata: Metadata, state: State, rank: int | None) -> Flat:
-    """What `rank` is to read of a checkpoint to restore `state`: tensors to read into, and no bytes where bytes are to come."""
+def targets_of(metadata: Metadata, state: State, rank: int | None) -> Flat:
+    """The targets of `rank`'s read of a checkpoint to restore `state`: tensors to read into, and b"" for bytes."""
     check(state)
     saved = metadata.state_dict_metadata
-    found: Flat = {}
+    targets: Flat = {}
     for name, thing in state.items():
         if isinstance(thing, torch.nn.Module):
             tensors, _ = _sorted_out(get_model_state_dict(thing))
-            found.update({f"{name}/{key}": tensor for key, tensor in tensors.items()})
+            targets.update({f"{name}/{key}": tensor for key, tensor in tensors.items()})
         elif isinstance(thing, torch.optim.Optimizer):
-            found.update(_optimizer_room(metadata, _modules(state), thing, name))
-            found[f"{name}/rest"] = b""
+            targets.update(_optimizer_room(metadata, _modules(state), thing, name))
+            targets[f"{name}/rest"] = b""
         else:
-            found[name] = b""
+            targets[name] = b""
         for key in (f"{name}/rest", f"{name}/{rank}"):
             if key in saved:
-                found[key] = b""
+                targets[key] = b""
     if f"rng/{rank}" in saved:
-        found[f"rng/{rank}"] = b""
-    return found
+        targets[f"rng/{rank}"] = b""
+    return targets
 
 
-def load(reader: StorageReader, source: str, state: State, wanted: Flat) -> None:
-    """Read what is `wanted`. Raises OutlastError when `state` is not what was saved."""
-    _compare(source, state, wanted, reader.read_metadata())
-    _load(wanted, reader)
+def load(reader: StorageReader, source: str, state: State, targets: Flat) -> None:
+    """Read into `targets`. Raises OutlastError if `state` does not fit the saved one."""
+    _compare(source, state, targets, reader.read_metadata())
+    _load(targets, reader)
 
 
-def put(state: State, wanted: Flat, source: str, rank: int | None) -> bool:
-    """Give the things of a state what was read for them. Returns whether this rank's random numbers were there."""
+def put(state: State, loaded: Flat, source: str, rank: int | None) -> bool:
+    """Load the objects of a state from the `loaded` targets. Returns whether these had this rank's random numbers."""
     for name, thing in state.items():
-        rest = unpickled(wanted[f"{name}/rest"], name) if f"{name}/rest" in wanted else {}
+        rest = unpickled(loaded[f"{name}/rest"], name) if f"{name}/rest" in loaded else {}
         if isinstance(thing, torch.nn.Module):
-            set_model_state_dict(thing, {**_below(wanted, f"{name}/", but="rest"), **rest})
+            set_model_state_dict(thing, {**_below(loaded, f"{name}/", but="rest"), **rest})
         elif isinstance(thing, torch.optim.Optimizer):
             if rest["kind"] != type(thing).__name__:
                 raise OutlastError(
@@ -399,28 +384,28 @@ def put(state: State, wanted: Flat, source: str, rank: int | None) -> bool:
                     "use the optimizer that was saved or start a new run"
                 )
             entries: dict[str, dict[str, Any]] = {}
-            for key, tensor in _below(wanted, f"{name}/state/").items():
+            for key, tensor in _below(loaded, f"{name}/state/").items():
                 fqn, _, what = key.rpartition("/")
                 entries.setdefault(fqn, {})[what] = tensor
             for (fqn, what), value in rest["others"].items():
                 entries.setdefault(fqn, {})[what] = value
-            # not strict: a parameter that never had a gradient has no state, and is not to get any
+            # not strict: a parameter that never had a gradient has no state and must not get any
             options = StateDictOptions(strict=False)
             saved_state: dict[str, Any] = {"state": entries, "param_groups": rest["groups"]}
             with _begun(thing):
                 set_optimizer_state_dict(_modules(state), thing, saved_state, options=options)
         elif isinstance(thing, Stateful):
-            ours = wanted.get(f"{name}/{rank}")
-            thing.load_state_dict(unpickled(wanted[name], name), ours and unpickled(ours, name))
+            own = loaded.get(f"{name}/{rank}")
+            thing.load_state_dict(unpickled(loaded[name], name), own and unpickled(own, name))
         else:
-            thing.load_state_dict(unpickled(wanted[name], name))
-    if own := wanted.get(f"rng/{rank}"):
-        _set_generators(unpickled(own, "rng"))
-    return bool(own)
+            thing.load_state_dict(unpickled(loaded[name], name))
+    if random_state := loaded.get(f"rng/{rank}"):
+        _set_generators(unpickled(random_state, "rng"))
+    return bool(random_state)
 
 
 def modules(path: Path) -> list[str]:
-    """The names of the modules in the checkpoint at `path`."""
+    """Names of the modules in the checkpoint at `path`."""
     return sorted({key.partition("/")[0] for key in _tensors(_Reader(path).read_metadata())})
 
 
@@ -428,25 +413,24 @@ def read(path: Path, name: str) -> dict[str, torch.Tensor]:
     """The parameters and buffers of a module in the checkpoint at `path`, on the CPU. Needs no process group."""
     reader = _Reader(path)
     stored = _tensors(reader.read_metadata())
-    wanted: Flat = {
+    targets: Flat = {
         key: torch.empty(it.size, dtype=it.properties.dtype) for key, it in stored.items() if key.startswith(f"{name}/")
     }
-    _load(wanted, reader)
-    return _below(wanted, f"{name}/")
+    _load(targets, reader)
+    return _below(targets, f"{name}/")
 
 
 def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """The tensors of modules in a checkpoint, and not those of optimizers."""
-    said = metadata.state_dict_metadata.items()
-    return {key: it for key, it in said if isinstance(it, TensorStorageMetadata) and "/state/" not in key}
+    """The tensors of modules in a checkpoint, without the optimizers'."""
+    entries = metadata.state_dict_metadata.items()
+    return {key: it for key, it in entries if isinstance(it, TensorStorageMetadata) and "/state/" not in key}
 
 
-def _load(wanted: Flat, reader: StorageReader) -> None:
-    """Fill `wanted` from a checkpoint."""
+def _load(targets: Flat, reader: StorageReader) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         try:
-            state_dict_loader.load(wanted, storage_reader=reader, planner=_Planner(), no_dist=True)
+            state_dict_loader.load(targets, storage_reader=reader, planner=_Planner(), no_dist=True)
         except CheckpointException as error:
             for failure, _ in error.failures.values():
                 if isinstance(failure, OutlastError):
@@ -461,16 +445,15 @@ def _below(values: Mapping[str, Any], prefix: str, but: str = "") -> dict[str, A
 def _optimizer_room(
     metadata: Metadata, root: torch.nn.Module, optimizer: torch.optim.Optimizer, name: str
 ) -> dict[str, torch.Tensor]:
-    """Tensors to load an optimizer's state into, laid out like their parameters."""
+    """Tensors to load an optimizer's state into, in the layout of their parameters."""
     parameters = get_model_state_dict(root)
     room = {}
     for key, stored in metadata.state_dict_metadata.items():
         if key.startswith(f"{name}/state/") and isinstance(stored, TensorStorageMetadata):
             parameter = parameters.get(key.removeprefix(f"{name}/state/").rpartition("/")[0])
             dtype = stored.properties.dtype
-            if (
-                isinstance(parameter, torch.Tensor) and parameter.shape == stored.size
-            ):  # in its memory format, which fused kernels rely on
+            if isinstance(parameter, torch.Tensor) and parameter.shape == stored.size:
+                # fused kernels rely on the parameter's memory format
                 where = parameter.device if isinstance(parameter, DTensor) else "cpu"
                 room[key] = torch.empty_like(parameter, dtype=dtype, device=where)
             else:
@@ -478,13 +461,13 @@ def _optimizer_room(
     return room
 
 
-def _compare(source: str, state: State, wanted: Flat, metadata: Metadata) -> None:
-    """Raise OutlastError when `state` is not what was saved."""
+def _compare(source: str, state: State, targets: Flat, metadata: Metadata) -> None:
+    """Raise OutlastError if `state` does not fit the saved one."""
     saved = metadata.state_dict_metadata
     modules = [name for name, thing in state.items() if isinstance(thing, torch.nn.Module)]
-    missing = sorted(key for key in wanted if key not in saved)
-    surplus = sorted(key for key in saved if any(key.startswith(f"{name}/") for name in modules) and key not in wanted)
-    for key, value in wanted.items():
+    missing = sorted(key for key in targets if key not in saved)
+    surplus = sorted(key for key in saved if any(key.startswith(f"{name}/") for name in modules) and key not in targets)
+    for key, value in targets.items():
         stored = saved.get(key)
         if isinstance(value, torch.Tensor) and isinstance(stored, TensorStorageMetadata) and stored.size != value.shape:
             raise OutlastError(

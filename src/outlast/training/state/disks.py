@@ -1,12 +1,12 @@
 """Disks: which ranks share a directory, and the copying of files from one disk to all others.
 
-Workers may write into one directory (this machine's, or a network volume) or each into one of its own (pods). A session detects
-this when it starts, and again before each save until all can write. The lowest rank of a disk is its *leader*: it alone commits,
+Workers may write into one directory (this machine's, or a network volume) or into separate ones (pods). A session detects this
+when it starts, and again before each save until all can write. The lowest rank of a disk is its *leader*: it alone commits,
 sweeps and receives.
 
 Invariants: with one disk nothing is sent, and there are no additional collectives. With several, a disk that fails (full, broken)
-takes part to the end and reports the failure then, so that no other waits for it. Docs:
-docs/decisions/0010-workers-without-a-common-disk.md.
+takes part to the end and reports the failure then, so that no other waits for it.
+Docs: docs/decisions/0010-workers-without-a-common-disk.md.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ _ABANDONED_S = 3600.0
 
 @dataclass(frozen=True)
 class Part:
-    """A file on one disk that is to be copied to all."""
+    """A file on one disk, to be copied to all."""
 
     name: str
     size: int
     crc32: int
     disk: int
-    """Index of the disk that has it."""
+    """Index of the disk with the file."""
 
 
 @dataclass
 class Disks:
     """The disks of a world, in the order of their leaders; the first is rank 0's. Made by `find`."""
 
-    of: Sequence[int]
-    """The index of every rank's disk."""
+    by_rank: Sequence[int]
+    """Index of each rank's disk."""
     rank: int
     group: dist.ProcessGroup | None
     """All ranks."""
     leaders: dist.ProcessGroup | None = None
-    """The leaders, for the thread that trains; None when there is one disk."""
+    """The leaders, for the thread that trains; None with one disk."""
     savers: dist.ProcessGroup | None = None
     """The leaders, for the thread that saves."""
     certain: bool = True
-    """Whether all ranks could write; otherwise two of these disks may be one."""
+    """All ranks could write; otherwise two of these disks may be one."""
 
     @classmethod
     def find(cls, directory: Path, group: dist.ProcessGroup | None) -> Self:
@@ -67,13 +67,13 @@ class Disks:
         return disks
 
     def ascertain(self, directory: Path) -> None:
-        """Detect it again unless it is certain. No save may be in progress. A collective then."""
+        """Repeat the detection unless it is certain. No save may be in progress. A collective unless certain."""
         if self.certain:
             return
-        makers, before = _makers(directory, self.rank, len(self.of), self.group), self.of
+        makers, previous = _makers(directory, self.rank, len(self.by_rank), self.group), self.by_rank
         order = list(dict.fromkeys(makers))
-        self.of, self.certain = [order.index(maker) for maker in makers], min(makers) >= 0
-        if self.of != before:
+        self.by_rank, self.certain = [order.index(maker) for maker in makers], min(makers) >= 0
+        if self.by_rank != previous:
             self.connect()
 
     def connect(self) -> None:
@@ -85,28 +85,26 @@ class Disks:
     @property
     def leading(self) -> list[int]:
         """The leaders' ranks, by disk."""
-        return [self.of.index(disk) for disk in range(max(self.of) + 1)]
+        return [self.by_rank.index(disk) for disk in range(max(self.by_rank) + 1)]
 
     @property
     def several(self) -> bool:
-        """Whether there are several disks."""
-        return max(self.of) > 0
+        return max(self.by_rank) > 0
 
     @property
     def here(self) -> int:
         """Index of this rank's disk."""
-        return self.of[self.rank]
+        return self.by_rank[self.rank]
 
     @property
     def leader(self) -> bool:
-        """Whether this rank is the leader of its disk."""
         return self.leading[self.here] == self.rank
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order. A collective of all, in the thread that trains."""
-        if len(self.of) == 1:
+        if len(self.by_rank) == 1:
             return [value]
-        values: list[Any] = [None] * len(self.of)
+        values: list[Any] = [None] * len(self.by_rank)
         dist.all_gather_object(values, value, group=self.group)
         return values
 
@@ -124,7 +122,7 @@ class Disks:
 
     def broadcast(self, value: Any, group: dist.ProcessGroup | None, *, by: int = 0) -> Any:
         """The value of the leader of disk `by`. A collective of the group."""
-        if len(self.of) == 1:
+        if len(self.by_rank) == 1:
             return value
         values = [value]
         dist.broadcast_object_list(values, src=self.leading[by], group=group)
@@ -133,8 +131,8 @@ class Disks:
     def exchange(self, parts: Sequence[Part], path: Callable[[str], Path | None], group: dist.ProcessGroup | None) -> str:
         """Copy every file to all disks. Returns why it failed on this one, or an empty text. A collective of the leaders.
 
-        `path` says where a file of that name lies, or where it is to come: durable, and checked against its checksum. None: it
-        is not wanted here, and only passes by.
+        `path` returns a file's location, as its source or as its target, where it is written durably and verified. None: this
+        disk does not need the file and only takes part.
         """
         leading, problem = self.leading, ""
         memory = torch.empty(min(BLOCK, max((part.size for part in parts), default=0)), dtype=torch.uint8)
@@ -148,13 +146,13 @@ class Disks:
                     dist.broadcast(block, leading[part.disk], group=group)
                     end.after(block)
             finally:
-                said = end.close()
-            problem = problem or said
+                failed = end.close()
+            problem = problem or failed
         return problem
 
 
 class _End:
-    """One end of a copy: reads the file at its source, or writes it at its target. Keeps errors until `close`."""
+    """One end of a copy: reads the file at its source, or writes it at its target. `close` reports errors."""
 
     def __init__(self, path: Path | None, part: Part, *, writes: bool) -> None:
         self._part, self._writes = part, writes
@@ -204,18 +202,17 @@ class _End:
 
 
 def _bytes(block: torch.Tensor) -> memoryview:
-    """The bytes of a block, without a copy."""
     array: Any = block.numpy()
     return memoryview(array)
 
 
 def _makers(directory: Path, rank: int, ranks: int, group: dist.ProcessGroup | None) -> list[int]:
-    """For every rank, the first rank that left a mark in its directory: equal exactly for the ranks that share one. Where none
-    can be left, a negative number for each worker.
+    """For every rank, the first rank that left a mark in its directory: equal only for ranks that share one. In directories that
+    cannot be written, a negative number for each worker.
 
-    The name is new each time, so that a directory that was copied with its marks counts as another. The file system decides
-    which rank is first, and all marks are complete before one is read: that holds on network volumes, too. On a full disk the
-    size of a mark says who left it, which takes no room.
+    The name is new each time, so a directory that was copied with its marks counts as another. The file system decides which rank
+    is first, and all marks are complete before one is read, on network volumes, too. On a full disk, the size of a mark encodes
+    its rank, which needs no space.
     """
     word = torch.tensor(secrets.randbits(62))
     dist.broadcast(word, 0, group=group)
@@ -232,7 +229,7 @@ def _makers(directory: Path, rank: int, ranks: int, group: dist.ProcessGroup | N
         maker = int(text) if text.strip(b"\0") else len(text) - 1 if text else maker
     makers: list[torch.Tensor] = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
     dist.all_gather(makers, torch.tensor([maker]), group=group)
-    if maker == rank:  # all have read it
+    if maker == rank:  # by now all ranks have read it
         for path in directory.glob(f"{_MARK}*"):
             with contextlib.suppress(OSError):
                 if path == mark or path.stat().st_mtime < now - _ABANDONED_S:

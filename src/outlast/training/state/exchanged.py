@@ -1,8 +1,7 @@
 """Values that ranks exchange by pickle, under names that do not move: the ranks of a world may be of two versions.
 
-A pickle names the module of each class, so a class that moves to another module could not be read by a rank that still has it
-where it was, and the other way round. Each class below is pickled under the name that it had when this promise was made, wherever
-it stands now. Its fields stay, too: a new one needs a default.
+A pickle names the module of each class, so ranks of versions before and after a move could not read each other's. Each class
+below is pickled under its name of 2026-11, whatever its present module. Its fields stay, too: a new one needs a default.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Reads a snapshot from the memory of workers as torch.distributed.checkpoint reads a checkpoint.
 
-A rank needs what it has saved itself, one worker's set of what every rank had, and what rank 0 alone had: objects and buffers.
-Rank 0 reads that and tells all others, with the indices of the set. Only where a rank then lacks its chunk of a tensor, because
-the world has another size, the indices of all parts are exchanged (`tails`, `Reader.add`).
+A rank needs its own unique part, one worker's set of shared parts, and the unique part of rank 0: objects and buffers. Rank 0
+reads the latter and broadcasts it, with the indices of the set. Only if a rank then lacks its chunk of a tensor, because the
+world has another size, the indices of all parts are exchanged (`tails`, `Reader.add`).
 
-Parts in this worker's own memory are read there, the others straight from the agents that hold them, into the tensors themselves
-where these are contiguous; a connection exists only while it is read from. Every item is verified. A copy that is wrong is not
-read again; what is out of reach is tried again, with all holders in turn, and the ranks of a world begin with different ones.
+Parts in this worker's own memory are read there, the others directly from the agents that hold them, into the tensors themselves
+if these are contiguous; a connection exists only while it is read from. Every item is verified. A wrong copy is not read again;
+reading one out of reach is retried, with all holders in turn, and the ranks of a world begin with different ones.
 """
 
 from __future__ import annotations
@@ -44,37 +44,37 @@ from outlast.training.state.checkpoint import Flat
 from outlast.worker.hangs import stall
 
 PATIENCE_S = 20.0
-"""How long a part of which no copy can be reached is tried again. Whatever else there is to load costs minutes of training or a
-new start; and whoever holds it is in our world, so its network is one that has just worked."""
+"""Retry timeout for a part of which no copy can be reached. Any other state costs minutes of training or a new start, and the
+holders are in our world, so their network has just worked."""
 _PAUSE_S = 0.1, 2.0
-"""The first and the longest pause between two tries."""
+"""The first and the longest pause between attempts."""
 _SMALL = 1 << 20
-"""Bytes of a whole tensor of rank 0 that all ranks are told. Arbitrary: buffers are smaller, and the others each rank reads."""
+"""Largest tensor of rank 0 that is broadcast, in bytes. Arbitrary: buffers are smaller; each rank reads larger ones itself."""
 
 Key = tuple[str, int, str]
-"""Kind, local rank and digest of a part: what is read of two that have the same is the same."""
-Wanted = list[tuple[int, memoryview]]
-"""Numbers of items, and where each is to come."""
-Told = tuple[dict[Key, bytes], dict[int, bytes]]
-"""What rank 0 has read for all: tails of parts, and items of what the rank 0 of then alone had, by number."""
+"""Kind, local rank and digest of a part: parts with equal keys have equal bytes."""
+Targets = list[tuple[int, memoryview]]
+"""Numbers of items, and memory to read each into."""
+Broadcast = tuple[dict[Key, bytes], dict[int, bytes]]
+"""Read by rank 0 for all: tails of parts, and items of the unique part of the snapshot's rank 0, by number."""
 
 
 class _Part:
-    """One part, and who has it."""
+    """One part, and its holders."""
 
-    def __init__(self, of: Reader, holders: Holders, turn: int, *, tail: bytes | None = None, small: bool = False) -> None:
-        """`turn`: which of the others is first asked if our own agent does not have it. Without its `tail` the index is read, and
-        with it what is `small`. Raises Damaged, OutOfReach."""
-        own = of.client.address
+    def __init__(self, reader: Reader, holders: Holders, turn: int, *, tail: bytes | None = None, small: bool = False) -> None:
+        """`turn`: the first of the other holders to ask if our own agent does not have it. Without its `tail` the index is read,
+        and with `small` the small items, too. Raises Damaged, OutOfReach."""
+        own = reader.client.address
         far = [each for each in holders if each.address != own]
         turn %= len(far) or 1
-        self._of, self._left = of, [*(each for each in holders if each.address == own), *far[turn:], *far[:turn]]
+        self._reader, self._left = reader, [*(each for each in holders if each.address == own), *far[turn:], *far[:turn]]
         self.part = holders[0].part
         self.small: dict[int, bytes] = {}
         self.near = self.far = 0
         """Bytes read from our own agent, and from others."""
 
-        def first(source: Source) -> Wanted:
+        def first(source: Source) -> Targets:
             self.tail = source.tail
             return [(n, memoryview(bytearray(item.nbytes))) for n, item in enumerate(source.index) if small and _small(item)]
 
@@ -84,10 +84,10 @@ class _Part:
             self.tail = tail
         self.index, _ = parts.read_tail(self.part, self.tail)
 
-    def fetch(self, wanted: Wanted) -> None:
-        """Read items into memory. Raises Damaged when no holder has them whole, OutOfReach when none can be reached."""
+    def fetch(self, targets: Targets) -> None:
+        """Read items into memory. Raises Damaged if no holder has them whole, OutOfReach if none can be reached."""
         rest = []
-        for number, into in wanted:
+        for number, into in targets:
             if number in self.small:
                 into[:] = self.small[number]
             else:
@@ -95,70 +95,70 @@ class _Part:
         if rest:
             self._read(lambda _: rest)
 
-    def _read(self, chosen: Callable[[Source], Wanted]) -> Wanted:
-        """Read what is chosen of the first copy that can be read. Raises Damaged when none is left, OutOfReach."""
+    def _read(self, chosen: Callable[[Source], Targets]) -> Targets:
+        """Read the chosen items from the first readable copy. Raises Damaged if none is left, OutOfReach."""
         since = None
         with stall.watch().alive():
             for attempt in itertools.count():
-                for holder in sorted(self._left, key=lambda each: each.address in self._of.away):
+                for holder in sorted(self._left, key=lambda each: each.address in self._reader.away):
                     where = f"(in the memory of worker {holder.part.worker}, at {holder.address})"
                     try:
-                        with self._of.client.open(holder.part, holder.address) as source:
-                            source.fetch(wanted := chosen(source))
+                        with self._reader.client.open(holder.part, holder.address) as source:
+                            source.fetch(targets := chosen(source))
                     except Damaged as problem:
                         self._left.remove(holder)
                         if not self._left:
                             raise
-                        self._of.say(f"{problem} {where}; another copy is read")
+                        self._reader.say(f"{problem} {where}; another copy is read")
                     except OutOfReach as problem:
                         since = since or time.monotonic()
                         if time.monotonic() - since > PATIENCE_S:
                             raise
-                        if holder.address not in self._of.away:
-                            self._of.say(f"{problem} {where}; it is tried again, as are other copies")
-                        self._of.away.add(holder.address)
+                        if holder.address not in self._reader.away:
+                            self._reader.say(f"{problem} {where}; it is tried again, as are other copies")
+                        self._reader.away.add(holder.address)
                     else:
-                        size, near = sum(into.nbytes for _, into in wanted), holder.address == self._of.client.address
+                        size, near = sum(into.nbytes for _, into in targets), holder.address == self._reader.client.address
                         self.near, self.far = self.near + size * near, self.far + size * (not near)
-                        self._of.away.discard(holder.address)
-                        return wanted
+                        self._reader.away.discard(holder.address)
+                        return targets
                 time.sleep(backoff.jittered(backoff.exponential(attempt, *_PAUSE_S)))
         raise AssertionError
 
 
 class Reader(StorageReader):
-    """A snapshot, for torch.distributed.checkpoint: `learn` comes first."""
-
     def __init__(self, candidate: Candidate, client: Client, rank: int, say: Callable[[str], None]) -> None:
-        """`say` is called with a sentence for each copy that could not be used."""
+        """Call `learn` first. `say` gets a sentence for each copy that could not be used."""
         self.client, self.say = client, say
         self.away: set[str] = set()
-        """Holders that could not be reached when they were last tried."""
+        """Holders that were out of reach at the last attempt."""
         self._candidate, self._rank = candidate, rank
         self._unique: dict[int, _Part] = {}
         """By rank of the world that made the snapshot."""
         self._shared: list[_Part] = []
         self._parts: list[_Part] = []
         self._places: dict[MetadataIndex, tuple[int, int]] = {}
-        """The part and the number of the item, by where it belongs."""
+        """The part and the number of each item, by its place in the checkpoint."""
 
-    def learn(self, told: Told | None = None) -> Told:
-        """Read which items there are, except for what was `told`. Returns what rank 0 is to tell. Raises Damaged, OutOfReach."""
-        tails, items = told or ({}, {})
+    def learn(self, broadcast: Broadcast | None = None) -> Broadcast:
+        """Read the indices and small items, except for rank 0's `broadcast`. Returns this rank's, for rank 0 to broadcast. Raises
+        Damaged, OutOfReach."""
+        tails, items = broadcast or ({}, {})
         unique = self._candidate.unique
         if not self._parts:
-            for number in dict.fromkeys((self._rank, 0) if self._rank < len(unique) else (0,)):  # ours first: some have the same
+            for number in dict.fromkeys(
+                (self._rank, 0) if self._rank < len(unique) else (0,)
+            ):  # our own first: some ranks have the same
                 tail = tails.get(_key(unique[number][0].part)) if number == 0 else None
                 self._unique[number] = _Part(self, unique[number], self._rank + number, tail=tail, small=True)
             self._unique[0].small |= items
             self._shared = self._set(tails)
             self._describe()
-        known = {_key(each.part): each.tail for each in (self._unique[0], *self._shared)}
-        return known, self._unique[0].small
+        return {_key(each.part): each.tail for each in (self._unique[0], *self._shared)}, self._unique[0].small
 
-    def covers(self, wanted: Flat) -> bool:
-        """Whether the parts that are known hold this rank's chunk of every tensor, as this rank would save it."""
-        tensors = {key: value for key, value in wanted.items() if isinstance(value, torch.Tensor)}
+    def covers(self, targets: Flat) -> bool:
+        """Whether the known parts hold this rank's chunk of every tensor, as this rank would save it."""
+        tensors = {key: value for key, value in targets.items() if isinstance(value, torch.Tensor)}
         for key, local, _, offsets in capture.chunks(tensors):
             number, place = self._places.get(MetadataIndex(key, offsets), (-1, 0))
             if number < 0 or self._parts[number].index[place].chunk != tuple(local.shape):
@@ -166,7 +166,7 @@ class Reader(StorageReader):
         return True
 
     def add(self, tails: Mapping[int, bytes]) -> None:
-        """Know what every rank alone had, by the `tails` of these ranks' parts. Raises Damaged, OutOfReach."""
+        """Add the unique parts of all ranks, by their `tails` if given. Raises Damaged, OutOfReach."""
         for number, holders in enumerate(self._candidate.unique):
             if number not in self._unique:
                 tail = zlib.decompress(tails[number]) if number in tails else None
@@ -177,11 +177,11 @@ class Reader(StorageReader):
         """One whole set of shared parts: our own worker's, if it has one."""
         own = self.client.address
         sets = sorted(self._candidate.shared, key=lambda each: own not in {holder.address for holder in each[0]})
-        for those in sets:
+        for each in sets:
             try:
-                return [_Part(self, holders, self._rank, tail=tails.get(_key(holders[0].part))) for holders in those]
+                return [_Part(self, holders, self._rank, tail=tails.get(_key(holders[0].part))) for holders in each]
             except Damaged as problem:
-                if those is sets[-1]:
+                if each is sets[-1]:
                     raise
                 self.say(f"{problem}; what every rank had is read from another worker")
         raise AssertionError
@@ -197,39 +197,38 @@ class Reader(StorageReader):
         return sum(part.far for part in self._parts)
 
     def extra(self) -> bytes:
-        """What rank 0's session added."""
+        """The additional data of rank 0's session."""
         rank0 = self._unique[0]
         return next((rank0.small[n] for n, item in enumerate(rank0.index) if item.key == capture.EXTRA), b"{}")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What there is."""
         return self._metadata
 
     def _describe(self) -> None:
-        """Say which keys there are, of which shape, in which chunks. Raises Damaged for what is no tensor of torch's."""
+        """Build the metadata: keys, shapes and chunks. Raises Damaged for unknown types and inconsistent shapes."""
         self._parts, self._places = [*self._unique.values(), *self._shared], {}
-        known: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for number, part in enumerate(self._parts):
             for place, item in enumerate(part.index):
                 offsets = torch.Size(item.offsets) if item.dtype != "bytes" else None
                 index = MetadataIndex(item.key, offsets)
-                if index in self._places:  # of a shard that several ranks have
+                if index in self._places:  # a shard that several ranks have
                     continue
                 self._places[index] = number, place
                 if offsets is None:
-                    known[item.key] = BytesStorageMetadata()
+                    entries[item.key] = BytesStorageMetadata()
                     continue
                 chunk = ChunkStorageMetadata(offsets, torch.Size(item.chunk))
-                tensor = known.setdefault(
+                tensor = entries.setdefault(
                     item.key, TensorStorageMetadata(TensorProperties(dtype=_dtype(item)), torch.Size(item.size), [])
                 )
                 if not isinstance(tensor, TensorStorageMetadata) or tensor.size != torch.Size(item.size):
                     raise Damaged(f"{item.key:.80} has two shapes in a snapshot")
                 tensor.chunks.append(chunk)
-        self._metadata = Metadata(known, storage_data=self._places, storage_meta=StorageMeta())
+        self._metadata = Metadata(entries, storage_data=self._places, storage_meta=StorageMeta())
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: `read_metadata` has."""
+        """No-op: `read_metadata` needs no preparation."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -238,19 +237,19 @@ class Reader(StorageReader):
         return plans
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do: it reads one snapshot."""
+        """No-op: a reader reads one snapshot."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return False
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan asks for, part by part. Raises Damaged, OutOfReach."""
-        wanted: dict[int, list[tuple[int, ReadItem]]] = {}
+        """Read the items of the plan, part by part. Raises Damaged, OutOfReach."""
+        by_part: dict[int, list[tuple[int, ReadItem]]] = {}
         for request in plan.items:
             number, place = self._places[_index(request)]
-            wanted.setdefault(number, []).append((place, request))
-        for number, requests in wanted.items():
+            by_part.setdefault(number, []).append((place, request))
+        for number, requests in by_part.items():
             _read(self._parts[number], requests, planner)
         done: Future[None] = Future()
         done.set_result(None)
@@ -258,16 +257,16 @@ class Reader(StorageReader):
 
 
 def tails(candidate: Candidate, client: Client, share: tuple[int, int]) -> dict[int, bytes]:
-    """The tails of what ranks alone had and this worker is the first to hold, compressed; its ranks divide them by `share`.
+    """The compressed tails of the unique parts whose first holder is this worker; its ranks divide them by `share`.
 
-    What cannot be read is left out: then each rank reads that index itself.
+    Unreadable parts are left out: then each rank reads the index itself.
     """
-    found = {}
+    compressed = {}
     for number, holders in enumerate(candidate.unique):
         if holders[0].address == client.address and number % share[1] == share[0]:
             with contextlib.suppress(Damaged, OutOfReach), client.open(holders[0].part) as source:
-                found[number] = zlib.compress(source.tail, 1)
-    return found
+                compressed[number] = zlib.compress(source.tail, 1)
+    return compressed
 
 
 def _key(part: Part) -> Key:
@@ -283,14 +282,14 @@ def _index(request: ReadItem) -> MetadataIndex:
 
 
 def _dtype(item: Item) -> torch.dtype:
-    found = getattr(torch, item.dtype, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, item.dtype, None)
+    if not isinstance(dtype, torch.dtype):
         raise Damaged(f"{item.key:.80} of a snapshot has no type of torch's: {item.dtype:.40}")
-    return found
+    return dtype
 
 
 def _read(part: _Part, requests: Sequence[tuple[int, ReadItem]], planner: LoadPlanner) -> None:
-    """Read some items of one part: into the tensors themselves, or into memory of which a slice is copied."""
+    """Read items of one part, into the tensors themselves or into memory from which slices are copied."""
     into: dict[int, memoryview] = {}
     direct: list[tuple[int, memoryview]] = []
     finish: list[Callable[[], None]] = []
@@ -323,7 +322,7 @@ def _read(part: _Part, requests: Sequence[tuple[int, ReadItem]], planner: LoadPl
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, to be written."""
+    """The writable bytes of a contiguous tensor on the CPU."""
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 

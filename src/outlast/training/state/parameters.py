@@ -1,6 +1,6 @@
-"""`parameters.json`: the settings of a run, as the script names them (`run.parameters`).
+"""`parameters.json`: the settings of a run, under the script's names (`run.parameters`).
 
-Rank 0 writes it. When a run goes on with other settings, the file has the new ones, and the change is logged.
+Rank 0 writes it. When a run resumes with other settings, the file has the new ones, and the change is logged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Scalar = str | int | float | bool | None
 
 
 def plain(values: Any) -> dict[str, Any]:
-    """Settings as JSON has them: scalars, and lists of scalars; a mapping in a mapping becomes `outer.inner`.
+    """Settings as JSON values: scalars, and lists of scalars; nested mappings become `outer.inner`.
 
     Raises OutlastError for anything else.
     """
@@ -65,7 +65,7 @@ def _kind(value: Any) -> str:
 
 
 def write(path: Path, values: Mapping[str, Any]) -> str:
-    """Replace the file if it has other values; returns what has changed, for people, or an empty text. Raises OSError."""
+    """Replace the file if it has other values; returns the changes, for people, or an empty text. Raises OSError."""
     old = read(path)
     if old == values:
         return ""

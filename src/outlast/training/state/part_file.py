@@ -1,11 +1,11 @@
 """Writes the file of one rank's part of a checkpoint, as torch.distributed.checkpoint's own writer does, with less work.
 
-That one checksums every tensor, and we checksummed the file, read back, once more. Here each byte is read once: 4 MiB are
-checksummed, and written while they are in the cache. Both, and the wait for the disk, run without the GIL, so the thread that
-trains goes on. The writer uses a core for an eighth of the time, so as to leave memory bandwidth to the training, unless somebody
-waits for the save.
+torch's writer checksums every tensor, and the checksum of the file would need a second pass. Here each byte is read once: 4 MiB
+are checksummed, and written while they are in the CPU's cache. Both, and the wait for the disk, run without the GIL, so the
+training thread goes on. The writer uses a core for an eighth of the time, which leaves memory bandwidth to the training, unless
+somebody waits for the save.
 
-A tensor is stored as `torch.save` does, a ZIP archive (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT): the bytes
+A tensor is stored as by `torch.save`, in a ZIP archive (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT): the bytes
 before and after its data come from torch (`torch.serialization.skip_data`), the data from its memory.
 """
 
@@ -31,24 +31,24 @@ from outlast.base import crc32
 
 _BLOCK = 4 << 20
 _PAUSE = 7
-"""Seconds of rest after each second of work, of a file that takes several blocks."""
+"""Seconds of rest after each second of work, for files of several blocks."""
 UNHURRIED = 1 + _PAUSE
-"""How many times longer a save takes at most while nobody waits for it."""
+"""Factor by which a save takes longer, at most, while nobody waits for it."""
 _SMALL = 64 << 10
-"""Tensors below this are saved by torch: what is around their data costs more than the data."""
+"""Tensors below this many bytes are saved by torch, as the archive around their data costs more than the data."""
 
 
 class Writer(FileSystemWriter):
-    """Writes one rank's part into one file: a new one in `directory`, or `file`. Somebody who waits for it sets `hurry`."""
+    """Writes one rank's part into one file: a new one in `directory`, or `file`. `hurry` is set while somebody waits."""
 
     def __init__(self, directory: Path, hurry: threading.Event, file: Path | None = None) -> None:
         super().__init__(directory, sync_files=True)
         self._directory, self._hurry, self._file = directory, hurry, file
         self.files: Mapping[str, Mapping[str, int]] = {}
-        """`{name: {size, crc32}}` of the file, once it is written."""
+        """`{name: {size, crc32}}` of the written file."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write what `plan` says this rank is to write. Raises OSError."""
+        """Write this rank's items of `plan`. Raises OSError."""
         prefix: _StoragePrefix = plan.storage_data
         name, results = f"{prefix.prefix}0.distcp", []
         with _File(self._file or self._directory / name, self._hurry) as file:
@@ -121,7 +121,7 @@ class _File:
 
 
 class _Gap(io.RawIOBase):
-    """Takes what `torch.save` writes before and after the data that it skips."""
+    """Collects the bytes that `torch.save` writes before and after the data that it skips."""
 
     def __init__(self) -> None:
         self.before, self.after = bytearray(), bytearray()
@@ -141,9 +141,9 @@ class _Gap(io.RawIOBase):
 
 
 def _around(tensor: torch.Tensor) -> tuple[bytearray, bytearray, list[int]] | None:
-    """What `torch.save` writes before and after the data, and where in the latter the data's checksum belongs.
+    """The bytes that `torch.save` writes before and after the data, and the places of the data's checksum in the latter.
 
-    None if this version of torch writes something else than we know; then `torch.save` has to do it.
+    None if this version of torch writes an unknown format; then `torch.save` has to do it.
     """
     gap = _Gap()
     with torch.serialization.skip_data():
@@ -153,8 +153,8 @@ def _around(tensor: torch.Tensor) -> tuple[bytearray, bytearray, list[int]] | No
 
 
 def _checksums(after: bytes, size: int) -> list[int]:
-    """Where the checksum of the data stands in what follows it: in its descriptor, and in its entry of the directory."""
-    wide = size >= 0xFFFFFFFF  # then sizes have 8 bytes, of which an entry keeps them elsewhere
+    """Places of the data's checksum in the bytes after it: in its descriptor, and in its entry of the directory."""
+    wide = size >= 0xFFFFFFFF  # then sizes have 8 bytes, in another field of the entry
     at = after.find(b"PK\x01\x02")
     while at >= 0 and after.startswith(b"PK\x01\x02", at):
         crc, _, length, name, extra, comment = struct.unpack_from("<IIIHHH", after, at + 16)

@@ -1,11 +1,11 @@
-"""Where a world goes on: from the newest state that can be reached, in memory, on a disk, or in a store.
+"""Resumes a world from the newest state that can be reached, in memory, on a disk, or in a store.
 
-All ranks exchange which parts of snapshots are in their workers' memory and which checkpoints are on their disks; rank 0 adds
-which one is the newest in the store. The latest of all is loaded. If a rank cannot read it, all ranks together try the next,
-before the things of the script have been given anything.
+All ranks exchange the parts of snapshots in their workers' memory and the checkpoints on their disks; rank 0 adds the newest one
+of the store. The latest of all is loaded. If a rank cannot read it, all ranks together try the next, before any object of the
+script is changed.
 
-No snapshot is given up before something else is loaded. What is wrong is not read again. What is out of reach is tried for a
-while before the next best counts, and again by the next start if there is nothing else.
+No snapshot is given up before another state is loaded. A wrong copy is not read again. One out of reach is tried for a while
+before the next best state counts, and again by the next start if there is no other.
 """
 
 from __future__ import annotations
@@ -34,55 +34,54 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What was loaded; the same on every rank."""
+    """The loaded state; the same on every rank."""
 
     step: int = 0
     at: tuple[int, int] = (0, 0)
-    """(generation, step) of the snapshot; (0, 0) when it was none."""
+    """(generation, step) of the snapshot; (0, 0) if it was none."""
     committed: int = 0
-    """The newest committed step up to it."""
+    """The newest committed step up to `step`."""
     source: str = ""
-    """`memory` of our own workers, `peer` if something came from others', `disk`, `store`; empty: from the beginning."""
+    """`memory` of our own workers, `peer` if a part came from others', `disk`, `store`; empty: from the beginning."""
     path: str | None = None
-    """Of the checkpoint."""
+    """The checkpoint's."""
     bytes: int = 0
     seconds: float = 0.0
     random: bool = False
-    """Whether it had this rank's random numbers. Differs between ranks."""
+    """It had this rank's random numbers. Differs between ranks."""
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What rank 0's session had added to a snapshot."""
+    """Additional data of rank 0's session in a snapshot."""
 
     def event(self) -> dict[str, Any]:
-        """For the ledger."""
+        """Fields for the ledger."""
         more = {"source": self.source, "bytes": self.bytes, "seconds": self.seconds} if self.source else {}
         return {"path": self.path, **more}
 
     def __str__(self) -> str:
         if self.source in ("memory", "peer"):
-            of = "" if self.source == "memory" else ", partly of other workers"
-            return f"the memory of its workers{of}: {self.bytes / 1e6:.1f} MB in {self.seconds:.2f} s"
+            peers = "" if self.source == "memory" else ", partly of other workers"
+            return f"the memory of its workers{peers}: {self.bytes / 1e6:.1f} MB in {self.seconds:.2f} s"
         return str(self.path)
 
 
 def restore(state: Mapping[str, Any], search: newest.Search, client: Client | None, generation: int) -> Restored:
     """Load the newest state that can be reached into `state`. Raises OutlastError on all ranks. A collective."""
     begun = time.monotonic()
-    found = _restored(state, search, client, generation)
-    return dataclasses.replace(found, seconds=round(time.monotonic() - begun, 6))
+    restored = _restored(state, search, client, generation)
+    return dataclasses.replace(restored, seconds=round(time.monotonic() - begun, 6))
 
 
 def _restored(state: Mapping[str, Any], search: newest.Search, client: Client | None, generation: int) -> Restored:
-    """`restore`, without its time."""
     disks = search.disks
-    offered = newest.Offered(search, _said(client, search))
-    agents = client is not None and all(said is not None for said in offered.beside)
-    held, stored, problem = heard(offered.beside) if agents else ([], None, "")
+    offered = newest.Offered(search, _report(client, search))
+    agents = client is not None and all(report is not None for report in offered.payloads)
+    held, stored, problem = merged(offered.payloads) if agents else ([], None, "")
     elected = election.newest(held, search.run, generation)
     warn = log.warning if disks.rank == 0 else log.debug
     for reason in elected.reasons:
         warn("outlast: %s", reason)
     committed = _Committed(search, client, offered, stored)
-    if not agents and any(said is not None and heard([said])[0] for said in offered.beside):
+    if not agents and any(report is not None and merged([report])[0] for report in offered.payloads):
         warn("outlast: what is in memory is not used, and kept: the agent of another worker has no part in it")
     if agents and not elected.candidates:
         committed.fetch()
@@ -118,7 +117,7 @@ def _restored(state: Mapping[str, Any], search: newest.Search, client: Client | 
             size = sum(path.stat().st_size for path in chosen.path.iterdir())
             loaded = Restored(chosen.step, source=committed.source, path=str(chosen.path), bytes=size, random=random)
         if agents:
-            disks.gather(None)  # everybody has loaded it
+            disks.gather(None)  # barrier: every rank has loaded it
     if failed:
         warn("outlast: training goes on from step %s instead of step %s", loaded.step, elected.candidates[0].at[1])
     if client is not None and agents:
@@ -134,25 +133,25 @@ class _Committed:
         self.offered, self.source = offered, "disk"
 
     def newest(self, after: At = (0, 0)) -> checkpoints.Checkpoint | None:
-        """The newest valid one that is later, brought here if only the store has it. A collective."""
-        found = newest.valid(self._search, self.offered, after)
-        if self._stored is None or self._stored <= max(after, (found.generation, found.step) if found else after):
-            return found
+        """The newest valid one after `after`, fetched if only the store has it. A collective."""
+        valid = newest.valid(self._search, self.offered, after)
+        if self._stored is None or self._stored <= max(after, (valid.generation, valid.step) if valid else after):
+            return valid
         step = self._stored[1]
         try:
             self.fetch()
         except (NotRestored, StoreError) as problem:
             if self._search.disks.rank == 0:
                 log.warning("outlast: step %s is in the store and cannot be had, an older state counts: %s", step, problem)
-            return found
+            return valid
         return newest.valid(self._search, self.offered, after)
 
     def fetch(self) -> None:
-        """Have rank 0's agent bring the newest one of the store to its disk. A collective.
+        """Have rank 0's agent fetch the store's newest one to its disk. A collective.
 
         Raises on all ranks NotRestored if a retry can help, else StoreError.
         """
-        disks, before, self._stored = self._search.disks, self.offered.disks, None
+        disks, previous, self._stored = self._search.disks, self.offered.disks, None
         problem, retry = "", False
         if disks.rank == 0:
             assert self._client is not None
@@ -165,18 +164,18 @@ class _Committed:
         if problem:
             raise NotRestored(problem) if retry else StoreError(problem)
         self.offered = newest.Offered(self._search)
-        self.source = "store" if self.offered.disks != before else "disk"
+        self.source = "store" if self.offered.disks != previous else "disk"
 
 
-def _said(client: Client | None, search: newest.Search) -> bytes | None:
-    """What this rank says to all: the first of a worker what is in its memory, rank 0 what is in the store.
+def _report(client: Client | None, search: newest.Search) -> bytes | None:
+    """This rank's report to all: from the first rank of a worker the parts in its memory, from rank 0 the store's newest.
 
-    None without an agent. Raises NotRestored if the agent does not answer: what it holds may be what all need.
+    None without an agent. Raises NotRestored if the agent does not answer: its parts may be the newest state.
     """
     if client is None:
         return None
     try:
-        there = client.catalog() if search.share[0] == 0 else []
+        held = client.catalog() if search.share[0] == 0 else []
     except (Damaged, OutOfReach) as error:
         raise NotRestored(f"the snapshots of this worker cannot be listed: {error}") from error
     stored, problem = None, ""
@@ -184,33 +183,33 @@ def _said(client: Client | None, search: newest.Search) -> bytes | None:
         stored = client.newest() if search.disks.rank == 0 else None
     except StoreError as error:
         problem = str(error)
-    return packed(client.address, there, stored, problem)
+    return packed(client.address, held, stored, problem)
 
 
-def packed(address: str, there: Sequence[Part], stored: At | None = None, problem: str = "") -> bytes:
-    """What a rank says: plain, as ranks of other versions have other classes; small, as all take as much room as the longest."""
-    said = {"address": address, "parts": [part.json() for part in there], "stored": stored, "problem": problem}
-    return zlib.compress(json.dumps(said).encode(), 1)
+def packed(address: str, held: Sequence[Part], stored: At | None = None, problem: str = "") -> bytes:
+    """A rank's report: plain, as other versions have other classes; compressed, as all reports are padded to the longest."""
+    report = {"address": address, "parts": [part.json() for part in held], "stored": stored, "problem": problem}
+    return zlib.compress(json.dumps(report).encode(), 1)
 
 
-def heard(said: Sequence[bytes]) -> tuple[list[Held], At | None, str]:
-    """What all ranks say: which parts there are, the newest checkpoint of the store, and why that is not known."""
-    each = [json.loads(zlib.decompress(one)) for one in said]
+def merged(reports: Sequence[bytes]) -> tuple[list[Held], At | None, str]:
+    """Unpack all ranks' reports: the parts in memory, the store's newest checkpoint, and the reason if that is unknown."""
+    each = [json.loads(zlib.decompress(report)) for report in reports]
     held = [Held(part, one["address"]) for one in each for part in parts.catalog(one["parts"])]
     stored = each[0]["stored"]
     return held, tuple(stored) if stored else None, each[0]["problem"]
 
 
 def _agreed(work: Callable[[], T], exchange: Callable[[Any], list[Any]]) -> list[T]:
-    """What the work returns on all ranks in the exchange. Raises Damaged, OutOfReach on all if one of them does. A collective."""
-    said: tuple[str, bool, T | None]
+    """The results of `work` on all ranks of the exchange. Raises Damaged, OutOfReach on all if one of them does. A collective."""
+    outcome: tuple[str, bool, T | None]
     try:
-        said = "", False, work()
+        outcome = "", False, work()
     except (Damaged, OutOfReach) as error:
-        said = str(error), isinstance(error, OutOfReach), None
-    every = exchange(said)
+        outcome = str(error), isinstance(error, OutOfReach), None
+    every = exchange(outcome)
     failed = sorted((away, f"rank {rank}: {problem}") for rank, (problem, away, _) in enumerate(every) if problem)
-    if failed:  # what is wrong comes first: it remains so when all is in reach
+    if failed:  # damage comes first: it remains when everything is in reach
         raise (OutOfReach if failed[0][0] else Damaged)(failed[0][1])
     return [value for _, _, value in every]
 
@@ -219,24 +218,24 @@ def _from_memory(candidate: Candidate, state: Mapping[str, Any], client: Client,
     """Load a snapshot. Raises Damaged, OutOfReach on all ranks if one of them cannot read it. A collective."""
     disks, rank = search.disks, search.disks.rank
     reader = Reader(candidate, client, rank, lambda sentence: log.warning("outlast: %s", sentence))
-    wanted: checkpoint.Flat = {}
+    targets: checkpoint.Flat = {}
 
-    def known() -> bool:
-        reader.learn(told)
-        wanted.update(checkpoint.wanted(reader.read_metadata(), state, rank))
-        return reader.covers(wanted)
+    def covered() -> bool:
+        reader.learn(broadcast)
+        targets.update(checkpoint.targets_of(reader.read_metadata(), state, rank))
+        return reader.covers(targets)
 
     def read() -> tuple[int, int]:
         if tails:
             reader.add({number: tail for each in tails for number, tail in each.items()})
-            wanted.update(checkpoint.wanted(reader.read_metadata(), state, rank))
-        checkpoint.load(reader, str(candidate), state, wanted)
+            targets.update(checkpoint.targets_of(reader.read_metadata(), state, rank))
+        checkpoint.load(reader, str(candidate), state, targets)
         return reader.near, reader.far
 
-    [told] = _agreed(lambda: reader.learn() if rank == 0 else None, lambda said: [disks.broadcast(said, disks.group)])
-    enough = all(_agreed(known, disks.gather))
+    [broadcast] = _agreed(lambda: reader.learn() if rank == 0 else None, lambda outcome: [disks.broadcast(outcome, disks.group)])
+    enough = all(_agreed(covered, disks.gather))
     tails = [] if enough else disks.gather(memory_reader.tails(candidate, client, search.share))
     near, far = map(sum, zip(*_agreed(read, disks.gather), strict=True))
-    random = checkpoint.put(state, wanted, str(candidate), rank)  # may be a collective of the script's
+    random = checkpoint.put(state, targets, str(candidate), rank)  # may be a collective of the script's
     source, extra = "peer" if far else "memory", json.loads(reader.extra())
     return Restored(candidate.at[1], candidate.at, source=source, bytes=near + far, random=random, extra=extra)

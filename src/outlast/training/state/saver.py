@@ -1,8 +1,8 @@
 """Writes checkpoints while training continues: copy, write in a thread, commit on rank 0, report the outcome to every rank.
 
 Invariants: at most one save is in progress; a checkpoint exists for all ranks or for none; a save that fails, e.g. for a full
-disk, leaves nothing behind and stops nothing. Where workers share no disk, every disk gets the same bytes of the whole
-checkpoint; it exists once rank 0's disk has it, and failures of other disks are reported.
+disk, leaves nothing behind and stops nothing. If workers share no disk, every disk gets the same bytes of the whole checkpoint;
+it exists once rank 0's disk has it, and failures of other disks are reported.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _METADATA = ".metadata"
 
 
 class Copies:
-    """Copies tensors into memory that it reuses: fresh pages are the expensive part of a copy.
+    """Copies tensors into memory that is reused, since page faults are the expensive part of a copy.
 
     torch's DefaultStager does the same, but fails on parameters in torch 2.11.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
         self._meshes: dict[DeviceMesh, DeviceMesh] = {}
 
     def of(self, flat: Flat) -> Flat:
-        """The same as it is now, on the CPU, valid until the next call. The first is a collective when GPUs hold shards."""
+        """A copy on the CPU, valid until the next call. The first call is a collective if GPUs hold shards."""
         accelerator = device.find()
         accelerator.mark_step()
         pairs: list[copying.Pair] = []
@@ -61,7 +61,7 @@ class Copies:
         return copies
 
     def _room(self, key: str, tensor: torch.Tensor, pairs: list[copying.Pair]) -> torch.Tensor:
-        """A tensor like this one that is kept for it; adds what is to be copied to `pairs`."""
+        """The buffer of a tensor; adds the copy to make to `pairs`."""
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
             if mesh not in self._meshes:
@@ -70,16 +70,16 @@ class Copies:
             return DTensor.from_local(
                 copy, self._meshes[mesh], tensor.placements, run_check=False, shape=size, stride=tensor.stride()
             )
-        kept = self._kept.get(key)
-        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-            kept = self._kept[key] = device.of(tensor.device).room(tensor)
-        pairs.append((kept, tensor.detach()))
-        return kept
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = self._buffers[key] = device.of(tensor.device).room(tensor)
+        pairs.append((buffer, tensor.detach()))
+        return buffer
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a save ended, the same on every rank."""
+    """Outcome of a save, the same on every rank."""
 
     step: int
     committed: bool
@@ -87,29 +87,29 @@ class Outcome:
     """Why it was not committed."""
     superseded: bool = False
     elsewhere: str = ""
-    """Which other disk does not have it, and why."""
+    """The other disks that do not have it, with the reasons."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """The report of one rank that has written its part."""
+    """A rank's report after writing its part."""
 
     problem: str
     files: Mapping[str, Mapping[str, int]]
     same: int
-    """Number of bytes of `metrics.jsonl` that its disk has already."""
+    """Bytes of `metrics.jsonl` that its disk has already."""
     metric: checkpoints.Metric | None = None
-    """How good it is; that of rank 0 counts."""
+    """Rank 0's counts."""
     aside: tuple[Path, str] | None = None
-    """The file of its part if its disk takes none, and why it does not."""
+    """If its disk takes no files: the file of its part, and the reason."""
 
 
 class Saver:
-    """Writes captured states as checkpoints, one at a time, in a thread of its own.
+    """Writes captured states as checkpoints, one at a time, in its own thread.
 
     Every rank has one and calls `begin` for the same steps. A save that fails on any rank fails on all, leaves nothing behind,
-    and is no reason to stop. `report(kind, **fields)` is called with its outcome, in the thread: `committed`, `save_failed`,
-    `not_copied`. Without `disks` there is one; `copy` is that of `metrics.jsonl` on ours.
+    and is no reason to stop. `report(kind, **fields)` is called with the outcome, in the thread: `committed`, `save_failed`,
+    `not_copied`. `disks` defaults to one disk; `copy` is this disk's copy of `metrics.jsonl`.
     """
 
     def __init__(
@@ -128,31 +128,30 @@ class Saver:
         self._disks = disks or Disks([0] * self._ranks, self._rank, None)
         self.copy = copy or metrics.Copy(directory.parent / contract.METRICS)
         self.fenced = True
-        """Whether our generation has been fenced on this disk; otherwise that is made up for before it commits."""
-        self._found = ""
-        """The run that owned this disk when we came: a fence that is made up for replaces no later one's."""
-        with contextlib.suppress(OSError):  # each save says so
-            self._found = checkpoints.owner(directory)
+        """False: this disk must still be fenced before a commit."""
+        self._initial_owner = ""
+        """The run that owned this disk at first; a delayed fence replaces no later run's."""
+        with contextlib.suppress(OSError):  # each save reports it
+            self._initial_owner = checkpoints.owner(directory)
         self.broken = False
-        """Whether a save has ended because this rank lost the others."""
+        """A save has ended because this rank lost the others."""
         self._group: dist.ProcessGroup | None = None
         self._copies = Copies()
         self._hurry = threading.Event()
-        """Whether somebody waits for the save in progress."""
+        """Set while somebody waits for the save in progress."""
         self.least_s: float | None = None
-        """What the last save would have taken at least if somebody had waited for it; None before the first."""
+        """Least duration of the last save if somebody had waited for it; None before the first."""
         self._began = 0.0
         self._thread: threading.Thread | None = None
         self._outcome: Outcome | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether a save is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def rest_s(self) -> float:
-        """What the save in progress still takes, as far as the one before tells; 0 for none."""
+        """Estimated rest of the save in progress, from the last one; 0 if there is none."""
         return max(0.0, (self.least_s or 0.0) - (time.monotonic() - self._began)) if self.busy else 0.0
 
     def begin(self, step: int, flat: Flat, metric: checkpoints.Metric | None = None) -> None:
@@ -162,18 +161,18 @@ class Saver:
         self._outcome = None
         self._hurry.clear()
         self._began = time.monotonic()
-        copy, told = self._copies.of(flat), threading.Event()
-        self._thread = threading.Thread(target=self._save, args=(step, copy, metric, told), name="outlast-save", daemon=True)
-        self._thread.start()  # returns when the thread runs, which would then keep the GIL for some ms
-        told.set()
+        copy, released = self._copies.of(flat), threading.Event()
+        self._thread = threading.Thread(target=self._save, args=(step, copy, metric, released), name="outlast-save", daemon=True)
+        self._thread.start()  # hold the thread back until start() returns, or it would keep the GIL for some ms
+        released.set()
 
     def connect_again(self) -> None:
-        """Leave broken connections; the next save makes new ones. No save may be in progress. A collective."""
+        """Drop broken connections; the next save makes new ones. No save may be in progress. A collective."""
         self._group, self.broken = None, False
         self._disks.connect()
 
     def hurry(self) -> None:
-        """Write the rest of the save in progress without a pause."""
+        """Write the rest of the save in progress without pauses."""
         self._hurry.set()
 
     def wait(self, timeout_s: float | None = None) -> Outcome | None:
@@ -188,8 +187,8 @@ class Saver:
         """Release the group; no save may be in progress."""
         self._group = None
 
-    def _save(self, step: int, flat: Flat, metric: checkpoints.Metric | None, told: threading.Event) -> None:
-        told.wait()
+    def _save(self, step: int, flat: Flat, metric: checkpoints.Metric | None, released: threading.Event) -> None:
+        released.wait()
         try:
             outcome = self._together(step, flat, metric)
             if outcome.committed:
@@ -225,8 +224,8 @@ class Saver:
         return outcome[0]
 
     def _aside(self, target: Path) -> tuple[Path, str] | None:
-        """The file for this rank's part, for the other disks, if its own takes no files and is not rank 0's, and why. It has no
-        name, so it goes with this process, however that ends."""
+        """If this disk takes no files and is not rank 0's: a file for this rank's part, for the other disks, and the reason. It
+        has no name, so it ends with this process in any case."""
         if self._disks.here:
             try:
                 target.mkdir(parents=True, exist_ok=True)
@@ -241,10 +240,10 @@ class Saver:
         Never raises, since the other ranks wait for the outcome.
         """
         disks, first = self._disks, self._rank == 0
-        problem = next((said.problem for said in answers if said.problem), "")
-        files = {name: file for said in answers for name, file in said.files.items()}
+        problem = next((written.problem for written in answers if written.problem), "")
+        files = {name: file for written in answers for name, file in written.files.items()}
         if not problem:
-            files[_METADATA] = files.pop(_METADATA)  # which was written last
+            files[_METADATA] = files.pop(_METADATA)  # last, as it was written
         path, metric = self.directory / contract.checkpoint_name(step), answers[0].metric
         new = checkpoints.Checkpoint(step, path, self._run, self._generation, self._ranks, time.time(), metric=metric)
         if not disks.several:
@@ -252,19 +251,19 @@ class Saver:
         else:
             if not problem:
                 parts = [
-                    Part(name, file["size"], file["crc32"], disks.of[rank])
-                    for rank, said in enumerate(answers)
-                    for name, file in said.files.items()
+                    Part(name, file["size"], file["crc32"], disks.by_rank[rank])
+                    for rank, written in enumerate(answers)
+                    for name, file in written.files.items()
                 ]
-                ours = [said for said, disk in zip(answers, disks.of, strict=True) if disk == disks.here]
-                places = {name: said.aside[0] for said in ours if said.aside for name in said.files}
+                local = [written for written, disk in zip(answers, disks.by_rank, strict=True) if disk == disks.here]
+                places = {name: written.aside[0] for written in local if written.aside for name in written.files}
                 problem = disks.exchange(parts, lambda name: places.get(name, target / name), disks.savers)
-                problem = next((said.aside[1] for said in ours if said.aside), problem)
-            said = None
+                problem = next((written.aside[1] for written in local if written.aside), problem)
+            decision = None
             if first:
                 new = dataclasses.replace(new, time=time.time())
-                said = self._put(target, new, files, problem), new.time, self._news(answers)
-            outcome, now, news = disks.broadcast(said, disks.savers)
+                decision = self._put(target, new, files, problem), new.time, self._news(answers)
+            outcome, now, news = disks.broadcast(decision, disks.savers)
             if not first:
                 new = dataclasses.replace(new, time=now)
                 outcome = self._put(target, new, files, problem or outcome.reason, news)
@@ -291,20 +290,19 @@ class Saver:
         problem: str,
         news: metrics.News | None = None,
     ) -> Outcome:
-        """Commit on this disk, unless there is a problem."""
         try:
             if problem:
                 raise OutlastError(problem)
             if news:
                 self.copy.take(news)
             if not self.fenced:
-                if (owner := checkpoints.owner(self.directory)) not in (self._found, self._run):
+                if (owner := checkpoints.owner(self.directory)) not in (self._initial_owner, self._run):
                     raise Superseded(f"run {owner} has taken over {self.directory}; this process must stop")
                 checkpoints.acquire(self.directory, self._run, self._generation, first=self._rank == 0)
                 self.fenced = True
             checkpoints.commit(target, new, files)
         except Exception as error:
-            shutil.rmtree(target, ignore_errors=True)  # what cannot be removed now is swept later
+            shutil.rmtree(target, ignore_errors=True)  # leftovers are swept later
             return Outcome(new.step, False, sentence(error), isinstance(error, Superseded))
         return Outcome(new.step, True)
 
@@ -318,12 +316,12 @@ class Saver:
 
     def _summed_up(self, outcomes: list[Outcome]) -> Outcome:
         """The outcome of a save from its outcomes on all disks."""
-        failed = {rank: said for rank, said in zip(self._disks.leading, outcomes, strict=True) if not said.committed}
+        failed = {rank: outcome for rank, outcome in zip(self._disks.leading, outcomes, strict=True) if not outcome.committed}
         if 0 in failed:
             return outcomes[0]
-        elsewhere = "; ".join(f"rank {rank}: {said.reason}" for rank, said in failed.items())
-        replaced = next((said for said in failed.values() if said.superseded), None)
-        if replaced:  # a later generation has been given a disk of ours
+        elsewhere = "; ".join(f"rank {rank}: {outcome.reason}" for rank, outcome in failed.items())
+        replaced = next((outcome for outcome in failed.values() if outcome.superseded), None)
+        if replaced:  # a later generation owns one of our disks
             return dataclasses.replace(outcomes[0], reason=replaced.reason, superseded=True)
         return dataclasses.replace(outcomes[0], elsewhere=elsewhere)
 

@@ -1,6 +1,6 @@
-"""The account of a session's saves: which step the script was at, which was saved, which is committed.
+"""Bookkeeping of a session's saves: the script's step, the last saved and the last committed one.
 
-`Session` asks here whether a save is due, begins it here, and learns the outcome here, on every rank alike. At the end of the
+`Session` uses it to decide whether a save is due, to begin it, and to get its outcome, on every rank alike. At the end of the
 stream or of the session, the last step is saved if the script has not.
 """
 
@@ -31,41 +31,48 @@ Meet = Callable[..., list[float]]
 
 
 class Saves:
-    """The saves of one session. `tell(**changes)` rewrites the progress record."""
+    """The saves of one session. `report(**changes)` rewrites the progress record."""
 
     def __init__(
-        self, saver: Saver, disks: Disks, ledger: Ledger, screen: metrics.Screen, meet: Meet, tell: Callable[..., None]
+        self, saver: Saver, disks: Disks, ledger: Ledger, screen: metrics.Screen, meet: Meet, report: Callable[..., None]
     ) -> None:
         self.state: Mapping[str, Any] = {}
         self.committed = self.last_step = self.resumed_step = 0
-        """The newest committed step, the last whose save was begun, and the one that `resume` returned."""
-        self._saver, self._disks, self._ledger, self._screen, self._meet, self._tell = saver, disks, ledger, screen, meet, tell
+        """The newest committed step, the last one whose save was begun, and the one that `resume` returned."""
+        self._saver, self._disks, self._ledger, self._screen, self._meet, self._report = (
+            saver,
+            disks,
+            ledger,
+            screen,
+            meet,
+            report,
+        )
         self._moved: tuple[int, int] | None = None
-        """The last step that a collective call was given, and the position of the streams then."""
+        """The last step passed to a collective call, and the streams' position at that time."""
         self._measured: tuple[int, float] | None = None
-        """The last step that was logged with `checkpoint.by`, and its value."""
+        """The last step logged with `checkpoint.by`, and the value."""
         self._pending = False
-        """Whether a save was begun whose outcome the ranks have not agreed on."""
+        """A save was begun, and the ranks have not agreed on its outcome."""
         self._problem = ""
-        """Why the last save failed."""
-        self._judged = False
-        """Whether any checkpoint had a metric."""
+        """The reason why the last save failed."""
+        self._ranked = False
+        """A checkpoint had a metric."""
         self._logged = 0, 0
-        """The same as `_moved` for `log`, which perhaps not all ranks call."""
+        """Like `_moved` for `log`, which perhaps not all ranks call."""
         self._saved_position = self._begun = self._last = self._loops = 0
         self._thread = threading.get_ident()
         self._last_save = time.monotonic()
 
     def begin(self, state: Mapping[str, Any]) -> None:
-        """Take the state that is saved from now on."""
+        """Set the state that is saved from now on."""
         self.state, self._loops = state, streams.loops()
 
     def close(self) -> None:
-        """Save nothing any more."""
+        """Save nothing from now on."""
         self.state = {}
 
     def resumed(self, step: int, saved: int, age_s: float = 0.0) -> None:
-        """Count from `step`, at which training goes on; `saved`: the newest committed one, `age_s` seconds before."""
+        """Resume counting at `step`; `saved` is the newest committed one, from `age_s` seconds ago."""
         self.resumed_step, self.committed, self.last_step = step, saved, saved
         self._moved, self._measured = None, None
         self._begun = self.position()
@@ -80,7 +87,7 @@ class Saves:
         return time.monotonic() - self._last_save
 
     def late(self, every: Every) -> bool:
-        """Whether a save is due by the time that has passed."""
+        """Whether a save is due by elapsed time."""
         return every.duration is not None and self.unsaved_s >= every.duration.total_seconds()
 
     def position(self) -> int:
@@ -88,11 +95,11 @@ class Saves:
         return sum(stream.step for stream in mistakes.streams_of(self.state))
 
     def stepped(self) -> bool:
-        """Whether a step has ended since the session has resumed, as far as streams show."""
+        """Whether a step has ended since the session resumed, judging by the streams."""
         return self.position() > self._begun or not mistakes.streams_of(self.state)
 
     def advanced(self, call: str, step: int) -> None:
-        """Raise OutlastError when the script's `step` does not count the steps."""
+        """Record the script's `step`. Raises OutlastError if it does not count the steps."""
         if step < self.resumed_step:
             raise OutlastError(
                 f"{call}: resume() returned step {self.resumed_step}, and this is step {step}; "
@@ -107,7 +114,7 @@ class Saves:
         self._moved = step, position
 
     def logged(self, step: int, values: Mapping[str, float] | None = None) -> None:
-        """Note that the script has logged a step, and its values once they are known."""
+        """Record that the script has logged a step, and its values once they are known."""
         self._logged = step, self.position()
         if values and self._saver.retention.by in values:
             self._measured = step, values[self._saver.retention.by]
@@ -120,32 +127,32 @@ class Saves:
         self.finish(f"the save of step {step}")
         self._disks.ascertain(self._saver.directory)
         if self.committed != step:
-            asked = mistakes.asked()
-            captured = checkpoint.capture(self.state, self._disks.rank, len(self._disks.of))
-            if step != self._last:  # then the samples of a stream that is still being read do not come again
-                mistakes.check_read(self.state, asked)
+            before = mistakes.saves()
+            captured = checkpoint.capture(self.state, self._disks.rank, len(self._disks.by_rank))
+            if step != self._last:  # at the end, samples of a stream that is still being read do not come again
+                mistakes.check_read(self.state, before)
             self._pending = True
             self._saver.begin(step, captured, self._metric(step, value) if first else None)
         self._last_save, self.last_step, self._saved_position = time.monotonic(), step, self.position()
         if wait:
-            self._tell(phase="save")
+            self._report(phase="save")
             self.finish(f"the save of step {step}")
         if first:
             self._ledger.write("staged", step=step, stall_s=round(time.monotonic() - begun, 6))
 
     def _metric(self, step: int, value: float | None) -> checkpoints.Metric | None:
-        """How good the checkpoint of `step` is: by the script's `value`, or else by what was last logged. On rank 0."""
+        """The metric of the checkpoint of `step`: the script's `value`, or else the last logged one. On rank 0."""
         by = self._saver.retention.by
         if value is None and by:
             logged = self._measured
             # Another generation may have logged it, and a script may save a step after it has logged a later one.
             with contextlib.suppress(OSError):  # a disk that cannot be read
                 value = logged[1] if logged and logged[0] <= step else metrics.last(self._saver.copy.path, by, step)
-        self._judged = self._judged or value is not None
+        self._ranked = self._ranked or value is not None
         return self._saver.retention.metric(value)
 
     def _ended(self) -> None:
-        """Called when a stream of the state has ended."""
+        """At the end of a stream of the state."""
         if threading.get_ident() == self._thread:  # else another thread prefetches
             self._screen.flush()
             self.store_last("the end of the stream")
@@ -173,13 +180,13 @@ class Saves:
             self.store(step)
 
     def _not_given(self) -> str:
-        """The remedy if the script has read a stream that `resume` was not given: steps without their samples are not saved."""
+        """The remedy if the script has read a stream that was not passed to `resume`: its steps cannot be saved; else empty."""
         if mistakes.streams_of(self.state) or streams.loops() == self._loops:
             return ""
         return 'add the Stream to what resume() is given: run.resume({..., "stream": stream})'
 
     def say_end(self) -> None:
-        """Print on rank 0 which step was saved at the end, or warn that the last one was not, as the script has not named it."""
+        """Print on rank 0 that the last step was saved at the end, or warn that it was not: the script did not report it."""
         self._screen.flush()
         if self._disks.rank > 0 or not self.state:
             return
@@ -190,12 +197,12 @@ class Saves:
         if self.position() != self._saved_position or self._logged[0] > self.last_step:
             remedy = self._not_given() or "call run.due(step) after each step, or run.save(step)"
             log.warning("outlast: what was trained after step %d is not saved; %s", self.last_step, remedy)
-        if retention.best and self.last_step > self.resumed_step and not self._judged:
+        if retention.best and self.last_step > self.resumed_step and not self._ranked:
             named = f"log {retention.by} with run.log()" if retention.by else "set checkpoint.by in the job file"
             log.warning("outlast: no checkpoint is kept as one of the best: %s, or call run.save(step, metric=...)", named)
 
     def finish(self, call: str) -> None:
-        """Wait for the save in progress, and agree on its outcome if a rank lost the others before it knew. A collective."""
+        """Wait for the save in progress, and agree on its outcome if a rank lost the others meanwhile. A collective."""
         self.settle(self._saver.wait())
         if self._pending:
             self._pending = False
@@ -204,7 +211,7 @@ class Saves:
                 self._saver.connect_again()
 
     def lost(self) -> str:
-        """Why the last save failed; empty if it did not. The same on all ranks after `finish`, but for the words."""
+        """Why the last save failed; empty if it did not. After `finish`, all ranks agree, though not on the wording."""
         return self._problem if self.committed < self.last_step else ""
 
     def settle(self, outcome: Outcome | None) -> None:
@@ -216,17 +223,17 @@ class Saves:
         if outcome.committed:
             self.committed = max(self.committed, outcome.step)
             warning = f"step {outcome.step} is not on every disk: {outcome.elsewhere}" if outcome.elsewhere else ""
-            self._tell(committed=self.committed, warning=warning)
+            self._report(committed=self.committed, warning=warning)
         else:
             self._problem = f"step {outcome.step} could not be saved: {outcome.reason}"
-            self._tell(warning=self._problem)
+            self._report(warning=self._problem)
 
     def saved(self, kind: str, **fields: Any) -> None:
         """Record the outcome of a save, in the thread that saves."""
         if self._disks.rank == 0:
             self._ledger.write(kind, **fields)
         if kind == "committed":
-            self._tell(committed=fields["step"], bytes=fields["bytes"])
+            self._report(committed=fields["step"], bytes=fields["bytes"])
         elif kind == "not_copied":
             log.warning("outlast: step %d is saved, but not on every disk: %s", fields["step"], fields["reason"])
         elif self._disks.rank == 0:

@@ -1,13 +1,13 @@
 """Takes snapshots: at every k-th step boundary each rank copies its state into memory that its agent owns.
 
-The boundary is `run.due(step)`. Whether to take one is agreed in the all-reduce that `run.interrupted()` needs anyway: rank 0
-says that it is time, every rank whether its part of the last snapshot is held and replicated, and whether it has memory for the
-next. So the next one is begun only when the last one is complete, which stays until the next one is. Training never waits for an
-agent: a thread asks it for memory, and boundaries without are skipped. If a rank cannot go on, all give their memory back, but
-for what is complete, and try again later. A snapshot is no commit: it is gone when all workers are.
+The boundary is `run.due(step)`. The ranks agree on taking one in the all-reduce that `run.interrupted()` needs anyway: rank 0
+votes that it is time, every rank whether its part of the last snapshot is held and replicated, and whether it has memory for the
+next. So the next one is begun only when the last one is complete, and that one is kept until the next is complete. Training never
+waits for an agent: a thread requests memory, and boundaries without memory are skipped. If a rank has a problem, all ranks give
+their memory back, except the complete snapshot, and try again later. A snapshot is no commit: it is lost with its workers.
 
-k is the smallest interval at which snapshots take at most a hundredth of the time of the steps: what copying takes, and by how
-much the steps are longer in which the agents make checksums and send replicas.
+k is the smallest interval at which snapshots take at most a hundredth of the time of the steps: the copying itself, and the delay
+of the steps in which the agents compute checksums and send replicas.
 """
 
 from __future__ import annotations
@@ -37,47 +37,49 @@ from outlast.training.state.capture import Capture, Content
 log = logging.getLogger("outlast")
 
 SHARE = 0.01
-"""Most of the time of the steps that snapshots may take."""
+"""Largest share of the steps' time that snapshots may take."""
 _STEPS, _SNAPSHOTS = 31, 15
-"""How many of the last ones count, by their median."""
+"""Number of recent ones whose median counts."""
 _LESS = 0.75
-"""The interval becomes shorter only to this part of it or less: a measurement that is a little lower is noise."""
+"""The interval is shortened only to this share of it or less: smaller differences are noise."""
 _LEARN = 3
-"""Least steps without a snapshot that are measured before k is chosen, and least snapshots before longer steps count."""
+"""Least number of steps without a snapshot before k is chosen, and of snapshots before longer steps count."""
 _EVENT_S = 10.0
-"""Least time between two events about k."""
+"""Minimum interval of events about k."""
 _FEW = 256
-"""Items of parts that are published at once: sent to an agent that stands still, more could wait."""
+"""Most items that the training thread publishes: with more, a frozen agent could block it."""
 _PAUSE_S = 600.0
-"""After trouble it is tried again so much later, then twice as much, and so on."""
+"""First pause after a problem; doubles each time."""
 
 
 def interval(cost_s: float, step_s: float) -> int:
-    """Every how many steps to take a snapshot, if it takes so long, and a step without it."""
+    """Number of steps between snapshots, given the cost of a snapshot and the duration of a step without one."""
     return max(1, math.ceil(cost_s / (SHARE * step_s) - 1e-9)) if step_s > 0 else 1
 
 
-def steady(wanted: int, now: int) -> int:
-    """The interval to use if `wanted` was measured and `now` is in use: longer at once, shorter if that is worth it."""
-    return now if _LESS * now < wanted <= now else wanted
+def steady(measured: int, current: int) -> int:
+    """The interval to use: longer at once, shorter only if the difference is no noise."""
+    return current if _LESS * current < measured <= current else measured
 
 
 def longer(flights: Sequence[float], steps: Sequence[float]) -> float:
-    """By how much a snapshot makes steps longer, as far as that is no chance: beyond two standard errors of these medians.
+    """The significant delay of steps by a snapshot, in seconds: beyond two standard errors of these medians.
 
-    `flights`: seconds beyond the usual, of the steps that each snapshot took to be complete. `steps`: seconds without snapshots.
-    Steps vary by more than a small snapshot takes; were half of that counted, k would be ten times too large.
+    `flights`: by snapshot, the excess time of the steps until it was complete. `steps`: seconds of steps without snapshots.
+    Steps vary by more than a small snapshot takes; if half of that counted, k would be ten times too large.
     """
     if len(flights) < _LEARN or len(steps) < _LEARN:
         return 0.0
     middle = statistics.median(steps)
-    spread = 1.25 * 1.48 * statistics.median(abs(step - middle) for step in steps)  # of a median of one, if they are normal
+    spread = (
+        1.25 * 1.48 * statistics.median(abs(step - middle) for step in steps)
+    )  # standard error of one value's median, for a normal distribution
     return max(0.0, statistics.median(flights) - 2 * spread * math.sqrt(1 / len(flights) + 1 / len(steps)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Whose parts these are."""
+    """Identity of this rank's parts, and the holders of their replicas."""
 
     run: str
     generation: int
@@ -87,77 +89,77 @@ class Place:
     local_rank: int
     local_ranks: int
     session: str = ""
-    """A word that the ranks of this world of processes share."""
+    """A nonce shared by the ranks of this world of processes."""
     to: tuple[str, ...] = ()
     """Addresses of the agents that get replicas."""
 
 
 def open_(
-    client: Client | None, place: Place, gather: Callable[[Any], list[Any]], ledger: Ledger, tell: Callable[..., None]
+    client: Client | None, place: Place, gather: Callable[[Any], list[Any]], ledger: Ledger, report: Callable[..., None]
 ) -> Snapshots:
-    """The snapshots of this rank; the ranks agree on who keeps whose replicas. A collective."""
+    """The snapshots of this rank; the ranks agree on the holders of replicas. A collective."""
     own = replicas.Place(client.address, *client.where) if client else replicas.Place("")
-    said = gather((own, place.worker, secrets.token_hex(8)))
-    workers = {worker: where for where, worker, _ in said}
+    every = gather((own, place.worker, secrets.token_hex(8)))
+    workers = {worker: where for where, worker, _ in every}
     to = replicas.holders(list(workers.values()), int(os.environ.get(Env.REPLICAS, "1")))
-    place = dataclasses.replace(place, session=said[0][2], to=to[list(workers).index(place.worker)])
-    return Snapshots(client, place, ledger, tell)
+    place = dataclasses.replace(place, session=every[0][2], to=to[list(workers).index(place.worker)])
+    return Snapshots(client, place, ledger, report)
 
 
 class Snapshots:
     """The snapshots of one rank. Without a `client` none are taken, by any rank."""
 
-    def __init__(self, client: Client | None, place: Place, ledger: Ledger, tell: Callable[..., None]) -> None:
-        self._client, self._place, self._ledger, self._tell = client, place, ledger, tell
+    def __init__(self, client: Client | None, place: Place, ledger: Ledger, report: Callable[..., None]) -> None:
+        self._client, self._place, self._ledger, self._report = client, place, ledger, report
         self._clock = time.monotonic
         self._on = self._able = client is not None
         self._pause_s, self._again = _PAUSE_S, 0.0
-        """How long to stop after the next trouble, and when to try again."""
+        """Pause after the next problem, and the time of the next attempt."""
         self._problem = ""
         self._sizes: list[int] = []
-        """Bytes of the parts of the last snapshot; empty until the first is prepared."""
+        """Sizes in bytes of the last snapshot's parts; empty until the first is prepared."""
         self._errand: threading.Thread | None = None
-        """Asks the agent for memory, or gives it back."""
+        """Requests memory from the agent, or gives it back."""
         self._pending = self._missed = False
-        """Whether a snapshot has been taken that is not known to be complete, and whether there was no memory for our part."""
+        """The last snapshot is not known to be complete; there was no memory for our part of it."""
         self._capture: Capture | None = None
         self._extra: Callable[[], dict[str, Any]] = dict
         self._step = self._taken = 0
-        """The step of the last boundary, and that of the last snapshot; 0: none yet."""
+        """The steps of the last boundary and the last snapshot; 0: none yet."""
         self._complete = 0, 0
         self._last: float | None = None
-        """When the last boundary ended."""
+        """End of the last boundary."""
         self._steps_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
-        """Of steps without a snapshot."""
+        """Durations of steps without a snapshot."""
         self._all_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
-        """Of all steps."""
+        """Durations of all steps."""
         self._longer_s: collections.deque[float] = collections.deque(maxlen=_SNAPSHOTS)
-        """By how much steps were longer while a snapshot was completed, of each snapshot together."""
+        """By snapshot, the total delay of the steps until it was complete."""
         self._copies_s: collections.deque[float] = collections.deque(maxlen=_SNAPSHOTS)
         self._cost_s = 0.0
-        """What a snapshot takes of this rank's time, as last measured."""
+        """Last measured cost of a snapshot on this rank."""
         self._flying: float | None = None
-        """Sum for the snapshot that is not complete yet."""
+        """Delay so far for the incomplete snapshot."""
         self._landed = True
         self._since = 0
         """Boundaries since the last snapshot."""
-        self._every, self._said, self._said_at = 1 + _LEARN, 0, float("-inf")
+        self._every, self._logged, self._logged_at = 1 + _LEARN, 0, float("-inf")
         self._agreed = self._working = self._chosen = False
         self._copied_s = 0.0
         self._copying: threading.Thread | None = None
         self._bytes = 0
         self._alone = False
-        """Whether a replica could not be made."""
+        """A replica could not be made."""
 
     @property
     def newest(self) -> int:
-        """The step of the newest snapshot that was taken or that training went on from; 0 for none."""
+        """The step of the newest snapshot that was taken or resumed from; 0 for none."""
         return max(self._taken, self._complete[1])
 
     def begin(self, state: dict[str, Any], complete: tuple[int, int], extra: Callable[[], dict[str, Any]]) -> None:
-        """Take snapshots of `state` from now on. `complete` is what training goes on from, if any; rank 0 adds `extra`."""
+        """Take snapshots of `state` from now on. `complete` is the snapshot resumed from, if any; rank 0 adds `extra`."""
         local = self._place.local_rank, self._place.local_ranks
-        if self._capture is not None:  # agents take nothing more of what was before
+        if self._capture is not None:  # a new session, so that agents refuse parts of the old state
             self._capture.close()
             self._place = dataclasses.replace(self._place, session=f"{self._place.session}+")
         self._capture = Capture(state, self._place.rank, local) if self._client else None
@@ -166,45 +168,45 @@ class Snapshots:
         self._give_back()
 
     def votes(self) -> tuple[float, ...]:
-        """What this rank says at a boundary; added up over all ranks, `heard` is given it."""
+        """This rank's votes at a boundary; `counted` gets their sums over all ranks."""
         first = self._place.rank == 0
         if not self._on:
             return float(first and self._able and self._clock() >= self._again), 0.0, float(not self._able), 0.0, 0.0, 0.0
-        wanted = first and self._capture is not None and (not self._taken or self._since + 1 >= self._every)
+        due = first and self._capture is not None and (not self._taken or self._since + 1 >= self._every)
         if self._working:
             self._working = not self._settled()
         unready = not self._ready()
-        return tuple(map(float, (wanted, self._working, bool(self._problem), unready, self._missed, self._cost_s)))
+        return tuple(map(float, (due, self._working, bool(self._problem), unready, self._missed, self._cost_s)))
 
-    def heard(self, sums: Sequence[float]) -> None:
-        """The sum of the votes of all ranks."""
-        wanted, working, problems, unready, missed, cost = sums
-        self._agreed = self._on and wanted > 0 and not any((working, problems, unready, missed))
+    def counted(self, sums: Sequence[float]) -> None:
+        """Act on the sums of all ranks' votes."""
+        due, working, problems, unready, missed, cost = sums
+        self._agreed = self._on and due > 0 and not any((working, problems, unready, missed))
         if problems and self._on:
             self._stop()
-        elif wanted and not problems and not self._on:
+        elif due and not problems and not self._on:
             self._on, self._problem = True, ""
         if self._pending and not working:
             self._pending, self._landed = False, True
-            if missed:  # all begin anew
+            if missed:  # all ranks try again
                 self._missed, self._since = False, self._every
                 return
             self._complete, self._pause_s = (self._place.generation, self._taken), _PAUSE_S
             self._choose(cost / self._place.world)
-            self._tell(snapshot=self._taken, **({"every": self._every} if self._place.rank == 0 else {}))
+            self._report(snapshot=self._taken, **({"every": self._every} if self._place.rank == 0 else {}))
 
     def _stop(self) -> None:
         """Take no snapshots for a while."""
         if self._problem:
             log.warning("outlast: no snapshots are taken for %.0f minutes: %s", self._pause_s / 60, self._problem)
-            self._tell(warning=self._problem)
-        self._tell(every=0)
+            self._report(warning=self._problem)
+        self._report(every=0)
         self._on, self._problem = False, ""
         self._again, self._pause_s = self._clock() + self._pause_s, 2 * self._pause_s
         self._give_back()
 
     def _give_back(self) -> None:
-        """Give all memory back to the agent; what is complete stays there."""
+        """Give all memory back to the agent, which keeps the complete snapshot."""
         client, complete = self._client, self._complete
         if self._capture is not None and client is not None and self._sizes:
             self._capture.close()
@@ -212,18 +214,18 @@ class Snapshots:
         self._sizes, self._pending, self._working, self._missed = [], False, False, False
 
     def _ready(self) -> bool:
-        """Whether there is memory for the next snapshot, if the one that is being made is complete by then; else asks for it."""
+        """Whether there is memory for the next snapshot, provided the current one is complete by then; else request it."""
         client, sizes, generation = self._client, self._sizes, self._place.generation
         if client is None or not sizes or (self._errand is not None and self._errand.is_alive()):
             return False
         complete = (generation, self._taken) if self._pending else self._complete
-        if not (there := client.spare(sizes, complete)) and not self._pending:
+        if not (ready := client.spare(sizes, complete)) and not self._pending:
             at = generation, self._step + 1
             self._run(lambda: client.reserve(sizes, at, complete, self._place.session))
-        return there
+        return ready
 
     def _run(self, errand: Callable[[], None]) -> None:
-        """Have something done that waits for the agent."""
+        """Run a function that waits for the agent in a thread."""
 
         def run() -> None:
             try:
@@ -235,7 +237,7 @@ class Snapshots:
         self._errand.start()
 
     def boundary(self, step: int) -> None:
-        """All ranks have done `step`: take a snapshot if that was agreed."""
+        """After `step` on all ranks: take a snapshot if that was agreed."""
         now = time.monotonic()
         if self._last is not None:
             self._measure(now - self._last)
@@ -246,19 +248,18 @@ class Snapshots:
                 self._take(step, self._capture)
             except OutlastError as problem:
                 self._problem = str(problem)
-            except Exception as error:  # training goes on, with a kind of state that a snapshot cannot hold, too
+            except Exception as error:  # training must go on, even with a state that a snapshot cannot hold
                 self._problem = f"the state of step {step} cannot be copied: {error!r}"
             self._copied_s += time.monotonic() - now
         self._agreed = False
         self._last = time.monotonic()
 
     def _measure(self, step_s: float) -> None:
-        """Count a step."""
         self._all_s.append(step_s)
         if self._flying is None:
             self._steps_s.append(step_s)
             return
-        if self._steps_s:  # an evaluation is no step: at most the double counts
+        if self._steps_s:  # cap evaluations at twice a usual step
             usual = self._usual_s()
             self._flying += min(step_s, 2 * usual) - usual
         if self._landed:
@@ -268,11 +269,10 @@ class Snapshots:
             self._cost_s = copied_s + longer(self._longer_s, self._steps_s)
 
     def _usual_s(self) -> float:
-        """Seconds that a step takes without snapshots. Those with one are an upper bound, also if each has one."""
+        """Duration of a step without snapshots. Steps with one are an upper bound, even if all have one."""
         return min(statistics.median(self._steps_s), statistics.median(self._all_s))
 
     def spent_s(self) -> float:
-        """Seconds that copying has taken since the last call."""
         spent, self._copied_s = self._copied_s, 0.0
         return spent
 
@@ -287,7 +287,7 @@ class Snapshots:
             self._ready()
             return
         self._taken, self._since, self._flying, self._landed, self._pending = step, 0, 0.0, False, True
-        if not self._client.spare(self._sizes, self._complete):  # it has grown
+        if not self._client.spare(self._sizes, self._complete):  # the state has grown
             self._missed = True
             return
         rooms = self._client.rooms(self._sizes, at, self._complete)
@@ -305,7 +305,7 @@ class Snapshots:
                 for room, part, index in parts:
                     to = place.to if part.kind == "unique" else ()
                     self._client.publish(room, part, index, to=to, complete=self._complete)
-            except Exception as error:  # in a thread nobody would hear of it
+            except Exception as error:  # in a thread it would be lost
                 self._problem = f"the state of step {step} cannot be copied: {error!r}"
 
         if capturing.beside or sum(len(index) for _, _, index in parts) > _FEW:
@@ -321,15 +321,15 @@ class Snapshots:
         return Part(place.run, place.generation, step, *who, content.kind, bytes=size, session=place.session)
 
     def _settled(self) -> bool:
-        """Whether this rank's parts of the last snapshot are held, and replicas of them, unless there can be none."""
+        """Whether this rank's parts of the last snapshot are held, and replicas of them, unless these are impossible."""
         assert self._client is not None
         if self._copying is not None and self._copying.is_alive():
             return False
         if self._problem:
             return True
         states = self._client.poll()
-        ours = {kind: states.get((kind, self._taken), "") for kind in ("shared", "unique")}
-        for kind, state in ours.items():
+        for kind in ("shared", "unique"):
+            state = states.get((kind, self._taken), "")
             word, _, why = state.partition("; ")
             if word not in ("", "held", "replicated"):
                 self._problem = state
@@ -343,16 +343,16 @@ class Snapshots:
         return True
 
     def _choose(self, cost_s: float) -> None:
-        """Choose k, on rank 0, from the mean over the ranks of what a snapshot takes."""
+        """Choose k, on rank 0, from the ranks' mean cost of a snapshot."""
         if self._place.rank > 0 or len(self._steps_s) < _LEARN:
             return
         step_s = self._usual_s()
-        wanted = interval(cost_s, step_s)
-        self._every = steady(wanted, self._every) if self._chosen else wanted
+        measured = interval(cost_s, step_s)
+        self._every = steady(measured, self._every) if self._chosen else measured
         self._chosen = True
         now = time.monotonic()
-        if self._every != self._said and now - self._said_at >= _EVENT_S:
-            self._said, self._said_at = self._every, now
+        if self._every != self._logged and now - self._logged_at >= _EVENT_S:
+            self._logged, self._logged_at = self._every, now
             copied_s = round(statistics.median(self._copies_s), 6)
             reason = (
                 f"a snapshot takes {1e3 * cost_s:.1f} ms, {1e3 * copied_s:.1f} ms of it to copy, and a step {1e3 * step_s:.1f} ms"

@@ -1,10 +1,10 @@
-"""Loaders that have a state of their own, for scripts that cannot use a `Stream`: torchdata's StatefulDataLoader and its like.
+"""Loaders with their own state, for scripts that cannot use a `Stream`: torchdata's StatefulDataLoader and its like.
 
     loader = Stateful(StatefulDataLoader(dataset, batch_size=32, sampler=StatefulDistributedSampler(dataset)), epochs=3)
     step = run.resume({"model": net, "optimizer": optimizer, "loader": loader})
     for x, y in loader:
 
-Every rank has a loader, and a state of it, so a checkpoint holds one for each rank.
+Every rank has a loader, and a checkpoint holds the state of each.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ log = logging.getLogger("outlast")
 class Stateful:
     """The batches of an iterable that has `state_dict` and `load_state_dict`, over `epochs` iterations of it.
 
-    Each rank has its own iterable, which yields this rank's batches; they are handed out as they are. Its state is saved per
-    rank. With as many ranks as saved it, a run goes on with the very next batch, exactly as far as the iterable does: random
-    numbers drawn in its worker processes are part of its state only if its dataset puts them there. With another number of ranks,
-    the states fit no loader: the epoch begins anew, so samples of it that were handed out come again, and a warning says how
-    many batches. A `Stream` goes on exactly in both cases.
+    Each rank has its own iterable, which yields this rank's batches; they are handed out unchanged. Its state is saved per rank.
+    With as many ranks as saved it, a run continues with the very next batch, as exactly as the iterable does: random numbers
+    drawn in its worker processes are part of its state only if its dataset puts them there. With another number of ranks, the
+    states fit no loader: the epoch begins again, samples of it that were handed out come again, and a warning gives the number of
+    batches. A `Stream` continues exactly in both cases.
 
     If the iterable has a `sampler` with `set_epoch`, that is called at the start of each epoch. `len(loader)` is the number of
     batches still to come, if the iterable has a length. Raises OutlastError for an iterable without state.
@@ -43,7 +43,7 @@ class Stateful:
             )
         self.loader = loader
         self.epoch = 0
-        """The epoch of the next batch; of the current one while it lasts."""
+        """Epoch of the current batch, between loops of the next one."""
         self.step = 0
         """Batches handed out since the beginning."""
         self.waited_s = 0.0
@@ -53,14 +53,14 @@ class Stateful:
         self.ended: Callable[[], None] | None = None
         self.saved_with: tuple[int, int] | None = None
         self.batch = 0
-        self.undealt = self.sample = self.fingerprint = ""
+        self.not_shardable = self.sample = self.fingerprint = ""
         self._epochs = epochs
         self._done = 0
-        """Batches of this epoch that were handed out."""
+        """Batches of this epoch handed out so far."""
 
     @property
     def remedy(self) -> str:
-        """What to do if training waits for this loader."""
+        """Advice if training waits for this loader."""
         return "raise num_workers or prefetch_factor of the loader, or prepare the data: outlast data prepare"
 
     @property
@@ -71,7 +71,7 @@ class Stateful:
         return self.step - self._done + max(0, self._epochs - self.epoch) * each
 
     def _each(self) -> int | None:
-        """Batches of an epoch; None if the iterable does not tell."""
+        """Batches of an epoch; None if the iterable has no length."""
         try:
             return len(self.loader)
         except TypeError:
@@ -82,7 +82,7 @@ class Stateful:
         return self.total_steps - self.step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as plain numbers, the same on every rank; `loader_state` is the rest."""
+        """Return the position as plain numbers, the same on every rank; `loader_state` returns the rest."""
         self.saves += 1
         position = {"epoch": self.epoch, "done": self._done, "step": self.step}
         return {"version": 1, "ranks": _ranks(), **position, "each": self._each()}
@@ -92,13 +92,13 @@ class Stateful:
         return self.loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], loader: Any = None) -> None:
-        """Continue at the position in `state`; `loader` is what this rank's `loader_state` returned then, None if unknown."""
+        """Continue at the position in `state`; `loader` is this rank's saved `loader_state`, None if unknown."""
         self.epoch, self._done, self.step = state["epoch"], state["done"], state["step"]
         if loader is not None and state["ranks"] == _ranks():
             self.loader.load_state_dict(loader)
             return
         again, self._done = self._done, 0
-        if again == state["each"]:  # the epoch had come to its end
+        if again == state["each"]:  # the epoch had ended
             self.epoch += 1
         elif again and (not dist.is_initialized() or dist.get_rank() == 0):
             log.warning(
@@ -120,7 +120,7 @@ class Stateful:
         while self.epoch < self._epochs:
             if (set_epoch := getattr(getattr(self.loader, "sampler", None), "set_epoch", None)) is not None:
                 set_epoch(self.epoch)
-            with stream.kept_generators():  # a loader draws a seed for its workers, at a resume once more than otherwise
+            with stream.preserved_generators():  # a loader draws a seed for its workers, once more after a resume
                 batches = iter(self.loader)
             for batch in batches:
                 self.step, self._done = self.step + 1, self._done + 1

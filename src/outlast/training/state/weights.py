@@ -1,7 +1,7 @@
 """A model's weights as a plain file, which `torch.load(path, weights_only=True)` or safetensors reads without Outlast.
 
-`Session.export` writes those of a model in training, `saved` reads those in a checkpoint. A file is there whole or not at all,
-also after a power failure.
+`Session.export` writes the weights of a model in training, `saved` reads them from a checkpoint. A file is whole or absent, also
+after a power failure.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def check(path: Path, model: Any = None) -> None:
 
 
 def export(model: torch.nn.Module, path: Path, gather: Callable[[Any], list[Any]]) -> None:
-    """Write the weights of `model` to `path` on rank 0, which needs memory for one copy, others for one tensor. A collective.
+    """Write `model`'s weights to `path` on rank 0, which needs memory for a copy; other ranks for one tensor. A collective.
 
-    Raises OutlastError on all ranks when that fails on rank 0.
+    Raises OutlastError on all ranks if that fails on rank 0.
     """
     problem = ""
     weights = whole(model, keep=dist.get_rank() == 0)
@@ -56,10 +56,10 @@ def export(model: torch.nn.Module, path: Path, gather: Callable[[Any], list[Any]
 
 @torch.no_grad()
 def whole(model: torch.nn.Module, *, keep: bool = True) -> Weights:
-    """The parameters and buffers of a model, on the CPU, shards put together, under the names of the module that DDP wraps.
+    """The parameters and buffers of a model, on the CPU, gathered from shards, under the names of the module that DDP wraps.
 
-    Tensors that are one in the model (tied) are one here. Without `keep`, takes part and returns nothing. A collective where
-    the model is sharded.
+    Tied tensors of the model are one tensor here. Without `keep`, takes part and returns nothing. A collective if the model is
+    sharded.
     """
     weights: Weights = {}
     tied: dict[Any, torch.Tensor] = {}
@@ -70,7 +70,7 @@ def whole(model: torch.nn.Module, *, keep: bool = True) -> Weights:
                 f"the model has {streams.kind(tensor)} as {name!r}, which is no tensor; export the part without it"
             )
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        # Not data_ptr(): that of an empty shard is 0, and all ranks must find the same tensors tied.
+        # Not data_ptr(): it is 0 for an empty shard, and all ranks must agree on which tensors are tied.
         key = (local.untyped_storage().data_ptr() or name, local.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         if key not in tied:
             if isinstance(tensor, DTensor):
@@ -83,7 +83,7 @@ def whole(model: torch.nn.Module, *, keep: bool = True) -> Weights:
 
 
 def _copied(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
-    """A tensor on the CPU that has its storage, which is added to `storages`, to itself: torch saves all that it is a view of."""
+    """A copy on the CPU with its own storage, which is added to `storages`: torch saves the whole storage of a view."""
     copy = tensor.cpu()
     storage = copy.untyped_storage()
     if storage.nbytes() != copy.nbytes or storage.data_ptr() in storages:
@@ -97,7 +97,7 @@ def write(path: Path, weights: Weights) -> None:
     partial = path.with_name(f".{path.name}.writing")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.unlink(missing_ok=True)  # of a process that was killed
+        partial.unlink(missing_ok=True)  # left by a killed process
         if path.suffix == SAFE:
             _write_safe(partial, weights)
         else:
@@ -106,14 +106,14 @@ def write(path: Path, weights: Weights) -> None:
             os.fsync(file.fileno())
         partial.replace(path)
         files.sync(path.parent)
-    except Exception as error:  # torch and safetensors each have their own for a full disk
+    except Exception as error:  # torch and safetensors have different ones for a full disk
         raise OutlastError(f"{path} cannot be written: {saver.sentence(error)}") from error
     finally:
         partial.unlink(missing_ok=True)
 
 
 def _write_safe(path: Path, weights: Weights) -> None:
-    """Like safetensors' `save_model`: of tied tensors the first is written, and the metadata names the others."""
+    """Like safetensors' `save_model`: the first of tied tensors is written, and the metadata names the others."""
     from safetensors.torch import save_file
 
     first: dict[int, str] = {}
@@ -125,9 +125,9 @@ def _write_safe(path: Path, weights: Weights) -> None:
 
 
 def saved(path: Path, name: str = "") -> Weights:
-    """The weights of the module `name` in the checkpoint at `path`; without a name, of the only one. Tied tensors are two.
+    """The weights of the module `name` in the checkpoint at `path`, by default of the only one. Tied tensors are separate.
 
-    Raises OutlastError for a name that is not in it, FileNotFoundError when the checkpoint has been removed.
+    Raises OutlastError for an unknown name, FileNotFoundError if the checkpoint has been removed.
     """
     with checkpoints.reading(path):
         modules = checkpoint.modules(path)
@@ -138,7 +138,7 @@ def saved(path: Path, name: str = "") -> Weights:
 
 
 def main(arguments: list[str]) -> None:
-    """Write the weights in a checkpoint to a file: CHECKPOINT FILE [NAME]. `outlast checkpoints export` runs it in a process."""
+    """CHECKPOINT FILE [NAME]: write the weights in a checkpoint to a file. `outlast checkpoints export` runs it in a process."""
     source, target = map(Path, arguments[:2])
     try:
         check(target)
