@@ -1,7 +1,7 @@
-"""Pauses before the next attempt, and requests that are repeated until they succeed or a timeout is over.
+"""Retry pauses, and requests that are repeated until they succeed or time out.
 
-Every retry takes its pause from here: `exponential` says how long, `jittered` spreads clients that failed at the same moment.
-obstore and botocore retry on their own, for up to half of the timeout; `retried` covers what they leave: writes whose answer
+Every retry takes its pause from here: `exponential` grows it, `jittered` spreads clients that failed at the same moment.
+obstore and botocore retry on their own, for up to half of the timeout; `retried` covers the remaining cases: writes whose answer
 was lost, bodies that end early, conflicts.
 
 tenacity and stamina would replace some 25 lines. They cannot be interrupted by a signal while a library waits, and they draw
@@ -55,18 +55,18 @@ def timeout_from_environment() -> float:
 
 
 def retried(attempt: Callable[[], T], mapped: Callable[[Exception], StoreError], timeout_s: float) -> T:
-    """The result of `attempt`, which is repeated while `mapped` makes Unreachable of its exception. No attempt begins later than
+    """The result of `attempt`, repeated while `mapped` turns its exception into Unreachable. No attempt begins later than
     `timeout_s` after the first; the last one may end later."""
     begun = time.monotonic()
     for n in count():
         try:
             return interruptibly(attempt)
         except Exception as error:
-            wrong = mapped(error)
+            store_error = mapped(error)
             pause = jittered(exponential(n, 0.1, 8.0))
             late = time.monotonic() - begun + pause > timeout_s
-            if late or not isinstance(wrong, Unreachable):
-                raise wrong from (None if wrong is error else error)
+            if late or not isinstance(store_error, Unreachable):
+                raise store_error from (None if store_error is error else error)
             interruptibly(partial(time.sleep, pause))
     raise AssertionError
 
@@ -79,8 +79,8 @@ def until_answered(
     sleep: Callable[[float], None] = time.sleep,
     hopeless: Callable[[ClusterError], bool] = lambda error: not isinstance(error, Unanswered),
 ) -> T:
-    """The answer to a request to a cluster, repeated while it raises Unanswered, or what else is not `hopeless`; says once that
-    the cluster is unreachable, and once that it is back."""
+    """The answer to a request to a cluster, repeated while it raises Unanswered or another error that is not `hopeless`. Calls
+    `say` once when the cluster is unreachable, and once when it is back."""
     away = False
     while True:
         try:
@@ -99,7 +99,7 @@ def until_answered(
 
 
 def interruptibly(attempt: Callable[[], T]) -> T:
-    """The result of `attempt`, which runs in another thread if we are the main thread: foreign code ignores signals."""
+    """The result of `attempt`, run in another thread if this is the main thread: foreign code ignores signals."""
     if threading.current_thread() is not threading.main_thread():
         return attempt()
     result: Future[T] = Future()
@@ -130,35 +130,34 @@ def interrupt(why: str) -> None:
 
 
 FIRST_PAUSE_S = 0.1
-"""Before the second attempt."""
 
 
 class Line:
-    """Prints when the connection breaks, and when it is back."""
+    """Prints once when a connection breaks, and once when it is back."""
 
     def __init__(self, broken: str, well: str) -> None:
         self._sentences = broken, well
         self._problem: type[Exception] | None = None
 
     def broken(self, problem: Exception) -> None:
-        """We do not, because of this."""
+        """The connection is broken."""
         if type(problem) is not self._problem:
             _say(f"{self._sentences[0]}; it goes on as it was and tries again: {problem}")
         self._problem = type(problem)
 
     def well(self) -> None:
-        """We do."""
+        """The connection works."""
         if self._problem:
             _say(self._sentences[1])
         self._problem = None
 
 
 def pause(failures: int, longest_s: float) -> float:
-    """Seconds until the next attempt: growing, and random, since all workers miss the same server."""
+    """Seconds until the next attempt: growing, with jitter, since all workers lose the same server."""
     return jittered(exponential(failures, FIRST_PAUSE_S, longest_s))
 
 
 def _say(sentence: str) -> None:
-    # Named, so that it is held: print() of Python 3.11 does not hold what it takes from sys, and crashes when another thread
-    # puts something else there meanwhile.
+    # `file` keeps a reference: print() of Python 3.11 holds none to sys.stdout, and crashes if another thread replaces that
+    # meanwhile.
     print(f"outlast | {sentence}", file=sys.stdout, flush=True)

@@ -1,14 +1,14 @@
-"""Clocks that never step, for timeouts of silence, turns and hangs; and a note when the machine's wall clock stepped.
+"""Clocks that never step, for timeouts of silence, turns and hangs; and detection of steps of the machine's wall clock.
 
     clock = Clock()
-    clock()          seconds since the epoch when the clock was made, and monotonic from then on
-    clock.broken_at  when the wall clock last parted from the monotonic one: nothing heard before that proves a silence
+    clock()          seconds since the epoch, monotonic from the creation of the clock on
+    clock.broken_at  time of the last step of the wall clock: silence from before it proves nothing
 
-The wall clock steps when NTP sets it right and when a suspended machine wakes up. Times that are compared with each other in one
-process come from here; times that people read, or that outlive the process, are those of `time.time`.
+The wall clock steps when NTP corrects it and when a suspended machine wakes up. Use these clocks for times that are compared
+within one process, and `time.time` for times that people read or that outlive the process.
 
-    clock = Awake()  for a loop: time in which it did not run does not pass, whatever the reason was
-    Seen(clock)      how long each of several things has looked the same to us
+    clock = Awake()  for a loop: time in which it did not run does not pass, whatever the reason
+    Seen(clock)      how long each of several values has stayed the same
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable
 log = logging.getLogger(__name__)
 
 BREAK_S = 2.0
-"""NTP slews smaller differences: 0.5 ms a second at most, which no two readings of a running process sum to this."""
+"""NTP slews smaller differences, by 0.5 ms a second at most: never this much between two readings of a running process."""
 
 
 class Clock:
@@ -33,10 +33,10 @@ class Clock:
         self._started = self._apart = wall() - monotonic()
         self._lock = threading.Lock()
         self.broken_at = -math.inf
-        """The steady time of the last break, from which silence has to be counted."""
+        """The steady time of the last break; count silence from then."""
 
     def __call__(self) -> float:
-        """The steady time now. Notes a break if the wall clock stepped, or the machine slept, since the last reading."""
+        """The steady time now. Records a break if the wall clock stepped, or the machine slept, since the last reading."""
         with self._lock:
             monotonic = self._monotonic()
             now, apart = self._started + monotonic, self._wall() - monotonic
@@ -49,17 +49,17 @@ class Clock:
 
 
 STEP_S = 1.0
-"""The most that `Awake` passes between two readings; the loops that read it do so ten times a second."""
+"""The largest advance of `Awake` between two readings; loops read it ten times a second."""
 STOOD_S = 10.0
-"""A loop that stood still for longer says so."""
+"""A loop that stood still for longer logs it."""
 
 
 class Awake:
-    """Seconds since the epoch when it was made, and from then on only the time in which its loop ran.
+    """Begins at the current time and advances only while its loop runs.
 
-    A suspended machine stops the monotonic clock; a paused virtual machine, a frozen container and a stopped process do not. In
-    such a pause the others stood still, too, so no member turns silent and no deadline passes by this clock. Needs a reading at
-    least every `STEP_S`. Safe to call from any thread.
+    A suspended machine stops the monotonic clock; a paused virtual machine, a frozen container and a stopped process do not. By
+    this clock no member becomes silent and no deadline passes in such a pause. Needs a reading at least every `STEP_S`. Safe to
+    call from any thread.
     """
 
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -68,7 +68,6 @@ class Awake:
         self._lock = threading.Lock()
 
     def __call__(self) -> float:
-        """The time now."""
         with self._lock:
             read = self._monotonic()
             passed_s, self._read = read - self._read, read
@@ -84,7 +83,7 @@ class Awake:
 class Seen:
     """How long each of several values has stayed the same.
 
-    Times that other processes have written are compared with each other only: a new one is a sign of life, whatever it says.
+    For times written by other processes, whose clocks are not ours: a changed value is a sign of life, whatever it is.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -94,22 +93,22 @@ class Seen:
     def age(self, key: Hashable, value: object) -> float:
         """Seconds since `key` was first seen with this value; 0 if that is now."""
         now = self._clock()
-        before = self._seen.get(key)
-        if before is None or before[0] != value:
+        last = self._seen.get(key)
+        if last is None or last[0] != value:
             self._seen[key] = value, now
             return 0.0
-        return now - before[1]
+        return now - last[1]
 
     def forget(self, key: Hashable) -> None:
-        """It is no more; what comes under the same name is another."""
+        """Forget a key; a later value of the same key is new."""
         self._seen.pop(key, None)
 
 
 def until(at: float, timeout: float, now: float) -> float | None:
-    """When a timeout that began at `at` ends; None when it is over.
+    """The end of a timeout that began at `at`; None when it is over.
 
-    A beginning in the future means that the clock went back. If by less than the timeout, no time has passed yet. If by more,
-    it is unknown how much has, and the timeout is over. So no wait is longer than twice its timeout, however the clock jumps.
+    If `at` is in the future, the clock was set back. By less than the timeout: no time has passed yet. By more: it is unknown how
+    much has passed, and the timeout is over. So no wait is longer than twice its timeout, however the clock jumps.
     """
     end = at + timeout
     return None if now >= end or at > now + timeout else end

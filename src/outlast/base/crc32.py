@@ -1,12 +1,11 @@
-"""The crc32 of memory, of files, and of a file from those of its parts.
+"""The crc32 of memory and files, and of a file from the checksums of its parts.
 
-Whatever is saved, kept in memory or sent is checksummed, most of it beside the training. ISA-L does that five times as fast as
-zlib, with the same result; zlib does it where ISA-L is not installed. Both release the interpreter's lock meanwhile.
+All data that is saved, kept in memory or sent is checksummed, mostly beside the training. ISA-L is five times as fast as zlib,
+with the same result; zlib is used if ISA-L is not installed. Both release the interpreter's lock.
 
-`combine` spares reading a file again that arrives in pieces, in any order. A crc32 is a polynomial over GF(2) modulo P; appending
-n bytes multiplies it by x^(8n). Powers are found by squaring, so a combination takes 0.2 ms whatever the length. The method is
-that of `crc32_combine` in zlib 1.2.12 (crc32.c), which Python does not show.
-"""
+`combine` makes it unnecessary to read a file again that arrives in pieces, in any order. A crc32 is a polynomial over GF(2)
+modulo P; appending n bytes multiplies it by x^(8n). Powers are computed by squaring, so a combination takes 0.2 ms for any
+length. The method is that of `crc32_combine` in zlib 1.2.12 (crc32.c), which Python does not expose."""
 
 from __future__ import annotations
 

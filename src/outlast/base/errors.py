@@ -17,7 +17,7 @@ class OutlastError(Exception):
     exit_code = 2
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython prints in place of a traceback, as in a notebook."""
+        """Text that IPython prints instead of a traceback, as in a notebook."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -174,7 +174,7 @@ def importing(purpose: str, extra: str) -> Iterator[None]:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """An exception and what it came from, each once: after `raise error from error` it is its own cause."""
+    """An exception and its chain of causes, each once: after `raise error from error` it is its own cause."""
     seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in seen:

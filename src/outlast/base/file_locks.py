@@ -47,7 +47,7 @@ def exclusive(path: Path, *, waiting: Callable[[], None], stop: threading.Event)
 
 
 def release(fd: int) -> None:
-    """Close, and unlock what we have locked, also where a fork of this process still has the file open."""
+    """Unlock and close, even if a fork of this process still has the file open."""
     fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 

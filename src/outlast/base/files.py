@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def beside(path: Path) -> Path:
-    """A name for a file that is renamed to `path` when it is whole: no other process has it, on no machine."""
+    """A unique temporary name beside `path`, for a file that is renamed to `path` once it is complete."""
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.partial")
 
 
@@ -24,7 +24,7 @@ def replace(path: Path, text: str | bytes, *, durable: bool = False) -> None:
                 os.fsync(file.fileno())
         partial.replace(path)
     finally:
-        partial.unlink(missing_ok=True)  # a full disk is to be no fuller
+        partial.unlink(missing_ok=True)  # leave nothing on a full disk
     if durable:
         sync(path.parent)
 

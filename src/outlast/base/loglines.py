@@ -13,12 +13,12 @@ class Lines(logging.Formatter):
     """One JSON document per line: time, level, namespace, job, message, and the traceback of a bug."""
 
     def format(self, record: logging.LogRecord) -> str:
-        found: dict[str, Any] = {"time": _time(record.created), "level": record.levelname.lower()}
-        found |= {name: getattr(record, name) for name in ("namespace", "job") if hasattr(record, name)}
-        found["message"] = record.getMessage()
+        line: dict[str, Any] = {"time": _time(record.created), "level": record.levelname.lower()}
+        line |= {name: getattr(record, name) for name in ("namespace", "job") if hasattr(record, name)}
+        line["message"] = record.getMessage()
         if record.exc_info:
-            found["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(found, ensure_ascii=False)
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
 
 
 class Text(logging.Formatter):
@@ -35,9 +35,9 @@ def write_log(*, text: bool) -> None:
     """Log to standard output."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(Text() if text else Lines())
-    ours = logging.getLogger("outlast")
-    ours.handlers, ours.propagate = [handler], False
-    ours.setLevel(logging.INFO)
+    logger = logging.getLogger("outlast")
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.INFO)
 
 
 def _time(seconds: float) -> str:

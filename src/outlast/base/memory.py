@@ -1,4 +1,4 @@
-"""How much memory there is: of the machine, and within the limits of its cgroups, those of containers among them."""
+"""Free memory of the machine, within the limits of its cgroups (such as those of containers)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import contextlib
 from pathlib import Path
 
 _RESERVE = 10
-"""This part stays free."""
+"""One part in this many stays free."""
 _UNLIMITED = 1 << 60
-"""cgroup v1 writes nearly 2^63 where there is no limit."""
+"""cgroup v1 writes nearly 2^63 if there is no limit."""
 
 
 class Machine:
-    """What the kernel says of memory. The directories are for tests."""
+    """The kernel's counters of memory. The directories are parameters for tests."""
 
     def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
         self._proc, self._cgroups = proc, cgroups
@@ -26,7 +26,7 @@ class Machine:
         return max(0, min(free))
 
     def machine(self) -> dict[str, int]:
-        """/proc/meminfo, in bytes; empty where there is none."""
+        """/proc/meminfo, in bytes; empty if there is none."""
         try:
             lines = (line.split() for line in (self._proc / "meminfo").read_text().splitlines())
             return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if len(words) > 1}
@@ -34,22 +34,22 @@ class Machine:
             return {}
 
     def groups(self) -> list[tuple[int, int]]:
-        """(limit, used) in bytes of our cgroup and of those above it, where there is a limit. Cached files count as free,
-        those in active use, too: the kernel reclaims them before it kills anybody (MemAvailable counts them as well)."""
-        found = []
+        """(limit, used) in bytes of our cgroup and its parents that have a limit. Cached files count as free, even those in
+        active use: the kernel reclaims them before it kills a process (MemAvailable counts them as well)."""
+        groups = []
         for directory, limit, used, *cached in self._places():
             try:
                 most = (directory / limit).read_text().strip()
                 if most == "max" or int(most) >= _UNLIMITED:
                     continue
                 stat = dict(line.split()[:2] for line in (directory / "memory.stat").read_text().splitlines())
-                found.append((int(most), int((directory / used).read_text()) - sum(int(stat.get(each, 0)) for each in cached)))
+                groups.append((int(most), int((directory / used).read_text()) - sum(int(stat.get(each, 0)) for each in cached)))
             except (OSError, ValueError):
                 continue
-        return found
+        return groups
 
     def oom_kills(self) -> int:
-        """How many processes of our cgroup the kernel has killed for want of memory; 0 where it does not say."""
+        """Number of processes of our cgroup that the kernel's OOM killer has killed; 0 if unknown."""
         for directory, *_ in self._places():
             for name in ("memory.events", "memory.oom_control"):  # of cgroup v2 and v1
                 with contextlib.suppress(OSError, ValueError, StopIteration):
@@ -58,12 +58,12 @@ class Machine:
         return 0
 
     def _places(self) -> list[tuple[Path, str, str, str, str]]:
-        """Directories and file names of cgroup v2 and v1. In a container the path is often `/`, or one that is not there."""
+        """Directories and file names of cgroup v2 and v1. In a container the path is often `/`, or one that does not exist."""
         try:
             lines = (self._proc / "self/cgroup").read_text().splitlines()
         except OSError:
             return []
-        found = []
+        places = []
         for _number, kinds, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
             if kinds == "":
                 root, names = self._cgroups, ("memory.max", "memory.current", "inactive_file", "active_file")
@@ -74,5 +74,5 @@ class Machine:
             else:
                 continue
             own = root / path.lstrip("/")
-            found += [(place, *names) for place in (own, *own.parents) if place == root or root in place.parents]
-        return found
+            places += [(place, *names) for place in (own, *own.parents) if place == root or root in place.parents]
+        return places

@@ -1,5 +1,5 @@
 """`/healthz`, `/readyz` and `/metrics` of a worker, for kubelets, Prometheus and people; `/end` for other workers; `/leave` for
-who has the key of the run.
+holders of the run's key.
 
 A worker is healthy while it makes progress (a step, or a phase of the start), and ready while it is in a world. The port is open
 to everyone in the cluster, so connections are limited in number and time: silent ones are closed, the oldest first, and a kubelet
@@ -22,7 +22,7 @@ from outlast.base.errors import OutlastError
 
 @dataclass(frozen=True)
 class Health:
-    """What the probes answer from; a new one is made at every look of the agent."""
+    """The state that the probes report; the agent replaces it in each turn of its loop."""
 
     healthy: bool = True
     ready: bool = False
@@ -30,21 +30,20 @@ class Health:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Name without prefix -> value."""
     text: str = ""
-    """Metrics that are in Prometheus' format already."""
+    """Metrics in Prometheus' format, instead of `metrics`."""
     end: str = ""
-    """How the run has ended, while its worker stays up; see `ownership.Ended`."""
+    """The end of the run, while its worker stays up; see `ownership.Ended`."""
 
 
 MOST = 32
-"""Connections, and so threads, at a time; one more, and the oldest is closed."""
+"""Most connections, and so threads; beyond that the oldest is closed."""
 IDLE_S = 5.0
-"""How long a connection may be silent."""
+"""Timeout of a silent connection."""
 LONGEST_BODY = 4096
-"""Bytes of what is sent to a worker."""
+"""Most bytes of a request's body."""
 _DIGITS = 6
-"""Of a length that is looked at."""
+"""Most digits of a Content-Length that is parsed."""
 BACKLOG = 128
-"""Connections that wait to be accepted."""
 HELP = {
     "step": "Optimizer steps done",
     "step_logged": "1 when the step was read from the log of a script that reports none",
@@ -78,16 +77,16 @@ def exposition(health: Health, labels: Mapping[str, str]) -> str:
 
 
 _ESCAPED = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
-"""In the values of labels."""
+"""Escapes in the values of labels."""
 
 
 def _exact(value: float) -> str:
-    """Every digit: steps of long runs have more than six."""
+    """A number with every digit: steps of long runs have more than six."""
     return str(int(value)) if float(value).is_integer() else repr(float(value))
 
 
 Order = Callable[[Mapping[str, str], bytes], tuple[int, str]]
-"""Answers a POST: its headers (`Content-Type`) and its body in, status and sentence out. Called by several threads."""
+"""Handles a POST: takes its headers (`Content-Type`) and body, returns status and sentence. Called by several threads."""
 
 
 def serve(
@@ -98,8 +97,8 @@ def serve(
     port: int = 0,
     orders: Mapping[str, Order] | None = None,
 ) -> str:
-    """Answer probes in a background thread; returns the address `host:port`. Port 0 takes a free one, host ""
-    all addresses of the machine. `orders` answer POSTs, by path.
+    """Answer probes in a background thread; returns the address `host:port`. Port 0 takes a free one, host "" all addresses of
+    the machine. `orders` handle POSTs, by path.
 
     Raises OutlastError when the port is taken.
     """
@@ -159,7 +158,7 @@ class _Bounded(ThreadingHTTPServer):
 
     def __init__(self, *args: Any) -> None:
         self._open: dict[socket.socket, None] = {}
-        """In the order in which they came."""
+        """Open connections, oldest first."""
         self._lock = threading.Lock()
         super().__init__(*args)
 

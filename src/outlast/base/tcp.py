@@ -1,4 +1,4 @@
-"""TCP connections to machines that may be lost: host and port of an address, and options by which the kernel ends one in time.
+"""TCP connections to machines that may be lost: host and port of an address, and socket options that end a dead connection soon.
 
 Used by the transports, the mesh and the data port of snapshots.
 """
@@ -15,9 +15,9 @@ def host_port(address: str) -> tuple[str, int]:
 
 
 def ends_when_lost(sock: socket.socket, lost_s: float, *, idle_s: int = 0, probe_s: int = 1) -> None:
-    """Send without delay, and break the connection when data have not been acknowledged for `lost_s`. With `idle_s` it is probed
-    each `probe_s` once it has been idle for so long, and broken with the first probe at which nothing has been acknowledged for
-    `lost_s` (tcp(7): TCP_USER_TIMEOUT overrides the number of probes)."""
+    """Send without delay, and break the connection when data has not been acknowledged for `lost_s`. With `idle_s`, a connection
+    that has been idle for so long is probed every `probe_s`, and broken by the first probe at which nothing has been acknowledged
+    for `lost_s` (tcp(7): TCP_USER_TIMEOUT overrides the number of probes)."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * lost_s))
     if idle_s:

@@ -1,12 +1,13 @@
-"""Durations, quantities and intervals: read from a job file, written back exactly, and written for people.
+"""Durations, quantities and intervals: parsed from a job file, formatted so that they can be parsed back, and formatted for
+people.
 
     "1h30m", 90, "0.5s"  <->  timedelta          duration, duration_text
     "16Gi", "2G", 1024   <->  bytes (int)        memory, memory_text
     "500m", "2", 0.5     <->  cores (float)      cores, cores_text
     "5m", "200 steps"    <->  Every              Every.parse, str()
 
-`x` reads what `x_text` writes as the same value. Quantities are those of Kubernetes
-(https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/). Readers raise ValueError with a sentence
+`x` parses the text of `x_text` to the same value. Quantities are those of Kubernetes
+(https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/). Parsers raise ValueError with a sentence
 that continues the value: `5 min` *is not a duration; write 90s, 5m, 1h30m or 2d*. Imports only the standard library.
 """
 
@@ -20,7 +21,7 @@ from decimal import Decimal
 
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 DURATION_PATTERN = rf"^(?:{_NUMBER}[dhms])+$|^{_NUMBER}$"
-"""A duration as text, for schemas. All patterns here are RE2's too: the API server of Kubernetes must read them."""
+"""A duration as text, for schemas. All patterns here are valid in RE2, too: the API server of Kubernetes must read them."""
 QUANTITY_PATTERN = rf"^{_NUMBER}(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][+-]?[0-9]{{1,2}})?$"
 """A quantity of Kubernetes as text, for schemas."""
 EVERY_PATTERN = rf"{DURATION_PATTERN}|^[0-9]+ ?steps?$"
@@ -47,7 +48,7 @@ def duration(value: str | int | float | timedelta) -> timedelta:
 
 
 def duration_text(value: timedelta) -> str:
-    """The shortest text that `duration` reads as this value: `1h30m`, `2d`, `0.5s`, `0s`."""
+    """The shortest text that `duration` parses to this value: `1h30m`, `2d`, `0.5s`, `0s`."""
     left = value // timedelta(microseconds=1)
     text = ""
     for unit in "dhm":
@@ -57,7 +58,7 @@ def duration_text(value: timedelta) -> str:
 
 
 def quantity(value: str | int | float) -> float:
-    """A quantity as the API server writes it: as in a job file, and also negative or in parts such as `12345678n`."""
+    """A quantity from the API server: as in a job file, but also negative or with a small unit such as `12345678n`."""
     text = str(value).strip()
     sign, text = (-1, text[1:]) if text.startswith("-") else (1, text)
     small = {"n": Decimal("1e-9"), "u": Decimal("1e-6")}.get(text[-1:])
@@ -65,12 +66,12 @@ def quantity(value: str | int | float) -> float:
 
 
 def memory(value: str | int | float) -> int:
-    """`16Gi`, `2G` or a bare number of bytes, in bytes; a part of a byte is rounded up, as Kubernetes does."""
+    """`16Gi`, `2G` or a bare number of bytes, in bytes; fractions are rounded up, as Kubernetes does."""
     return math.ceil(_quantity(value, "16Gi"))
 
 
 def memory_text(value: int) -> str:
-    """The shortest exact text with a binary suffix: `16Gi`; a bare number where none fits."""
+    """The shortest exact text with a binary suffix: `16Gi`; a bare number if none fits."""
     for suffix, size in reversed(_BINARY.items()):
         if value and value % size == 0:
             return f"{value // size}{suffix}"
@@ -78,7 +79,7 @@ def memory_text(value: int) -> str:
 
 
 def cores(value: str | int | float) -> float:
-    """`2`, `0.5` or `500m` cores; a part of a thousandth is rounded up, as Kubernetes does."""
+    """`2`, `0.5` or `500m` cores, rounded up to a thousandth, as Kubernetes does."""
     return math.ceil(_quantity(value, "500m or 2") * 1000) / 1000
 
 
@@ -97,11 +98,11 @@ class Every:
 
     @classmethod
     def parse(cls, value: str | int | float | Every) -> Every:
-        """`5m`, `200 steps`, or a bare number of seconds; more than none."""
+        """`5m`, `200 steps`, or a bare number of seconds; positive."""
         if isinstance(value, Every):
             return value
-        if found := re.fullmatch(r"([0-9]{1,18}) ?steps?", _plain(value)):
-            every = cls(steps=int(found[1]))
+        if match := re.fullmatch(r"([0-9]{1,18}) ?steps?", _plain(value)):
+            every = cls(steps=int(match[1]))
         else:
             try:
                 every = cls(duration=duration(value))
@@ -148,9 +149,9 @@ def human_seconds(value: float) -> str:
 def _quantity(value: str | int | float, example: str) -> Decimal:
     """A quantity of Kubernetes, exactly; not negative."""
     text = _plain(value)
-    found = re.fullmatch(rf"({_NUMBER})([A-Za-z]{{0,2}}|[eE][+-]?[0-9]{{1,2}})", text)
-    if found:
-        number, suffix = Decimal(found[1]), found[2]
+    match = re.fullmatch(rf"({_NUMBER})([A-Za-z]{{0,2}}|[eE][+-]?[0-9]{{1,2}})", text)
+    if match:
+        number, suffix = Decimal(match[1]), match[2]
         if suffix == "m":
             return number / 1000
         if size := {"": 1, **_DECIMAL, **_BINARY}.get(suffix):
@@ -161,7 +162,7 @@ def _quantity(value: str | int | float, example: str) -> Decimal:
 
 
 def _plain(value: object) -> str:
-    """A text or number as text without an exponent; anything else (a list, true, infinity) as a text that nothing accepts."""
+    """A text or number as text without an exponent; anything else (a list, true, infinity) as a text that no parser accepts."""
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):

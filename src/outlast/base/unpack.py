@@ -1,11 +1,11 @@
-"""Archives, unpacked so that a hostile or damaged one does no harm.
+"""Safe unpacking of archives: a hostile or damaged one does no harm.
 
     extract(path, directory, name="code (s3://bucket/code.tar.gz)", limits=...)      tar and zip, compressed or not
     decompress(path, file, ...)                                                      one compressed file
 
 An archive may hold files, directories and links that stay inside it; one that holds anything else is refused as a whole. Nothing
-is written through a link: links are made last, when everything else is in place. Owners and special bits are dropped, times and
-the right to execute are kept. The caller gives a new directory and removes it when this raises.
+is written through a link: links are created last. Owners and special bits are dropped; times and the executable bit are kept. The
+caller passes a new directory and removes it if this raises.
 
 Compression is recognised by a file's first bytes, not by its name: gzip, bzip2, xz, Zstandard.
 """
@@ -37,11 +37,11 @@ from outlast.base.errors import OutlastError, Stopped
 TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _HEADER_BYTES = 1 << 20
-"""No header of a tar archive is longer. tarfile reads one into memory as a whole, however long it says it is."""
+"""Longest header of a tar archive. tarfile reads a header into memory as a whole, whatever length it declares."""
 _CHUNK = 1 << 20
 _LINK_BYTES = 4096
 _HELD = 1_000_000
-"""Most directories and symbolic links: their names are in memory until the end, some hundred bytes each."""
+"""Most directories and symbolic links, whose names stay in memory until the end, some hundred bytes each."""
 _DAMAGED = (
     tarfile.TarError,
     zipfile.BadZipFile,
@@ -58,27 +58,27 @@ _DAMAGED = (
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What an archive may hold at most, and how sentences about it end."""
+    """Limits of an archive, and the remedies in sentences about it."""
 
     what: str
-    """What it holds: `code`, `data`."""
+    """Its content: `code`, `data`."""
     entries: int
     size: int
     """Bytes that any archive may unpack to."""
     ratio: int = 0
     """Bytes for each byte of the archive, if that is more than `size`."""
     instead: str = "keep data elsewhere"
-    """What to do with one that is too large."""
+    """Remedy for an archive that is too large."""
     again: str = "make it again"
-    """What to do with one that is damaged."""
+    """Remedy for a damaged archive."""
 
     def bytes(self, packed: int) -> int:
-        """How many bytes an archive of this size may unpack to."""
+        """Most bytes that an archive of `packed` bytes may unpack to."""
         return max(self.size, self.ratio * packed)
 
 
 def kind(name: str) -> str:
-    """What a file is by its name: `zip`, `tar`, `compressed`, or empty for anything else."""
+    """The kind of a file by its name: `zip`, `tar`, `compressed`, or empty for anything else."""
     lower = name.lower()
     if lower.endswith(".zip"):
         return "zip"
@@ -92,11 +92,11 @@ def checksum(path: Path, algorithm: str = "sha256") -> str:
 
 
 def extract(archive: Path, into: Path, *, name: str, limits: Limits, kind: str = "", stop: threading.Event | None = None) -> None:
-    """Unpack an archive into an empty directory. `name` is what it is called in sentences; `kind` is `zip` or `tar`, by default
-    as the file's name says.
+    """Unpack an archive into an empty directory. `name` is its name in sentences; `kind` is `zip` or `tar`, by default taken from
+    the file's name.
 
-    Raises OutlastError for one that is damaged, too large, or holds what may not be unpacked; Stopped soon after `stop` is set;
-    OSError when the disk is at fault.
+    Raises OutlastError for an archive that is damaged, too large, or holds entries that may not be unpacked; Stopped soon after
+    `stop` is set; OSError for a fault of the disk.
     """
     kind = kind or ("zip" if archive.name.lower().endswith(".zip") else "tar")
     with _sentences(name, f"is no {kind} archive, or is damaged", limits), open(archive, "rb") as file:
@@ -109,7 +109,7 @@ def extract(archive: Path, into: Path, *, name: str, limits: Limits, kind: str =
 
 
 def decompress(packed: Path, into: Path, *, name: str, limits: Limits, stop: threading.Event | None = None) -> None:
-    """Write what a compressed file holds to a new file. Raises as `extract` does."""
+    """Decompress a file to a new file. Raises as `extract` does."""
     with _sentences(name, "is not compressed as its name says, or is damaged", limits), open(packed, "rb") as file:
         stream = _decompressed(file)
         if stream is file:
@@ -123,7 +123,7 @@ def decompress(packed: Path, into: Path, *, name: str, limits: Limits, stop: thr
 
 @contextlib.contextmanager
 def _sentences(name: str, damaged: str, limits: Limits) -> Iterator[None]:
-    """What is wrong with an archive, as OutlastError."""
+    """Turn errors about an archive into OutlastError."""
     try:
         yield
     except OutlastError:
@@ -131,9 +131,9 @@ def _sentences(name: str, damaged: str, limits: Limits) -> Iterator[None]:
     except _DAMAGED as problem:
         raise OutlastError(f"{name} {damaged}: {problem}; {limits.again}") from problem
     except OSError as problem:
-        if problem.errno is None:  # bz2 says so of what is no bzip2
+        if problem.errno is None:  # bz2 raises this for data that is not bzip2
             raise OutlastError(f"{name} {damaged}: {problem}; {limits.again}") from problem
-        if problem.errno == errno.EINVAL:  # a seek to where a damaged header says
+        if problem.errno == errno.EINVAL:  # a seek to a position in a damaged header
             raise OutlastError(f"{name} is damaged; {limits.again}") from problem
         if problem.errno in (errno.ENAMETOOLONG, errno.EILSEQ, errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
             raise OutlastError(
@@ -143,7 +143,7 @@ def _sentences(name: str, damaged: str, limits: Limits) -> Iterator[None]:
 
 
 class _Budget:
-    """Counts what has been unpacked. Raises Stopped soon after `stop` is set."""
+    """Counts unpacked bytes and entries. Raises Stopped soon after `stop` is set."""
 
     def __init__(self, name: str, limits: Limits, most: int, stop: threading.Event | None) -> None:
         self.name, self.limits, self.most = name, limits, most
@@ -188,30 +188,30 @@ class _Tree:
         self._now = time.time()
 
     def directory(self, member: str) -> None:
-        """Make a directory, and those above it."""
+        """Create a directory and its parents."""
         self._make(self._place(member))
 
     def file(self, member: str, content: IO[bytes], *, mode: int, modified: float) -> None:
-        """Write a file; of several with one name the last counts."""
+        """Write a file; it replaces an earlier one of the same name."""
         path = self._new(member)
         with open(path, "xb") as file:
             while data := content.read(_CHUNK):
                 self.budget.bytes(len(data))
                 file.write(data)
         path.chmod(0o755 if mode & stat.S_IXUSR else 0o644)
-        modified = min(max(modified, 0.0), self._now)  # the job's own files are known by being newer
+        modified = min(max(modified, 0.0), self._now)  # the job's own files are recognised as newer ones
         os.utime(path, (modified, modified))
 
     def hard_link(self, member: str, target: str) -> None:
-        """Link to a file that came before."""
+        """Link to an earlier file."""
         source = self._place(target)
         if source.is_symlink() or not source.is_file():
             self.refuse(member, f"a link to {target}, which is no file of it")
-        if self._place(member) != source:  # GNU tar writes such a link for a file that it is given twice
+        if self._place(member) != source:  # GNU tar writes a link to itself for a file that it is given twice
             os.link(source, self._new(member))
 
     def link(self, member: str, target: str) -> None:
-        """Take note of a symbolic link."""
+        """Remember a symbolic link, created by `finish`."""
         path = self._new(member)
         lexical = os.path.normpath(os.path.join(path.parent.relative_to(self._root), target))
         if os.path.isabs(target) or lexical.split("/")[0] == "..":
@@ -220,7 +220,7 @@ class _Tree:
         self._links[path] = target
 
     def finish(self) -> None:
-        """Make the links; one that leads outside by way of another is found now."""
+        """Create the symbolic links; refuses links that lead outside through others."""
         for path, target in self._links.items():
             path.symlink_to(target)
         root = os.path.realpath(self._root)
@@ -230,7 +230,7 @@ class _Tree:
                 self.refuse(str(path.relative_to(self._root)), f"a link to {target}, which leads outside of it")
 
     def refuse(self, member: str, what: str) -> NoReturn:
-        """Say that a member may not be unpacked."""
+        """Raise OutlastError for a member that may not be unpacked."""
         shown = member if len(member) <= 100 else member[:97] + "..."
         remedy = f"an archive of {self.budget.limits.what} may hold only files, directories and links inside it"
         raise OutlastError(f"{self._name} holds {shown!r}, {what}; {remedy}")
@@ -246,7 +246,7 @@ class _Tree:
         return self._root / path
 
     def _new(self, member: str) -> Path:
-        """The place of a new file or link, with nothing there."""
+        """The path of a new file or link; an earlier entry of that name is removed."""
         path = self._place(member)
         if path == self._root:
             self.refuse(member, "a file without a name")
@@ -315,14 +315,14 @@ def _untar(file: IO[bytes], tree: _Tree) -> None:
                     tree.link(member.name, member.linkname)
                 else:
                     tree.refuse(member.name, "a device or pipe")
-            if stream.last != bytes(tarfile.BLOCKSIZE):  # tarfile takes a damaged header for the end; the true end is zeros
+            if stream.last != bytes(tarfile.BLOCKSIZE):  # tarfile takes a damaged header as the end; a real end is zeros
                 raise tarfile.ReadError("it ends early, or in nonsense")
         while stream.read(_CHUNK):  # to the checksum at the end of a compressed file
             pass
 
 
 def _decompressed(file: IO[bytes]) -> IO[bytes]:
-    """A stream of what a compressed file holds; the file itself when it is not compressed."""
+    """A stream that decompresses a file; the file itself if it is not compressed."""
     first = file.read(6)
     file.seek(0)
     if first.startswith(b"\x1f\x8b"):
@@ -358,12 +358,12 @@ def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 
 
 class _Bounded(io.RawIOBase):
-    """What tarfile reads from: no long headers, no endless streams."""
+    """The input of tarfile, without long headers or endless streams."""
 
     def __init__(self, stream: IO[bytes], limit: int) -> None:
         self._stream, self._limit = stream, limit
         self.last = b""
-        """What was read last."""
+        """The last block read."""
 
     def read(self, size: int = -1) -> bytes:
         if size < 0 or size > _HEADER_BYTES:
