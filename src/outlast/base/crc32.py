@@ -5,7 +5,8 @@ with the same result; zlib is used if ISA-L is not installed. Both release the i
 
 `combine` makes it unnecessary to read a file again that arrives in pieces, in any order. A crc32 is a polynomial over GF(2)
 modulo P; appending n bytes multiplies it by x^(8n). Powers are computed by squaring, so a combination takes 0.2 ms for any
-length. The method is that of `crc32_combine` in zlib 1.2.12 (crc32.c), which Python does not expose."""
+length. The method is that of `crc32_combine` in zlib 1.2.12 (crc32.c), which Python does not expose.
+"""
 
 from __future__ import annotations
 

@@ -20,11 +20,11 @@ class Accelerator:
     name: str = ""
     """Short name in job files. Without one, job files name the resource."""
     about: str = ""
-    """What the short name stands for, if that is not obvious."""
+    """Meaning of the short name, if that is not obvious."""
     others: tuple[str, ...] = ()
     """Other resources of the same devices, such as parts of one; patterns."""
     shared: tuple[str, ...] = ()
-    """Resources of which one unit has cores for several processes."""
+    """Resources whose single unit has cores for several processes."""
     device: str = ""
     """Device type in torch; `torch.<device>` is its module."""
     backend: str = ""
@@ -38,7 +38,7 @@ class Accelerator:
     query: tuple[str, ...] = ()
     """Command that prints the model of each device on this machine, one a line."""
     vendor: str = ""
-    """Name of the vendor, as users know it."""
+    """Name of the vendor, for people."""
     label: str = ""
     """Label, with the value `true`, of nodes that have such devices, even if no device plugin offers them."""
 
@@ -77,20 +77,20 @@ NAMED = tuple(row for row in TABLE if row.name)
 RESOURCES = {row.name: row.resource for row in NAMED}
 """Resource by short name."""
 DEVICES = {row.device: row for row in TABLE if row.device}
-"""A row of each device type of torch."""
+"""One row for each device type of torch."""
 LIBRARIES = tuple(row.backend for row in DEVICES.values() if row.backend != row.device)
 """Libraries of collectives. An error that names one is an error of a collective; one that names the device may be any error."""
 SHARED = tuple(each for row in TABLE if row.shared for each in (row.name, *row.shared) if each)
-"""Values of `resources.accelerator` that several processes may share one of."""
+"""Values of `resources.accelerator` whose units several processes may share."""
 
 
 def resource(name: str) -> str:
-    """The Kubernetes resource that `resources.accelerator` means."""
+    """The Kubernetes resource for a value of `resources.accelerator`."""
     return RESOURCES.get(name, name)
 
 
 def described() -> str:
-    """The short names, as the reference of the job file lists them."""
+    """The short names, as listed in the reference of the job file."""
     return ", ".join(f"`{row.name}`{f' ({row.about})' if row.about else ''}" for row in NAMED)
 
 
@@ -100,7 +100,7 @@ def known(resource: str) -> bool:
 
 
 def taints(resource: str) -> list[str]:
-    """Taints of nodes that are reserved for a resource. Parts of a device are behind the taint of the whole device."""
+    """Taints of nodes that are reserved for a resource. Parts of a device have the taint of the whole device."""
     domain = f"{resource.partition('/')[0]}/"
     wholes = (row.resource for row in NAMED if row.resource.startswith(domain))
     return list(dict.fromkeys([resource, *wholes]))
@@ -116,5 +116,5 @@ PEAKS = (
 
 
 def peak_flops(name: str) -> float | None:
-    """The peak of a GPU, in FLOP/s; None if it is not known. The first row whose words are in the name counts."""
+    """The peak of a GPU in FLOP/s, from the first row whose words are in the name; None if unknown."""
     return next((peak * 1e12 for part, peak in PEAKS if re.search(rf"\b{part}\b", name)), None)

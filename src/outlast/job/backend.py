@@ -1,4 +1,4 @@
-"""Where jobs run: the interface behind `outlast run`, `status`, `scale` and the other verbs.
+"""The interface to places where jobs run, behind `outlast run`, `status`, `scale` and the other verbs.
 
 The command line and `outlast.job.chaos` know only this Protocol; `cli.which` finds the implementation. `outlast.local.backend`
 runs workers as child processes of this machine, `outlast.kubernetes.jobs.backend` as pods of a cluster. Every method raises
@@ -34,7 +34,7 @@ class Backend(Protocol):
     poll_s: float
     """Poll interval for the status of a job, in seconds."""
     notices: list[str]
-    """What users should know about the job that was submitted or resumed last."""
+    """Notes for the user about the job that was submitted or resumed last."""
 
     def submit(
         self,
@@ -47,31 +47,31 @@ class Backend(Protocol):
         command: str = "",
         say: Callable[[str], None] = lambda _: None,
     ) -> str:
-        """Start a job, or go on with its run unless that has done all that the job asks for; returns the run's id.
+        """Start a job, or continue its run unless that is complete; returns the run's id.
 
         `source` is the job file, or the script in its place; relative paths in the job start from its directory. `fresh` starts
         from the beginning. `take_over` takes the run from another machine that trains it now; otherwise we wait while that one
-        may be dead, and `say` so. `command` runs the job again, where that is not `outlast run SOURCE`. `chaos` is a schedule of
+        may be dead, and `say` so. `command` runs the job again, if that is not `outlast run SOURCE`. `chaos` is a schedule of
         faults to inject (see `outlast.job.chaos`). From now on `status` is that of this run. Raises AlreadyRunning.
         """
 
     def ensure(self, name: str) -> bool:
-        """Start whatever drives an active job if that is gone; return whether it was. Controllers do so in a cluster."""
+        """Start the process that drives an active job if that is gone; returns whether it was. Controllers do so in a cluster."""
 
     def list(self) -> Sequence[JobStatus]:
         """All jobs, the newest last."""
 
     def status(self, name: str) -> JobStatus:
-        """Where a job stands now."""
+        """The current status of a job."""
 
     def scale(self, name: str, replicas: int) -> None:
         """Change the number of workers; training saves, and a new world forms."""
 
     def steer(self, name: str, verb: str) -> None:
-        """Carry out a verb that needs nothing but the job's name.
+        """Carry out a verb without parameters.
 
-        `suspend` saves and releases the workers until `resume`, which goes on with any job that has not succeeded, as it was
-        submitted. `cancel` ends the run; what is saved stays, and `submit` goes on from there. `interrupt` saves and stops the
+        `suspend` saves and releases the workers until `resume`, which continues any job that has not succeeded, as it was
+        submitted. `cancel` ends the run; its checkpoints stay, and `submit` continues from them. `interrupt` saves and stops the
         run, `kill` ends all its processes at once.
         """
 
@@ -93,11 +93,11 @@ class Backend(Protocol):
         """
 
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
-        """Inject one of `chaos.ACTIONS` into a worker (None: one that `rng` picks); returns a sentence that says so."""
+        """Inject one of `chaos.ACTIONS` into a worker (None: one that `rng` picks); returns a sentence about it."""
 
     def output(self, name: str) -> Path | str:
-        """Where the job's output is (checkpoints, logs, ledger): a directory of this machine, or a description of another place,
-        such as the URL in a store."""
+        """The place of the job's output (checkpoints, logs, ledger): a directory of this machine, or a description of another
+        place, such as the URL of a store."""
 
     def events(self, name: str) -> Iterable[Event]:
         """The ledger of the job's run in order of time; may be iterated more than once."""

@@ -1,4 +1,4 @@
-"""Fault injection: which fault, on which worker, when.
+"""Fault injection: kinds of faults, and schedules of them.
 
 `outlast chaos` injects one fault, once or repeatedly; `outlast run --chaos FILE` and `outlast chaos FILE` carry out a schedule, a
 YAML list such as
@@ -6,7 +6,7 @@ YAML list such as
     - {step: 40, do: kill-worker, worker: 1}
     - {at: 20s, do: kill-process, worker: random}
 
-How a fault is injected is up to the backend. Random choices come from a seed, so that the same command injects the same faults.
+The backend injects the fault. Random choices come from a seed, so that the same command injects the same faults.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _POLL_S = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One fault. It is due when `at` and `step`, as far as they are given, have both been reached."""
+    """One fault. It is due once `at` and `step` have been reached, if they are given."""
 
     do: str
     """One of `ACTIONS`."""
@@ -53,7 +53,6 @@ class Fault:
     at: timedelta | None = None
     """Time since the run was submitted."""
     step: int | None = None
-    """A step of the training."""
 
     def due(self, elapsed: timedelta, step: int) -> bool:
         """Whether to inject it now."""
@@ -123,7 +122,7 @@ def _fault(entry: object) -> Fault:
 
 
 def every(text: str) -> timedelta:
-    """`15s`, `2m`: a duration, as `--every` and `at` give it; raises OutlastError."""
+    """A duration from `--every` or `at`: `15s`, `2m`. Raises OutlastError."""
     try:
         return units.duration(text)
     except ValueError as error:
@@ -135,12 +134,10 @@ def _is_count(value: object) -> bool:
 
 
 def seed(faults: Sequence[Fault]) -> random.Random:
-    """The random generator of a schedule: the same for the same schedule, whatever its classes are called.
-
-    So the text that seeds it is not their repr, and must stay as it is.
-    """
-    spelt = [f"Strike(do={fault.do!r}, worker={fault.worker!r}, at={fault.at!r}, step={fault.step!r})" for fault in faults]
-    return random.Random(f"({', '.join(spelt)}{',' if len(spelt) == 1 else ''})")
+    """The random generator of a schedule, the same for the same schedule. The seed is a fixed text and not a repr, so that
+    renaming a class does not change it."""
+    texts = [f"Strike(do={fault.do!r}, worker={fault.worker!r}, at={fault.at!r}, step={fault.step!r})" for fault in faults]
+    return random.Random(f"({', '.join(texts)}{',' if len(texts) == 1 else ''})")
 
 
 def play(
@@ -175,7 +172,7 @@ def repeat(
     rng: random.Random,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[str]:
-    """Inject the same fault now and then at an interval; yields a sentence for each.
+    """Inject the same fault at an interval, beginning now; yields a sentence for each.
 
     Stops after `times`, or when the run stops or is replaced.
     """
@@ -197,7 +194,7 @@ def _pause_s(backend: Backend) -> float:
 
 
 def _status(backend: Backend, name: str, run: str, say: Callable[[str], None]) -> JobStatus | None:
-    """The run's status; None when it has stopped, or when another run has its name: we leave that one alone."""
+    """The run's status; None once it has stopped, or another run has its name (which we leave alone)."""
     try:
         status = backoff.until_answered(lambda: backend.status(name), say, every_s=_pause_s(backend))
     except NotFound:
@@ -206,7 +203,7 @@ def _status(backend: Backend, name: str, run: str, say: Callable[[str], None]) -
 
 
 def _attempt(backend: Backend, name: str, fault: Fault, rng: random.Random) -> str:
-    """Inject one of many. One without a target at this moment, e.g. while the workers restart, does not end the others."""
+    """Inject one of several faults. A fault without a target, e.g. while workers restart, does not end the others."""
     try:
         return backend.chaos(name, fault.do, worker=fault.worker, rng=rng)
     except OutlastError as error:

@@ -1,4 +1,4 @@
-"""What Outlast's processes agree on: exit codes, environment variables, paths and file formats.
+"""The contract between Outlast's processes: exit codes, environment variables, paths and file formats.
 
 The agent, the training library, the launcher and the operator are separate programs, perhaps of different versions. Imports only
 the standard library.
@@ -23,7 +23,7 @@ class Exit(enum.IntEnum):
     DONE = 0
     FAILED = 1
     INTERRUPTED = 75
-    """Left when asked to, with its state saved; restart it. Never counts as a failure (EX_TEMPFAIL)."""
+    """It left on request, with its state saved; restart it. Never counts as a failure (EX_TEMPFAIL)."""
     MISCONFIGURED = 78
     """The configuration is wrong: a restart cannot help (EX_CONFIG)."""
     GIVEN_UP = 79
@@ -49,13 +49,13 @@ def signal_name(number: int) -> str:
 
 
 class FailureCause(enum.StrEnum):
-    """Why a worker failed, for programs; people read the sentence beside it."""
+    """Machine-readable cause of a worker's failure; people read the sentence beside it."""
 
     UNKNOWN = ""
     """Not reported, or a cause of another version."""
     OUT_OF_MEMORY = "oom"
     DISK_FULL = "disk"
-    """The script itself found no room: another step would find none, and later there may be some."""
+    """The script ran out of disk space: the next step would, too, but later there may be space again."""
     HANG = "hang"
     """Killed because it hung."""
 
@@ -65,7 +65,7 @@ class FailureCause(enum.StrEnum):
 
 
 class End(enum.StrEnum):
-    """Why a job ended for good; also the reason of its condition on Kubernetes, hence CamelCase."""
+    """Reason for the final end of a job; also the reason of its condition on Kubernetes, hence CamelCase."""
 
     UNKNOWN = ""
     SUCCEEDED = "JobSucceeded"
@@ -75,7 +75,7 @@ class End(enum.StrEnum):
     LIMIT = "BackoffLimitExceeded"
     """`restarts.limit` is used up."""
     POLICY = "PodFailurePolicy"
-    """The job's restartPolicy restarts no such failure; a Kubernetes Job calls it so."""
+    """The job's restartPolicy does not restart such a failure; the name is that of a Kubernetes Job."""
     DEADLINE = "DeadlineExceeded"
     STARTUP_DEADLINE = "StartupDeadlineExceeded"
     INVALID = "InvalidJob"
@@ -96,15 +96,15 @@ class Env:
     GENERATION = "OUTLAST_GENERATION"
     """Generation of the world that trains; for the agent the newest one of the run before this worker was started."""
     HELD = "OUTLAST_HELD"
-    """The newest step that a worker of the world before has had, whole; 0 if none is known of."""
+    """The newest complete step that a worker of the previous world has had; 0 if none is known."""
     ATTEMPT = "OUTLAST_ATTEMPT"
-    """How often the members of that world have started its processes again by themselves."""
+    """Number of times that the members of the world have started its processes again by themselves."""
     LOST = "OUTLAST_LOST"
-    """For an elastic agent that takes the place of one that was killed: generation, attempt and failure, as JSON."""
+    """For an elastic agent that replaces a killed one: generation, attempt and failure, as JSON."""
     PARENT = "OUTLAST_PARENT"
-    """Process id of the elastic agent, without which its training processes are not to start."""
+    """Process id of the elastic agent; once that is gone its training processes must not start."""
     NEEDED = "OUTLAST_NEEDED"
-    """For an elastic agent without which no world can be formed: 1."""
+    """`1` for an elastic agent without which no world can be formed."""
     DATA = "OUTLAST_DATA"
     """Directory of the job's dataset; with several, the directory that holds them all."""
     MODELS = "OUTLAST_MODELS"
@@ -115,12 +115,12 @@ class Env:
     NOTICE = "OUTLAST_NOTICE"
     """Path of the notice file, which exists while this worker is asked to save and leave."""
     STATE = "OUTLAST_WORKER_STATE"
-    """Directory for the worker's own small files: progress, errors, world."""
+    """State directory of the worker: progress, errors, world."""
     RENDEZVOUS = "OUTLAST_RENDEZVOUS"
     """Endpoint of the coordinator, as given to `--rdzv-endpoint`."""
     RENDEZVOUS_KEY = "OUTLAST_RENDEZVOUS_KEY"
-    """Shared key of the workers of a run, by which they know each other; default: a digest of OUTLAST_JOB_FILE where they meet at
-    worker 0, else of the run's name."""
+    """Shared key with which the workers of a run authenticate; default: a digest of OUTLAST_JOB_FILE if they meet at worker 0,
+    else of the run's name."""
     ETCD_PREFIX = "OUTLAST_ETCD_PREFIX"
     """Prefix of all keys in the etcd of OUTLAST_RENDEZVOUS; default: the path of that endpoint, else `/outlast`."""
     ETCD_CACERT = "OUTLAST_ETCD_CACERT"
@@ -134,11 +134,12 @@ class Env:
     """`300s` or `200 steps`."""
     CHECKPOINT_KEEP = "OUTLAST_CHECKPOINT_KEEP"
     CHECKPOINT_BEST = "OUTLAST_CHECKPOINT_BEST"
-    """`2 min val_loss`: how many of the best to keep, whether low values are, and of what; absent where the job keeps none."""
+    """`2 min val_loss`: number of best checkpoints to keep, whether low or high values are best, and the metric; absent if none
+    are kept."""
     MEMORY = "OUTLAST_CHECKPOINT_MEMORY"
     """Memory of a worker for snapshots: `auto`, `off`, or bytes; absent where an earlier version started the worker."""
     REPLICAS = "OUTLAST_CHECKPOINT_REPLICAS"
-    """Number of other workers that hold a replica of what only one rank has."""
+    """Number of other workers that hold a replica of state that only one rank has."""
     TENSORBOARD = "OUTLAST_TENSORBOARD"
     """`1`: metrics go to TensorBoard's event files in the output, too."""
     MLFLOW = "OUTLAST_MLFLOW"
@@ -152,7 +153,7 @@ class Env:
     CODE = "OUTLAST_CODE"
     """Working directory of the command; code from an archive or a store is unpacked there."""
     SHARED = "OUTLAST_SHARED"
-    """Directory shared by the workers of one run on one machine: which code and data they use. Default: STATE."""
+    """Directory shared by the workers of one run on one machine; it records which code and data they use. Default: STATE."""
     CACHE = "OUTLAST_CACHE"
     """Directory shared by all jobs of a machine: data, models, environments. Default: `outlast` in $XDG_CACHE_HOME,
     else in ~/.cache."""
@@ -194,7 +195,7 @@ RESERVED_ENV = re.compile(
 
 _S3_KEYS = "--from-literal=AWS_ACCESS_KEY_ID=... --from-literal=AWS_SECRET_ACCESS_KEY=..."
 S3_SECRET = f"kubectl create secret generic s3 {_S3_KEYS}, and secrets: [{{name: s3}}] in the job file"
-"""How pods get credentials for S3 where their nodes have no role."""
+"""How pods get credentials for S3 if their nodes have no role."""
 
 
 class Pod:
@@ -232,11 +233,11 @@ class Label:
 
     JOB = f"{GROUP}/job"
     WORKER = f"{GROUP}/worker"
-    """Index of the worker, where each pod is made by itself."""
+    """Index of the worker, if each pod is created separately."""
     GENERATION = f"{GROUP}/generation"
     RUN = f"{GROUP}/run"
     DATASET = f"{GROUP}/dataset"
-    """Of a Job that brings a dataset instead of training."""
+    """Marks a Job that downloads a dataset instead of training."""
     SETTING = f"args.{GROUP}/"
     """Prefix of the names of arguments: `args.outlast.dev/batch: "128"`."""
 
@@ -245,24 +246,24 @@ class Annotation:
     """Annotations by which agents, pods and the operator communicate."""
 
     REPORT = f"{GROUP}/report"
-    """Of a member's Lease: a `rendezvous.transports.sockets.Report` as JSON."""
+    """On a member's Lease: a `rendezvous.transports.sockets.Report` as JSON."""
     FRESH = f"{GROUP}/fresh"
-    """Of an ElasticJob that was submitted with --fresh: `true`."""
+    """On an ElasticJob that was submitted with --fresh: `true`."""
     PROGRESS = f"{GROUP}/progress"
-    """Of a member's Lease: `{generation, step, steps, committed, snapshot, every, time}` as JSON; `steps` may be null,
+    """On a member's Lease: `{generation, step, steps, committed, snapshot, every, time}` as JSON; `steps` may be null,
     `snapshot` and `every` are absent while there is no snapshot."""
     JOB_FILE = f"{GROUP}/job-file"
-    """Of a pod that the operator creates: the job file as pods read it."""
+    """On a pod that the operator creates: the job file as pods read it."""
     LEAVING_AT = f"{GROUP}/leaving-at"
-    """Of a node that is about to go, or of a worker's pod that has to leave: the deadline, RFC 3339 in UTC."""
+    """On a node that will be taken away, or a worker's pod that has to leave: the deadline, RFC 3339 in UTC."""
     LEAVING_REASON = f"{GROUP}/leaving-reason"
-    """Beside LEAVING_AT: why, as one sentence."""
+    """The reason, as one sentence, beside LEAVING_AT."""
     CORDONED = f"{GROUP}/cordoned"
-    """Of a node that the node watcher has cordoned: `true`. A node that was cordoned before has none, and stays so."""
+    """On a node that the node watcher has cordoned: `true`. A node that was cordoned before has none, and stays cordoned."""
 
 
 class LeavingKind(enum.StrEnum):
-    """Values of the taint LEAVING: why a node is about to go."""
+    """Values of the taint LEAVING: why a node will be taken away."""
 
     SPOT = "spot"
     REBALANCE = "rebalance"
@@ -276,7 +277,7 @@ class LeavingKind(enum.StrEnum):
 
 
 LEAVING = f"{GROUP}/leaving"
-"""Key of the taint of a node that is about to go, effect NoSchedule; its value is a `LeavingKind`."""
+"""Key of the taint of a node that will be taken away, effect NoSchedule; its value is a `LeavingKind`."""
 
 
 LEASE_S = 30.0
@@ -285,7 +286,7 @@ RENEW_S = 10.0
 """Interval at which a member renews its Lease."""
 MESH_LEASE_S = 100.0
 MESH_RENEW_S = 30.0
-"""The same for members of worlds that watch themselves: what befalls one, its peers report at once."""
+"""The same in worlds whose members watch each other: peers report a lost member at once."""
 RENEWALS_PER_S = 200
 """Most renewals of one job per second: with many workers, Leases are renewed less often and last longer. Kubernetes is tested
 with 500 per second for its nodes."""
@@ -294,9 +295,9 @@ OPERATOR = "outlast-operator"
 MANAGED_BY = f"{GROUP}/operator"
 """The operator in a job's `managedBy`."""
 KUBERNETES = "kubernetes://"
-"""Scheme of the rendezvous endpoint where the operator coordinates; the name of the ElasticJob follows."""
+"""Scheme of the rendezvous endpoint if the operator coordinates; the name of the ElasticJob follows."""
 ETCD = ("etcd://", "etcds://")
-"""Its schemes where agents elect a coordinator through an etcd: plain, and with TLS."""
+"""Schemes of the endpoint if agents elect a coordinator through an etcd: plain, and with TLS."""
 Backend = Literal["auto", "etcd", "c10d"]
 """Values of `rendezvous.backend` in a job file."""
 SCHEMES = {
@@ -312,7 +313,7 @@ CLUSTER_DOMAIN = "cluster.local"
 LONGEST_HOST = 63
 """Longest host name, label value and Service name (RFC 1123)."""
 MOST_WORKERS = 10_000
-"""Of one job."""
+"""Most workers of one job."""
 
 
 def worker_name(job: str, index: int) -> str:
@@ -321,12 +322,12 @@ def worker_name(job: str, index: int) -> str:
 
 
 LONGEST_NAME = LONGEST_HOST - len(worker_name("", MOST_WORKERS - 1))
-"""Of a job: the name of each of its pods is a host name."""
+"""Longest name of a job: the names of its pods are host names."""
 
 EVALUATE = "--evaluate"
-"""The argument that makes a job's module measure its model instead of training it."""
+"""The argument that makes a job's module evaluate its model instead of training it."""
 EVALUATED = "--checkpoint="
-"""The argument that then says which checkpoint: `--checkpoint=best` or `--checkpoint=1200`; without it the module decides."""
+"""The checkpoint to evaluate: `--checkpoint=best` or `--checkpoint=1200`; without it the module decides."""
 
 # Below the output of a job
 CHECKPOINTS = "checkpoints"
@@ -342,7 +343,7 @@ TRACKING = ".tracking"
 WORK = "work"
 """The working directory of training processes, see `prepare.workdir`."""
 WORKED = ".outlast-generation"
-"""File in it: the generation whose rank 0 ran there last; written by `launch.rank`."""
+"""File in WORK: the generation whose rank 0 ran there last; written by `launch.rank`."""
 OWNER = ".owner"
 """Locked by the launcher that uses this output; holds the path of its state directory."""
 COMMIT = "COMMIT"
@@ -354,19 +355,19 @@ PROGRESS = "progress-{local_rank}.json"
 PULSE = "pulse-{local_rank}.json"
 """See `workerfiles.progress.Pulse`."""
 ERROR = "error-{local_rank}.json"
-"""Why a training process failed: `{rank, generation, type, message, traceback, time}`; written by `launch.rank`."""
+"""The error of a failed training process: `{rank, generation, type, message, traceback, time}`; written by `launch.rank`."""
 VERDICT = "verdict-{local_rank}.json"
-"""`{pid, reason, stuck, early, time}`: why the agent killed this training process (it hung); `stuck` unless it was stopped from
-outside, `early` if it had hung for longer than it had run."""
+"""`{pid, reason, stuck, early, time}`: the hang for which the agent killed this training process; `stuck` unless it was stopped
+from outside, `early` if it had hung for longer than it had run."""
 WORKER = "worker.json"
 """The agent's report: `{pid, state, reason, code, ranks, probes, still}`."""
 WORLD = "world.json"
-"""The world this worker is in, written by the rendezvous handler."""
+"""The current world of this worker, written by the rendezvous handler."""
 END = "end.json"
-"""`{reason, code}`: how the run ended according to the operator; written by `kubernetes.board`."""
+"""`{reason, code}`: the end of the run according to the operator; written by `kubernetes.board`."""
 NOTICE = "notice.json"
 """`{kind: leave|call, reason, generation, deadline}`: the agent asks this worker to leave, or the coordinator calls the world
-together again (then `generation` is the one to come). Training saves at the next step boundary and exits with 75."""
+together again (then `generation` is the next one). Training saves at the next step boundary and exits with 75."""
 
 LEAVE = "leave.json"
 """`{deadline, reason}`: the operator's deadline for this worker, seconds since the epoch; written by
@@ -387,20 +388,20 @@ def checkpoint_name(step: int) -> str:
 
 
 STAYS = "stays up and does nothing more"
-"""How the last log line ends of a worker that has ended and waits to be deleted."""
+"""The end of the last log line of a worker that has ended and waits to be deleted."""
 _END_LINE = re.compile(r"outlast \| worker (\S+): (?P<reason>.*) \(exit (?P<code>\d+|None)\)$")
 
 
 ECHO = "outlast echo | "
-"""Begins the lines of a log that only echo another rank's end, which its readers leave out."""
+"""Prefix of log lines that only echo another rank's end; readers of the log leave them out."""
 
 
 def end_line(worker: int | str, reason: str, code: int | None) -> str:
-    """The line in a worker's log that says how the worker ended."""
+    """The line in a worker's log about its end."""
     return f"outlast | worker {worker}: {reason} (exit {code})"
 
 
 def ended(line: str) -> tuple[str, int | None] | None:
-    """Reason and exit code in such a line; None for any other line."""
-    found = _END_LINE.search(line)
-    return found and (found["reason"], None if found["code"] == "None" else int(found["code"]))
+    """Reason and exit code in an `end_line`; None for any other line."""
+    match = _END_LINE.search(line)
+    return match and (match["reason"], None if match["code"] == "None" else int(match["code"]))

@@ -1,7 +1,7 @@
-"""Objects in clusters and places in stores that belong to somebody else: no command of ours replaces or deletes them. Pure.
+"""Ownership of objects in clusters and places in stores: no command replaces or deletes somebody else's. Pure.
 
-An object is ours by its labels. A place in a store is ours when it is empty, or has the mark that this very command leaves there:
-a marker, a manifest, a note.
+An object is ours by its labels. A place in a store is ours if it is empty, or has the mark of this very command: a marker, a
+manifest, a note.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ _OURS = ("app.kubernetes.io/part-of", "app.kubernetes.io/managed-by")
 
 
 def ours(document: Mapping[str, Any], labels: Mapping[str, str] = {}) -> bool:
-    """Whether we have made an object, with these labels."""
-    there = document["metadata"].get("labels") or {}
-    return any(there.get(name) == "outlast" for name in _OURS) and labels.items() <= there.items()
+    """Whether Outlast has created an object, with these labels."""
+    existing = document["metadata"].get("labels") or {}
+    return any(existing.get(name) == "outlast" for name in _OURS) and labels.items() <= existing.items()
 
 
-def check(there: Mapping[str, Any] | None, labels: Mapping[str, str] = {}, *, instead: str) -> None:
-    """Raise Taken for an object that we have not made with these labels; `instead` is the way out."""
-    if there is None or ours(there, labels):
+def check(existing: Mapping[str, Any] | None, labels: Mapping[str, str] = {}, *, instead: str) -> None:
+    """Raise Taken for an existing object that is not ours with these labels; `instead` is the remedy."""
+    if existing is None or ours(existing, labels):
         return
-    meta = there["metadata"]
-    known, where = meta.get("labels") or {}, f" in namespace {meta['namespace']}" if meta.get("namespace") else ""
-    owner = f"job {known[Label.JOB]}" if Label.JOB in known else known.get(_OURS[1]) or "somebody else"
-    raise Taken(f"{there['kind']} {meta['name']}{where} belongs to {owner} and stays as it is; {instead}")
+    meta = existing["metadata"]
+    has, where = meta.get("labels") or {}, f" in namespace {meta['namespace']}" if meta.get("namespace") else ""
+    owner = f"job {has[Label.JOB]}" if Label.JOB in has else has.get(_OURS[1]) or "somebody else"
+    raise Taken(f"{existing['kind']} {meta['name']}{where} belongs to {owner} and stays as it is; {instead}")
 
 
 def check_place(
-    place: str, names: Iterable[str], mark: str | None, wanted: str = "", *, instead: str = "choose a new or empty place"
+    place: str, names: Iterable[str], mark: str | None, expected: str = "", *, instead: str = "choose a new or empty place"
 ) -> None:
-    """Raise OutlastError unless nothing is in a place, or its `mark` is `wanted`; None: it has no mark."""
+    """Raise OutlastError unless a place is empty, or its `mark` is the `expected` one; None: it has no mark."""
     if mark is None and (first := min(names, default="")):
         raise OutlastError(f"{place} holds other files ({first}); {instead}")
-    if mark not in (None, wanted):
+    if mark not in (None, expected):
         raise OutlastError(f"{place} holds a part of {mark}; complete that with the same command as before, or {instead}")

@@ -1,6 +1,6 @@
-"""The ledger: what happened when, appended by every process, read by `report.goodput`.
+"""The ledger: timed events, appended by every process, read by `report.goodput`.
 
-One JSON object a line, one file a source, one `write` a line (so lines of a killed process are whole, but for perhaps the last).
+One JSON object per line, one file per source, one `write` per line (so only the last line of a killed process may be torn).
 Every event has `t` (seconds since the epoch), `kind` and `source`. The kinds and their fields:
 
     submitted    run, job, replicas, min, max            command line, operator
@@ -58,7 +58,7 @@ TOGETHER_S = 1.0
 _PIECE = 64 << 10
 """Bytes of a source that are read at a time."""
 _UNSORTED = 1024
-"""How many events may lie between one and its place in the order of time. Arbitrary: threads write a few at once."""
+"""Most events between one and its place in the order of time. Arbitrary: threads write a few at once."""
 
 
 class Ledger:
@@ -68,9 +68,9 @@ class Ledger:
         self._path, self._source = directory / f"{source}.jsonl", source
         self._lock = threading.Lock()
         self._steps: Event = {}
-        """Steps that have ended and are not written yet."""
+        """The event of steps that have ended and are not written yet."""
         self._step_written = float("-inf")
-        """When the last step was written, monotonic."""
+        """Monotonic time of the last write of a step."""
         self._fd: int | None = None
 
     def write(self, kind: str, **fields: Any) -> None:
@@ -81,13 +81,13 @@ class Ledger:
             self._append(self._event(kind, fields))
 
     def step(self, generation: int, step: int, waited_s: float = 0.0, copied_s: float = 0.0) -> None:
-        """Append that a step has ended: at once, or with those that end within TOGETHER_S; any other event comes after it.
+        """Append the end of a step, at once or together with others within TOGETHER_S, but before any other event.
 
-        `waited_s`: seconds that it has waited for data; `copied_s`: in which its state was copied into memory.
+        `waited_s`: seconds that it waited for data; `copied_s`: seconds in which its state was copied into memory.
         """
         with self._lock:
-            before = self._steps
-            if before and (before["generation"], before["step"]) != (generation, step - 1):
+            last = self._steps
+            if last and (last["generation"], last["step"]) != (generation, step - 1):
                 self._flush()
             together = self._steps.get("steps", 0) + 1
             stalls = {"waited_s": waited_s, "copied_s": copied_s}
@@ -105,7 +105,7 @@ class Ledger:
                 self._append(event)
 
     def close(self) -> None:
-        """Write what there is, and close the file."""
+        """Write pending steps, and close the file."""
         with self._lock:
             self._flush()
             if self._fd is not None:
@@ -135,7 +135,7 @@ class Ledger:
 
 
 Source = Callable[[], Iterable[bytes]]
-"""Reads what one process wrote, from the beginning, piece by piece."""
+"""Reads the events of one process from the beginning, piece by piece."""
 
 
 class Events:
@@ -148,7 +148,7 @@ class Events:
         self._sources = tuple(sources)
 
     def and_(self, entries: Iterable[Event]) -> Events:
-        """Together with entries that are known from elsewhere."""
+        """These events together with entries from elsewhere."""
         text = [json.dumps(entry).encode() + b"\n" for entry in entries]
         return Events((*self._sources, lambda: text))
 
@@ -173,8 +173,8 @@ def read(*directories: Path) -> Events:
 
         return pieces
 
-    found = (path for directory in directories for path in sorted(directory.glob("*.jsonl")) if path.is_file())
-    return Events(source(path, path.stat().st_size) for path in found)
+    paths = (path for directory in directories for path in sorted(directory.glob("*.jsonl")) if path.is_file())
+    return Events(source(path, path.stat().st_size) for path in paths)
 
 
 def lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
@@ -202,8 +202,8 @@ def _events(source: Source) -> Iterator[Event]:
 
 
 def _sorted(events: Iterable[Event], number: int) -> Iterator[tuple[float, int, int, Event]]:
-    """Events of source `number` in the order of time, each with its sort key. One that is out of order by more than `_UNSORTED`
-    others, since a clock was set back, counts as of the time at which it was written: after them."""
+    """Events of source `number` in the order of time, each with its sort key. An event that is out of order by more than
+    `_UNSORTED` others, since a clock was set back, gets the time of the last one before it."""
     waiting: list[tuple[float, int, int, Event]] = []
     last = float("-inf")
 

@@ -1,4 +1,4 @@
-"""Logins and signatures in URLs: found, left out of what others read, and taken from where they belong instead.
+"""Logins and signatures in URLs: detected, removed from public texts, and read from the environment or ~/.netrc instead.
 
 The login of a store itself comes from the environment: `storage.store.s3`.
 """
@@ -24,12 +24,12 @@ _SIGNATURE = re.compile(
 
 
 def hidden(text: str) -> str:
-    """A text, its URLs without logins and without queries that hold a signature."""
+    """A text without the logins in its URLs, and without their queries that hold a signature."""
     return _SIGNATURE.sub("", _LOGIN.sub("", text))
 
 
 def exposed(url: str, where: str) -> str:
-    """Why a URL must not be in `where`, a clause about who reads it; empty if it may."""
+    """The problem with a URL that holds a secret; empty if it holds none. `where` is a clause on who can read it."""
     if _LOGIN.search(url):
         return (
             f"holds a login, and {where}; leave it out here and put it into ~/.netrc, or the content of such a file into "
@@ -41,21 +41,21 @@ def exposed(url: str, where: str) -> str:
 
 
 def of(host: str) -> tuple[str, str] | None:
-    """User and password for a host: of `OUTLAST_NETRC`, else of ~/.netrc. Raises OutlastError when that cannot be read."""
+    """User and password for a host from `OUTLAST_NETRC`, else from ~/.netrc. Raises OutlastError if that cannot be read."""
     text, where = os.environ.get(Env.NETRC), Env.NETRC
     try:
         if text:
             with tempfile.NamedTemporaryFile("w") as file:
                 file.write(text + "\n")
                 file.flush()
-                found = netrc.netrc(file.name).authenticators(host)
+                login = netrc.netrc(file.name).authenticators(host)
         else:
             where = "~/.netrc"
-            found = netrc.netrc().authenticators(host)
+            login = netrc.netrc().authenticators(host)
     except FileNotFoundError:
         return None
-    except (netrc.NetrcParseError, OSError):  # whose message may hold a part of a password
+    except (netrc.NetrcParseError, OSError):  # their message may hold a part of a password
         raise OutlastError(
             f"{where} cannot be read; write lines like machine HOST login USER password PASSWORD, and let nobody else read it"
         ) from None
-    return (found[0], found[2]) if found else None
+    return (login[0], login[2]) if login else None

@@ -1,14 +1,14 @@
 """Lines between a member and the coordinator, authenticated with the key of the run.
 
 Each side sends a nonce in the clear; every line after that carries an HMAC-SHA256 keyed by the run's key and both nonces, over
-the direction, a counter and the line. So without the key one cannot write a line, repeat one, or turn one around. Lines are not
-encrypted: reports are no secret.
+the direction, a counter and the line. So without the key nobody can write, replay or reflect a line. Lines are not encrypted:
+reports are not secret.
 
     member <-> coordinator  {"nonce": "..."}
     then each side          <64 hex digits> {"report": ...}
 
-Used by `rendezvous.transports.sockets`, and by `rendezvous.mesh`, where who is called is the "decider". On a Unix socket, which
-only its user can open, lines are plain.
+Used by `rendezvous.transports.sockets`, and by `rendezvous.mesh`, where the accepting side is the "decider". On a Unix socket,
+which only its user can open, lines are plain.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outlast.job.contract import Env
 
 Side = Literal["decider", "member"]
 LONGEST_NONCE = 256
-"""Bytes of the line that holds a nonce; who sends more is no member."""
+"""Most bytes of the line that holds a nonce."""
 _OTHER: dict[Side, Side] = {"decider": "member", "member": "decider"}
 _DIGITS = 64
 
@@ -35,13 +35,13 @@ class Forged(ValueError):
 
 
 def key(environ: Mapping[str, str]) -> bytes:
-    """The key of a run: from a Secret or the launcher, else known to who knows the job. Empty for a plain torchrun.
+    """The key of a run: from a Secret or the launcher, else derived from the job. Empty for a plain torchrun.
 
-    Pods that meet at worker 0 have one job file. Those of others may not, since their job is changed while it runs: they
-    share the name of the run.
+    Pods that meet at worker 0 share one job file, so it is the secret. Other jobs may be changed while they run: their key comes
+    from the name of the run.
     """
-    if said := environ.get(Env.RENDEZVOUS_KEY):
-        return said.encode()
+    if given := environ.get(Env.RENDEZVOUS_KEY):
+        return given.encode()
     file, run = environ.get(Env.JOB_FILE), environ.get(Env.RUN)
     if file and (not run or environ.get(Env.RENDEZVOUS, "").startswith("c10d://")):
         return hashlib.sha256(Path(file).read_bytes()).digest()
@@ -49,12 +49,12 @@ def key(environ: Mapping[str, str]) -> bytes:
 
 
 def derived(key: bytes, purpose: str) -> bytes:
-    """The run's key for another purpose than the coordinator's lines: lines of one cannot be used in the other."""
+    """A key for another purpose than the coordinator's lines, derived from the run's: lines of one are invalid in the other."""
     return hmac.digest(key, purpose.encode(), "sha256")
 
 
 class Plain:
-    """Lines as they are."""
+    """Lines without a seal."""
 
     def sealed(self, line: bytes) -> bytes:
         return line + b"\n"
@@ -64,7 +64,7 @@ class Plain:
 
 
 class Seal(Plain):
-    """One connection's lines, as one of its sides writes and reads them."""
+    """One side of a connection with sealed lines."""
 
     def __init__(self, key: bytes, side: Side, *, own: str, peer: str) -> None:
         nonces = (own, peer) if side == "decider" else (peer, own)
@@ -73,12 +73,12 @@ class Seal(Plain):
         self._written = self._read = 0
 
     def sealed(self, line: bytes) -> bytes:
-        """A line to be sent."""
+        """Seal a line for sending."""
         self._written += 1
         return self._digits(self._side, self._written, line) + b" " + line + b"\n"
 
     def opened(self, line: bytes) -> bytes:
-        """What a line says. Raises Forged."""
+        """Verify and unwrap a sealed line. Raises Forged."""
         self._read += 1
         digits, rest = line[:_DIGITS], line[_DIGITS + 1 :].rstrip(b"\n")
         if not hmac.compare_digest(digits, self._digits(_OTHER[self._side], self._read, rest)):
@@ -94,17 +94,17 @@ def nonce() -> str:
 
 
 def greeting(nonce: str) -> bytes:
-    """The line that tells the other side our nonce."""
+    """The line with our nonce."""
     return json.dumps({"nonce": nonce}).encode() + b"\n"
 
 
 def greeted(line: bytes) -> str:
     """The other side's nonce. Raises Forged."""
     try:
-        said = json.loads(line) if len(line) <= LONGEST_NONCE else None
+        message = json.loads(line) if len(line) <= LONGEST_NONCE else None
     except (ValueError, RecursionError):
-        said = None
-    found = said.get("nonce") if isinstance(said, dict) else None
-    if not isinstance(found, str):
+        message = None
+    value = message.get("nonce") if isinstance(message, dict) else None
+    if not isinstance(value, str):
         raise Forged("it does not begin with a nonce")
-    return found
+    return value

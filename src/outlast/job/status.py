@@ -17,11 +17,11 @@ from outlast.job.failure import Failure
 
 
 class State(enum.StrEnum):
-    """Where a job stands. The last three are final, unless the job is run again."""
+    """State of a job. The last three are final, unless the job is run again."""
 
     PENDING = "Pending"
     QUEUED = "Queued"
-    """It waits in a queue to be admitted; what it had trained before is saved."""
+    """It waits in a queue to be admitted; earlier training is saved."""
     RUNNING = "Running"
     RESIZING = "Resizing"
     """A planned change: the world saves and is formed again; nothing is lost."""
@@ -36,12 +36,12 @@ class State(enum.StrEnum):
 
     @property
     def final(self) -> bool:
-        """Whether it has ended. One that has not succeeded goes on when its job is run again."""
+        """Whether it has ended. Unless it has succeeded it continues when the job is run again."""
         return self in (State.SUCCEEDED, State.FAILED, State.CANCELLED)
 
     @property
     def active(self) -> bool:
-        """Whether something drives the job: it has not ended, and is neither suspended nor interrupted."""
+        """Whether a process drives the job: it has not ended, and is neither suspended nor interrupted."""
         return not self.final and self not in (State.SUSPENDED, State.INTERRUPTED)
 
     @property
@@ -73,15 +73,15 @@ class WorkerStatus(_Model):
     ranks: list[RankStatus] = Field(default_factory=list)
     restarts: int = 0
     probes: str | None = None
-    """Where `/healthz`, `/readyz` and `/metrics` are served."""
+    """Address of `/healthz`, `/readyz` and `/metrics`."""
     pod: str = ""
     """Its pod, on Kubernetes."""
     node: str = ""
     """The pod's node."""
     step: int | None = None
-    """Steps done, where single processes are not known."""
+    """Steps done, if single processes are unknown."""
     reason: str = ""
-    """Why it waits, where it stands still, or how it ended."""
+    """Why it waits, where it hangs, or how it ended."""
 
 
 class BestStatus(_Model):
@@ -90,7 +90,7 @@ class BestStatus(_Model):
     step: int
     value: float
     by: str = ""
-    """What was measured."""
+    """The metric."""
 
 
 class CheckpointStatus(_Model):
@@ -101,11 +101,11 @@ class CheckpointStatus(_Model):
     time: float
     bytes: int = 0
     best: BestStatus | None = None
-    """The best one that is kept, where the training measures them; of jobs of this machine."""
+    """The best retained one, if the script logs a metric for it; only for jobs of this machine."""
 
 
 class SnapshotStatus(_Model):
-    """The newest complete snapshot in the memory of the workers. It is no checkpoint: it is gone when all of them are."""
+    """The newest complete snapshot in the memory of the workers. It is no checkpoint: it is lost with the last of them."""
 
     step: int
     every: int = 0
@@ -118,41 +118,41 @@ class SavedStatus(_Model):
     name: str
     """Its path in the output."""
     step: int | None = None
-    """The step that its name says."""
+    """The step in its name."""
     time: float
 
 
 class StoreStatus(_Model):
-    """How far the output is in its store."""
+    """Progress of uploads to the output's store."""
 
     url: str
     step: int = 0
     """The newest checkpoint there."""
     pushed: float | None = None
-    """When all that there was had been pushed, seconds since the epoch; none: not yet."""
+    """Last time at which everything was uploaded, seconds since the epoch; none: not yet."""
     since: float | None = None
-    """Since when pushing fails; none while it works."""
+    """Time since which uploads fail; none while they work."""
     error: str = ""
-    """Why it fails."""
+    """Why they fail."""
     backlog: int = 0
     """Bytes of checkpoints that are not there yet."""
     doing: str = ""
-    """What is being pushed now."""
+    """The upload in progress."""
 
 
 class LostStatus(_Model):
     """Training that failures have cost: detection, re-forming, restoring, and steps done again."""
 
     failures: int
-    """Those that training has recovered from."""
+    """Failures that training has recovered from."""
     seconds: float
-    """Of all of them."""
+    """Cost of all of them."""
     last_s: float
-    """Of the last one."""
+    """Cost of the last one, in seconds."""
     generation: int = -1
     """The world that the last one ended."""
     up_to: bool = False
-    """Whether that is the most that it can have been: the moment of a fault is not always known."""
+    """The costs are upper bounds: the moment of a fault is not always known."""
 
 
 class JobStatus(_Model):
@@ -162,9 +162,9 @@ class JobStatus(_Model):
     run: str
     state: State = State.PENDING
     reason: str = ""
-    """The sentence of the last decision; the same one stands in the log and the ledger."""
+    """The sentence of the last decision, as in the log and the ledger."""
     waits: str = ""
-    """While it waits: `reason` without the seconds that are left, which change all the time."""
+    """While it waits: `reason` without the remaining seconds, which change all the time."""
     end: End = End.UNKNOWN
     """Why it ended for good, if it did."""
     replicas: int = 0
@@ -177,13 +177,13 @@ class JobStatus(_Model):
     """Training processes per worker."""
     step: int = 0
     steps: int | None = None
-    """Total steps of the run, when the training says so."""
+    """Total steps of the run, if training reports them."""
     epoch: int | None = None
-    """Of a log that counts the steps of each epoch: then `step` is such a count. -1: its lines do not name the epoch."""
+    """The epoch whose steps `step` counts, if the log counts steps per epoch. -1: its lines do not name the epoch."""
     epoch_steps: int | None = None
     told: str = ""
-    """Who tells the step: `session`, `script` (`outlast.training.progress`) or `log` (read from its lines); empty: nobody yet.
-    `data`: it has no steps, for it brings data."""
+    """Source of the step: `session`, `script` (`outlast.training.progress`) or `log` (read from its lines); empty: none yet.
+    `data`: the job has no steps, as it downloads data."""
     rate: float | None = None
     """Steps per second, recently."""
     restarts: int = 0
@@ -192,23 +192,23 @@ class JobStatus(_Model):
     checkpoint: CheckpointStatus | None = None
     snapshot: SnapshotStatus | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
-    """What the training logged last by `run.log`, and its `step`; of jobs of this machine."""
+    """The last values of `run.log`, with their `step`; only for jobs of this machine."""
     saved: SavedStatus | None = None
-    """What a plain script has saved, as far as names tell."""
+    """The newest checkpoint of a plain script, guessed from file names."""
     failure: Annotated[Failure | None, Field(validation_alias=AliasChoices("lastFailure", "failure"))] = None
-    """The last one; an ElasticJob's status calls it `lastFailure`."""
+    """The last failure; `lastFailure` in an ElasticJob's status."""
     warnings: list[str] = Field(default_factory=list)
-    """What the user should know although training goes on, e.g. a save that found the disk full."""
+    """Problems that training survives, e.g. a save that found the disk full."""
     workers: list[WorkerStatus] = Field(default_factory=list)
     goodput: float | None = None
     """Share of the wall time spent on steps that were kept, 0 ... 1."""
     lost: LostStatus | None = None
-    """What failures have cost so far; none before the first, and for jobs in a cluster, where `outlast report` knows."""
+    """Cost of failures so far; none before the first, and for jobs in a cluster, where `outlast report` computes it."""
     output: str = ""
     file: str = ""
-    """The job file, of a job of this machine; empty when it is not there any more."""
+    """The job file of a job of this machine; empty if it is gone."""
     command: str = ""
-    """The command that runs it again, where that is not `outlast run FILE`: that of a script, on this machine."""
+    """The command that runs it again, if that is not `outlast run FILE`: for a script, on this machine."""
     store: StoreStatus | None = None
     """The output in its store, if it has one."""
     launcher: int | None = None
@@ -220,19 +220,19 @@ class JobStatus(_Model):
 
     @property
     def again(self) -> str:
-        """The command that runs the job again, which goes on with it unless it has succeeded."""
+        """The command that runs the job again, and continues it unless it has succeeded."""
         if self.command:
             return self.command
         return f"outlast run {shlex.quote(self.file)}" if self.file else "outlast run FILE"
 
     @property
     def from_step(self) -> str:
-        """` from step 10`, where it would go on; empty when it has no checkpoint."""
+        """` from step 10`, if it has a checkpoint to continue from; else empty."""
         return f" from step {self.checkpoint.step}" if self.checkpoint else ""
 
     @property
     def unsaved(self) -> str:
-        """That the last step of a job that has succeeded is not saved; empty when it is, or nothing was ever to be saved."""
+        """A warning that the last step of a succeeded job is not saved; empty if it is, or if the job saves nothing."""
         last = self.checkpoint.step if self.checkpoint else 0
         saves = self.told in ("", "session") and (self.checkpoint or self.warnings)
         if self.state is not State.SUCCEEDED or not saves or last >= self.step:
@@ -242,7 +242,7 @@ class JobStatus(_Model):
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds until the last step at the recent rate, while it trains and both are known."""
+        """Seconds until the last step at the recent rate; None unless it trains and both are known."""
         if self.steps is None or not self.rate or not self.state.trains:
             return None
         return max(0.0, (self.steps - self.step) / self.rate)

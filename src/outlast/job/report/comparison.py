@@ -1,7 +1,7 @@
-"""Several runs side by side: how long each took with how many workers, and what more workers gained. Pure.
+"""Several runs side by side: duration, workers and speed-up of each. Pure.
 
-The first run is the one that others are compared with. A speed-up is that of the time from submission to the end, so runs must
-have trained the same; it is unknown while a run has not succeeded.
+The first run is the baseline. Speed-ups compare the times from submission to the end, so runs must have trained the same; they
+are unknown for a run that has not succeeded.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ HEADINGS = (*("NAME", "STATE", "WORKERS", "TIME", "SPEED-UP", "EFFICIENCY", "STE
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run, as it is compared. Times are in seconds."""
+    """One run of a comparison. Times are in seconds."""
 
     name: str
     state: str
     workers: tuple[int, ...]
-    """Sizes of its worlds in the order of time, each once where several worlds in a row had the same."""
+    """Sizes of its worlds in the order of time, consecutive repeats merged."""
     time_s: float
     """From submission to the end, or to now."""
     training_s: float
-    """Of that in steps that were kept."""
+    """The part of it spent on steps that were kept."""
     steps: int
     steps_per_s: float | None
-    """While it trained, without the first step of each world."""
+    """Rate while it trained, without the first step of each world."""
     goodput: float
     """0 ... 1."""
     loss: float | None = None
-    """The last one that was logged under that name."""
+    """The last value logged under that name."""
     throughput: tuple[str, float] | None = None
-    """Median of what was logged as a speed, with its name: `images_per_s`."""
+    """Median of a logged speed, with its name: `images_per_s`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A run beside the first one."""
+    """A run compared with the first one."""
 
     run: Run
     speedup: float | None
     """Time of the first run divided by this one's."""
     efficiency: float | None
-    """The speed-up divided by how many times as many workers there were, 0 ... 1."""
+    """The speed-up divided by the ratio of workers, 0 ... 1."""
 
 
 def run(name: str, account: Goodput, events: Iterable[Event], metrics: Iterable[str | bytes]) -> Run:
@@ -73,7 +73,7 @@ def run(name: str, account: Goodput, events: Iterable[Event], metrics: Iterable[
 
 
 def sizes(events: Iterable[Event]) -> tuple[int, ...]:
-    """The sizes of worlds, each once where several in a row had the same: in workers, or in ranks without a launcher."""
+    """World sizes in order, consecutive repeats merged (in workers; in ranks under plain torchrun)."""
     worlds: list[int] = []
     ranks: list[int] = []
     for event in events:
@@ -108,7 +108,7 @@ def _logged(lines: Iterable[str | bytes]) -> tuple[float | None, tuple[str, floa
 
 
 def compared(runs: Sequence[Run]) -> list[Row]:
-    """Each run beside the first one."""
+    """Each run compared with the first one."""
     first = runs[0]
     rows = []
     for each in runs:
@@ -121,7 +121,7 @@ def compared(runs: Sequence[Run]) -> list[Row]:
 
 
 def cells(row: Row) -> list[object]:
-    """A row of the table, as wide as HEADINGS; None for what is unknown."""
+    """A row of the table, as wide as HEADINGS; None for unknown values."""
     each = row.run
     name, value = each.throughput or ("", 0.0)
     return [

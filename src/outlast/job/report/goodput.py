@@ -1,4 +1,4 @@
-"""Where the time of a job went: every instant from submission to the end belongs to exactly one bucket.
+"""The account of a job's time: every instant from submission to the end belongs to exactly one bucket.
 
 Pure. The buckets sum to the wall time to the microsecond, whatever the ledger holds.
 """
@@ -16,7 +16,7 @@ from outlast.job.report.steps import Bucket, Step
 from outlast.job.report.timeline import Snapshots, Timeline
 
 COUNTED = ("steps_kept", "worlds", "failures", "restarts", "interruptions", "hangs", "saves", "saves_failed")
-"""What is counted, by name."""
+"""Counters of the account, by name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """Where the time of one job went, up to its end or to now."""
+    """The account of one job's time, up to its end or to now."""
 
     start: float
-    """The first event, seconds since the epoch."""
+    """Time of the first event, seconds since the epoch."""
     end: float
     state: str | None
-    """The ledger's last word, e.g. `Succeeded`; None while the job runs."""
+    """The final state in the ledger, e.g. `Succeeded`; None while the job runs."""
     microseconds: Mapping[Bucket, int]
     """Time in every bucket; whole numbers, so that the sum is exact."""
     segments: tuple[Segment, ...]
@@ -44,7 +44,7 @@ class Goodput:
     steps_kept: int
     steps_replayed: int
     step_mean_s: float | None
-    """Over all steps that were executed but the first of each world, which pays for warming up."""
+    """Mean, and below the median, of all executed steps except the first of each world, which includes the warm-up."""
     step_median_s: float | None
     worlds: int
     failures: int
@@ -52,13 +52,13 @@ class Goodput:
     restarts: int
     """Worlds formed after a failure or a hang."""
     interruptions: int
-    """How often training was asked to save and leave; planned changes included."""
+    """Number of times that training was asked to save and leave, including planned changes."""
     hangs: int
     saves: int
     """Checkpoints that were committed."""
     saves_failed: int
     snapshots: Snapshots | None = None
-    """How often the state is kept in memory, as said last; None: never said."""
+    """The last reported interval of snapshots; None: never reported."""
 
     @property
     def wall_s(self) -> float:
@@ -82,7 +82,7 @@ class Goodput:
 
 
 def buckets(events: Iterable[Event], now: float | None) -> Goodput:
-    """Account for the time from the first event until the end of the job; until `now` (seconds since the epoch) when it has none.
+    """Account for the time from the first event to the end of the job, or to `now` (seconds since the epoch) if it has not ended.
 
     A sequence of events may have any order. Any other iterable, such as `ledger.Events`, must be ordered by time and allow two
     passes, which bounds memory. For a job without a launcher `now` is None: its account ends with its last event.
@@ -161,7 +161,7 @@ def _resolved(spans: Iterable[tuple[int, int, Bucket | Step]], ordinary: float |
 
 
 def _joined(stretches: Iterable[_Stretch]) -> Iterator[_Stretch]:
-    """Neighbours of the same bucket made one."""
+    """Spans with neighbours of the same bucket merged."""
     for bucket, same in itertools.groupby(stretches, key=lambda stretch: stretch[2]):
         together = list(same)
         yield together[0][0], together[-1][1], bucket

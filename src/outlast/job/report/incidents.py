@@ -1,7 +1,7 @@
-"""What happened to a run, and how much training each failure cost. Used by `report.timeline`.
+"""Incidents of a run, and the training that each failure cost. Used by `report.timeline`.
 
-The measure is one: seconds of training lost = detection + re-forming + restoring + steps done again. They begin at the fault
-and end when a step ends again; what an ordinary step takes is not lost.
+The measure: seconds of training lost = detection + re-forming + restoring + steps done again. They begin at the fault and end
+when a step ends again; the time of an ordinary step is not lost.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from outlast.job.report.steps import WAITING, Bucket
 
 @dataclasses.dataclass(slots=True)
 class Lost:
-    """Seconds of training that an incident cost, in whole microseconds. Suspended and queued time is none of it."""
+    """Training that an incident cost, in whole microseconds, without suspended and queued time."""
 
     detection_us: int = 0
     """From the fault until some process noticed it."""
     reforming_us: int = 0
-    """Rendezvous, starting processes, importing, building the model, and what the first step took longer than others."""
+    """Rendezvous, starting processes, importing, building the model, and the extra time of the first step."""
     restoring_us: int = 0
     """Reading a snapshot or a checkpoint."""
     again_us: int = 0
-    """What the steps had taken whose result was lost, and the step that was cut short."""
+    """Time of the steps whose result was lost, and of the step that was cut short."""
     up_to: bool = False
-    """The moment of the fault is not known: counted from the end of the last step that is in the ledger."""
+    """The moment of the fault is unknown: counted from the end of the last step in the ledger."""
     source: str = ""
-    """Where the state came from: memory | peer | disk | store; empty: not said."""
+    """Source of the restored state: memory | peer | disk | store; empty: not reported."""
 
     @property
     def seconds(self) -> float:
@@ -35,7 +35,7 @@ class Lost:
         return (self.detection_us + self.reforming_us + self.restoring_us + self.again_us) / 1e6
 
     def spend(self, phase: Bucket, us: int) -> None:
-        """Take in time during which training stood still."""
+        """Add time during which training stood still."""
         if phase is Bucket.RESTORE:
             self.restoring_us += us
         elif phase is Bucket.HANG:
@@ -44,21 +44,21 @@ class Lost:
             self.reforming_us += us
 
     def ordinary(self, us: int) -> None:
-        """Training went on: so much of the first step was no loss."""
+        """Training continued: subtract the ordinary time of the first step."""
         self.reforming_us = max(0, self.reforming_us - us)
 
     def was_kept(self, us: int) -> None:
-        """So much of what seemed lost was kept: steps that ended, but are not in the ledger."""
+        """Subtract steps that seemed lost but were kept: they ended, but are not in the ledger."""
         taken = min(us, self.detection_us)
         self.detection_us -= taken
         self.again_us = max(0, self.again_us - (us - taken))
 
 
 def stopped(*, progress: int | None, fault: int | None, noticed: int, at: int) -> Lost:
-    """What is lost when a world ends `at`, all times in microseconds.
+    """The loss when a world ends `at`, all times in microseconds.
 
-    `progress` is the end of its last step, None if it made none; `fault` the moment of the fault where that is known, `noticed`
-    when a process first reported it.
+    `progress` is the end of its last step, None if it made none; `fault` the moment of the fault if known; `noticed` the time of
+    the first report of it.
     """
     noticed = max(min(noticed, at), progress or 0)
     begun = noticed if progress is None else progress
@@ -73,7 +73,7 @@ def stopped(*, progress: int | None, fault: int | None, noticed: int, at: int) -
 
 @dataclasses.dataclass(slots=True)
 class Incident:
-    """Something that happened to the run."""
+    """An event that changed or interrupted training."""
 
     time: float
     kind: str
@@ -84,12 +84,12 @@ class Incident:
     generation: int = -1
     """The world that it ended or happened in."""
     recovery_s: float | None = None
-    """Until the next step had ended, or until the next world for a script that reports no steps.
+    """Time until the next step had ended, or until the next world for a script that reports no steps.
     None: not yet, or training never stopped."""
     replayed: int = 0
     """Steps whose result it cost."""
     attempt: int = 0
-    """Which start of that world's processes it ended; above 0 after its members had repaired it themselves."""
+    """The start of that world's processes that it ended; above 0 after its members had repaired it themselves."""
     lost: Lost | None = None
     """The training that it cost, final once `recovery_s` is known.
     None: training never stopped, or the script reports no steps."""
@@ -102,20 +102,20 @@ PLANNED = ("interruption", "change")
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """What all incidents of some kinds cost that training has recovered from."""
+    """Total cost of the incidents of some kinds that training has recovered from."""
 
     failures: int
     seconds: float
     last_s: float
-    """Of the last one."""
+    """Cost of the last one."""
     generation: int
     """The world that the last one ended."""
     up_to: bool
-    """Whether it is the most that it can have been."""
+    """The cost is an upper bound."""
 
 
 def total(incidents: Iterable[Incident], kinds: Iterable[str] = FAILURES) -> Total:
-    """Add up what incidents of these kinds cost."""
+    """Add up the cost of incidents of these kinds."""
     over = [(i, i.lost) for i in incidents if i.kind in kinds and i.lost is not None and i.recovery_s is not None]
     if not over:
         return Total(0, 0.0, 0.0, -1, up_to=False)

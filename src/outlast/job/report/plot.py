@@ -1,5 +1,6 @@
-"""A comparison of runs as a picture: the time of each, and the speed-up beside the ideal one. Needs matplotlib, which only this
-module knows."""
+"""A comparison of runs as a picture: the time of each, and the speed-up beside the ideal one. The only module that uses
+matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ KINDS = (".svg", ".png", ".pdf")
 
 
 def check(path: Path) -> None:
-    """Raise OutlastError for a file that no plot can be written to."""
+    """Raise OutlastError if a plot cannot be written to this file."""
     if path.suffix.lower() not in KINDS:
         raise OutlastError(f"--plot {path} must end in {', '.join(KINDS[:-1])} or {KINDS[-1]}")
     _figure()
@@ -61,7 +62,7 @@ def _times(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _speedups(axes: Any, known: Sequence[tuple[int, float]]) -> None:
-    """Speed-up over workers, and what it would be if nothing were lost."""
+    """Speed-up over workers, and the ideal one."""
     workers = [count for count, _ in known]
     base = known[0][0] / known[0][1]
     axes.plot(workers, [count / base for count in workers], "--", color="#999999", label="ideal")
@@ -74,7 +75,7 @@ def _speedups(axes: Any, known: Sequence[tuple[int, float]]) -> None:
 
 
 def _figure() -> Any:
-    """matplotlib's Figure, which needs no screen. Raises OutlastError if it is not installed."""
+    """The class Figure of matplotlib, which needs no screen. Raises OutlastError if it is not installed."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Reads the events of a ledger: which ones, and in which order. Used by `report.timeline`."""
+"""Selects and orders the events of a ledger for the account. Used by `report.timeline`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NEEDED = {
     "unheard": ("workers", "reason"),
     "attempt": ("attempt", "reason"),
 }
-"""Fields without which an event says nothing: somebody else, or another version, wrote it."""
+"""Required fields of each kind: an event without them was written by something else, or by another version."""
 _NUMBERS = (
     *("attempt", "bytes", "code", "copied_s", "every", "generation", "rank", "replicas", "repaired"),
     *("silent_s", "step", "steps", "waited_s", "worker"),
@@ -40,7 +40,7 @@ KINDS = frozenset(
         *("saving", "staged", "committed", *_NEEDED),
     }
 )
-"""The events that the account is made of."""
+"""Kinds of events that the account is computed from."""
 _REOPENS = ("submitted", "launcher", "resumed", "worker")
 Timed = tuple[int, Event]
 """An event and its time in microseconds since the epoch."""
@@ -52,7 +52,7 @@ def microseconds(t: float) -> int:
 
 
 def usable(event: Mapping[str, Any]) -> bool:
-    """Whether an event has a time, a kind that we know, and what we need to know of it, in the types that it is written in."""
+    """Whether an event has a time, a known kind, and the required fields with the right types."""
     kind = event.get("kind")
     known = isinstance(event.get("t"), (int, float)) and isinstance(kind, str) and kind in KINDS
     typed = all(value is None or isinstance(value, _TYPES.get(field, object)) for field, value in event.items())
@@ -60,9 +60,10 @@ def usable(event: Mapping[str, Any]) -> bool:
 
 
 def in_order(events: Iterable[Event]) -> Iterator[Timed]:
-    """What the account is made of, of `events` in the order of time, each once: the same words at the same instant are one event.
+    """The events for the account from `events` in the order of time, without duplicates: equal events at the same instant are
+    one.
 
-    What other machines' clocks put after `finished` happened before it, unless the job was taken up again.
+    Events after `finished`, by other machines' clocks, happened before it, unless the job was resumed.
     """
     finished: Timed | None = None
     for t, event in _once(events):
@@ -98,14 +99,14 @@ def _once(events: Iterable[Event]) -> Iterator[Timed]:
 
 @dataclasses.dataclass
 class Survey:
-    """What the fold has to know of all events before it begins."""
+    """Facts about all events that the fold needs before it begins."""
 
     start: int | None = None
     """Time of the first event, microseconds since the epoch; None when there is none."""
     last_steps: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
-    """When the last step of each attempt of each generation ended: until then its world was not broken, whatever was reported."""
+    """End of the last step of each attempt of each generation: until then its world was not broken, whatever was reported."""
     blind: bool = True
-    """Whether the script reports nothing."""
+    """Whether the script reports no progress."""
 
 
 def survey(ordered: Iterable[Timed]) -> Survey:

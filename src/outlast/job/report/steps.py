@@ -1,4 +1,4 @@
-"""What a stretch of time was spent on, and the steps that own stretches until their fate is known. Used by `report.timeline`."""
+"""Buckets of time, and the steps that own spans of it until their fate is known. Used by `report.timeline`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections import Counter
 
 
 class Bucket(enum.StrEnum):
-    """What a stretch of time was spent on."""
+    """The use of a span of time."""
 
     TRAINING = "training"
-    """Steps whose result was kept. The share of this in the time that the job was not suspended is the goodput."""
+    """Steps whose result was kept. Goodput is the share of this in the time in which the job was not suspended."""
     REPLAYED = "replayed"
     """Steps whose result was lost: taken back by a restore, or cut short by a failure."""
     DATA = "data stall"
-    """Steps whose result was kept waited for their data."""
+    """Waiting for data, by steps whose result was kept."""
     SNAPSHOT = "snapshot stall"
-    """Steps whose result was kept copied the state into memory."""
+    """Copying the state into memory, by steps whose result was kept."""
     CHECKPOINT = "checkpoint"
     """Training stood still for a save; a save in the background costs nothing here."""
     RENDEZVOUS = "rendezvous"
@@ -37,11 +37,11 @@ class Bucket(enum.StrEnum):
     IDLE = "idle"
     """Interrupted, or without a launcher and workers."""
     SUSPENDED = "suspended"
-    """By the user. Goodput is a share of the other time."""
+    """Suspended by the user. Goodput is a share of the other time."""
 
 
 WAITING = (Bucket.IDLE, Bucket.SUSPENDED, Bucket.QUEUE, Bucket.PODS)
-"""No worker is there."""
+"""Buckets without a running worker."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -50,26 +50,26 @@ class Step:
 
     bucket: Bucket = Bucket.TRAINING
     first: bool = False
-    """First of its world: its extra time is start-up."""
+    """It is the first step of its world: its extra time is start-up."""
     before: int = 0
-    """Number of the step before the first of these."""
+    """Number of the step before the first one."""
     number: int = 0
-    """Of the last of these whose result is kept."""
+    """Number of the last step whose result is kept."""
     count: int = 0
-    """How many of them are kept; 0 while it is under way."""
+    """Number of steps that are kept; 0 while it is under way."""
     life: int = 0
     us: int = 0
     waited_us: int = 0
-    """What of `us` was waiting for data."""
+    """The part of `us` spent waiting for data."""
     copied_us: int = 0
-    """What of `us` was copying the state into memory."""
+    """The part of `us` spent copying the state into memory."""
     kept_us: int = -1
-    """What of `us` was for the kept ones, when the later ones were taken back; -1: all."""
+    """The part of `us` for the kept steps, if later ones were taken back; -1: all."""
     pieces: int = 0
     """Spans that it owns."""
 
     def join(self, other: Step) -> bool:
-        """Take in the step after this one, if nothing tells the two apart."""
+        """Merge the following step into this one, if nothing distinguishes them."""
         one = (self.bucket, self.life) == (other.bucket, other.life) and self.number == other.before
         whole = self.pieces == other.pieces == 1 and self.kept_us == other.kept_us == -1 and self.count and other.count
         if not one or not whole or self.first or other.first:
@@ -85,7 +85,7 @@ _DIGITS = 1 << 16
 
 
 class Durations:
-    """How long steps took, per step, in bounded memory."""
+    """Statistics of step durations in bounded memory."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()

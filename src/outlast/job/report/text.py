@@ -1,6 +1,6 @@
 """The goodput report for a terminal, and the same account as JSON.
 
-`plain` is for files and pipes, `rich` for a terminal that shows colours; both are made of the same lines.
+`plain` is for files and pipes, `rich` for a terminal that shows colours; both render the same lines.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _LOOK = {
 }
 """Glyph in the timeline (where no colour helps), colour, name."""
 _FIELDS = ("time", "kind", "text", "worker", "generation", "attempt", "recovery_s", "replayed")
-"""What the JSON has of an incident as it is."""
+"""Fields of an incident that go into the JSON unchanged."""
 _TOTALS = {"failures": FAILURES, "interruptions": PLANNED}
 PROGRESS = "from outlast.training import progress; progress(step, total)"
-"""What a script without a session adds to have its steps counted."""
+"""The call that a script without a session adds to have its steps counted."""
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _BAR = 30
 _SHOWN = 20
@@ -171,7 +171,7 @@ def _counts(goodput: Goodput) -> list[_Line]:
 
 
 def _snapshots(goodput: Goodput) -> str:
-    """`every 3 steps, 1.2 GiB, 1 replica`; empty where none were spoken of."""
+    """`every 3 steps, 1.2 GiB, 1 replica`; empty if none were reported."""
     known = goodput.snapshots
     if known is None:
         return ""
@@ -195,7 +195,8 @@ def _total(goodput: Goodput) -> str:
 
 
 def _cost(incident: Incident, steps: bool) -> str:
-    """What an incident cost: `lost 1.40s: 0.20s detection + 0.80s re-forming + ...`; of a script without steps the time only."""
+    """The cost of an incident: `lost 1.40s: 0.20s detection + 0.80s re-forming + ...`; only the time for a script without
+    steps."""
     if not incident.recovery_s:
         return f"{_many(incident.replayed, 'step')} again" if incident.replayed else ""
     lost = incident.lost

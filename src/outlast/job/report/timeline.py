@@ -1,14 +1,14 @@
-"""The timeline of a job: the ledger's events folded, in order, into stretches of time that each have an owner.
+"""The timeline of a job: the ledger's events folded, in order, into spans of time that each have an owner.
 
 Called by `report.goodput` only. Events come in the order of time, each once (`reading`), with the fields that `ledger` lists. One
-may be missing, since its writer was killed, or come from a generation that was replaced, or from a clock that is a little off. In
-every case each instant between the first event and the end has one owner.
+may be missing, since its writer was killed, or come from a replaced generation, or from a clock that is slightly off. In every
+case each instant between the first event and the end has one owner.
 
-A step owns the time from the end of the step before it to its own end. That time is training if the step is kept, but for what
-it has waited for data; and replayed if a restore takes it back or a failure cuts it short. All other time has the bucket of the
-phase that the job was in. Reasons: `docs/decisions/0004-goodput.md`.
+A step owns the time from the end of the previous step to its own end. That time is training if the step is kept, except for time
+spent waiting for data, and replayed if a restore takes it back or a failure cuts it short. All other time has the bucket of the
+job's phase. Reasons: `docs/decisions/0004-goodput.md`.
 
-Memory is bounded: neighbouring steps of a long run that are long done are joined (`_join`).
+Memory is bounded: neighbouring old steps of a long run are joined (`_join`).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from outlast.job.report.reading import Survey, microseconds
 from outlast.job.report.steps import WAITING, Bucket, Durations, Step
 
 _HELD = {"Suspended": Bucket.SUSPENDED, "Queued": Bucket.QUEUE}
-"""What a job does after it was stopped, by its state: its user has suspended it, or its queue has taken the quota back."""
+"""The bucket of a stopped job, by its state: suspended by its user, or queued after its queue has taken the quota back."""
 _SPANS = 1 << 16
 """Number of spans above which old ones are joined."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshots:
-    """How often the state is kept in memory."""
+    """The interval of snapshots."""
 
     every: int
-    """Steps from one to the next; 0: none are made."""
+    """Steps between two snapshots; 0: none are made."""
     bytes: int = 0
-    """What the parts of all ranks take together, as rank 0 knows it."""
+    """Bytes of the parts of all ranks together, as reported by rank 0."""
     replicas: int = 0
     reason: str = ""
 
@@ -47,7 +47,7 @@ class Timeline:
         self.kept: list[Step] = []
         self.steps_executed = self.steps_kept = 0
         self.durations = Durations()
-        """Of all steps that were executed but the first of each world."""
+        """Durations of all executed steps except the first of each world."""
         self._full = _SPANS
         self.incidents: list[Incident] = []
         self.seen = start  # time of the newest event
@@ -78,19 +78,19 @@ class Timeline:
         self._cut_short: Step | None = None  # the step that the latest failure ended
 
     def feed(self, t: int, event: Event) -> None:
-        """Take in the next event; `t` never falls."""
+        """Process the next event; `t` never decreases."""
         getattr(self, "_on_" + event["kind"])(t, event)
         self.seen = t
 
     def stop(self, now: int) -> None:
-        """Extend the span under way to now, unless the job has ended."""
+        """Extend the current span to now, unless the job has ended."""
         if self.finished is None:
             self._cut(now)
 
     # Moving along the timeline
 
     def _cut(self, t: int) -> None:
-        """End the span under way."""
+        """End the current span."""
         if t <= self._since:
             return
         owner: Bucket | Step = self._phase
@@ -125,7 +125,7 @@ class Timeline:
         self._phase = phase
 
     def _drop(self, fate: Bucket, t: int) -> None:
-        """The step under way will never end; its time belongs to `fate`."""
+        """The current step will never end; its time belongs to `fate`."""
         self._cut(t)
         if self._step is not None:
             self._step.bucket = fate
@@ -133,7 +133,7 @@ class Timeline:
             self._step = None
 
     def _goes_on(self, t: int) -> bool:
-        """Whether the present world has yet to make its last step: then it was not broken, whatever was reported."""
+        """Whether the current world has yet to make its last step: then it was not broken, whatever was reported."""
         return t < self._last_steps.get((self._generation, self._begun), t)
 
     def _end_world(self, fate: Bucket, t: int) -> None:
@@ -145,7 +145,7 @@ class Timeline:
             self._phase = self._next
 
     def _stop(self, fate: Bucket, t: int) -> None:
-        """Training stands still from now on, and loses time."""
+        """Training stops making progress, and loses time from now on."""
         if self._lost is not None or self._blind:
             self._drop(fate, t)
             return
@@ -177,14 +177,14 @@ class Timeline:
         self._phase = Bucket.STARTUP
 
     def _current(self, event: Event, t: int) -> bool:
-        """Whether an event of the training is of the present world; one of a newer world proves that it was formed."""
+        """Whether a training event is of the current world; an event of a newer world proves that it was formed."""
         generation = event.get("generation", max(0, self._generation))
         if generation > self._generation:
             self._form(generation, t)
         return bool(generation == self._generation)
 
     def _concerns(self, event: Event) -> bool:
-        """Whether an event of the launcher or an agent is about a member of the present world, or may be."""
+        """Whether an event of the launcher or an agent is, or may be, about a member of the current world."""
         generation, worker = event.get("generation"), event.get("worker")
         late = generation is not None and generation < self._generation
         return not late and (self._members is None or worker is None or worker in self._members)
@@ -218,12 +218,12 @@ class Timeline:
         self.steps_kept += step.count
 
     def _ordinary(self, step: Step) -> int:
-        """What steps took, less what a first one took longer than others."""
+        """The time of steps without the extra time of a first one."""
         usual = self.durations.median() if step.first else None
         return step.us if usual is None else min(step.us, step.waited_us + step.copied_us + round(usual * max(1, step.count)))
 
     def _kept_unsaid(self, step: int) -> None:
-        """The restored state is newer than the last step in the ledger: what was cut short had ended steps."""
+        """The restored state is newer than the last step in the ledger: the interrupted span included completed steps."""
         done, last = self._cut_short, self.kept[-1].number if self.kept else 0
         if done is None or self._lost is None or step <= last:
             return
@@ -234,7 +234,7 @@ class Timeline:
         (next((i.lost for i in self._open if i.lost is not None), None) or self._lost).was_kept(done.kept_us)
 
     def _recovered(self, t: int) -> None:
-        """Training goes on in a newer world: what ended the older ones is over."""
+        """Training continues in a newer world: incidents of older ones are over."""
         for incident in self._open:
             if (incident.generation, incident.attempt) < (self._generation, self._begun):
                 incident.recovery_s = t / 1e6 - incident.time
@@ -254,7 +254,7 @@ class Timeline:
         self._open.append(incident)
 
     def _cause(self) -> Incident | None:
-        """The incident that ended the present world, if known: later reports are consequences."""
+        """The incident that ended the current world, if known: later reports are consequences."""
         present = self._generation, self._announced
         return next((incident for incident in self._open if (incident.generation, incident.attempt) == present >= (0, 0)), None)
 
@@ -345,12 +345,12 @@ class Timeline:
             self._end_world(Bucket.REPLAYED, t)
 
     def _called_for(self, generation: int | None) -> Incident | None:
-        """What ended an earlier world, if so far only the call that followed it is known."""
+        """Set the cause of an earlier world's end, if only the call that followed it is known so far."""
         found = (i for i in reversed(self.incidents) if i.generation == generation and i.kind == "failure" and i.worker is None)
         return next(found, None)
 
     def _known(self, cause: Incident | None, reason: str, event: Event) -> bool:
-        """Whether what ended a world was a peer that others did not hear; then it is a failure now, with its reason."""
+        """Whether an unheard peer ended a world; then turn the incident into a failure with its reason."""
         if cause is None or cause.kind != "unheard":
             return False
         cause.kind, cause.text = "failure", reason
@@ -487,7 +487,7 @@ class Timeline:
             self._on_world(t, early)
 
     def _goes_on_training(self, step: Step, t: int) -> None:
-        """A step has ended: nothing more is lost, and whoever was not heard is there."""
+        """A step has ended: no more time is lost, and unheard peers are back."""
         if self._lost is not None:
             self._lost.ordinary(self._ordinary(step))
             self._lost = None

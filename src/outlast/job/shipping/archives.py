@@ -12,7 +12,7 @@ from outlast.base.unpack import checksum
 __all__ = ["MAX_BYTES", "MAX_ENTRIES", "check", "check_checksum", "checksum", "extract", "root"]
 
 MAX_BYTES = 4 << 30
-"""Code is never that large: what unpacks to more is a mistake, or a bomb."""
+"""Limits for code: an archive that unpacks to more is a mistake, or a bomb."""
 MAX_ENTRIES = 100_000
 
 
@@ -22,7 +22,7 @@ def extract(archive: Path, into: Path, *, name: str) -> None:
 
 
 def check(archive: Path, name: str, sha256: str, runs: str) -> None:
-    """Raise OutlastError when an archive of this machine cannot be unpacked, or what is to be run is not in it."""
+    """Raise OutlastError if an archive of this machine cannot be unpacked, or lacks the script or module to run."""
     if sha256:
         check_checksum(archive, name, sha256)
     with tempfile.TemporaryDirectory() as directory:
@@ -38,7 +38,7 @@ def check_checksum(archive: Path, name: str, sha256: str) -> None:
 
 
 def root(tree: Path, runs: str) -> Path:
-    """Where in an unpacked archive the code begins: in its only directory if `runs`, a script or module, is in there."""
+    """The root of the code in an unpacked archive: its only directory if that contains `runs`, a script or module."""
     entries = [entry for entry in tree.iterdir() if entry.name not in ("__MACOSX", ".DS_Store")]
     if len(entries) == 1 and entries[0].is_dir() and not entries[0].is_symlink():
         (only,) = entries

@@ -1,8 +1,8 @@
-"""The rules of `.gitignore` files: which names of a directory are ignored. Pure; called by `tree`.
+"""The rules of `.gitignore` files. Pure; called by `tree`.
 
-Each file's rules hold from its directory down, later rules and deeper files count more, and nothing below a directory that is
-left out can come back (https://git-scm.com/docs/gitignore). A rule is held against one name at a time, never against what is
-below it: that is git's way, and `*`, `!*/`, `!*.py` means what people mean by it.
+A file's rules apply to its directory and below; later rules and deeper files take precedence, and nothing below an excluded
+directory can be included again (https://git-scm.com/docs/gitignore). A rule is matched against one name at a time, never against
+the entries below it, as in git: so `*`, `!*/`, `!*.py` works as people expect.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _NEVER = "(?!)"
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One line."""
+    """One rule, a line of the file."""
 
     pattern: re.Pattern[str]
     path: bool
-    """Held against the path below the file's directory; otherwise against the name alone."""
+    """It is matched against the path below the file's directory; otherwise against the name alone."""
     directories: bool
-    """Only directories are meant."""
+    """It applies to directories only."""
     back: bool
-    """What it fits comes back (`!`)."""
+    """It includes matching entries again (`!`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Layer:
 
 
 def left_out(path: str, directory: bool, layers: Sequence[Layer]) -> bool:
-    """Whether an entry is left out. `layers` are those of the directories above it, the outermost first."""
+    """Whether an entry is ignored. `layers` are the rules of the directories above it, the outermost first."""
     name = path.rpartition("/")[2]
     for layer in reversed(layers):
         below = path[len(layer.directory) + 1 :]
@@ -91,7 +91,7 @@ def _without_trailing_spaces(line: str) -> str:
 
 
 def _expression(text: str, *, path: bool) -> str:
-    """A pattern of git's wildmatch as one of ours. What it cannot read fits nothing, as with git."""
+    """A pattern of git's wildmatch as a regular expression. An invalid pattern matches nothing, as in git."""
     found, at = "", 0
     while at < len(text):
         letter = text[at]
@@ -119,7 +119,7 @@ def _expression(text: str, *, path: bool) -> str:
 
 
 def _class(text: str, at: int) -> tuple[str, int]:
-    """`[...]` at `at`, and where it ends."""
+    """The class `[...]` at `at`, and its end."""
     at += 1
     negated = text[at : at + 1] in ("!", "^")
     at += negated

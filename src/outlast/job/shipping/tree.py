@@ -1,11 +1,11 @@
-"""A directory of code: what of it is code, and all of that as one archive.
+"""The code in a directory: its files, and an archive of them.
 
     entries = listed(root)
     pack(root, entries, Path("code.tar.gz"))
 
-Left out is what `.gitignore` and `.outlastignore` say (the second counts more, and its `!` brings back), and what is never code.
-The archive depends on names, contents, links and the right to execute, and on nothing else: no times, no owners, no order of the
-disk. Directories with nothing in them are not in it, as with git.
+Files excluded by `.gitignore` and `.outlastignore` (the latter takes precedence, and its `!` includes again), and files that are
+never code, are left out. The archive depends only on names, contents, links and the executable bit: not on times, owners or the
+order on disk. Empty directories are not in it, as in git.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NEVER = frozenset(
     {".git", ".hg", ".svn", ".outlast", ".venv", "venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
     | {".hypothesis", ".ipynb_checkpoints", "node_modules", ".DS_Store"}
 )
-"""Names of what is never part of a job's code."""
+"""Names that are never part of a job's code."""
 FILES = (".gitignore", ".outlastignore")
 """Ignore files, in order of precedence: later ones override."""
 CREDENTIALS = """
@@ -84,13 +84,13 @@ class Entry:
     """Path below the directory, with slashes."""
     kind: Literal["file", "link"]
     size: int = 0
-    """Bytes of a file."""
+    """Size of a file."""
     target: str = ""
-    """Of a link."""
+    """Target of a link."""
 
 
 class TooLarge(Exception):
-    """The archive would have more bytes than there is room for."""
+    """The archive would exceed its size limit."""
 
 
 class _Changed(Exception):
@@ -98,7 +98,7 @@ class _Changed(Exception):
 
 
 Told = Callable[[str], object]
-"""Gets the name of a file, directory or link below the directory of code."""
+"""Called with the name of a file, directory or link below the directory of code."""
 
 
 def _nothing(_: str) -> None:
@@ -115,11 +115,11 @@ def listed(
 ) -> list[Entry]:
     """The files and links of a directory of code, sorted by name: the same for a run on this machine and for pods.
 
-    `but`: paths below it that are not code. `withheld` gets the names left out as probable credentials, `ignored` those left out
-    by an ignore file. A link that leads outside is an error, since pods would not have its target; with `outside`, which gets
-    its name, it becomes a link to the absolute path.
+    `but`: paths below it that are not code. `withheld` is called with names left out as probable credentials, `ignored` with
+    those left out by an ignore file. A link that leads outside is an error, since pods would not have its target; with `outside`,
+    which is called with its name, it becomes a link to the absolute path.
 
-    Raises OutlastError for such a link, for what cannot be read, and when there is too much for code.
+    Raises OutlastError for such a link, for unreadable files, and if there is too much for code.
     """
     top = root.resolve()
     layers = _above(top)
@@ -146,7 +146,7 @@ def not_code(fields: spec.Spec, root: Path, but: Collection[Path] = ()) -> list[
 
 
 def _redirected() -> Iterator[Path]:
-    """The files that get what this command prints: `outlast run train.py > run.log`."""
+    """The files that this command's output goes to: `outlast run train.py > run.log`."""
     for number in (1, 2):
         with contextlib.suppress(OSError):
             yield Path(f"/proc/self/fd/{number}").resolve(strict=True)
@@ -168,7 +168,7 @@ def _named(fields: spec.Spec) -> Iterator[Path]:
 
 
 def some(names: Collection[str]) -> str:
-    """The first of these names, for a sentence."""
+    """The first few names, for a sentence."""
     found = sorted(names)
     return ", ".join([*found[:5], *(["..."] if found[5:] else [])])
 
@@ -201,10 +201,10 @@ def pack(
     withheld: Told = _nothing,
     reading: Told = _nothing,
 ) -> list[Entry]:
-    """Pack a directory of code into a new `.tar.gz`; what is in it.
+    """Pack a directory of code into a new `.tar.gz`; returns its entries.
 
-    `reading` gets the name of each file before it is read; `withheld` as in `listed`. Raises OutlastError as that does, or for a
-    file that keeps changing, and TooLarge when the archive exceeds `room`.
+    `reading` is called with the name of each file before it is read; `withheld` as in `listed`. Raises OutlastError as that does,
+    or for a file that keeps changing, and TooLarge if the archive exceeds `room`.
     """
     for left in reversed(range(_TRIES)):
         entries = listed(root, but, withheld=withheld)
@@ -306,7 +306,7 @@ class _Walk:
                 yield Entry(name, "file", each.stat(follow_symlinks=False).st_size)
 
     def _target(self, name: str) -> str:
-        """The target of a link. Raises OutlastError when it leads outside and that is refused."""
+        """The target of a link. Raises OutlastError if it leads outside and that is not allowed."""
         link = self.top / name
         target = os.readlink(link)
         root = os.path.realpath(self.top)
@@ -324,7 +324,7 @@ class _Walk:
 
 
 def _above(top: Path) -> list[ignore.Layer]:
-    """The rules of the git work tree above a directory; none if they leave out the directory itself: it was asked for."""
+    """The rules of the git work tree above a directory; none if they ignore the directory itself, which the user has named."""
     work_tree = next((each for each in top.parents if (each / ".git").exists()), None) if not (top / ".git").exists() else None
     if work_tree is None:
         return []

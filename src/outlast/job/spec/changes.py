@@ -1,4 +1,4 @@
-"""What differs between two versions of a job, and whether the newer one only asks for more steps or epochs. Pure."""
+"""Differences between two versions of a job, and whether the newer one only asks for more steps or epochs. Pure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from outlast.job.spec.model import Job
 _SECRET = re.compile(r"(-[\w-]*(?:token|key|secret|passw|credential)[\w-]*(?:=|\s))\S+", re.IGNORECASE)
 """Arguments that may be secrets, as in `manifests.labels`."""
 _LENGTH = re.compile(r"-*(?:.*\.)?(?:(?:max|n|num|total|train|training)[-_])*(?:steps|iters|iterations|epochs)", re.IGNORECASE)
-"""Options that say how long to train, such as `--max_iters`; `--warmup-steps` does not."""
+"""Options for the length of training, such as `--max_iters`, but not `--warmup-steps`."""
 _ELSEWHERE = ("args", "code", "environment", "output", "suspend", "workers")
-"""Fields that say where a job is trained and by how many workers, and its arguments."""
+"""Fields for the place and size of a job, and its arguments."""
 _LONGEST = 60
-"""Characters of a value that a sentence shows."""
+"""Most characters of a value in a sentence."""
 
 
 def between(old: Job, new: Job, but: Collection[str] = ()) -> Iterator[str]:
@@ -37,8 +37,8 @@ def between(old: Job, new: Job, but: Collection[str] = ()) -> Iterator[str]:
 
 
 def longer(old: Job, new: Job, step: int) -> bool:
-    """Whether a job differs from the one before in nothing but asking for more steps or epochs. `step` is that of its newest
-    checkpoint: an option that is new, such as `--max-iters 5000`, asks for more if it is above that."""
+    """Whether a job differs from its previous version only by asking for more steps or epochs. `step` is the step of its newest
+    checkpoint: a new option, such as `--max-iters 5000`, asks for more if it is above that."""
     if [*between(old, new, but=_ELSEWHERE)]:
         return False
     was, now = (_options(job.spec.args) for job in (old, new))
@@ -49,7 +49,7 @@ def longer(old: Job, new: Job, step: int) -> bool:
 
 
 def _options(args: Sequence[Any]) -> dict[str, str]:
-    """Values by the names of their options; a word that has none by its place."""
+    """Values by the names of their options, or by position for positional arguments."""
     found, name = {}, ""
     for n, word in enumerate(map(str, args)):
         if word.startswith("-"):
@@ -79,7 +79,7 @@ def _changed(was: Any, now: Any) -> str:
 
 
 def _named(words: Sequence[Any], start: int, end: int) -> Sequence[Any]:
-    """These words, with the option before them if the first is its value."""
+    """These arguments, preceded by an option if the first is its value."""
     value = 0 < start < end and not str(words[start]).startswith("-") and str(words[start - 1]).startswith("-")
     return words[start - value : end]
 

@@ -1,8 +1,8 @@
-"""A YAML document as plain data that remembers on which line every value stands.
+"""A YAML document as plain data with the line of every value.
 
 `spec` reads job files with it, so that each mistake can be reported with its line. Stricter than `yaml.safe_load` where that
-hides a mistake (two equal keys, two documents in a file), and kinder where YAML is a trap: keys are always text, and where the
-caller says so (`verbatim`) scalars are the text that is written: `3e-3` and `yes`, not `0.003` and true. Imports only PyYAML.
+hides a mistake (two equal keys, two documents in a file), and more lenient where YAML is a trap: keys are always text, and below
+`verbatim` places scalars are the written text: `3e-3` and `yes`, not `0.003` and true. Imports only PyYAML.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REPEATS = 10_000
 """Most values that aliases may repeat. Aliases of aliases multiply: nine lines of them are 10^9 values."""
 
 Place = tuple[str | int, ...]
-"""Where a value stands: keys and list indices from the top, `("spec", "args", 0)`."""
+"""Path of a value: keys and list indices from the top, `("spec", "args", 0)`."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Document:
 
     data: Any
     lines: dict[Place, int]
-    """The line (from 1) of each value; in a mapping that of its key."""
+    """The line (from 1) of each value, or of its key in a mapping."""
     problems: list[tuple[int, str]] = field(default_factory=list)
-    """Line and sentence of what is wrong although it could be read: keys that are given twice."""
+    """Line and sentence of mistakes in a readable document: keys that are given twice."""
 
     def line(self, place: Place) -> int | None:
-        """The line of a value, or of the nearest one around it when it is not in the document."""
+        """The line of a value, or of the nearest enclosing one if it is not in the document."""
         for end in range(len(place), -1, -1):
             if place[:end] in self.lines:
                 return self.lines[place[:end]]
@@ -50,9 +50,9 @@ def read(
     kind: str = "job",
     start: str = "apiVersion: outlast.dev/v1alpha1",
 ) -> Document:
-    """The only document in `text`; raises InvalidJob when there is none, are several, or it is not YAML.
+    """The only document in `text`; raises InvalidJob if there is none, or several, or it is not YAML.
 
-    `kind` is what such a file holds one of, and `start` how it begins, for the sentences of errors.
+    `kind` names the content of such a file, and `start` its beginning, for the sentences of errors.
     """
 
     def wrong(line: int | None, sentence: str) -> InvalidJob:
@@ -96,7 +96,7 @@ class _Walk:
     document: Document
     verbatim: Callable[[Place], bool]
     seen: set[int] = field(default_factory=set)
-    """Ids of the nodes that were visited; a node that is visited again is an alias, or below one."""
+    """Ids of visited nodes; a node that is visited again is an alias, or below one."""
     repeats: int = 0
 
     def value(self, node: yaml.Node, place: Place) -> Any:

@@ -1,4 +1,4 @@
-"""The types of a job file's fields: what each accepts, the sentence when it does not, and its pattern for schemas."""
+"""The types of a job file's fields: accepted values, the sentence for others, and the pattern for schemas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Job files on disk: reading one with its paths made absolute, writing one, and what it names that is not there."""
+"""Job files on disk: read with absolute paths, written, and checked for missing files."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from outlast.job.spec.model import Job, Spec
 
 
 def load(path: Path | str, *, code: bool = False, data: bool = False) -> Job:
-    """The job in a file. Its relative paths are relative to that file, and absolute in the job that is returned.
+    """The job in a file. Its relative paths are relative to that file, and absolute in the returned job.
 
-    With `code` the code and requirements that it names must be there, with `data` the data and models. Raises InvalidJob with
-    every mistake, and NotFound or another OutlastError for a job file that is not there or cannot be read.
+    With `code`, the code and requirements that it names must exist, with `data` the data and models. Raises InvalidJob with
+    every mistake, and NotFound or another OutlastError if the job file does not exist or cannot be read.
     """
     path = Path(path)
     read = _document(_text(path), str(path))
@@ -37,12 +37,12 @@ def parse(text: str, *, source: str = "job.yaml") -> Job:
 
 
 def of(fields: dict[str, Any], *, source: str = "job") -> Job:
-    """The job in a document as an API server has it; raises InvalidJob with every mistake in it."""
+    """The job in a document of an API server; raises InvalidJob with every mistake in it."""
     return validation.validated(Job, document.Document(fields, {}), source=source)
 
 
 def dump(job: Job) -> str:
-    """The job as YAML that `parse` reads as an equal job, without fields that have their default."""
+    """The job as YAML that `parse` turns into an equal job, without fields that have their default."""
     document = job.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     return yaml.safe_dump(document, sort_keys=False, width=120)  # not allow_unicode: PyYAML 6.0.3 cannot read its own U+0085
 
@@ -119,7 +119,7 @@ def _verbatim(place: Place) -> bool:
 
 
 def _absent_code(spec: Spec) -> Iterator[tuple[Place, str]]:
-    """Code and requirements that are missing on this machine."""
+    """Sentences about code and requirements that are missing on this machine."""
     place, checksum = pinned(spec.code or "")
     code = local(place) if place else None
     if code and not code.exists():
@@ -137,7 +137,7 @@ def _absent_code(spec: Spec) -> Iterator[tuple[Place, str]]:
 
 
 def _absent_data(spec: Spec) -> Iterator[tuple[Place, str]]:
-    """Data and models that are missing on this machine."""
+    """Sentences about data and models that are missing on this machine."""
     sources = [(("data", i, "from"), data.from_) for i, data in enumerate(spec.data)]
     sources += [(("models", i, "from"), model.from_) for i, model in enumerate(spec.models)]
     for place, source in sources:

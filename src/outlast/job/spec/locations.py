@@ -9,18 +9,18 @@ STORES = ("s3", "gs", "az", "file", "memory")
 WEB = ("http", "https")
 """URL schemes of single files, which data and models may come from as well, with their checksum."""
 ARCHIVES = (".tar.gz", ".tgz", ".tar", ".zip")
-"""How the names of archives of code end."""
+"""File name extensions of archives of code."""
 OTHER_ARCHIVES = (".tbz", ".tbz2", ".txz", ".bz2", ".xz", ".zst", ".gz", ".rar", ".7z")
 
 
 def pinned(code: str) -> tuple[str, str]:
-    """A place without its checksum, and the checksum; empty for none."""
+    """A place without its checksum, and the checksum (empty: none)."""
     place, _, checksum = code.partition("#sha256=")
     return place, checksum.lower()
 
 
 def archive(place: str) -> bool:
-    """Whether a place is called like an archive."""
+    """Whether a place has the name of an archive."""
     return place.lower().endswith(ARCHIVES)
 
 
@@ -30,6 +30,6 @@ def web(place: str) -> bool:
 
 
 def local(place: str) -> Path | None:
-    """The path of a place on this machine (`data/`, `~/data`, `file:///data`); None when it is in a store elsewhere."""
+    """The path of a place on this machine (`data/`, `~/data`, `file:///data`); None if it is in a store."""
     path = place.removeprefix("file://")
     return None if "://" in path else Path(path).expanduser()

@@ -1,6 +1,6 @@
 """The model of a job file: every field with its default, its documentation and the rules between fields.
 
-The text below a field is what users read about it: in the reference, in editors and in `kubectl explain`.
+The text below a field is its public documentation: in the reference, in editors and in `kubectl explain`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ OWN = "/(etc|opt|run|var|usr|bin|sbin|lib|lib64)|/(proc|sys|dev|opt/outlast|etc/
 """Directories of a pod that nothing may be mounted over, since programs there need their files. Valid RE2."""
 
 MLFLOW = "none|databricks|[A-Za-z][A-Za-z0-9+.-]*:.+|/.*"
-"""What `tracking.mlflow` may be: a URI, the name of a profile of Databricks, an absolute path. Valid RE2."""
+"""Values of `tracking.mlflow`: a URI, the name of a profile of Databricks, or an absolute path. Valid RE2."""
 
 MOST_REPLICAS = 3
-"""Of what a rank holds in a snapshot."""
+"""Most replicas of a rank's part of a snapshot."""
 
 
 class Metadata(Checked):
@@ -184,7 +184,7 @@ class Checkpoint(Checked):
         return self.memory if isinstance(self.memory, int) else 0
 
     def variables(self) -> dict[str, str]:
-        """The fields as environment variables of the workers; `checkpoints.Retention.parse` reads which to keep."""
+        """The fields as environment variables of the workers; `checkpoints.Retention.parse` reads the retention."""
         best = f"{self.best} {self.mode} {self.by}".strip()
         return {
             contract.Env.CHECKPOINT_EVERY: str(self.every),
@@ -457,7 +457,7 @@ class Spec(Checked):
             yield (), "there is nothing to run; give script (a file in code) or module"
 
     def processes(self) -> int:
-        """How many training processes each worker has: with `auto` one for each accelerator, else one."""
+        """Training processes of each worker: with `auto` one for each accelerator, else one."""
         count = self.processes_per_worker
         return max(1, self.resources.gpu) if count == "auto" else int(count)
 

@@ -1,7 +1,7 @@
 """`$(NAME)` in a job's `args` and `env`: references to environment variables, as in the containers of a pod. Pure.
 
-A variable of `env` may refer to others of `env`, in any order, since API servers keep none. `$$(NAME)` stands for `$(NAME)`
-itself, and a reference to a variable that is not there stays as it is.
+A variable of `env` may refer to others of `env`, in any order, since API servers do not preserve one. `$$(NAME)` stands for
+`$(NAME)` itself, and a reference to an undefined variable is left unchanged.
 https://kubernetes.io/docs/tasks/inject-data-application/define-interdependent-environment-variables/
 """
 
@@ -14,7 +14,7 @@ _REFERENCE = re.compile(r"\$?\$\((\w+)\)")
 
 
 def replaced(text: str, known: Mapping[str, str]) -> str:
-    """The text with the values of known variables in the place of references to them."""
+    """The text with references to known variables replaced by their values."""
 
     def value(found: re.Match[str]) -> str:
         return found[0][1:] if found[0].startswith("$$") else known.get(found[1], found[0])
@@ -23,7 +23,7 @@ def replaced(text: str, known: Mapping[str, str]) -> str:
 
 
 def values(env: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
-    """The values of the variables in `env`; what they refer to is in there, or else in `environ`."""
+    """The values of the variables in `env`, with references to `env` or `environ` replaced."""
     circle = circular(env)
     found = {name: value for name, value in environ.items() if name not in env}
 
@@ -39,7 +39,7 @@ def values(env: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]
 
 
 def circular(env: Mapping[str, str]) -> set[str]:
-    """The variables that refer to themselves, directly or by way of others; these are left as they are."""
+    """The variables that refer to themselves, directly or through others; these are left unchanged."""
 
     def reached(name: str, seen: set[str]) -> set[str]:
         for other in _named(env[name]):

@@ -1,6 +1,6 @@
-"""Fields of a job file without effect where the job runs, or anywhere.
+"""Fields of a job file that have no effect where the job runs, or anywhere.
 
-`run`, `submit` and `render` print what may surprise; `validate` prints everything. `manifests.warnings` adds what a topology
+`run`, `submit` and `render` print surprising ones; `validate` prints all. `manifests.warnings` adds the fields that a topology
 ignores. Pure.
 """
 
@@ -36,7 +36,7 @@ PODS = (
     "tolerations",
     "template",
 )
-"""Fields that nothing reads on this machine, where their absence changes nothing that the training sees."""
+"""Fields that are not read on this machine, without a difference for training."""
 
 
 def anywhere(job: Job) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Validation of a document: every mistake at once, each a sentence with its line, its value and the remedy.
 
-Unknown fields are checked first and, where the intended name is clear, read as that field, so that one misspelt word does not
-hide the mistakes after it. Then pydantic validates the rest, and its errors become our sentences.
+Unknown fields are checked first and, if the intended name is clear, read as that field, so that one misspelt name does not hide
+further mistakes. Then pydantic validates the rest, and its errors become our sentences.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Checked(BaseModel):
     )
 
     instead: ClassVar[Mapping[str, str]] = {}
-    """Names from other tools, and what to write here instead."""
+    """Names from other tools, with the name to use here."""
 
     @classmethod
     def choices(cls, given: Collection[str]) -> Iterator[tuple[Place, str]]:
-        """Mistakes in which fields are given, whatever their values: place below this part, and sentence."""
+        """Mistakes in the set of given fields, whatever their values: place below this part, and sentence."""
         return iter(())
 
     def rules(self) -> Iterator[tuple[Place, str]]:
@@ -90,7 +90,7 @@ def validated(model: type[Model], document: Document, *, source: str) -> Model:
 
 
 class _Names:
-    """Checks the names in a document: which are unknown, what was meant, which exclude each other."""
+    """Checks the names in a document: unknown ones, their probable meaning, and ones that exclude each other."""
 
     def __init__(self, model: type[Checked], document: Document, problems: list[tuple[int | None, str]]) -> None:
         self.document = document
@@ -106,7 +106,7 @@ class _Names:
                 self._index(annotation, (*place, field))
 
     def known(self, model: type[Checked], data: dict[str, Any], place: Place) -> dict[str, Any]:
-        """The data without unknown fields, and without fields that are given no value (`args:`)."""
+        """The data without unknown fields, and without fields that have no value (`args:`)."""
         known = fields(model)
         result: dict[str, Any] = {}
         for field, value in data.items():
@@ -150,14 +150,14 @@ class _Names:
         return spelt[near[0]] if near else None
 
     def _rename(self, old: Place, new: Place) -> None:
-        """Move the lines of what was at `old` to `new`."""
+        """Move the lines of values at `old` to `new`."""
         for place, line in list(self.document.lines.items()):
             if place[: len(old)] == old:
                 self.document.lines[(*new, *place[len(old) :])] = line
 
 
 def fields(model: type[Checked]) -> dict[str, Any]:
-    """The fields of a model as they are called in a document, and their types."""
+    """The fields of a model by their names in a document, with their types."""
     return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
 
 
@@ -200,7 +200,7 @@ _SENTENCES = {
     "tuple_type": "must be a list; put it in brackets: [ ... ]",
     **dict.fromkeys(("model_type", "dict_type"), "must be a mapping of names to values"),
 }
-"""By pydantic's kind of error."""
+"""Sentences by pydantic's kind of error."""
 
 
 def _sentence(what: str, value: Any, kind: str, context: dict[str, Any], fallback: str) -> str:

@@ -1,1 +1,1 @@
-"""Files by which a worker's agent and its training processes talk to each other."""
+"""Files through which a worker's agent and its training processes communicate."""

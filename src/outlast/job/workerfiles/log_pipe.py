@@ -1,5 +1,5 @@
-"""The output of a worker, which goes to its log through a pipe of the agent. A full disk then costs log lines, not the training:
-a process that writes to the log itself dies of ENOSPC in the middle of a print.
+"""The output of a worker, which goes to its log through a pipe of the agent. So a full disk costs log lines and not the training:
+a process that writes to the log itself would die of ENOSPC in a print.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 _RECENT = 4096
 _EARLY = 1 << 20
-"""Bytes that are kept for `keep`."""
+"""Most bytes that are retained for `keep`."""
 TAIL_LINES = 20
 TAIL_BYTES = 2048
 """Limit of a tail, which travels in reports. Equal to Kubernetes' limit of a termination message from a log."""
@@ -27,9 +27,9 @@ _TAIL_S = 0.5
 
 
 class Output:
-    """Copies the output of this process and its children to its log, which is the present standard output.
+    """Copies the output of this process and its children to its log, the current standard output.
 
-    In pods that is the container's log, and the log in the job's output is a copy: `keep` gives its path, once that is known.
+    In pods that is the container's log, and the log in the job's output is a copy: `keep` sets its path once that is known.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Output:
         self.written = 0
         """Bytes so far."""
         self.recent = b""
-        """The end of what was written, see `saves.last_step`."""
+        """The end of the output so far, see `saves.last_step`."""
         self._copy_to: int | None = None
         self._log = os.dup(1)
         self._pipe, write = os.pipe()
@@ -95,7 +95,7 @@ class Output:
 
 
 def size(log: Path) -> int:
-    """Bytes of a log; 0 when it is not there."""
+    """Bytes of a log; 0 if there is none."""
     try:
         return log.stat().st_size
     except OSError:
@@ -110,10 +110,12 @@ def tail(log: Path, line: str, *, since: int = 0, prefix: str = "") -> str:
     """
     deadline = time.monotonic() + _TAIL_S
     while True:
-        said = _end(log, since)
-        before, found, _ = said.rpartition(line.encode(errors="backslashreplace"))
-        if found or time.monotonic() > deadline:
-            return _last(before if found else said, prefix.encode())
+        text = _end(log, since)
+        before, match, _ = text.rpartition(line.encode(errors="backslashreplace"))
+        if match or time.monotonic() > deadline:
+            text = before if match else text
+            lines = [each for each in text.splitlines() if each.startswith(prefix.encode())][-TAIL_LINES:]
+            return b"\n".join(lines)[-TAIL_BYTES:].decode(errors="ignore")  # the first character may be cut in two
         time.sleep(0.005)
 
 
@@ -124,11 +126,6 @@ def _end(log: Path, since: int) -> bytes:
             return file.read()
     except OSError:
         return b""
-
-
-def _last(said: bytes, prefix: bytes) -> str:
-    lines = [line for line in said.splitlines() if line.startswith(prefix)][-TAIL_LINES:]
-    return b"\n".join(lines)[-TAIL_BYTES:].decode(errors="ignore")  # the first character may be cut in two
 
 
 def _write(file: int, data: bytes) -> None:

@@ -17,18 +17,18 @@ from outlast.base import files
 
 
 def write(path: Path, kind: str, reason: str, deadline: float, *, generation: int = 0) -> None:
-    """Request it. `deadline` is in seconds since the epoch; training that has not left by then is killed."""
+    """Write a notice. `deadline` is in seconds since the epoch; training that has not left by then is killed."""
     until = time.monotonic() + deadline - time.time()
-    said = {"kind": kind, "reason": reason, "generation": generation, "deadline": deadline, "until": until}
-    files.replace(path, json.dumps(said))
+    notice = {"kind": kind, "reason": reason, "generation": generation, "deadline": deadline, "until": until}
+    files.replace(path, json.dumps(notice))
 
 
 def left_s(path: Path) -> float:
-    """Seconds until the deadline, by the clock that all processes of a machine share and nobody sets; infinity without one."""
-    said = read(path)
-    if "until" in said:
-        return max(0.0, float(said["until"]) - time.monotonic())
-    return max(0.0, float(said["deadline"]) - time.time()) if "deadline" in said else math.inf  # of an earlier version
+    """Seconds until the deadline, by the monotonic clock that all processes of a machine share; infinity without one."""
+    notice = read(path)
+    if "until" in notice:
+        return max(0.0, float(notice["until"]) - time.monotonic())
+    return max(0.0, float(notice["deadline"]) - time.time()) if "deadline" in notice else math.inf  # of an earlier version
 
 
 def read(path: Path) -> dict[str, Any]:

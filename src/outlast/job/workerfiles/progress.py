@@ -21,7 +21,7 @@ _PULSE_SIZE = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """One record: which process, in which phase, at which step, when."""
+    """One record: process, phase, step and time."""
 
     generation: int
     rank: int
@@ -29,11 +29,11 @@ class Progress:
     """started | open | restore | first step | train | save | done"""
     step: int = 0
     steps: int | None = None
-    """Total steps of the run, when known."""
+    """Total steps of the run, if known."""
     committed: int = 0
     """Step of the newest committed checkpoint that this process knows of."""
     bytes: int = 0
-    """Its size, when known."""
+    """Its size, if known."""
     snapshot: int = 0
     """Step of the newest complete snapshot in memory; 0: none."""
     every: int = 0
@@ -44,7 +44,7 @@ class Progress:
     started: int = 0
     """Start time of the process in clock ticks since the boot (proc(5)), since pids are reused. 0: unknown."""
     attempt: int = 0
-    """Which start of its generation's processes it belongs to, `contract.Env.ATTEMPT`."""
+    """Its `contract.Env.ATTEMPT`."""
     time: float = 0.0
     """Time of the write, seconds since the epoch. For people only; silence is measured by the agent's clock."""
 
@@ -65,7 +65,7 @@ class Writer:
         with contextlib.suppress(OSError):
             try:
                 os.pwrite(self._fd, line.ljust(_SIZE), 0)
-            except OSError:  # a full disk: better none than that of an earlier process, which readers would believe
+            except OSError:  # a full disk: better none than an earlier process's record, which readers would trust
                 os.ftruncate(self._fd, 0)
 
     def close(self) -> None:
@@ -74,18 +74,17 @@ class Writer:
 
 
 def _opened(path: Path) -> int:
-    """A descriptor for writing; where the disk takes no file, of one that keeps nothing."""
+    """A descriptor for writing; of /dev/null if the disk takes no file."""
     with contextlib.suppress(OSError):
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     return os.open(os.devnull, os.O_RDWR)
 
 
 def read(directory: Path, local_rank: int) -> Progress | None:
-    """The newest record, or None if there is none yet, or it is being replaced at this moment."""
+    """The newest record; None if there is none yet, or it is being replaced at this moment."""
     try:
-        text = (directory / contract.PROGRESS.format(local_rank=local_rank)).read_bytes()
-        said = json.loads(text)
-        return Progress(**{field.name: said[field.name] for field in dataclasses.fields(Progress) if field.name in said})
+        record = json.loads((directory / contract.PROGRESS.format(local_rank=local_rank)).read_bytes())
+        return Progress(**{field.name: record[field.name] for field in dataclasses.fields(Progress) if field.name in record})
     except (OSError, ValueError, TypeError):
         return None
 
@@ -120,16 +119,16 @@ class Pulse:
     pid: int
     started: int
     fd: int
-    """Its descriptor for this file, which a program does not have that the process becomes (execv)."""
+    """Its descriptor for this file; a program started by execv in its place does not have it."""
     looks: int
     """Number of heartbeats. While it does not grow, the process cannot run Python."""
     moves: int
     """Heartbeats at which the main thread had moved, or waited for a rank that did."""
     where: str = ""
-    """Where it stands, or all ranks if none moves: `rank 0 is in run.save(20) (train.py:20), rank 1 is in ...`. Empty while it
-    moves."""
+    """Its position in the code, or that of all ranks if none moves: `rank 0 is in run.save(20) (train.py:20), rank 1 is in ...`.
+    Empty while it moves."""
     alone: int = 0
-    """Processes of its world, while it has joined no process group with them."""
+    """Number of processes of its world as long as it has not joined a process group with them; else 0."""
 
 
 class Beat:
@@ -151,8 +150,8 @@ def pulse(directory: Path, local_rank: int) -> Pulse | None:
     """The newest heartbeat of the process that still writes this file; None if there is none."""
     try:
         path = directory / contract.PULSE.format(local_rank=local_rank)
-        said = json.loads(path.read_bytes())
-        found = Pulse(**{field.name: said[field.name] for field in dataclasses.fields(Pulse) if field.name in said})
-        return found if os.path.samefile(f"/proc/{found.pid}/fd/{found.fd}", path) else None
+        fields = json.loads(path.read_bytes())
+        newest = Pulse(**{field.name: fields[field.name] for field in dataclasses.fields(Pulse) if field.name in fields})
+        return newest if os.path.samefile(f"/proc/{newest.pid}/fd/{newest.fd}", path) else None
     except (OSError, ValueError, TypeError):
         return None

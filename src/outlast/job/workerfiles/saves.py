@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _FILE = re.compile(r"(.+?)\.(?:pth\.tar|ckpt|pt|pth|pkl|npz|bin|safetensors|tar)", re.IGNORECASE)
 _STEP = re.compile(r"(?<![a-z])(?:global_?)?(?:step|iter(?:ation)?)s?[-_=.]?(\d{1,15})(?![\da-z])", re.IGNORECASE)
 _TRAINER = re.compile(r"checkpoint-(\d{1,15})")
-"""A directory of the Hugging Face Trainer; a file of that name may have the number of its epoch."""
+"""A directory of the Hugging Face Trainer; in a file of that name the number may be an epoch."""
 _WORD = re.compile(
     r"(?<![a-z])(?:checkpoint|ckpt|chkpt|snapshot|last|latest|resume|epoch|train(?:er|ing)?_state)(?![a-z])", re.IGNORECASE
 )
@@ -32,8 +32,8 @@ _DEPTH = 4
 
 def step_of(directory: str) -> int | None:
     """The step in the name of a checkpoint's directory: 140 of `checkpoint-140`, 500 of `global_step500`."""
-    found = _TRAINER.fullmatch(directory) or (None if _FILE.fullmatch(directory) else _STEP.search(directory))
-    return int(found[1]) if found else None
+    match = _TRAINER.fullmatch(directory) or (None if _FILE.fullmatch(directory) else _STEP.search(directory))
+    return int(match[1]) if match else None
 
 
 def step_of_file(name: str) -> tuple[bool, int | None]:
@@ -75,13 +75,13 @@ def newest(directory: Path, since: float) -> SavedStatus | None:
                         written = entry.stat().st_mtime
                     if written >= since and (best is None or (written, step or 0) > (best.time, best.step or 0)):
                         best = SavedStatus(name=above + name, step=step, time=written)
-        except OSError:  # it is being removed, or replaced
+        except OSError:  # the entry is being removed or replaced
             continue
     return best
 
 
 def sentence(saved: SavedStatus | None, now: float) -> str:
-    """A sentence on a plain script's checkpoints, of which only files are known."""
+    """A sentence on a plain script's checkpoints, guessed from its files."""
     if saved is None:
         return "no file that looks like a checkpoint is in the output; the script saves by itself"
     step = "" if saved.step is None or str(saved.step) in saved.name else f" of step {saved.step}"
@@ -89,21 +89,22 @@ def sentence(saved: SavedStatus | None, now: float) -> str:
 
 
 class Logged(NamedTuple):
-    """A step as a line of a log tells it."""
+    """A step in a line of a log."""
 
     step: int
     steps: int | None = None
-    """Total steps that the line counts to."""
+    """Total steps in the line."""
     epoch: int | None = None
-    """Whose steps they are, UNNAMED if the line does not say; None: steps of the run."""
+    """The epoch whose steps are counted, UNNAMED if the line does not name it; None: steps of the run are counted."""
 
 
 UNNAMED = -1
 
 
 def begun_anew(before: SavedStatus | None, reached: Logged, now: Logged, first: Logged | None) -> str:
-    """A warning that a restarted script trains from the beginning: `now`, the first step of its new process, is near the first of
-    the run, while it had `reached` a later one. Empty if that is not so, or not certain. `before` is what it had saved."""
+    """A warning that a restarted script trains from the beginning: `now`, the first step of its new process, is near the first
+    step of the run, although it had `reached` a later one. Empty if it does not, or if that is uncertain. `before` is the
+    checkpoint that it had saved."""
     begin = first or Logged(0, None, None if now.epoch is None else 0)
     epochs = [each.epoch for each in (begin, now, reached)]
     if UNNAMED in epochs or len({epoch is None for epoch in epochs}) > 1:
@@ -119,8 +120,8 @@ def begun_anew(before: SavedStatus | None, reached: Logged, now: Logged, first: 
     return f"after its restart the script began again at {_place(now)}, before it was at {_place(reached)}{there}: {remedy}"
 
 
-def _place(said: Logged) -> str:
-    return f"step {said.step}" if said.epoch is None else f"epoch {said.epoch}, step {said.step}"
+def _place(logged: Logged) -> str:
+    return f"step {logged.step}" if logged.epoch is None else f"epoch {logged.epoch}, step {logged.step}"
 
 
 def alone(processes: int) -> str:
@@ -133,7 +134,7 @@ _NUMBER = r"(\d{1,3}(?:,\d{3})+|\d{1,15})"
 _NAMED = r"(?<![a-z_])(?:global[_ ]?)?(?:step|iter(?:ation)?)['\"]?"
 _RANK = r"(?:\[rank \d+\] )?\s*"
 _EPOCH = r"(?<![a-z_])epoch['\"]?\s*[:=#]?\s*\[?\s*\d{1,6}(?![\d.]*\d)"
-_SAID = tuple(
+_PATTERNS = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
         rf"{_NAMED}s?\s*(?:[:=#]\s*|\s)\[?\s*{_NUMBER}\s*(?:/|of)\s*{_NUMBER}(?![\d.]*\d)",
@@ -149,35 +150,35 @@ _EMPTY = re.compile(r"\b0%\||[━╸╺]\s*0/")
 _LINES = re.compile(r"[\r\n]+")
 _COLOR = re.compile(r"\x1b\[[\d;]*m")
 _LINE = 400
-"""Characters of a line that are searched; steps are near its beginning."""
+"""Most characters of a line that are searched; steps are near its beginning."""
 
 
 def step_in(line: str) -> Logged | None:
-    """The step in a line of a log, and the total if it is there: of an epoch, if one is named before it."""
+    """The step in a line of a log, with the total if it is there, and the epoch if one is named before it."""
     plain = _COLOR.sub("", line[:_LINE])
-    for pattern in _SAID:
-        if found := pattern.search(plain):
-            step, total = (int(group.replace(",", "")) if group else None for group in found.groups())
+    for pattern in _PATTERNS:
+        if match := pattern.search(plain):
+            step, total = (int(group.replace(",", "")) if group else None for group in match.groups())
             if step is not None and (total is None or 0 < total >= step):
-                epoch = re.search(_EPOCH, plain[: found.start(1)], re.IGNORECASE)
+                epoch = re.search(_EPOCH, plain[: match.start(1)], re.IGNORECASE)
                 return Logged(step, total, int(re.sub(r"\D", "", epoch[0])) if epoch else None)
     return None
 
 
 def last_step(text: str, before: Logged | None) -> Logged | None:
-    """What the last line of a log that has a step tells; `before` if none has. A progress bar with a smaller total than before is
+    """The step in the last line of a log that has one; `before` if none has. A progress bar with a smaller total than before is
     another one, such as an evaluation's; a counter that falls begins again with each epoch."""
     for line in reversed(_LINES.split(text)):
-        said = step_in(line)
-        if said is None or (before and before.steps and said.steps and said.steps < before.steps):
+        logged = step_in(line)
+        if logged is None or (before and before.steps and logged.steps and logged.steps < before.steps):
             continue
-        if before and said.epoch is None:
-            falls = said.steps == before.steps and (said.step < before.step or before.epoch == UNNAMED)
-            return Logged(said.step, said.steps or before.steps, UNNAMED if falls else None)
-        return said
+        if before and logged.epoch is None:
+            falls = logged.steps == before.steps and (logged.step < before.step or before.epoch == UNNAMED)
+            return Logged(logged.step, logged.steps or before.steps, UNNAMED if falls else None)
+        return logged
     return before
 
 
 def first_step(text: str) -> Logged | None:
-    """What the first line of a log that has a step tells. An empty bar tells none: one that goes on begins so, too."""
-    return next((said for line in _LINES.split(text) if not _EMPTY.search(line) and (said := step_in(line))), None)
+    """The step in the first line of a log that has one. Empty progress bars do not count: a resumed one begins empty, too."""
+    return next((logged for line in _LINES.split(text) if not _EMPTY.search(line) and (logged := step_in(line))), None)

@@ -1,7 +1,7 @@
-"""What fits into the time that an interrupted worker has left, and what is skipped. Pure.
+"""The division of an interrupted worker's remaining time. Pure.
 
-The agent divides the time between the training and the last upload (`for_training`), and the training asks whether another save
-fits (`too_late_to_save`). Durations are those of the last save and the last upload; one that is not known yet is assumed.
+The agent divides it between training and the last upload (`for_training`), and training checks whether another save fits
+(`too_late_to_save`). Durations are those of the last save and the last upload, with an assumption for the first upload.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import TypedDict
 
 END_S = 2.0
-"""What the end of the processes and the upload of the log take, at most."""
+"""Most time for the end of the processes and the upload of the log."""
 UPLOAD_S = 30.0
-"""Assumed for the last upload while none has been measured; as `contract.Pod.LAST_PUSH_S`."""
+"""Assumed duration of the last upload while none has been measured; as `contract.Pod.LAST_PUSH_S`."""
 MARGIN = 1.5
-"""The last upload is given this many times what the one before took."""
+"""Ratio of the time reserved for the last upload to the duration of the previous one."""
 
 
 class Share(TypedDict):
-    """What the division depends on, see `for_training`."""
+    """Arguments of `for_training`."""
 
     stored: bool
     upload_s: float | None
@@ -26,8 +26,8 @@ class Share(TypedDict):
 def for_training(left_s: float, *, stored: bool, upload_s: float | None = None) -> float:
     """Seconds that training may use for its step and its save, of `left_s` until the machine is gone.
 
-    The rest is for the last upload, where the output is `stored` elsewhere: as long as the last one took, `upload_s`, and a
-    margin, but never more than half, since what was not saved cannot be uploaded.
+    If the output is `stored` elsewhere, the rest is for the last upload: the duration of the previous one, `upload_s`, and a
+    margin, but never more than half, since unsaved state cannot be uploaded.
     """
     rest_s = END_S
     if stored:
@@ -36,7 +36,7 @@ def for_training(left_s: float, *, stored: bool, upload_s: float | None = None) 
 
 
 def divided(left_s: float, *, stored: bool, upload_s: float | None = None) -> str:
-    """The same as a sentence."""
+    """The result of `for_training` as a sentence."""
     training_s = for_training(left_s, stored=stored, upload_s=upload_s)
     rest_s = left_s - training_s
     if not stored:
@@ -46,10 +46,10 @@ def divided(left_s: float, *, stored: bool, upload_s: float | None = None) -> st
 
 
 def too_late_to_save(left_s: float, save_s: float | None, running_s: float = 0.0) -> str:
-    """Why another save does not fit into `left_s`; empty if it may.
+    """Why another save does not fit into `left_s`; empty if it may fit.
 
-    `save_s` is what the last one took at least, None while none was measured: then it is tried. `running_s` is what a save in
-    progress still takes, which has to end first.
+    `save_s` is the minimum duration of the last one; None if none was measured: then it is tried. `running_s` is the remaining
+    time of a save in progress, which has to end first.
     """
     if save_s is None or running_s + save_s <= left_s:
         return ""
@@ -58,7 +58,7 @@ def too_late_to_save(left_s: float, save_s: float | None, running_s: float = 0.0
 
 
 def too_late_to_upload(left_s: float, upload_s: float | None) -> str:
-    """Why the last upload will not be complete after `left_s`; empty if it may."""
+    """Why the last upload will not be complete after `left_s`; empty if it may be."""
     if upload_s is None or upload_s <= left_s:
         return ""
     return f"the last upload of a checkpoint took {upload_s:.0f} s, and {left_s:.0f} s are left: this one may not be complete"
