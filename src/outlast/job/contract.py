@@ -195,7 +195,7 @@ RESERVED_ENV = re.compile(
 
 _S3_KEYS = "--from-literal=AWS_ACCESS_KEY_ID=... --from-literal=AWS_SECRET_ACCESS_KEY=..."
 S3_SECRET = f"kubectl create secret generic s3 {_S3_KEYS}, and secrets: [{{name: s3}}] in the job file"
-"""How pods get credentials for S3 if their nodes have no role."""
+"""The way for pods to get credentials for S3 if their nodes have no role."""
 
 
 class Pod:

@@ -49,7 +49,7 @@ class Failure:
         """The failed start of processes; failures are counted in this order, one for each start."""
         return self.generation, self.attempt
 
-    def told(self, *, but: Collection[str] = ()) -> dict[str, Any]:
+    def document(self, *, but: Collection[str] = ()) -> dict[str, Any]:
         """As a document for a status: fields that have a value, without internal ones and those named in `but`."""
         names = (each.name for each in dataclasses.fields(self) if each.metadata is not _INTERNAL and each.name not in but)
         return {name: value for name in names if (value := getattr(self, name)) is not None}

@@ -1,4 +1,4 @@
-"""Who trains together: the decision (`world`), the transports that carry it, and torchrun's door to it (`handler`)."""
+"""Rendezvous: the decision which workers train together (`world`), the transports that carry it, and torchrun's handler."""
 
 from __future__ import annotations
 

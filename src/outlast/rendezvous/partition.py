@@ -1,4 +1,4 @@
-"""Which members of a world are lost when some of them do not hear others. Pure.
+"""Decides which members of a world are lost when some of them do not hear others. Pure.
 
 Members watch one another (`rendezvous.mesh`) and report the peers that they do not hear. A pair of members is *broken* if one
 does not hear the other: training stands still, as every step needs every pair. `decide` picks the members to remove so that no

@@ -264,7 +264,7 @@ class Timeline:
         if all(incident.lost is not self._lost for incident in self._open):
             self._lost = None
 
-    # What the launcher says
+    # Events of the launcher
 
     def _on_resumed(self, t: int, event: Event) -> None:
         self._rests()
@@ -377,7 +377,7 @@ class Timeline:
             self.finished = None
         self._rests()
 
-    # What an agent says
+    # Events of agents
 
     def _on_hang(self, t: int, event: Event) -> None:
         self.hangs += 1
@@ -420,7 +420,7 @@ class Timeline:
     def _on_chaos(self, t: int, event: Event) -> None:
         self._fault = t if self._fault is None else self._fault
 
-    # What the training says
+    # Events of training
 
     def _on_snapshots(self, t: int, event: Event) -> None:
         if self._current(event, t):

@@ -139,7 +139,7 @@ class Rendezvous(Checked):
     """How the workers find each other and agree on a world."""
 
     backend: contract.Backend = "auto"
-    """What coordinates the rendezvous. `auto`: the launcher on this machine; in a cluster the operator, or worker 0 where there
+    """The coordinator of the rendezvous. `auto`: the launcher on this machine; in a cluster the operator, or worker 0 where there
     is no operator. `etcd`: a worker elected through an etcd v3, where there is no operator. `c10d`: worker 0."""
     endpoint: fields.Endpoint | None = None
     """Address of etcd: `etcd:2379`, `https://etcd:2379/prefix`, several separated by commas. Credentials come from the variables
@@ -166,8 +166,8 @@ class Checkpoint(Checked):
     best: fields.Whole = 0
     """How many of the best checkpoints to keep, besides the newest."""
     by: Annotated[str, fields.Pattern(r"\S.*\S|\S?", "must be the name of a value that the script logs", 200)] = ""
-    """What says how good a checkpoint is: a value that the script logs, such as `val_loss`. The last one logged when it is saved
-    counts, unless the script gives `run.save(step, metric=...)` one."""
+    """The metric by which checkpoints are compared: a value that the script logs, such as `val_loss`. The last one logged before
+    the save counts, unless the script passes one to `run.save(step, metric=...)`."""
     mode: Literal["min", "max"] = "min"
     """Whether the lowest or the highest value is best."""
     memory: fields.SnapshotMemory = "auto"
@@ -175,8 +175,8 @@ class Checkpoint(Checked):
     pod grows by it. `auto` uses up to a quarter of what a worker may use, and leaves a tenth free. With `kubectl apply`, quote
     `"off"`."""
     replicas: Annotated[int, Field(strict=True, ge=0, le=MOST_REPLICAS)] = 1
-    """How many other workers hold a replica of what only one rank has, such as shards of FSDP: so many may be lost at once
-    without reading a checkpoint. 0 to 3. Needs no memory for what every rank has, as with DDP."""
+    """Number of other workers that hold a replica of state that only one rank has, such as shards of FSDP: so many may be lost at
+    once without reading a checkpoint. 0 to 3. Needs no memory for what every rank has, as with DDP."""
 
     @property
     def reserved(self) -> int:
@@ -254,7 +254,7 @@ class Environment(Checked):
 
 
 class Compile(Checked):
-    """What compilers make of the model: `torch.compile`, Triton, those for Trainium."""
+    """The programs that compilers make of the model: `torch.compile`, Triton, those for Trainium."""
 
     cache: fields.Flag = False
     """Whether to keep it in `<output>/.compiled/` for all jobs of that output. Each worker fetches it before training and uploads
@@ -489,7 +489,7 @@ class Spec(Checked):
         brought |= {f"/models/{model.name}" for model in self.models if local(model.from_)}
         first: dict[str, Place] = {}
         for place, to in mounts:
-            # What is a directory here may be a volume in pods.
+            # A directory on this machine may be a volume in pods.
             key = f"volume {to}" if place[0] == "volumes" and to in brought else to
             if first.setdefault(key, place) != place:
                 yield (

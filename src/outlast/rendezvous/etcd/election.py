@@ -368,7 +368,7 @@ class Term(coordinator.Coordinator):
         self._tokens = tuple(self._seen[id][0] for id in new.members)
 
     def failed(self, failure: Failure) -> None:
-        self._failure = failure.told(but=("traceback",))
+        self._failure = failure.document(but=("traceback",))
         if failure.traceback:
             self._effects.append(lambda: self._config.events.say(failure.traceback))
 

@@ -125,7 +125,7 @@ def count(
     members = known.world.members if known.world else ()
     failure, verdict = judging.judge(failure, raised, budget, rec.now - ago_s, pending=pending, members=members)
     rec.update(failure=kept(rec, failure, node))
-    told = {key: value for key, value in failure.told().items() if key in ("generation", "worker", "rank", "code", "step")}
+    told = {key: value for key, value in failure.document().items() if key in ("generation", "worker", "rank", "code", "step")}
     told |= {"reason": failure.reason, "counted": failure.counted}
     rec.note("failure", **told, repaired=past.attempt if past else None)
     if isinstance(verdict, restarts.Stop):
@@ -146,7 +146,7 @@ def kept(rec: Reconcile, failure: Failure, node: str) -> Document:
     pod = rec.pod(failure.worker)
     words = failure.log_tail or (pod.log_tail if pod is not None else "")
     empty = {name for name in ("cause", "attempt") if not getattr(failure, name)}
-    return {**failure.told(but={"log_tail", *empty}), "node": node, **({"logTail": words} if words else {})}
+    return {**failure.document(but={"log_tail", *empty}), "node": node, **({"logTail": words} if words else {})}
 
 
 def cover_others(rec: Reconcile, generation: int) -> None:
