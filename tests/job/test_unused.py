@@ -74,7 +74,7 @@ READ = {
     "interruption.grace": ("worker/agent/agent.py: interruption.grace", "kubernetes/manifests/pods.py: interruption.grace"),
     "hang.limit": ("worker/agent/agent.py: hang.limit", "worker/agent/agent.py: hang.limit"),
     "scheduling.queue": (None, "kubernetes/manifests/labels.py: .queue"),
-    "scheduling.gang": (None, "kubernetes/manifests/gang.py: .gang"),
+    "scheduling.gang": (None, "kubernetes/manifests/scheduling/gang.py: .gang"),
     "scheduling.priority_class_name": (None, "kubernetes/manifests/scheduling/placement.py: .priority_class_name"),
     "scheduling.spot": (None, "kubernetes/manifests/scheduling/placement.py: .spot"),
     "scheduling.worker0": (None, "kubernetes/manifests/scheduling/placement.py: .worker0"),
