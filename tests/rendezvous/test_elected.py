@@ -129,6 +129,8 @@ def test_what_is_written_is_read_again() -> None:
         ((1.0, 2, None),), {"worker": 1, "code": 1, "reason": "it failed"}, 2, {"token": "it is lost"}, ((3, 1.5, 1),),
     )  # fmt: skip
     assert schema.Published.loads(said.dumps()) == said
+    names = {"born", "before", "terms", "floor", "judged"}
+    assert names <= json.loads(said.dumps()).keys(), "members of other versions read these"
     assert schema.Leader.loads(schema.Leader("t", "h", 3, "w").dumps()) == schema.Leader("t", "h", 3, "w")
 
 
