@@ -411,7 +411,7 @@ RULES: tuple[Callable[[_Situation], Decision | None], ...] = (
 """The first rule that returns a decision wins. Rules after `forming` are reached only while a world trains."""
 
 
-# How a world is formed
+# Forming a world
 
 
 def _coming(s: _Situation) -> tuple[Sequence[Member], float | None]:

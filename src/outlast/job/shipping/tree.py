@@ -179,7 +179,7 @@ def without_credentials(withheld: Collection[str]) -> str:
 
 
 def bring_back(names: Collection[str]) -> str:
-    """How to include a file that was left out."""
+    """The remedy for a file that was left out."""
     return f"!{min(names).rpartition('/')[2]} in .outlastignore brings it back"
 
 

@@ -356,7 +356,7 @@ class Tracking(Checked):
             )
 
     def variables(self) -> dict[str, str]:
-        """The same as environment variables of the workers, see `tracking.wanted`."""
+        """These fields as environment variables of the workers, see `tracking.wanted`."""
         return {
             **({contract.Env.TENSORBOARD: "1"} if self.tensorboard else {}),
             **({contract.Env.MLFLOW: self.mlflow} if self.mlflow else {}),

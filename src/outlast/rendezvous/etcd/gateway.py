@@ -63,7 +63,7 @@ _NO_ETCD = {
     f"this port (enable-grpc-gateway, --listen-client-http-urls); {_EXPECTED}",
     b"": f"answers a request of v3 with HTTP {{status}}, which no etcd does; {_EXPECTED}",
 }
-"""The same for answers that are not JSON, by their status and body."""
+"""Errors for answers that are not JSON, by a part of their status and body."""
 OPTIONS = {
     "prefix": Env.ETCD_PREFIX,
     "cacert": Env.ETCD_CACERT,

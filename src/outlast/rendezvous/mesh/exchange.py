@@ -1,4 +1,4 @@
-"""How the members of a world learn each other's addresses in the mesh: through the store of the world, in a separate thread.
+"""Exchange of the members' addresses in the mesh, through the store of the world, in a separate thread.
 
     outlast/mesh/<rank>     host:port of that rank's mesh
 
