@@ -100,7 +100,6 @@ class Calls:
         return [float(number) for number in sums[: len(first)]]
 
     def leave(self) -> None:
-        """Announce the end of this rank's session."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError):  # the rank that serves the store has left already
                 self._store.set(f"outlast/left/{self._rank}", place())

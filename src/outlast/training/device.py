@@ -91,11 +91,9 @@ class Device:
         self._module.manual_seed(seed)
 
     def random_state(self) -> Any:
-        """State of the current device's random number generator."""
         return self._module.get_rng_state()
 
     def set_random_state(self, state: Any) -> None:
-        """Restore what `random_state` returned."""
         self._module.set_rng_state(state)
 
     def synchronize(self) -> None:

@@ -69,7 +69,6 @@ def last(path: Path, name: str, step: int) -> float | None:
 
 _BLOCK = 1 << 20
 _MOST_RECENT = 1 << 20
-"""Most bytes of lines in a snapshot."""
 _MOST = 64 << 20
 """Most bytes of lines that go to other disks with one save."""
 
@@ -185,7 +184,6 @@ class Screen:
     """Prints logged values from time to time: `outlast: step 40 of 1280: loss 0.693`."""
 
     EVERY_S = 10.0
-    """Minimum interval of lines; arbitrary."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
@@ -205,7 +203,6 @@ class Screen:
             self.flush()
 
     def flush(self) -> None:
-        """Print the values that were not printed yet."""
         if self._values:
             total = f" of {steps}" if (steps := self._steps()) else ""
             self.say(f"step {self._step}{total}: " + ", ".join(f"{name} {value:.4g}" for name, value in self._values.items()))

@@ -47,7 +47,9 @@ def progress(step: int, total: int | None = None) -> None:
                 return
             _reported.pid = os.getpid()
             _reported.writer = Writer(Path(env[Env.STATE]), int(env.get("LOCAL_RANK", 0)))
-            _reported.ledger = _ledger(env[Env.LEDGER], env) if rank == 0 and Env.LEDGER in env else None
+            if rank == 0 and Env.LEDGER in env:
+                source = f"worker-{env.get(Env.WORKER, 0)}-process-{env.get('LOCAL_RANK', 0)}"
+                _reported.ledger = Ledger(Path(env[Env.LEDGER]), source)
             _reported.step = step - 1
         # A plain script stays in the phase `started`: it has not opened a session, so it reads no notices.
         _reported.writer.write(Progress(generation=generation, rank=rank, phase="started", step=step, steps=total))
@@ -62,7 +64,3 @@ def _whole(name: str, value: int) -> int:
         return operator.index(value)
     except TypeError:
         raise OutlastError(f"progress(): {name} ({value!r}) must be a whole number; pass int(...)") from None
-
-
-def _ledger(directory: str, env: os._Environ[str]) -> Ledger:
-    return Ledger(Path(directory), f"worker-{env.get(Env.WORKER, 0)}-process-{env.get('LOCAL_RANK', 0)}")

@@ -57,7 +57,6 @@ from outlast.worker.hangs import stall
 log = logging.getLogger("outlast")
 
 _OPENED = ("device", "_group", "_calls", "_disks", "_saver", "_saves", "_ledger", "_copy")
-"""Attributes set by `__enter__`."""
 _LAST_SAVE_S = 10.0
 """Timeout for the save in progress when a process ends by an exception; arbitrary."""
 
@@ -330,7 +329,6 @@ class Session:
         return self._copy.even_out(self._disks, step)
 
     def _extra(self) -> dict[str, Any]:
-        """Rank 0's additional data in a snapshot."""
         lines = {"lines": self._copy.recent()} if self._disks.several else {}
         return {"unsaved_s": self._saves.unsaved_s, **lines}
 

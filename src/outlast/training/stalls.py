@@ -17,11 +17,9 @@ T = TypeVar("T")
 LEAST_S = 0.001
 """A shorter wait is the hand-over from the thread that reads ahead, not a stall."""
 _LOOK_S = 60.0
-"""Length of a period; arbitrary."""
 _MUCH = 0.2
 """Share of a period spent waiting that causes a warning; arbitrary."""
 _QUIET_S = 900.0
-"""Minimum interval of warnings; arbitrary."""
 
 
 class Waits(Protocol):
@@ -50,8 +48,6 @@ def timed(batches: Generator[T, None, None], reader: Waits) -> Iterator[T]:
 
 
 class Stalls:
-    """Measures the waits of one process, period by period."""
-
     def __init__(self, now: float) -> None:
         self._since = self._first = now
         self._waited = self._reported = 0.0

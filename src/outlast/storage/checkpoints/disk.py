@@ -107,7 +107,6 @@ class Commit:
 
     @property
     def size(self) -> int:
-        """Total bytes of the files."""
         return sum(file["size"] for file in self.files.values())
 
     @classmethod
@@ -191,7 +190,6 @@ def wrong_crc(name: str, crc: int, expected: Mapping[str, int]) -> str | None:
 
 
 def checksum(path: Path) -> int:
-    """The crc32 of a file."""
     crc = 0
     buffer = memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as file:

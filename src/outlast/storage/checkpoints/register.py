@@ -106,7 +106,6 @@ class Swapped:
         raise self._contended()
 
     def add(self, place: Place, generation: int, instead: Place | None = None) -> Latest:
-        """See `Register`."""
         for _ in range(_ATTEMPTS):
             latest, etag = _object(self.store)
             if latest and latest.run == self.run and latest.at(place.step) == place:
@@ -123,7 +122,6 @@ class Swapped:
         raise self._contended()
 
     def drop(self, places: Sequence[Place]) -> Latest | None:
-        """See `Register`."""
         for _ in range(_ATTEMPTS):
             latest, etag = _object(self.store)
             if latest is None or latest.run != self.run:
@@ -199,7 +197,6 @@ class Named:
         return dataclasses.replace(latest, generation=generation)
 
     def add(self, place: Place, generation: int, instead: Place | None = None) -> Latest:
-        """See `Register`."""
         for proposed in (True, False):
             latest = self._open(place, generation)
             if rules.refused(latest, place) or latest.at(place.step) not in (None, instead):
@@ -220,7 +217,6 @@ class Named:
         return content.latest
 
     def drop(self, places: Sequence[Place]) -> Latest | None:
-        """See `Register`."""
         latest = self.names().latest
         if latest is None:
             return None

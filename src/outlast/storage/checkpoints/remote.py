@@ -37,7 +37,6 @@ __all__ = ["Checkpoint", "Checkpoints", "Damaged", "Outcome"]
 
 _READING = "READING-"
 _AT_ONCE = 8
-"""COMMITs read in parallel."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,17 +51,14 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """The step after which it was saved."""
         return self.place.step
 
     @property
     def generation(self) -> int:
-        """The generation that saved it."""
         return self.place.generation
 
     @property
     def metric(self) -> Metric | None:
-        """Its metric, if known."""
         return self.commit.metric if self.commit else self.place.metric
 
     @property
@@ -79,7 +75,6 @@ class Outcome:
     """Committed; there already; too old to be kept; waiting for files that another machine has; damaged here."""
     reason: str
     missing: tuple[str, ...] = ()
-    """Files that are neither here nor in the store."""
 
     @property
     def done(self) -> bool:
@@ -365,12 +360,11 @@ class Checkpoints:
     def _being_read(self, entries: Iterable[Entry]) -> bool:
         """Whether one of these objects is a valid lease, by the store's clock."""
         renewed = [entry.modified for entry in entries if entry.key.rpartition("/")[2].startswith(_READING)]
-        return bool(renewed) and rules.being_read(renewed, self._clock())
-
-    def _clock(self) -> float:
-        key = f"{contract.CHECKPOINTS}/clock"
-        self.store.put(key, b"")
-        return self.store.head(key).modified
+        if not renewed:
+            return False
+        clock = f"{contract.CHECKPOINTS}/clock"
+        self.store.put(clock, b"")
+        return rules.being_read(renewed, self.store.head(clock).modified)
 
 
 def _present(place: Place) -> Outcome:

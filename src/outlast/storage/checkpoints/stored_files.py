@@ -20,7 +20,6 @@ from outlast.storage.store import Store
 _BLOCK = 8 << 20
 """Bytes read at a time to verify an object."""
 _AT_ONCE = 8
-"""Objects verified in parallel."""
 
 Progress = Callable[[int], None]
 """Gets the bytes transferred since the last call, from many threads."""
@@ -50,7 +49,6 @@ class Parts:
         return f"{contract.CHECKPOINTS}/{self.place.key}/{name}"
 
     def sizes(self) -> dict[str, int]:
-        """Sizes of the existing files by name."""
         entries = self.store.entries(f"{contract.CHECKPOINTS}/{self.place.key}")
         return {entry.key.removeprefix(self.key("")): entry.size for entry in entries}
 
@@ -161,7 +159,6 @@ class Parts:
                 raise Damaged(problem)
 
     def delete(self, keys: list[str]) -> None:
-        """Delete the files, `keys`."""
         self.store.delete([self.key(contract.COMMIT)])
         self.store.delete(keys)
 

@@ -22,11 +22,9 @@ from outlast.storage.store import Store
 
 ALIVE = "alive.json"
 BEAT_S = 30.0
-"""Interval of heartbeats."""
 DEAD_S = 120.0
 """TTL of a heartbeat: an owner without one for this long is dead."""
 LEFT_S = BEAT_S + 5.0
-"""TTL of a heartbeat by which a worker leaves."""
 _LOOK_S = 5.0
 """Poll interval while waiting for an owner's next heartbeat."""
 

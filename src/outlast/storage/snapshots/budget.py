@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple
 from outlast.base import units
 
 SNAPSHOTS = 2
-"""Snapshots that a worker holds at a time."""
 _SHARE = 4
 """`auto` uses 1/4 of the limit."""
 _FREE = 10

@@ -39,9 +39,7 @@ from outlast.storage.snapshots.parts import Damaged, Item, OutOfReach, Part
 _REPLY_S = 60
 """Timeout of our own agent's answers. Arbitrary."""
 _STATES = 16
-"""Publications that are remembered."""
 _BATCH = 1024
-"""Blocks in one request to a peer."""
 
 
 class NoMemory(OutlastError):
@@ -61,7 +59,6 @@ class Room:
 
     id: int
     view: memoryview
-    """The requested bytes."""
     whole: memoryview
     """The whole mapping, page-aligned: the same memory each time the room is used."""
 
@@ -114,7 +111,6 @@ class Client:
         _open.add(self)
 
     def room(self, nbytes: int, at: tuple[int, int], complete: tuple[int, int] = (0, 0)) -> Room:
-        """`rooms` for one part."""
         return self.rooms([nbytes], at, complete)[0]
 
     def rooms(self, sizes: Sequence[int], at: tuple[int, int], complete: tuple[int, int] = (0, 0)) -> list[Room]:

@@ -41,7 +41,6 @@ class Candidate:
 
     @property
     def parts(self) -> list[Part]:
-        """The parts to read, each once."""
         return [holders[0].part for holders in (*self.unique, *self.shared[0])]
 
     def __str__(self) -> str:

@@ -58,7 +58,6 @@ class File:
         return not self._whole[0]
 
     def clear(self) -> None:
-        """Invalidate the part in it."""
         os.pwrite(self.fd, bytes(parts.PAGE), 0)
 
     def finish(self, part: parts.Part, tail: bytes) -> None:

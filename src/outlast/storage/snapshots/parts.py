@@ -55,7 +55,6 @@ class Part:
     generation: int
     step: int
     world: int
-    """World size, in ranks."""
     rank: int
     worker: int
     """The worker whose rank wrote it; replicas are at others."""
@@ -63,7 +62,6 @@ class Part:
     local_ranks: int
     kind: Kind
     bytes: int = 0
-    """Size of the data."""
     items: int = 0
     digest: str = ""
     """Identity of the content, 8 hex digits; the agent computes it."""
@@ -85,7 +83,6 @@ class Part:
         return f"the {self.kind} part of rank {self.rank} of step {self.step} (generation {self.generation})"
 
     def json(self) -> dict[str, Any]:
-        """The part as a document."""
         return dict(vars(self))
 
     @classmethod
@@ -127,7 +124,6 @@ class Item:
     offsets: tuple[int, ...]
     """Index of the chunk's first element in the tensor."""
     chunk: tuple[int, ...]
-    """Shape of the chunk."""
     place: int
     """Offset in the data of the part, in bytes."""
     nbytes: int
@@ -193,12 +189,10 @@ def checked(index: Iterable[Item], part: Part) -> list[Item]:
 
 
 def rows(index: Sequence[Item]) -> list[list[object]]:
-    """An index as a document."""
     return [[item.key, item.dtype, item.size, item.offsets, item.chunk, item.place, item.nbytes] for item in index]
 
 
 def encoded(rows: Sequence[object]) -> bytes:
-    """`rows` as bytes of a tail."""
     return json.dumps(rows, separators=(",", ":")).encode()
 
 

@@ -66,8 +66,6 @@ _PROVE_S = 5.0
 
 
 class Port:
-    """Listens for other agents and ranks, a thread for each."""
-
     def __init__(self, rooms: Rooms, key: bytes, environ: Mapping[str, str]) -> None:
         self._rooms, self._key, self._environ = rooms, key, environ
         self._changed = threading.Condition()
@@ -92,7 +90,6 @@ class Port:
         threading.Thread(target=self._accept, name="outlast-snapshots-port", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening."""
         wire.close(self._listener)
 
     def _accept(self) -> None:

@@ -118,8 +118,6 @@ def rate(nbytes: int, interval_s: float | None) -> float:
 
 
 class Sender:
-    """Sends replicas."""
-
     def __init__(self, rooms: Rooms, key: bytes) -> None:
         self._rooms, self._key = rooms, key
         self._lock = threading.Lock()
@@ -181,7 +179,6 @@ class Sender:
                 connection.close()
 
     def close(self) -> None:
-        """Hang up."""
         with self._lock:
             for connection in (each for idle in self._idle.values() for each in idle):
                 connection.close()

@@ -31,11 +31,9 @@ class View:
 
     id: int
     size: int
-    """Bytes."""
     at: At | None = None
     """The snapshot whose part it holds or will hold, if any."""
     busy: bool = False
-    """Somebody writes or reads it."""
     replica: bool = False
     """It holds a part of another worker."""
 
@@ -113,7 +111,6 @@ class Room:
 
     id: int
     size: int
-    """Bytes."""
     at: At
     replica: bool
     file: memory.File = dataclasses.field(init=False)
@@ -139,8 +136,6 @@ class Room:
 
 
 class Rooms:
-    """All rooms of an agent."""
-
     def __init__(self, run: str, budget: int, headroom: Callable[[], int]) -> None:
         self.run, self.budget, self.headroom = run, budget, headroom
         self._rooms: dict[int, Room] = {}
@@ -247,7 +242,6 @@ class Rooms:
             room.part, room.index, room.tail, room.users = part, index, len(tail), room.users - 1
 
     def release(self, room: Room) -> None:
-        """End one use of a room."""
         with self._lock:
             room.users -= 1
             if room.stale and not room.users:
@@ -265,17 +259,15 @@ class Rooms:
         _free(dropped)
 
     def parts(self) -> list[Part]:
-        """The parts that can be opened here."""
+        """The parts that can be opened."""
         with self._lock:
             return [room.part for room in self._rooms.values() if room.part and not room.stale and not room.file.torn]
 
     def ids(self) -> list[int]:
-        """All rooms."""
         with self._lock:
             return list(self._rooms)
 
     def busy(self) -> list[int]:
-        """The rooms in use."""
         with self._lock:
             return [room.id for room in self._rooms.values() if room.users]
 

@@ -54,18 +54,14 @@ _SMALL = parts.BLOCK
 
 @dataclass(frozen=True)
 class Publication:
-    """A part that a rank has written."""
-
     room: Room
     part: Part
     index: list[Item]
     rows: bytes
     """The same, encoded."""
     to: tuple[str, ...]
-    """Addresses of the agents that get a replica."""
     complete: rooms.At
     rank: _Rank
-    """Gets reports of its state."""
 
 
 class Server:
@@ -105,7 +101,6 @@ class Server:
 
     @property
     def address(self) -> str:
-        """host:port of the data port."""
         return self._port.address
 
     def _accept(self) -> None:
@@ -165,8 +160,6 @@ class Server:
 
 
 class _Rank:
-    """The connection of one rank."""
-
     def __init__(self, server: Server, sock: socket.socket) -> None:
         self._server, self._rooms = server, server.rooms
         self._connection = wire.Connection(sock, longest=wire.INDEX)
@@ -255,7 +248,6 @@ class _Rank:
         self._server.publish(Publication(room, part, items, rows, tuple(to), complete, self))
 
     def report(self, part: Part, state: str) -> None:
-        """Send the rank the state of a part."""
         with contextlib.suppress(OSError):  # the rank has ended
             self._connection.send({"event": [part.kind, part.step, state]})
 

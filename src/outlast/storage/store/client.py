@@ -53,7 +53,6 @@ class _Root:
     scheme: str
     bucket: str
     raw: Any
-    """obstore's store."""
     slow_raw: Any = None
     """obstore's store with a longer read timeout, for large bodies on slow networks."""
     access: s3.Access | None = None
@@ -141,7 +140,6 @@ class Store:
         return self._entry(self._do("read", key, lambda: obstore.get(self._raw, path).meta))
 
     def get(self, key: str) -> bytes:
-        """The content of an object; raises Missing."""
         return self.read(key)[0]
 
     def read(self, key: str) -> tuple[bytes, Entry]:

@@ -31,7 +31,6 @@ PART = 16 << 20
 MAX_PARTS = 9_500  # S3 allows 10,000
 AT_ONCE = 8
 COPIED = 1 << 30
-"""Bytes per part of a copy in the store."""
 PIECE = 256 << 10
 """Bytes read and sent at once: the memory of a part, and the unit that must not time out on a slow line."""
 _ENCRYPTION = {
@@ -86,8 +85,6 @@ class Slice:
 
 @dataclass(frozen=True)
 class Upload:
-    """An object that is written by parts."""
-
     access: Access
     bucket: str
     key: str

@@ -38,8 +38,7 @@ class Direct:
         self._link = link
         self._local = threading.local()
         self._lock = threading.Lock()
-        self._open: list[_Connection] | None = []
-        """None: closed."""
+        self._open: list[_Connection] | None = []  # None: closed
         self._doubts = 0
 
     def fetch(self, key: str, file: int, start: int, end: int, whole: bool) -> int | None:

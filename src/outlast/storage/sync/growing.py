@@ -35,7 +35,6 @@ T = TypeVar("T")
 PART = 8 << 20
 """Largest part, in bytes: one request, and small enough for memory."""
 _AT_ONCE = 8
-"""Concurrent uploads of parts."""
 _PIECE = 1 << 20
 """Bytes of a part read at a time by `pieces`."""
 AHEAD = 32
@@ -130,7 +129,6 @@ class Sender:
         """Files that the last push could not read or send, with the reason."""
 
     def forget(self, path: str) -> None:
-        """Forget the parts of a file, since another sender may have added some."""
         self._parts.pop(path, None)
 
     def push(self, paths: Iterable[str], stop: threading.Event) -> int:
@@ -201,12 +199,12 @@ class Sender:
         return at or 0
 
     def _matching(self, file: int, size: int, parts: Sequence[Part]) -> int | None:
-        whole = (part for part, end in reversed(as_file(parts)) if end == part.end <= size)
-        return next((part.end for part in whole if self._same(file, part)), None)
-
-    def _same(self, file: int, part: Part) -> bool:
-        data = os.pread(file, part.size, part.start)
-        return len(data) == part.size and crc32.update(data) == part.crc32
+        for part, end in reversed(as_file(parts)):
+            if end == part.end <= size:
+                data = os.pread(file, part.size, part.start)
+                if len(data) == part.size and crc32.update(data) == part.crc32:
+                    return part.end
+        return None
 
 
 def fetch(store: Store, path: str, to: Path, stop: threading.Event | None = None) -> bool:

@@ -162,11 +162,9 @@ class State:
     """A local record of a tree and its place in a store, which saves requests."""
 
     place: str = ""
-    """The manifest's URL."""
     etag: str = ""
     """The etag of the manifest that `objects` came from; empty without one."""
     clean_before: int = 0
-    """As in the manifest."""
     checked: float = 0.0
     """Local time of the last listing of the store."""
     objects: dict[str, Object] = field(default_factory=dict)

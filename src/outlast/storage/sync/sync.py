@@ -58,7 +58,6 @@ class Report:
     """Result of a push or pull; with `dry_run`, of what it would do."""
 
     transferred: int = 0
-    """Files sent by a push, received by a pull."""
     bytes: int = 0
     unchanged: int = 0
     deleted: int = 0
@@ -77,7 +76,6 @@ class Options:
     """Options of both push and pull."""
 
     manifest: str = MANIFEST
-    """Key of the manifest."""
     skip: Callable[[str], bool] = lambda relative: False
     """Paths to leave alone on both sides."""
     delete: bool = False
@@ -87,7 +85,6 @@ class Options:
     dry_run: bool = False
     progress: Callable[[Progress], None] = lambda _: None
     stop: threading.Event | None = None
-    """Once set, Stopped is raised soon."""
 
 
 def push(
@@ -181,8 +178,6 @@ def pull(store: Store, target: Path, state: Path, options: Options = Options(), 
 
 
 class _Run:
-    """One push or pull between the directory `root` and a store."""
-
     def __init__(self, root: str, store: Store, file: states.StateFile, options: Options) -> None:
         self._root, self._store = root, store
         self._key, self._skip, self._progress, self._stop = options.manifest, options.skip, options.progress, options.stop
@@ -408,7 +403,6 @@ class _Run:
         self._state.checked = checked
 
     def save(self) -> None:
-        """Write the state if it is out of date."""
         if self._learned:
             objects = self._state.objects
             self._state.seen = {path: seen for path, seen in self._state.seen.items() if path in objects}
@@ -431,7 +425,6 @@ class _Meter:
             self._bytes += count
 
     def tick(self, *, last: bool = False) -> None:
-        """Report progress if due."""
         now = time.monotonic()
         if last or now - self._reported > _PROGRESS_S:
             self._reported = now

@@ -51,15 +51,12 @@ class Sent(NamedTuple):
 
 
 class Uploaded(NamedTuple):
-    """A file that was sent."""
-
     sent: Sent
     stat: Stat
     """The file's stat before reading."""
     read: int
     """Start of reading, nanoseconds since the epoch."""
     steady: bool
-    """It stayed unchanged while it was read."""
 
 
 class Download(NamedTuple):
@@ -75,8 +72,6 @@ class Download(NamedTuple):
 
 
 class Downloaded(NamedTuple):
-    """A downloaded file."""
-
     crc32: int
     stat: Stat
 

@@ -44,7 +44,6 @@ T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 _THREADS = 4
-"""Threads that fetch ahead; arbitrary."""
 _POLL_S, _LONGEST_POLL_S = 0.02, 0.2
 _TELL_S, _AGAIN_S = 10.0, 60.0
 """Wait before the first report, and between reports."""
@@ -137,7 +136,6 @@ class Fetched:
         return manifest
 
     def file(self, name: str) -> Path:
-        """A small file in the cache."""
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise OutlastError(f"{name!r} is not the name of a file beside the shards of {self.name}; correct it")
         path = self._home / "files" / _digest((self._home / MANIFEST).read_bytes()) / name
@@ -146,11 +144,9 @@ class Fetched:
         return path
 
     def hold(self, shard: Shard) -> tuple[Path, Held]:
-        """A shard in the cache, and the object that protects it there. Waits for the download."""
         return self._path(shard), self._patiently(shard.file, lambda: self._held(shard) or self._fetch(shard, True))
 
     def want(self, shards: Sequence[Shard], now: int) -> None:
-        """Announce the shards to be read next, the first `now` of them at once."""
         self.keeps, held = max(self.keeps, now), self._ahead_held
         for name in set(held) - {shard.sha256 for shard in shards}:
             held.pop(name, None)
@@ -186,7 +182,6 @@ class Fetched:
         return self._cache / "shards" / shard.sha256
 
     def _held(self, shard: Shard) -> Held | None:
-        """A shard that is in the cache; None if it is not."""
         try:
             held = Held(self._path(shard))
         except FileNotFoundError:

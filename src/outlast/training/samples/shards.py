@@ -38,14 +38,11 @@ Columns = dict[str, NDArray[Any]]
 
 
 class Place(Protocol):
-    """A location of shards."""
-
     name: str
     """The directory or URL; for messages."""
     keeps: int
     """Most shards to hold open at a time."""
     remote: bool
-    """True for a store."""
 
     def manifest(self) -> Manifest:
         """Read the manifest. Raises OutlastError."""
@@ -61,8 +58,6 @@ class Place(Protocol):
 
 
 class Directory:
-    """Shards in a directory."""
-
     keeps = _MAPPED
     remote = False
 

@@ -88,7 +88,7 @@ class Batch:
             pieces = ((pieces[0][0], 0.0),) * (self.most - len(pieces)) + pieces
         for number, (data, share) in enumerate(pieces, start=1):
             with _exchanging(net, number == len(pieces)):
-                yield (_moved(data, where) if where else data), share
+                yield (_changed(data, lambda tensor: tensor.to(where, non_blocking=True)) if where else data), share
 
 
 @contextlib.contextmanager
@@ -101,14 +101,6 @@ def _exchanging(net: Any, last: bool) -> Iterator[None]:
         if hasattr(net, "set_requires_gradient_sync"):  # FSDP2
             net.set_requires_gradient_sync(last)
         yield
-
-
-def _moved(data: Any, where: torch.device) -> Any:
-    return _changed(data, lambda tensor: tensor.to(where, non_blocking=True))
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _changed(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -374,8 +366,8 @@ class Stream:
     def _read(self, plans: Iterator[_Plan]) -> Generator[tuple[_Plan, tuple[tuple[Any, float], ...]], None, None]:
         accelerator = device.find()
         if arrays := self._arrays:
-            pin = accelerator.pin if self._prefetch else _as_it_is  # pinned in the thread that reads ahead
-            read = ((plan, tuple((_changed(arrays.take(part), pin), share) for part, share in plan.cuts)) for plan in plans)
+            change = accelerator.pin if self._prefetch else lambda tensor: tensor  # pinned in the thread that reads ahead
+            read = ((plan, tuple((_changed(arrays.take(part), change), share) for part, share in plan.cuts)) for plan in plans)
             yield from _ahead(read, self._prefetch) if self._prefetch else read
             return
         samples, collate = _Seeded(self._dataset, self.seed), self._collate
@@ -548,7 +540,6 @@ def begun(reader: Any) -> None:
 
 
 def loops() -> int:
-    """Number of loops over streams begun in this process."""
     return _loops
 
 

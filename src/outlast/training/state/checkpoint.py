@@ -462,7 +462,6 @@ def _optimizer_room(
 
 
 def _compare(source: str, state: State, targets: Flat, metadata: Metadata) -> None:
-    """Raise OutlastError if `state` does not fit the saved one."""
     saved = metadata.state_dict_metadata
     modules = [name for name, thing in state.items() if isinstance(thing, torch.nn.Module)]
     missing = sorted(key for key in targets if key not in saved)

@@ -23,7 +23,7 @@ _LARGE = 256 << 10
 _WORTH = 16 << 20
 """Least bytes for which threads are started; arbitrary: a thread takes 0.1 ms, this much takes one core 2 ms."""
 _MOST = 4
-"""Most threads; more do not make memory faster."""
+"""Most threads; more do not increase the bandwidth."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

@@ -26,10 +26,8 @@ from outlast.base import crc32
 from outlast.worker.hangs import stall
 
 BLOCK = 8 << 20
-"""Bytes sent at a time."""
 _MARK = ".disk-"
 _ABANDONED_S = 3600.0
-"""Age at which a mark is stale."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,6 @@ class Disks:
     """The disks of a world, in the order of their leaders; the first is rank 0's. Made by `find`."""
 
     by_rank: Sequence[int]
-    """Index of each rank's disk."""
     rank: int
     group: dist.ProcessGroup | None
     """All ranks."""
@@ -93,7 +90,6 @@ class Disks:
 
     @property
     def here(self) -> int:
-        """Index of this rank's disk."""
         return self.by_rank[self.rank]
 
     @property
@@ -163,7 +159,6 @@ class _End:
                 self._file = path.open("wb" if writes else "rb", buffering=0)
 
     def before(self, block: torch.Tensor) -> None:
-        """Read the block to send."""
         if not self._writes and self._file is not None and not self._problem:
             with self._noted():
                 memory = _bytes(block)
@@ -173,7 +168,6 @@ class _End:
                     self._problem = f"{self._part.name} has become shorter than {self._part.size} bytes"
 
     def after(self, block: torch.Tensor) -> None:
-        """Write a received block."""
         if self._writes and self._file is not None and not self._problem:
             with self._noted():
                 memory = _bytes(block)

@@ -188,12 +188,10 @@ class Reader(StorageReader):
 
     @property
     def near(self) -> int:
-        """Bytes read from our own agent."""
         return sum(part.near for part in self._parts)
 
     @property
     def far(self) -> int:
-        """Bytes read from others."""
         return sum(part.far for part in self._parts)
 
     def extra(self) -> bytes:
@@ -247,7 +245,7 @@ class Reader(StorageReader):
         """Read the items of the plan, part by part. Raises Damaged, OutOfReach."""
         by_part: dict[int, list[tuple[int, ReadItem]]] = {}
         for request in plan.items:
-            number, place = self._places[_index(request)]
+            number, place = self._places[MetadataIndex(request.storage_index.fqn, request.storage_index.offset)]
             by_part.setdefault(number, []).append((place, request))
         for number, requests in by_part.items():
             _read(self._parts[number], requests, planner)
@@ -275,10 +273,6 @@ def _key(part: Part) -> Key:
 
 def _small(item: Item) -> bool:
     return item.dtype == "bytes" or (item.chunk == item.size and item.nbytes <= _SMALL)
-
-
-def _index(request: ReadItem) -> MetadataIndex:
-    return MetadataIndex(request.storage_index.fqn, request.storage_index.offset)
 
 
 def _dtype(item: Item) -> torch.dtype:

@@ -102,7 +102,6 @@ class _File:
         return crc
 
     def save(self, tensor: torch.Tensor) -> None:
-        """Append a tensor, as `torch.save` would."""
         tensor = tensor.detach()
         if tensor.device.type != "cpu" or tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.cpu().clone()

@@ -44,7 +44,6 @@ class Restored:
     source: str = ""
     """`memory` of our own workers, `peer` if a part came from others', `disk`, `store`; empty: from the beginning."""
     path: str | None = None
-    """The checkpoint's."""
     bytes: int = 0
     seconds: float = 0.0
     random: bool = False

@@ -84,7 +84,6 @@ class Outcome:
     step: int
     committed: bool
     reason: str = ""
-    """Why it was not committed."""
     superseded: bool = False
     elsewhere: str = ""
     """The other disks that do not have it, with the reasons."""
@@ -184,7 +183,6 @@ class Saver:
         return outcome
 
     def close(self) -> None:
-        """Release the group; no save may be in progress."""
         self._group = None
 
     def _save(self, step: int, flat: Flat, metric: checkpoints.Metric | None, released: threading.Event) -> None:
@@ -315,7 +313,6 @@ class Saver:
             return None
 
     def _summed_up(self, outcomes: list[Outcome]) -> Outcome:
-        """The outcome of a save from its outcomes on all disks."""
         failed = {rank: outcome for rank, outcome in zip(self._disks.leading, outcomes, strict=True) if not outcome.committed}
         if 0 in failed:
             return outcomes[0]

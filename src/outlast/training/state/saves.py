@@ -54,9 +54,7 @@ class Saves:
         self._pending = False
         """A save was begun, and the ranks have not agreed on its outcome."""
         self._problem = ""
-        """The reason why the last save failed."""
         self._ranked = False
-        """A checkpoint had a metric."""
         self._logged = 0, 0
         """Like `_moved` for `log`, which perhaps not all ranks call."""
         self._saved_position = self._begun = self._last = self._loops = 0
@@ -68,7 +66,6 @@ class Saves:
         self.state, self._loops = state, streams.loops()
 
     def close(self) -> None:
-        """Save nothing from now on."""
         self.state = {}
 
     def resumed(self, step: int, saved: int, age_s: float = 0.0) -> None:
@@ -83,7 +80,6 @@ class Saves:
 
     @property
     def unsaved_s(self) -> float:
-        """Seconds since the last save was begun."""
         return time.monotonic() - self._last_save
 
     def late(self, every: Every) -> bool:
@@ -91,7 +87,6 @@ class Saves:
         return every.duration is not None and self.unsaved_s >= every.duration.total_seconds()
 
     def position(self) -> int:
-        """Batches that the streams of the state have handed out."""
         return sum(stream.step for stream in mistakes.streams_of(self.state))
 
     def stepped(self) -> bool:
@@ -114,7 +109,6 @@ class Saves:
         self._moved = step, position
 
     def logged(self, step: int, values: Mapping[str, float] | None = None) -> None:
-        """Record that the script has logged a step, and its values once they are known."""
         self._logged = step, self.position()
         if values and self._saver.retention.by in values:
             self._measured = step, values[self._saver.retention.by]
@@ -152,7 +146,6 @@ class Saves:
         return self._saver.retention.metric(value)
 
     def _ended(self) -> None:
-        """At the end of a stream of the state."""
         if threading.get_ident() == self._thread:  # else another thread prefetches
             self._screen.flush()
             self.store_last("the end of the stream")

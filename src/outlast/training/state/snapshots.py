@@ -45,7 +45,6 @@ _LESS = 0.75
 _LEARN = 3
 """Least number of steps without a snapshot before k is chosen, and of snapshots before longer steps count."""
 _EVENT_S = 10.0
-"""Minimum interval of events about k."""
 _FEW = 256
 """Most items that the training thread publishes: with more, a frozen agent could block it."""
 _PAUSE_S = 600.0
@@ -91,7 +90,6 @@ class Place:
     session: str = ""
     """A nonce shared by the ranks of this world of processes."""
     to: tuple[str, ...] = ()
-    """Addresses of the agents that get replicas."""
 
 
 def open_(
@@ -128,11 +126,8 @@ class Snapshots:
         """The steps of the last boundary and the last snapshot; 0: none yet."""
         self._complete = 0, 0
         self._last: float | None = None
-        """End of the last boundary."""
         self._steps_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
-        """Durations of steps without a snapshot."""
         self._all_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
-        """Durations of all steps."""
         self._longer_s: collections.deque[float] = collections.deque(maxlen=_SNAPSHOTS)
         """By snapshot, the total delay of the steps until it was complete."""
         self._copies_s: collections.deque[float] = collections.deque(maxlen=_SNAPSHOTS)
@@ -142,14 +137,12 @@ class Snapshots:
         """Delay so far for the incomplete snapshot."""
         self._landed = True
         self._since = 0
-        """Boundaries since the last snapshot."""
         self._every, self._logged, self._logged_at = 1 + _LEARN, 0, float("-inf")
         self._agreed = self._working = self._chosen = False
         self._copied_s = 0.0
         self._copying: threading.Thread | None = None
         self._bytes = 0
         self._alone = False
-        """A replica could not be made."""
 
     @property
     def newest(self) -> int:
@@ -196,7 +189,6 @@ class Snapshots:
             self._report(snapshot=self._taken, **({"every": self._every} if self._place.rank == 0 else {}))
 
     def _stop(self) -> None:
-        """Take no snapshots for a while."""
         if self._problem:
             log.warning("outlast: no snapshots are taken for %.0f minutes: %s", self._pause_s / 60, self._problem)
             self._report(warning=self._problem)
