@@ -41,11 +41,11 @@ def write(path: Path, rows: Sequence[Row]) -> None:
     Raises OutlastError when matplotlib is missing or the file cannot be written.
     """
     drawn = figure(9, 3.6)
-    known = [(row.run.workers[0], row.speedup) for row in rows if row.efficiency is not None and row.speedup is not None]
-    left, *right = drawn.subplots(1, 2 if len(known) > 1 else 1, squeeze=False)[0]
+    points = [(row.run.workers[0], row.speedup) for row in rows if row.efficiency is not None and row.speedup is not None]
+    left, *right = drawn.subplots(1, 2 if len(points) > 1 else 1, squeeze=False)[0]
     _times(left, rows)
     if right:
-        _speedups(right[0], sorted(known))
+        _speedups(right[0], sorted(points))
     save(drawn, path)
 
 
@@ -61,12 +61,12 @@ def _times(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_title("time from submission to the end")
 
 
-def _speedups(axes: Any, known: Sequence[tuple[int, float]]) -> None:
+def _speedups(axes: Any, points: Sequence[tuple[int, float]]) -> None:
     """Speed-up over workers, and the ideal one."""
-    workers = [count for count, _ in known]
-    base = known[0][0] / known[0][1]
+    workers = [count for count, _ in points]
+    base = points[0][0] / points[0][1]
     axes.plot(workers, [count / base for count in workers], "--", color="#999999", label="ideal")
-    axes.plot(workers, [speedup for _, speedup in known], "o-", color="#c44e52", label="measured")
+    axes.plot(workers, [speedup for _, speedup in points], "o-", color="#c44e52", label="measured")
     axes.set_xticks(workers)
     axes.set_xlabel("workers")
     axes.set_title("speed-up")

@@ -92,7 +92,7 @@ def _without_trailing_spaces(line: str) -> str:
 
 def _expression(text: str, *, path: bool) -> str:
     """A pattern of git's wildmatch as a regular expression. An invalid pattern matches nothing, as in git."""
-    found, at = "", 0
+    regex, at = "", 0
     while at < len(text):
         letter = text[at]
         if letter == "*":
@@ -101,21 +101,21 @@ def _expression(text: str, *, path: bool) -> str:
                 end += 1
             alone = path and end - at > 1 and text[at - 1 : at] in ("", "/") and text[end : end + 1] in ("", "/")
             if alone and end < len(text):
-                found, at = f"{found}(?:.*/)?", end + 1
+                regex, at = f"{regex}(?:.*/)?", end + 1
             else:
-                found, at = found + (".*" if alone else "[^/]*"), end
+                regex, at = regex + (".*" if alone else "[^/]*"), end
         elif letter == "?":
-            found, at = f"{found}[^/]", at + 1
+            regex, at = f"{regex}[^/]", at + 1
         elif letter == "[":
             part, at = _class(text, at)
-            found += part
+            regex += part
         elif letter == "\\":
             if at + 1 == len(text):
                 return _NEVER
-            found, at = found + re.escape(text[at + 1]), at + 2
+            regex, at = regex + re.escape(text[at + 1]), at + 2
         else:
-            found, at = found + re.escape(letter), at + 1
-    return found
+            regex, at = regex + re.escape(letter), at + 1
+    return regex
 
 
 def _class(text: str, at: int) -> tuple[str, int]:

@@ -97,7 +97,7 @@ class _Changed(Exception):
     """A file was written to while it was read."""
 
 
-Told = Callable[[str], object]
+NameCallback = Callable[[str], object]
 """Called with the name of a file, directory or link below the directory of code."""
 
 
@@ -109,9 +109,9 @@ def listed(
     root: Path,
     but: Collection[Path] = (),
     *,
-    withheld: Told = _nothing,
-    ignored: Told = _nothing,
-    outside: Told | None = None,
+    withheld: NameCallback = _nothing,
+    ignored: NameCallback = _nothing,
+    outside: NameCallback | None = None,
 ) -> list[Entry]:
     """The files and links of a directory of code, sorted by name: the same for a run on this machine and for pods.
 
@@ -125,16 +125,16 @@ def listed(
     layers = _above(top)
     above = [_layer(Path(layer.directory), FILES[1:]) for layer in layers]
     secret = [ignore.Layer(str(top).rstrip("/"), ignore.rules(CREDENTIALS)), *above]
-    found: list[Entry] = []
+    entries: list[Entry] = []
     size = 0
     walk = _Walk(top, {place.resolve() for place in but}, withheld, ignored, outside)
     for entry in walk.below("", layers, secret):
-        found.append(entry)
+        entries.append(entry)
         size += entry.size
-        if len(found) > archives.MAX_ENTRIES or size > archives.MAX_BYTES:
-            held = f"more than {len(found) - 1:,} files, {units.human_bytes(size)}"
-            raise OutlastError(f"code ({root}) holds {held}, which is too much for code ({biggest(found)}); {REMEDY}")
-    return sorted(found, key=lambda entry: os.fsencode(entry.name))
+        if len(entries) > archives.MAX_ENTRIES or size > archives.MAX_BYTES:
+            held = f"more than {len(entries) - 1:,} files, {units.human_bytes(size)}"
+            raise OutlastError(f"code ({root}) holds {held}, which is too much for code ({biggest(entries)}); {REMEDY}")
+    return sorted(entries, key=lambda entry: os.fsencode(entry.name))
 
 
 def not_code(fields: spec.Spec, root: Path, but: Collection[Path] = ()) -> list[Path]:
@@ -198,8 +198,8 @@ def pack(
     *,
     but: Collection[Path] = (),
     room: int | None = None,
-    withheld: Told = _nothing,
-    reading: Told = _nothing,
+    withheld: NameCallback = _nothing,
+    reading: NameCallback = _nothing,
 ) -> list[Entry]:
     """Pack a directory of code into a new `.tar.gz`; returns its entries.
 
@@ -223,7 +223,7 @@ def pack(
     raise AssertionError("there was no try")
 
 
-def _write(root: Path, entries: Sequence[Entry], into: Path, room: int | None, reading: Told) -> None:
+def _write(root: Path, entries: Sequence[Entry], into: Path, room: int | None, reading: NameCallback) -> None:
     with (
         _Bounded(into, room) as out,
         gzip.GzipFile("", "wb", compresslevel=6, fileobj=out, mtime=0) as zipped,
@@ -276,19 +276,19 @@ class _Walk:
 
     top: Path
     but: Collection[Path]
-    withheld: Told
-    ignored: Told
-    outside: Told | None
+    withheld: NameCallback
+    ignored: NameCallback
+    outside: NameCallback | None
 
     def below(self, directory: str, layers: list[ignore.Layer], secret: list[ignore.Layer]) -> Iterator[Entry]:
         here = self.top / directory
         layers, secret = [*layers, _layer(here)], [*secret, _layer(here, FILES[1:])]
         try:
             with os.scandir(here) as scanned:
-                found = list(scanned)
+                entries = list(scanned)
         except OSError as problem:
             raise OutlastError(f"code: {here} cannot be read: {problem.strerror}; correct that, or {REMEDY}") from problem
-        for each in found:
+        for each in entries:
             name = f"{directory}/{each.name}".removeprefix("/")
             is_directory = each.is_dir(follow_symlinks=False)
             if each.name in NEVER or self.top / name in self.but:
@@ -337,12 +337,12 @@ def _above(top: Path) -> list[ignore.Layer]:
 
 
 def _layer(directory: Path, files: Sequence[str] = FILES) -> ignore.Layer:
-    found: list[ignore.Rule] = []
+    rules: list[ignore.Rule] = []
     for name in files:
         path = directory / name
         if path.is_file():
             try:
-                found += ignore.rules(path.read_text(encoding="utf-8", errors="surrogateescape"))
+                rules += ignore.rules(path.read_text(encoding="utf-8", errors="surrogateescape"))
             except OSError as problem:
                 raise OutlastError(f"code: {path} cannot be read: {problem.strerror}; correct that or remove it") from problem
-    return ignore.Layer(str(directory).rstrip("/"), tuple(found))
+    return ignore.Layer(str(directory).rstrip("/"), tuple(rules))

@@ -28,17 +28,17 @@ from outlast.job.spec.locations import ARCHIVES, OTHER_ARCHIVES, STORES, archive
 
 
 def _above_zero(value: Any) -> timedelta:
-    found = units.duration(value)
-    if not found:
+    parsed = units.duration(value)
+    if not parsed:
         raise ValueError("must be more than 0")
-    return found
+    return parsed
 
 
 def _enough_memory(value: Any) -> int:
-    found = units.memory(value)
-    if found < 2**20:
-        raise ValueError(f"means {found} bytes, less than any process needs; write 16Gi")
-    return found
+    parsed = units.memory(value)
+    if parsed < 2**20:
+        raise ValueError(f"means {parsed} bytes, less than any process needs; write 16Gi")
+    return parsed
 
 
 def _snapshot_memory(value: Any) -> int | str:
@@ -46,12 +46,12 @@ def _snapshot_memory(value: Any) -> int | str:
     if value is False or value in ("auto", "off"):
         return value or "off"
     try:
-        found = units.memory(value)
+        parsed = units.memory(value)
     except ValueError:
         raise ValueError("must be auto, off or a quantity, e.g. 8Gi") from None
-    if found < 2**20:
-        raise ValueError(f"means {found} bytes, less than any snapshot needs; write 8Gi, or off")
-    return found
+    if parsed < 2**20:
+        raise ValueError(f"means {parsed} bytes, less than any snapshot needs; write 8Gi, or off")
+    return parsed
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 _REFERENCE = re.compile(r"\$?\$\((\w+)\)")
 
 
-def replaced(text: str, known: Mapping[str, str]) -> str:
-    """The text with references to known variables replaced by their values."""
+def replaced(text: str, values: Mapping[str, str]) -> str:
+    """The text with references to these variables replaced by their values."""
 
-    def value(found: re.Match[str]) -> str:
-        return found[0][1:] if found[0].startswith("$$") else known.get(found[1], found[0])
+    def value(match: re.Match[str]) -> str:
+        return match[0][1:] if match[0].startswith("$$") else values.get(match[1], match[0])
 
     return _REFERENCE.sub(value, text)
 
@@ -25,15 +25,15 @@ def replaced(text: str, known: Mapping[str, str]) -> str:
 def values(env: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
     """The values of the variables in `env`, with references to `env` or `environ` replaced."""
     circle = circular(env)
-    found = {name: value for name, value in environ.items() if name not in env}
+    values = {name: value for name, value in environ.items() if name not in env}
 
     def value(name: str) -> str:
-        if name not in found:
+        if name not in values:
             for other in _named(env[name]):
                 if other in env and other not in circle:
                     value(other)
-            found[name] = replaced(env[name], found)
-        return found[name]
+            values[name] = replaced(env[name], values)
+        return values[name]
 
     return {name: env[name] if name in circle else value(name) for name in env}
 
@@ -52,4 +52,4 @@ def circular(env: Mapping[str, str]) -> set[str]:
 
 
 def _named(text: str) -> Iterator[str]:
-    return (found[1] for found in _REFERENCE.finditer(text) if not found[0].startswith("$$"))
+    return (match[1] for match in _REFERENCE.finditer(text) if not match[0].startswith("$$"))
