@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outlast.kubernetes.operator.job_status import text
-from outlast.kubernetes.operator.snapshot import HEARD
+from outlast.kubernetes.operator.snapshot import RECEIVED
 from simulated import Cluster, Killed, trains
 
 
@@ -202,8 +202,8 @@ def test_leases_of_a_world_that_watches_itself_are_renewed_every_half_minute_but
     cluster.mesh = mesh
     cluster.until(trains(2))
     cluster.run(30)
-    heard = [cluster.documents["Lease", "train-worker-1"][HEARD]]
+    heard = [cluster.documents["Lease", "train-worker-1"][RECEIVED]]
     for _ in range(120):
         cluster.run(1)
-        heard.append(cluster.documents["Lease", "train-worker-1"][HEARD])
+        heard.append(cluster.documents["Lease", "train-worker-1"][RECEIVED])
     assert len(set(heard)) - 1 == writes

@@ -17,7 +17,7 @@ from outlast.kubernetes.operator.cache import CachedJob
 from outlast.kubernetes.operator.decide import decide
 from outlast.kubernetes.operator.plan import Plan
 from outlast.kubernetes.operator.queues import ClusterFeatures
-from outlast.kubernetes.operator.snapshot import HEARD, JobSnapshot, Limits
+from outlast.kubernetes.operator.snapshot import RECEIVED, JobSnapshot, Limits
 from outlast.rendezvous.world import World
 
 NOW = 1_767_225_600.0
@@ -77,7 +77,7 @@ def documents(workers: int) -> tuple[dict[str, Any], list[dict[str, Any]], list[
             {
                 "metadata": {"name": name, "labels": labels, "annotations": said},
                 "spec": {"holderIdentity": f"pod-{id}"},
-                HEARD: NOW,
+                RECEIVED: NOW,
             }
         )
     ready = {"conditions": [{"type": "Ready", "status": "True"}]}
@@ -133,7 +133,7 @@ def half_fail(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
 
 def half_silent(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
     for lease in leases[::2]:
-        lease[HEARD] = NOW - 100
+        lease[RECEIVED] = NOW - 100
 
 
 def half_gone(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
@@ -143,7 +143,7 @@ def half_gone(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
 def nodes_lost(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
     for node in list(nodes.values())[::2]:
         node["status"] = {"conditions": [{"type": "Ready", "status": "Unknown"}]}
-        node[HEARD] = NOW - 100
+        node[RECEIVED] = NOW - 100
     half_silent(job, pods, leases, nodes)
 
 
@@ -196,7 +196,7 @@ def test_steps_that_are_heard_of_are_told_at_the_next_look_which_comes_by_itself
     assert status is not None
     job["status"] = status
     for lease in leases:
-        lease[HEARD] = NOW + 10
+        lease[RECEIVED] = NOW + 10
     assert decide(snapshot.take(CachedJob(job, pods, leases, nodes, NOW - 1000), NOW + 10)) == Plan(requeue_at=NOW + 13)
 
 
@@ -219,6 +219,6 @@ def test_how_often_steps_are_told_depends_on_how_many_hear_it(jobs: int, workers
 def test_members_of_a_large_world_renew_less_often_and_are_missed_later() -> None:
     job, pods, leases, nodes = documents(2)
     leases[0]["spec"]["leaseDurationSeconds"] = 150
-    leases[0][HEARD] = leases[1][HEARD] = NOW - 60
+    leases[0][RECEIVED] = leases[1][RECEIVED] = NOW - 60
     plan = decide(snapshot.take(CachedJob(job, pods, leases, nodes, NOW - 1000), NOW))
     assert [deletion.name for deletion in plan.deletes] == ["train-worker-1"]

@@ -43,7 +43,7 @@ from outlast.kubernetes.operator.metrics import Metrics
 from outlast.kubernetes.operator.operator import Operator, Settings
 from outlast.kubernetes.operator.plan import Deletion, Document, Event, Plan
 from outlast.kubernetes.operator.queues import ClusterFeatures
-from outlast.kubernetes.operator.snapshot import HEARD, Limits
+from outlast.kubernetes.operator.snapshot import RECEIVED, Limits
 from outlast.kubernetes.operator.workqueue import WorkQueue
 
 NOW = 1_767_225_600.0
@@ -359,7 +359,7 @@ def test_a_clock_that_steps_makes_nobody_silent_and_moves_no_turn(world: World, 
     stepped = [0.0]
 
     def decider(looked: CachedJob, now: float, found: ClusterFeatures) -> Plan:
-        silences = [now - max(lease[HEARD], looked.since) for lease in looked.leases]
+        silences = [now - max(lease[RECEIVED], looked.since) for lease in looked.leases]
         seen.append((now, max(silences, default=-1.0)))
         return Plan()
 
@@ -424,7 +424,7 @@ def test_a_machine_that_slept_does_not_believe_that_it_still_leads(monkeypatch: 
     assert a.holds()
     asleep[0] = 3600.0
     assert a.lost or counted is None
-    assert a.heard_for() == 0 or counted is None
+    assert a.answered_for() == 0 or counted is None
 
 
 # ------------------------------------------------------------------------------------------------------------------ leader
@@ -506,16 +506,16 @@ def test_one_leads_at_a_time_and_another_takes_over_when_it_falls_silent() -> No
 def test_an_api_server_that_stood_still_was_not_heard_although_no_connection_broke() -> None:
     cluster, clock = Leases(), [0.0]
     a, b = (Leadership(cluster, name, "home", clock=lambda: clock[0]) for name in "ab")
-    assert b.heard_for() == 0
+    assert b.answered_for() == 0
     for clock[0] in (100.0, 105.0, 110.0):
         a.step()
         b.step()
-    assert (a.heard_for(), b.heard_for()) == (10, 10)
+    assert (a.answered_for(), b.answered_for()) == (10, 10)
     clock[0] = 120.1
-    assert b.heard_for() == 0
+    assert b.answered_for() == 0
     b.step()
     clock[0] = 122.1
-    assert b.heard_for() == 2
+    assert b.answered_for() == 2
 
 
 def test_what_is_heard_counts_from_the_end_of_a_break(world: World) -> None:
@@ -526,7 +526,7 @@ def test_what_is_heard_counts_from_the_end_of_a_break(world: World) -> None:
         return Plan()
 
     operator = world.start(reconcilers={ELASTIC_JOB: decider})
-    operator.leadership.heard_for = lambda: 0.25  # type: ignore[method-assign]
+    operator.leadership.answered_for = lambda: 0.25  # type: ignore[method-assign]
     world.apply("train")
     world.api.until(lambda: bool(heard))
     assert heard[-1] <= 0.25

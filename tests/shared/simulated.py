@@ -25,7 +25,7 @@ from outlast.kubernetes.operator.cache import CachedJob
 from outlast.kubernetes.operator.decide import decide
 from outlast.kubernetes.operator.plan import Plan
 from outlast.kubernetes.operator.queues import ClusterFeatures, KueueObjects, WorkloadSlice
-from outlast.kubernetes.operator.snapshot import HEARD
+from outlast.kubernetes.operator.snapshot import RECEIVED
 
 Document = dict[str, Any]
 BEGAN = 1_000_000.0123456789
@@ -202,7 +202,7 @@ class Cluster:
         self.set_by = self.slept = 0.0
         for (kind, _), document in self.documents.items():
             if kind == "Lease":
-                document[HEARD] = self.now
+                document[RECEIVED] = self.now
         return Clock(lambda: self.now + self.set_by, lambda: self.now - self.slept)
 
     def sleep(self, seconds: float, *, paused: bool = False) -> None:
@@ -408,7 +408,7 @@ class Cluster:
             document = self.documents.get(("Node", node))
             if document is not None and self.now >= since + GRACE_S and not document["spec"].get("taints"):
                 document["status"] = ready(False, self.now)
-                document[HEARD] = self.clock()
+                document[RECEIVED] = self.clock()
                 document["spec"] = {"taints": [{"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"}]}
         if self.kueue:
             self.kueue.admits()
@@ -622,7 +622,7 @@ class Cluster:
                     "renewTime": job_status.text(self.now),
                     "leaseDurationSeconds": lasts_s,
                 },
-                HEARD: self.clock(),
+                RECEIVED: self.clock(),
             }
         )
 

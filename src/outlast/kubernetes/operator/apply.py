@@ -24,7 +24,7 @@ from outlast.kubernetes.operator.writer import Parallel, Writer
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-"""Pause while an object of the wanted name that is not the job's is being deleted."""
+"""Pause while another object that has a name we need is being deleted."""
 EVENT_WINDOW_S = 600
 """The same sentence within this time is one Event with a count. The API server keeps Events for an hour."""
 FAILED_CREATE = "FailedCreate"
@@ -33,14 +33,14 @@ FAILED_CREATE = "FailedCreate"
 
 @dataclass(frozen=True)
 class Done:
-    """What became of a plan."""
+    """The outcome of carrying out a plan."""
 
     requeue_at: float | None
     """When to reconcile again although nothing changes; seconds since the epoch."""
     stale: str = ""
-    """What had changed meanwhile, so that the rest of the plan was dropped: a sentence."""
+    """A sentence: what had changed meanwhile, so that the rest of the plan was dropped."""
     blocked: str = ""
-    """What has the name of a pod and will keep it: a sentence."""
+    """A sentence about an object that has the name of a pod and will keep it."""
 
 
 def act(
@@ -107,14 +107,14 @@ class _Applying:
         self.cluster, self.job, self.now, self._each, self._later = cluster, job, now, each, later
         self.namespace = job["metadata"].get("namespace")
         self._foreign: list[str] = []
-        """Objects of others that have a name of ours: sentences."""
+        """Sentences about objects of others that have names of ours."""
 
     def event(self, note: Event) -> None:
         """Write an Event, maybe later."""
         self._later(functools.partial(_write_event, self.cluster, self.job, note, self.now))
 
     def prerequisites(self, plan: Plan) -> str:
-        """Make `prerequisites` and `apply` true; a sentence when something has to go first. Raises Refused, Forbidden."""
+        """Apply `prerequisites` and `apply`; a sentence if another object must go first. Raises Refused, Forbidden."""
         bindings = [document for document in plan.prerequisites if "roleRef" in document]
         others = [document for document in plan.prerequisites if "roleRef" not in document]
         for part in (others, bindings):  # a Role must exist before it is bound
@@ -129,7 +129,6 @@ class _Applying:
         return ""
 
     def creates(self, plan: Plan) -> Done:
-        """Create the pods."""
         again, blocked = plan.requeue_at, ""
         for obstacle in filter(None, self._each(self._create_pod, plan.creates)):
             log.warning(obstacle.sentence)
@@ -140,7 +139,7 @@ class _Applying:
         return Done(again, blocked=blocked)
 
     def _ensure(self, document: Document) -> str:
-        """Create an object unless one of its name exists; see `_others` for what is returned and raised."""
+        """Create an object unless one of its name exists. Returns and raises as `_others`."""
         refused: ClusterError | None = None
         try:
             if _create(self.cluster, document):
@@ -149,35 +148,35 @@ class _Applying:
             refused = error
         kind, meta = kind_of(document), document["metadata"]
         try:
-            found = self.cluster.get(kind, meta["name"], namespace=meta.get("namespace"))
+            existing = self.cluster.get(kind, meta["name"], namespace=meta.get("namespace"))
         except Absent:
             if refused is not None:
                 raise refused from None
             return f"{kind} {meta['name']} existed and is just gone"
-        return self._others(document, found) or ""
+        return self._others(document, existing) or ""
 
     def _change(self, document: Document) -> str:
-        """Server-side apply, if the object is the job's or does not exist; see `_others` for what is returned and raised."""
+        """Apply a document if its object is the job's or does not exist. Returns and raises as `_others`."""
         kind, meta = kind_of(document), document["metadata"]
         try:
-            found = self.cluster.get(kind, meta["name"], namespace=meta.get("namespace"))
+            existing = self.cluster.get(kind, meta["name"], namespace=meta.get("namespace"))
         except Absent:
             return "" if _create(self.cluster, document) else f"{kind} {meta['name']} was just created; it is checked again"
-        if (others := self._others(document, found)) is not None:
+        if (others := self._others(document, existing)) is not None:
             return others
         self.cluster.apply(document)
         return ""
 
-    def _others(self, document: Document, found: Document) -> str | None:
+    def _others(self, document: Document, existing: Document) -> str | None:
         """None when the object that has a document's name is the job's. A sentence when it belongs to an earlier job of this name
         and will be garbage-collected: it must go first. Otherwise it stays as it is, and is reported. Raises Refused for Roles:
         the rights that others have granted are not handed to pods."""
         name = f"{kind_of(document)} {document['metadata']['name']}"
         if not document["metadata"].get("ownerReferences"):
             return ""
-        if ownership.owned_by(found, self.job):
+        if ownership.owned_by(existing, self.job):
             return None
-        if ownership.owned_by_predecessor(found, self.job):
+        if ownership.owned_by_predecessor(existing, self.job):
             return f"{name} of an earlier job of this name still exists; this one is created when it is gone"
         if kind_of(document) in (ROLE, ROLE_BINDING):
             raise Refused(f"{name} exists and does not belong to this job; delete it, or give the job another name")
@@ -185,26 +184,26 @@ class _Applying:
         self._foreign.append(f"{name} exists and does not belong to this job, and stays as it is; {remedy}")
         return ""
 
-    def _create_pod(self, wanted: Document) -> _Obstacle | None:
-        """Create a pod; what has its name if that is not this job's. A pod of the job without our label gets it, as pods are
-        watched by it: a controller that we replace has created it, or its label was changed."""
-        if _create(self.cluster, wanted):
+    def _create_pod(self, pod: Document) -> _Obstacle | None:
+        """Create a pod; returns the obstacle if another object has its name. A pod of the job that lacks our label, by which
+        pods are watched, gets it: a controller that we replace has created it, or its label was changed."""
+        if _create(self.cluster, pod):
             return None
-        kind, meta = kind_of(wanted), wanted["metadata"]
+        kind, meta = kind_of(pod), pod["metadata"]
         name = f"{kind} {meta['name']}"
         try:
             document = self.cluster.get(kind, meta["name"], namespace=meta.get("namespace"))
         except Absent:
             return _Obstacle(f"{name} existed and is just gone; it is created in a moment")
-        found = document["metadata"]
+        existing = document["metadata"]
         if ownership.owned_by(document, self.job):
-            if found.get("deletionTimestamp"):
+            if existing.get("deletionTimestamp"):
                 return _Obstacle(f"{name} is still terminating; it is created again when it is gone")
-            if (found.get("labels") or {}).get(Label.JOB) != meta["labels"].get(Label.JOB):
+            if (existing.get("labels") or {}).get(Label.JOB) != meta["labels"].get(Label.JOB):
                 log.info("%s of this job lacked the label by which it is watched; it has it now", name)
                 self.cluster.patch(kind, meta["name"], {"metadata": {"labels": meta["labels"]}}, namespace=meta.get("namespace"))
             return None
-        if found.get("deletionTimestamp"):
+        if existing.get("deletionTimestamp"):
             return _Obstacle(f"{name} of another job is still terminating; this one is created when it is gone")
         return _Obstacle(f"{name} exists and does not belong to this job; delete it, or give the job another name", stays=True)
 
@@ -219,11 +218,8 @@ class _Obstacle:
 
 
 def _with_status(job: Mapping[str, Any], status: Mapping[str, Any]) -> Document:
-    """The job as it is written to its status subresource.
-
-    A PUT and no patch: the status is replaced as a whole, so that a key that was left out is removed, which a merge patch would
-    keep. The resource version makes the write conditional.
-    """
+    """The job as it is written to its status subresource, by PUT: it replaces the status as a whole and so removes keys that
+    were left out, which a merge patch would keep. The resource version makes the write conditional."""
     meta = {name: job["metadata"][name] for name in ("name", "namespace", "uid", "resourceVersion") if name in job["metadata"]}
     return {
         "apiVersion": job["apiVersion"],
@@ -235,7 +231,6 @@ def _with_status(job: Mapping[str, Any], status: Mapping[str, Any]) -> Document:
 
 
 def _create(cluster: Writer, document: Document) -> bool:
-    """Create it; False when an object of its name exists."""
     try:
         cluster.create(document)
     except Taken:
@@ -266,15 +261,14 @@ def _write_event(cluster: Writer, job: Mapping[str, Any], note: Event, now: floa
 
 
 def event(job: Mapping[str, Any], note: Event, now: float) -> Document:
-    """The Event of a note."""
     meta = job["metadata"]
-    said = "\0".join((meta["uid"], note.type, note.reason, note.message, str(int(now // EVENT_WINDOW_S))))
+    content = "\0".join((meta["uid"], note.type, note.reason, note.message, str(int(now // EVENT_WINDOW_S))))
     time = job_status.text(now)
     return {
         "apiVersion": EVENT.api_version,
         "kind": EVENT.kind,
         "metadata": {
-            "name": f"{meta['name']}.{hashlib.sha256(said.encode()).hexdigest()[:16]}",
+            "name": f"{meta['name']}.{hashlib.sha256(content.encode()).hexdigest()[:16]}",
             "namespace": meta.get("namespace", "default"),
         },
         "involvedObject": {

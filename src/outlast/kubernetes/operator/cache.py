@@ -27,7 +27,7 @@ Document = dict[str, Any]
 NamespacedName = tuple[str, str]
 """Namespace and name."""
 _OF_NODES = (Annotation.LEAVING_AT, Annotation.LEAVING_REASON)
-"""The annotations of nodes that are read."""
+"""Annotations of nodes that the operator reads."""
 _REPEATED = (Annotation.JOB_FILE, "kubectl.kubernetes.io/last-applied-configuration")
 """Annotations that repeat other documents."""
 _WORKER = re.compile(re.escape(contract.worker_name("@", 0)).replace("@", "(?P<job>.+)").replace("0", "[0-9]+"))
@@ -53,7 +53,7 @@ class CachedJob:
     leases: list[Document]
     nodes: Mapping[str, Document]
     since: float
-    """Since when all watches have been connected; now, while one is not."""
+    """Time from which all watches have been connected; now, while one is not."""
     refused: str = ""
     """Why its pods could not be created on the last attempt: a sentence."""
     jobs: int = 1
@@ -64,7 +64,7 @@ class _Entry(NamedTuple):
     """A document as JSON: dictionaries would take five times the memory."""
 
     body: bytes
-    """Without its resource version."""
+    """Without the resource version."""
     uid: str
     version: int
     urgent_hash: int
@@ -77,26 +77,22 @@ class _Entry(NamedTuple):
 
 @dataclass
 class KindCache:
-    """The documents of one kind."""
-
     kind: Kind
     watched: dict[NamespacedName, _Entry] = field(default_factory=dict)
-    """From the watch."""
     reached: int = 0
     """The version up to which the watch has delivered everything."""
     connected: bool = False
     synced: bool = False
     """Whether the watch has delivered everything once."""
     since: float = 0.0
-    """Since when the watch has been connected."""
+    """Time from which the watch has been connected."""
     written: dict[NamespacedName, _Entry] = field(default_factory=dict)
     """Answers to our own writes, of versions that the watch has not reached."""
     deleted_uids: set[str] = field(default_factory=set)
     """Uids of objects that we have deleted and the watch still shows."""
     unconfirmed: set[NamespacedName] | None = None
-    """While a new watch lists: what the last one had and this one has not delivered yet."""
+    """While a new watch lists: documents of the last one that this one has not delivered yet."""
     jobs: dict[NamespacedName, set[NamespacedName]] = field(default_factory=dict)
-    """Names of the documents of each job."""
 
     def begin(self) -> None:
         """A new watch begins to list everything."""
@@ -120,7 +116,7 @@ class KindCache:
     def put(self, document: Document) -> Urgency | None:
         """A document from the watch; returns when to reconcile it."""
         name, new = _name_of(document), _entry(self.kind, document)
-        before = self.effective(name)
+        previous = self.effective(name)
         if self.unconfirmed is not None:
             self.unconfirmed.discard(name)
         if (old := self.watched.get(name)) and old.uid != new.uid:
@@ -129,19 +125,19 @@ class KindCache:
         self._index(name, old)
         self._advance(new.version)
         after = self.effective(name)
-        if (before and (before.uid, before.urgent_hash)) != (after and (after.uid, after.urgent_hash)):
+        if (previous and (previous.uid, previous.urgent_hash)) != (after and (after.uid, after.urgent_hash)):
             return "now"
-        return "later" if before and after and before.progress_hash != after.progress_hash else None
+        return "later" if previous and after and previous.progress_hash != after.progress_hash else None
 
     def remove(self, document: Document) -> bool:
         """The watch reports a deletion; returns whether that is news."""
         name, uid = _name_of(document), document["metadata"]["uid"]
-        before = self.effective(name)
+        previous = self.effective(name)
         self._advance(int(document["metadata"]["resourceVersion"]))
         if (old := self.watched.get(name)) and old.uid == uid:
             self._drop(name)
         self.deleted_uids.discard(uid)
-        return before is not None and self.effective(name) is None
+        return previous is not None and self.effective(name) is None
 
     def wrote(self, document: Document) -> None:
         """The answer to one of our writes."""
@@ -158,15 +154,15 @@ class KindCache:
 
     def effective(self, name: NamespacedName) -> _Entry | None:
         """The newest known version of a document; None when there is none."""
-        found = self.written.get(name)
-        if found is not None and found.version <= self.reached:
+        entry = self.written.get(name)
+        if entry is not None and entry.version <= self.reached:
             del self.written[name]
             if name not in self.watched:
-                self.deleted_uids.discard(found.uid)
-            self._index(name, found)
-            found = None
-        found = found or self.watched.get(name)
-        return None if found is None or found.uid in self.deleted_uids else found
+                self.deleted_uids.discard(entry.uid)
+            self._index(name, entry)
+            entry = None
+        entry = entry or self.watched.get(name)
+        return None if entry is None or entry.uid in self.deleted_uids else entry
 
     def of_job(self, job: NamespacedName) -> list[Document]:
         """The documents of a job, by name."""
@@ -226,7 +222,6 @@ class Cache:
                 self._notify(kind, _decoded(each))
 
     def put(self, kind: Kind, document: Document) -> None:
-        """A document from a watch."""
         with self._guard:
             old = self._kinds[kind].watched.get(_name_of(document))
             urgency = self._kinds[kind].put(document)
@@ -238,7 +233,6 @@ class Cache:
                 self._notify(kind, document, urgency)
 
     def remove(self, kind: Kind, document: Document) -> None:
-        """A watch reports a deletion."""
         with self._guard:
             name = _name_of(document)
             old = self._kinds[kind].watched.get(name)
@@ -248,13 +242,11 @@ class Cache:
     # from our own writes
 
     def wrote(self, kind: Kind, document: Document) -> None:
-        """The answer to one of our writes."""
         with self._guard:
             if kind in self._kinds:
                 self._kinds[kind].wrote(trimmed(kind, document))
 
     def deleted(self, kind: Kind, namespace: str, name: str, uid: str) -> None:
-        """We have deleted this, and it is gone."""
         with self._guard:
             if kind in self._kinds:
                 self._kinds[kind].deleted((namespace, name), uid)
@@ -262,7 +254,6 @@ class Cache:
     # for the reconcilers
 
     def job(self, key: Key, now: float) -> CachedJob:
-        """All objects of a job."""
         name = (key.namespace, key.name)
         with self._guard:
             job = self._kinds[key.kind].effective(name)
@@ -296,12 +287,10 @@ class Cache:
                 kind_cache.synced, kind_cache.connected, kind_cache.since = True, True, now
 
     def job_keys(self) -> list[Key]:
-        """All jobs."""
         with self._guard:
             return [Key(kind, *name) for kind in self.jobs for name in self._kinds[kind].watched]
 
     def count(self, kind: Kind) -> int:
-        """The number of documents of a kind."""
         with self._guard:
             return len(self._kinds[kind].watched)
 
@@ -370,10 +359,11 @@ def _entry(kind: Kind, document: Document) -> _Entry:
 
 
 def _progress(progress: str | None) -> tuple[Any, bool, Any]:
-    """What is written soon: the generation that a member trains in, that it has done a step, and the goodput of the whole run."""
+    """The progress that is written soon: the generation a member trains in, whether it has done a step, the goodput of the
+    run."""
     try:
-        said = json.loads(progress or "{}")
-        return said.get("generation"), said.get("step") is not None, said.get("whole") and said.get("goodput")
+        progress_ = json.loads(progress or "{}")
+        return progress_.get("generation"), progress_.get("step") is not None, progress_.get("whole") and progress_.get("goodput")
     except (ValueError, AttributeError):  # not written by an agent
         return None, False, None
 
@@ -383,14 +373,14 @@ def _job_of(kind: Kind, document: Document) -> str:
     worker can change its own labels, but cannot write another worker's Lease."""
     meta = document["metadata"]
     if kind == LEASE:
-        found = _WORKER.fullmatch(meta["name"])
-        return found["job"] if found else ""
+        match = _WORKER.fullmatch(meta["name"])
+        return match["job"] if match else ""
     return str((meta.get("labels") or {}).get(Label.JOB, ""))
 
 
 def _urgent(kind: Kind, document: Document, body: bytes) -> bytes:
-    """The fields whose change must be reconciled now. Not those of a Lease that change with each renewal and step; of a node only
-    taints, readiness, notices and deletion."""
+    """The fields whose change must be reconciled now. Omits the fields of a Lease that change with each renewal and step; a
+    node's are only taints, readiness, notices and deletion."""
     meta, spec = document["metadata"], document.get("spec") or {}
     if kind == LEASE:
         said = meta.get("annotations") or {}
@@ -410,11 +400,11 @@ def _encoded(content: Any) -> bytes:
 
 def _decoded(entry: _Entry) -> Document:
     try:
-        found: Document = from_json(entry.body)
+        document: Document = from_json(entry.body)
     except ValueError:  # twice as fast as json, but limited in depth
-        found = json.loads(entry.body)
-    found["metadata"]["resourceVersion"] = str(entry.version)
-    return found
+        document = json.loads(entry.body)
+    document["metadata"]["resourceVersion"] = str(entry.version)
+    return document
 
 
 def _name_of(document: Document) -> NamespacedName:

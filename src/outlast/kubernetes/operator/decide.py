@@ -22,7 +22,7 @@ from outlast.kubernetes.operator.snapshot import JobSnapshot
 
 
 def decide(seen: JobSnapshot) -> Plan:
-    """The plan for one rec."""
+    """The plan of one reconcile pass."""
     if seen.document["spec"].get("managedBy", contract.MANAGED_BY) != contract.MANAGED_BY:
         return Plan()  # another controller makes its pods and writes its status
     if seen.document["metadata"].get("deletionTimestamp"):
@@ -53,7 +53,7 @@ RULES: tuple[Callable[[Reconcile], None], ...] = (
     world.resumed,
     end.too_late,
     world.world_decided,
-    workers.unheard_workers,
+    workers.mass_silence,
     workers.surplus_workers,
     workers.missing_workers,
 )
@@ -70,6 +70,6 @@ PLAIN_RULES: tuple[Callable[[Reconcile], None], ...] = (
     nodes.leaving_nodes,
     plain.needless_workers,
     plain.missing_workers,
-    plain.told_by_pods,
+    plain.pods_observed,
 )
 """For a job whose workers have no agent: torchrun decides who trains together."""

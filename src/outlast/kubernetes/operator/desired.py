@@ -70,7 +70,6 @@ def workers(snapshot: JobSnapshot, indices: Sequence[int], generation: int, avoi
 
 
 def checkpoints(job: spec.Job) -> str:
-    """URL of the job's checkpoints; empty when its output is not in a store."""
     store = volumes.store(job)
     return f"{store}/{contract.CHECKPOINTS}" if store else ""
 
@@ -121,7 +120,7 @@ def _owned(snapshot: JobSnapshot, document: Document) -> Document:
 
 
 _LOOSE_SKEW = 1000
-"""The larger it is, the less a difference in pods counts for the scheduler."""
+"""A large skew makes a difference in pods count less for the scheduler."""
 
 
 def _avoid(pod: Document, nodes: Sequence[str]) -> None:

@@ -37,7 +37,7 @@ class CountedFailure:
 
     record: Record
     node: str
-    """Where it happened; empty when unknown."""
+    """Node of the failed worker; empty when unknown."""
 
 
 @dataclass(frozen=True)
@@ -49,20 +49,20 @@ class Silent:
     node: str
     since: float
     generation: int = 0
-    """Of its world; 0 for none."""
+    """Generation of its world; 0 for none."""
     echo: bool = False
     """Whether its failure is counted already."""
     after_s: float = LEASE_S
-    """For how long it had said nothing."""
+    """Length of its silence."""
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A worker whose peers did not hear it: it is kept out of worlds for a while, see `rendezvous.partition.Loss`."""
+    """A worker that its peers could not reach: it is excluded from worlds for a while, see `rendezvous.partition.Loss`."""
 
     worker: int
     uid: str
-    """Of the pod that is to go."""
+    """Uid of the pod that must go."""
     node: str
     at: float
     times: int = 1
@@ -75,7 +75,6 @@ class Leaving:
 
     worker: int
     uid: str
-    """Of its pod."""
     deadline: float
     """Seconds since the epoch."""
     reason: str = ""
@@ -101,20 +100,18 @@ class Progress:
     bytes: int = 0
     """Size of the newest checkpoint; 0: unknown."""
     goodput: float | None = None
-    """As the worker of rank 0 computes it from the ledger of the run; after the end from all of it. None: not told."""
+    """Computed by the worker of rank 0 from the run's ledger; after the end from all of it. None: not reported."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """How the run ended, for the agents."""
-
     reason: str
     code: int
 
 
 @dataclass(frozen=True)
 class Status:
-    """What the operator keeps of a job between two reconcile passes; the defaults are those of a new job."""
+    """The operator's state of a job between two reconcile passes; the defaults are those of a new job."""
 
     state: State | None = None
     reason: str = ""
@@ -130,7 +127,7 @@ class Status:
     handled_pods: tuple[str, ...] = ()
     """Uids of pods that may still exist and whose end is counted."""
     restarted: Mapping[str, int] = field(default_factory=dict)
-    """How often kubelets have started containers again, as far as that is counted, by the uid of the pod; of plain workers."""
+    """Restarts of containers by kubelets that are counted, by the uid of the pod; plain workers only."""
     silent: tuple[Silent, ...] = ()
     lost: tuple[Lost, ...] = ()
     leaves: tuple[Leaving, ...] = ()
@@ -144,10 +141,10 @@ class Status:
     started: float | None = None
     """When the job was first reconciled."""
     resumed: float | None = None
-    """When it was resumed last: deadlines count from there, as those of a Kubernetes Job do."""
+    """Time of the last resumption: deadlines count from there, as those of a Kubernetes Job do."""
     finished: float | None = None
     formed: bool = False
-    """Whether there has been a world since it was started or resumed."""
+    """Whether there has been a world since the job was started or resumed."""
     observed: int = 0
     """The `metadata.generation` that was last acted on."""
     queue: str = ""
@@ -156,12 +153,12 @@ class Status:
     """The gang scheduler of all its pods, whatever is installed later; empty for none."""
     progress: Progress = Progress()
     ledger: tuple[Mapping[str, Any], ...] = ()
-    """What was decided, as events of the run's ledger: the first one and the newest."""
+    """The decisions, as events of the run's ledger: the first one and the newest."""
     conditions: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def generation(self) -> int:
-        """The newest generation that there has been, or is called for."""
+        """The newest generation that has existed or is called for."""
         return max(self.world.generation if self.world else 0, self.called.generation if self.called else 0)
 
     @property
@@ -178,20 +175,19 @@ LEDGER = 32
 
 
 def noted(ledger: tuple[Mapping[str, Any], ...], t: float, kind: str, **fields: Any) -> tuple[Mapping[str, Any], ...]:
-    """The ledger with one more entry, unless it has it. The first one, the submission, stays; the oldest others go."""
+    """The ledger with one more entry, unless it contains it. The first one, the submission, stays; the oldest others go."""
     entry = _without_none({"t": _ms(t), "kind": kind, "source": "operator", **fields})
     return ledger if entry in ledger else (*ledger[:1], *(*ledger[1:], entry)[1 - LEDGER :]) if ledger else (entry,)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the status also shows, from the snapshot and the plan."""
+    """Further values that the status shows, from the snapshot and the plan."""
 
     job: str
     pods: int
-    """Workers."""
     inside: int
-    """Those of them in the current world."""
+    """Workers in the current world."""
     sizes: tuple[int, int]
     """Smallest and largest number of workers."""
     checkpoint: str
@@ -202,32 +198,32 @@ class Facts:
 
 def read(status: Mapping[str, Any]) -> Status:
     """The fields of a status; `{}` for a new job. Invalid parts, written by others or by another version, are dropped."""
-    told, judged = status.get("rendezvous") or {}, status.get("judged") or {}
+    rendezvous, counted = status.get("rendezvous") or {}, status.get("judged") or {}
     account = status.get("accounting") or {}
-    world = _valid(World, told.get("world"))
+    world = _valid(World, rendezvous.get("world"))
     return Status(
         state=_valid(State, status.get("state")),
         reason=status.get("reason", ""),
         blocked=status.get("blocked"),
-        run=told.get("run", ""),
+        run=rendezvous.get("run", ""),
         world=world if world and world.members else None,
-        called=_valid(Call, told.get("called")),
-        result=_valid(Result, told.get("closed")),
-        counted=(judged.get("generation", 0), judged.get("attempt") or 0),
-        handled_pods=tuple(judged.get("pods") or ()),
-        restarted=judged.get("restarted") or {},
-        silent=tuple(each for fields in judged.get("silent") or () if (each := _valid(Silent, fields))),
-        lost=tuple(one for fields in judged.get("lost") or () if (one := _valid(Lost, fields))),
-        leaves=tuple(its for fields in told.get("leaving") or () if (its := _valid(Leaving, fields))),
+        called=_valid(Call, rendezvous.get("called")),
+        result=_valid(Result, rendezvous.get("closed")),
+        counted=(counted.get("generation", 0), counted.get("attempt") or 0),
+        handled_pods=tuple(counted.get("pods") or ()),
+        restarted=counted.get("restarted") or {},
+        silent=tuple(each for fields in counted.get("silent") or () if (each := _valid(Silent, fields))),
+        lost=tuple(one for fields in counted.get("lost") or () if (one := _valid(Lost, fields))),
+        leaves=tuple(its for fields in rendezvous.get("leaving") or () if (its := _valid(Leaving, fields))),
         counted_failures=tuple(it.counted for fields in status.get("failures") or () if (it := _valid(_Failure, fields))),
         restarts=status.get("restarts", 0),
         interruptions=status.get("interruptions", 0),
-        elected=bool(told.get("wanted")),
+        elected=bool(rendezvous.get("wanted")),
         failure=status.get("lastFailure"),
         started=podwords.seconds(status.get("startTime")) or None,
-        resumed=told.get("resumed"),
+        resumed=rendezvous.get("resumed"),
         finished=podwords.seconds(status.get("completionTime")) or None,
-        formed=bool(told.get("formed")),
+        formed=bool(rendezvous.get("formed")),
         observed=status.get("observedGeneration", 0),
         queue=status.get("queue", ""),
         gang=status.get("gang", ""),
@@ -290,12 +286,11 @@ def _adapter(type_: type[Any]) -> TypeAdapter[Any]:
 
 
 def write(status: Status, facts: Facts) -> Document:
-    """The new status."""
     low, high = facts.sizes
     world, progress = status.world, status.progress
     good = progress.goodput
     trains = world is not None and status.called is None and status.result is None
-    found: Document = {
+    fields: Document = {
         "observedGeneration": status.observed,
         "state": str(status.state) if status.state else None,
         "reason": status.reason,
@@ -321,7 +316,7 @@ def write(status: Status, facts: Facts) -> Document:
         "startTime": text(status.started) if status.started is not None else None,
         "completionTime": text(status.finished) if status.finished is not None else None,
         "rendezvous": _rendezvous(status, facts.leave_s),
-        "judged": _judged(status),
+        "judged": _counted(status),
         "failures": [_failure(counted) for counted in status.counted_failures],
         "accounting": {"reported": {"step": progress.mark[0], "time": _ms(progress.mark[1])}} if progress.mark else None,
         "ledger": list(status.ledger) or None,
@@ -329,29 +324,29 @@ def write(status: Status, facts: Facts) -> Document:
         "gang": status.gang or None,
         "conditions": list(status.conditions),
     }
-    return dict(_without_none(found))
+    return dict(_without_none(fields))
 
 
 def conditioned(
     conditions: Sequence[Mapping[str, Any]], type_: str, reason: str, message: str, generation: int, now: float
 ) -> tuple[Document, ...]:
     """The conditions once this one is true: all others but `Created` become false; those that never were true stay absent."""
-    known = {each["type"]: dict(each) for each in conditions}
-    if type_ not in known:
-        known[type_] = {"type": type_, "status": "False", "lastTransitionTime": text(now), "reason": reason, "message": message}
-    found = []
-    for name, each in known.items():
+    by_type = {each["type"]: dict(each) for each in conditions}
+    if type_ not in by_type:
+        by_type[type_] = {"type": type_, "status": "False", "lastTransitionTime": text(now), "reason": reason, "message": message}
+    result = []
+    for name, each in by_type.items():
         state = "True" if name in (type_, "Created") else "False"
         if each["status"] != state:
             each |= {"status": state, "lastTransitionTime": text(now)}
         if name == type_:
             each |= {"reason": reason, "message": message}
-        found.append({**each, "observedGeneration": generation})
-    return tuple(found)
+        result.append({**each, "observedGeneration": generation})
+    return tuple(result)
 
 
 def since(conditions: Sequence[Mapping[str, Any]], types: Collection[str]) -> float | None:
-    """Since when one of these conditions has been true."""
+    """The time from which one of these conditions has been true."""
     begun = [
         podwords.seconds(each["lastTransitionTime"]) for each in conditions if each["type"] in types and each["status"] == "True"
     ]
@@ -372,7 +367,7 @@ def _checkpoint(progress: Progress, path: str) -> Document:
     return {"step": progress.committed, "path": path, "time": _ms(progress.committed_at), "bytes": progress.bytes or None}
 
 
-def _judged(status: Status) -> Document:
+def _counted(status: Status) -> Document:
     silent = [{**dataclasses.asdict(each), "since": _ms(each.since), "echo": each.echo or None} for each in status.silent]
     silent = [{**each, "after_s": None if each["after_s"] == LEASE_S else each["after_s"]} for each in silent]
     return {
@@ -415,7 +410,7 @@ def _ms(when: float | None) -> float | None:
 
 
 def _without_none(value: Any) -> Any:
-    """Without values that are None, at any depth: API servers drop them, and a status must be read back as it was written."""
+    """Drop values that are None, at any depth: API servers drop them, and a status must be read back as it was written."""
     if isinstance(value, Mapping):
         return {key: _without_none(each) for key, each in value.items() if each is not None}
     return [_without_none(each) for each in value] if isinstance(value, list | tuple) else value

@@ -1,9 +1,7 @@
-"""Leader election: of several operators the leader acts, which holds the Lease `outlast-operator` in its namespace.
-
-The leader renews it. A standby that sees it unchanged for its whole duration takes it over; it measures this on its own clock, so
-clocks of machines are not compared, and time while suspended counts. A leader that cannot renew stops acting before that, so two
-never act at once. `judge` is pure; `Leadership` carries out its verdict.
-"""
+"""Leader election: of several operators only the one that holds the Lease `outlast-operator` in its namespace acts. The leader
+renews it. A standby that sees it unchanged for its whole duration takes it over; it measures this on its own clock, so clocks
+of machines are not compared, and time while suspended counts. A leader that cannot renew stops acting before that, so two never
+act at once."""
 
 from __future__ import annotations
 
@@ -92,18 +90,17 @@ class Leadership:
         self._renewed: float | None = None
         self._seen: Seen | None = None
         self._lease: Document | None = None
-        self._said = ""
+        self._logged = ""
         self._answered: float | None = None
         self._unbroken = 0.0
 
-    def heard_for(self) -> float:
+    def answered_for(self) -> float:
         """Seconds for which the API server has answered without a break. Watches do not show this: a server that hangs keeps its
         connections, and delivers old events afterwards."""
         now = self._clock()
         return 0.0 if self._broken(now) else now - self._unbroken
 
     def _broken(self, now: float) -> bool:
-        """Whether an answer is overdue."""
         return self._answered is None or now - self._answered > self._every_s + BREAK_S
 
     def holds(self) -> bool:
@@ -126,14 +123,14 @@ class Leadership:
             try:
                 self.step()
             except ClusterError as error:
-                self._say(f"the Lease {self.namespace}/{OPERATOR} cannot be acquired or renewed: {error}")
+                self._log_once(f"the Lease {self.namespace}/{OPERATOR} cannot be acquired or renewed: {error}")
             # A standby polls faster, to take over soon.
             stop.wait(self._every_s if self.holds() else self._every_s / 2)
         self.release()
 
     def step(self) -> None:
         """Read the Lease once, and acquire or renew it if possible. Raises ClusterError."""
-        asked = self._clock()
+        requested_at = self._clock()
         try:
             lease: Document | None = self.cluster.get(LEASE, OPERATOR, namespace=self.namespace)
         except Absent:
@@ -142,20 +139,20 @@ class Leadership:
         if self._broken(answered):
             self._unbroken = answered
         self._answered = answered
-        verdict, self._seen, why = judge(lease, self.me, self._seen, asked)
+        verdict, self._seen, why = judge(lease, self.me, self._seen, requested_at)
         if self._renewed is not None and verdict != "renew":
             self._renewed = float("-inf")  # another has taken it over: we must not act any more, even if that one is gone
-            self._say(f"{why}; this operator stops acting")
+            self._log_once(f"{why}; this operator stops acting")
             return
         if verdict == "wait":
-            self._say(why)
+            self._log_once(why)
             return
         with contextlib.suppress(Taken, Conflict):  # another was faster; the next step shows which
             write = self.cluster.create if lease is None else self.cluster.replace
             self._lease = write(_renewed(lease, self.me, self.namespace, self._duration_s))
-            first, self._renewed = self._renewed is None, asked
+            first, self._renewed = self._renewed is None, requested_at
             if first:
-                self._say(f"{why}; this operator ({self.me}) is the leader now")
+                self._log_once(f"{why}; this operator ({self.me}) is the leader now")
 
     def release(self) -> None:
         """Release the Lease, so that a standby need not wait until it expires."""
@@ -166,16 +163,15 @@ class Leadership:
         try:
             self.cluster.replace({**self._lease, "spec": spec})
         except ClusterError as error:
-            self._say(f"the Lease was not released, it expires in {self._duration_s:g} s: {error}")
+            self._log_once(f"the Lease was not released, it expires in {self._duration_s:g} s: {error}")
 
-    def _say(self, sentence: str) -> None:
-        if sentence != self._said:
-            self._said = sentence
+    def _log_once(self, sentence: str) -> None:
+        if sentence != self._logged:
+            self._logged = sentence
             self._log(sentence)
 
 
 def _renewed(old: Document | None, me: str, namespace: str, duration_s: float) -> Document:
-    """The Lease to write as its holder."""
     now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
     spec = dict((old or {}).get("spec") or {})
     if spec.get("holderIdentity") != me:

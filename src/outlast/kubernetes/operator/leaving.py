@@ -1,7 +1,7 @@
-"""Nodes that are about to be terminated: what says so, by when, and how long a pod there may take. Pure.
+"""Nodes that are about to be terminated: which notices tell it, by when, and how long a pod there may take. Pure.
 
-A deadline is annotated by who knows it (`contract.Annotation.LEAVING_AT`), on the node or, by those without rights to nodes, on a
-pod. Without one the usual time of the notice counts, from when the operator first saw it; see docs/decisions/0045.
+A deadline is annotated (`contract.Annotation.LEAVING_AT`) on the node or, by processes without rights to nodes, on a pod. Without
+an annotation the usual time of the notice counts, from when the operator first saw it; see docs/decisions/0045.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-no
 
 
 class Usual(NamedTuple):
-    """By when a node with a notice is gone, in seconds; None: no sooner than a pod's own grace period ends."""
+    """Time until a node with a notice is gone, in seconds; None: no sooner than a pod's own grace period ends."""
 
     any_s: float | None
     spot_s: float | None
@@ -57,11 +57,11 @@ TAINTS: Mapping[str, Usual] = {
 CONDITIONS: Mapping[str, Usual] = {
     "VMEventScheduled": Usual(None, 30.0, "https://learn.microsoft.com/en-us/azure/aks/node-problem-detector"),
 }
-"""Conditions that say the same when they are True and the node is cordoned: a node that still takes pods stays."""
+"""Conditions that count as notices while they are True and the node is cordoned: a node that still takes pods stays."""
 TAINTED = "tainted"
 """Key of the time, by the operator's clock, at which a watch first delivered a node with one of these notices."""
-KEPT_S = 2.0
-"""Of the time left, what the way of a deletion to the kubelet and the end of a pod take."""
+RESERVED_S = 2.0
+"""Time reserved for a deletion to reach the kubelet and for the pod to end."""
 
 
 @dataclass(frozen=True)
@@ -73,37 +73,37 @@ class Leave:
     deadline: float | None = None
     """Seconds since the epoch; None: no sooner than the pod's own grace period ends."""
     reason: str = ""
-    """The sentence of who wrote the deadline, if any."""
+    """The sentence that came with the annotated deadline, if any."""
 
     def sentence(self, node: str) -> str:
-        """What the worker's log says: where it has to leave, and why."""
+        """For the worker's log: the node it must leave, and why."""
         return f"node {node} ({self.cause}{f', {self.reason}' if self.reason else ''})"
 
     def grace_s(self, pod: Document, now: float) -> int | None:
         """The grace period to delete a pod with; None: its own, which ends sooner. At least 1: 0 would not wait for its node."""
         if self.deadline is None:
             return None
-        left_s = max(1, math.floor(self.deadline - now - KEPT_S))
+        left_s = max(1, math.floor(self.deadline - now - RESERVED_S))
         own_s = pod["spec"].get("terminationGracePeriodSeconds", 30)
         return left_s if left_s < own_s else None
 
 
 def of_node(node: Document | None) -> Leave | None:
     """Why the workers of a node have to go; None for a node that stays."""
-    found = _notices(node or {})
-    if node is None or not found:
+    notices = _notices(node or {})
+    if node is None or not notices:
         return None
     labels = node["metadata"].get("labels") or {}
     annotations = node["metadata"].get("annotations") or {}
     spot = any(labels.get(name) == value for name, value in SPOT.items())
-    kind = found.get(LEAVING, LeavingKind.UNKNOWN)
+    kind = notices.get(LEAVING, LeavingKind.UNKNOWN)
     seen, deadline = node.get(TAINTED), _deadline(annotations)
     if deadline is not None and kind is LeavingKind.MAINTENANCE and seen is not None and deadline <= seen:
         deadline = None  # it had begun when we heard of it, and may last for hours: there is time to save
     if deadline is None and seen is not None:
-        usual = [_usual(name, each, spot=spot) for name, each in found.items()]
+        usual = [_usual(name, each, spot=spot) for name, each in notices.items()]
         deadline = min((seen + each for each in usual if each is not None), default=None)
-    first = LEAVING if LEAVING in found else next(iter(found))
+    first = LEAVING if LEAVING in notices else next(iter(notices))
     return Leave(f"{first}={kind}" if kind else first, deadline, _reason(annotations))
 
 
@@ -111,10 +111,10 @@ def _notices(node: Document) -> dict[str, LeavingKind]:
     """The taints and conditions of a node that are notices, with the value of our own taint."""
     spec, status = node.get("spec") or {}, node.get("status") or {}
     taints = {each["key"]: each.get("value") or "" for each in spec.get("taints") or () if each.get("key") in TAINTS}
-    found = {key: LeavingKind(value) if key == LEAVING else LeavingKind.UNKNOWN for key, value in taints.items()}
-    told = [each for each in status.get("conditions") or () if each.get("status") == "True"]
-    said = [each["type"] for each in told if "freeze" not in f"{each.get('reason')} {each.get('message')}".lower()]  # seconds
-    return found | ({each: LeavingKind.UNKNOWN for each in said if each in CONDITIONS} if spec.get("unschedulable") else {})
+    notices = {key: LeavingKind(value) if key == LEAVING else LeavingKind.UNKNOWN for key, value in taints.items()}
+    true = [each for each in status.get("conditions") or () if each.get("status") == "True"]
+    types = [each["type"] for each in true if "freeze" not in f"{each.get('reason')} {each.get('message')}".lower()]  # seconds
+    return notices | ({each: LeavingKind.UNKNOWN for each in types if each in CONDITIONS} if spec.get("unschedulable") else {})
 
 
 def of_pod(pod: Document) -> Leave | None:
@@ -127,8 +127,8 @@ def of_pod(pod: Document) -> Leave | None:
 
 def soonest(*leaves: Leave | None) -> Leave | None:
     """The one with the earliest deadline; one without a deadline is the last."""
-    known = [each for each in leaves if each is not None]
-    return min(known, key=lambda each: math.inf if each.deadline is None else each.deadline, default=None)
+    given = [each for each in leaves if each is not None]
+    return min(given, key=lambda each: math.inf if each.deadline is None else each.deadline, default=None)
 
 
 def _usual(name: str, kind: LeavingKind, *, spot: bool) -> float | None:
@@ -139,7 +139,7 @@ def _usual(name: str, kind: LeavingKind, *, spot: bool) -> float | None:
 
 
 def _deadline(annotations: Mapping[str, str]) -> float | None:
-    """The annotated deadline; None when there is none, or one that cannot be read."""
+    """The annotated deadline; None when it is missing or cannot be read."""
     try:
         return podwords.seconds(annotations.get(Annotation.LEAVING_AT)) or None
     except (ValueError, TypeError, OverflowError):
@@ -151,4 +151,4 @@ def _reason(annotations: Mapping[str, str]) -> str:
 
 
 _LONGEST = 256
-"""Characters of a sentence that others have written into an annotation."""
+"""Longest annotated sentence that is kept, in characters."""

@@ -39,7 +39,7 @@ class _Job:
     step: int | None = None
     restarts: int = 0
     progressed: float | None = None
-    """When its progress was written last, and below when its newest checkpoint was committed."""
+    """When progress was last written; below, when the newest checkpoint was committed."""
     committed: float | None = None
 
 
@@ -74,19 +74,15 @@ class Metrics:
         return Counter(name, help, labels, registry=self._registry)
 
     def count_write(self, kind: str, verb: str) -> None:
-        """Count a request that changes something."""
         self._writes.labels(kind, verb).inc()
 
     def count_error(self) -> None:
-        """Count an error of a reconcile pass or of a watch."""
         self._errors.inc()
 
     def time_reconcile(self, seconds: float) -> None:
-        """Record how long a reconcile pass took."""
         self._reconciles.observe(seconds)
 
     def set_job(self, kind: str, namespace: str, name: str, status: Mapping[str, Any]) -> None:
-        """Record the current status of a job."""
         goodput, at = status.get("goodput"), status.get("progressTime")
         job = _Job(
             str(status.get("state") or "Pending"),
@@ -99,7 +95,6 @@ class Metrics:
         self._jobs.set((kind, namespace, name), job)
 
     def remove_job(self, kind: str, namespace: str, name: str) -> None:
-        """Forget a job that is gone."""
         self._jobs.set((kind, namespace, name), None)
 
     def count_changes(self, old: Mapping[str, Any], new: Mapping[str, Any], events: Iterable[Event], now: float) -> None:
@@ -137,7 +132,6 @@ class _Jobs:
         self._jobs: dict[tuple[str, str, str], _Job] = {}
 
     def set(self, key: tuple[str, str, str], job: _Job | None) -> None:
-        """Record a job; None removes it."""
         with self._lock:
             if job is None:
                 self._jobs.pop(key, None)
@@ -190,10 +184,10 @@ _PER_JOB: tuple[tuple[str, str, Callable[[_Job, float | None], float | None]], .
 
 
 def cause(status: Mapping[str, Any]) -> str:
-    """Of what the last failure was one: `oom`, `disk`, `hang`, `killed` or `error`. Few words: each is a series."""
+    """Category of the last failure: `oom`, `disk`, `hang`, `killed` or `error`. Kept few: each is a time series."""
     failure = status.get("lastFailure") or status.get("failure") or {}
-    if told := FailureCause(failure.get("cause") or ""):
-        return str(told)
+    if reported := FailureCause(failure.get("cause") or ""):
+        return str(reported)
     code = failure.get("code")
     return "killed" if isinstance(code, int) and contract.killed(contract.exit_code(code)) else "error"
 
@@ -203,8 +197,8 @@ def _more(old: Mapping[str, Any], new: Mapping[str, Any], name: str) -> int:
 
 
 def _broken_since(old: Mapping[str, Any], new: Mapping[str, Any]) -> float | None:
-    """When the world failed, or was lost, in whose place another one trains now; None when none does, or it was left as planned.
-    A failure and the next world may be found in one reconcile pass."""
+    """When the world failed or was lost that another has replaced now; None when none has, or the change was planned. One
+    reconcile pass may see both the failure and the next world."""
     if new.get("state") != "Running" or int(new.get("generation") or 0) <= int(old.get("generation") or 0):
         return None
     restarting, failure = old.get("state") == "Restarting", new.get("lastFailure") or {}

@@ -62,13 +62,12 @@ class Settings:
     """How the operator works."""
 
     namespace: str | None = None
-    """The only namespace it looks after. Default: all."""
+    """The only namespace it serves. Default: all."""
     workers: int = 8
     """Jobs that are reconciled concurrently."""
     host: str = ""
     """Address of the probes. Default: all addresses."""
     port: int = 0
-    """Port of the probes. 0: any free one."""
     retry_s: float = 1.0
     """First pause before a failure is retried; doubled each time."""
     discovery_s: float = 60.0
@@ -76,7 +75,7 @@ class Settings:
 
 
 class Operator:
-    """One process. `run` returns its exit code."""
+    """The operator of one process. `run` returns the exit code."""
 
     def __init__(
         self,
@@ -92,7 +91,7 @@ class Operator:
         self.settings = settings or Settings()
         self.metrics = Metrics()
         self.address = ""
-        """Of the probes, from `run` on."""
+        """Address of the probes, from `run` on."""
         self._clock = clock or Clock()
         self.queue: WorkQueue[Key] = WorkQueue(self._clock)
         self.cache = Cache(self.reconcilers, self._changed)
@@ -115,7 +114,7 @@ class Operator:
         """One decision is computed at a time: several would not be faster in Python, and would starve the watches, so that
         renewals of Leases would be read too late."""
         self._running: dict[Key, float] = {}
-        """When the passes that are running began."""
+        """Start times of the running passes."""
         self._threads: list[threading.Thread] = []
 
     def run(self, stop: threading.Event) -> int:
@@ -132,21 +131,22 @@ class Operator:
         leading.start()
         self._threads = [*self.watches.threads, leading]
         self._until_stopped(stop, workers)
-        asked = stop.is_set()
+        requested = stop.is_set()
         self.queue.shut_down()
-        until = time.monotonic() + (STOP_TIMEOUT_S if asked and self.leadership.holds() else 0.0)
+        until = time.monotonic() + (STOP_TIMEOUT_S if requested and self.leadership.holds() else 0.0)
         for worker in workers:
             if worker.ident is not None:
                 worker.join(max(0.0, until - time.monotonic()))
         self._background.finish(max(0.0, until - time.monotonic()))
         resign.set()  # only now: no other operator may write while a worker of ours does
-        leading.join(1.0 if asked else 0.0)
+        leading.join(1.0 if requested else 0.0)
         self.watches.stop()
-        log.info("stopped" if asked else "stopped: this operator is not the leader any more")
-        return 0 if asked else 1
+        log.info("stopped" if requested else "stopped: this operator is not the leader any more")
+        return 0 if requested else 1
 
     def _until_stopped(self, stop: threading.Event, workers: list[threading.Thread]) -> None:
-        """Start the workers once all is known and we lead; return when `stop` is set, the lease is lost or a thread has ended."""
+        """Start the workers once the caches are synced and we lead; return when `stop` is set, the lease is lost or a thread
+        has ended."""
         logged: list[Kind] | None = None
         while not stop.is_set() and not self.leadership.lost:
             if (missing := self.cache.unsynced()) and missing != logged:
@@ -193,7 +193,7 @@ class Operator:
         with self._deciding:
             now = self._clock()
             cached = self.cache.job(key, now)
-        since = max(cached.since, now - self.leadership.heard_for(), self._clock.broken_at)
+        since = max(cached.since, now - self.leadership.answered_for(), self._clock.broken_at)
         cached = dataclasses.replace(cached, since=since, refused=self._refused.get(key, ""))
         if cached.job is None:
             self._gone(key, cached, now)
@@ -284,7 +284,6 @@ class Operator:
             self.metrics.time_reconcile(time.monotonic() - begun)
 
     def health(self) -> probes.Health:
-        """What the probes answer."""
         now, missing = time.monotonic(), self.cache.unsynced()
         dead = [thread.name for thread in self._threads if not thread.is_alive()]
         stuck = [key for key, begun in list(self._running.items()) if now - begun > STUCK_S]
@@ -301,5 +300,4 @@ class Operator:
 
 
 def _about(key: Key) -> dict[str, str]:
-    """The job of a log line."""
     return {"job": key.name, "namespace": key.namespace}

@@ -29,7 +29,7 @@ from outlast.kubernetes.operator.snapshot import Limits
 log = logging.getLogger(__name__)
 
 OBJECTS = 100_000
-"""Threshold of the garbage collector. A reconcile pass allocates many objects, none of them in cycles; with Python's default of
+"""Threshold of the garbage collector. A reconcile pass allocates many objects, none of them in cycles; at Python's default of
 700, collections take a third of the time and free nothing."""
 LEAST_LOST_S = 5.0
 """Lower bound of --lost-after."""

@@ -67,13 +67,13 @@ class WorkloadSlice:
         return str(self.document["metadata"]["uid"])
 
     @property
-    def asked(self) -> int:
-        """The number of workers that it asks quota for."""
+    def requested(self) -> int:
+        """Workers that it requests quota for."""
         return int(self.document["spec"]["podSets"][0].get("count", 1))
 
     @property
     def count(self) -> int:
-        """The number of workers that it has quota for, once admitted."""
+        """Workers that it has quota for, once admitted."""
         return kueue.admitted(self.document) - self.given_back
 
     @property
@@ -110,35 +110,35 @@ class WorkloadSlice:
         """Why it is not admitted, in Kueue's words."""
         order = ("Evicted", "QuotaReserved", "Admitted") if self.leaves else ("QuotaReserved", "Admitted")
         for type_ in order:
-            said = self.condition(type_)
-            if said is not None and said.get("message") and (said["status"] == "True") == (type_ == "Evicted"):
-                return str(said["message"]).rstrip(".")
+            condition = self.condition(type_)
+            if condition is not None and condition.get("message") and (condition["status"] == "True") == (type_ == "Evicted"):
+                return str(condition["message"]).rstrip(".")
         return ""
 
     def condition(self, type_: str) -> Document | None:
         return next((each for each in self._status.get("conditions") or () if each["type"] == type_), None)
 
     def true(self, type_: str) -> bool:
-        found = self.condition(type_)
-        return found is not None and found["status"] == "True"
+        condition = self.condition(type_)
+        return condition is not None and condition["status"] == "True"
 
     @property
     def _status(self) -> Mapping[str, Any]:
         return self.document.get("status") or {}
 
-    # what it can be told
+    # changes of it
 
     def with_status(self, now: float, conditions: Sequence[tuple[str, bool, str, str]], **fields: Any) -> Document:
         """The Workload with other conditions (type, whether it is true, reason, message), and other fields of its status."""
         made = {each["type"]: each for each in self._status.get("conditions") or ()}
         for type_, holds, reason, message in conditions:
-            status, before = "True" if holds else "False", made.get(type_, {})
-            since = before["lastTransitionTime"] if before.get("status") == status else job_status.text(now)
+            status, previous = "True" if holds else "False", made.get(type_, {})
+            since = previous["lastTransitionTime"] if previous.get("status") == status else job_status.text(now)
             made[type_] = {
                 "type": type_,
                 "status": status,
                 "reason": reason,
-                "message": message[:1024],  # more than enough of what others say
+                "message": message[:1024],  # more than enough of messages that others wrote
                 "lastTransitionTime": since,
                 "observedGeneration": self.document["metadata"].get("generation", 1),
             }
@@ -152,35 +152,33 @@ class WorkloadSlice:
         reason, message = evicted["reason"], evicted.get("message", "")
         conditions = [
             ("QuotaReserved", False, "Pending", message),
-            ("Requeued", reason in ("Preempted", "NodeFailures"), reason, message),  # of others, Kueue says when
+            ("Requeued", reason in ("Preempted", "NodeFailures"), reason, message),  # other evictions: Kueue requeues by itself
         ]
         spent: Document = {}
         if (admitted := self.condition("Admitted")) is not None and admitted["status"] == "True":
             conditions.append(("Admitted", False, "NoReservation", "The workload has no reservation"))
-            before = int(self._status.get("accumulatedPastExecutionTimeSeconds") or 0)
+            accumulated = int(self._status.get("accumulatedPastExecutionTimeSeconds") or 0)
             began = podwords.seconds(admitted["lastTransitionTime"]) or now
-            spent = {"accumulatedPastExecutionTimeSeconds": before + max(0, int(now - began))}
+            spent = {"accumulatedPastExecutionTimeSeconds": accumulated + max(0, int(now - began))}
         if self.condition("PodsReady") is not None:
             conditions.append(("PodsReady", False, "WaitForStart", "Its pods have gone"))
         return self.with_status(now, conditions, admission=None, reclaimablePods=None, **spent)
 
     def reduced(self, by: int, now: float) -> Document:
-        """With fewer workers: the rest of its quota is reclaimable."""
+        """Shrunk by this many workers: that part of its quota is reclaimable."""
         return self.with_status(now, (), reclaimablePods=[{"name": kueue.PODS, "count": self.given_back + by}])
 
     def trains(self, now: float) -> Document:
-        """With PodsReady, so that Kueue's start timeout does not evict it."""
+        """With PodsReady true, so that Kueue's start timeout does not evict it."""
         return self.with_status(now, [("PodsReady", True, "Started", "Its workers train")])
 
     def finished(self, well: bool, reason: str, now: float) -> Document:
-        """With Finished."""
+        """With Finished true."""
         return self.with_status(now, [("Finished", True, "Succeeded" if well else "Failed", reason)])
 
 
 @dataclass(frozen=True)
 class Changes:
-    """Changes of a job's Workloads."""
-
     apply: tuple[Document, ...] = ()
     statuses: tuple[Document, ...] = ()
     deletes: tuple[Deletion, ...] = ()
@@ -206,11 +204,11 @@ class Queue:
         """The number of workers with quota."""
         return sum(part.count for part in self.holding)
 
-    def largest(self, wanted: int, sizes: Sequence[int]) -> int:
+    def largest(self, desired: int, sizes: Sequence[int]) -> int:
         """The largest allowed number of workers, up to `wanted`, that has quota; 0 when too few were admitted."""
         if not self.name:
-            return wanted
-        return max((size for size in sizes if size <= min(wanted, self.admitted)), default=0)
+            return desired
+        return max((size for size in sizes if size <= min(desired, self.admitted)), default=0)
 
     def refuses(self, pod: Mapping[str, Any]) -> bool:
         """Whether a pod belongs to a Workload that is no longer admitted."""
@@ -222,10 +220,10 @@ class Queue:
         if leaving := next((part for part in self.slices if part.leaves), None):
             return f"the queue {self.name} takes its quota back: {leaving.reason or 'no reason is given'}"
         waiting = next((part for part in self.slices if part.waits or part.checked), None)
-        said = f": {waiting.reason}" if waiting and waiting.reason else ""
-        return f"waits in the queue {self.name} to be admitted{said}"
+        because = f": {waiting.reason}" if waiting and waiting.reason else ""
+        return f"waits in the queue {self.name} to be admitted{because}"
 
-    def lacking(self) -> str:
+    def missing_object(self) -> str:
         """A sentence about a missing flavor or priority class; else empty."""
         for part in self.holding:
             for flavor in sorted(kueue.flavors(part.document) - self.objects.flavors.keys()):
@@ -243,32 +241,29 @@ class Queue:
 
     def changes(
         self,
-        wanted: int,
+        desired: int,
         sizes: Sequence[int],
         pods: Sequence[Mapping[str, Any]],
         trains: bool,
         make: Make,
         now: float,
     ) -> Changes:
-        """The changes of the Workloads.
-
-        `wanted` workers are asked for by the user, a number of these `sizes`; `pods` are all that still use anything; `trains`:
-        there is a world. `make` makes a Workload.
-        """
+        """Compute the changes of the Workloads. `desired` is the number of workers in the job's specification, out of `sizes`;
+        `pods` are all that still use resources; `trains`: there is a world. `make` makes a Workload."""
         live = [part for part in self.slices if not part.over]
-        if not self.name or not wanted:  # quota is given back when the pods of a suspended job have gone
+        if not self.name or not desired:  # quota is given back when the pods of a suspended job have gone
             return Changes(deletes=tuple(_delete(part, "the job needs no quota") for part in live if not self.name or not pods))
-        stands = self.largest(wanted, sizes)
+        stands = self.largest(desired, sizes)
         if leaving := [part for part in live if part.leaves]:
             used = {part.name: bool(pods) if not stands else any(_workload(pod) == part.name for pod in pods) for part in leaving}
             return Changes(statuses=tuple(part.cleared(now) for part in leaving if not used[part.name]))
-        if not stands and self.holding:  # they are asked for again, together with the others: quota must not wait for quota
+        if not stands and self.holding:  # all workers are requested again together: quota must not wait for quota
             left = () if pods else self.holding
             return Changes(deletes=tuple(_delete(part, "too few workers are admitted") for part in left))
-        back = self._surplus(wanted, pods, now)
+        back = self._surplus(desired, pods, now)
         ready = [part.trains(now) for part in self.holding if trains and back == Changes() and not part.true("PodsReady")]
-        asked = self._asked(wanted, sizes, pods, make)
-        return Changes(asked.apply, (*back.statuses, *ready), (*asked.deletes, *back.deletes))
+        requested = self._requests(desired, sizes, pods, make)
+        return Changes(requested.apply, (*back.statuses, *ready), (*requested.deletes, *back.deletes))
 
     def ended(self, well: bool, reason: str, now: float) -> tuple[Document, ...]:
         """The job has ended: its quota is free."""
@@ -278,17 +273,17 @@ class Queue:
         """The priority of its Workloads; a sentence when its class is missing."""
         return kueue.priority(self.job, self.objects.classes)
 
-    def _asked(self, wanted: int, sizes: Sequence[int], pods: Sequence[Mapping[str, Any]], make: Make) -> Changes:
+    def _requests(self, desired: int, sizes: Sequence[int], pods: Sequence[Mapping[str, Any]], make: Make) -> Changes:
         """Keep exactly one waiting Workload, for the workers that are not admitted yet."""
-        missing = wanted - self.admitted - sum(part.asked for part in self.slices if part.checked)
+        missing = desired - self.admitted - sum(part.requested for part in self.slices if part.checked)
         waiting = [part for part in self.slices if part.waits]
         if missing <= 0:
             return Changes(deletes=tuple(_delete(part, "the job needs no more quota") for part in waiting))
         extra = tuple(_delete(part, "another Workload asks for it") for part in waiting[1:])
-        stands = self.largest(wanted, sizes)
+        stands = self.largest(desired, sizes)
         least = next(size for size in sizes if size > stands) - self.admitted
         least, priority = max(1, min(least, missing)), self.priority()
-        if isinstance(priority, str) or (waiting and _asks(waiting[0], self.name, missing, priority)):
+        if isinstance(priority, str) or (waiting and _requests_exactly(waiting[0], self.name, missing, priority)):
             return Changes(deletes=extra)
         return Changes((make(waiting[0].name if waiting else self._free(pods), missing, least, priority),), (), extra)
 
@@ -298,9 +293,9 @@ class Queue:
         names = (kueue.name(meta["name"], meta["uid"], number) for number in range(len(taken) + 1))
         return next(name for name in names if name not in taken)
 
-    def _surplus(self, wanted: int, pods: Sequence[Mapping[str, Any]], now: float) -> Changes:
+    def _surplus(self, desired: int, pods: Sequence[Mapping[str, Any]], now: float) -> Changes:
         """Give back surplus quota that no pods use, the newest Workload first."""
-        surplus, room = self.admitted - wanted, self.room(pods)
+        surplus, room = self.admitted - desired, self.room(pods)
         statuses, deletes = [], []
         for part in reversed(self.holding):
             back = min(surplus, room[part.name])
@@ -314,7 +309,8 @@ class Queue:
         return Changes((), tuple(statuses), tuple(deletes))
 
     def room(self, pods: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-        """Free quota of each Workload, in pods. Pods that name none, from before there was a queue, take what is free."""
+        """Free quota of each Workload, in pods. Pods that name no Workload, created before there was a queue, use up free
+        quota."""
         room = {part.name: part.count for part in self.holding}
         nobodys = 0
         for pod in pods:
@@ -334,7 +330,7 @@ def of(job: Mapping[str, Any], features: ClusterFeatures) -> Queue | None:
     if features.kueue is None:
         return None
     own = (each for each in features.kueue.workloads if owned_by(each, job))
-    slices = tuple(sorted((WorkloadSlice(each) for each in own), key=lambda part: (_born(part), len(part.name), part.name)))
+    slices = tuple(sorted((WorkloadSlice(each) for each in own), key=lambda part: (_created(part), len(part.name), part.name)))
     name = kueue.queue(job)
     return Queue(name, job, features.kueue, slices) if name or slices else None
 
@@ -344,7 +340,7 @@ def unknown(job: Mapping[str, Any], features: ClusterFeatures) -> bool:
     return kueue.GROUP in features.groups and features.kueue is None and bool(kueue.queue(job))
 
 
-def _born(part: WorkloadSlice) -> str:
+def _created(part: WorkloadSlice) -> str:
     return str(part.document["metadata"].get("creationTimestamp") or "")
 
 
@@ -353,10 +349,10 @@ def _workload(pod: Mapping[str, Any]) -> str:
     return str((pod["metadata"].get("annotations") or {}).get(kueue.WORKLOAD) or "")
 
 
-def _asks(part: WorkloadSlice, queue: str, count: int, priority: Priority) -> bool:
+def _requests_exactly(part: WorkloadSlice, queue: str, count: int, priority: Priority) -> bool:
     """Whether it asks for exactly this. Ignores `minCount`, which Kueue drops where partial admission is off."""
     fields = part.document["spec"]
-    return (fields.get("queueName"), part.asked, fields.get("priority", 0)) == (queue, count, priority.value)
+    return (fields.get("queueName"), part.requested, fields.get("priority", 0)) == (queue, count, priority.value)
 
 
 def _delete(part: WorkloadSlice, reason: str) -> Deletion:

@@ -18,7 +18,7 @@ from outlast.kubernetes.operator.snapshot import JobSnapshot, MemberReport, Pod
 from outlast.rendezvous import restarts, world
 from outlast.rendezvous.world import MemberState
 
-UNHEARD = "Unheard"
+UNREACHABLE = "Unheard"
 """Reason of the condition while most workers are silent."""
 
 
@@ -31,7 +31,7 @@ class Reconcile:
         self.done = False
         """True: no further rule runs."""
         self.deletes: dict[str, Deletion] = {}
-        """By uid."""
+        """Keyed by uid."""
         self.creates: list[Document] = []
         self.prerequisites: tuple[Document, ...] = ()
         self.apply: tuple[Document, ...] = ()
@@ -55,17 +55,17 @@ class Reconcile:
         return self.snapshot.job.spec
 
     @property
-    def wanted(self) -> int:
-        """The number of workers to run now: those asked for, as far as their queue has admitted them."""
+    def desired(self) -> int:
+        """The number of workers to run now: the requested ones, as far as their queue has admitted them."""
         if self.snapshot.queue is not None:
-            return self.snapshot.queue.largest(self.asked, self.spec.workers.allowed())
+            return self.snapshot.queue.largest(self.requested, self.spec.workers.allowed())
         if queues.unknown(self.snapshot.document, self.snapshot.features) and not self.using:
             return 0
-        return self.asked
+        return self.requested
 
     @property
-    def asked(self) -> int:
-        """The number of workers that the user asks for now."""
+    def requested(self) -> int:
+        """The number of workers that the specification requests now."""
         return 0 if self.spec.suspend else self.spec.workers.replicas
 
     @property
@@ -73,8 +73,8 @@ class Reconcile:
         """Pods that use resources, or are about to."""
         gone = {uid for uid, deletion in self.deletes.items() if deletion.grace_s == 0}
         gone |= self.ends.keys() | {pod.uid for pod in self.succeeded}
-        there = (pod for pod in self.snapshot.pods if pod.uid not in gone)
-        return [*(pod.document for pod in there), *self.creates]
+        remaining = (pod for pod in self.snapshot.pods if pod.uid not in gone)
+        return [*(pod.document for pod in remaining), *self.creates]
 
     @property
     def alive(self) -> list[Pod]:
@@ -83,7 +83,7 @@ class Reconcile:
 
     @property
     def members(self) -> frozenset[int]:
-        """Ids of the members of the newest world."""
+        """Indices of the members of the newest world."""
         newest = self.status.world
         if self._members[0] is not newest:
             self._members = newest, frozenset(newest.members if newest else ())
@@ -95,15 +95,15 @@ class Reconcile:
         return [pod for pod in self.ended_pods if pod.succeeded]
 
     @functools.cached_property
-    def unheard(self) -> list[MemberReport]:
+    def late(self) -> list[MemberReport]:
         """The late workers, when most of them fell silent together though their nodes are ready: none has renewed its Lease for
-        longer than any renewal takes. Then the path to the API server is presumed broken, and no worker dead. They come back one
-        after another, as each retries; until all have, the remaining ones are presumed alive too."""
+        longer than any renewal takes. Then the path to the API server is presumed broken, and no worker dead. They return one
+        by one, as each retries; until all have, the remaining ones are presumed alive too."""
         should = [report for pod in self._living if (report := self.snapshot.reports.get(pod.index)) and pod.node_lost is None]
         should = [report for report in should if report.member.standing is not MemberState.DONE]
-        late = [report for report in should if self.until(self.last_heard(report), self.lease_s(report) / 2) is None]
+        late = [report for report in should if self.until(self.last_seen(report), self.lease_s(report) / 2) is None]
         state = self.status.state
-        held = state is not None and job_status.why(self.status.conditions, state) == UNHEARD
+        held = state is not None and job_status.why(self.status.conditions, state) == UNREACHABLE
         return late if held or 2 * len(late) > len(should) else []
 
     @property
@@ -122,9 +122,9 @@ class Reconcile:
     @property
     def step(self) -> int:
         """The newest step done in the current world."""
-        known = self.status.world
+        world = self.status.world
         inside = [report for id, report in self.snapshot.reports.items() if id in self.members]
-        now = [report for report in inside if known and report.generation in (None, known.generation)]
+        now = [report for report in inside if world and report.generation in (None, world.generation)]
         return max((report.step for report in now if report.step is not None), default=self.status.progress.step)
 
     def until(self, at: float, wait_s: float) -> float | None:
@@ -132,7 +132,6 @@ class Reconcile:
         return world.until(at, wait_s, self.now)
 
     def update(self, **fields: Any) -> None:
-        """Change fields of the status."""
         self.status = dataclasses.replace(self.status, **fields)
 
     def set_state(self, state: State, reason: str, what: str, *, event: bool = False, warning: bool = False) -> None:
@@ -141,17 +140,18 @@ class Reconcile:
         if self.state_set:
             return
         self.state_set = True
-        before = self.snapshot.status
+        previous = self.snapshot.status
         created = ("Created", "JobCreated", "the operator has taken it up")
         conditions = self.status.conditions or job_status.conditioned((), *created, self.snapshot.generation, self.now)
         now_true = created if state is State.PENDING else (str(state), what, reason)
         conditions = job_status.conditioned(conditions, *now_true, self.snapshot.generation, self.now)
         self.update(state=state, reason=reason, conditions=conditions)
-        if event or before.state is not state:
+        if event or previous.state is not state:
             self.events.append(Event("Warning" if warning or state is State.FAILED else "Normal", what, reason))
 
     def note(self, kind: str, t: float | None = None, **fields: Any) -> None:
-        """Write an event of the run's ledger into the status; before the first world also since when there were pods."""
+        """Write an event of the run's ledger into the status; before the first world also the time from which there were
+        pods."""
         if self.snapshot.plain is not None:
             return  # nobody copies it into a ledger
         ledger, now = self.status.ledger, self.now
@@ -165,17 +165,15 @@ class Reconcile:
 
     @functools.cached_property
     def by_index(self) -> dict[int, Pod]:
-        """The job's pods by index."""
         return {pod.index: pod for pod in reversed(self.snapshot.pods)}
 
     def pod(self, index: int) -> Pod | None:
-        """The pod of a worker, if there is one."""
         return self.by_index.get(index)
 
     def delete(self, pod: Pod, reason: str, *, grace_s: int | None = None) -> None:
         """Delete a pod, unless its deletion was already requested with this grace period: finalizers or sidecars may keep it."""
-        asked_s = pod.document["metadata"].get("deletionGracePeriodSeconds")
-        if pod.terminating and (grace_s is None or (asked_s is not None and asked_s <= grace_s)):
+        requested_s = pod.document["metadata"].get("deletionGracePeriodSeconds")
+        if pod.terminating and (grace_s is None or (requested_s is not None and requested_s <= grace_s)):
             return
         self.deletes.setdefault(pod.uid, Deletion(pod.name, pod.uid, reason, grace_s))
 
@@ -194,14 +192,14 @@ class Reconcile:
         self.done = True
 
     def stop_training(self) -> None:
-        """The current world trains no more: what is known of its speed, its snapshots and its goodput is over."""
+        """The current world trains no more: its rate, snapshots and goodput do not count any longer."""
         self.update(progress=dataclasses.replace(self.status.progress, rate=None, mark=None, snapshot=(0, 0), goodput=None))
 
     def plan(self) -> Plan:
         """The plan of this pass; with a status only if that changes."""
         if self.handled.keys() != set(self.status.handled_pods):  # uids of pods that are gone are dropped
-            there = {pod.uid for pod in self.snapshot.pods}
-            self.update(handled_pods=tuple(uid for uid in self.handled if uid in there))
+            existing = {pod.uid for pod in self.snapshot.pods}
+            self.update(handled_pods=tuple(uid for uid in self.handled if uid in existing))
         status = self._status_document()
         changed = status != (self.snapshot.document.get("status") or {})
         self._times = [when for when in self._times if when > self.now]
@@ -230,8 +228,8 @@ class Reconcile:
             sizes, grace = (workers.min, workers.max), self.timeouts.leave
             where = desired.checkpoints(self.snapshot.job)
         members = self.status.world.members if self.status.world and self.status.called is None else ()
-        there = {pod.index for pod in self.alive}
-        inside = [id for id in members if id in there]
+        alive = {pod.index for pod in self.alive}
+        inside = [id for id in members if id in alive]
         facts = job_status.Facts(
             job=self.snapshot.name,
             # 0 once the job has ended: its workers end one after another, and each would be a write.
@@ -245,34 +243,34 @@ class Reconcile:
 
     def in_world(self, pod: Pod) -> bool:
         """Whether a pod is, or was, a member of the newest world; a later pod may have the same index."""
-        known = self.status.world
-        return known is not None and pod.index in self.members and pod.first_generation <= known.generation
+        world = self.status.world
+        return world is not None and pod.index in self.members and pod.first_generation <= world.generation
 
     def generation_of(self, pod: Pod) -> int:
         """The generation of the world that a pod is in; 0 for none."""
         return self.status.world.generation if self.status.world and self.in_world(pod) else 0
 
     def start_of(self, generation: int) -> tuple[int, int]:
-        """The newest start of a generation's processes: the generation, and the attempt that members have reported."""
+        """Identifies the newest start of a generation's processes: the generation, and the attempt that members have
+        reported."""
         return generation, self._attempts.get(generation, 0)
 
     @functools.cached_property
     def _attempts(self) -> dict[int, int]:
-        """The newest attempt of each generation that a member reports."""
-        found: dict[int, int] = {}
+        attempts: dict[int, int] = {}
         for each in self.snapshot.reports.values():
-            found[each.member.generation] = max(each.attempt, found.get(each.member.generation, 0))
-        return found
+            attempts[each.member.generation] = max(each.attempt, attempts.get(each.member.generation, 0))
+        return attempts
 
     def is_counted(self, generation: int) -> bool:
         """Whether the failure of a generation's processes, as they were started last, is counted; generation 0 is no world."""
         return generation > 0 and self.status.counted >= self.start_of(generation)
 
     def silent_at(self, report: MemberReport) -> float | None:
-        """When a member will be dead unless it is heard; None when it is dead."""
+        """When a member will be presumed dead unless it renews; None when it is."""
         pod, lasts = self.pod(report.member.id), self.lease_s(report)
-        held = self.unheard and pod is not None and pod.node_lost is None
-        return self.until(self.last_heard(report), max(lasts, self.snapshot.limits.held_s) if held else lasts)
+        held = self.late and pod is not None and pod.node_lost is None
+        return self.until(self.last_seen(report), max(lasts, self.snapshot.limits.held_s) if held else lasts)
 
     def lease_s(self, report: MemberReport) -> float:
         """How long a member may be silent: the duration on its Lease, as members of large worlds renew less often."""
@@ -280,9 +278,10 @@ class Reconcile:
 
     def most_are_silent(self) -> bool:
         """Whether most workers are silent, and one of them for so long that, alone, it would be presumed dead."""
-        return any(self.until(self.last_heard(each), self.lease_s(each)) is None for each in self.unheard)
+        return any(self.until(self.last_seen(each), self.lease_s(each)) is None for each in self.late)
 
-    def last_heard(self, report: MemberReport | None) -> float:
-        """When a member was last heard, or could have been. A time in the future, after our clock went back, does not count."""
+    def last_seen(self, report: MemberReport | None) -> float:
+        """Time of a member's last renewal, or from which we could have received one. A time in the future, after our clock went
+        back, does not count."""
         late = report is None or report.renewed > self.now + self.lease_s(report)
         return self.snapshot.since if late or report is None else max(report.renewed, self.snapshot.since)

@@ -28,8 +28,8 @@ def elastic_job(limits: Limits, cached: CachedJob, now: float, features: Cluster
 
 def orphans(limits: Limits, cached: CachedJob, now: float) -> Plan:
     """The plan for the pods of an ElasticJob that is gone."""
-    ours = [pod for pod in snapshot.pods_of(cached) if _of_an_elastic_job(pod)]
-    return end.orphans(ours, now, cached.since, limits)
+    made = [pod for pod in snapshot.pods_of(cached) if _of_an_elastic_job(pod)]
+    return end.orphans(made, now, cached.since, limits)
 
 
 def _of_an_elastic_job(pod: snapshot.Pod) -> bool:

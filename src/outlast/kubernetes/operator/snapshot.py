@@ -1,4 +1,4 @@
-"""A snapshot of a job: the objects in the cache, read into the values that `decide` asks for. Pure."""
+"""A snapshot of a job: the objects in the cache, read into the values that `decide` reads. Pure."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from outlast.rendezvous.world import Member, MemberState
 
 Document = Mapping[str, Any]
 
-HEARD = "heard"
-"""Key of the time, by the operator's clock, at which a watch delivered a renewal of a Lease, or that a node is unready: clocks of
-other machines are not compared with ours."""
+RECEIVED = "heard"
+"""Key of the time, by the operator's clock, at which a watch delivered a renewal of a Lease, or a node that is unready: clocks
+of other machines are not compared with ours."""
 NNODES = f"{contract.GROUP}/nnodes"
 """Annotation of a pod without an agent: --nnodes of its torchrun."""
 LONGEST_S = 600.0
@@ -60,7 +60,7 @@ class Pod:
     index: int
     node: str
     node_lost: float | None
-    """Since when its node has not answered; of a node that does not exist, since when the pod has been bound to it."""
+    """Time from which its node has not answered; if the node does not exist, from which the pod has been bound to it."""
     leave: Leave | None = None
     """Why it has to go: its node is about to be terminated, or the pod itself says so."""
 
@@ -74,12 +74,11 @@ class Pod:
 
     @property
     def created(self) -> float:
-        """Its creation time."""
         return podwords.born(self.document)
 
     @property
     def first_generation(self) -> int:
-        """The first generation that it may be part of."""
+        """The first generation that it may belong to."""
         label = (self.document["metadata"].get("labels") or {}).get(Label.GENERATION, "")
         return int(label) if label.isdecimal() else 0
 
@@ -131,11 +130,11 @@ class Pod:
 
     @property
     def kept(self) -> str:
-        """The finalizers of others that keep a terminated pod; else empty."""
+        """A sentence about finalizers of others that keep a terminated pod; else empty."""
         meta = self.document["metadata"]
         gone = self.terminating and meta.get("deletionGracePeriodSeconds") == 0 and podwords.over(self.document)
-        found = ", ".join(meta.get("finalizers") or ()) if gone else ""
-        return f"has gone, and its name is kept by the finalizers {found}; have them removed" if found else ""
+        finalizers = ", ".join(meta.get("finalizers") or ()) if gone else ""
+        return f"has gone, and its name is kept by the finalizers {finalizers}; have them removed" if finalizers else ""
 
     @property
     def alive(self) -> bool:
@@ -157,7 +156,7 @@ class MemberReport:
     renewed: float
     """When the Lease was last renewed."""
     failure: Failure | None
-    """What failed in its generation, see `rendezvous.transports.sockets.Report`."""
+    """The failure in its generation, see `rendezvous.transports.sockets.Report`."""
     echo: bool = False
     """Whether that failure is secondary: caused by another member's."""
     step: int | None = None
@@ -173,15 +172,15 @@ class MemberReport:
     """Step of the newest complete snapshot in memory, and steps between two; 0: none, or unknown."""
     attempt: int = 0
     past: tuple[Mapping[str, Any], ...] = ()
-    """How often members have started their processes again by themselves, and what they have repaired so: as `sockets.Report`."""
+    """Restarts of their processes by the members themselves, and the failures repaired so, as in `sockets.Report`."""
     mesh: bool = False
     """Whether the members of its world watch one another."""
     bytes: int = 0
     """Size of the newest committed checkpoint; 0: unknown."""
     goodput: float | None = None
-    """Of the run, as the worker of rank 0 computes it."""
+    """Goodput of the run, as the worker of rank 0 computes it."""
     whole: bool = False
-    """Whether that is of the whole run, to its end."""
+    """Whether `goodput` covers the whole run, to its end."""
 
 
 @dataclass(frozen=True)
@@ -189,15 +188,14 @@ class Plain:
     """A job whose workers have no agent: their pods run plain torchrun."""
 
     job: Document
-    """As one of ours: how many workers there are, how many restarts, which deadlines."""
+    """Its equivalent ElasticJob: number of workers and restarts, deadlines."""
     nnodes: str
     """--nnodes of torchrun, `1:4`; pods carry it as the annotation `NNODES`. With different values they do not meet."""
     policy: str
-    """Which failures are restarted: `Never` none, `ExitCode` those of pods that were killed or lost, or never began."""
+    """Which failures are restarted: `Never` none, `ExitCode` those of pods that were killed, lost, or never started."""
     service: Document
-    """By which the workers find worker 0."""
+    """The Service by which workers find worker 0."""
     pod: Callable[[int], dict[str, Any]]
-    """The pod of a worker."""
 
 
 @dataclass(frozen=True)
@@ -211,13 +209,13 @@ class JobSnapshot:
     status: Status
     run: str
     pods: tuple[Pod, ...]
-    """By index."""
+    """Sorted by index."""
     others: tuple[Pod, ...]
     """Pods with the labels of this job that it does not own: left over from an earlier job of its name."""
     reports: Mapping[int, MemberReport]
     now: float
     since: float
-    """Since when all watches have been connected: earlier silence is ours."""
+    """Time from which all watches have been connected: earlier silence is our own."""
     features: ClusterFeatures = field(default_factory=ClusterFeatures)
     """What the cluster offers beside Kubernetes."""
     queue: queues.Queue | None = None
@@ -226,7 +224,7 @@ class JobSnapshot:
     refused: str = ""
     """Why its pods could not be created on the last attempt: a sentence."""
     plain: Plain | None = None
-    """If its workers have no agent."""
+    """Set if its workers have no agent."""
 
     @property
     def name(self) -> str:
@@ -252,7 +250,7 @@ class JobSnapshot:
 
     @property
     def owner(self) -> dict[str, Any]:
-        """The owner reference of what is made for it."""
+        """The owner reference for objects made for it."""
         return ownership.reference(self.document)
 
 
@@ -272,8 +270,8 @@ def take(
     run = f"{job['metadata']['name']}-{job['metadata']['uid'][:8]}"
     pods = pods_of(cached)
     owned = {id(pod) for pod in pods if ownership.owned_by(pod.document, job)}
-    ours = tuple(pod for pod in pods if id(pod) in owned)
-    holders = {pod.index: pod.uid for pod in reversed(ours)}
+    own = tuple(pod for pod in pods if id(pod) in owned)
+    holders = {pod.index: pod.uid for pod in reversed(own)}
     name = job["metadata"]["name"]
     return JobSnapshot(
         document=job,
@@ -281,7 +279,7 @@ def take(
         problem=problem,
         status=job_status.read(job.get("status") or {}),
         run=run,
-        pods=ours,
+        pods=own,
         others=tuple(pod for pod in pods if id(pod) not in owned),
         reports={report.member.id: report for lease in cached.leases if (report := _report(lease, name, run, holders))},
         now=now,
@@ -298,10 +296,10 @@ def take(
 def _document(job: Document) -> dict[str, Any]:
     """The job as its author wrote it, without metadata that others have added."""
     meta = job["metadata"]
-    kept = {key: meta[key] for key in ("name", "namespace") if key in meta}
-    labels = {key: value for key, value in (meta.get("labels") or {}).items() if not _ours(key)}
+    retained = {key: meta[key] for key in ("name", "namespace") if key in meta}
+    labels = {key: value for key, value in (meta.get("labels") or {}).items() if not _is_ours(key)}
     head = {"apiVersion": contract.API_VERSION, "kind": contract.KIND}
-    return {**head, "metadata": {**kept, **({"labels": labels} if labels else {})}, "spec": job["spec"]}
+    return {**head, "metadata": {**retained, **({"labels": labels} if labels else {})}, "spec": job["spec"]}
 
 
 @functools.lru_cache(maxsize=4096)  # the same job is reconciled again and again
@@ -313,7 +311,7 @@ def _read(text: str) -> tuple[spec.Job | None, str]:
         return None, "; ".join(sentence for _, sentence in error.problems)
 
 
-def _ours(label: str) -> bool:
+def _is_ours(label: str) -> bool:
     prefix, slash, _ = label.partition("/")
     return bool(slash) and prefix.endswith(("app.kubernetes.io", contract.GROUP, "kueue.x-k8s.io"))
 
@@ -333,28 +331,27 @@ def _pod(pod: Document, nodes: Mapping[str, Document]) -> Pod:
 
 
 def _silent_since(node: Document) -> float | None:
-    """Since when a node has not answered; None for one that answers."""
+    """Time from which a node has not answered; None for one that answers."""
     for ready in podwords.conditions(node, "Ready"):
         if ready["status"] != "True":
-            return node.get(HEARD) or podwords.seconds(ready.get("lastTransitionTime"))
+            return node.get(RECEIVED) or podwords.seconds(ready.get("lastTransitionTime"))
     return None
 
 
 def answers(node: Document) -> bool:
-    """Whether a node is ready."""
     return _silent_since(node) is None
 
 
 def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> MemberReport | None:
-    """The report on a Lease; None when it is of an earlier pod of this name, or of another run. A worker writes the labels of its
-    own Lease, so the name tells whose it is."""
+    """The report on a Lease; None when it is of an earlier pod of this name, or of another run. A worker writes its Lease's
+    labels, so only the name identifies the worker."""
     meta, fields = lease["metadata"], lease.get("spec") or {}
     annotations = meta.get("annotations") or {}
     try:
         index = int((meta.get("labels") or {})[Label.WORKER])
         report = Report.of(from_json(annotations[Annotation.REPORT]))
         progress = from_json(annotations.get(Annotation.PROGRESS) or "{}") or {}
-        renewed = lease.get(HEARD) or podwords.seconds(fields.get("renewTime"))
+        renewed = lease.get(RECEIVED) or podwords.seconds(fields.get("renewTime"))
         member = Member(
             index,
             report.address,

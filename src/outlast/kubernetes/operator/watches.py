@@ -23,7 +23,7 @@ from outlast.kubernetes.operator import leaving
 from outlast.kubernetes.operator.cache import Cache, Document, Key
 from outlast.kubernetes.operator.metrics import Metrics
 from outlast.kubernetes.operator.queues import ClusterFeatures, KueueObjects
-from outlast.kubernetes.operator.snapshot import HEARD, answers
+from outlast.kubernetes.operator.snapshot import RECEIVED, answers
 
 log = logging.getLogger(__name__)
 
@@ -61,14 +61,13 @@ class Watches:
         self._namespace, self._intervals = namespace, intervals
         self._stop = api.Stop()
         self._served: tuple[Kind, ...] = ()
-        """The kinds of Kueue and of gang schedulers that the cluster serves."""
+        """The served kinds of Kueue and of gang schedulers."""
         self._discovering = threading.Lock()
         self._optional: dict[Kind, threading.Thread] = {}
-        """The watches of Kueue's objects."""
         self._unready: dict[str, float] = {}
-        """Since when nodes have been unready, by our clock."""
+        """Time from which each unready node has been unready, by our clock."""
         self._leaving: dict[str, float] = {}
-        """Since when nodes have been about to be terminated, by our clock."""
+        """Time from which each node has been about to be terminated, by our clock."""
         kinds = (*cache.jobs, POD, LEASE, NODE)
         self.threads = [
             *(threading.Thread(target=self._watch, args=(kind,), name=f"watch {kind}", daemon=True) for kind in kinds),
@@ -86,7 +85,7 @@ class Watches:
         """Stop all threads; those that hang are left behind."""
         self._stop.set()
         for thread in (*self.threads, *self._optional.values()):
-            thread.join(_JOIN_S)  # the cluster's connections are closed next, when no thread should use them
+            thread.join(_JOIN_S)  # the connections are closed next: no thread may use them then
 
     def serves(self, group: str) -> bool:
         """Whether the cluster serves an API group of Kueue or of a gang scheduler."""
@@ -108,21 +107,21 @@ class Watches:
         with self._discovering:
             try:
                 queues = next((kinds for kinds in kueue.VERSIONS if all(self._cluster.serves(kind) for kind in kinds)), ())
-                found = (*queues, *(kind for kind in _GANGS if self._cluster.serves(kind)))
+                discovered = (*queues, *(kind for kind in _GANGS if self._cluster.serves(kind)))
             except ClusterError as error:
                 self._metrics.count_error()
                 return log.warning("what else the cluster has is not known: %s", error)
-            before, self._served = self._served, found
+            previous, self._served = self._served, discovered
             self._watch_queues(queues)
-        if found != before:
-            log.info("this cluster has %s now", ", ".join(kind.resource for kind in found) or "neither Kueue nor gangs")
+        if discovered != previous:
+            log.info("this cluster has %s now", ", ".join(kind.resource for kind in discovered) or "neither Kueue nor gangs")
             self._changed()
 
     def _discover_often(self) -> None:
         while not self._stop.wait(self._intervals.discovery_s):
             try:
                 self.discover()
-            except Exception as error:  # the process must not end for it
+            except Exception as error:  # this must not end the process
                 self._metrics.count_error()
                 log.error("what else the cluster has is not known: %s", error, exc_info=error)
 
@@ -151,7 +150,7 @@ class Watches:
                     self._set_version(watch, None)
                     if not watch.failures:
                         log.warning("waiting for %s: %s", kind.resource, error)
-            except Exception as error:  # a bug that is met here must not end the watch, on which all jobs depend
+            except Exception as error:  # a bug must not end the watch: all jobs depend on it
                 self._set_version(watch, None)
                 self._metrics.count_error()
                 bug = None if isinstance(error, ClusterError) else error
@@ -187,7 +186,7 @@ class Watches:
             self._changed()  # queues may be known now
 
     def _apply(self, kind: Kind, change: api.Change) -> None:
-        """Put one change of a watch into the cache. A bug that one document meets must not keep the others from it."""
+        """Put one change of a watch into the cache. A bug with one document must not block the others."""
         try:
             if change.type == "deleted":
                 if kind == NODE:
@@ -203,10 +202,10 @@ class Watches:
             log.error("%s %s cannot be kept: %s", kind, meta.get("name"), error, extra=where, exc_info=error)
 
     def _stamped(self, kind: Kind, document: Document) -> Document:
-        """A Lease or an unready node with the time, by our clock, from which its silence counts; a node that is about to be
-        terminated with the time from which its notice does."""
+        """A Lease or an unready node stamped with the time, by our clock, from which its silence counts; a node about to be
+        terminated with the time from which its notice counts."""
         if kind == LEASE:
-            return {**document, HEARD: self._clock()}
+            return {**document, RECEIVED: self._clock()}
         if kind != NODE:
             return document
         name = document["metadata"]["name"]
@@ -217,7 +216,7 @@ class Watches:
         if answers(document):
             self._unready.pop(name, None)
             return document
-        return {**document, HEARD: self._unready.setdefault(name, self._clock())}
+        return {**document, RECEIVED: self._unready.setdefault(name, self._clock())}
 
 
 @dataclass

@@ -31,7 +31,6 @@ class WorkQueue(Generic[K]):
         self._changed = threading.Condition()  # its lock is reentrant
 
     def add(self, key: K) -> None:
-        """Queue a key now."""
         with self._changed:
             if (until := self._held.get(key)) is not None:
                 if until > self._clock():
@@ -44,7 +43,6 @@ class WorkQueue(Generic[K]):
                 self._changed.notify()
 
     def add_at(self, key: K, when: float) -> None:
-        """Queue a key at this time."""
         with self._changed:
             if when < self._later.get(key, float("inf")):
                 self._later[key] = when
@@ -74,7 +72,6 @@ class WorkQueue(Generic[K]):
             return None
 
     def done(self, key: K) -> None:
-        """A key is processed."""
         with self._changed:
             self._processing.discard(key)
             if key in self._dirty:
@@ -83,7 +80,6 @@ class WorkQueue(Generic[K]):
                 self._changed.notify()
 
     def shut_down(self) -> None:
-        """Hand out no more keys."""
         with self._changed:
             self._shut_down = True
             self._changed.notify_all()

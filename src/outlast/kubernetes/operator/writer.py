@@ -54,7 +54,7 @@ class Background:
         self._pending: set[Future[None]] = set()
 
     def __call__(self, do: Callable[[], None]) -> None:
-        """Have it called soon; drops it with a warning when too many are pending."""
+        """Schedule a call; dropped with a warning when too many are pending."""
         if len(self._pending) > self._limit:
             return log.warning("an Event is dropped: %d are pending", self._limit)
         future = self._pool.submit(_logged, do)
@@ -91,7 +91,6 @@ class Writer:
         return self._cluster.get(kind, name, namespace=namespace)
 
     def create(self, document: Document) -> Document:
-        """Create an object."""
         kind = self._begin(kind_of(document), "create")
         return self._cached(kind, self._cluster.create(document))
 

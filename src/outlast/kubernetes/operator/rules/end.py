@@ -20,16 +20,16 @@ _FINAL = (State.SUCCEEDED, State.FAILED)
 
 def finished(rec: Reconcile) -> None:
     """The job has ended: pods are deleted by `cleanPodPolicy`, and the job after `ttlSecondsAfterFinished`."""
-    known = rec.status
-    if known.state not in _FINAL or known.finished is None:
+    status = rec.status
+    if status.state not in _FINAL or status.finished is None:
         return
     rec.done = True
     rec.update(observed=rec.snapshot.generation)
     if rec.snapshot.queue is not None:
-        if rec.using and rec.now < known.finished + LEAVE_S:
-            rec.requeue_at(known.finished + LEAVE_S)
+        if rec.using and rec.now < status.finished + LEAVE_S:
+            rec.requeue_at(status.finished + LEAVE_S)
         else:
-            rec.statuses = rec.snapshot.queue.ended(known.state is State.SUCCEEDED, known.reason, rec.now)
+            rec.statuses = rec.snapshot.queue.ended(status.state is State.SUCCEEDED, status.reason, rec.now)
     policy = rec.spec.clean_pod_policy if rec.snapshot.job else "Running"
     leave_s = LEAVE_S if rec.snapshot.plain is None else 0.0
     for pod in rec.snapshot.pods:
@@ -39,28 +39,28 @@ def finished(rec: Reconcile) -> None:
             rec.delete(pod, "the job is over, cleanPodPolicy is All")
         elif policy != "None" and (pod.alive or pod.lingering):
             # Its agent knows and flushes its uploads; the end of its log is worth waiting for.
-            if rec.now >= known.finished + leave_s:
+            if rec.now >= status.finished + leave_s:
                 rec.delete(pod, f"the job is over, cleanPodPolicy is {policy}")
-            rec.requeue_at(known.finished + leave_s)
+            rec.requeue_at(status.finished + leave_s)
     ttl = rec.spec.ttl_seconds_after_finished if rec.snapshot.job else None
     if ttl is not None:
-        if rec.now >= known.finished + ttl:
+        if rec.now >= status.finished + ttl:
             kind, sentence = kinds.kind_of(rec.snapshot.document), f"ttlSecondsAfterFinished ({ttl}) has passed"
             rec.remove = Deletion(rec.snapshot.name, rec.snapshot.uid, sentence, kind=kind)
-        rec.requeue_at(known.finished + ttl)
+        rec.requeue_at(status.finished + ttl)
 
 
 def workers_done(rec: Reconcile) -> None:
     """All workers have exited with success without a final world: an earlier run was complete."""
     done = {pod.index for pod in rec.succeeded}
-    if rec.wanted and done and len(done) >= rec.wanted and not rec.alive:
+    if rec.desired and done and len(done) >= rec.desired and not rec.alive:
         rec.finish(State.SUCCEEDED, "all workers are done", contract.Exit.DONE, End.SUCCEEDED)
 
 
 def too_late(rec: Reconcile) -> None:
     """`activeDeadlineSeconds` or `startupDeadlineSeconds` has passed."""
     started = rec.status.resumed or rec.status.started
-    if started is None or not rec.wanted:
+    if started is None or not rec.desired:
         return
     whole, first = rec.spec.active_deadline_seconds, rec.spec.startup_deadline_seconds
     if whole is not None:

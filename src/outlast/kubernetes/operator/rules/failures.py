@@ -24,49 +24,49 @@ from outlast.rendezvous.world import MemberState
 
 def reported(rec: Reconcile) -> list[Pending]:
     """Failures that members report in the current world and that are not counted yet."""
-    known = rec.status
-    if known.world is None:
+    status = rec.status
+    if status.world is None:
         return []
-    counted, found = known.counted, []
+    counted, pending = status.counted, []
     for report in rec.snapshot.reports.values():
         member, pod = report.member, rec.pod(report.member.id)
-        late = member.again and member.generation < known.world.generation  # the others have gone on without it
-        if member.failed and (failure := report.failure) and (late or member.generation == known.world.generation):
-            part = failure.start <= counted or judging.is_part_of_call(report.echo, known.called, counted, failure.generation)
+        late = member.again and member.generation < status.world.generation  # the others have gone on without it
+        if member.failed and (failure := report.failure) and (late or member.generation == status.world.generation):
+            part = failure.start <= counted or judging.is_part_of_call(report.echo, status.called, counted, failure.generation)
             if part or (late and (pod is None or pod.uid in rec.handled)):
                 continue
             if failure.time > rec.now:  # its node's clock is ahead of ours
                 failure = dataclasses.replace(failure, time=report.renewed)
-            found.append(Pending(report.echo, failure))
-    others = any(not (each.echo and each.failure.left) for each in found)
-    return found if others else []  # who has left was called for another reason than an echo of that
+            pending.append(Pending(report.echo, failure))
+    others = any(not (each.echo and each.failure.left) for each in pending)
+    return pending if others else []  # members that left were called for another reason than their own echo
 
 
 def explained(rec: Reconcile) -> bool:
     """Whether a member of the world is gone or replaced: the failures of the others are secondary to that."""
-    known = rec.status.world
+    world = rec.status.world
     here = {pod.index for pod in rec.alive}
-    members = {id for id, report in rec.snapshot.reports.items() if known and report.member.generation >= known.generation}
-    return known is not None and not set(known.members) <= here & members
+    members = {id for id, report in rec.snapshot.reports.items() if world and report.member.generation >= world.generation}
+    return world is not None and not set(world.members) <= here & members
 
 
 def unanswered(rec: Reconcile) -> bool:
     """Whether a member of the world still reports that it trains or is done although others have failed: it may be the cause."""
-    known = rec.status.world
-    said = [report.member for id, report in rec.snapshot.reports.items() if id in rec.members]
+    current = rec.status.world
+    members = [report.member for id, report in rec.snapshot.reports.items() if id in rec.members]
     return any(
-        m.standing in (MemberState.TRAINING, MemberState.DONE) and m.generation == known.generation
-        for m in said
-        if known is not None
+        m.standing in (MemberState.TRAINING, MemberState.DONE) and m.generation == current.generation
+        for m in members
+        if current is not None
     )
 
 
 def count_reported(rec: Reconcile, pending: list[Pending], new: world.World | None = None) -> None:
-    """Count the failures of one generation as their cause. A member that the new world lacks explains secondary failures."""
+    """Count the failures of one generation as their cause. A member missing from the new world explains secondary failures."""
     echo, failure = judging.cause(pending)
     generation = failure.generation
-    before = rec.status.world
-    without = new is not None and before is not None and not set(before.members) <= set(new.members)
+    previous = rec.status.world
+    without = new is not None and previous is not None and not set(previous.members) <= set(new.members)
     if not (echo and (without or explained(rec))):
         pod = rec.pod(failure.worker)
         count(rec, failure, raised=None if echo else failure.step, node=pod.node if pod else "", pending=pending)
@@ -76,12 +76,12 @@ def count_reported(rec: Reconcile, pending: list[Pending], new: world.World | No
 
 
 def repaired(rec: Reconcile) -> None:
-    """Count what members have repaired by themselves, each failure once and in order."""
+    """Count failures that members have repaired by themselves, each once and in order."""
     if rec.status.result is not None:
         return
-    said = [report for report in rec.snapshot.reports.values() if report.past]
-    newest = max((report.member.generation for report in said), default=0)
-    for past, ago_s in attempts.uncounted((report.past for report in said), rec.status.counted, newest):
+    reports = [report for report in rec.snapshot.reports.values() if report.past]
+    newest = max((report.member.generation for report in reports), default=0)
+    for past, ago_s in attempts.uncounted((report.past for report in reports), rec.status.counted, newest):
         echo, failure = judging.reported(past.failure, past.worker, past.start, rec.now)
         failure = dataclasses.replace(failure, time=min(failure.time, rec.now))
         pod = rec.pod(failure.worker)
@@ -92,16 +92,16 @@ def repaired(rec: Reconcile) -> None:
 
 
 def of_pod(rec: Reconcile, pod: Pod, end: pods.End) -> Failure:
-    """The failure of a pod. It cannot say any more at which step; its peers were at the same one."""
+    """The failure of a pod. It can no longer tell its step; its peers were at the same one."""
     world_now = rec.status.world
     inside = [each for each in rec.snapshot.reports.values() if world_now and each.member.generation == world_now.generation]
-    told = [step for each in inside for step in ((each.failure.step if each.failure else None), each.step) if step is not None]
+    steps = [step for each in inside for step in ((each.failure.step if each.failure else None), each.step) if step is not None]
     return Failure(
         worker=pod.index,
         code=end.code,
         reason=f"worker {pod.index} {end.sentence}",
         cause=FailureCause.OUT_OF_MEMORY if end.out_of_memory else FailureCause.UNKNOWN,
-        step=max(told, default=None) if end.out_of_memory else None,
+        step=max(steps, default=None) if end.out_of_memory else None,
         generation=world_now.generation if world_now else 0,
         attempt=rec.start_of(world_now.generation)[1] if world_now else 0,
         time=end.time or rec.now,
@@ -118,30 +118,30 @@ def count(
     past: attempts.Past | None = None,
     ago_s: float = 0.0,
 ) -> None:
-    """Count a failure, and end the job if the budget is exhausted. `past` is one that the members have repaired, which happened
-    `ago_s` before now; the newest committed step is what it was then."""
-    known, committed = rec.status, past.failure.get("committed", -1) if past else -1
-    budget = judging.Budget(known.history, rec.policy, committed if is_count(committed) else rec.committed)
-    members = known.world.members if known.world else ()
+    """Count a failure, and end the job if the budget is exhausted. `past` is a failure that the members have repaired, `ago_s`
+    before now; the newest committed step is that of the time."""
+    status, committed = rec.status, past.failure.get("committed", -1) if past else -1
+    budget = judging.Budget(status.history, rec.policy, committed if is_count(committed) else rec.committed)
+    members = status.world.members if status.world else ()
     failure, verdict = judging.judge(failure, raised, budget, rec.now - ago_s, pending=pending, members=members)
-    rec.update(failure=kept(rec, failure, node))
-    told = {key: value for key, value in failure.document().items() if key in ("generation", "worker", "rank", "code", "step")}
-    told |= {"reason": failure.reason, "counted": failure.counted}
-    rec.note("failure", **told, repaired=past.attempt if past else None)
+    rec.update(failure=stored(rec, failure, node))
+    fields = {key: value for key, value in failure.document().items() if key in ("generation", "worker", "rank", "code", "step")}
+    fields |= {"reason": failure.reason, "counted": failure.counted}
+    rec.note("failure", **fields, repaired=past.attempt if past else None)
     if isinstance(verdict, restarts.Stop):
         code = contract.Exit.MISCONFIGURED if verdict.code == contract.Exit.MISCONFIGURED else contract.Exit.GIVEN_UP
         return rec.finish(State.FAILED, verdict.reason, code, verdict.kind)
-    nodes = {counted.record: counted.node for counted in known.counted_failures}
+    nodes = {counted.record: counted.node for counted in status.counted_failures}
     counted_failures = tuple(CountedFailure(record, nodes.get(record, node)) for record in verdict.history)
-    rec.update(counted_failures=counted_failures, restarts=known.restarts + verdict.counted)
+    rec.update(counted_failures=counted_failures, restarts=status.restarts + verdict.counted)
     if past:
-        state = State.RUNNING if known.called is None else State.RESTARTING
+        state = State.RUNNING if status.called is None else State.RESTARTING
         return rec.set_state(state, f"{past.sentence}: {verdict.reason}", "WorkerFailed", event=True, warning=True)
-    rec.prerequisites = desired.prerequisites(rec.snapshot)  # some may have been deleted, so that workers cannot report or meet
+    rec.prerequisites = desired.prerequisites(rec.snapshot)  # if some were deleted, workers could not report or meet
     rec.set_state(State.RESTARTING, verdict.reason, "WorkerFailed", event=True, warning=True)
 
 
-def kept(rec: Reconcile, failure: Failure, node: str) -> Document:
+def stored(rec: Reconcile, failure: Failure, node: str) -> Document:
     """A failure as stored in the status, with the tail of its worker's log: from its agent, else from its pod."""
     pod = rec.pod(failure.worker)
     words = failure.log_tail or (pod.log_tail if pod is not None else "")
@@ -161,9 +161,9 @@ def cover_others(rec: Reconcile, generation: int) -> None:
 def expect_others(rec: Reconcile, pod: Pod) -> None:
     """A worker was interrupted: the failures of the others in its world are secondary to that."""
     rec.handled[pod.uid] = None
-    known = rec.status
-    if known.world and rec.in_world(pod) and known.called is None:
-        rec.update(counted=max(known.counted, rec.start_of(known.world.generation)))
+    status = rec.status
+    if status.world and rec.in_world(pod) and status.called is None:
+        rec.update(counted=max(status.counted, rec.start_of(status.world.generation)))
 
 
 def interrupted(rec: Reconcile, pod: Pod, what: str, sentence: str) -> None:

@@ -15,26 +15,26 @@ RECHECK_S = 10.0
 
 def queued(rec: Reconcile) -> None:
     """The queue has not admitted enough workers, or takes quota back."""
-    queue, kept = rec.snapshot.queue, rec.status
+    queue, status = rec.snapshot.queue, rec.status
     if queue is None:
-        if rec.asked and not rec.wanted:
+        if rec.requested and not rec.desired:
             rec.set_state(State.QUEUED, "it is not known yet what Kueue says", "Queued")
         return rec.update(queue="")
-    sizes, trains = rec.spec.workers.allowed(), kept.world is not None and kept.called is None and kept.result is None
+    sizes, trains = rec.spec.workers.allowed(), status.world is not None and status.called is None and status.result is None
 
     def make(name: str, count: int, least: int, priority: Priority) -> Document:
         return desired.workload(rec.snapshot, queue.objects.kind, name, count, least, priority)
 
-    changes = queue.changes(rec.asked, sizes, rec.using, trains, make, rec.now)
+    changes = queue.changes(rec.requested, sizes, rec.using, trains, make, rec.now)
     rec.apply, rec.statuses = (*rec.apply, *changes.apply), changes.statuses
     for deletion in changes.deletes:
         rec.deletes[deletion.uid] = deletion
     rec.update(queue=queue.name)
-    if lacking := queue.lacking():
+    if missing_object := queue.missing_object():
         rec.requeue_at(rec.now + RECHECK_S)
-        if not trains and rec.asked:
-            rec.set_state(State.QUEUED, lacking, "Queued", warning=True)
-    if rec.asked and not rec.wanted:  # all save and exit together, as on suspension
+        if not trains and rec.requested:
+            rec.set_state(State.QUEUED, missing_object, "Queued", warning=True)
+    if rec.requested and not rec.desired:  # all save and exit together, as on suspension
         return rec.set_state(State.QUEUED, queue.reason(), "Evicted" if rec.alive else "Queued", warning=bool(rec.alive))
     for pod in rec.alive:
         if queue.refuses(pod.document):

@@ -1,4 +1,4 @@
-"""A node does not answer, is gone, or will be. Pure."""
+"""Nodes that do not answer, are gone, or are about to be terminated. Pure."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def lost_workers(rec: Reconcile) -> None:
             continue
         gone = pod.node not in rec.snapshot.nodes
         report = rec.snapshot.reports.get(pod.index)
-        quiet = rec.last_heard(report) if report and not gone else max(pod.node_lost, pod.created, rec.snapshot.since)
-        # Its peers would say if they did not hear it: it renews its Lease rarely.
+        quiet = rec.last_seen(report) if report and not gone else max(pod.node_lost, pod.created, rec.snapshot.since)
+        # It renews its Lease rarely: its peers would report if they could not reach it.
         limit_s = rec.lease_s(report) if report and report.mesh and not gone else rec.snapshot.limits.lost_s
         if (end := rec.until(quiet, limit_s)) is not None:
             rec.requeue_at(end)
@@ -46,42 +46,42 @@ def lost_workers(rec: Reconcile) -> None:
         rec.update(silent=tuple(each for each in rec.status.silent if each.uid not in explained))
 
 
-def cut_off(rec: Reconcile, found: Mapping[int, Loss]) -> None:
-    """Take over which workers their peers do not hear: an interruption each, as a lost node is one. The status keeps them as long
-    as it matters."""
-    known = {each.worker: each for each in rec.status.lost}
+def cut_off(rec: Reconcile, losses: Mapping[int, Loss]) -> None:
+    """Record the workers that their peers cannot reach: an interruption each, as a lost node is one. The status retains them as
+    long as it matters."""
+    recorded = {each.worker: each for each in rec.status.lost}
     lost = []
-    for id, loss in sorted(found.items()):
-        before, pod = known.get(id), rec.pod(id)
-        if before is None or before.at != loss.at:
+    for id, loss in sorted(losses.items()):
+        record, pod = recorded.get(id), rec.pod(id)
+        if record is None or record.at != loss.at:
             if pod and pod.alive and pod.uid not in rec.handled:
                 rec.update(interruptions=rec.status.interruptions + 1)
                 failures.expect_others(rec, pod)
-            before = Lost(id, pod.uid if pod else "", pod.node if pod else "", loss.at)
+            record = Lost(id, pod.uid if pod else "", pod.node if pod else "", loss.at)
         if rec.until(loss.at, FORGIVEN_S) is not None:
-            lost.append(replace(before, times=loss.times, held=loss.held))
+            lost.append(replace(record, times=loss.times, held=loss.held))
     if tuple(lost) != rec.status.lost:
         rec.update(lost=tuple(lost))
     cut_off_workers(rec)
 
 
 def cut_off_workers(rec: Reconcile) -> None:
-    """Force-delete the pods of workers that their peers did not hear."""
+    """Force-delete the pods of workers that their peers could not reach."""
     lost = {each.uid for each in rec.status.lost}
     for pod in rec.alive:
         if pod.uid in lost:
             rec.delete(pod, f"worker {pod.index} was lost: its peers did not hear it", grace_s=0)
 
 
-def kept_out(rec: Reconcile) -> dict[int, Loss]:
-    """The same, as `rendezvous.world` knows it."""
+def excluded(rec: Reconcile) -> dict[int, Loss]:
+    """The workers excluded from worlds, in terms of `rendezvous.world`."""
     return {each.worker: Loss(each.at, each.times, held=each.held) for each in rec.status.lost}
 
 
 def leaving_nodes(rec: Reconcile) -> None:
-    """A node is about to be terminated, or a worker is to go for another reason: it saves and exits while there is time. Its
+    """A node is about to be terminated, or a worker must go for another reason: it saves and exits while there is time. Its
     deadline is published before its pod is deleted, and shortens a deletion that others have begun."""
-    told = {each.uid: each for each in rec.status.leaves}
+    leaves = {each.uid: each for each in rec.status.leaves}
     for pod in rec.snapshot.pods:
         leave = pod.leave
         if leave is None or pod.over or pod.uid in rec.deletes:
@@ -89,8 +89,8 @@ def leaving_nodes(rec: Reconcile) -> None:
         if pod.alive and (rest := rec.until(pod.created, FAST_LOSS_S)) is not None:
             rec.requeue_at(rest)  # scheduled there despite the taint; the next one would be, too
             continue
-        if leave.deadline is not None and not (pod.uid in told and told[pod.uid].deadline <= leave.deadline):
-            told[pod.uid] = Leaving(pod.index, pod.uid, leave.deadline, leave.sentence(pod.node))
+        if leave.deadline is not None and not (pod.uid in leaves and leaves[pod.uid].deadline <= leave.deadline):
+            leaves[pod.uid] = Leaving(pod.index, pod.uid, leave.deadline, leave.sentence(pod.node))
         if pod.alive:
             by = f", by {job_status.text(leave.deadline)}" if leave.deadline is not None else ""
             sentence = f"worker {pod.index} leaves: its node {pod.node} is about to be terminated ({leave.cause}{by})"
@@ -99,5 +99,5 @@ def leaving_nodes(rec: Reconcile) -> None:
         elif leave.deadline is not None and pod.ends_at > leave.deadline + _EARLIER_S:
             sentence = f"worker {pod.index}, which leaves already, has less time: until {job_status.text(leave.deadline)}"
             rec.delete(pod, sentence, grace_s=leave.grace_s(pod.document, rec.now))
-    there = {pod.uid for pod in rec.snapshot.pods}
-    rec.update(leaves=tuple(each for each in told.values() if each.uid in there))
+    existing = {pod.uid for pod in rec.snapshot.pods}
+    rec.update(leaves=tuple(each for each in leaves.values() if each.uid in existing))

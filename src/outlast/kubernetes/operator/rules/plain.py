@@ -1,7 +1,7 @@
-"""Workers without an agent, which run plain torchrun: only their pods tell what has become of them. Pure.
+"""Workers without an agent, which run plain torchrun: only their pods show how they are. Pure.
 
-Worker 0 hosts the store by which torchrun forms its worlds: once it is lost, torchrun ends with 1 in all other pods, for no fault
-of theirs. A worker that comes when others are done finds nothing left to train.
+Worker 0 hosts the store by which torchrun forms its worlds: once it is lost, torchrun exits with 1 in all other pods, through no
+fault of theirs. A worker that arrives when others are done finds nothing left to train.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ OVERDUE_S = 60.0
 """Timeout of a deletion after the pod's grace period: then its node does not answer."""
 _NODE_STARTED = ("Unknown", "ContainerStatusUnknown")
 """Reasons that containerd and the kubelet give for containers that did not survive a restart of their node."""
-_KEPT = 10
-"""Failures that are remembered for the pause after the last one, which is the longest by then."""
+_REMEMBERED = 10
+"""Number of failures kept for computing the pause after the last one, which is at its maximum by then."""
 
 
 def taken_up(rec: Reconcile) -> None:
-    """A job begins when workers are wanted, and anew after a suspension."""
-    started = (rec.status.started or rec.now) if rec.wanted else None
+    """A job begins when workers are requested, and anew after a suspension."""
+    started = (rec.status.started or rec.now) if rec.desired else None
     rec.update(observed=rec.snapshot.generation, started=started)
 
 
 def restarted_containers(rec: Reconcile) -> None:
-    """Count containers that kubelets have started again, as all policies but `Never` and `ExitCode` let them."""
-    told, counts, more = rec.status.restarted, {}, 0
+    """Count containers that kubelets have restarted, which all policies but `Never` and `ExitCode` allow."""
+    counted, counts, more = rec.status.restarted, {}, 0
     for pod in rec.snapshot.pods:
         status = podwords.container_status(pod.document)
         ended = (status.get("lastState") or {}).get("terminated") or {}
-        before = told.get(pod.uid, 0)
-        if count := max(before, int(status.get("restartCount") or 0)):
+        previous = counted.get(pod.uid, 0)
+        if count := max(previous, int(status.get("restartCount") or 0)):
             counts[pod.uid] = count
-        # With 1 all others end when worker 0 is lost; an error of their own with that code torchrun has retried often.
+        # When worker 0 is lost all others exit with 1; torchrun has retried their own errors with that code often.
         if not (pod.index > 0 and ended.get("exitCode") == 1) and ended.get("reason") not in _NODE_STARTED:
-            more += counts.get(pod.uid, 0) - before
+            more += counts.get(pod.uid, 0) - previous
     rec.update(restarted=counts, restarts=rec.status.restarts + more)
     if used_up := _used_up(rec):
         _fail(rec, used_up, End.LIMIT)
@@ -56,7 +56,7 @@ def ended_workers(rec: Reconcile) -> None:
     host = rec.pod(0)
     for pod in rec.ended_pods:
         end = rec.ends.get(pod.uid)
-        if end is None or pod.succeeded or pod.terminating or pod.index >= rec.wanted or _late(rec, pod):
+        if end is None or pod.succeeded or pod.terminating or pod.index >= rec.desired or _late(rec, pod):
             continue
         lost, what = podwords.disrupted(pod.document), f"worker {pod.index} {end.sentence}"
         if not lost and _may_lack_its_store(pod):
@@ -83,8 +83,8 @@ def ended_workers(rec: Reconcile) -> None:
 
 def done_workers(rec: Reconcile) -> None:
     """The job is done when a worker is, and no other is left."""
-    done = [pod for pod in _done(rec) if pod.index < rec.wanted]
-    over = {pod.uid for pod in rec.ended_pods if pod.succeeded or pod.index >= rec.wanted or _late(rec, pod)}
+    done = [pod for pod in _done(rec) if pod.index < rec.desired]
+    over = {pod.uid for pod in rec.ended_pods if pod.succeeded or pod.index >= rec.desired or _late(rec, pod)}
     if done and over >= {pod.uid for pod in rec.snapshot.pods}:
         rec.finish(State.SUCCEEDED, "all workers are done", contract.Exit.DONE, End.SUCCEEDED)
 
@@ -99,33 +99,33 @@ def overdue_workers(rec: Reconcile) -> None:
 
 
 def needless_workers(rec: Reconcile) -> None:
-    """Delete workers beyond the wanted number, those for which nothing is left to train, and those that new ones cannot meet."""
+    """Delete surplus workers, those with nothing left to train, and those that new ones cannot meet."""
     for pod in rec.snapshot.pods:
-        if pod.index >= rec.wanted and not pod.succeeded:
-            rec.delete(pod, f"{rec.wanted} workers are wanted")
+        if pod.index >= rec.desired and not pod.succeeded:
+            rec.delete(pod, f"{rec.desired} workers are wanted")
         elif not pod.over and _late(rec, pod):
             rec.delete(pod, "others have succeeded: nothing is left to train", grace_s=0)
         elif _stale(rec, pod):
-            told, now = _nnodes(pod), _plain(rec).nnodes
-            why = f"there may be {now} now, and not {told}" if told else "its rendezvous differs from that of new ones"
+            nnodes, now = _nnodes(pod), _plain(rec).nnodes
+            why = f"there may be {now} now, and not {nnodes}" if nnodes else "its rendezvous differs from that of new ones"
             rec.delete(pod, f"all workers are restarted: {why}")
 
 
 def missing_workers(rec: Reconcile) -> None:
-    """Create pods for free indices, once none is left that they cannot meet."""
-    if _lacking(rec) and not any(_stale(rec, pod) for pod in rec.snapshot.pods):
+    """Create pods for free indices, once no worker is left that new ones cannot meet."""
+    if _missing(rec) and not any(_stale(rec, pod) for pod in rec.snapshot.pods):
         workers.missing_workers(rec)
         rec.prerequisites = (dict(_plain(rec).service),) if rec.creates else ()
 
 
-def told_by_pods(rec: Reconcile) -> None:
+def pods_observed(rec: Reconcile) -> None:
     """The state of a job that goes on: it runs when its workers do, or the fewest that it needs."""
     before = rec.status.state
     running = sum(podwords.phase(pod.document) == "Running" for pod in rec.alive)
-    whole = len(rec.alive) == rec.wanted or before in (State.RUNNING, State.SUSPENDED)
-    if not rec.wanted:
+    whole = len(rec.alive) == rec.desired or before in (State.RUNNING, State.SUSPENDED)
+    if not rec.desired:
         rec.set_state(State.SUSPENDED, "0 workers are wanted", "Suspended")
-    elif _done(rec) or running >= rec.wanted or (running >= rec.spec.workers.min and whole):
+    elif _done(rec) or running >= rec.desired or (running >= rec.spec.workers.min and whole):
         rec.set_state(State.RUNNING, "its workers run", "Training")
     elif before in (State.RUNNING, State.SUSPENDED):
         rec.set_state(State.RESTARTING, "workers are missing", "WorkerLost", warning=True)
@@ -139,19 +139,19 @@ def _plain(rec: Reconcile) -> Plain:
 
 
 def _done(rec: Reconcile) -> list[Pod]:
-    """Pods whose worker has ended with success, and not since it was told to leave: scripts may end with 0 at SIGTERM."""
+    """Pods whose worker has succeeded, and not after its deletion: scripts may exit with 0 on SIGTERM."""
     return [pod for pod in rec.succeeded if not _left(rec, pod)]
 
 
 def _left(rec: Reconcile, pod: Pod) -> bool:
-    """Whether a worker ended since it was told to leave."""
+    """Whether a worker exited after its deletion was requested."""
     if not pod.terminating or (end := rec.ends.get(pod.uid)) is None:
         return False
     return end.time >= pod.ends_at - int(pod.document["metadata"].get("deletionGracePeriodSeconds") or 0)
 
 
 def _late(rec: Reconcile, pod: Pod) -> bool:
-    """Whether a worker came when others were done."""
+    """Whether a worker started when others were done."""
     if not (done := _done(rec)):
         return False
     if (began := podwords.started(pod.document)) is None:
@@ -160,9 +160,10 @@ def _late(rec: Reconcile, pod: Pod) -> bool:
 
 
 def _stale(rec: Reconcile, pod: Pod) -> bool:
-    """Whether a worker was started with another --nnodes than new ones; or by another controller, so that none could meet it."""
-    told = _nnodes(pod)
-    return not pod.over and (told != _plain(rec).nnodes if told else _lacking(rec))
+    """Whether a worker was started with another --nnodes than new ones get, or by another controller, so that none could meet
+    it."""
+    nnodes = _nnodes(pod)
+    return not pod.over and (nnodes != _plain(rec).nnodes if nnodes else _missing(rec))
 
 
 def _nnodes(pod: Pod) -> str | None:
@@ -171,9 +172,10 @@ def _nnodes(pod: Pod) -> str | None:
     return found
 
 
-def _lacking(rec: Reconcile) -> bool:
-    """Whether there are indices without a pod, for which one can be created. One that ends or has failed keeps its name."""
-    return not _done(rec) and len(rec.snapshot.name) <= names.LONGEST and not rec.by_index.keys() >= set(range(rec.wanted))
+def _missing(rec: Reconcile) -> bool:
+    """Whether there are indices without a pod, for which one can be created. A pod that terminates or has failed keeps its
+    name."""
+    return not _done(rec) and len(rec.snapshot.name) <= names.LONGEST and not rec.by_index.keys() >= set(range(rec.desired))
 
 
 def _may_lack_its_store(pod: Pod) -> bool:
@@ -199,7 +201,7 @@ def _count(rec: Reconcile, pod: Pod, code: int, what: str) -> None:
     """Count a failure, and end the job if it must not be restarted."""
     failure, policy = CountedFailure(Record(rec.now, 0, None), pod.node), _plain(rec).policy
     recent = [each for each in rec.status.counted_failures if rec.until(each.record.time, rec.policy.window.total_seconds())]
-    rec.update(restarts=rec.status.restarts + 1, counted_failures=(*recent, failure)[-_KEPT:])
+    rec.update(restarts=rec.status.restarts + 1, counted_failures=(*recent, failure)[-_REMEMBERED:])
     if policy == "Never":
         _fail(rec, f"{what}, and restartPolicy is Never", End.POLICY)
     elif policy == "ExitCode" and _permanent(code):

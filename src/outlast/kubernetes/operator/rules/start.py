@@ -15,8 +15,8 @@ from outlast.rendezvous.world import Call, Cause
 
 
 def unreadable(rec: Reconcile) -> None:
-    """The API server has admitted a job that is invalid: it may be corrected while nothing runs. One that cannot
-    even be parsed has failed, unless it could be when its pods were made."""
+    """The API server has admitted an invalid job: it may be corrected while nothing runs. A job that cannot even be parsed has
+    failed, unless it could be parsed when its pods were made."""
     if rec.snapshot.job is not None:
         return
     if wire.UNREADABLE in rec.snapshot.document and rec.status.started is None and not rec.snapshot.pods:
@@ -29,12 +29,12 @@ def unreadable(rec: Reconcile) -> None:
 
 
 def once_elected(rec: Reconcile) -> None:
-    """An operator of the version before left the decision to an etcd (`rendezvous.backend: etcd`). Its workers hear nobody
-    else, so all of them save and leave for others."""
+    """An operator of the version before left the decision to an etcd (`rendezvous.backend: etcd`). Its workers follow only that
+    etcd, so all of them save and make room for others."""
     if not rec.status.elected or rec.status.result is not None:
         return
     newest = max([rec.status.generation, *(report.member.generation for report in rec.snapshot.reports.values())])
-    if newest > rec.status.generation:  # a world that the operator has not heard of: the next one is beyond it
+    if newest > rec.status.generation:  # the operator does not know of this world: the next one must be newer
         rec.update(called=Call(newest, "the run goes on", False, rec.now, cause=Cause.RESUME))
     if any(pod.uid not in rec.ends for pod in rec.snapshot.pods):
         for pod in rec.alive:
@@ -47,14 +47,15 @@ def once_elected(rec: Reconcile) -> None:
 
 
 def changed_or_new(rec: Reconcile) -> None:
-    """A new job gets the objects that its pods need; a changed one has them updated; one that no pod can be made of says why."""
-    known, generation = rec.status, rec.snapshot.generation
-    if known.observed == generation and known.started is not None:
+    """A new job gets the objects that its pods need; a changed one has them updated; a job that cannot be rendered as pods says
+    why."""
+    status, generation = rec.status, rec.snapshot.generation
+    if status.observed == generation and status.started is not None:
         return
     rec.update(observed=generation)
     try:
-        if known.started is None:
-            if rec.snapshot.refused and rec.snapshot.refused != known.reason:  # retried once that is in the status
+        if status.started is None:
+            if rec.snapshot.refused and rec.snapshot.refused != status.reason:  # retried once that is in the status
                 rec.done = True
                 return rec.set_state(State.PENDING, rec.snapshot.refused, "FailedCreate", warning=True)
             if no_gang := gang.missing(rec.snapshot.gang, rec.snapshot.features.groups):

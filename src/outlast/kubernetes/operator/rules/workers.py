@@ -22,8 +22,8 @@ from outlast.rendezvous.world import MemberState
 
 FAST_LOSS_S = 10.0
 """Lifetime below which the loss of a pod is followed by a pause: its node would reject the next one as well."""
-UNHEARD_RECHECK_S = 10.0
-"""Poll interval while most workers are silent: that they are heard again triggers no reconcile pass."""
+SILENT_RECHECK_S = 10.0
+"""Poll interval while most workers are silent: their return triggers no reconcile pass."""
 AVOID = 2
 """Counted failures within the window from which on pods of this job avoid a node."""
 _LONGEST_PAUSE_S = 60.0
@@ -39,13 +39,13 @@ def ended_workers(rec: Reconcile) -> None:
         counted = end.counted and not (pod.terminating and contract.killed(end.code))  # killed by its deletion
         if pod.uid not in rec.handled and pod.uid not in silent:
             if end.code == contract.Exit.GIVEN_UP:  # the coordinator has counted too many failures
-                rec.update(failure=failures.kept(rec, failures.of_pod(rec, pod, end), pod.node))
+                rec.update(failure=failures.stored(rec, failures.of_pod(rec, pod, end), pod.node))
                 reason = f"worker {pod.index} says that the run is given up"
                 return rec.finish(State.FAILED, reason, contract.Exit.GIVEN_UP, End.LIMIT)
             if counted:
                 failure, generation = failures.of_pod(rec, pod, end), rec.generation_of(pod)
                 if rec.is_counted(generation):
-                    rec.update(failure=failures.kept(rec, failure, pod.node))
+                    rec.update(failure=failures.stored(rec, failure, pod.node))
                 else:
                     failures.count(rec, failure, raised=failure.step, node=pod.node)
                     if rec.done:
@@ -53,7 +53,7 @@ def ended_workers(rec: Reconcile) -> None:
                     failures.cover_others(rec, generation)
                 rec.handled[pod.uid] = None
             else:
-                if rec.wanted:
+                if rec.desired:
                     rec.update(interruptions=rec.status.interruptions + 1)
                     sentence = f"worker {pod.index} {end.sentence}; it is created again"
                     rec.events.append(Event("Normal", "WorkerInterrupted", sentence))
@@ -61,14 +61,14 @@ def ended_workers(rec: Reconcile) -> None:
                         told = {"generation": generation, "worker": pod.index, "code": end.code}
                         rec.note("failure", **told, reason=f"worker {pod.index} {end.sentence}", counted=False)
                 failures.expect_others(rec, pod)
-        if not counted and rec.wanted and (rest := rec.until(lost_fast_at(pod, end.time), FAST_LOSS_S)) is not None:
+        if not counted and rec.desired and (rest := rec.until(lost_fast_at(pod, end.time), FAST_LOSS_S)) is not None:
             rec.requeue_at(rest)  # keeps the name, so that the next pod waits
             continue
         rec.delete(pod, f"it has ended: {end.sentence}", grace_s=0 if podwords.all_ended(pod.document) else None)
 
 
 def lost_fast_at(pod: Pod, ended: float) -> float:
-    """Start of the pause after a pod that ended soon after its creation; for others long ago."""
+    """Start of the pause after a pod that ended soon after its creation; a time long ago for others."""
     return ended if ended - pod.created < FAST_LOSS_S else float("-inf")
 
 
@@ -76,10 +76,10 @@ def silent_workers(rec: Reconcile) -> None:
     """Delete a worker whose Lease has expired, and count the failure once it is gone: a ready node kills it, so it had hung or
     was stopped; a node that does not answer has lost it, see `lost_workers`. Silence in one world has one cause and counts
     once."""
-    there = {pod.uid for pod in rec.snapshot.pods}
-    gone = [each for each in rec.status.silent if each.uid not in there]
+    existing = {pod.uid for pod in rec.snapshot.pods}
+    gone = [each for each in rec.status.silent if each.uid not in existing]
     if gone:
-        rec.update(silent=tuple(each for each in rec.status.silent if each.uid in there))
+        rec.update(silent=tuple(each for each in rec.status.silent if each.uid in existing))
     counted = set()
     for each in gone:
         if each.echo or each.generation in counted:
@@ -105,7 +105,7 @@ def silent_workers(rec: Reconcile) -> None:
         if report is None or report.member.standing is MemberState.DONE:
             continue
         if (end := rec.silent_at(report)) is not None:
-            rec.requeue_at(min(end, rec.now + UNHEARD_RECHECK_S) if rec.unheard else end)  # to hear them again is no change
+            rec.requeue_at(min(end, rec.now + SILENT_RECHECK_S) if rec.late else end)  # their return is not a change
             continue
         generation = rec.generation_of(pod)
         if pod.uid not in rec.handled and not rec.is_counted(generation):
@@ -115,43 +115,43 @@ def silent_workers(rec: Reconcile) -> None:
         rec.update(silent=(*rec.status.silent, *new))
 
 
-def unheard_workers(rec: Reconcile) -> None:
+def mass_silence(rec: Reconcile) -> None:
     """Most workers are silent though their nodes are ready: they train on, and kubelets kill those that hang."""
     if rec.most_are_silent() and rec.status.state is not None:
-        silence_s, held_s = min(map(rec.lease_s, rec.unheard)), rec.snapshot.limits.held_s
+        silence_s, held_s = min(map(rec.lease_s, rec.late)), rec.snapshot.limits.held_s
         count = len(rec.snapshot.reports)
         reason = (
             f"most of the {count} workers have said nothing for {silence_s:g} s though their nodes are well: the "
             f"path from them to the API server is presumed broken, and none dead before {held_s:g} s are over"
         )
-        rec.set_state(rec.status.state, reason, reconcile.UNHEARD, event=True, warning=True)
+        rec.set_state(rec.status.state, reason, reconcile.UNREACHABLE, event=True, warning=True)
 
 
 def surplus_workers(rec: Reconcile) -> None:
-    """Delete pods beyond the wanted number, once they are in no world."""
-    known = rec.status
-    leaving = frozenset(known.called.leaving if known.called is not None and known.world is not None else ())
-    for pod in _by_worth(rec)[rec.wanted :]:
-        if pod.index in rec.members and known.result is None:
+    """Delete pods beyond the desired number, once they are in no world."""
+    status = rec.status
+    leaving = frozenset(status.called.leaving if status.called is not None and status.world is not None else ())
+    for pod in _by_worth(rec)[rec.desired :]:
+        if pod.index in rec.members and status.result is None:
             continue  # a world without it is formed first
         if pod.index in leaving:
             continue
         rec.handled[pod.uid] = None
-        rec.delete(pod, f"{rec.wanted} workers are wanted, and worker {pod.index} is in no world")
+        rec.delete(pod, f"{rec.desired} workers are wanted, and worker {pod.index} is in no world")
 
 
 def missing_workers(rec: Reconcile) -> None:
     """Create pods for free indices, the smallest first; a terminating pod keeps its name until it is gone."""
     alive = rec.alive
-    lacking = rec.wanted - len(alive) - len(rec.succeeded)
-    if lacking <= 0 or rec.status.result is not None:
+    missing = rec.desired - len(alive) - len(rec.succeeded)
+    if missing <= 0 or rec.status.result is not None:
         return
     if (pause := backoff_until(rec)) is not None:
         return rec.requeue_at(pause)
     gone = {uid for uid, deletion in rec.deletes.items() if deletion.grace_s == 0}
     taken = {contract.worker_name(rec.snapshot.name, pod.index) for pod in rec.snapshot.pods if pod.uid not in gone}
     taken |= {pod.name for pod in rec.snapshot.others if _goes(rec, pod)}  # one that stays is reported when its name is used
-    free = [index for index in range(rec.wanted) if contract.worker_name(rec.snapshot.name, index) not in taken][:lacking]
+    free = [index for index in range(rec.desired) if contract.worker_name(rec.snapshot.name, index) not in taken][:missing]
     generation = rec.status.generation + (rec.status.called is None)
     queue = rec.snapshot.queue if rec.snapshot.queue is not None and rec.snapshot.queue.name else None
     room = queue.room(rec.using) if queue is not None else {}
@@ -163,15 +163,15 @@ def missing_workers(rec: Reconcile) -> None:
 
 
 def _by_worth(rec: Reconcile) -> list[Pod]:
-    """The live pods in the order in which they are kept: by rank in the world, then by index."""
+    """The live pods in order of retention: by rank in the world, then by index."""
     order = {id: rank for rank, id in enumerate(rec.status.world.members)} if rec.status.world else {}
     return sorted(rec.alive, key=lambda pod: (order.get(pod.index, len(order)), pod.index))
 
 
 def desired_indices(rec: Reconcile) -> Iterable[int]:
-    """The indices of the members to be: of pods that are kept or will be created."""
-    kept = dict.fromkeys([pod.index for pod in _by_worth(rec)][: rec.wanted])
-    return [*kept, *[index for index in range(rec.wanted) if index not in kept][: rec.wanted - len(kept)]]
+    """Indices of the members to be: of pods that are retained or will be created."""
+    retained = dict.fromkeys([pod.index for pod in _by_worth(rec)][: rec.desired])
+    return [*retained, *[index for index in range(rec.desired) if index not in retained][: rec.desired - len(retained)]]
 
 
 def backoff_until(rec: Reconcile) -> float | None:
@@ -183,7 +183,7 @@ def backoff_until(rec: Reconcile) -> float | None:
 
 
 def _avoided(rec: Reconcile) -> tuple[str, ...]:
-    """Nodes with repeated failures, nodes about to be terminated, and nodes whose workers were not heard by others."""
+    """Nodes with repeated failures, nodes about to be terminated, and nodes whose workers were unreachable for their peers."""
     window = rec.policy.window.total_seconds()
     counts: dict[str, int] = {}
     for counted in rec.status.counted_failures:

@@ -1,4 +1,4 @@
-"""Who trains together: asked of `rendezvous.world`. Pure."""
+"""Who trains together, as `rendezvous.world` decides. Pure."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _HELD = (State.SUSPENDED, State.QUEUED)
 def world_decided(rec: Reconcile) -> None:
     """Decide who trains together, and publish it for the agents."""
     state = _state(rec)
-    wanted = world.Desired(rec.wanted, rec.spec.workers.allowed(), frozenset(desired_indices(rec)))
+    request = world.Desired(rec.desired, rec.spec.workers.allowed(), frozenset(desired_indices(rec)))
     pending = failures.reported(rec)
     since = min((each.failure.time for each in pending), default=rec.now)
-    known = failures.explained(rec) or bool(world.lost(state, rec.now).out)
-    if not known and (end := judging.held_until(pending, since, rec.now, judging.OPERATOR)) is not None:
+    explained = failures.explained(rec) or bool(world.lost(state, rec.now).out)
+    if not explained and (end := judging.held_until(pending, since, rec.now, judging.OPERATOR)) is not None:
         return rec.requeue_at(end)
     for _ in range(4):
-        decision = world.decide(state, wanted, rec.timeouts, rec.now)
+        decision = world.decide(state, request, rec.timeouts, rec.now)
         if isinstance(decision, world.World) and pending:
             failures.count_reported(rec, pending, decision)
             if rec.done:
@@ -59,21 +59,22 @@ def world_decided(rec: Reconcile) -> None:
 
 
 def _state(rec: Reconcile) -> world.State:
-    """The input of `world.decide`. A world that began again below what the one before had holds its own last step at most."""
-    known = rec.status
+    """The input of `world.decide`. A world that resumed from an earlier step than its predecessor reached holds at most its own
+    last step."""
+    status = rec.status
     members = {}
     for id, report in rec.snapshot.reports.items():
-        done = report.member.standing is MemberState.DONE and known.world and report.member.generation >= known.world.generation
+        done = report.member.standing is MemberState.DONE and status.world and report.member.generation >= status.world.generation
         pod = rec.pod(id)
         cut = pod is not None and pod.uid in rec.deletes and rec.deletes[pod.uid].grace_s == 0
         gone = pod is None or pod.uid in rec.ends or cut or rec.silent_at(report) is None
         if done or not gone:
             members[id] = report.member
-    called = known.called
+    called = status.called
     if called is not None:  # a lost watch or a clock that was set must not shorten the time to save
         called = dataclasses.replace(called, at=min(max(called.at, rec.snapshot.since), rec.now))
     held = max([rec.committed, *(report.snapshot[0] for report in rec.snapshot.reports.values())])
-    return world.State(members, known.world, called, lost=nodes.kept_out(rec), held=min(held, rec.step))
+    return world.State(members, status.world, called, lost=nodes.excluded(rec), held=min(held, rec.step))
 
 
 def _called(rec: Reconcile, call: Call) -> None:
@@ -100,24 +101,24 @@ def _formed(rec: Reconcile, new: world.World) -> None:
 def _waits(rec: Reconcile, state: world.State, reason: str) -> None:
     """No decision: report the state, and why pods cannot start if that is the reason."""
     if state.world is not None and state.called is None:
-        heard_again = job_status.why(rec.status.conditions, State.RUNNING) == reconcile.UNHEARD and not rec.most_are_silent()
-        if rec.status.state is not State.RUNNING or heard_again:
+        silence_over = job_status.why(rec.status.conditions, State.RUNNING) == reconcile.UNREACHABLE and not rec.most_are_silent()
+        if rec.status.state is not State.RUNNING or silence_over:
             rec.set_state(State.RUNNING, reason, "Training")
         return
-    if rec.wanted == 0:
+    if rec.desired == 0:
         return rec.set_state(State.SUSPENDED, reason, "Suspending")
-    there = [(pod, rec.ends[pod.uid]) for pod in rec.ended_pods if pod.uid in rec.ends and pod.uid not in rec.deletes]
-    ended = [(pod.index, f"worker {pod.index} {pod.kept or end.sentence}") for pod, end in there]
+    ended_pods = [(pod, rec.ends[pod.uid]) for pod in rec.ended_pods if pod.uid in rec.ends and pod.uid not in rec.deletes]
+    ended = [(pod.index, f"worker {pod.index} {pod.kept or end.sentence}") for pod, end in ended_pods]
     stuck = dict([*((pod.index, f"worker {pod.index} {pod.stuck}") for pod in rec.alive if pod.stuck), *ended])
-    named = rec.status.blocked if rec.status.blocked in stuck else next(iter(stuck), None)  # the same as before, for fewer writes
+    named = rec.status.blocked if rec.status.blocked in stuck else next(iter(stuck), None)  # keep the last one, for fewer writes
     blocked = rec.snapshot.refused if named is None else stuck[named]
-    before = rec.status.state
-    going = before in (State.RESIZING, State.RESTARTING)
+    previous = rec.status.state
+    going = previous in (State.RESIZING, State.RESTARTING)
     if going and not blocked:
         return  # the reason is in the status already
-    state_now = before if going and before else State.PENDING
+    state_now = previous if going and previous else State.PENDING
     came = max((report.member.since for report in rec.snapshot.reports.values()), default=0.0)
-    if before is state_now and not blocked and (settled := rec.until(came, ARRIVE_S)) is not None:
+    if previous is state_now and not blocked and (settled := rec.until(came, ARRIVE_S)) is not None:
         return rec.requeue_at(settled)
     if not rec.state_set:
         rec.update(blocked=named)
@@ -130,7 +131,7 @@ def _suspended(rec: Reconcile, reason: str) -> None:
         rec.handled[pod.uid] = None
         rec.delete(pod, reason)
     rec.stop_training()
-    state = str(State.QUEUED if rec.asked else State.SUSPENDED)
+    state = str(State.QUEUED if rec.requested else State.SUSPENDED)
     if rec.status.result is None:
         rec.update(result=job_status.Result(reason, contract.Exit.INTERRUPTED.value))
         if rec.snapshot.pods:
@@ -146,8 +147,8 @@ def _suspended(rec: Reconcile, reason: str) -> None:
 
 def resumed(rec: Reconcile) -> None:
     """A suspended job is resumed: deadlines start again, and the published result is withdrawn."""
-    if rec.wanted and rec.status.result is not None:
-        if any(pod.uid not in rec.ends for pod in rec.snapshot.pods):  # they have read that the run has ended
+    if rec.desired and rec.status.result is not None:
+        if any(pod.uid not in rec.ends for pod in rec.snapshot.pods):  # they have read the published result
             for pod in rec.alive:
                 rec.delete(pod, "it leaves, as the job was suspended")
             rec.done = True
