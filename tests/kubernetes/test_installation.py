@@ -39,7 +39,7 @@ def established(cluster: FakeCluster) -> FakeCluster:
 
 def bring(cluster: FakeCluster, **options: Any) -> list[str]:
     wanted = installation.documents(**{key: value for key, value in options.items() if key != "dry_run"})
-    return [str(done) for done in installation.bring(cluster, wanted, dry_run=options.get("dry_run", False))]  # type: ignore[arg-type]
+    return [str(done) for done in installation.ensure(cluster, wanted, dry_run=options.get("dry_run", False))]  # type: ignore[arg-type]
 
 
 WHOLE = [
@@ -483,15 +483,15 @@ def real() -> Iterator[api.Cluster]:
 def test_a_real_cluster_is_given_all_once_and_gives_all_back(real: api.Cluster) -> None:
     """Puts roles into the cluster and removes them, and the definition of ElasticJob where there is none."""
     wanted = installation.documents(namespace="why-install")
-    would = [done.what for done in installation.bring(real, wanted, dry_run=True)]
-    made = [done.what for done in installation.bring(real, wanted)]
+    would = [done.what for done in installation.ensure(real, wanted, dry_run=True)]
+    made = [done.what for done in installation.ensure(real, wanted)]
     assert made == would
     assert set(made) <= {"created", "unchanged", "changed"}  # others may have the definition
-    assert {done.what for done in installation.bring(real, wanted)} == {"unchanged"}
-    (again,) = installation.bring(real, wanted[:1])
+    assert {done.what for done in installation.ensure(real, wanted)} == {"unchanged"}
+    (again,) = installation.ensure(real, wanted[:1])
     assert again.what == "unchanged"
     other = installation.documents(namespace="why-install", image="example.com/operator:2")
-    changed = [done for done in installation.bring(real, other) if done.what == "changed"]
+    changed = [done for done in installation.ensure(real, other) if done.what == "changed"]
     assert [str(done) for done in changed] == ["changed    Deployment outlast-operator in why-install"]
     causes = installation.wait(real, wanted[-1], timeout_s=5)
     assert causes

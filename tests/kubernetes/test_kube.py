@@ -22,7 +22,7 @@ from outlast.base import errors
 from outlast.kubernetes import api as kube
 from outlast.kubernetes import board as rendezvous
 from outlast.kubernetes.api import applied, error_mapping, kubeconfig, requests, watch
-from outlast.kubernetes.api.error_mapping import Asked
+from outlast.kubernetes.api.error_mapping import Subject
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_a_pod_reaches_its_api_server_without_the_proxy_of_the_training(monkeypa
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
     cluster = kube.connect()
     assert (cluster.server, cluster.namespace) == ("https://10.0.0.1:443", "team-a")
-    assert not cluster.connection.clients.mine().trust_env
+    assert not cluster.connection.clients.for_thread().trust_env
     cluster.close()
 
 
@@ -79,17 +79,17 @@ def test_threads_do_not_share_a_client_until_there_are_many(
     api: apiserver.ApiServer, cluster: kube.Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(requests, "_CLIENTS", 3)
-    mine, others = cluster.connection.clients.mine(), []
+    mine, others = cluster.connection.clients.for_thread(), []
 
     def look() -> None:
         cluster.list_(kube.POD)
-        others.append(cluster.connection.clients.mine())
+        others.append(cluster.connection.clients.for_thread())
 
     for _ in range(4):
         thread = threading.Thread(target=look)
         thread.start()
         thread.join()
-    assert cluster.connection.clients.mine() is mine
+    assert cluster.connection.clients.for_thread() is mine
     assert [others.index(each) for each in others] == [0, 1, 2, 0]
     assert others[2] is mine
     cluster.close()
@@ -97,7 +97,7 @@ def test_threads_do_not_share_a_client_until_there_are_many(
 
 
 FORBIDDEN = 'pods is forbidden: User "eve" cannot list resource "pods" in API group "" in the namespace "team-a"'
-ASKED = Asked("apply", kube.JOB, "train", "team-a", "https://c")
+ASKED = Subject("apply", kube.JOB, "train", "team-a", "https://c")
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def test_a_stateful_set_is_done_when_its_agents_say_so() -> None:
     assert said(running(0), running(1), workload=workload, metrics=gave_up)[0] is State.RUNNING
     workload = {
         "kind": "StatefulSet",
-        "metadata": {"name": "t", "annotations": {job_status.WISHED: "3"}},
+        "metadata": {"name": "t", "annotations": {job_status.REPLICAS: "3"}},
         "spec": {"replicas": 0},
     }
     found = job_status.status(Snapshot("train", workload))

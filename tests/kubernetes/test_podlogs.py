@@ -87,7 +87,7 @@ def followed(cluster: Cluster | kube.Cluster, **options: Any) -> tuple[list[LogL
         assert isinstance(cluster, Cluster)
         return not cluster.after_cut and all(pod["status"]["phase"] == "Succeeded" for pod in cluster.pods.values())
 
-    course = podlogs.Course("job=train", options.pop("over", over))
+    course = podlogs.Followed("job=train", options.pop("over", over))
     return list(podlogs.follow(cluster, course, **{"say": said.append, **options})), said  # type: ignore[arg-type]
 
 

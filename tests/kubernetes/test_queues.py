@@ -32,7 +32,7 @@ def kueue_of(cluster: Cluster) -> Kueue:
 def asked(cluster: Cluster) -> dict[str, tuple[int, int]]:
     """The Workloads that count: for how many workers each was made, and how many it has quota for."""
     shares = [share for share in kueue_of(cluster).shares() if not share.over]
-    return {share.name.rpartition("-")[2]: (share.asked, share.count if share.holds else 0) for share in shares}
+    return {share.name.rpartition("-")[2]: (share.requested, share.count if share.holds else 0) for share in shares}
 
 
 def share(cluster: Cluster, number: int = 0) -> WorkloadSlice:

@@ -290,9 +290,9 @@ def test_a_step_knows_its_pod_and_the_workflow_that_owns_it_also_when_the_pod_wa
     before, found = waiting.own_pod(cluster, environ)  # type: ignore[arg-type]
     assert (before and before["metadata"]["name"], found and found["metadata"]["name"]) == ("step", "w")
     cluster.delete(kube.POD, "step")
-    assert waiting.spared(*waiting.own_pod(cluster, environ, before=before)).endswith("Workflow w goes on")  # type: ignore[arg-type]
+    assert waiting.spared(*waiting.own_pod(cluster, environ, last=before)).endswith("Workflow w goes on")  # type: ignore[arg-type]
     cluster.delete(kube.WORKFLOW, "w")
-    assert waiting.spared(*waiting.own_pod(cluster, environ, before=before)) == ""  # type: ignore[arg-type]
+    assert waiting.spared(*waiting.own_pod(cluster, environ, last=before)) == ""  # type: ignore[arg-type]
     assert waiting.own_pod(cluster, environ) == waiting.own_pod(cluster, {}) == (None, None)  # type: ignore[arg-type]
 
 

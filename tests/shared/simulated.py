@@ -692,15 +692,15 @@ class Kueue:
                 document["spec"]["podSets"][0].setdefault("count", 1)
         waiting = [share for share in self.shares() if share.waits and share.document["spec"].get("active", True)]
         for share in [] if self.held else sorted(waiting, key=lambda each: str(each.document["metadata"]["creationTimestamp"])):
-            free, least = self.quota - self.used, share.document["spec"]["podSets"][0].get("minCount", share.asked)
-            count = share.asked if share.asked <= free else free if self.partly and least <= free else 0
+            free, least = self.quota - self.used, share.document["spec"]["podSets"][0].get("minCount", share.requested)
+            count = share.requested if share.requested <= free else free if self.partly and least <= free else 0
             if count:
                 assignment = {"name": "main", "flavors": {"cpu": "spot"}, "count": count}
                 self._say(share, admission={"clusterQueue": "all", "podSetAssignments": [assignment]})
                 self._say(share, ("QuotaReserved", True, "Reserved", ""), ("Evicted", False, "Reserved", ""))
                 self._say(share, ("Admitted", True, "Admitted", "The workload is admitted"))
             else:
-                self._say(share, ("QuotaReserved", False, "Pending", f"{share.asked} more pods are needed, {free} are free"))
+                self._say(share, ("QuotaReserved", False, "Pending", f"{share.requested} more pods are needed, {free} are free"))
 
     def evict(self, share: WorkloadSlice, message: str = "Preempted to accommodate a workload") -> None:
         self._say(share, ("Evicted", True, "Preempted", message))

@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 
 RENEW_S = contract.RENEW_S
 PROGRESS_S = 3.0
-"""The same of the worker of rank 0, whose steps people follow."""
+"""Interval of progress reports from the worker of rank 0, whose steps people follow."""
 LONGEST_PAUSE_S = 1.0
-"""Between two attempts at a report that says something new, or at hearing; of one that renews, RENEW_S."""
+"""Longest pause between two attempts to send a report with news, or to watch; RENEW_S for a renewal."""
 ANSWER_S = 10.0
-"""How long the API server may take to answer to a report. Arbitrary; by then there is a newer report to send."""
+"""Timeout of the API server's answer to a report. Arbitrary; by then there is a newer report to send."""
 LAST_S = 1.0
-"""How long a member that goes waits for its last report to be taken."""
+"""Timeout for the last report of a leaving member."""
 
 
 def client(endpoint: str, member: Member) -> Client:
@@ -60,22 +60,17 @@ def client(endpoint: str, member: Member) -> Client:
 
 
 def preload() -> None:
-    """Import the client of the API server."""
-    with contextlib.suppress(ImportError):  # the client says what is missing
+    with contextlib.suppress(ImportError):  # the client reports a missing library
         api.load()
 
 
 def every_s(workers: int, *, rarely: bool) -> float:
-    """Interval of renewals of a Lease, of so many workers; `rarely` where peers watch one another."""
+    """Renewal interval of a Lease in a job of this many workers; `rarely` where peers watch one another."""
     return max(contract.MESH_RENEW_S if rarely else RENEW_S, workers / contract.RENEWALS_PER_S)
 
 
 class Client:
-    """A member's side: keeps its Lease, and holds what the operator published last.
-
-    In the worker's directory the training processes write their progress, and the end of the run is noted (`contract.END`) for
-    the agent to record.
-    """
+    """A member's side: keeps its Lease, and holds the newest state that the operator published."""
 
     def __init__(self, job: str, member: Member) -> None:
         environ = member.environ
@@ -84,24 +79,24 @@ class Client:
         self._member, self._namespace = environ[Env.MEMBER], environ.get(Env.NAMESPACE, "")
         self._state, self._processes = member.state, member.processes
         self._output = Path(environ[Env.OUTPUT]) if Env.OUTPUT in environ else None
-        self._kept: list[Any] = []
-        """The operator's entries that are in the run's ledger."""
-        self._floor = member.generation
+        self._copied: list[Any] = []
+        """The operator's entries that are already in the run's ledger."""
+        self._min_generation = member.generation
         self._report = Report(run=run, id=member.id, standing="waiting", since=time.time())
         self._written, self._taken = 0, 0
-        """How many times the report has changed, and which of these the API server has."""
+        """How often the report has changed, and which of these versions the API server has."""
         self._owner: dict[str, Any] | None = None
         """A reference to the ElasticJob, once it has been seen; nothing is reported before."""
         self._workers = 1
-        """How many the job has."""
-        self._before = 0
-        """The generation that was there before us: we are in none of its world, even if that names us."""
+        """Number of workers of the job."""
+        self._previous_generation = 0
+        """The generation that existed before us: we are in none of its worlds, even if it names us."""
         self._version = ""
-        """Of our Lease, as we have written it last."""
+        """Version of our Lease as we wrote it last."""
         self._changed_at = 0.0
-        """When what we say changed last."""
+        """Time of the last change of our report."""
         self._noted = ""
-        """The deadline for this pod that the agent was told last, as JSON."""
+        """The deadline for this pod that the agent was last notified of, as JSON."""
         self.gone = False
         """The run, the job or our place in it is no longer ours: nothing is reported any more."""
         self._reachable = True
@@ -113,11 +108,11 @@ class Client:
         self.closed: Closed | None = None
         self._threads = [
             threading.Thread(target=self._run, args=(target,), name=f"outlast-{name}", daemon=True)
-            for name, target in (("operator", self._listen), ("lease", self._tell))
+            for name, target in (("operator", self._listen), ("lease", self._send))
         ]
 
     def report(self, standing: str, **fields: Any) -> None:
-        """Say what this member is now; fields as in `Report`, the others stay. Returns before it has been said."""
+        """Report the state of this member; fields as in `Report`, the others stay. Returns before it has been sent."""
         with self._changed:
             self._report = self._report.changed(standing, **fields)
             self._written, self._changed_at = self._written + 1, time.monotonic()
@@ -127,19 +122,19 @@ class Client:
                 thread.start()
 
     def amend(self, **fields: Any) -> None:
-        """Change what is reported beside the standing; nothing is said before the first `report`."""
+        """Change other fields of the report than the standing; nothing is sent before the first `report`."""
         with self._changed:
             self._report = dataclasses.replace(self._report, **fields)
             self._written, self._changed_at = self._written + 1, time.monotonic()
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when the operator has said something, or after the timeout."""
+        """Return when the operator has published something, or after the timeout."""
         with self._changed:
             self._changed.wait(timeout_s)
 
     def close(self) -> None:
-        """End, once the last report has been taken if the API server is there. The Lease stays: its holder is gone."""
+        """Close, once the last report has been accepted if the API server is there. The Lease stays: its holder is gone."""
         with self._changed:
             if self._owner and self._reachable and not self._stop.is_set():
                 self._changed.wait_for(lambda: self._taken == self._written or self.gone or not self._reachable, LAST_S)
@@ -154,11 +149,11 @@ class Client:
         try:
             with contextlib.closing(Connection(self._namespace)) as connection:
                 target(connection)
-        except Exception as bug:  # without this thread the worker reports, or hears, no more
+        except Exception as bug:  # without this thread the worker neither reports nor receives
             self._leave(f"the rendezvous has failed: {bug!r}", contract.Exit.FAILED)
             raise
 
-    # What the operator says
+    # State that the operator publishes
 
     def _listen(self, connection: Connection) -> None:
         line, failures = Line("this worker does not hear the operator", "this worker hears the operator again"), 0
@@ -210,21 +205,21 @@ class Client:
             if self._owner is None:
                 reference = {"apiVersion": ELASTIC_JOB.api_version, "kind": ELASTIC_JOB.kind, "controller": False}
                 self._owner = {**reference, "name": meta["name"], "uid": meta["uid"]}
-                self._before = world.generation if world and run == self._of else 0
-                known = max(self._before, called.generation - 1 if called and run == self._of else 0)
-                self._floor = self._floor if self._floor > known else 0  # it knows by itself
+                self._previous_generation = world.generation if world and run == self._of else 0
+                known = max(self._previous_generation, called.generation - 1 if called and run == self._of else 0)
+                self._min_generation = self._min_generation if self._min_generation > known else 0  # it knows by itself
             if run != self._of:
                 self._leave(f"run {self._of} is over", contract.Exit.FAILED)
                 return
             if world and (called is None or called.generation < world.generation):
-                called = Called(world.generation, world.reason, False, world.at)  # it was, whether or not we heard that
+                called = Called(world.generation, world.reason, False, world.at)  # it was, whether or not we received that
             self.called = called
-            if world and world.generation > self._before:
+            if world and world.generation > self._previous_generation:
                 self.world = world
             self._changed.notify_all()
         if closed and not self.closed:
             if closed.code != contract.Exit.INTERRUPTED:
-                self._note_end(closed)  # before anybody acts on it
+                self._note_end(closed)  # recorded before anybody acts on it
             with self._changed:
                 self.closed = closed
                 self._changed.notify_all()
@@ -236,7 +231,7 @@ class Client:
             print(f"outlast | how the run has ended cannot be noted in {self._state}: {problem}", flush=True)
 
     def _note_leave(self, leaving: object) -> None:
-        """Note the deadline of this pod, if the operator has published one, for the agent (`contract.LEAVE`)."""
+        """Write the deadline of this pod, if the operator has published one, for the agent (`contract.LEAVE`)."""
         for each in leaving if isinstance(leaving, list) else ():
             if not isinstance(each, Mapping) or each.get("uid") != self._member or not sockets.is_number(each.get("deadline")):
                 continue
@@ -249,20 +244,19 @@ class Client:
                     print(f"outlast | the time left cannot be noted in {self._state}: {problem}", flush=True)
 
     def _keep(self, entries: object, world: object) -> None:
-        """Copy what the operator has noted into the run's ledger, as the worker of rank 0. Entries that are there already count
-        once."""
+        """Copy the operator's entries into the run's ledger, as the worker of rank 0. Existing entries are skipped."""
         first = next(iter(world.get("members") or ()), None) if isinstance(world, Mapping) else None
         if self._output is None or first != self.id or not isinstance(entries, list):
             return
-        new = [entry for entry in entries if entry not in self._kept]
-        self._kept = entries
+        new = [entry for entry in entries if entry not in self._copied]
+        self._copied = entries
         if new:
             book = Ledger(self._output / contract.LEDGER, f"operator-{self.id}")
             book.copy(new)
             book.close()
 
     def _leave(self, reason: str, code: int) -> None:
-        """There is no further world for this member, and it reports no more; the run may go on without it."""
+        """No further world includes this member, and it reports no more; the run may go on without it."""
         with self._changed:
             self.gone = True
             if not self.closed:
@@ -270,9 +264,9 @@ class Client:
                 self.closed = Closed(reason, code)
             self._changed.notify_all()
 
-    # What this member says
+    # Reports of this member
 
-    def _tell(self, connection: Connection) -> None:
+    def _send(self, connection: Connection) -> None:
         line, failures = Line("the operator does not hear this worker", "the operator hears this worker again"), 0
         with self._changed:
             self._changed.wait_for(lambda: self._owner is not None or self._stop.is_set() or self.gone)
@@ -300,7 +294,7 @@ class Client:
             line.well()
             with self._changed:
                 if failures:
-                    self._watching.set()  # it may wait, or for a server that is no more
+                    self._watching.set()  # it may wait for a server that is gone
                 failures, self._taken, self._reachable = 0, number, True
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._written != self._taken or self._stop.is_set() or self.gone, self._every_s())
@@ -315,7 +309,7 @@ class Client:
                 self._version = said["metadata"]["resourceVersion"]
                 return
             except Conflict:
-                try:  # an empty change shows what is there, without a right to read
+                try:  # an empty change returns the current Lease, without a right to read
                     there = cluster.patch(LEASE, meta["name"], {})
                 except Absent:  # somebody has deleted it
                     self._version = ""
@@ -323,10 +317,10 @@ class Client:
                 holder = there["spec"].get("holderIdentity")
                 if holder != self._member:
                     raise Superseded(f"pod {holder} is worker {self.id} now, in the place of this one") from None
-                self._version = there["metadata"]["resourceVersion"]  # it was we who wrote it, and the answer was lost
+                self._version = there["metadata"]["resourceVersion"]  # we wrote it, and the answer was lost
 
     def _every_s(self) -> float:
-        """How often the Lease is renewed: rarely where peers watch this member, but soon after a change, so that the first
+        """The renewal interval of the Lease: long where peers watch this member, but short after a change, so that the first
         steps of a world are seen."""
         if self.world is not None and self.world.members[:1] == (self.id,):
             return min(PROGRESS_S, RENEW_S)
@@ -334,7 +328,7 @@ class Client:
         return every_s(self._workers, rarely=rarely)
 
     def _lease(self) -> dict[str, Any]:
-        report = self._report if self._report.generation else dataclasses.replace(self._report, generation=self._floor)
+        report = self._report if self._report.generation else dataclasses.replace(self._report, generation=self._min_generation)
         reached, lasts_s = self._progress(), contract.MESH_LEASE_S if report.mesh else contract.LEASE_S
         return {
             "apiVersion": LEASE.api_version,
@@ -360,8 +354,8 @@ class Client:
         }
 
     def _progress(self) -> dict[str, Any] | None:
-        """How far the training processes of this worker are; None for plain scripts that do not call `training.progress`, and
-        until a step is restored: that it is 0 before would mean that steps are lost."""
+        """Progress of this worker's training processes; None for plain scripts that do not call `training.progress`, and until
+        a step is restored: a step of 0 would mean that steps are lost."""
         found = [progress.read(self._state, local_rank) for local_rank in range(self._processes)]
         records = [record for record in found if record and (record.phase not in ("started", "open", "restore") or record.step)]
         if not records:
@@ -389,7 +383,7 @@ def _goodput(state: Path) -> float | None:
 
 
 def tell_goodput(job: str, worker: int, environ: Mapping[str, str], goodput: float) -> None:
-    """Tell the operator the goodput of the whole run, after its end. Raises ClusterError."""
+    """Report the goodput of the whole run to the operator, after its end. Raises ClusterError."""
     with contextlib.closing(Connection(environ.get(Env.NAMESPACE, ""))) as connection:
         cluster, name = connection.cluster(), contract.worker_name(job, worker)
         lease = cluster.patch(LEASE, name, {})
@@ -401,10 +395,8 @@ def tell_goodput(job: str, worker: int, environ: Mapping[str, str], goodput: flo
 
 class Connection:
     """A thread's own client of the API server: no other thread uses it, so it can be closed as soon as its login has expired.
-
-    The token of a pod's account is replaced where it lies before it expires; a new login reads it there.
-    https://kubernetes.io/docs/reference/access-authn-authz/service-accounts-admin/
-    """
+    The token of a pod's account is replaced in its file before it expires; a new login reads it there.
+    https://kubernetes.io/docs/reference/access-authn-authz/service-accounts-admin/"""
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace

@@ -65,7 +65,7 @@ def install(
             namespace=namespace, image=image or install.IMAGE, watch=node_watch, on_demand=on_demand
         )
         count: dict[str, int] = {}
-        for done in installation.bring(cluster, documents, dry_run=dry_run):
+        for done in installation.ensure(cluster, documents, dry_run=dry_run):
             print(done, flush=True)
             count[done.what] = count.get(done.what, 0) + 1
         would = "would be " if dry_run else ""

@@ -143,7 +143,7 @@ def until_end(place: KubernetesBackend, name: str, apply: Callable[[], Iterator[
             terminal.say(f"waiting for {name} in namespace {place.cluster.namespace}")
             ended = waiter.until_end()
     except _Terminated:
-        ended = waiter.terminated(wish.on_terminate, lambda: waiting.own_pod(place.cluster, before=before))
+        ended = waiter.terminated(wish.on_terminate, lambda: waiting.own_pod(place.cluster, last=before))
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         terminal.say(ended.sentence)
         return ended.code

@@ -7,22 +7,22 @@ from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from outlast.kubernetes.api import requests, wire
-from outlast.kubernetes.api.error_mapping import Asked
+from outlast.kubernetes.api.error_mapping import Subject
 from outlast.kubernetes.api.kinds import Kind
 from outlast.kubernetes.api.requests import Document, Request
 
 _PAGE = 500
-"""Documents in a page of `list_`, as kubectl asks for."""
+"""Documents per page of `list_`, as kubectl requests."""
 _FIRST = 20
-"""The same of the first page of a kind whose documents may be of any size, such as jobs: an API server needs minutes for 500 of a
-MiB each. The next page has twice as many, as long as pages are short."""
+"""The same for the first page of a kind whose documents may be of any size, such as jobs: an API server needs minutes for 500
+of a MiB each. Each next page has twice as many, as long as pages are short."""
 _PAGE_BYTES = 8 * 2**20
-"""Limit of a page. A longer one is asked for again with a quarter of the documents."""
+"""Limit of a page in bytes. A longer one is requested again with a quarter of the documents."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The documents that a list or a watch is about."""
+    """Which documents a list or a watch selects."""
 
     kind: Kind
     namespace: str | None = None
@@ -31,9 +31,9 @@ class Selection:
     fields: str = ""
 
     def selectors(self) -> dict[str, str]:
-        """As parameters of a request."""
-        found = {"labelSelector": self.labels, "fieldSelector": self.fields}
-        return {key: value for key, value in found.items() if value}
+        """Parameters of the request."""
+        parameters = {"labelSelector": self.labels, "fieldSelector": self.fields}
+        return {key: value for key, value in parameters.items() if value}
 
 
 @dataclass
@@ -46,28 +46,27 @@ class Api:
 
     @property
     def server(self) -> str:
-        """The address of the API server."""
         return self.connection.server
 
     @property
     def warnings(self) -> list[str]:
-        """What the server has warned of, each once."""
+        """Warnings from the server, each once."""
         return self.connection.warnings
 
     def address(
         self, verb: str, kind: Kind, name: str, namespace: str | None, *, everywhere: bool = False, subresource: str = ""
-    ) -> tuple[Asked, str]:
-        """What a request asks for, in words for its errors, and its path."""
+    ) -> tuple[Subject, str]:
+        """The request in words, for its errors, and its path."""
         inside = (namespace or self.namespace) if kind.namespaced and not everywhere else ""
         parts = [kind.root, *(["namespaces", quote(inside, safe="")] if inside else []), kind.plural]
         parts += [quote(name, safe=":")] if name else []
         parts += [subresource] if subresource else []
         shown = name.partition(":")[0] if subresource == "proxy" else name
-        return Asked(verb, kind, shown, inside, self.server, subresource), "/".join(parts)
+        return Subject(verb, kind, shown, inside, self.server, subresource), "/".join(parts)
 
     def pages(self, selection: Selection) -> Iterator[tuple[Iterator[Document], str]]:
-        """The pages of a list, each with its version; documents are parsed one at a time. Raises `requests.Expired` when the list
-        has expired: the pages before are of no use then."""
+        """The pages of a list, each with its version; documents are parsed one at a time. Raises `requests.Expired` when the
+        list has expired: the pages before are useless then."""
         kind = selection.kind
         asked, path = self.address("list", kind, "", selection.namespace, everywhere=selection.everywhere)
         token, limit = "", _FIRST if kind in wire.FREE else _PAGE
@@ -90,12 +89,11 @@ class Api:
                 limit = min(_PAGE, 2 * limit)
 
     def document(self, request: Request) -> Document:
-        """The document that the server answers with."""
         return requests.parsed(self.connection.answer(request).content, request.asked)
 
 
-def _items(items: Iterable[Document], kind: Kind, content: bytes, asked: Asked) -> Iterator[Document]:
-    """The documents of a page, completed with their kind, which a page does not repeat."""
+def _items(items: Iterable[Document], kind: Kind, content: bytes, asked: Subject) -> Iterator[Document]:
+    """The documents of a page, with their kind, which a page does not repeat."""
     with requests.reading(content, asked):
         for item in items:
             yield {"apiVersion": kind.api_version, "kind": kind.kind, **item}

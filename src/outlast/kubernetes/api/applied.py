@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Applied:
-    """The outcome of one document, or would become of it in a dry run."""
+    """The outcome for one document, or what it would be in a dry run."""
 
     old: Document | None
-    """As the cluster had it; None when it had none."""
+    """The object before; None when there was none."""
     new: Document
-    """As the cluster has it."""
+    """The object now."""
 
     @property
     def what(self) -> str:
@@ -39,24 +39,24 @@ class Applied:
 
 
 def there(cluster: Cluster, document: Document) -> Document | None:
-    """A document as the cluster has it; None when there is none, or its kind is not served."""
+    """The existing object; None if it is absent, or its kind is not served."""
     meta = document["metadata"]
     try:
         return cluster.find(kind_of(document), meta["name"], namespace=meta.get("namespace"))
-    except NotServed:  # that is said when it is applied
+    except NotServed:  # the error follows when it is applied
         return None
 
 
 def check(cluster: Cluster, documents: Iterable[Document], labels: Mapping[str, str] = {}, *, instead: str) -> None:
-    """Raise Taken for the first document whose name an object has that we have not made with these labels; `instead` is the way
-    out."""
+    """Raise Taken for the first document whose name belongs to an object that we have not made with these labels; `instead` is
+    the remedy."""
     for document in documents:
         foreign.check(there(cluster, document), labels, instead=instead)
 
 
 def apply(cluster: Cluster, document: Document, *, old: Document | None, dry_run: bool = False) -> Applied:
-    """Server-side apply to `old` as it was read, and once more if it has changed since. Raises ClusterError: Conflict when by
-    now it may be somebody else's."""
+    """Server-side apply to `old` as it was read, and once more if it has changed since. Raises ClusterError: Conflict when it
+    may belong to somebody else by now."""
 
     def applied(old: Document | None) -> Applied:
         seen = {name: old["metadata"][name] for name in ("uid", "resourceVersion")} if old else {}

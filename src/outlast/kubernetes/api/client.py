@@ -14,7 +14,7 @@ from typing import Any, Literal
 from outlast.base.errors import Absent, Forbidden, NotServed, Refused
 from outlast.kubernetes.api import requests, streams, watch
 from outlast.kubernetes.api.api import Api, Selection
-from outlast.kubernetes.api.error_mapping import Asked
+from outlast.kubernetes.api.error_mapping import Subject
 from outlast.kubernetes.api.kinds import NAMESPACE, POD, Kind, kind_of
 from outlast.kubernetes.api.requests import Document, Request
 from outlast.kubernetes.api.stop import Stop
@@ -34,20 +34,18 @@ class LogOptions:
 
     container: str = ""
     follow: bool = False
-    """Wait for more lines until the container ends."""
     since_s: float | None = None
-    """Only the lines of the last so many seconds."""
+    """Only the lines of the last seconds."""
     since: str = ""
-    """Only lines after a time, written as `timestamps` shows it."""
+    """Only lines after this time, written as `timestamps` shows it."""
     tail: int | None = None
-    """Only the last lines."""
     previous: bool = False
     """The log of the container before its last restart."""
     timestamps: bool = False
     """Begin each line with its time."""
 
     def params(self) -> dict[str, str]:
-        """As parameters of a request."""
+        """Parameters of the request."""
         flags = {"follow": self.follow, "previous": self.previous, "timestamps": self.timestamps}
         given = {name: "true" for name, value in flags.items() if value}
         given |= {"container": self.container} if self.container else {}
@@ -94,10 +92,8 @@ class Cluster(Api):
     def apply(
         self, document: Document, *, dry_run: bool = False, tries: int | None = None, timeout_s: float | None = None
     ) -> Document:
-        """Create a document, or change its fields to what is given here (server-side apply). Unknown fields are an error.
-
-        Set `tries=1` if the caller retries with fresher data.
-        """
+        """Create a document, or change its fields to the given ones (server-side apply). Unknown fields are an error. Set
+        `tries=1` if the caller retries with fresher data."""
         kind, name, namespace = _named(document)
         asked, path = self.address("apply", kind, name, namespace)
         params = {"fieldManager": MANAGER, "force": "true", "fieldValidation": "Strict", **_dry(dry_run)}
@@ -122,7 +118,7 @@ class Cluster(Api):
         return self.document(Request(asked, "PATCH", path, _WRITE, change, f"application/{content_type}+json"))
 
     def replace(self, document: Document, *, subresource: str = "") -> Document:
-        """Write a document that was read before. Raises Conflict when it has been written in between."""
+        """Replace a document that was read before. Raises Conflict when it has been written in between."""
         kind, name, namespace = _named(document)
         asked, path = self.address("update", kind, name, namespace, subresource=subresource)
         return self.document(Request(asked, "PUT", path, _WRITE, document))
@@ -159,7 +155,7 @@ class Cluster(Api):
         grace_s: float | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """Evict a pod, as the drain of its node does. Raises Refused when a PodDisruptionBudget keeps it."""
+        """Evict a pod, as draining its node does. Raises Refused when a PodDisruptionBudget forbids it."""
         name = {"name": pod, "namespace": namespace or self.namespace}
         options: Document = {"preconditions": {"uid": uid}} if uid else {}
         if grace_s is not None:
@@ -206,7 +202,7 @@ class Cluster(Api):
                 yield line.decode(errors="replace")
 
     def proxy(self, pod: str, port: int, path: str, *, namespace: str | None = None, timeout_s: float | None = None) -> str:
-        """The answer of a server in a pod to GET, through the API server. Raises Unanswered."""
+        """The response of a server in a pod to GET, through the API server. Raises Unanswered."""
         asked, base = self.address("proxy", POD, f"{pod}:{port}", namespace, subresource="proxy")
         return self.connection.answer(Request(asked, "GET", f"{base}/{path.lstrip('/')}", timeout_s=timeout_s)).text
 
@@ -238,7 +234,7 @@ class Cluster(Api):
             "spec": {"resourceAttributes": {key: value for key, value in attributes.items() if value}},
         }
         path = "apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-        request = Request(Asked("create", server=self.server), "POST", path, body=review, repeat=True)
+        request = Request(Subject("create", server=self.server), "POST", path, body=review, repeat=True)
         return bool(self.document(request)["status"].get("allowed"))
 
     def version(self) -> str:
@@ -247,7 +243,7 @@ class Cluster(Api):
 
     def time(self) -> float:
         """The server's time, to half a second. Raises Refused if its answers carry none."""
-        request = Request(Asked("get", server=self.server), "GET", "version", repeat=True)
+        request = Request(Subject("get", server=self.server), "GET", "version", repeat=True)
         date = self.connection.answer(request).headers.get("date", "")
         try:
             return email.utils.parsedate_to_datetime(date).timestamp() + 0.5  # whole seconds, cut off
@@ -263,7 +259,7 @@ class Cluster(Api):
         return any(resource["name"] == kind.plural for resource in found.get("resources", ()))
 
     def has_namespace(self, namespace: str | None = None) -> bool:
-        """Whether a namespace exists; True when we may not know."""
+        """Whether a namespace exists; True when we may not read it."""
         try:
             self.get(NAMESPACE, namespace or self.namespace)
         except Absent:
@@ -274,7 +270,7 @@ class Cluster(Api):
 
     def raw(self, path: str) -> Document:
         """The document at a path: discovery and the server's version have no kind."""
-        return self.document(Request(Asked("get", server=self.server), "GET", path, repeat=True))
+        return self.document(Request(Subject("get", server=self.server), "GET", path, repeat=True))
 
     def close(self) -> None:
         """Close all connections."""

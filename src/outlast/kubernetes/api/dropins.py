@@ -23,7 +23,7 @@ class Functions(Protocol):
     """The functions of a drop-in's `registration` module."""
 
     def sizes(self, job: Document, /) -> tuple[int, int, int]:
-        """The fewest workers, how many are wanted now, and the most."""
+        """The fewest, the desired and the most workers."""
 
     def processes(self, job: Document, /) -> int:
         """Processes in each worker."""
@@ -50,7 +50,7 @@ class DropIn:
 
     kind: Kind
     container: str
-    """The container of a pod that the training runs in, if there are several."""
+    """The container of a pod that runs the training, if there are several."""
     index: str
     """Label with the index of a worker, on pods that we have not made."""
     rival: str
@@ -59,7 +59,7 @@ class DropIn:
 
     @property
     def functions(self) -> Functions:
-        """What its package can do; imported on first use."""
+        """Functions of its package, imported on first use."""
         return cast(Functions, importlib.import_module(self.module))
 
 
@@ -83,6 +83,6 @@ def has(workload: Document) -> bool:
 
 
 def of(workload: Document) -> Functions | None:
-    """The functions for this workload; None for one that is no drop-in's."""
+    """The functions for this workload; None if no drop-in runs it."""
     names = (workload.get("apiVersion"), workload.get("kind"))
     return next((each.functions for each in DROP_INS if (each.kind.api_version, each.kind.kind) == names), None)

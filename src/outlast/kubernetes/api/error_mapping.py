@@ -16,7 +16,7 @@ from outlast.base.errors import Absent, ClusterError, Conflict, Forbidden, NotSe
 from outlast.kubernetes.api.kinds import INSTALLED_BY, Kind
 
 _LONGEST = 600
-"""Longest part of a server's message that is passed on: some quote whole documents."""
+"""Longest part of a server's message that is passed on: some messages quote whole documents."""
 _DONE = {
     "get": "read",
     "list": "listed",
@@ -39,8 +39,8 @@ _POLICY = re.compile(r"ValidatingAdmissionPolicy '(?P<name>[^']+)'.* denied requ
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a request is about, in words for its errors."""
+class Subject:
+    """The subject of a request, in words for its errors."""
 
     verb: str
     """get, list, watch, create, apply, patch, update, delete, or of a pod: log, exec, proxy."""
@@ -58,8 +58,8 @@ class Asked:
         return " ".join(filter(None, words))
 
 
-def mistake(status: int, body: bytes, asked: Asked) -> ClusterError:
-    """The error of an answer other than 2xx."""
+def mistake(status: int, body: bytes, asked: Subject) -> ClusterError:
+    """The error for an answer other than 2xx."""
     said = _status(body)
     message = _short(str(said.get("message") or body.decode(errors="replace").strip() or f"HTTP {status}"))
     reason = str(said.get("reason") or "")
@@ -84,7 +84,7 @@ def mistake(status: int, body: bytes, asked: Asked) -> ClusterError:
         return Unanswered(f"{asked.thing} does not answer on its port (HTTP {status}: {message})")
     if "failed to create typed" in message:  # 500, of what is applied
         return Refused(f"{undone}: {message.partition('): ')[2] or message}")
-    if status >= 500 and asked.verb in ("log", "exec"):  # the server only hands these on
+    if status >= 500 and asked.verb in ("log", "exec"):  # the server only forwards these
         return Unanswered(f"{undone}: its node does not answer, or is not well (HTTP {status}: {message}); try again later")
     if status == 429 and asked.verb == "evict":
         return Refused(f"{undone} now: {message}")
@@ -111,7 +111,7 @@ def _forbidden(found: re.Match[str]) -> str:
     )
 
 
-def _absent(details: Mapping[str, Any], message: str, asked: Asked) -> ClusterError:
+def _absent(details: Mapping[str, Any], message: str, asked: Subject) -> ClusterError:
     name, kind = details.get("name"), details.get("kind")
     if kind == "namespaces" and asked.namespace:
         return Absent(f"there is no namespace {name}; create it (kubectl create namespace {name}), or choose another with -n")
@@ -124,7 +124,7 @@ def _absent(details: Mapping[str, Any], message: str, asked: Asked) -> ClusterEr
 
 
 def _refused(message: str, details: Mapping[str, Any]) -> str:
-    """The server's sentence, without what it repeats of the document."""
+    """The server's sentence, without the parts of the document that it repeats."""
     if found := _WEBHOOK.search(message):
         return f"the admission webhook {found['name']} denied it: {found['said'] or 'it does not say why'}"
     if found := _POLICY.search(message):
@@ -137,7 +137,8 @@ def _refused(message: str, details: Mapping[str, Any]) -> str:
 
 
 def _cause(message: str) -> str:
-    """`field is immutable` of `Invalid value: {a whole pod}: field is immutable`; of a rule in CEL all that it says."""
+    """The cause within a message: `field is immutable` of `Invalid value: {a whole pod}: field is immutable`; of a rule in CEL,
+    its whole message."""
     said = message.removeprefix("Invalid value: ")
     if len(message) < 120 or said == message:
         return message

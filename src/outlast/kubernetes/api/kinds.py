@@ -15,13 +15,11 @@ from outlast.job import contract
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of document."""
-
     api_version: str
     """`v1`, `batch/v1`."""
     kind: str
     plural: str
-    """As in the address: `pods`."""
+    """As in paths: `pods`."""
     namespaced: bool = True
 
     @property
@@ -70,10 +68,10 @@ CRD = Kind("apiextensions.k8s.io/v1", "CustomResourceDefinition", "customresourc
 
 ELASTIC_JOB = Kind(contract.API_VERSION, contract.KIND, "elasticjobs")
 LEGACY_JOB = Kind("elastic.pytorch.org/v1alpha1", "ElasticJob", "elasticjobs")
-"""Of the archived controller of torchelastic, which the operator replaces."""
+"""Kind of the archived controller of torchelastic, which the operator replaces."""
 VOLCANO_GROUP = Kind("scheduling.volcano.sh/v1beta1", "PodGroup", "podgroups")
 POD_GROUP = Kind("scheduling.x-k8s.io/v1alpha1", "PodGroup", "podgroups")
-"""Of the coscheduling plugin."""
+"""Kind of the coscheduling plugin."""
 WORKLOAD = Kind("kueue.x-k8s.io/v1beta1", "Workload", "workloads")
 WORKLOAD_V1BETA2 = Kind("kueue.x-k8s.io/v1beta2", "Workload", "workloads")
 FLAVOR = Kind("kueue.x-k8s.io/v1beta1", "ResourceFlavor", "resourceflavors", namespaced=False)
@@ -86,7 +84,6 @@ NODE_METRICS = Kind("metrics.k8s.io/v1beta1", "NodeMetrics", "nodes", namespaced
 WORKFLOW = Kind("argoproj.io/v1alpha1", "Workflow", "workflows")
 
 KINDS = tuple(value for value in list(globals().values()) if isinstance(value, Kind))
-"""All of them."""
 
 INSTALLED_BY = {
     contract.GROUP: "install it with: outlast install; outlast submit --as indexed-job needs none",

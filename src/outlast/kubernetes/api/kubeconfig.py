@@ -16,17 +16,17 @@ from urllib.parse import quote
 from outlast.base.errors import NoCluster
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where a pod finds its token."""
+"""Directory of a pod's token."""
 _PATHS = {
     "clusters": ("cluster", ("certificate-authority",)),
     "users": ("user", ("client-certificate", "client-key", "tokenFile")),
     "contexts": ("context", ()),
 }
-"""Sections of a kubeconfig; the key of an entry's value, and which fields of it are paths from the file's directory."""
+"""Sections of a kubeconfig; the key of an entry's value, and its fields that are paths relative to the file's directory."""
 
 
 def files(environ: Mapping[str, str]) -> list[Path]:
-    """The kubeconfigs that exist; raises NoCluster when `$KUBECONFIG` names none that does."""
+    """The existing kubeconfigs; raises NoCluster when `$KUBECONFIG` names none that exists."""
     named = [Path(part).expanduser() for part in environ.get("KUBECONFIG", "").split(os.pathsep) if part]
     if not named:
         usual = Path("~/.kube/config").expanduser()
@@ -38,17 +38,17 @@ def files(environ: Mapping[str, str]) -> list[Path]:
 
 
 def inside(environ: Mapping[str, str]) -> bool:
-    """Whether this runs in a pod that has an account."""
+    """Whether this process runs in a pod with an account."""
     return "KUBERNETES_SERVICE_HOST" in environ and (ACCOUNT / "token").is_file()
 
 
 def any_(environ: Mapping[str, str]) -> bool:
-    """Whether there is anything that says which cluster is meant; raises NoCluster when `$KUBECONFIG` does so wrongly."""
+    """Whether any configuration names a cluster; raises NoCluster when `$KUBECONFIG` is wrong."""
     return bool(files(environ)) or inside(environ)
 
 
 def read(paths: list[Path]) -> dict[str, Any]:
-    """The kubeconfigs as one. Raises NoCluster for one that cannot be read."""
+    """The merged kubeconfigs. Raises NoCluster for one that cannot be read."""
     import yaml
 
     whole: dict[str, Any] = {"current-context": None, **{section: [] for section in _PATHS}}
@@ -71,22 +71,22 @@ def read(paths: list[Path]) -> dict[str, Any]:
 
 
 def chosen(whole: Mapping[str, Any], context: str | None) -> str:
-    """The name of the context that is meant; raises NoCluster with the names that there are."""
+    """The name of the selected context; raises NoCluster with the existing names."""
     known = [entry["name"] for entry in whole["contexts"]]
-    wanted = context or whole["current-context"]
+    selected = context or whole["current-context"]
     names = f"there are {', '.join(known)}" if known else "the kubeconfig has none"
-    if not wanted:
+    if not selected:
         raise NoCluster(f"the kubeconfig has no current context; choose one with --context: {names}")
-    if wanted not in known:
-        near = difflib.get_close_matches(wanted, known, n=1)
+    if selected not in known:
+        near = difflib.get_close_matches(selected, known, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise NoCluster(f"there is no context {wanted} in the kubeconfig; {hint}{names}")
-    here = next(entry["context"] for entry in whole["contexts"] if entry["name"] == wanted)
+        raise NoCluster(f"there is no context {selected} in the kubeconfig; {hint}{names}")
+    here = next(entry["context"] for entry in whole["contexts"] if entry["name"] == selected)
     for section, key in (("clusters", "cluster"), ("users", "user")):
         named = here.get(key)
         if (named or section == "clusters") and named not in {entry["name"] for entry in whole[section]}:
-            raise NoCluster(f"context {wanted} of the kubeconfig means the {key} {named}, which is not in it; correct it")
-    return str(wanted)
+            raise NoCluster(f"context {selected} of the kubeconfig means the {key} {named}, which is not in it; correct it")
+    return str(selected)
 
 
 def impersonated(whole: Mapping[str, Any], context: str) -> list[tuple[str, str]]:

@@ -24,7 +24,7 @@ _IDLE_S = 30.0
 
 
 def not_installed(error: ImportError) -> NoCluster:
-    """The error for a missing library that clusters need."""
+    """The error for a missing library that access to clusters needs."""
     library = (error.name or "").partition(".")[0]
     return NoCluster(f"{library} is not installed; for clusters: pip install 'outlast[kubernetes]'")
 
@@ -45,7 +45,7 @@ def connect(context: str | None = None, namespace: str | None = None, *, own: bo
     paths = [] if own and kubeconfig.inside(os.environ) else kubeconfig.files(os.environ)
     try:
         config, proxy, headers = _of_kubeconfig(paths, context) if paths else (_of_pod(context), None, [])
-        # What a pod's $HTTPS_PROXY is for lies outside the cluster, its API server does not.
+        # A pod's $HTTPS_PROXY is for addresses outside the cluster, unlike its API server.
         timeout = httpx2.Timeout(READ_S, connect=CONNECT_S, pool=None)
         params = ConnectionParams(timeout=timeout, proxy=proxy, trust_env=bool(paths))
         arguments = {**params.httpx_params(config), "headers": headers}
@@ -75,7 +75,7 @@ def _of_kubeconfig(paths: list[Any], context: str | None) -> tuple[SingleConfig,
 
 
 def _of_pod(context: str | None) -> SingleConfig:
-    """The configuration of the account of this pod. Raises NoCluster when this is no pod."""
+    """The configuration of the account of this pod. Raises NoCluster outside of pods."""
     from lightkube.config.kubeconfig import KubeConfig
     from lightkube.config.models import User
 

@@ -1,4 +1,4 @@
-"""Which documents own a document, so that it goes with them. Pure."""
+"""Which documents own a document, so that it is deleted with them. Pure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from typing import Any
 
 
 def owners(document: Mapping[str, Any]) -> set[str]:
-    """The uids of a document's owners."""
     return {str(owner["uid"]) for owner in document["metadata"].get("ownerReferences") or () if "uid" in owner}
 
 
 def owned_by(document: Mapping[str, Any], owner: Mapping[str, Any]) -> bool:
-    """Whether one of a document's owners is this one."""
     return (owner.get("metadata") or {}).get("uid") in owners(document)
 
 
@@ -24,7 +22,7 @@ def owned_by_predecessor(document: Mapping[str, Any], owner: Mapping[str, Any]) 
 
 
 def reference(owner: Mapping[str, Any]) -> dict[str, Any]:
-    """The owner reference of what this object controls."""
+    """The owner reference for objects that this object controls."""
     return {
         "apiVersion": owner["apiVersion"],
         "kind": owner["kind"],

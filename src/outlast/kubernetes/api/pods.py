@@ -1,4 +1,4 @@
-"""The one reader of pods: which worker a pod is, its phase, its containers, what it waits for and how it ended.
+"""The one reader of pods: which worker a pod is, its phase, its containers, why it waits and how it ended.
 
 Pure: pods are documents as the API server has them, and any part of their status may be missing. The operator, `jobs` and
 `diagnosis` read pods through these functions. The sentences are those that users see in `status`, `logs` and `list`.
@@ -45,11 +45,11 @@ class End:
     """How a worker's container ended."""
 
     code: int
-    """-1 when it has none: it was lost, or never began."""
+    """Exit code; -1 when there is none: the container was lost, or never began."""
     sentence: str
-    """After the name of the worker: `was killed (exit code 137)`."""
+    """Phrase after the name of the worker: `was killed (exit code 137)`."""
     counted: bool
-    """Whether it is a failure, and no interruption."""
+    """Whether it is a failure rather than an interruption."""
     time: float
     out_of_memory: bool = False
 
@@ -58,35 +58,33 @@ class End:
 
 
 def name(document: Document) -> str:
-    """The name of a document; empty for none."""
+    """The name of a document; empty without one."""
     return str((document.get("metadata") or {}).get("name", ""))
 
 
 def labelled_index(pod: Document) -> int | None:
-    """The index of the pod's worker; None for a pod that carries none."""
+    """The index of the pod's worker; None for a pod without one."""
     meta = pod["metadata"]
     marks = {**(meta.get("annotations") or {}), **(meta.get("labels") or {})}
-    found = next((str(marks[key]) for key in _INDICES if marks.get(key)), "")
-    return int(found) if found.isdecimal() else None
+    values = next((str(marks[key]) for key in _INDICES if marks.get(key)), "")
+    return int(values) if values.isdecimal() else None
 
 
 def index(pod: Document) -> int:
-    """The index of the pod's worker; 0 for a pod that carries none."""
+    """The index of the pod's worker; 0 for a pod without one."""
     return labelled_index(pod) or 0
 
 
 def seconds(time: str | None) -> float:
-    """Seconds since the epoch of a time as Kubernetes writes it; 0 for none."""
+    """Seconds since the epoch of a time as Kubernetes writes it; 0 for None."""
     return datetime.fromisoformat(time).timestamp() if time else 0.0
 
 
-def born(pod: Document) -> float:
-    """When the pod was created."""
+def created(pod: Document) -> float:
     return seconds(pod["metadata"].get("creationTimestamp"))
 
 
 def leaves(pod: Document) -> bool:
-    """Whether the pod is being deleted."""
     return bool(pod["metadata"].get("deletionTimestamp"))
 
 
@@ -104,7 +102,7 @@ def over(pod: Document) -> bool:
 
 
 def conditions(document: Document, kind: str = "") -> Iterator[Document]:
-    """The conditions in the status of a pod, a Job or a node; those of one type, if it is given."""
+    """The conditions in the status of a pod, a Job or a node; only those of one type, if it is given."""
     for each in (document.get("status") or {}).get("conditions") or ():
         if not kind or each.get("type") == kind:
             yield each
@@ -116,12 +114,12 @@ def condition(document: Document, kind: str, status: str = "True") -> dict[str, 
 
 
 def bound(pod: Document) -> float:
-    """When the pod was given its node; when it was created, as long as its status does not say."""
-    return max((seconds(each.get("lastTransitionTime")) for each in conditions(pod, "PodScheduled")), default=born(pod))
+    """When the pod was bound to its node; its creation time, as long as its status does not say."""
+    return max((seconds(each.get("lastTransitionTime")) for each in conditions(pod, "PodScheduled")), default=created(pod))
 
 
 def disruption(pod: Document) -> dict[str, Any] | None:
-    """The condition by which the cluster says that it ends the pod, for no fault of the pod's."""
+    """The condition by which the cluster reports that it ends the pod, through no fault of the pod's."""
     return condition(pod, "DisruptionTarget")
 
 
@@ -151,10 +149,10 @@ def statuses(pod: Document) -> Iterator[Document]:
 
 def container_status(pod: Document) -> Document:
     """The status of the worker's container, else of the first that failed, else of the first; empty when there is none."""
-    found = (pod.get("status") or {}).get("containerStatuses") or ()
-    named = [each for each in found if each["name"] in CONTAINERS]
-    failed = [each for each in found if ((each.get("state") or {}).get("terminated") or {}).get("exitCode")]
-    return next(iter([*named, *failed, *found]), {})
+    statuses_ = (pod.get("status") or {}).get("containerStatuses") or ()
+    named = [each for each in statuses_ if each["name"] in CONTAINERS]
+    failed = [each for each in statuses_ if ((each.get("state") or {}).get("terminated") or {}).get("exitCode")]
+    return next(iter([*named, *failed, *statuses_]), {})
 
 
 def container(pod: Document) -> Document:
@@ -175,14 +173,14 @@ def requested(pod: Document, resource: str) -> float:
 
 
 def waiting(pod: Document) -> Iterator[tuple[str, str]]:
-    """Reason and message of each container that waits."""
+    """Reason and message of each waiting container."""
     for status in statuses(pod):
         if held := (status.get("state") or {}).get("waiting"):
             yield str(held.get("reason", "")), str(held.get("message", ""))
 
 
 def terminated(status: Document) -> dict[str, Any]:
-    """How a container ended: now, or before it was restarted; empty when it never has."""
+    """How a container ended: now, or before it was restarted; empty when it has not ended yet."""
     return (status.get("state") or {}).get("terminated") or (status.get("lastState") or {}).get("terminated") or {}
 
 
@@ -220,13 +218,13 @@ def ready(pod: Document) -> bool:
 
 
 def began(pod: Document) -> bool:
-    """Whether the worker has begun, so that there is a log."""
+    """Whether the worker has begun, so that it has a log."""
     status = container_status(pod)
     return bool({"running", "terminated"} & set(status.get("state") or {})) or bool(status.get("restartCount"))
 
 
 def started(pod: Document) -> float | None:
-    """When the worker's container was started; None while it never was."""
+    """Start time of the worker's container; None before."""
     state = container_status(pod).get("state") or {}
     return seconds((state.get("running") or state.get("terminated") or {}).get("startedAt")) or None
 
@@ -235,7 +233,7 @@ WITHOUT_OUTLAST = (
     "install it there (pip install 'outlast[train,store]', with the directory of `outlast` on PATH), or build on Outlast's own "
     "image (docs/guide/kubernetes.md, Images)"
 )
-"""The remedy for an image that has torch and no Outlast."""
+"""The remedy for an image that has torch but not Outlast."""
 _MISSING = re.compile(
     r"exec: \"(?P<runc>[^\"]+)\": (?:executable file not found|.*no such file or directory)"
     r"|executable file [`'\"](?P<crun>[^`'\"]+)[`'\"] not found"
@@ -245,8 +243,8 @@ _MISSING = re.compile(
 
 
 def command_missing(message: str) -> str | None:
-    """The command that an image lacks, from what runc, crun or gVisor says of a container that could not be started; empty when
-    they do not name it; None when the message is about something else."""
+    """The command that an image lacks, according to runc, crun or gVisor, which could not start a container; empty when they do
+    not name it; None when the message is about something else."""
     found = _MISSING.search(message)
     return next((name for name in (found["runc"], found["crun"], found["gvisor"]) if name), "") if found else None
 
@@ -306,7 +304,7 @@ _REFUSALS = (
 
 
 def end(pod: Document) -> End | None:
-    """How its worker ended last; None when it never has."""
+    """How its worker ended last; None when it has not ended yet."""
     status = pod.get("status") or {}
     state = container_status(pod)
     ended = terminated(state)
@@ -331,7 +329,7 @@ def end(pod: Document) -> End | None:
     if not ended:
         return End(-1, f"failed before it began{_more(status.get('message'))}", True, when)
     if ended.get("reason") in ("StartError", "ContainerCannotRun"):
-        if command_missing(ended.get("message", "")) == "outlast":  # to start it again would not help
+        if command_missing(ended.get("message", "")) == "outlast":  # a restart would not help
             said = f"cannot be started: there is no Outlast in its image {state.get('image', '')}; {WITHOUT_OUTLAST}"
             return End(contract.Exit.MISCONFIGURED, said, True, when)
         return End(code, f"could not be started{_more(ended.get('message'))}", True, when)
@@ -347,29 +345,29 @@ def end(pod: Document) -> End | None:
 
 
 def last_error(pod: Document) -> str:
-    """The sentence with which a command of Outlast ended in it, as its termination message has it; empty if none."""
+    """The sentence with which a command of Outlast ended in it, from its termination message; empty without one."""
     lines = str(terminated(container_status(pod)).get("message") or "").splitlines()
     return next((line.removeprefix("Error: ") for line in reversed(lines) if line.startswith("Error: ")), "")
 
 
 def refused(reason: str) -> bool:
-    """Whether this is why a kubelet takes no pod, or has none any more: no fault of the pod's."""
+    """Whether this is a kubelet's reason to reject or remove a pod: no fault of the pod's."""
     return reason in _REFUSALS or reason.startswith("OutOf")
 
 
 def lost(pod: Document) -> str:
-    """That the pod's node does not answer; empty when it does."""
+    """A phrase for a pod whose node does not answer; else empty."""
     return f"is on {pod['spec'].get('nodeName', 'a node')}, which does not answer" if unreachable(pod) else ""
 
 
 def memory_field(pod: Document) -> str:
-    """The field of its job that sets how much memory its container gets."""
+    """The field of its job that sets the memory of its container."""
     theirs = any(dropins.has(owner) for owner in pod["metadata"].get("ownerReferences") or ())
     return f"resources.limits.memory of its container {container_name(pod)}" if theirs else "resources.memory"
 
 
 def out_of_memory(pod: Document) -> str:
-    """What a container that was OOMKilled did: used more than it may, or without a limit, more than its node had."""
+    """Why a container was OOMKilled: it exceeded its limit or, without one, the memory of its node."""
     limit = ((container(pod).get("resources") or {}).get("limits") or {}).get("memory")
     return f"was OOMKilled: it used more than {f'its limit of {limit}' if limit else 'its node had left'}"
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from outlast.base import backoff
 from outlast.base.errors import ClusterError, Refused, Unanswered, Unauthorized
 from outlast.kubernetes.api import error_mapping, wire
-from outlast.kubernetes.api.error_mapping import Asked
+from outlast.kubernetes.api.error_mapping import Subject
 from outlast.kubernetes.api.stop import Stop, hang_up
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ CONNECT_S = 10.0
 READ_S = 65.0
 """Timeout of an answer: the API server ends ordinary requests after 60 s."""
 _MESSAGE = 2**20
-"""Bytes of the longest message over a websocket; a kubelet's are 32 KiB."""
+"""Limit of a message over a websocket in bytes; a kubelet's are 32 KiB."""
 _LAST_S = 1.0
 """Timeout for the reader of a websocket to see its end."""
 _CLIENTS = 32
@@ -47,19 +47,19 @@ LONGEST_PAUSE_S = 30.0
 class Request:
     """One request."""
 
-    asked: Asked
+    asked: Subject
     method: str
     path: str
     params: Mapping[str, str] | None = None
     body: Any = None
     content_type: str = "application/json"
     repeat: bool = False
-    """Whether it may be sent again although the server may have handled it."""
+    """Whether it may be repeated although the server may have handled it."""
     tries: int | None = None
-    """Attempts; None for a few."""
+    """Number of attempts; None: the default."""
     timeout_s: float | None = None
     most: int | None = None
-    """Bytes to read of a good answer at most; they are its extension `whole`. A longer one raises TooLong."""
+    """Limit in bytes for the body of a good answer, which becomes the extension `whole`. A longer one raises TooLong."""
 
 
 class Clients:
@@ -75,7 +75,7 @@ class Clients:
         self._threads = itertools.count()
         self._guard = threading.Lock()
 
-    def mine(self) -> httpx2.Client:
+    def for_thread(self) -> httpx2.Client:
         """The client of this thread; threads share clients only when there are many."""
         found: httpx2.Client | None = getattr(self._of_thread, "client", None)
         if found is None:
@@ -87,27 +87,24 @@ class Clients:
         return found
 
     def close(self) -> None:
-        """Close all connections."""
         for client in self._made:
             client.close()
 
 
 @dataclass
 class Connection:
-    """The way to an API server."""
+    """A connection to an API server: clients, retries, warnings."""
 
     clients: Clients = field(repr=False)
     tunnel: Callable[[], httpx2.Client] = field(repr=False)
-    """Makes a client for one websocket."""
+    """Makes the client of one websocket."""
     server: str
     warnings: list[str] = field(default_factory=list)
-    """What the server has warned of, each once: a policy that will be enforced, a version that goes away."""
+    """Warnings from the server, each once: a policy that will be enforced, a version that will go."""
 
     def answer(self, request: Request) -> httpx2.Response:
-        """What the server answers; raises what it refuses.
-
-        A request that it has not taken is sent again a few times; so is one that it may have taken, if it may be repeated.
-        """
+        """The server's answer; raises its refusals. A request that the server has not accepted is retried a few times; so is
+        one that it may have accepted, if it may be repeated."""
         import httpx2
 
         timeout = httpx2.USE_CLIENT_DEFAULT if request.timeout_s is None else httpx2.Timeout(request.timeout_s)
@@ -122,7 +119,7 @@ class Connection:
         for attempt in range(1, tries + 1):
             answer = None
             try:
-                client = self.clients.mine()
+                client = self.clients.for_thread()
                 answer = client.send(client.build_request(request.method, request.path, **options), stream=True)
                 try:
                     _read(answer, request.asked, request.most)
@@ -148,14 +145,14 @@ class Connection:
 
     @contextlib.contextmanager
     def stream(
-        self, asked: Asked, path: str, params: Mapping[str, str], stop: Stop, *, silence_s: float | None
+        self, asked: Subject, path: str, params: Mapping[str, str], stop: Stop, *, silence_s: float | None
     ) -> Generator[Iterator[bytes], None, None]:
-        """The lines of an answer as they come, without their ends; they end when `stop` is set."""
+        """The lines of an answer as they arrive, without their ends; they end when `stop` is set."""
         import httpx2
 
         timeout = httpx2.Timeout(READ_S, connect=CONNECT_S, pool=None)
         timeout.read = silence_s
-        client = self.clients.mine()
+        client = self.clients.for_thread()
         try:
             answer = client.send(client.build_request("GET", path, params=params, timeout=timeout), stream=True)
         except Exception as error:
@@ -172,9 +169,9 @@ class Connection:
 
     @contextlib.contextmanager
     def websocket(
-        self, asked: Asked, path: str, params: list[tuple[str, str]], protocol: str
+        self, asked: Subject, path: str, params: list[tuple[str, str]], protocol: str
     ) -> Generator[WebSocketSession, None, None]:
-        """A websocket, which is ended with the block."""
+        """A websocket that is closed at the end of the block."""
         from httpx2.websockets import HTTPXWSException, WebSocketUpgradeError
 
         with contextlib.closing(self.tunnel()) as client:
@@ -197,7 +194,7 @@ class Connection:
                 opened.__exit__(None, None, None)
 
     def _note(self, answer: httpx2.Response) -> None:
-        """Keep what the server warns of: https://kubernetes.io/blog/2020/09/03/warnings/."""
+        """Keep the server's warnings: https://kubernetes.io/blog/2020/09/03/warnings/."""
         for value in answer.headers.get_list("warning"):
             said = value.partition('"')[2].rpartition('"')[0].replace('\\"', '"')
             if said and said not in self.warnings:
@@ -205,7 +202,7 @@ class Connection:
 
 
 class Gone(Exception):
-    """The server no longer has the changes after the version that was asked for (410)."""
+    """The server no longer has the changes after the requested version (410)."""
 
 
 class Expired(Refused):
@@ -216,8 +213,8 @@ class TooLong(Refused):
     """An answer is longer than the limit."""
 
 
-def mistake(status: int, body: bytes, asked: Asked) -> ClusterError:
-    """The error that an answer other than 2xx means. Raises Gone."""
+def mistake(status: int, body: bytes, asked: Subject) -> ClusterError:
+    """The error for an answer other than 2xx. Raises Gone."""
     if status == 410 and asked.verb == "list":
         return Expired(f"{asked.thing} cannot be listed: the list has grown too old")
     if status == 410 and asked.verb == "watch":
@@ -225,8 +222,8 @@ def mistake(status: int, body: bytes, asked: Asked) -> ClusterError:
     return error_mapping.mistake(status, body, asked)
 
 
-def unreached(error: Exception, asked: Asked) -> ClusterError:
-    """The error of a request that had no answer."""
+def unreached(error: Exception, asked: Subject) -> ClusterError:
+    """The error for a request without an answer."""
     import httpx2
     from lightkube.core.exceptions import ConfigError
 
@@ -255,20 +252,20 @@ def unreached(error: Exception, asked: Asked) -> ClusterError:
 
 
 def pause(attempt: int, answer: httpx2.Response | None = None) -> float:
-    """Seconds before the next attempt: growing, random, and no less than the server asks for."""
-    wanted = answer.headers.get("retry-after", "") if answer is not None else ""
-    least = float(wanted) if wanted.isdecimal() else 0.0
+    """Seconds before the next attempt: growing, random, and at least as long as the server demands."""
+    demanded = answer.headers.get("retry-after", "") if answer is not None else ""
+    least = float(demanded) if demanded.isdecimal() else 0.0
     return min(LONGEST_PAUSE_S, max(least, backoff.jittered(backoff.exponential(attempt, 0.25, 256.0))))
 
 
-def parsed(content: bytes, asked: Asked) -> Document:
-    """The document in an answer. Raises Unanswered when it is none."""
+def parsed(content: bytes, asked: Subject) -> Document:
+    """The document in an answer. Raises Unanswered when it contains none."""
     with reading(content, asked):
         return wire.document(content, asked.kind)
 
 
 @contextlib.contextmanager
-def reading(content: bytes, asked: Asked) -> Iterator[None]:
+def reading(content: bytes, asked: Subject) -> Iterator[None]:
     """Raises Unanswered for content that no API server writes."""
     try:
         yield
@@ -277,8 +274,8 @@ def reading(content: bytes, asked: Asked) -> Iterator[None]:
         raise Unanswered(f"{asked.server} does not answer as an API server: {said!r}; look at the context's server") from error
 
 
-def _read(answer: httpx2.Response, asked: Asked, most: int | None) -> None:
-    """Read an answer to its end, unless it is good and longer than that."""
+def _read(answer: httpx2.Response, asked: Subject, most: int | None) -> None:
+    """Read an answer to its end, unless it is good and too long."""
     if most is None or not answer.is_success:
         answer.read()
         return
@@ -291,7 +288,7 @@ def _read(answer: httpx2.Response, asked: Asked, most: int | None) -> None:
     answer.extensions["whole"] = b"".join(parts)
 
 
-def _lines(answer: httpx2.Response, asked: Asked, stop: Stop) -> Iterator[bytes]:
+def _lines(answer: httpx2.Response, asked: Subject, stop: Stop) -> Iterator[bytes]:
     rest = b""
     try:
         for part in answer.iter_bytes():
@@ -303,7 +300,7 @@ def _lines(answer: httpx2.Response, asked: Asked, stop: Stop) -> Iterator[bytes]
         if stop.is_set():
             return
         raise unreached(error, asked) from error
-    if rest and not stop.is_set() and asked.verb != "watch":  # half an event is none
+    if rest and not stop.is_set() and asked.verb != "watch":  # half an event is useless
         yield rest
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 class Stop(threading.Event):
-    """An Event that also ends what waits for the server, in whichever thread."""
+    """An Event that also interrupts waits for the server, in any thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,4 +56,4 @@ def within(timeout_s: float) -> Iterator[Stop]:
 def hang_up(connection: socket.socket, way: int = socket.SHUT_RDWR) -> None:
     """Shut a connection down: its reader sees the end."""
     with contextlib.suppress(OSError):  # it is closed already
-        socket.socket.shutdown(connection, way)  # of TLS, the reader has to see the end by itself
+        socket.socket.shutdown(connection, way)  # with TLS, the reader has to see the end by itself

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from outlast.base.errors import Refused, Unanswered
 from outlast.kubernetes.api import requests
 from outlast.kubernetes.api.api import Api
-from outlast.kubernetes.api.error_mapping import Asked
+from outlast.kubernetes.api.error_mapping import Subject
 from outlast.kubernetes.api.kinds import POD
 
 if TYPE_CHECKING:
@@ -18,21 +18,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command in a pod ended."""
+    """The outcome of a command in a pod."""
 
     code: int
     output: bytes
     error: bytes
 
     @property
-    def said(self) -> str:
-        """The last line of its errors; its exit code when it wrote none."""
+    def error_line(self) -> str:
+        """The last line of stderr; the exit code when there is none."""
         lines = self.error.decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit code {self.code}"
 
 
 def execute(api: Api, pod: str, command: Sequence[str], *, namespace: str | None, container: str, stdin: bytes | None) -> Ended:
-    """See `Cluster.exec_`."""
     params: list[tuple[str, str]] = [("command", word) for word in command]
     params += [("stdout", "true"), ("stderr", "true")]
     params += [("container", container)] if container else []
@@ -52,7 +51,7 @@ def execute(api: Api, pod: str, command: Sequence[str], *, namespace: str | None
     raise Unanswered(f"{asked.thing}: the connection ended before the command did; the command may still run")
 
 
-def _messages(connection: WebSocketSession, asked: Asked) -> Iterator[bytes]:
+def _messages(connection: WebSocketSession, asked: Subject) -> Iterator[bytes]:
     """Messages of a websocket until it is closed."""
     from httpx2.websockets import WebSocketDisconnect, WebSocketNetworkError
 
@@ -67,7 +66,7 @@ def _messages(connection: WebSocketSession, asked: Asked) -> Iterator[bytes]:
             yield message
 
 
-def _exit_code(content: bytes, asked: Asked) -> int:
+def _exit_code(content: bytes, asked: Subject) -> int:
     """The exit code in the Status with which a command ends. Raises Refused when it could not be started."""
     status = requests.parsed(content, asked)
     if status.get("status") == "Success":

@@ -1,4 +1,4 @@
-"""Watches: all documents of a kind as they are, then every change, over as many connections as it takes."""
+"""Watches: all existing documents of a kind, then every change, over as many connections as it takes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from outlast.kubernetes.api.requests import Document
 from outlast.kubernetes.api.stop import Stop
 
 _WATCH_S = 140
-"""Longest time that we ask the server for in one watch; the next one goes on where it ended. It is less than `_SILENCE_S`: for a
-kind without any change since the server began, it sends no bookmarks, and only the end shows that it was there."""
+"""Timeout that we request for one watch; the next one continues where it ended. It is less than `_SILENCE_S`: for a kind
+without any change since the server began, it sends no bookmarks, so only the end shows that the server lives."""
 _SILENCE_S = 150.0
-"""Timeout of a watch over which nothing comes, no bookmark and no end either."""
+"""Timeout of a watch without any event, bookmark or end."""
 _STOOD_S = 30.0
-"""A watch that lasted this long before the server ended it has not failed, although nothing has come."""
+"""A watch that lasted this long before the server ended it has not failed, even without events."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Change:
 
     type: Literal["added", "modified", "deleted"]
     document: Document
-    """As it is now, or as it was last. A document that vanished between two connections has only kind, apiVersion and metadata
-    without annotations."""
+    """Its current state, or its last one. A document that vanished between two connections has only kind, apiVersion and
+    metadata without annotations."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Pace:
     """How a watch reconnects, and a callback about its connection."""
 
     listening: Callable[[str | None], None] = lambda version: None
-    """Called with the version up to which everything has been reported, when a connection stands and now and then after that;
+    """Called with the version up to which everything has been reported, when a connection is made and now and then after that;
     with None when it is lost."""
     longest_pause_s: float = requests.LONGEST_PAUSE_S
     """Longest pause between two attempts to connect."""
@@ -49,21 +49,20 @@ PACE = Pace()
 
 
 def changes(api: Api, selection: Selection, stop: Stop, pace: Pace) -> Iterator[Change]:
-    """See `Cluster.watch`."""
     listening = pace.listening
-    known = _Known()
+    reported = _Reported()
     version, begun, failures = "", False, 0
     while not stop.is_set():
         try:
             if not version:
-                version = yield from known.differences(api.pages(selection))
+                version = yield from reported.differences(api.pages(selection))
                 begun = True
-            failures += 1  # unless anything comes: a connection that ends at once is no better than none
+            failures += 1  # reset by any event: a connection that ends at once is no better than none
             since = time.monotonic()
             for reached, change in _one_connection(api, selection, version, stop, listening):
                 version, failures = reached, 0
                 if change is not None:
-                    known.note(change)
+                    reported.note(change)
                     yield change
                 else:
                     listening(version)
@@ -86,7 +85,7 @@ def changes(api: Api, selection: Selection, stop: Stop, pace: Pace) -> Iterator[
 def _one_connection(
     api: Api, selection: Selection, version: str, stop: Stop, listening: Callable[[str | None], None]
 ) -> Iterator[tuple[str, Change | None]]:
-    """Versions after the given one, and what changed with them (None: a bookmark), over one connection."""
+    """Versions after the given one, each with its change (None: a bookmark), over one connection."""
     params = {
         **selection.selectors(),
         "watch": "true",
@@ -109,23 +108,24 @@ def _one_connection(
                 yield reached, Change(type_.lower(), document)  # type: ignore[arg-type]
 
 
-class _Known:
-    """What a watch has reported: a new list is compared with it, and documents that have vanished are known by name."""
+class _Reported:
+    """The state that a watch has reported: a new list is compared with it, and documents that have vanished are reported by
+    name."""
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[str, tuple[str, str], bytes]] = {}
-        """Version, place and text by uid: of documents, Python makes ten times their text."""
+        """Version, place and text by uid: parsed documents take ten times the memory of their text."""
 
     def note(self, change: Change) -> None:
-        """Note a change that the watch reports."""
+        """Record a change that the watch reports."""
         if change.type == "deleted":
             self._held.pop(change.document["metadata"]["uid"], None)
         else:
             self._hold(change.document)
 
     def differences(self, pages: Iterable[tuple[Iterable[Document], str]]) -> Generator[Change, None, str]:
-        """The changes that lead from what is known to a new list; returns its version. A document whose name another one has now
-        vanished before that one was created."""
+        """The changes between the reported state and a new list; returns its version. A document whose name now belongs to
+        another vanished before that one was created."""
         places = {place: uid for uid, (_, place, _) in self._held.items()}
         present: set[str] = set()
         version = ""

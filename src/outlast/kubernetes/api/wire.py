@@ -29,13 +29,13 @@ _ANNOTATED = 3
 FREE = (ELASTIC_JOB, *dropins.KINDS)
 """Kinds with fields of any shape, which may be nested deeply. Typed kinds are as deep as their type."""
 _BOUNDED: dict[Kind, int] = {**dict.fromkeys((*FREE, LEASE), LARGEST), POD: 4 * LARGEST}
-"""Largest document that is read, for the kinds that users create and the operator caches. A pod contains its job's file."""
+"""Largest document that is read, for kinds that users create and the operator caches. A pod contains its job's file."""
 _IDENTITY = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
-"""Metadata that the API server writes, or bounds."""
-_KEPT = ("apiVersion", "kind", "metadata", "status")
+"""Metadata that the API server writes or bounds."""
+_ALWAYS = ("apiVersion", "kind", "metadata", "status")
 """Keys that only the API server and controllers write: they are read whatever their length."""
 _SHORT = 256
-"""Longest scalar that is kept of an object that is left out."""
+"""Longest scalar that is retained of an object that is left out."""
 _SCALARS = 32
 
 _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
@@ -58,12 +58,12 @@ _SPACE = re.compile(rb"[ \t\r\n]*+")
 
 
 class _Span(NamedTuple):
-    """Where a value is in the text."""
+    """The place of a value in the text."""
 
     begin: int
     end: int
     depth: int
-    """Of its nesting, or up to three less; 0 for a scalar."""
+    """Nesting depth, or up to three less; 0 for a scalar."""
 
 
 def document(text: bytes, kind: Kind | None = None) -> Document:
@@ -124,13 +124,13 @@ def _document(text: bytes, span: _Span, kind: Kind | None) -> Document:
 
 
 def _outline(text: bytes, whole: _Span, largest: int | None) -> Document:
-    """As much of a document as may be read."""
+    """The readable part of a document."""
     found: Document = {}
     problems: list[str] = []
     for key, span in _members(text, whole.begin):
         if key == "metadata":
             found[key] = _metadata(text, span, largest, problems)
-        elif problem := _problem(key, span, None if key in _KEPT else largest):
+        elif problem := _problem(key, span, None if key in _ALWAYS else largest):
             problems.append(problem)
             found[key] = _scalars(text, span)
         else:
@@ -141,7 +141,7 @@ def _outline(text: bytes, whole: _Span, largest: int | None) -> Document:
 
 
 def _metadata(text: bytes, whole: _Span, largest: int | None, problems: list[str]) -> Document:
-    """Metadata without `managedFields`, which are as deep and long as what they are about."""
+    """Metadata without `managedFields`, which are as deep and long as the fields they describe."""
     spans = {key: span for key, span in _members(text, whole.begin) if key != "managedFields"}
     size = sum(span.end - span.begin for span in spans.values())
     depth = 1 + max((span.depth for span in spans.values()), default=0)
@@ -152,7 +152,7 @@ def _metadata(text: bytes, whole: _Span, largest: int | None, problems: list[str
 
 
 def _problem(name: str, span: _Span, largest: int | None) -> str:
-    """Why a value is not read: a sentence, empty if it is."""
+    """Why a value is not read: a sentence; else empty."""
     if span.depth > DEEPEST:
         return f"its {name} is nested more than {DEEPEST} levels deep; make it flatter"
     if largest is not None and span.end - span.begin > largest:
@@ -221,7 +221,7 @@ def _value(text: bytes, begin: int) -> _Span:
             deepest = max(deepest, depth)
         elif step.lastgroup == "close":
             depth -= at - step.start("close")
-    return _Span(begin, at + depth, deepest)  # what closes more is not of this value
+    return _Span(begin, at + depth, deepest)  # a further closing mark belongs to an outer value
 
 
 def _loaded(text: bytes, span: _Span) -> Any:
@@ -229,14 +229,14 @@ def _loaded(text: bytes, span: _Span) -> Any:
 
 
 def _skipped(text: bytes, at: int) -> int:
-    """Where the next character is that is no white space."""
+    """Position of the next character that is not white space."""
     found = _SPACE.match(text, at)
     assert found is not None, "it matches nothing as well"
     return found.end()
 
 
 def _passed(text: bytes, at: int, mark: bytes) -> int:
-    """Behind a mark that must come next, and the white space after it."""
+    """Skip an expected mark and the white space after it."""
     at = _skipped(text, at)
     if text[at : at + 1] != mark:
         raise _broken(text, at)

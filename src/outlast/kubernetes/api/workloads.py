@@ -1,4 +1,4 @@
-"""Workloads, the documents of jobs: how many workers they ask for and the template of their pods, whatever their kind. Pure."""
+"""Workloads, the documents of jobs: their number of workers and the template of their pods, whatever their kind. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outlast.kubernetes.api import dropins
 
 
 def replicas(workload: Mapping[str, Any]) -> int:
-    """How many workers a workload asks for."""
+    """The number of workers that a workload requests."""
     if (drop_in := dropins.of(workload)) is not None:
         return drop_in.sizes(workload)[1]
     spec = workload.get("spec") or {}
@@ -21,12 +21,12 @@ def replicas(workload: Mapping[str, Any]) -> int:
 
 
 def template(workload: Mapping[str, Any]) -> dict[str, Any]:
-    """The template of a workload's pods; that of an ElasticJob holds only what its file says."""
+    """The template of a workload's pods; for an ElasticJob, only the fields in its file."""
     spec = workload.get("spec") or {}
     found: dict[str, Any] = spec.get("template") or {}
     return found
 
 
 def agentless(workload: Mapping[str, Any]) -> bool:
-    """Whether its pods run without our agent, since a drop-in runs it."""
+    """Whether its pods run without our agent, because a drop-in runs it."""
     return dropins.has(workload)

@@ -27,7 +27,7 @@ __all__ = ["RULES", "Finding", "Snapshot", "causes", "line", "text"]
 RULES: tuple[Rule, ...] = (
     job.given_up,
     job.absent,
-    job.wishes,
+    job.stopped,
     job.queues,
     containers.ends,
     nodes.lost,
@@ -48,18 +48,18 @@ RULES: tuple[Rule, ...] = (
     job.others,
 )
 _FOLLOWS = ("failed", "gang", "others")
-"""Findings that follow from others: these come first, if there are any."""
+"""Findings that follow from others, which come first if there are any."""
 _WIDTH = 110
 
 
 def causes(snapshot: Snapshot, now: float) -> list[Finding]:
-    """The causes that keep a job on a cluster from training, most important first; when it trains, that."""
+    """The causes that keep a job on a cluster from training, most important first; for a job that trains, that fact."""
     if done := job.finished(snapshot):
         return [done]
     found = [each for rule in RULES for each in rule(snapshot, now)]
     found.sort(key=lambda each: each.name in _FOLLOWS)
     if any(each.name == "suspended" for each in found):
-        found = [each for each in found if each.name in ("suspended", "deleted")]  # what went before is why, or over
+        found = [each for each in found if each.name in ("suspended", "deleted")]  # earlier findings explain it, or are over
     if any(each.wrong for each in found):
         found = [each for each in found if each.wrong or each.name != "starting"]
     return found or [_well(snapshot)]
@@ -78,12 +78,12 @@ def _well(snapshot: Snapshot) -> Finding:
     return passed("training", f"nothing is wrong: {len(running)} of {wanted} workers run")
 
 
-def text(found: Iterable[Finding], *, unseen: Iterable[str] = ()) -> str:
+def text(findings: Iterable[Finding], *, unseen: Iterable[str] = ()) -> str:
     """One paragraph for each finding: the sentence, its evidence and its remedy."""
     paragraphs = []
-    for each in found:
+    for each in findings:
         lines = _wrapped(each.what[:1].upper() + each.what[1:], "", "")
-        for said in each.evidence:  # a line of a log stays as it is
+        for said in each.evidence:  # keep lines of logs unchanged
             lines += [f"  {said}"] if said.startswith(" ") else _wrapped(said, "  ", "    ")
         paragraphs.append("\n".join([*lines, *_wrapped(each.remedy, "  → ", "    ")]))
     if blind := joined(unseen):

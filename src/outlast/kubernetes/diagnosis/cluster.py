@@ -1,4 +1,4 @@
-"""Would jobs train in this cluster? What `outlast doctor` says of a place for jobs, from a snapshot of it. Pure."""
+"""Would jobs train in this cluster? The checks of `outlast doctor` on a snapshot of it. Pure."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _WITHOUT = "`outlast submit --as indexed-job` works without"
 
 def minor(version: str) -> int:
     """`v1.36.2` -> 36. Raises ClusterError for anything but a version."""
-    found = re.match(r"v?1\.(\d+)", version)
-    if not found:
+    match = re.match(r"v?1\.(\d+)", version)
+    if not match:
         raise ClusterError(f"the API server says that its version is {version!r}; expected v1.N")
-    return int(found[1])
+    return int(match[1])
 
 
 def server(it: Snapshot) -> Iterator[Finding]:
-    """Whether the server knows all that we ask of it."""
-    said = f"Kubernetes {it.version}"
+    """Whether the server has all features that we need."""
+    version = f"Kubernetes {it.version}"
     if minor(it.version) < LEAST_MINOR:
-        yield Finding("server", f"{said} is too old", f"upgrade it to 1.{LEAST_MINOR} or newer")
+        yield Finding("server", f"{version} is too old", f"upgrade it to 1.{LEAST_MINOR} or newer")
     elif minor(it.version) < TESTED_MINOR:
         remedy = f"upgrade to 1.{TESTED_MINOR}, or look at `outlast submit --dry-run`"
-        yield warned("server", f"{said}; what we render is tested with 1.{TESTED_MINOR} and newer", remedy)
+        yield warned("server", f"{version}; what we render is tested with 1.{TESTED_MINOR} and newer", remedy)
     else:
-        yield passed("server", said)
+        yield passed("server", version)
 
 
 def namespace(it: Snapshot) -> Iterator[Finding]:
@@ -61,20 +61,20 @@ def namespace(it: Snapshot) -> Iterator[Finding]:
 
 
 def rights(it: Snapshot) -> Iterator[Finding]:
-    """Whether we may do what our verbs do."""
-    lacking = [right for right in it.lacking if right.kind != kinds.ELASTIC_JOB]
-    if hard := [right for right in lacking if right.needed]:
+    """Whether we have the rights that our verbs need."""
+    missing = [right for right in it.lacking if right.kind != kinds.ELASTIC_JOB]
+    if hard := [right for right in missing if right.needed]:
         remedy = "ask the cluster's administrator for the role `edit` in this namespace"
         yield Finding("rights", f"you may not {joined(map(str, hard), 'or')}", remedy)
-    elif lacking:
+    elif missing:
         less = "`why` and `top` show less, `chaos` can do less; the role `edit`, and `view` of nodes, have all"
-        yield warned("rights", f"enough to submit; you may not {joined(map(str, lacking), 'or')}", less)
+        yield warned("rights", f"enough to submit; you may not {joined(map(str, missing), 'or')}", less)
     else:
         yield passed("rights", "all that submit, logs and why need")
 
 
 def definition(it: Snapshot) -> Iterator[Finding]:
-    """Whether ElasticJobs are known, and may be used."""
+    """Whether ElasticJobs are defined, and may be used."""
     if kinds.ELASTIC_JOB not in it.served:
         yield warned("ElasticJob", "is not defined here", f"outlast install; {_WITHOUT}")
     elif lacking := [right.verb for right in it.lacking if right.kind == kinds.ELASTIC_JOB]:
@@ -86,7 +86,7 @@ def definition(it: Snapshot) -> Iterator[Finding]:
 
 
 def operator(it: Snapshot) -> Iterator[Finding]:
-    """Whether an operator runs that takes up ElasticJobs."""
+    """Whether an operator runs that reconciles ElasticJobs."""
     served = kinds.ELASTIC_JOB in it.served
     if it.operator is None and "deployments.apps" in it.unseen:
         yield warned("operator", f"you may not see it ({OPERATOR_NAMESPACE})", "ask the cluster's administrator whether it runs")
@@ -104,7 +104,7 @@ def operator(it: Snapshot) -> Iterator[Finding]:
 
 
 def rivals(it: Snapshot) -> Iterator[Finding]:
-    """A controller that the operator replaces runs too."""
+    """Whether a controller that the operator replaces runs too."""
     if it.rivals:
         yield Finding("controller", f"{joined(it.rivals)} runs too and makes the same pods", stop(it.rivals))
 
@@ -175,7 +175,7 @@ def storage(it: Snapshot) -> Iterator[Finding]:
 
 
 def optional(it: Snapshot) -> Iterator[Finding]:
-    """Add-ons that bring numbers, queues and gangs. None of them is needed."""
+    """Optional add-ons: metrics, queues and gangs."""
     if kinds.POD_METRICS in it.served:
         yield passed("metrics", "served")
     else:
@@ -187,7 +187,7 @@ def optional(it: Snapshot) -> Iterator[Finding]:
 
 
 def quotas(it: Snapshot) -> Iterator[Finding]:
-    """Quotas of the namespace that have nothing left."""
+    """Quotas of the namespace that are used up."""
     for quota in it.quotas:
         status = quota.get("status", {})
         for resource, hard in status.get("hard", {}).items():
@@ -198,7 +198,7 @@ def quotas(it: Snapshot) -> Iterator[Finding]:
 
 
 def worker(it: Snapshot) -> Iterator[Finding]:
-    """Whether a small worker would be let in, as the server sees it."""
+    """Whether the server would admit a small worker."""
     error, said = it.trial, str(it.trial)
     if error is None:
         yield passed("worker", f"one with {sample.LITTLE} would be let in")
@@ -206,9 +206,9 @@ def worker(it: Snapshot) -> Iterator[Finding]:
         yield warned("worker", f"not tried: {said}", "a job's pods are made for you; `outlast why` says what refuses them")
     elif "does not support dry run" in said:
         yield warned("worker", f"not tried: {said}", "`outlast why` says what refuses a job's pods")
-    elif not isinstance(error, Absent):  # `namespace` says that
+    elif not isinstance(error, Absent):  # `namespace` reports it
         found = messages.refusal(it.namespace, said)
-        within = found.name == "limit-range"  # a worker that asks for more, or less, may be
+        within = found.name == "limit-range"  # a worker that requests more, or less, may be admitted
         what = f"one with {sample.LITTLE} would not be let in: {found.what}"
         yield Finding("worker", what, found.remedy, outcome="warn" if within else "fail")
 
@@ -230,6 +230,6 @@ CHECKS: tuple[Callable[[Snapshot], Iterator[Finding]], ...] = (
 
 
 def checks(it: Snapshot) -> Iterator[Finding]:
-    """All that `outlast doctor` says of a place for jobs. Raises ClusterError for a version that is none."""
+    """All checks of `outlast doctor` on a place for jobs. Raises ClusterError for an invalid version."""
     for check in CHECKS:
         yield from check(it)

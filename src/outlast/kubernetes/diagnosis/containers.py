@@ -23,7 +23,7 @@ _NEVER_RAN = ("StartError", "ContainerCannotRun")
 
 @of_pods
 def images(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
-    """Images that cannot be pulled. The kubelet repeats the runtime's message about that in some of several places."""
+    """Images that cannot be pulled. The kubelet repeats the runtime's message in several places."""
     for status in kube_pods.statuses(pod):
         waits = status.get("state", {}).get("waiting") or {}
         if (reason := waits.get("reason")) in _IMAGE:
@@ -77,13 +77,13 @@ def ends(snapshot: Snapshot, _: float) -> Iterator[Finding]:
         reason = _reason(snapshot, pods) or "the configuration is wrong"
         what = f"{workers(pods)} ended with exit code 78: {reason}; starting again would not help"
         remedy = "correct the job file as the log says and submit it again"
-        yield Finding("configuration", what, remedy, tuple(line for line in _said(snapshot, pods) if reason not in line))
+        yield Finding("configuration", what, remedy, tuple(line for line in _last_lines(snapshot, pods) if reason not in line))
     for code, pods in found.items():
         yield _failed(snapshot, pods, int(code))
 
 
 def stayed(snapshot: Snapshot, pod: Document) -> Document | None:
-    """How the worker in a pod that stays up has ended, as in a StatefulSet: the last line of its log tells."""
+    """How the worker in a pod that stays up has ended, as in a StatefulSet, according to the last line of its log."""
     lines = [line for line in snapshot.logs.get(kube_pods.name(pod), ()) if line.strip()]
     if not lines or not lines[-1].endswith(contract.STAYS):
         return None
@@ -94,7 +94,8 @@ def stayed(snapshot: Snapshot, pod: Document) -> Document | None:
 def _recovered(snapshot: Snapshot, pod: Document) -> bool:
     """Whether this worker trains again, in this pod or a later one."""
     return any(
-        kube_pods.born(other) >= kube_pods.born(pod) and kube_pods.condition(other, "Ready") for other in snapshot.of_worker(pod)
+        kube_pods.created(other) >= kube_pods.created(pod) and kube_pods.condition(other, "Ready")
+        for other in snapshot.of_worker(pod)
     )
 
 
@@ -119,7 +120,7 @@ def _out_of_memory(snapshot: Snapshot, pods: Sequence[Document]) -> Finding:
         shared = "resources.sharedMemory" if field == "resources.memory" else "what is in /dev/shm"
         remedy = f"raise {field}, or lower the batch or {shared}, which counts as memory"
     what = f"{workers(pods, 'was')} killed for lack of memory: {had}"
-    return Finding("out-of-memory", what, remedy, _said(snapshot, pods))
+    return Finding("out-of-memory", what, remedy, _last_lines(snapshot, pods))
 
 
 _CRASHED = "a native library crashed: see the log; /dev/shm that is too small shows as SIGBUS (resources.sharedMemory)"
@@ -138,7 +139,7 @@ def _failed(snapshot: Snapshot, pods: Sequence[Document], code: int) -> Finding:
     remedy = f"correct the script: `outlast logs {snapshot.name}` shows all; `outlast run` tries it on this machine"
     if Label.DATASET in (snapshot.workload.get("metadata", {}).get("labels") or {}):
         remedy = f"correct what it says, and give the command that made it again; `outlast logs {snapshot.name}` shows all"
-    return Finding("failing-script", what, _REMEDIES.get(code, remedy), _said(snapshot, pods))
+    return Finding("failing-script", what, _REMEDIES.get(code, remedy), _last_lines(snapshot, pods))
 
 
 def _reason(snapshot: Snapshot, pods: Sequence[Document]) -> str:
@@ -161,7 +162,7 @@ def _exception(snapshot: Snapshot, pods: Sequence[Document]) -> str:
     return ""
 
 
-def _said(snapshot: Snapshot, pods: Sequence[Document]) -> tuple[str, ...]:
+def _last_lines(snapshot: Snapshot, pods: Sequence[Document]) -> tuple[str, ...]:
     """The last lines of the first log that has any, without empty lines."""
     for pod in pods:
         lines = [line for line in snapshot.logs.get(kube_pods.name(pod), ()) if line.strip()]
@@ -175,7 +176,7 @@ def _said(snapshot: Snapshot, pods: Sequence[Document]) -> tuple[str, ...]:
 
 @of_pods
 def probing(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
-    """Containers that were killed because they did not answer their probes."""
+    """Containers that were killed because they failed their probes."""
     if killer := _killed_by_probe(snapshot, pod):
         when, remedy = "any more", "see its log: a native call that never returns, or a node without cores left"
         if killer == "Startup":
@@ -191,11 +192,9 @@ def _failing(snapshot: Snapshot, pod: Document) -> list[Document]:
 
 
 def _killed_by_probe(snapshot: Snapshot, pod: Document) -> str:
-    """`Startup` or `Liveness` if the kubelet ended the container because of that probe; empty otherwise.
-
-    Its event names the probe only for containers that it restarts. Otherwise a container of a pod that was deleted or evicted
-    was stopped for that.
-    """
+    """`Startup` or `Liveness` if the kubelet ended the container because of that probe; else empty. The probe's event names it
+    only for containers that are restarted. Otherwise a container of a pod that was deleted or evicted was stopped for that
+    reason."""
     killing, asked = snapshot.about(pod, "Killing"), _failing(snapshot, pod)
     if not killing or not asked or (kube_pods.termination(pod) or {}).get("reason") == "OOMKilled":
         return ""

@@ -27,7 +27,7 @@ class Finding:
     evidence: tuple[str, ...] = ()
     """The words of the API server, the scheduler, the kubelet or the log, as they were."""
     outcome: Outcome = "fail"
-    """`fail`: it keeps jobs from training; `warn`: it may, or costs something; `pass`: it is as it is to be."""
+    """`fail`: it keeps jobs from training; `warn`: it may, or costs something; `pass`: no problem."""
 
     @property
     def wrong(self) -> bool:
@@ -36,7 +36,7 @@ class Finding:
 
 
 def passed(name: str, what: str, remedy: str = "", evidence: tuple[str, ...] = ()) -> Finding:
-    """A fact that is as the user wants it: a job that is finished, suspended, training; a check without a problem."""
+    """A fact without a problem: a job that is finished, suspended, training; a check that passes."""
     return Finding(name, what, remedy, evidence, "pass")
 
 
@@ -49,7 +49,7 @@ def warned(name: str, what: str, remedy: str) -> Finding:
 
 
 def repeated_failures(same: Sequence[int | None], failures: int, cause: str) -> str:
-    """A sentence about failures without progress. `same` are the equal steps of the last ones."""
+    """A sentence about failures without progress; `same`: the last ones failed at the same step."""
     how = "hung" if cause == FailureCause.HANG else "failed"
     if len(same) < 2:
         return f"it has failed {failures} times without a new checkpoint"
@@ -61,7 +61,7 @@ _SEVERAL = {"is": "are", "was": "were"}
 
 
 def workers(pods: Iterable[Document], verb: str = "") -> str:
-    """`worker 0 waits`, `workers 0 and 2 wait`, or names of pods that have no index; `verb` is in the singular."""
+    """`worker 0 waits`, `workers 0 and 2 wait`, or names of pods without an index; `verb` is in the singular."""
     found = list(pods)
     numbers = sorted({number for pod in found if (number := kube_pods.labelled_index(pod)) is not None})
     names = list(map(str, numbers)) or sorted(map(kube_pods.name, found))
@@ -78,14 +78,14 @@ def joined(words: Iterable[str], last: str = "and") -> str:
     return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} {last} {found[-1]}" if found else ""
 
 
-def grouped(found: Iterable[tuple[str, Document]]) -> dict[str, list[Document]]:
+def grouped(pairs: Iterable[tuple[str, Document]]) -> dict[str, list[Document]]:
     """Pods by a fact about them."""
     groups: dict[str, list[Document]] = {}
-    for key, pod in found:
+    for key, pod in pairs:
         groups.setdefault(key, []).append(pod)
     return groups
 
 
 def amount_text(resource: str, amount: float) -> str:
-    """`16 GiB` of memory, `4` of all else."""
+    """`16 GiB` of memory, `4` of other resources."""
     return units.human_bytes(amount) if resource.endswith(("memory", "storage")) else f"{amount:.3g}"

@@ -22,9 +22,9 @@ from outlast.kubernetes.diagnosis.snapshot import Right, Snapshot
 from outlast.kubernetes.manifests.request import Document
 
 _LINES = 40
-"""Lines that are read of each log."""
+"""Lines read of each log."""
 _LOGS = 6
-"""Most logs that are read; those of failed pods come first, newest first."""
+"""Most logs to read; those of failed pods come first, newest first."""
 _NAMED = (kinds.ELASTIC_JOB, *dropins.KINDS)
 """Workloads that have the name of their job; the others carry its label."""
 
@@ -38,7 +38,7 @@ RIGHTS = (
     *(Right(verb, kinds.SECRET, needed=False) for verb in ("get", "create", "patch")),  # the key of workers at worker 0
     *(Right("list", kind, needed=False) for kind in (kinds.EVENT, kinds.CLAIM, kinds.QUOTA, kinds.NODE, kinds.STORAGE_CLASS)),
 )
-"""Requests that our verbs make in a namespace."""
+"""Requests that our verbs send in a namespace."""
 _ELASTIC = tuple(Right(verb, kinds.ELASTIC_JOB) for verb in ("create", "list", "patch", "delete"))
 _OPTIONAL = (kinds.ELASTIC_JOB, kinds.POD_METRICS, kinds.LOCAL_QUEUE, kinds.VOLCANO_GROUP, kinds.POD_GROUP)
 
@@ -63,7 +63,7 @@ class _Reader:
             return ()
 
     def one(self, kind: Kind, name: str, namespace: str | None = None) -> Document | None:
-        """One document; None when it is not there or forbidden."""
+        """One document; None when it is absent or forbidden."""
         try:
             return self.cluster.find(kind, name, namespace=namespace)
         except NotServed:
@@ -77,12 +77,12 @@ class _Reader:
 
 
 def job(cluster: api.Cluster, name: str) -> Snapshot:
-    """The snapshot of a job. Raises NotFound when there is nothing of it, ClusterError when the cluster cannot be asked."""
+    """The snapshot of a job. Raises NotFound when nothing of it exists, ClusterError when the cluster cannot be queried."""
     where, selector = cluster.namespace, f"{Label.JOB}={name}"
     read = _Reader(cluster, where)
     found = [each for kind in _NAMED for each in read(kind) if kube_pods.name(each) == name]
     found += [each for kind in (kinds.JOB, kinds.STATEFUL_SET) for each in read(kind, selector)]
-    # the newest, but an ElasticJob before what its operator has created
+    # the newest, but an ElasticJob before objects that its operator has created
     found.sort(key=lambda each: (each.get("kind") == kinds.ELASTIC_JOB.kind, each["metadata"]["creationTimestamp"]))
     workload = found[-1] if found else {}
     run = workload.get("metadata", {}).get("labels", {}).get(Label.RUN)
@@ -104,7 +104,7 @@ def workload(cluster: api.Cluster, name: str, namespace: str, *, labels: str, ki
 
 
 def _snapshot(read: _Reader, name: str, workload: Document, pods: Iterable[Document]) -> Snapshot:
-    """A workload and its pods, with what may keep them from running."""
+    """A workload and its pods, with objects that may keep them from running."""
     pods = tuple(pods)
     groups = [*read(kinds.POD_GROUP), *read(kinds.VOLCANO_GROUP)]
     # A list of Secrets contains their data: it is read only while pods wait for some.
@@ -122,8 +122,8 @@ def _snapshot(read: _Reader, name: str, workload: Document, pods: Iterable[Docum
         queued=tuple(each for each in read(kinds.WORKLOAD) if owned_by(each, workload)),
         queues=read(kinds.LOCAL_QUEUE) if queue else (),
         groups=tuple(each for each in groups if _labels(each).get(Label.JOB) == name or owned_by(each, workload)),
-        secrets=_theirs(read(kinds.SECRET)) if waiting else frozenset(),
-        configs=_theirs(read(kinds.CONFIG_MAP)),
+        secrets=_made_by_users(read(kinds.SECRET)) if waiting else frozenset(),
+        configs=_made_by_users(read(kinds.CONFIG_MAP)),
         logs=_logs(read.cluster, read.namespace, pods),
         unseen=read.unseen,
     )
@@ -134,8 +134,8 @@ def _labels(document: Document) -> Mapping[str, Any]:
     return document["metadata"].get("labels") or {}
 
 
-def _theirs(documents: Iterable[Document]) -> frozenset[str]:
-    """The names of those that users have made, and not Outlast."""
+def _made_by_users(documents: Iterable[Document]) -> frozenset[str]:
+    """Names of objects that users have made, rather than Outlast."""
     return frozenset(kube_pods.name(each) for each in documents if _labels(each).get("app.kubernetes.io/managed-by") != "outlast")
 
 
@@ -162,7 +162,8 @@ def _logs(cluster: api.Cluster, namespace: str, pods: Iterable[Document]) -> dic
 
 
 def place(cluster: api.Cluster) -> Snapshot:
-    """The snapshot of the cluster's namespace, changing nothing. Raises Unanswered or Unauthorized when it cannot be asked."""
+    """The snapshot of the cluster's namespace, without changing anything. Raises Unanswered or Unauthorized when the cluster
+    cannot be queried."""
     read = _Reader(cluster, cluster.namespace)
     served = frozenset(kind for kind in _OPTIONAL if cluster.serves(kind))
     rights = (*RIGHTS, *(_ELASTIC if kinds.ELASTIC_JOB in served else ()))
@@ -177,33 +178,33 @@ def place(cluster: api.Cluster) -> Snapshot:
         nodes=read(kinds.NODE),
         classes=read(kinds.STORAGE_CLASS),
         quotas=read(kinds.QUOTA),
-        trial=_tried(cluster),
+        trial=_trial(cluster),
         unseen=read.unseen,
     )
 
 
 def holder(binding: Document) -> str:
-    """The namespace of the operator that has the rights of a binding; empty when none has."""
+    """The namespace of the operator that has the rights of a binding; empty without one."""
     accounts = [each for each in binding.get("subjects") or () if each.get("name") == OPERATOR]
     return str(accounts[0].get("namespace", "")) if accounts else ""
 
 
 def _operator(read: _Reader) -> Document | None:
-    """The operator's Deployment: where its rights say that it is, or wherever it is, as far as one may look."""
+    """The operator's Deployment: in the namespace that its rights name, or in any, as far as we may read."""
     where = holder(read.one(kinds.CLUSTER_ROLE_BINDING, OPERATOR) or {})
     named = [each for each in _deployments(read.cluster) if kube_pods.name(each) == OPERATOR] if not where else []
     return named[0] if named else read.one(kinds.DEPLOYMENT, OPERATOR, where or OPERATOR_NAMESPACE)
 
 
 def rivals(cluster: api.Cluster) -> list[str]:
-    """Running Deployments of controllers that the operator replaces, as `namespace/name`; as far as one may look."""
+    """Running Deployments of controllers that the operator replaces, as `namespace/name`; as far as we may read."""
     running = [each for each in _deployments(cluster) if each["spec"].get("replicas", 1)]
     theirs = [each["metadata"] for each in running if any(one.functions.rival(each) for one in dropins.DROP_INS)]
     return [f"{meta['namespace']}/{meta['name']}" for meta in theirs]
 
 
 def _deployments(cluster: api.Cluster) -> list[Document]:
-    """All Deployments of the cluster; if these may not be listed, the rivals' under their usual names."""
+    """All Deployments of the cluster; if these may not be listed, those under the rivals' usual names."""
     with contextlib.suppress(Forbidden):
         return cluster.list_(kinds.DEPLOYMENT, everywhere=True)
     found = []
@@ -213,8 +214,8 @@ def _deployments(cluster: api.Cluster) -> list[Document]:
     return found
 
 
-def _tried(cluster: api.Cluster) -> ClusterError | None:
-    """How the API server answers a small worker: with quotas, LimitRanges, Pod Security, policies, webhooks."""
+def _trial(cluster: api.Cluster) -> ClusterError | None:
+    """The API server's answer to a small worker: it reflects quotas, LimitRanges, Pod Security, policies, webhooks."""
     try:
         cluster.apply(sample.worker(namespace=cluster.namespace), dry_run=True)
     except (Absent, Forbidden, Refused) as error:

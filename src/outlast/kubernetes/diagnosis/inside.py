@@ -54,7 +54,7 @@ class Options:
     secrets: Sequence[str] = ()
     """Names of Secrets whose entries the pods get as variables, for the store."""
     network: bool = True
-    """Whether two pods try the network between them."""
+    """Whether two pods test the network between them."""
     timeout_s: float = 300.0
 
 
@@ -81,13 +81,13 @@ def checks(cluster: Cluster, options: Options) -> Iterator[Finding]:
         if over is None or any(each["status"]["phase"] != "Succeeded" for each in over):
             yield from _unfinished(cluster, name, options)
     finally:
-        for index in (0, 1):  # also those whose creation was not answered
+        for index in (0, 1):  # also pods whose creation was not answered
             with contextlib.suppress(Absent):
                 cluster.delete(kinds.POD, f"{name}-{index}", grace_s=0)
 
 
 def _on_two(nodes: Sequence[Document]) -> Accelerator | None:
-    """The first accelerator that two nodes offer and torch itself knows, so that two pods can try its backend."""
+    """The first accelerator that two nodes offer and torch itself supports, so that two pods can test its backend."""
     offered = [node["status"].get("allocatable", {}) for node in nodes]
     rows = (row for row in accelerators.TABLE if row.backend and not row.package)
     return next((row for row in rows if sum(each.get(row.resource, "0") != "0" for each in offered) > 1), None)
@@ -102,8 +102,8 @@ def pod(
     on: Accelerator | None = None,
     address: str = "$(OUTLAST_ADDRESS)",
 ) -> Document:
-    """One of the pods: that of a worker, with the inspection in place of the agent. With `rank` it connects to the other one,
-    which listens on `address`, each with one device of `on`."""
+    """A pod like a worker's, with the inspection in place of the agent. With `rank` it connects to the other one, which listens
+    on `address`, each with one device of `on`."""
     made = sample.worker(options.image, options.secrets)
     made["metadata"] = {"name": f"{name}-{index}", "labels": {**_LABELS, "app.kubernetes.io/component": "doctor", LABEL: name}}
     spec, container = made["spec"], made["spec"]["containers"][0]
@@ -125,7 +125,7 @@ def pod(
 
 
 def calls(index: int, options: Options, peer: dict[str, Any], on: Accelerator | None) -> list[tuple[str, dict[str, Any]]]:
-    """The checks that a pod makes; the first one looks at the image and the store, too."""
+    """The checks that a pod makes; the first pod also checks the image and the store."""
     asked: list[tuple[str, dict[str, Any]]] = [("dns", {"names": NAMES})]
     if index == 0:
         asked.insert(0, ("image", {"asking": __version__, "accelerators": DEVICES}))
@@ -138,9 +138,7 @@ def calls(index: int, options: Options, peer: dict[str, Any], on: Accelerator | 
 
 def source() -> str:
     """The program that a pod runs. It is sent along, so that any image can be checked, without Outlast or with another version.
-
-    It contains no `$(...)`, which Kubernetes would take for a variable.
-    """
+    It contains no `$(...)`, which Kubernetes would take for a variable."""
     return resources.files("outlast.kubernetes.diagnosis").joinpath("inspection.py").read_text()
 
 
@@ -150,23 +148,25 @@ def answers(lines: Sequence[str]) -> list[Finding]:
 
 
 def found(check: inspection.Check) -> Finding:
-    """The finding that a check is."""
+    """The finding for a check."""
     name, outcome, what, remedy = check
     return Finding(name, what, remedy, outcome=cast(Outcome, outcome))
 
 
 def _answers(cluster: Cluster, pods: Sequence[str]) -> list[Finding]:
-    """Findings of the pods so far; what the second only repeats is left out."""
+    """Findings of the pods so far; repetitions by the second are left out."""
     checks: list[Finding] = []
     for pod in pods:
         told = {(check.name, check.outcome) for check in checks}
-        with contextlib.suppress(ClusterError):  # it has not begun: `_unfinished` says why
+        with contextlib.suppress(ClusterError):  # it has not begun: `_unfinished` reports why
             checks += [each for each in answers(list(cluster.logs(pod))) if (each.name, each.outcome) not in told]
-    return sorted(checks, key=lambda check: check.name == "all-reduce")  # one pod says that, the other what comes before
+    return sorted(
+        checks, key=lambda check: check.name == "all-reduce"
+    )  # pods report in any order: show the all-reduce check last
 
 
 def _unfinished(cluster: Cluster, name: str, options: Options) -> Iterator[Finding]:
-    """Why pods of ours did not get to their end."""
+    """Why our pods did not finish."""
     seen = gather.workload(cluster, name, cluster.namespace, labels=f"{LABEL}={name}", kind=kinds.POD)
     wrong = [each for each in diagnosis.causes(seen, time.time()) if each.wrong and each.name != "absent"]
     late = f"they had not ended after {options.timeout_s:.0f} s"
@@ -175,7 +175,7 @@ def _unfinished(cluster: Cluster, name: str, options: Options) -> Iterator[Findi
 
 
 def _until(cluster: Cluster, name: str, done: Callable[[list[Document]], bool], timeout_s: float) -> list[Document] | None:
-    """Our pods as soon as they are as wished; None when they are not in time, or cannot get there."""
+    """Our pods as soon as `done` holds for them; None on timeout, or when it cannot hold any more."""
     pods: dict[str, Document] = {}
     with within(timeout_s) as stop:
         for change in cluster.watch(kinds.POD, stop=stop, labels=f"{LABEL}={name}"):

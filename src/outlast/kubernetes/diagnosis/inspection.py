@@ -27,10 +27,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 MARK = "outlast-doctor "
-"""What the lines of checks begin with."""
+"""Prefix of the lines with checks."""
 LEAST_PYTHON = (3, 11)
 SEND_S = 2.0
-"""How long bandwidth is measured."""
+"""Duration of the bandwidth measurement."""
 REDUCED = 4 * 2**20
 """Numbers in the tensor of the all-reduce: 16 MiB."""
 ROUNDS = 5
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
 
 
 def judged(name: str, good: bool, what: str, remedy: str, otherwise: str = "fail") -> Check:
-    """A check that passes when it is `good`."""
+    """A check that passes if `good`."""
     return (name, "pass", what, "") if good else (name, otherwise, what, remedy)
 
 
 def tried(name: str, remedy: str, check: Callable[[], str], otherwise: str = "fail") -> Iterator[Check]:
-    """A check that passes with what it returns, if that is anything, and fails with what it raises."""
+    """A check that passes with a function's result, if it has any, and fails with its exception."""
     try:
         if what := check():
             yield name, "pass", what, ""
-    except Exception as error:  # a library of the system that is missing raises anything
+    except Exception as error:  # a missing system library may raise anything
         yield name, otherwise, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__, remedy
 
 
@@ -57,7 +57,7 @@ def tried(name: str, remedy: str, check: Callable[[], str], otherwise: str = "fa
 
 
 def image(asking: str, accelerators: Sequence[str] = ()) -> Iterator[Check]:
-    """Python, Outlast, which is to be of the version that is `asking`, torch and the command; `accelerators` as for `torch`."""
+    """Checks of Python, Outlast, whose version should be `asking`, torch and the command; `accelerators` as for `torch`."""
     yield python()
     yield from outlast(asking)
     yield from torch(accelerators)
@@ -86,7 +86,7 @@ def package(name: str, remedy: str, otherwise: str = "fail") -> Iterator[Check]:
 
 
 def outlast(asking: str) -> Iterator[Check]:
-    """Whether Outlast is there, in the version that is asking."""
+    """Whether Outlast is installed, in the version that is asking."""
     for check in package("outlast", "install Outlast in the image: pip install outlast[train,store]"):
         what = f"{check[2]}, and the one asking has {asking}: what one writes the other may not read"
         other = check[1] == "pass" and check[2] != f"outlast {asking}"
@@ -135,7 +135,7 @@ def runs_on(capability: tuple[int, int], built: Sequence[str]) -> bool:
 
 
 def bytecode() -> Iterator[Check]:
-    """After the imports above: what has no bytecode now cannot get any."""
+    """After the imports above: a module without bytecode now cannot get any."""
     try:
         from outlast.worker.launch import bytecode
     except ImportError:  # `outlast` has reported that
@@ -148,7 +148,7 @@ def bytecode() -> Iterator[Check]:
 
 
 def command() -> Check:
-    """Whether pods would find `outlast`."""
+    """Whether pods would find the command `outlast`."""
     remedy = "put the directory of `outlast` on the image's PATH: pods run `outlast agent`"
     if (found := shutil.which("outlast")) is None:
         return "command", "fail", f"there is no outlast on PATH ({os.environ.get('PATH', '')})", remedy
@@ -158,7 +158,8 @@ def command() -> Check:
 
 
 def memory(group: str = "/sys/fs/cgroup/memory.oom.group") -> Iterator[Check]:
-    """Whether the kernel kills all processes of our cgroup at once, as kubelets want from Kubernetes 1.28 on, with cgroup v2."""
+    """Whether the kernel kills all processes of our cgroup at once, as kubelets request from Kubernetes 1.28 on, with cgroup
+    v2."""
     with contextlib.suppress(OSError), open(group) as file:
         if file.read().strip() == "1":
             what = "when this container's memory runs out, all its processes are killed: "
@@ -171,7 +172,7 @@ def memory(group: str = "/sys/fs/cgroup/memory.oom.group") -> Iterator[Check]:
 
 
 def dns(names: Sequence[str]) -> Iterator[Check]:
-    """Names that must be known inside a cluster."""
+    """Names that must resolve inside a cluster."""
 
     def resolve(name: str) -> str:
         began = time.monotonic()
@@ -194,7 +195,7 @@ def peer(rank: int, address: str, port: int, backend: str, timeout_s: float, dev
 
 
 def _take(port: int, timeout_s: float) -> str:
-    """Count what comes over one connection, and say to the other side how much it was."""
+    """Count the bytes that arrive over one connection, and report the number to the other side."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     with socket.create_server(("", port), family=family, dualstack_ipv6=both) as server:
@@ -210,7 +211,7 @@ def _take(port: int, timeout_s: float) -> str:
 
 
 def _send(address: str, port: int, timeout_s: float) -> str:
-    """Send as much as goes, and tell how much that was."""
+    """Send as much as possible, and report the speed."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -235,7 +236,7 @@ def _send(address: str, port: int, timeout_s: float) -> str:
 
 
 def _all_reduce(rank: int, address: str, port: int, backend: str, timeout_s: float, device: str) -> str:
-    """Rank 0 tells how fast it was."""
+    """Rank 0 reports the speed."""
     from datetime import timedelta
 
     import torch
@@ -290,7 +291,7 @@ def store(url: str) -> Iterator[Check]:
     except ImportError as error:
         yield name, "fail", f"stores cannot be used: {error}", "pip install outlast[store] in the image"
     except Exception as error:
-        with contextlib.suppress(Exception):  # it may not have come to that
+        with contextlib.suppress(Exception):  # it may not exist
             place.delete([key])
         remedy = "give the pods credentials that may do this: --secret, `secrets` in the job file, or the pod's account"
         yield name, "fail", f"{type(error).__name__}: {error}", remedy
@@ -307,7 +308,7 @@ CHECKS: dict[str, Callable[..., Iterator[Check]]] = {"image": image, "torch": to
 
 
 def main(calls: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    """Make these checks, in this order, and print each as soon as it is known."""
+    """Run these checks, in this order, and print each result at once."""
     for name, arguments in calls:
         for check in CHECKS[name](**arguments):
             print(MARK + json.dumps(check), flush=True)

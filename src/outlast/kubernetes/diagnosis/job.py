@@ -23,7 +23,7 @@ _QUEUE = "kueue.x-k8s.io/queue-name"
 
 
 def absent(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """An ElasticJob that no operator has taken up, and what `outlast doctor` says of the operator."""
+    """An ElasticJob that no operator has reconciled, and what `outlast doctor` reports of the operator."""
     if snapshot.untaken():
         (there,) = cluster.operator(snapshot)
         remedy = there.remedy or "see what it says: `kubectl logs` of its pods"
@@ -46,7 +46,7 @@ def failing(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def cut_off(snapshot: Snapshot, now: float) -> Iterator[Finding]:
-    """Workers of an ElasticJob that are kept out of worlds for a while, because their peers did not hear them."""
+    """Workers of an ElasticJob that are excluded from worlds for a while, because their peers could not reach them."""
     status = snapshot.workload.get("status", {})
     left_s: dict[int, float] = {}
     times, nodes = 1, set[str]()
@@ -70,7 +70,7 @@ def cut_off(snapshot: Snapshot, now: float) -> Iterator[Finding]:
 
 
 def creations(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """Pods that could not be created, while there are fewer than the job asks for."""
+    """Pods that could not be created, while there are fewer than the job requests."""
     alive = [pod for pod in snapshot.pods if kube_pods.phase(pod) in ("Pending", "Running", "Succeeded")]
     missing, wanted = snapshot.wanted() - len(alive), snapshot.wanted()
     if missing <= 0:
@@ -86,7 +86,7 @@ def creations(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def _failed_to_make(event: Document, snapshot: Snapshot) -> bool:
-    """Whether it is about a pod of the workload that could not be created; ReplicaSets create those of a Deployment."""
+    """Whether an event is about a pod of the workload that could not be created; ReplicaSets create those of a Deployment."""
     about, name = event.get("involvedObject", {}), kube_pods.name(snapshot.workload)
     mine = about.get("name") == name or (about.get("kind") == "ReplicaSet" and str(about.get("name")).startswith(f"{name}-"))
     return bool(event.get("reason") == "FailedCreate" and name and mine)
@@ -208,7 +208,7 @@ def beginning(snapshot: Snapshot, now: float) -> Iterator[Finding]:
 # Ends, and suspension
 
 
-def wishes(snapshot: Snapshot, _: float) -> Iterator[Finding]:
+def stopped(snapshot: Snapshot, _: float) -> Iterator[Finding]:
     """A job that is suspended, scaled to 0 or being deleted."""
     spec = snapshot.workload.get("spec", {})
     queued = _QUEUE in snapshot.workload.get("metadata", {}).get("labels", {})
@@ -226,7 +226,7 @@ def wishes(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def finished(snapshot: Snapshot) -> Finding | None:
-    """What there is to say of a job that has finished; there is nothing else."""
+    """Findings about a job that has finished; there are no others."""
     status = snapshot.workload.get("status", {})
     well = "it is finished, and all is well"
     done = kube_pods.condition(snapshot.workload, {"Job": "Complete", "ElasticJob": "Succeeded"}.get(snapshot.kind, "none"))
@@ -258,7 +258,7 @@ def given_up(snapshot: Snapshot, _: float) -> Iterator[Finding]:
         return
     reason = str(failed.get("reason", ""))
     ours = str(snapshot.workload.get("apiVersion")).startswith(f"{contract.GROUP}/")
-    says_deadline = "deadline" in f"{reason} {failed.get('message', '')}".lower()  # our message may quote a script's error
+    says_deadline = "deadline" in f"{reason} {failed.get('message', '')}".lower()  # our own message may quote a script's error
     if (says_deadline and not ours) or reason == End.STARTUP_DEADLINE:
         reason = End.DEADLINE.value
     what = _REASONS.get(reason, f"it has failed: {failed.get('message') or reason}")

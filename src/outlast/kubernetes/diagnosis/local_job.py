@@ -14,15 +14,15 @@ from outlast.job.status import JobStatus, State
 from outlast.kubernetes.diagnosis.finding import Finding, passed, repeated_failures
 
 _LAST = 3
-"""Most incidents, the newest, that are given as evidence."""
+"""Number of incidents, the newest, that are given as evidence."""
 _SLOW_START_S = 120.0
-_TOLD = ("launcher", "submitted", "resumed", "hang", "failure", "committed")
-"""The kinds of events that the rules use; a ledger has many others."""
+_USED = ("launcher", "submitted", "resumed", "hang", "failure", "committed")
+"""Kinds of events that the rules use; a ledger has many others."""
 
 
 def causes(status: JobStatus, events: Iterable[Event], now: float) -> list[Finding]:
-    """What keeps the job from training, most important first; a job that trains has one cause that is not wrong."""
-    told = [event for event in events if event["kind"] in _TOLD]
+    """Causes that keep the job from training, most important first; a job that trains has one cause that is not wrong."""
+    told = [event for event in events if event["kind"] in _USED]
     found = [each for rule in (_state, _store, _warnings) for each in rule(status, told, now)]
     return sorted(found, key=lambda each: not each.wrong)
 
@@ -44,7 +44,7 @@ def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[F
             yield _failed(status, events)
         case State.RESTARTING:
             remedy = f"wait; `outlast logs -f {name}` shows what the workers do"
-            yield Finding("restarting", f"it forms a new world: {reason}", remedy, _said(status.failure, events))
+            yield Finding("restarting", f"it forms a new world: {reason}", remedy, _evidence(status.failure, events))
         case State.PENDING:
             since = next((event["t"] for event in reversed(events) if event["kind"] in ("launcher", "submitted", "resumed")), now)
             late = now - since > _SLOW_START_S
@@ -63,14 +63,14 @@ def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[F
             if (repeated := _repeated(status, events, now)) and status.failure:
                 stacks = _stacks(events) if status.failure.cause is FailureCause.HANG else ""
                 remedy = f"correct it{stacks}; `outlast logs {name}` shows all"
-                yield Finding("failing", f"{train}, but {repeated}", remedy, _said(status.failure, events))
+                yield Finding("failing", f"{train}, but {repeated}", remedy, _evidence(status.failure, events))
                 return
             if still := next((worker.reason for worker in status.workers if worker.reason), ""):
                 remedy = "wait; after hang.limit it is a hang, and the training restarts"
                 yield Finding("still", f"{train}, and it {still}", remedy)
                 return
             what = f"{'' if status.warnings else 'nothing is wrong: '}{train}{restarts}"
-            yield passed("training", what, "", _said(status.failure, events) if status.restarts else ())
+            yield passed("training", what, "", _evidence(status.failure, events) if status.restarts else ())
 
 
 def _go_on(status: JobStatus) -> str:
@@ -93,11 +93,11 @@ def _failed(status: JobStatus, events: Sequence[Event]) -> Finding:
         name, remedy = "killed", f"{memory}, and {again}"
     elif status.end in (End.DEADLINE, End.STARTUP_DEADLINE):
         name, remedy = "deadline", f"raise the deadline and {again}"
-    return Finding(name, f"it has failed: {status.reason}", remedy, _said(failure, events))
+    return Finding(name, f"it has failed: {status.reason}", remedy, _evidence(failure, events))
 
 
 def _repeated(status: JobStatus, events: Sequence[Event], now: float) -> str:
-    """That it has failed several times without getting further; empty if it has not."""
+    """A sentence if it has failed several times without progress; else empty."""
     told = [event for event in events if event["kind"] == "committed" or (event["kind"] == "failure" and event.get("counted"))]
     since = list(takewhile(lambda event: event["kind"] == "failure", reversed(told)))
     last = [event.get("step") or 0 for event in since]
@@ -113,7 +113,7 @@ def _stacks(events: Sequence[Event]) -> str:
     return f"; the stacks are in {found[-1]}" if found else ""
 
 
-def _said(failure: Failure | None, events: Sequence[Event]) -> tuple[str, ...]:
+def _evidence(failure: Failure | None, events: Sequence[Event]) -> tuple[str, ...]:
     """The first failing rank with its traceback, else the newest failures of the ledger."""
     if failure is not None:
         at = f" at step {failure.step}" if failure.step is not None and failure.cause is not FailureCause.HANG else ""

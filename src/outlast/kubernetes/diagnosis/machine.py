@@ -1,4 +1,4 @@
-"""What `outlast run` needs of this machine, and which extras are there."""
+"""Requirements of `outlast run` on this machine, and which extras are installed."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from outlast.kubernetes.diagnosis.finding import Finding, passed, warned
 _LEAST_FREE = 10 * 2**30
 """Bytes; a few checkpoints of a small model."""
 _LEAST_SHARED = 2**30
-"""Bytes of /dev/shm: workers of data loaders hand samples over in it."""
+"""Bytes of /dev/shm: data loader workers pass samples in it."""
 _TORCH_S = 120
 
 EXTRAS = (
     ("store", ("obstore", "botocore"), "outputs, code and data in a store"),
     ("kubernetes", ("lightkube",), "clusters"),
 )
-"""Extras of the package: their modules, and what needs them."""
+"""Extras of the package: their modules, and the features that need them."""
 
 
 def checks() -> Iterator[Finding]:
-    """Look at this machine."""
+    """Run all checks of this machine."""
     yield inside.found(inspection.python())
     yield passed("outlast", f"{__version__}, {platform.platform()}")
     yield from torch(sys.executable)
@@ -49,7 +49,7 @@ def checks() -> Iterator[Finding]:
 
 
 def torch(interpreter: str) -> list[Finding]:
-    """What torch says in a process of its own: it is heavy, and may crash."""
+    """torch, imported in a process of its own: it is heavy, and may crash."""
     command = [interpreter, "-c", inside.source(), json.dumps([("torch", {"accelerators": inside.DEVICES})])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TORCH_S)
@@ -63,7 +63,7 @@ def torch(interpreter: str) -> list[Finding]:
 
 
 def installed(name: str, modules: Sequence[str], needed_for: str) -> Finding:
-    """Whether an extra is there."""
+    """Whether an extra is installed."""
     absent = [module for module in modules if importlib.util.find_spec(module) is None]
     if absent:
         what = f"{', '.join(absent)} is not installed: needed for {needed_for}"
@@ -72,7 +72,7 @@ def installed(name: str, modules: Sequence[str], needed_for: str) -> Finding:
 
 
 def devices() -> Finding:
-    """The accelerators that drivers know: those that torch does not see are a mistake of the installation."""
+    """The accelerators that drivers report; one that torch does not see is a mistake of the installation."""
     rows = [row for row in accelerators.TABLE if row.query]
     row = next((row for row in rows if shutil.which(row.query[0])), None)
     if row is None:
@@ -86,7 +86,7 @@ def devices() -> Finding:
 
 
 def kubectl(version: str) -> Iterator[Finding]:
-    """Whether the kubectl of this machine, which nothing of ours needs, fits an API server of this version:
+    """Whether this machine's kubectl, which we do not need ourselves, fits an API server of this version:
     https://kubernetes.io/releases/version-skew-policy/#kubectl"""
     if (program := shutil.which("kubectl")) is None:
         return
@@ -102,7 +102,7 @@ def kubectl(version: str) -> Iterator[Finding]:
 
 
 def free(place: Path, name: str, least: int, remedy: str) -> Finding:
-    """How much room a file system has."""
+    """Free space of a file system."""
     room = shutil.disk_usage(place).free
     said = f"{units.human_bytes(room)} free on {place}"
     return passed(name, said) if room >= least else warned(name, f"only {said}", remedy)

@@ -14,18 +14,18 @@ from outlast.kubernetes.diagnosis.finding import Finding
 
 @functools.cache
 def tables() -> dict[str, Any]:
-    """The meanings of messages, by who speaks."""
+    """The meanings of messages, by their authors."""
     text = resources.files("outlast.kubernetes.diagnosis").joinpath("messages.yaml").read_text()
     return dict(yaml.safe_load(text))
 
 
 def knows(speaker: str, message: str) -> bool:
-    """Whether the message has a meaning besides its own words."""
+    """Whether the message has a meaning in the tables."""
     return any(re.search(each["says"], message) for each in tables()[speaker]["meanings"] if "says" in each)
 
 
 def meaning(speaker: str, message: str, evidence: tuple[str, ...] = (), **words: Any) -> Finding:
-    """The meaning of a message. Raises KeyError for a word that a sentence needs and that is not given."""
+    """The meaning of a message. Raises KeyError for a value that a sentence needs and that is missing."""
     table = tables()[speaker]
     each, found = next(
         (each, found) for each in table["meanings"] if (found := re.search(each.get("says", ""), message, re.DOTALL))

@@ -21,24 +21,24 @@ from outlast.kubernetes.manifests.request import Document
 from outlast.kubernetes.manifests.scheduling import placement
 
 TOLERATED = placement.tolerated(accelerators.RESOURCES.values())
-"""Taints that workers tolerate by default: those of the accelerators that they ask for."""
+"""Taints that workers tolerate by default: those of the accelerators that they request."""
 _LOST = ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", "node.cloudprovider.kubernetes.io/shutdown")
 
 
 def offered(node: Document) -> dict[str, float]:
-    """How much of each resource a node has for pods."""
+    """The amount of each resource that a node offers to pods."""
     return {name: units.quantity(amount) for name, amount in node["status"].get("allocatable", {}).items()}
 
 
 def usable(node: Document) -> bool:
-    """Whether workers may be put there: ready, not cordoned, no taint that keeps them off."""
+    """Whether workers may be scheduled there: ready, not cordoned, no taint that keeps them off."""
     taints = [taint for taint in node["spec"].get("taints", []) if taint.get("effect") != "PreferNoSchedule"]
     ready = bool(kube_pods.condition(node, "Ready")) and not node["spec"].get("unschedulable")
     return ready and all(any(_covers(each, taint) for each in TOLERATED) for taint in taints)
 
 
 def _covers(toleration: Document, taint: Document) -> bool:
-    """Whether one of ours, which ask for no value, is of this taint."""
+    """Whether one of our tolerations, which name no value, covers this taint."""
     return bool(toleration["key"] == taint["key"] and toleration.get("effect") in (None, taint.get("effect")))
 
 
@@ -47,7 +47,7 @@ def _covers(toleration: Document, taint: Document) -> bool:
 _HEAD = re.compile(r"\s*\d+/(\d+) nodes are available: ")
 _PART = re.compile(r"(\d+) (.*)")
 _OF_OTHERS = re.compile(r"[Pp]ersistent[Vv]olume|storage|pod group|PodGroup|[Gg]ang")
-"""What other rules report: claims, and gangs."""
+"""Messages that other rules report: claims, and gangs."""
 
 
 def parts(message: str) -> list[tuple[int, str]]:
@@ -83,7 +83,7 @@ def unschedulable(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
 
 
 def _blocked(snapshot: Snapshot, pod: Document, count: int, text: str) -> Finding | None:
-    """What one part of a message, about `count` nodes, means; None when another rule reports it."""
+    """The meaning of one part of a message, about `count` nodes; None when another rule reports it."""
     if found := re.search(r"Insufficient (\S+)", text):
         return _resource(snapshot, pod, found[1])
     if re.search(r"didn't match Pod's node affinity/selector|didn't match node selector", text):
@@ -143,7 +143,7 @@ def _selector(snapshot: Snapshot, pod: Document) -> Finding:
 
 
 def _values(snapshot: Snapshot, key: str) -> str:
-    """The values of a label on the nodes; empty when they may not be seen."""
+    """The values of a label on the nodes; empty when nodes may not be read."""
     if "nodes" in snapshot.unseen:
         return ""
     found = sorted({node["metadata"].get("labels", {}).get(key) for node in snapshot.nodes} - {None})
@@ -209,7 +209,7 @@ def taken(snapshot: Snapshot, _: float) -> Iterator[Finding]:
     """Pods that were evicted, preempted or drained, and have not been replaced."""
     found: list[tuple[str, Document]] = []
     for pod in snapshot.pods:
-        if any(kube_pods.born(other) > kube_pods.born(pod) for other in snapshot.of_worker(pod)):
+        if any(kube_pods.created(other) > kube_pods.created(pod) for other in snapshot.of_worker(pod)):
             continue
         reason = pod["status"].get("reason") or ""
         if target := kube_pods.disruption(pod):

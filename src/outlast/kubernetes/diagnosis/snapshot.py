@@ -21,13 +21,13 @@ from outlast.kubernetes.manifests.request import Document
 
 @dataclass(frozen=True)
 class Right:
-    """Something that a verb of ours does."""
+    """A right that one of our verbs needs."""
 
     verb: str
     kind: Kind
     subresource: str = ""
     needed: bool = True
-    """False: `submit` works without."""
+    """False: `submit` works without it."""
 
     def __str__(self) -> str:
         return f"{self.verb} {self.kind.resource}" + (f"/{self.subresource}" if self.subresource else "")
@@ -41,7 +41,6 @@ class Snapshot:
     namespace: str = "default"
     nodes: tuple[Document, ...] = ()
     classes: tuple[Document, ...] = ()
-    """StorageClasses."""
     unseen: Mapping[str, str] = field(default_factory=dict)
     """Kinds that could not be read (`jobs.batch`), and why."""
 
@@ -57,7 +56,6 @@ class Snapshot:
     queues: tuple[Document, ...] = ()
     """LocalQueues of Kueue."""
     groups: tuple[Document, ...] = ()
-    """PodGroups."""
     secrets: frozenset[str] = frozenset()
     configs: frozenset[str] = frozenset()
     """Names of ConfigMaps."""
@@ -72,19 +70,18 @@ class Snapshot:
     """The namespace itself."""
     quotas: tuple[Document, ...] = ()
     served: frozenset[Kind] = frozenset()
-    """Kinds that something installed brings, of those that we can use."""
+    """Kinds of optional add-ons that are installed, among those that we can use."""
     lacking: tuple[Right, ...] = ()
-    """What we may not do, of what our verbs do."""
+    """Rights that our verbs need and that we lack."""
     operator: Document | None = None
-    """Its Deployment."""
+    """The operator's Deployment."""
     rivals: tuple[str, ...] = ()
     """Running controllers that the operator replaces: `namespace/name`."""
     trial: ClusterError | None = None
-    """How the API server answered when a small worker was tried; None: it would be let in."""
+    """The API server's refusal of a small worker on trial; None: it would be admitted."""
 
     @property
     def kind(self) -> str:
-        """The kind of the workload."""
         return str(self.workload.get("kind", ""))
 
     @property
@@ -93,7 +90,7 @@ class Snapshot:
         return workloads.agentless(self.workload)
 
     def about(self, document: Document, *reasons: str) -> list[Document]:
-        """The events about a document, the newest last; of these reasons, if any are given."""
+        """The events about a document, the newest last; only of these reasons, if any are given."""
         meta = document.get("metadata", {})
         found = [
             event
@@ -114,7 +111,7 @@ class Snapshot:
         return self.kind == "ElasticJob" and not self.workload.get("status") and not self.pods
 
     def wanted(self) -> int:
-        """How many workers the workload asks for."""
+        """The number of workers that the workload requests."""
         return workloads.replicas(self.workload)
 
 
@@ -123,16 +120,16 @@ Rule = Callable[[Snapshot, float], Iterator[Finding]]
 
 
 def of_pods(rule: Callable[[Snapshot, Document], Iterator[Finding]]) -> Rule:
-    """The rule about all pods, from one about a single pod. Its sentences begin with their verb; pods of which the same is said
-    are named together, with the evidence of the first."""
+    """A rule about all pods, from one about a single pod. Its sentences begin with their verb; pods with the same sentence are
+    named together, with the evidence of the first."""
 
     @functools.wraps(rule)
     def of_all(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-        found: dict[tuple[str, str], tuple[Finding, list[Document]]] = {}
+        by_sentence: dict[tuple[str, str], tuple[Finding, list[Document]]] = {}
         for pod in snapshot.pods:
             for each in rule(snapshot, pod):
-                found.setdefault((each.what, each.remedy), (each, []))[1].append(pod)
-        for each, pods in found.values():
+                by_sentence.setdefault((each.what, each.remedy), (each, []))[1].append(pod)
+        for each, pods in by_sentence.values():
             verb, _blank, rest = each.what.partition(" ")
             yield replace(each, what=f"{workers(pods, verb)} {rest}")
 
@@ -140,7 +137,7 @@ def of_pods(rule: Callable[[Snapshot, Document], Iterator[Finding]]) -> Rule:
 
 
 def event_time(event: Document) -> str:
-    """The last time of an event, in RFC 3339, which sorts."""
+    """The time of an event's last occurrence, in RFC 3339, which sorts."""
     series = event.get("series") or {}
     times = (series.get("lastObservedTime"), event.get("lastTimestamp"), event.get("eventTime"), event.get("firstTimestamp"))
     return next((str(time) for time in times if time), "")

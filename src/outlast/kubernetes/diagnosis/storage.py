@@ -1,4 +1,4 @@
-"""Claims, Secrets and ConfigMaps that a pod waits for; what a new claim gets."""
+"""Claims, Secrets and ConfigMaps that a pod waits for; the storage class of new claims."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outlast.kubernetes.manifests.request import Document
 
 
 def default_class(snapshot: Snapshot) -> str:
-    """The storage class that a claim gets that names none; empty when there is no default."""
+    """The storage class of a claim that names none; empty when there is no default."""
     key = "storageclass.kubernetes.io/is-default-class"
     annotated = [each for each in snapshot.classes if (each["metadata"].get("annotations") or {}).get(key) == "true"]
     return kube_pods.name(annotated[0]) if annotated else ""
@@ -21,7 +21,7 @@ def default_class(snapshot: Snapshot) -> str:
 
 @of_pods
 def claims(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
-    """Claims without a volume, or missing ones, that pods wait for."""
+    """Claims that pods wait for: missing, or without a volume."""
     known = {kube_pods.name(claim): claim for claim in snapshot.claims}
     for name in claimed(pod) if kube_pods.phase(pod) == "Pending" else ():
         claim, what = known.get(name), f"waits for the claim {name}"

@@ -1,8 +1,5 @@
-"""The backend of a cluster: jobs of whatever topology, found by their labels.
-
-`workloads` finds and deletes documents, `submission` applies them, `logs` reads pods, and `job_status`, which is pure, says where
-a job stands.
-"""
+"""The backend of a cluster: jobs of any topology, found by their labels. `workloads` finds and deletes documents, `submission`
+applies them, `logs` reads pods, and `job_status`, which is pure, computes the status of a job."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ if TYPE_CHECKING:
 Document = api.Document
 
 _AGENTS_S = 5.0
-"""Interval of asking agents whether they are done while logs are followed."""
+"""Interval between requests to agents, while logs are followed, whether they are done."""
 
 
 class KubernetesBackend:
@@ -54,54 +51,53 @@ class KubernetesBackend:
     # Reading
 
     def list(self) -> Sequence[JobStatus]:
-        """All jobs of the namespace, the newest last. Agents are not asked, so steps are those that the operator has written."""
-        found: dict[str, list[Document]] = {}
+        """All jobs of the namespace, the newest last. Agents are not queried, so steps are those that the operator has
+        written."""
+        by_name: dict[str, list[Document]] = {}
         for workload in self.workloads.list_():
-            found.setdefault(job_name(workload), []).append(workload)
-        workers = self.cluster.list_(api.POD, labels=f"{Label.JOB},{WORKERS}") if found else []
-        statuses = [job_status.status(self.workloads.snapshot(name, each, workers, ask=False)) for name, each in found.items()]
+            by_name.setdefault(job_name(workload), []).append(workload)
+        workers = self.cluster.list_(api.POD, labels=f"{Label.JOB},{WORKERS}") if by_name else []
+        statuses = [job_status.status(self.workloads.snapshot(name, each, workers, ask=False)) for name, each in by_name.items()]
         return sorted(statuses, key=lambda status: status.submitted)
 
     def status(self, name: str) -> JobStatus:
-        """The status of a job, its agents asked for their step."""
+        """The status of a job; its agents are queried for their step."""
         return self.workloads.status(name)
 
     def output(self, name: str) -> str:
-        """The place of a job's output."""
         return self.workloads.recorded(name).output
 
     def events(self, name: str) -> Events:
-        """The ledger of the run, as far as it has been uploaded to the store, with what the cluster itself knows of it."""
-        known = self.workloads.known(name)
-        found = job_status.status(self.workloads.snapshot(name, known, (), ask=False))
-        if not found.store:
+        """The ledger of the run, as far as it is uploaded to the store, with events that the cluster itself knows."""
+        workloads = self.workloads.existing(name)
+        status = job_status.status(self.workloads.snapshot(name, workloads, (), ask=False))
+        if not status.store:
             raise NotFound(f"the ledger of {name} is in its pods only; give the job an output in a store to read it from here")
         from outlast.storage import store
 
-        return stored.events(store.open_(found.store.url)).and_(job_status.entries(known[0], found))
+        return stored.events(store.open_(status.store.url)).and_(job_status.entries(workloads[0], status))
 
     def pods(self, name: str) -> Sequence[Document]:
         """The pods of a job's workers, by index."""
-        self.workloads.known(name)
-        return sorted(self.workloads.pods(name), key=lambda pod: (pods.index(pod), pods.born(pod)))
+        self.workloads.existing(name)
+        return sorted(self.workloads.pods(name), key=lambda pod: (pods.index(pod), pods.created(pod)))
 
     def pod(self, name: str, worker: int) -> Document:
         """The pod in which a worker runs. Raises NotFound."""
-        found = [pod for pod in self.pods(name) if pods.index(pod) == worker]
-        running = [pod for pod in found if pods.running(pod)]
+        candidates = [pod for pod in self.pods(name) if pods.index(pod) == worker]
+        running = [pod for pod in candidates if pods.running(pod)]
         if running:
             return running[-1]
-        if found:
-            end = pods.end(found[-1])
-            why = pods.waits(found[-1]) or (end.sentence if end else "does not run")
+        if candidates:
+            end = pods.end(candidates[-1])
+            why = pods.waits(candidates[-1]) or (end.sentence if end else "does not run")
             raise NotFound(f"worker {worker} of {name} does not run: it {why}")
         raise self._unknown(name, worker, self.pods(name))
 
     def reader(self, name: str) -> Callable[[str, int], bytes]:
-        """Reads files of the output in the pod of rank 0: path, first byte -> the bytes from there on, none if there is no file.
-
-        Needs a shell and `tail` in the image, and the right to run commands in pods, but no port of the pod. Raises NotFound.
-        """
+        """Reads files of the output in the pod of rank 0: (path, first byte) -> the bytes from there on, none if the file is
+        missing. Needs a shell and `tail` in the image, and the right to run commands in pods, but no port of the pod. Raises
+        NotFound."""
         world = self.status(name).world
         pod = self.pod(name, world[0] if world else 0)
         meta, script = pod["metadata"], 'f="$OUTLAST_OUTPUT/$1"; if [ -f "$f" ]; then exec tail -c "+$2" "$f"; fi'
@@ -110,7 +106,7 @@ class KubernetesBackend:
             command = ["sh", "-c", script, "sh", path, str(start + 1)]
             ended = self.cluster.exec_(meta["name"], command, namespace=meta["namespace"], container=pods.container_name(pod))
             if ended.code:
-                raise OutlastError(f"{path} cannot be read in pod {meta['name']}: {ended.said}")
+                raise OutlastError(f"{path} cannot be read in pod {meta['name']}: {ended.error_line}")
             return ended.output
 
         return read
@@ -127,32 +123,34 @@ class KubernetesBackend:
     ) -> Iterator[LogLine]:
         """The workers' lines, merged by time; without pods, the logs in the store."""
 
-        def wanted(pod: Document) -> bool:
+        def selected(pod: Document) -> bool:
             return worker is None or pods.index(pod) == worker
 
         if follow:
-            if not (known := self.workloads.of(name)):
+            if not (workloads := self.workloads.of(name)):
                 if not self.cluster.has_namespace():
                     raise self.workloads.nowhere()
                 say(f"waiting for {name}: there is no such job in namespace {self.cluster.namespace} yet")
-                while not (known := backoff.until_answered(lambda: self.workloads.of(name), say, every_s=self.poll_s)):
+                while not (workloads := backoff.until_answered(lambda: self.workloads.of(name), say, every_s=self.poll_s)):
                     time.sleep(self.poll_s)
             every = backoff.until_answered(lambda: self.workloads.pods(name), say, every_s=self.poll_s)
         else:
-            known, every = self.workloads.known(name), self.workloads.pods(name)
-        found = [pod for pod in every if wanted(pod)]
-        began = any(pods.began(pod) for pod in found)
-        if follow and (began or job_status.over(known[0]) is None):
+            workloads, every = self.workloads.existing(name), self.workloads.pods(name)
+        chosen = [pod for pod in every if selected(pod)]
+        began = any(pods.began(pod) for pod in chosen)
+        if follow and (began or job_status.over(workloads[0]) is None):
             watched = _Watched(self.workloads, name)
-            course = podlogs.Course(f"{Label.JOB}={name},{WORKERS}", watched.over, wanted, watched.done.__contains__, watched.why)
-            yield from podlogs.follow(self.cluster, course, tail=tail, since_s=since_s, say=say)
+            followed = podlogs.Followed(
+                f"{Label.JOB}={name},{WORKERS}", watched.over, selected, watched.done.__contains__, watched.why
+            )
+            yield from podlogs.follow(self.cluster, followed, tail=tail, since_s=since_s, say=say)
         elif began:
-            yield from podlogs.merged(self.cluster, found, tail=tail, since_s=since_s, say=say)
+            yield from podlogs.merged(self.cluster, chosen, tail=tail, since_s=since_s, say=say)
         elif url := self.workloads.store_url(name):
             say(f"no pod of {name} has a log; these lines are from {url}")
             yield from stored.logs(url, worker=worker, tail=tail)
-        elif found:
-            raise NotFound(f"worker {pods.index(found[0])} of {name} has no log yet: it {pods.waits(found[0])}; wait with -f")
+        elif chosen:
+            raise NotFound(f"worker {pods.index(chosen[0])} of {name} has no log yet: it {pods.waits(chosen[0])}; wait with -f")
         elif every and worker is not None:
             raise self._unknown(name, worker, every)
         else:
@@ -179,8 +177,8 @@ class KubernetesBackend:
             raise OutlastError(f"`outlast submit` carries out no schedule of faults; submit, then: outlast chaos NAME {chaos}")
         for sentence in self.apply(job, source=source, fresh=fresh, take_over=take_over):
             say(sentence)
-        found = self.workloads.of(job.metadata.name)[0]
-        return str((found["metadata"].get("labels") or {}).get(Label.RUN, found["metadata"]["name"]))
+        workload = self.workloads.of(job.metadata.name)[0]
+        return str((workload["metadata"].get("labels") or {}).get(Label.RUN, workload["metadata"]["name"]))
 
     def apply(self, job: Job, *, source: Path, fresh: bool = False, take_over: bool = False) -> Iterator[str]:
         """Submit a job, and yield each thing done, see `Submission.apply`."""
@@ -192,7 +190,7 @@ class KubernetesBackend:
 
     def ensure(self, name: str) -> bool:
         """False: nothing is started here, since controllers of the cluster drive the job."""
-        self.workloads.known(name)
+        self.workloads.existing(name)
         return False
 
     def scale(self, name: str, replicas: int) -> None:
@@ -206,9 +204,9 @@ class KubernetesBackend:
                 f"{replicas} workers are not between workers.min ({low}) and max ({high}) of {name}; choose another"
             )
         if kind in dropins.KINDS:
-            self.workloads.wish(kind, title, None, replicas)
+            self.workloads.set_replicas(kind, title, None, replicas)
         elif kind is api.STATEFUL_SET and job_status.suspended(workload):
-            self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.WISHED: str(replicas)}}})
+            self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.REPLICAS: str(replicas)}}})
         elif kind in (api.ELASTIC_JOB, api.STATEFUL_SET):
             self.cluster.patch(kind, title, {"spec": {"replicas": replicas}}, subresource="scale")
         elif workload["spec"].get("completionMode") == "Indexed":
@@ -225,7 +223,6 @@ class KubernetesBackend:
         self.workloads.set_suspended(self.workloads.active(name)[0], True)
 
     def resume(self, name: str) -> None:
-        """Continue a suspended job."""
         workload, kind, _ = self.workloads.active(name)
         if not job_status.suspended(workload):
             raise OutlastError(
@@ -262,34 +259,34 @@ class KubernetesBackend:
 
     # Requests
 
-    def _unknown(self, name: str, worker: int, found: Sequence[Document]) -> NotFound:
-        there = ", ".join(str(index) for index in sorted({pods.index(pod) for pod in found}))
-        return NotFound(f"{name} has no worker {worker}; {f'there are {there}' if there else 'it has no pods now'}")
+    def _unknown(self, name: str, worker: int, workers: Sequence[Document]) -> NotFound:
+        indices = ", ".join(str(index) for index in sorted({pods.index(pod) for pod in workers}))
+        return NotFound(f"{name} has no worker {worker}; {f'there are {indices}' if indices else 'it has no pods now'}")
 
 
 class _Watched:
-    """Polls whether a job goes on, with few requests: it stays of its kind, and agents are asked now and then."""
+    """Polls whether a job goes on, with few requests: its kind does not change, and agents are queried now and then."""
 
     def __init__(self, workloads: Workloads, name: str) -> None:
         self._workloads, self._name = workloads, name
         self._kinds: Sequence[api.Kind] = KINDS
-        self._asked = -_AGENTS_S
+        self._queried_at = -_AGENTS_S
         self._workload: Document = {}
         self.done: set[str] = set()
         """Pods whose workers have ended; a StatefulSet keeps them up."""
 
     def over(self) -> bool:
-        """Whether nothing more will come, unless the job is resumed or submitted again."""
+        """Whether no more lines will come, unless the job is resumed or submitted again."""
         workloads = self._workloads.of(self._name, self._kinds) or self._workloads.of(self._name)
         if not workloads or job_status.over(workloads[0]) is not None:
             return True
         self._workload, self._kinds = workloads[0], [api.kind_of(workloads[0])]
         if job_status.suspended(workloads[0]):
             return not any(pods.running(pod) for pod in self._workloads.pods(self._name))
-        if self._kinds != [api.STATEFUL_SET] or time.monotonic() - self._asked < _AGENTS_S:
+        if self._kinds != [api.STATEFUL_SET] or time.monotonic() - self._queried_at < _AGENTS_S:
             return False
         status = self._workloads.status(self._name)
-        self._asked = time.monotonic()
+        self._queried_at = time.monotonic()
         self.done.update(worker.pod for worker in status.workers if worker.state in ("done", "failed"))
         return status.state in (State.SUCCEEDED, State.FAILED)
 

@@ -11,12 +11,12 @@ from outlast.kubernetes.jobs.workloads import Workloads
 from outlast.kubernetes.manifests import dataset
 
 
-def get(workloads: Workloads, wanted: dataset.Wanted) -> str:
-    """Create the Job; returns what was done, as a sentence. One that has ended is replaced. Raises OutlastError."""
-    cluster, document = workloads.cluster, dataset.document(wanted)
+def get(workloads: Workloads, request: dataset.Download) -> str:
+    """Create the Job; returns a sentence about it. A Job that has ended is replaced. Raises OutlastError."""
+    cluster, document = workloads.cluster, dataset.document(request)
     if not cluster.has_namespace():
         raise workloads.nowhere()
-    name, (to, claim, _) = wanted.name, wanted.target()
+    name, (to, claim, _) = request.name, request.target()
     if claim and cluster.find(api.CLAIM, claim) is None:
         raise Absent(
             f"there is no claim {claim} in namespace {cluster.namespace}; create it, or choose another (--claim NAME:/PATH)"
@@ -37,4 +37,4 @@ def get(workloads: Workloads, wanted: dataset.Wanted) -> str:
         workloads.wait_until_gone(api.JOB, there)
     document["metadata"]["namespace"] = cluster.namespace
     cluster.create(document)
-    return f"Job {name} brings {wanted.dataset.partition('#')[0]} to {to}"
+    return f"Job {name} brings {request.dataset.partition('#')[0]} to {to}"

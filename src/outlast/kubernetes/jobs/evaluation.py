@@ -23,7 +23,7 @@ Document = api.Document
 
 def evaluate(workloads: Workloads, name: str, args: Sequence[str], *, show: Callable[[LogLine], None]) -> int:
     """Run the job's module with `--evaluate` in one pod, show its log, and return its exit code."""
-    cluster, workload = workloads.cluster, workloads.known(name)[0]
+    cluster, workload = workloads.cluster, workloads.existing(name)[0]
     if kube_workloads.agentless(workload):
         raise OutlastError(f"{name} is of {workload['apiVersion']} and has a script of its own; evaluate with that")
     if not has_claim(workload) and not workloads.store_url(name):
@@ -41,7 +41,7 @@ def evaluate(workloads: Workloads, name: str, args: Sequence[str], *, show: Call
 
     labels = f"batch.kubernetes.io/job-name={title}"
     try:
-        for line in podlogs.follow(cluster, podlogs.Course(labels, over), say=say):
+        for line in podlogs.follow(cluster, podlogs.Followed(labels, over), say=say):
             show(line)
     except KeyboardInterrupt:
         cluster.delete(api.JOB, title)

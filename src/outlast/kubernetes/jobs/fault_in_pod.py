@@ -18,20 +18,21 @@ SIGNALS = {"kill-process": signal.SIGKILL, "stop": signal.SIGSTOP, "slow": signa
 
 def reported(state: str) -> dict[int, int]:
     """Pids by rank, as the processes of an Outlast worker write them for their agent."""
-    found = {}
+    pids = {}
     for path in glob.glob(os.path.join(state, "progress-*.json")):
         try:
             with open(path) as file:
                 record = json.load(file)
             os.kill(record["pid"], 0)
-            found[record["rank"]] = record["pid"]
-        except (OSError, ValueError, KeyError):  # it writes this moment, or has ended
+            pids[record["rank"]] = record["pid"]
+        except (OSError, ValueError, KeyError):  # it is being written, or the process has ended
             continue
-    return found
+    return pids
 
 
 def launched(proc: str = "/proc") -> dict[int, int]:
-    """Pids by rank of what plain torchrun has started: those with a rank whose parents have none (readers of data have it)."""
+    """Pids by rank of processes that plain torchrun started: those with a rank whose parents have none (data loaders inherit
+    it)."""
     ranks, parents = {}, {}
     for entry in filter(str.isdecimal, os.listdir(proc)):
         try:
@@ -47,7 +48,6 @@ def launched(proc: str = "/proc") -> dict[int, int]:
 
 
 def main(action: str, pick: float, turns: int, stopped_s: float, running_s: float) -> int:
-    """Do it."""
     state = os.environ.get("OUTLAST_WORKER_STATE")
     found = reported(state) if state else launched()
     if not found:

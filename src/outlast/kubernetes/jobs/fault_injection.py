@@ -43,7 +43,7 @@ def inject(cluster: api.Cluster, pod: api.Document, action: str, rng: random.Ran
     if ended.code == _NOBODY:
         raise NotFound(f"{worker} has no training process now; wait until it trains")
     if ended.code:
-        raise OutlastError(f"{action} failed in pod {name}: {ended.said}")
+        raise OutlastError(f"{action} failed in pod {name}: {ended.error_line}")
     hit = json.loads(ended.output)
     verb = {"kill-process": "killed", "stop": "stopped", "slow": "slowed down"}[action]
     return f"{verb} rank {hit['rank']} on {worker} (pid {hit['pid']} in pod {name})"

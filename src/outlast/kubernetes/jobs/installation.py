@@ -35,7 +35,7 @@ _ESTABLISHED_S = 60.0
 _GONE_S = 120.0
 """Timeout of a deletion: pods have 15 s to end, and the namespace controller works in rounds."""
 _POLL_S = 0.5
-_LIVED_IN = (
+_PROTECTED_KINDS = (
     kinds.DEPLOYMENT,
     kinds.STATEFUL_SET,
     kinds.DAEMON_SET,
@@ -53,7 +53,7 @@ _LIVED_IN = (
 
 @dataclass(frozen=True)
 class Done:
-    """What happened to one document."""
+    """The outcome for one document."""
 
     what: str
     """created | changed | unchanged | deleting | deleted | kept | absent"""
@@ -83,23 +83,23 @@ def documents(
 # Installing
 
 
-def bring(cluster: Cluster, wanted: Sequence[Document], *, dry_run: bool = False) -> Iterator[Done]:
+def ensure(cluster: Cluster, desired: Sequence[Document], *, dry_run: bool = False) -> Iterator[Done]:
     """Apply the documents, and yield what changed, one document after the other.
 
     Raises ClusterError; OutlastError before anything is changed, when the operator is in another namespace, or
     another controller runs that makes the same pods.
     """
     _check_rivals(cluster)
-    shared = [kind.resource for kind in dropins.KINDS]  # another controller may have brought the definition
-    for document in wanted:
+    shared = [kind.resource for kind in dropins.KINDS]  # another controller may have created the definition
+    for document in desired:
         if document["kind"] == kinds.CLUSTER_ROLE_BINDING.kind and (namespace := gather.holder(document)):
             _check_alone(cluster, namespace)
-    ours = [each for each in wanted if each["kind"] != kinds.NAMESPACE.kind and each["metadata"]["name"] not in shared]
-    applied.check(cluster, ours, instead="have it renamed or removed, or install into another --namespace")
-    coming = ""
+    own = [each for each in desired if each["kind"] != kinds.NAMESPACE.kind and each["metadata"]["name"] not in shared]
+    applied.check(cluster, own, instead="have it renamed or removed, or install into another --namespace")
+    created_namespace = ""
     """The namespace that a dry run would create: the server cannot try to create anything in it."""
-    for document in wanted:
-        if dry_run and coming and document["metadata"].get("namespace") == coming:
+    for document in desired:
+        if dry_run and created_namespace and document["metadata"].get("namespace") == created_namespace:
             yield Done("created", document)
             continue
         old = applied.there(cluster, document)
@@ -111,23 +111,21 @@ def bring(cluster: Cluster, wanted: Sequence[Document], *, dry_run: bool = False
             yield Done("unchanged", document, "it was there before")
             continue
         if document["kind"] == kinds.NAMESPACE.kind:
-            coming = document["metadata"]["name"] if old is None else ""
+            created_namespace = document["metadata"]["name"] if old is None else ""
         yield Done(applied.apply(cluster, document, old=old, dry_run=dry_run).what, document)
         if document["kind"] == kinds.CRD.kind and not dry_run:
             _wait_established(cluster, document["metadata"]["name"])
 
 
 def _check_rivals(cluster: Cluster) -> None:
-    """Raises OutlastError while a controller runs that would make the same pods as the operator."""
-    if there := gather.rivals(cluster):
+    if rivals := gather.rivals(cluster):
         raise OutlastError(
-            f"{', '.join(there)} runs here and makes the pods of ElasticJobs of another API, as the operator would; "
-            f"stop it first: {conditions.stop(there)}. Its definition and its jobs stay, and train on"
+            f"{', '.join(rivals)} runs here and makes the pods of ElasticJobs of another API, as the operator would; "
+            f"stop it first: {conditions.stop(rivals)}. Its definition and its jobs stay, and train on"
         )
 
 
 def _check_alone(cluster: Cluster, namespace: str) -> None:
-    """Raises OutlastError when the roles of the cluster serve an operator in another namespace."""
     other = gather.holder(cluster.find(kinds.CLUSTER_ROLE_BINDING, OPERATOR) or {})
     if other and other != namespace and cluster.find(kinds.DEPLOYMENT, OPERATOR, namespace=other):
         raise OutlastError(
@@ -137,7 +135,7 @@ def _check_alone(cluster: Cluster, namespace: str) -> None:
 
 
 def _gone(cluster: Cluster, document: Document) -> bool:
-    """Wait until a document that is being deleted is no longer there; whether it is gone in time."""
+    """Wait until a document that is being deleted is gone; False on timeout."""
     with within(_GONE_S) as stop:
         while not stop.is_set():
             now = applied.there(cluster, document)
@@ -155,7 +153,7 @@ def _going(document: Document) -> str:
 
 
 def _wait_established(cluster: Cluster, name: str) -> None:
-    """Wait until the API server serves what a definition defines. Raises ClusterError when it does not in time."""
+    """Wait until the API server serves the kind of a definition. Raises ClusterError on timeout."""
 
     def established(definition: Document) -> bool:
         if refused := pods.condition(definition, "NamesAccepted", "False"):
@@ -175,7 +173,7 @@ def await_(
     timeout_s: float,
     namespace: str | None = None,
 ) -> Document | None:
-    """The document as soon as it is as wished; None when it is not within `timeout_s`."""
+    """The document as soon as `until` holds for it; None on timeout."""
     with within(timeout_s) as stop:
         for change in cluster.watch(kind, stop=stop, namespace=namespace, fields=f"metadata.name={name}"):
             if change.type != "deleted" and until(change.document):
@@ -184,7 +182,7 @@ def await_(
 
 
 def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Finding]:
-    """Wait until the operator or the node watcher runs as it is to; otherwise why it does not."""
+    """Wait until the operator or the node watcher runs; the findings about why it does not, on timeout."""
     kind, meta = kind_of(workload), workload["metadata"]
     name, namespace = meta["name"], meta["namespace"]
 
@@ -209,39 +207,39 @@ def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Find
 def jobs(cluster: Cluster) -> list[str]:
     """All ElasticJobs of definitions that are ours, as `namespace/name`. Raises Forbidden: a user who may not list jobs may not
     delete them."""
-    found: list[Document] = []
+    jobs_: list[Document] = []
     for kind in _JOBS:
-        there = cluster.find(kinds.CRD, kind.resource)
-        if there is not None and not foreign.ours(there):
+        definition = cluster.find(kinds.CRD, kind.resource)
+        if definition is not None and not foreign.ours(definition):
             continue
         with contextlib.suppress(NotServed, Absent):
-            found += cluster.list_(kind, everywhere=True)
-    return [f"{each['metadata']['namespace']}/{each['metadata']['name']}" for each in found]
+            jobs_ += cluster.list_(kind, everywhere=True)
+    return [f"{each['metadata']['namespace']}/{each['metadata']['name']}" for each in jobs_]
 
 
 _JOBS = (kinds.ELASTIC_JOB, *dropins.KINDS)
 
 
 def _named(kind: Kind, name: str, namespace: str = "") -> Document:
-    """Enough of a document to name it."""
+    """A document with just its identity."""
     where = {"namespace": namespace} if namespace else {}
     return {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": {"name": name, **where}}
 
 
 def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool = False) -> Iterator[Done]:
-    """Delete what `bring` created, in reverse order; the definitions only with `crds`, since all jobs are deleted with them.
+    """Delete what `ensure` created, in reverse order; the definitions only with `crds`, since all jobs are deleted with them.
 
     Raises OutlastError before anything is changed, when the operator is in another namespace.
     """
     _check_alone(cluster, namespace)
     made = documents(namespace=namespace, watch=True)
-    wanted = [each for each in made if each["kind"] != kinds.CRD.kind]
+    desired = [each for each in made if each["kind"] != kinds.CRD.kind]
     named = [_named(kinds.CRD, kind.resource) for kind in _JOBS]
     if crds:
         yield from (_delete(cluster, each) for each in named)
     left = [] if crds else [each for each in named if (there := applied.there(cluster, each)) is not None and foreign.ours(there)]
     roles = [each["metadata"]["name"] for each in rbac.users()]
-    for document in reversed(wanted):
+    for document in reversed(desired):
         old = applied.there(cluster, document)
         if old is None:
             if not document["metadata"]["name"].startswith(nodewatch.NAME):
@@ -258,8 +256,8 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
 
 def _delete(cluster: Cluster, document: Document) -> Done:
     meta = document["metadata"]
-    there = applied.there(cluster, document)
-    if there is not None and not foreign.ours(there):
+    existing = applied.there(cluster, document)
+    if existing is not None and not foreign.ours(existing):
         return Done("kept", document, "somebody else made it")
     try:
         cluster.delete(kind_of(document), meta["name"], namespace=meta.get("namespace"))
@@ -271,7 +269,7 @@ def _delete(cluster: Cluster, document: Document) -> Done:
 def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Done]:
     """Delete our namespace, and wait until it is gone: nothing can be installed there before."""
     if not namespace["metadata"].get("deletionTimestamp"):  # it cannot be deleted twice
-        if reason := _not_ours(cluster, namespace):
+        if reason := _protected(cluster, namespace):
             yield Done("kept", namespace, reason)
             return
         _delete(cluster, namespace)
@@ -281,37 +279,35 @@ def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Done]:
 
 
 def _installed(document: Document) -> bool:
-    """Whether `bring` created this; documents of jobs have the same label, and that of their job."""
+    """Whether `ensure` created this; documents of jobs have the same label, and that of their job."""
     return foreign.ours(document) and Label.JOB not in document["metadata"].get("labels", {})
 
 
-def _not_ours(cluster: Cluster, namespace: Document) -> str:
-    """Why a namespace must not be deleted; empty when all in it is ours."""
+def _protected(cluster: Cluster, namespace: Document) -> str:
+    """Why a namespace must not be deleted; empty when all of its content is ours."""
     if not foreign.ours(namespace):
         return "it was not made by `outlast install`"
     others = []
-    for kind in _LIVED_IN:
+    for kind in _PROTECTED_KINDS:
         try:
             found = cluster.list_(kind, namespace=namespace["metadata"]["name"])
         except (NotServed, Absent):
             continue
         except Forbidden:
             return f"its {kind.plural} may not be listed: they may be those of others"
-        others += [
-            f"{kind} {each['metadata']['name']}" for each in found if not _installed(each) and not _comes_along(kind, each)
-        ]
+        others += [f"{kind} {each['metadata']['name']}" for each in found if not _installed(each) and not _by_cluster(kind, each)]
     return f"there is more in it: {', '.join(others[:5])}" if others else ""
 
 
-def _comes_along(kind: Kind, document: Document) -> bool:
-    """Whether the cluster puts such a document into each namespace by itself."""
+def _by_cluster(kind: Kind, document: Document) -> bool:
+    """Whether the cluster itself creates such a document in each namespace."""
     if kind == kinds.CONFIG_MAP:
         return document["metadata"]["name"] in ("kube-root-ca.crt", "openshift-service-ca.crt", "istio-ca-root-cert")
     return kind == kinds.SECRET and document.get("type") == "kubernetes.io/service-account-token"
 
 
 def check_namespace(name: str) -> str:
-    """The name, if our namespace may have it. Raises OutlastError."""
+    """The name, if the operator may be installed there. Raises OutlastError."""
     if name in ("default", "kube-system", "kube-public", "kube-node-lease"):
         raise OutlastError(f"--namespace {name}: that one is the cluster's own; choose another")
     return name

@@ -1,8 +1,6 @@
-"""The status of a job on a cluster, from its workload, its pods and its agents' metrics.
-
-Pure: `status(snapshot)` is a function of documents and a time, which `KubernetesBackend` reads. The operator writes the status of
-an ElasticJob itself; then that is taken, and pods only add where the workers are.
-"""
+"""The status of a job on a cluster, from its workload, its pods and its agents' metrics. Pure: `status(snapshot)` is a function
+of documents and a time, which `KubernetesBackend` reads. The operator writes the status of an ElasticJob itself; that one is
+used then, and pods only add the places of workers."""
 
 from __future__ import annotations
 
@@ -20,11 +18,11 @@ from outlast.kubernetes.api import dropins, pods, wire, workloads
 Document = Mapping[str, Any]
 Metrics = Mapping[str, float]
 
-WISHED = "outlast.dev/replicas"
-"""Annotation of a suspended StatefulSet: how many workers it had."""
+REPLICAS = "outlast.dev/replicas"
+"""Annotation of a suspended StatefulSet: its former number of workers."""
 
 TAKEN_S = 15.0
-"""Longest time until an operator takes up a job: about a second, and this when its leader has just gone."""
+"""Longest time until an operator reconciles a new job: about a second, and this long when its leader has just gone."""
 
 
 @dataclass(frozen=True)
@@ -42,46 +40,45 @@ class Snapshot:
     older: Sequence[str] = ()
     """Names of workloads of earlier files of this job that are not over."""
     unknown: str = ""
-    """Why agents could not be asked."""
+    """Why agents could not be queried."""
     now: float = float("inf")
     """Seconds since the epoch."""
 
 
 def metrics(exposition: str) -> dict[str, float]:
     """The metrics in Prometheus' text format of one agent, without `outlast_` and labels."""
-    found = re.findall(r"^outlast_(\w+)(?:\{[^}]*\})? (\S+)", exposition, re.MULTILINE)
-    return {name: float(value) for name, value in found}
+    samples = re.findall(r"^outlast_(\w+)(?:\{[^}]*\})? (\S+)", exposition, re.MULTILINE)
+    return {name: float(value) for name, value in samples}
 
 
 def status(snapshot: Snapshot) -> JobStatus:
-    """The status of the job."""
     meta = snapshot.workload["metadata"]
     newest = _newest(snapshot.pods)
     workers = [_worker(pod, snapshot.metrics.get(pod["metadata"]["name"]), snapshot.pods) for _, pod in sorted(newest.items())]
-    wanted = _wanted(snapshot.workload)
-    low, high = snapshot.allowed or (wanted, wanted)
-    told = snapshot.metrics.values()
+    desired = _desired(snapshot.workload)
+    low, high = snapshot.allowed or (desired, desired)
+    reported = snapshot.metrics.values()
     ends = [end for pod in snapshot.pods if (end := pods.end(pod)) is not None and end.code != 0]
-    state, reason = _state(snapshot, newest, wanted)
-    committed = round(max((m.get("committed_step", 0) for m in told), default=0))
-    found = JobStatus(
+    state, reason = _state(snapshot, newest, desired)
+    committed = round(max((m.get("committed_step", 0) for m in reported), default=0))
+    result = JobStatus(
         name=snapshot.name,
         run=(meta.get("labels") or {}).get(Label.RUN, meta["name"]),
         state=state,
         reason=reason,
-        replicas=wanted,
+        replicas=desired,
         min=low,
         max=high,
         processes=snapshot.processes,
-        generation=round(max((m.get("generation", 0) for m in told), default=0)),
+        generation=round(max((m.get("generation", 0) for m in reported), default=0)),
         world=[pods.index(pod) for _, pod in sorted(newest.items()) if pods.ready(pod)],
-        step=round(max((m.get("step", 0) for m in told), default=0)),
-        steps=round(max((m.get("target_step", 0) for m in told), default=0)) or None,
-        told="data" if _brings_data(snapshot.workload) else "log" if any(m.get("step_logged") for m in told) else "",
-        restarts=sum(end.counted for end in ends) + sum(_again(pod) for pod in snapshot.pods),
+        step=round(max((m.get("step", 0) for m in reported), default=0)),
+        steps=round(max((m.get("target_step", 0) for m in reported), default=0)) or None,
+        told="data" if _brings_data(snapshot.workload) else "log" if any(m.get("step_logged") for m in reported) else "",
+        restarts=sum(end.counted for end in ends) + sum(_earlier_restarts(pod) for pod in snapshot.pods),
         interruptions=sum(not end.counted for end in ends),
         checkpoint=CheckpointStatus(step=committed, path="", time=0.0) if committed else None,
-        snapshot=_snapshot(told),
+        snapshot=_snapshot(reported),
         failure=_failure(snapshot.pods),
         workers=workers,
         warnings=list(_warnings(snapshot)),
@@ -94,61 +91,67 @@ def status(snapshot: Snapshot) -> JobStatus:
         finished=_finished(snapshot.workload, ends) if state.final else None,
     )
     if state is State.FAILED:
-        found.exit_code = found.failure.code if found.failure and found.failure.code > 0 else 1
+        result.exit_code = result.failure.code if result.failure and result.failure.code > 0 else 1
     if state is State.SUCCEEDED:
-        found.exit_code = 0
-    return _as_written(found, snapshot.workload)
+        result.exit_code = 0
+    return _as_written(result, snapshot.workload)
 
 
-def _as_written(found: JobStatus, workload: Document) -> JobStatus:
-    """The status with what an operator has written into the ElasticJob."""
+def _as_written(observed: JobStatus, workload: Document) -> JobStatus:
+    """The status completed by an operator's status of the ElasticJob."""
     written = workload.get("status") or {}
     if workloads.agentless(workload):
-        told = {"restarts": written.get("restarts"), "started": pods.seconds(written.get("startTime")) or None}
-        return found.model_copy(update={key: value for key, value in told.items() if value is not None})
+        fields_ = {"restarts": written.get("restarts"), "started": pods.seconds(written.get("startTime")) or None}
+        return observed.model_copy(update={key: value for key, value in fields_.items() if value is not None})
     if workload.get("kind") != "ElasticJob" or not written.get("state"):
-        return found
-    fields = {**found.model_dump(), **{key: value for key, value in written.items() if value is not None}}
-    if found.told == "log":  # an operator does not read logs
-        fields |= {"step": found.step, "steps": found.steps}
-    if found.workers:  # pods show where workers are as well as the operator does
-        fields["workers"] = [each.model_dump() for each in found.workers]
-    fields |= {"name": found.name, "replicas": found.replicas, "min": found.min, "max": found.max, "submitted": found.submitted}
-    fields["warnings"] = [*dict.fromkeys([*(written.get("warnings") or []), *found.warnings])]
+        return observed
+    fields = {**observed.model_dump(), **{key: value for key, value in written.items() if value is not None}}
+    if observed.told == "log":  # an operator does not read logs
+        fields |= {"step": observed.step, "steps": observed.steps}
+    if observed.workers:  # pods show the places of workers as well as the operator
+        fields["workers"] = [each.model_dump() for each in observed.workers]
+    fields |= {
+        "name": observed.name,
+        "replicas": observed.replicas,
+        "min": observed.min,
+        "max": observed.max,
+        "submitted": observed.submitted,
+    }
+    fields["warnings"] = [*dict.fromkeys([*(written.get("warnings") or []), *observed.warnings])]
     return JobStatus.model_validate(fields)
 
 
-def entries(workload: Document, found: JobStatus) -> list[Event]:
-    """Events that the cluster knows of a run beside its ledger: the operator's notes, else its submission and its end."""
+def entries(workload: Document, status: JobStatus) -> list[Event]:
+    """Events of a run that the cluster knows beside the run's ledger: the operator's notes, else its submission and its end."""
     noted = [dict(each) for each in (workload.get("status") or {}).get("ledger") or ()]
     kinds = {each.get("kind") for each in noted}
-    if "submitted" not in kinds and found.submitted:
-        noted.append({"t": found.submitted, "kind": "submitted", "source": "cluster", "job": found.name})
-    if "finished" not in kinds and found.state.final and found.finished:
-        end = {"state": str(found.state), "reason": found.reason, "step": found.step, "code": found.exit_code}
-        noted.append({"t": found.finished, "kind": "finished", "source": "cluster", **end})
+    if "submitted" not in kinds and status.submitted:
+        noted.append({"t": status.submitted, "kind": "submitted", "source": "cluster", "job": status.name})
+    if "finished" not in kinds and status.state.final and status.finished:
+        end = {"state": str(status.state), "reason": status.reason, "step": status.step, "code": status.exit_code}
+        noted.append({"t": status.finished, "kind": "finished", "source": "cluster", **end})
     return noted
 
 
-def _newest(found: Sequence[Document]) -> dict[int, Document]:
+def _newest(documents: Sequence[Document]) -> dict[int, Document]:
     """The pod of each worker: the newest one that is not being deleted, else the newest."""
-    return {pods.index(pod): pod for pod in sorted(found, key=lambda pod: (not pods.leaves(pod), pods.born(pod)))}
+    return {pods.index(pod): pod for pod in sorted(documents, key=lambda pod: (not pods.leaves(pod), pods.created(pod)))}
 
 
-def _wanted(workload: Document) -> int:
-    """How many workers it has, or had when it was suspended."""
-    held = (workload["metadata"].get("annotations") or {}).get(WISHED)
+def _desired(workload: Document) -> int:
+    """The number of workers, or the number before it was suspended."""
+    held = (workload["metadata"].get("annotations") or {}).get(REPLICAS)
     return workloads.replicas(workload) or int(held or 0)
 
 
 def suspended(workload: Document) -> bool:
-    """Whether it is to have no pods for now."""
+    """Whether it should have no pods for now."""
     spec = workload.get("spec") or {}
     if workload.get("kind") == "StatefulSet":
         return spec.get("replicas") == 0
     if (drop_in := dropins.of(workload)) is not None:
         return drop_in.sizes(workload)[1] == 0
-    if workload.get("kind") == "ElasticJob" and _wanted(workload) == 0:
+    if workload.get("kind") == "ElasticJob" and _desired(workload) == 0:
         return True
     return bool(spec.get("suspend"))
 
@@ -165,11 +168,10 @@ def over(workload: Document) -> State | None:
     return State.FAILED if pods.condition(workload, "Failed") else None
 
 
-def _state(snapshot: Snapshot, newest: Mapping[int, Document], wanted: int) -> tuple[State, str]:
-    """The state and its sentence."""
+def _state(snapshot: Snapshot, newest: Mapping[int, Document], desired: int) -> tuple[State, str]:
     if (ended := over(snapshot.workload)) is not None:
         return ended, _ended(snapshot, ended)
-    if (ended := _stayed(snapshot, newest, wanted)) is not None:
+    if (ended := _stayed_up(snapshot, newest, desired)) is not None:
         return ended, "all workers are done" if ended is State.SUCCEEDED else "workers have failed for good; their logs say why"
     if suspended(snapshot.workload):
         leaving = sum(not pods.over(pod) for pod in newest.values())
@@ -184,11 +186,14 @@ def _state(snapshot: Snapshot, newest: Mapping[int, Document], wanted: int) -> t
         if problem := pods.lost(pod):
             return State.RESTARTING, f"worker {index} {problem}"
     troubles = [(index, pod) for index, pod in sorted(newest.items()) if index not in alive and pods.phase(pod) != "Succeeded"]
-    if len(alive) + sum(pods.phase(pod) == "Succeeded" for pod in newest.values()) >= wanted:
+    if len(alive) + sum(pods.phase(pod) == "Succeeded" for pod in newest.values()) >= desired:
         ready = sum(pods.ready(pod) for pod in newest.values())
         if _brings_data(snapshot.workload):
             return State.RUNNING, "brings the data; its log says how far it is"
-        return State.RUNNING, f"{ready} of {wanted} workers are in a world" if ready < wanted else f"all {wanted} workers train"
+        return (
+            State.RUNNING,
+            f"{ready} of {desired} workers are in a world" if ready < desired else f"all {desired} workers train",
+        )
     began = any(pods.began(pod) for pod in snapshot.pods)
     if troubles:
         index, pod = troubles[0]
@@ -197,7 +202,7 @@ def _state(snapshot: Snapshot, newest: Mapping[int, Document], wanted: int) -> t
         sentence = "leaves, and is being replaced" if pods.leaves(pod) else sentence
         return (State.RESTARTING if began else State.PENDING), f"worker {index} {sentence}"
     if began:
-        return State.RESTARTING, f"{len(alive)} of {wanted} workers are there; the others are being replaced"
+        return State.RESTARTING, f"{len(alive)} of {desired} workers are there; the others are being replaced"
     return State.PENDING, _unmade(snapshot)
 
 
@@ -213,20 +218,20 @@ def _unmade(snapshot: Snapshot) -> str:
     if broken := snapshot.workload.get(wire.UNREADABLE):
         return f"it cannot be read: {broken}"
     if snapshot.workload.get("kind") == "ElasticJob" and not snapshot.workload.get("status"):
-        if snapshot.now - pods.born(snapshot.workload) < TAKEN_S:
+        if snapshot.now - pods.created(snapshot.workload) < TAKEN_S:
             return "it was submitted a moment ago, and its operator is to take it up"
         return "no operator has taken it up yet; is one installed? (outlast install)"
     return f"its pods are not created yet; if it stays so, outlast why {snapshot.name} says why"
 
 
-def _stayed(snapshot: Snapshot, newest: Mapping[int, Document], wanted: int) -> State | None:
-    """How the workers of a StatefulSet, which stay up, have ended; None while not all have."""
-    if snapshot.workload.get("kind") != "StatefulSet" or len(newest) < wanted or not newest:
+def _stayed_up(snapshot: Snapshot, newest: Mapping[int, Document], desired: int) -> State | None:
+    """The state in which the workers of a StatefulSet, which stay up, have ended; None while not all have."""
+    if snapshot.workload.get("kind") != "StatefulSet" or len(newest) < desired or not newest:
         return None
-    said = [snapshot.metrics.get(pod["metadata"]["name"], {}) for pod in newest.values()]
-    if not all(each.get("done") or each.get("failed") for each in said):
+    reported = [snapshot.metrics.get(pod["metadata"]["name"], {}) for pod in newest.values()]
+    if not all(each.get("done") or each.get("failed") for each in reported):
         return None
-    return State.FAILED if any(each.get("failed") for each in said) else State.SUCCEEDED
+    return State.FAILED if any(each.get("failed") for each in reported) else State.SUCCEEDED
 
 
 def _ended(snapshot: Snapshot, state: State) -> str:
@@ -234,37 +239,37 @@ def _ended(snapshot: Snapshot, state: State) -> str:
     if state is State.SUCCEEDED:
         return "the data are complete" if _brings_data(snapshot.workload) else "all workers are done"
     if _brings_data(snapshot.workload):
-        for pod in sorted(snapshot.pods, key=pods.born, reverse=True):
+        for pod in sorted(snapshot.pods, key=pods.created, reverse=True):
             if error := pods.last_error(pod):
                 return error
     failure = _failure(snapshot.pods)
     condition = pods.condition(snapshot.workload, "Failed") or {}
-    said = f"{condition.get('message') or condition.get('reason') or ''}".rstrip(".")
-    return "; ".join(filter(None, (failure.reason if failure else "", said))) or "it failed"
+    because = f"{condition.get('message') or condition.get('reason') or ''}".rstrip(".")
+    return "; ".join(filter(None, (failure.reason if failure else "", because))) or "it failed"
 
 
-def _failure(found: Sequence[Document]) -> Failure | None:
+def _failure(documents: Sequence[Document]) -> Failure | None:
     """The last failure of a worker."""
-    failures = [(end.time, pods.index(pod), end) for pod in found if (end := pods.end(pod)) is not None and end.counted]
+    failures = [(end.time, pods.index(pod), end) for pod in documents if (end := pods.end(pod)) is not None and end.counted]
     if not failures:
         return None
     when, index, end = max(failures, key=lambda each: each[:2])
     return Failure(worker=index, code=end.code, reason=f"worker {index} {end.sentence}", time=when)
 
 
-def _again(pod: Document) -> int:
+def _earlier_restarts(pod: Document) -> int:
     """Restarts of a container that its last termination does not show."""
     return max(0, int(pods.container_status(pod).get("restartCount", 0)) - 1)
 
 
-def _snapshot(told: Collection[Metrics]) -> SnapshotStatus | None:
-    """The newest snapshot in memory, of those that the agents of this generation report."""
-    newest: Metrics = max(told, key=lambda m: (m.get("generation", 0), m.get("snapshot_step", 0)), default={})
+def _snapshot(reported: Collection[Metrics]) -> SnapshotStatus | None:
+    """The newest snapshot in memory that an agent of this generation reports."""
+    newest: Metrics = max(reported, key=lambda m: (m.get("generation", 0), m.get("snapshot_step", 0)), default={})
     step = round(newest.get("snapshot_step", 0))
     return SnapshotStatus(step=step, every=round(newest.get("snapshot_every", 0))) if step else None
 
 
-def _worker(pod: Document, said: Metrics | None, every: Sequence[Document]) -> WorkerStatus:
+def _worker(pod: Document, reported: Metrics | None, every: Sequence[Document]) -> WorkerStatus:
     index, end = pods.index(pod), pods.end(pod)
     others = [other for other in every if pods.index(other) == index and other is not pod]
     restarts = sum((e := pods.end(other)) is not None and e.counted for other in others)
@@ -275,10 +280,10 @@ def _worker(pod: Document, said: Metrics | None, every: Sequence[Document]) -> W
         state, reason = "leaving", "is being deleted"
     elif not pods.running(pod):
         state = "pending"
-    elif said and said.get("leaving"):
+    elif reported and reported.get("leaving"):
         state = "leaving"
-    elif said and (said.get("done") or said.get("failed")):
-        state = "failed" if said.get("failed") else "done"
+    elif reported and (reported.get("done") or reported.get("failed")):
+        state = "failed" if reported.get("failed") else "done"
     else:
         state = "training" if pods.ready(pod) else "starting"
     return WorkerStatus(
@@ -287,7 +292,7 @@ def _worker(pod: Document, said: Metrics | None, every: Sequence[Document]) -> W
         restarts=restarts + int(pods.container_status(pod).get("restartCount", 0)),
         pod=pod["metadata"]["name"],
         node=pod["spec"].get("nodeName", ""),
-        step=round(said["step"]) if said and "step" in said else None,
+        step=round(reported["step"]) if reported and "step" in reported else None,
         reason=reason,
     )
 
@@ -300,7 +305,7 @@ def _warnings(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _environment(workload: Document) -> dict[str, str]:
-    """What the pods' container is given, as far as it is text."""
+    """The variables of the pods' container that have literal values."""
     containers = (workloads.template(workload).get("spec") or {}).get("containers") or ()
     return {each["name"]: each["value"] for c in containers for each in c.get("env") or () if "value" in each}
 

@@ -24,31 +24,29 @@ from outlast.kubernetes.api import pods
 _QUEUE = 10_000
 """Most lines in the queue to the reader."""
 _POLL_S = 1.0
-"""Interval of asking whether the job is over."""
+"""Interval between checks whether the job is over."""
 _STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
-"""RFC 3339, as nodes write it."""
+"""RFC 3339, as nodes write times."""
 _QUIET_S = 30.0
-"""Once the job has ended, a worker that writes nothing for this long is given up. Until then it may still upload its output; the
-phase of its pod does not tell, since its node may be lost or no controller be there to delete it."""
+"""Once the job has ended, we stop following a worker that writes nothing for this long. It may upload its output until then;
+the phase of its pod does not show the end, since its node may be lost and no controller may delete it."""
 _LAST_S = 300.0
-"""Longest time that such a worker is followed."""
+"""Upper bound of following such a worker."""
 _PAUSE_S = 0.5
-"""Pause before a log whose connection has ended is asked for again."""
+"""Pause before reconnecting to a log whose connection has ended."""
 
 
 def merged(
     cluster: api.Cluster,
-    found: Sequence[api.Document],
+    documents: Sequence[api.Document],
     *,
     tail: int | None = None,
     since_s: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[LogLine]:
-    """The lines of all pods, in the order of time; with `tail`, the last lines of the newest pod of each worker.
-
-    `say` is called for a pod whose node does not answer; if none answers, that is raised.
-    """
-    begun = sorted((pod for pod in found if pods.began(pod)), key=pods.born)
+    """The lines of all pods, ordered by time; with `tail`, the last lines of the newest pod of each worker. `say` is called for
+    a pod whose node does not answer; if none answers, the error is raised."""
+    begun = sorted((pod for pod in documents if pods.began(pod)), key=pods.created)
     if tail is not None:
         begun = list({pods.index(pod): pod for pod in begun}.values())
     unread: list[Unanswered] = []
@@ -69,10 +67,10 @@ def merged(
 def _past(
     cluster: api.Cluster, pod: api.Document, *, tail: int | None, since_s: float | None
 ) -> Iterator[tuple[tuple[str, str], LogLine]]:
-    """Times and lines of a pod, those before the last restart of its container included."""
+    """Times and lines of a pod, including those before the last restart of its container."""
     meta, index = pod["metadata"], pods.index(pod)
-    before = tail is None and int(pods.container_status(pod).get("restartCount", 0)) > 0
-    for previous in (True, False) if before else (False,):
+    restarted = tail is None and int(pods.container_status(pod).get("restartCount", 0)) > 0
+    for previous in (True, False) if restarted else (False,):
         with contextlib.suppress(Absent, Refused):  # gone meanwhile, or its node has forgotten that log
             options = api.LogOptions(
                 container=pods.container_name(pod), tail=tail, since_s=since_s, previous=previous, timestamps=True
@@ -83,54 +81,51 @@ def _past(
 
 
 @dataclass(frozen=True)
-class Course:
-    """The pods of a job to follow, and how the job goes on."""
+class Followed:
+    """The pods of a job to follow, and callbacks about the job."""
 
     labels: str
     """Selects the pods."""
     over: Callable[[], bool]
     """Whether the job has ended; called every second by a thread of its own."""
-    wanted: Callable[[api.Document], bool] = lambda _: True
+    selected: Callable[[api.Document], bool] = lambda _: True
     """Whether to read the log of a pod."""
     finished: Callable[[str], bool] = lambda _: False
-    """Of a job that has ended: whether the pod of this name writes no more, although it stays up."""
+    """Whether the pod of this name writes no more once the job has ended, although it stays up."""
     why: Callable[[], str] = lambda: "they are not made yet"
     """Why there are no pods."""
 
 
 def follow(
     cluster: api.Cluster,
-    course: Course,
+    followed: Followed,
     *,
     tail: int | None = None,
     since_s: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[LogLine]:
-    """The lines of all pods that there are and will be, until the job is over and everything has been read.
-
-    `say` is called with what is waited for, whenever that changes, and when the cluster does not answer; then we wait. Once the
-    job is over this ends whatever becomes of its pods: with those that end, or write nothing for `_QUIET_S`.
-    """
-    return _Follower(cluster, course, say, tail, since_s).lines()
+    """The lines of all present and future pods, until the job is over and everything has been read. `say` is called with the
+    reason for waiting whenever it changes, and when the cluster does not answer. Once the job is over this ends whatever
+    becomes of its pods: with those that end, or write nothing for `_QUIET_S`."""
+    return _Follower(cluster, followed, say, tail, since_s).lines()
 
 
 class _Follower:
     """Follows the logs of a job's pods: a thread watches the pods, one asks whether the job is over, and one reads each log."""
 
     def __init__(
-        self, cluster: api.Cluster, course: Course, say: Callable[[str], None], tail: int | None, since_s: float | None
+        self, cluster: api.Cluster, followed: Followed, say: Callable[[str], None], tail: int | None, since_s: float | None
     ) -> None:
-        self._cluster, self._course, self._say = cluster, course, say
+        self._cluster, self._followed, self._say = cluster, followed, say
         self._tail, self._since_s = tail, since_s
         self._stop, self._over, self._pods_exist = api.Stop(), threading.Event(), threading.Event()
         self._news: queue.Queue[LogLine | api.Change | str | BaseException | None] = queue.Queue(_QUEUE)
         self._readers: dict[str, _Reader] = {}
         self._threads: list[threading.Thread] = []
-        self._said: dict[str, str] = {}
+        self._reported: dict[str, str] = {}
 
     def lines(self) -> Iterator[LogLine]:
-        """See `follow`."""
-        last = 0.0  # when the logs that still go on are given up; 0 while the job is not over
+        last = 0.0  # deadline for the logs that still go on; 0 while the job is not over
         try:
             for pod in backoff.until_answered(self._list, self._say, every_s=_POLL_S):
                 self._look(pod, first=True)
@@ -152,7 +147,7 @@ class _Follower:
                 if self._over.is_set():
                     last = last or time.monotonic() + _LAST_S
                     for reader in self._readers.values():
-                        if self._course.finished(reader.name) or reader.quiet_s() > _QUIET_S or time.monotonic() > last:
+                        if self._followed.finished(reader.name) or reader.quiet_s() > _QUIET_S or time.monotonic() > last:
                             reader.finish()
         finally:
             self._stop.set()
@@ -165,7 +160,7 @@ class _Follower:
         return self._over.is_set() and not reads and self._news.empty()
 
     def _list(self) -> Sequence[api.Document]:
-        return self._cluster.list_(api.POD, labels=self._course.labels)
+        return self._cluster.list_(api.POD, labels=self._followed.labels)
 
     def _put(self, item: LogLine | api.Change | str | BaseException | None) -> None:
         while not self._stop.is_set():
@@ -188,7 +183,7 @@ class _Follower:
     def _watch(self) -> None:
         while not self._stop.is_set():
             with contextlib.suppress(Unanswered):  # its first list; later it retries by itself, and the other thread says so
-                for change in self._cluster.watch(api.POD, labels=self._course.labels, stop=self._stop):
+                for change in self._cluster.watch(api.POD, labels=self._followed.labels, stop=self._stop):
                     self._put(change)
             self._stop.wait(_PAUSE_S)
 
@@ -200,30 +195,30 @@ class _Follower:
             nonlocal waiting
             if self._stop.is_set():
                 return ()
-            if self._course.over():
+            if self._followed.over():
                 return self._list()
-            if not self._pods_exist.is_set() and waiting != (waiting := f"waiting for pods: {self._course.why()}"):
+            if not self._pods_exist.is_set() and waiting != (waiting := f"waiting for pods: {self._followed.why()}"):
                 self._put(waiting)
             return None
 
-        while (found := backoff.until_answered(remaining, self._put, every_s=_POLL_S)) is None:
+        while (left := backoff.until_answered(remaining, self._put, every_s=_POLL_S)) is None:
             self._stop.wait(_POLL_S)
-        for pod in found:
+        for pod in left:
             self._put(api.Change("added", pod))
         self._over.set()
 
     def _look(self, pod: api.Document, *, first: bool) -> None:
-        """Read the log of a pod that has begun; say what another one waits for."""
+        """Read the log of a pod that has begun; report why another one waits."""
         self._pods_exist.set()
         uid = pod["metadata"]["uid"]
-        if uid in self._readers or not self._course.wanted(pod):
+        if uid in self._readers or not self._followed.selected(pod):
             return
         if pods.began(pod):
             tail, since_s = (self._tail, self._since_s) if first else (None, None)
             reader = self._readers[uid] = _Reader(self._cluster, pod, self._put, self._stop, tail=tail, since_s=since_s)
             self._threads.append(self._run(reader.read))
-        elif (why := pods.waits(pod)) and self._said.get(uid) != why:
-            self._said[uid] = why
+        elif (why := pods.waits(pod)) and self._reported.get(uid) != why:
+            self._reported[uid] = why
             self._say(f"worker {pods.index(pod)} {why}")
 
 
@@ -247,7 +242,7 @@ class _Reader:
         self._uid, self._container, self._index = pod["metadata"]["uid"], pods.container_name(pod), pods.index(pod)
         self._starts = int(pods.container_status(pod).get("restartCount", 0))
         """How often the container had been restarted when this log was begun."""
-        self._heard = time.monotonic()
+        self._last_line_at = time.monotonic()
         self._last, self._same = "", 0
         """Time of the newest line, and how many lines carry it. Kept when the container restarts: lines that were read before the
         restart was known are not repeated."""
@@ -264,7 +259,7 @@ class _Reader:
                 return
             starts = int(pods.container_status(pod).get("restartCount", 0))
             if starts == self._starts + 1:
-                self._lines(previous=True)  # what came after the connection was lost
+                self._lines(previous=True)  # the lines after the connection was lost
             self._starts = starts
             if pods.over(pod) or (not pods.running(pod) and pod["metadata"].get("deletionTimestamp")):
                 self._lines()
@@ -275,11 +270,10 @@ class _Reader:
         self._finished.set()
 
     def quiet_s(self) -> float:
-        """Seconds since its last line."""
-        return time.monotonic() - self._heard
+        return time.monotonic() - self._last_line_at
 
     def _look(self) -> api.Document | None:
-        """The pod as it is now; None when it is gone."""
+        """The current pod; None when it is gone."""
         while not self._stop.is_set():
             try:
                 pod = self._cluster.find(api.POD, self.name, namespace=self.namespace)
@@ -289,7 +283,7 @@ class _Reader:
         return None
 
     def _lines(self, *, follow: bool = False, previous: bool = False) -> None:
-        """Put the lines that were not put yet."""
+        """Put the lines that have not been put yet."""
         skip, begin = self._same, self._last
         if self._stop.is_set():
             return
@@ -316,14 +310,14 @@ class _Reader:
                 stamp = line.partition(" ")[0]
                 self._same = self._same + 1 if stamp == self._last else 1
                 self._last = stamp
-                self._heard = time.monotonic()
+                self._last_line_at = time.monotonic()
                 self._put(LogLine(self._index, text))
         except (Absent, Refused, Unanswered):  # gone, not restarted yet, or unreachable: `read` finds out which
             return
 
 
 def _split(line: str) -> tuple[tuple[str, str], str] | None:
-    """The moment and the text of a line with its time. None for one without: that is the kubelet's own, such as that it has
+    """The moment and the text of a line that begins with its time; None for the kubelet's own lines, such as that it has
     forgotten the log of a container (`unable to retrieve container logs for containerd://...`)."""
     stamp, _, text = line.partition(" ")
     return (_moment(stamp), text) if _STAMP.fullmatch(stamp) else None

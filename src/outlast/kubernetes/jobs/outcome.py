@@ -25,13 +25,13 @@ OUTPUTS = (
     *("checkpoint", "checkpoint_step", "best_checkpoint", "best_step", "best_metric", "best_by"),
     *("loss", "accuracy", "metrics"),
 )
-"""Their names; docs/guide/pipelines.md says what each means."""
+"""Names of the outputs; docs/guide/pipelines.md explains each."""
 FILE = "outputs.json"
 """All outputs in one file, beside those with one each."""
 _LINES = 500
-"""Last lines of the metrics that are read: not every line has a loss."""
+"""Number of last lines of the metrics to read: not every line has a loss."""
 _EVALUATIONS = ("evaluation.json", "final.json")
-"""Documents with metrics that the recipes write into their output, those that count more first."""
+"""Documents with metrics that the recipes write into their output, in order of precedence."""
 _ACCURACY = ("accuracy", "val_accuracy", "acc@1", "val_acc@1")
 
 
@@ -47,12 +47,12 @@ class Outcome:
         return {name: str(self.values.get(name, "")) for name in OUTPUTS}
 
     def json(self) -> str:
-        """All of it; what is not known or no finite number is null."""
+        """The outputs as JSON; unknown values and non-finite numbers are null."""
         document = {**{name: self.values.get(name) for name in OUTPUTS}, "missing": dict(self.missing)}
         return json.dumps(_finite(document), indent=2) + "\n"
 
     def write(self, directory: Path) -> None:
-        """A file for each output, and all in one. Raises OSError."""
+        """Write a file for each output, and one with all. Raises OSError."""
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in self.texts().items():
             files.replace(directory / name, text)
@@ -60,7 +60,8 @@ class Outcome:
 
 
 def outcome(status: JobStatus, namespace: str, stored: Mapping[str, Any] | str, now: float) -> Outcome:
-    """The outputs of a job that has ended. `stored` are those that its store knows, see `read`, or why that cannot be asked."""
+    """The outputs of a job that has ended. `stored` are those known to its store, see `read`, or why the store cannot be
+    read."""
     found: dict[str, Any] = {
         "job": status.name,
         "namespace": namespace,
@@ -92,14 +93,14 @@ def outcome(status: JobStatus, namespace: str, stored: Mapping[str, Any] | str, 
 
 
 def numbers(evaluations: Sequence[Mapping[str, Any]], logged: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The outputs with metrics, of the recipes' documents, those that count more first, and of lines of metrics.jsonl."""
+    """The outputs with metrics, from the recipes' documents in order of precedence and from lines of metrics.jsonl."""
     newest = [*evaluations, *reversed(logged)]
-    found = {"loss": _first(newest, ("loss", "val_loss")), "accuracy": _first(newest, _ACCURACY)}
-    return {**found, "metrics": json.dumps(_finite(logged[-1])) if logged else None}
+    values = {"loss": _first(newest, ("loss", "val_loss")), "accuracy": _first(newest, _ACCURACY)}
+    return {**values, "metrics": json.dumps(_finite(logged[-1])) if logged else None}
 
 
 def _finite(document: Mapping[str, Any]) -> dict[str, Any]:
-    """With null in place of infinite numbers and NaN, which JSON has not."""
+    """The value with null in place of infinite numbers and NaN, which JSON lacks."""
     return {name: None if isinstance(each, float) and not math.isfinite(each) else each for name, each in document.items()}
 
 
@@ -113,7 +114,7 @@ def _first(documents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> floa
 
 
 def read(status: JobStatus) -> dict[str, Any] | str:
-    """The outputs that the store of a job knows, or why it cannot be asked."""
+    """The outputs that the store of a job knows, or why it cannot be read."""
     if status.store is None:
         where = status.output or "wherever its script writes"
         return f"the output is in no store ({where}), and this step does not see it"
@@ -160,6 +161,6 @@ def _document(place: Any, name: str) -> Mapping[str, Any]:
 def _parsed(text: bytes) -> Mapping[str, Any]:
     """A JSON object; empty for anything else."""
     with contextlib.suppress(ValueError):
-        found = json.loads(text)
-        return found if isinstance(found, dict) else {}
+        value = json.loads(text)
+        return value if isinstance(value, dict) else {}
     return {}

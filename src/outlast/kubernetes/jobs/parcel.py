@@ -34,26 +34,25 @@ if TYPE_CHECKING:
 SMALL = 700 << 10
 """The largest archive that goes into a ConfigMap. One may hold 1 MiB, and is a third larger on its way in JSON."""
 APPLIED = 190 << 10
-"""The largest for kubectl's usual way of applying, which keeps a copy of the ConfigMap in an annotation of at most 256 KiB."""
+"""The largest for kubectl's usual way of applying, which stores a copy of the ConfigMap in an annotation of at most 256 KiB."""
 BELOW = "code"
-"""Below the store that jobs write to: archives by their SHA-256, shared by all jobs."""
+"""Directory below the store that jobs write to: archives by their SHA-256, shared by all jobs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """Where an archive goes: one of the two."""
+    """The destination of an archive: one of the two."""
 
     config_map: str = ""
-    """Name of the ConfigMap."""
     url: str = ""
-    """Of the object in a store."""
+    """URL of the object in a store."""
 
     def __str__(self) -> str:
         return f"ConfigMap {self.config_map}" if self.config_map else self.url
 
 
 def choose(job: spec.Job, *, size: int, checksum: str, suffix: str, room: int = SMALL) -> Way | None:
-    """Where an archive of this size goes; None when there is no room for it in a ConfigMap, and the job names no store."""
+    """The destination of an archive of this size; None when it is too large for a ConfigMap, and the job names no store."""
     if size <= room:
         return Way(config_map=Names(job.metadata.name).code(checksum))
     above = volumes.store_of_all(job.spec)
@@ -65,13 +64,13 @@ class Parcel:
     """Code on its way to pods. Made by `pack`."""
 
     job: spec.Job
-    """The job, whose code is where pods find it."""
+    """The job, with the location of its code in pods."""
     code: bytes = b""
-    """The archive, for the ConfigMap (`manifests.render(..., code=)`); empty when it is none of a ConfigMap."""
+    """The archive for the ConfigMap (`manifests.render(..., code=)`); empty when it does not go into one."""
     sentence: str = ""
     """`code: 41 files, 120 KiB -> ConfigMap train-code-1a2b3c4d`; empty when nothing is shipped."""
     url: str = ""
-    """Where in a store the archive is to be before pods start; empty when it is in none."""
+    """URL of the archive in a store, where it must be before pods start; empty when it goes into no store."""
     archive: Path = Path()
     """The archive, until the end of the `with`."""
 
@@ -124,7 +123,7 @@ def _of_directory(job: spec.Job, root: Path, archive: Path, but: Collection[Path
     names = {entry.name for entry in entries}
     tree.check_script(job.spec, root, names)
     made = _shipped(job, archive, f"{len(entries):,} file{'' if len(entries) == 1 else 's'}", room)
-    if made is None:  # the last bytes of an archive are those too many
+    if made is None:  # the end of an archive exceeds the limit
         raise _too_large(root, entries, room)
     fields = made.job.spec
     environment = fields.environment.model_copy(update=dict(_in_code(fields.environment, root.resolve(), names)))

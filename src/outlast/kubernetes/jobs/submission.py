@@ -1,4 +1,4 @@
-"""Submitting a job: its documents are applied, after what there is of it before has ended or was removed."""
+"""Submitting a job: its documents are applied, once earlier ones of this name have ended or were removed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 Document = api.Document
 
 FILE = "outlast.dev/file"
-"""Annotation of a workload that was submitted: the label `run` that its file would have got when it is applied by itself."""
+"""Annotation of a submitted workload: the label `run` that its file would get if it were applied by itself."""
 
 
 def rendered(job: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
-    """The documents of a job for the operator. `run` names the submission (None: as its file); `fresh` starts a new run."""
+    """The documents of a job for the operator. `run` names the submission (None: a digest of the file); `fresh` starts a new
+    run."""
     from outlast.kubernetes import manifests
 
     del source
@@ -65,16 +66,16 @@ class Submission:
         url = self._to_take(job, fresh) if take_over else ""
         of_file = workload_in(self.documents(job, source, None, False))
         if not (fresh or take_over):
-            for there in self.workloads.of(job.metadata.name):
-                ended = self._ended(there)
-                if ended is not State.FAILED and self._same(there, of_file, ended):
-                    yield self._again(there, of_file, ended)
+            for existing in self.workloads.of(job.metadata.name):
+                ended = self._ended(existing)
+                if ended is not State.FAILED and self._same(existing, of_file, ended):
+                    yield self._again(existing, of_file, ended)
                     return
         # Each submission is another owner of the run: an earlier one of the same file may have ended or be stopped.
         documents = self.documents(job, source, new_run(job), fresh)
-        wanted = workload_in(documents)
+        workload = workload_in(documents)
         if run := (of_file["metadata"].get("labels") or {}).get(Label.RUN):
-            wanted["metadata"].setdefault("annotations", {})[FILE] = run
+            workload["metadata"].setdefault("annotations", {})[FILE] = run
         if not fresh:
             yield from self._continued(job)
         yield from self.make_room(job.metadata.name, documents, fresh=fresh)
@@ -85,16 +86,16 @@ class Submission:
         beside: list[Document] = []
         for document in documents:
             kind, meta = api.kind_of(document), document["metadata"]
-            if document is wanted and (secret := objects.key(job, wanted, secrets.token_hex(32))):
+            if document is workload and (secret := objects.key(job, workload, secrets.token_hex(32))):
                 key, sentence = self._key(secret, alive)
                 beside += key
                 yield sentence
             title = f"{kind} {meta['name']}"
-            old = self._there(document, alive)
+            old = self._existing(document, alive)
             if old is not None and kind is api.CLAIM:
                 yield objects.kept(document, old)
                 continue
-            if kind not in NAMED:  # also what has come since `make_room`
+            if kind not in NAMED:  # includes objects created since `make_room`
                 foreign.check(old, {Label.JOB: job.metadata.name}, instead=_INSTEAD)
             done = applied.apply(self.cluster, document, old=old)
             yield f"{title} {done.what}"
@@ -112,9 +113,9 @@ class Submission:
         from outlast.storage.checkpoints import register
 
         name, url = job.metadata.name, places.store(job)
-        there = next(iter(self.workloads.of(name)), None)
-        old = self.workloads.job(there) if there and self._ended(there) is State.SUCCEEDED else None
-        if old is None or not changes.longer(old, wanted := places.document(job), 0):
+        existing = next(iter(self.workloads.of(name)), None)
+        old = self.workloads.job(existing) if existing and self._ended(existing) is State.SUCCEEDED else None
+        if old is None or not changes.longer(old, new := places.document(job), 0):
             return
         if not url:
             yield f"{name} has succeeded, and begins anew: only a run whose output is in a store goes on when more is asked for"
@@ -127,7 +128,7 @@ class Submission:
             raise OutlastError(
                 f"{name} has succeeded and is asked for more, but {url} cannot be read: {problem}; --fresh starts anew"
             ) from problem
-        if run and newest and changes.longer(old, wanted, newest.step):
+        if run and newest and changes.longer(old, new, newest.step):
             runs.end(place, run.run, State.CANCELLED, "more steps or epochs are asked for", None, by=run.owner)
             yield f"{name} has succeeded; as it asks for more now, its run goes on from step {newest.step}; --fresh starts anew"
 
@@ -138,9 +139,9 @@ class Submission:
         if not (url := places.store(job)):
             raise OutlastError("--take-over is for a run in a store, and output names none; leave it out")
         name = job.metadata.name
-        if not fresh and (there := self.workloads.of(name)):
+        if not fresh and (existing := self.workloads.of(name)):
             raise AlreadyRunning(
-                f"{name} is there already, as {there[0]['kind']} {there[0]['metadata']['name']}; "
+                f"{name} is there already, as {existing[0]['kind']} {existing[0]['metadata']['name']}; "
                 f"outlast cancel {name} removes it, then --take-over takes the run from whoever trains it elsewhere"
             )
         return url
@@ -151,12 +152,12 @@ class Submission:
         readable = True
         try:
             try:
-                old = self._there(secret, alive)
+                old = self._existing(secret, alive)
             except Forbidden:  # as in a notebook: it may create Secrets, and read none
                 old, readable = None, False
             if old is not None:
-                ours = (old["metadata"].get("labels") or {}).get(Label.JOB) == secret["metadata"]["labels"][Label.JOB]
-                return [old] if ours else [], f"{title} unchanged"
+                own = (old["metadata"].get("labels") or {}).get(Label.JOB) == secret["metadata"]["labels"][Label.JOB]
+                return [old] if own else [], f"{title} unchanged"
             made = self.cluster.create(secret)
             return [made] if readable else [], f"{title} created"
         except Taken:
@@ -166,42 +167,40 @@ class Submission:
             return [], f"you may not create {title}: anyone who knows the job file can connect to its workers; {remedy}"
 
     def _ended(self, workload: Document) -> State | None:
-        """The state in which a workload has ended; for a StatefulSet its agents are asked."""
+        """The state in which a workload has ended; the agents of a StatefulSet are queried."""
         if api.kind_of(workload) is api.STATEFUL_SET and not job_status.suspended(workload):
             state = self.workloads.status(job_name(workload)).state
             return state if state.final else None
         return job_status.over(workload)
 
-    def _same(self, there: Document, wanted: Document, ended: State | None) -> bool:
+    def _same(self, existing: Document, desired: Document, ended: State | None) -> bool:
         """Whether a workload was made from the same file as another. False for an ElasticJob that has not ended."""
-        if there["kind"] != "ElasticJob":
-            return _same_file(there, wanted)
-        if ended is None or wanted["kind"] != "ElasticJob" or "deletionTimestamp" in there["metadata"]:
+        if existing["kind"] != "ElasticJob":
+            return _same_file(existing, desired)
+        if ended is None or desired["kind"] != "ElasticJob" or "deletionTimestamp" in existing["metadata"]:
             return False
-        new = self.cluster.apply(wanted, dry_run=True)
-        return _trained(new) == _trained(there)
+        new = self.cluster.apply(desired, dry_run=True)
+        return _trained(new) == _trained(existing)
 
     def _onward(self, name: str) -> str:
         """How the run of a failed job continues when it is submitted again."""
-        if self.workloads.store_url(name) or has_claim(self.workloads.known(name)[0]):
+        if self.workloads.store_url(name) or has_claim(self.workloads.existing(name)[0]):
             return "goes on from its newest checkpoint"
         return "begins anew, since its output was in its pods"
 
-    def _again(self, there: Document, wanted: Document, ended: State | None) -> str:
-        """Resume what was submitted before if it is suspended; returns a sentence about it."""
-        title = there["metadata"]["name"]
+    def _again(self, existing: Document, desired: Document, ended: State | None) -> str:
+        """Resume the submitted workload if it is suspended; returns a sentence about it."""
+        title = existing["metadata"]["name"]
         if ended is not None:
-            return f"{there['kind']} {title} has ended ({ended}) and is not run again; --fresh does"
-        if job_status.suspended(there) and not job_status.suspended(wanted):
-            self.workloads.set_suspended(there, False)
-            return f"{there['kind']} {title} is resumed"
-        return f"{there['kind']} {title} runs this very file already"
+            return f"{existing['kind']} {title} has ended ({ended}) and is not run again; --fresh does"
+        if job_status.suspended(existing) and not job_status.suspended(desired):
+            self.workloads.set_suspended(existing, False)
+            return f"{existing['kind']} {title} is resumed"
+        return f"{existing['kind']} {title} runs this very file already"
 
-    def _there(self, document: Document, alive: AbstractSet[str]) -> Document | None:
-        """A document as the cluster has it; None when there is none, or when its owners are gone.
-
-        The latter is deleted: garbage collection may be about to, and would take it from the new workload.
-        """
+    def _existing(self, document: Document, alive: AbstractSet[str]) -> Document | None:
+        """The existing object of this name; None if absent or if its owners are gone. In the latter case it is deleted: garbage
+        collection may be about to, and would take it from the new workload."""
         if (found := applied.there(self.cluster, document)) is None:
             return None
         kind, meta, owners = api.kind_of(document), document["metadata"], ownership.owners(found)
@@ -216,7 +215,7 @@ class Submission:
         return None
 
     def make_room(self, name: str, documents: Sequence[Document], *, fresh: bool, dry_run: bool = False) -> list[str]:
-        """End or remove what must go before a job is created, or refuse; returns what was done, as sentences."""
+        """End or remove workloads in the way of a new job, or refuse; returns sentences about them."""
         made = {(api.kind_of(document), document["metadata"]["name"]) for document in documents}
         done: list[str] = []
         for number, old in enumerate(self.workloads.of(name)):
@@ -234,8 +233,8 @@ class Submission:
             if (fresh or (same and job_status.over(old))) and not dry_run:  # nothing trains an ElasticJob that has ended
                 self.workloads.delete(kind, old, grace_s=None)
                 self.workloads.wait_until_gone(kind, old)
-        ours = [each for each in documents if api.kind_of(each) not in (api.CLAIM, *NAMED)]
-        applied.check(self.cluster, ours, {Label.JOB: name}, instead=_INSTEAD)
+        own = [each for each in documents if api.kind_of(each) not in (api.CLAIM, *NAMED)]
+        applied.check(self.cluster, own, {Label.JOB: name}, instead=_INSTEAD)
         return done
 
 
@@ -245,9 +244,9 @@ def _trained(elastic_job: Document) -> Document:
     return {**spec, "workers": {**spec.get("workers", {}), "replicas": None}}
 
 
-def _same_file(there: Document, wanted: Document) -> bool:
+def _same_file(existing: Document, desired: Document) -> bool:
     """Whether a workload was made from the same file as another."""
-    meta, run = there["metadata"], (wanted["metadata"].get("labels") or {}).get(Label.RUN)
-    if there["kind"] != wanted["kind"] or "deletionTimestamp" in meta:
+    meta, run = existing["metadata"], (desired["metadata"].get("labels") or {}).get(Label.RUN)
+    if existing["kind"] != desired["kind"] or "deletionTimestamp" in meta:
         return False
     return run in ((meta.get("annotations") or {}).get(FILE), (meta.get("labels") or {}).get(Label.RUN))

@@ -31,9 +31,9 @@ from outlast.kubernetes.jobs.workloads import Workloads
 T = TypeVar("T")
 
 EVERY_S = 5.0
-"""Interval of asking for the job."""
+"""Interval between requests for the job."""
 PROGRESS_S = 60.0
-"""Interval of telling how far it is; a change of its state is told at once."""
+"""Interval of progress reports; a change of state is reported at once."""
 _SUBMIT_S = 600.0
 """Longest time to try to submit while the API server is away."""
 _UNSERVED_S = 300.0
@@ -58,8 +58,6 @@ class Code(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Ended:
-    """How a wait has ended."""
-
     code: Code
     sentence: str
     status: JobStatus
@@ -67,8 +65,6 @@ class Ended:
 
 @dataclass(frozen=True)
 class Time:
-    """Time and sleep."""
-
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
@@ -81,34 +77,34 @@ class Waiter:
     name: str
     say: Callable[[str], None]
     time: Time = field(default_factory=Time)
-    ours: bool = False
-    """Whether the job of this name is ours to cancel: we have submitted it, or its name is ours alone."""
+    owned: bool = False
+    """Whether we may cancel the job of this name: we have submitted it, or the name belongs to us alone."""
     held: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    """Defers SIGTERM in a block: whether the job is ours must be known together with its being there."""
+    """Defers SIGTERM in a block: a job must not exist before we have noted that it is ours."""
     _kind: api.Kind = api.ELASTIC_JOB
     _title: str = ""
     _uid: str = ""
 
     def submitted(self, apply: Callable[[], Iterator[str]]) -> None:
-        """Submit, or attach to what has been submitted, and say what was done. Raises OutlastError."""
+        """Submit, or attach to the submitted job, and report what was done. Raises OutlastError."""
 
         def attempt() -> None:
             with self.held():
                 for sentence in apply():
                     self.say(sentence)
-                for found in self.workloads.of(self.name)[:1]:  # none: somebody has removed it at once
-                    meta = found["metadata"]
-                    self._kind, self._title, self._uid = api.kind_of(found), meta["name"], meta["uid"]
-                self.ours = True
+                for workload in self.workloads.of(self.name)[:1]:  # none: somebody has already removed it
+                    meta = workload["metadata"]
+                    self._kind, self._title, self._uid = api.kind_of(workload), meta["name"], meta["uid"]
+                self.owned = True
 
         self._answered(attempt, _SUBMIT_S)
 
     def until_end(self) -> Ended:
         """Wait for the end of the job."""
         last: JobStatus | None = None
-        told_s = self.time.now()
+        reported_s = self.time.now()
         while self._uid:
-            due = last is None or self.time.now() - told_s >= PROGRESS_S
+            due = last is None or self.time.now() - reported_s >= PROGRESS_S
             status = self._answered(lambda due=due: self._look(ask=due))  # type: ignore[misc]
             if status is None:
                 return self._gone(last)
@@ -116,14 +112,14 @@ class Waiter:
                 return self._ended(status)
             if due or last is None or status.state is not last.state:
                 self.say(progress(status))
-                told_s = self.time.now()
+                reported_s = self.time.now()
             last = status
             self.time.sleep(EVERY_S)
         return self._gone(None)
 
     def terminated(self, mode: str, look: Look) -> Ended:
         """After SIGTERM: cancel the job, or leave it. `mode` is `cancel` or `leave`."""
-        why = "--on-terminate is leave" if mode == "leave" else "" if self.ours else "it was not submitted yet"
+        why = "--on-terminate is leave" if mode == "leave" else "" if self.owned else "it was not submitted yet"
         try:
             done = f"is not cancelled: {why}" if why else self._answered(lambda: self._cancel(look), _CANCEL_S)
         except NotFound:
@@ -133,7 +129,7 @@ class Waiter:
         return Ended(Code.TERMINATED, f"SIGTERM: {self.name} {done}", JobStatus(name=self.name, run=""))
 
     def _cancel(self, look: Look) -> str:
-        """Cancel the job, unless it is to go on or has ended; what was done. Raises ClusterError."""
+        """Cancel the job, unless it should go on or has ended; returns a phrase about it. Raises ClusterError."""
         if why := spared(*look()):
             return f"is not cancelled: {why}"
         if self._uid:
@@ -146,7 +142,7 @@ class Waiter:
         return "is cancelled; what it has saved stays"
 
     def _look(self, *, ask: bool) -> JobStatus | None:
-        """The status of the job that was submitted; None when it is gone. `ask`: the agents, too, for their step."""
+        """The status of the submitted job; None when it is gone. `ask`: query the agents, too, for their step."""
         try:
             workload = self.workloads.cluster.get(self._kind, self._title)
         except Absent:
@@ -154,12 +150,12 @@ class Waiter:
         if workload["metadata"]["uid"] != self._uid:
             return None
         over = job_status.over(workload) is not None
-        ask = ask or over or self._kind is api.STATEFUL_SET  # whose end only its agents know
-        found = self.workloads.snapshot(self.name, [workload], self.workloads.pods(self.name), ask=ask)
-        return job_status.status(found)
+        ask = ask or over or self._kind is api.STATEFUL_SET  # only its agents know its end
+        snapshot = self.workloads.snapshot(self.name, [workload], self.workloads.pods(self.name), ask=ask)
+        return job_status.status(snapshot)
 
     def _answered(self, request: Callable[[], T], timeout_s: float = float("inf")) -> T:
-        """The answer to a request, repeated while the API server is away, or does not know the kind of a job that was there."""
+        """The answer to a request, repeated while the API server is away, or does not know the kind of a job that existed."""
         since = self.time.now()
         unserved: float | None = None
 
@@ -187,25 +183,25 @@ class Waiter:
         from outlast.kubernetes.diagnosis import gather
 
         try:
-            found = diagnosis.causes(gather.job(self.workloads.cluster, self.name), time.time())
+            causes = diagnosis.causes(gather.job(self.workloads.cluster, self.name), time.time())
         except OutlastError:  # the status knows as well
-            found = []
-        return next((cause.what for cause in found if cause.wrong), status.reason)
+            causes = []
+        return next((cause.what for cause in causes if cause.wrong), status.reason)
 
     def _gone(self, last: JobStatus | None) -> Ended:
-        """The job is not there any more: it was cancelled or replaced, unless its store knows that it had ended before."""
+        """The job is gone: it was cancelled or replaced, unless its store shows that it had ended before."""
         status = last or JobStatus(name=self.name, run="")
         if (recorded := _recorded(status)) is not None:
             return self._ended(recorded)
         status = status.model_copy(update={"state": State.CANCELLED})
-        there = self._answered(lambda: self.workloads.of(self.name))
-        if there and there[0]["metadata"]["uid"] != self._uid:
+        existing = self._answered(lambda: self.workloads.of(self.name))
+        if existing and existing[0]["metadata"]["uid"] != self._uid:
             return Ended(Code.GONE, f"{self.name} was submitted again by somebody else, and this run of it is over", status)
         return Ended(Code.GONE, f"{self.name} was cancelled or deleted by somebody else; submitted again, it goes on", status)
 
 
 def _recorded(status: JobStatus) -> JobStatus | None:
-    """The status as the store has it, if the run has ended there as Succeeded or Failed."""
+    """The status in the store, if the run has ended there as Succeeded or Failed."""
     if status.store is None or not status.run:
         return None
     from outlast.storage import runs, store
@@ -226,34 +222,30 @@ def progress(status: JobStatus) -> str:
         facts.append(f"step {status.step}" + (f" of {status.steps}" if status.steps else ""))
     if status.checkpoint:
         facts.append(f"checkpoint of step {status.checkpoint.step}")
-    said = f"{status.state}: {status.reason}" if status.reason else str(status.state)
-    return f"{status.name}: {said}{'; ' if facts else ''}{', '.join(facts)}"
+    state = f"{status.state}: {status.reason}" if status.reason else str(status.state)
+    return f"{status.name}: {state}{'; ' if facts else ''}{', '.join(facts)}"
 
 
 def spared(pod: api.Document | None, owner: api.Document | None) -> str:
-    """Why a job is to go on although its step got SIGTERM; empty when the pipeline is being terminated. Pure.
-
-    `pod` is that of the step, None when it cannot be read; `owner` is the Workflow that owns it, None when that is gone.
-    """
+    """Why a job should go on although its step got SIGTERM; empty when the pipeline is being terminated. Pure. `pod` is that of
+    the step, None when it cannot be read; `owner` is the Workflow that owns it, None when that is gone."""
     spec = (owner or {}).get("spec") or {}
     over = owner is not None and "deletionTimestamp" in owner["metadata"]
     if pod is None or over or spec.get("shutdown") or spec.get("activeDeadlineSeconds") == 0:  # 0: Kubeflow Pipelines terminates
         return ""
-    if found := pods.disruption(pod):
-        return f"the step's pod is evicted ({found.get('reason')}), and the step is to be run again"
+    if disruption := pods.disruption(pod):
+        return f"the step's pod is evicted ({disruption.get('reason')}), and the step is to be run again"
     if "deletionTimestamp" not in pod["metadata"] or owner is None:
         return ""
     return f"the step's pod is deleted, and Workflow {owner['metadata']['name']} goes on"
 
 
 def own_pod(
-    cluster: api.Cluster, environ: Mapping[str, str] = os.environ, *, before: api.Document | None = None
+    cluster: api.Cluster, environ: Mapping[str, str] = os.environ, *, last: api.Document | None = None
 ) -> tuple[api.Document | None, api.Document | None]:
-    """The pod that this process runs in, and the Workflow that owns it, as far as they exist and may be read.
-
-    A pod that was deleted by force is gone while its processes still end: then it is as it was `before`, and being deleted.
-    Raises Unanswered.
-    """
+    """The pod that this process runs in, and the Workflow that owns it, as far as they exist and may be read. A pod that was
+    deleted by force is gone while its processes still end: then the result is `last`, marked as being deleted. Raises
+    Unanswered."""
     name = next((environ[key] for key in (Env.POD, "KFP_POD_NAME", "HOSTNAME") if environ.get(key)), "")
     if not name or not kubeconfig.inside(environ):
         return None, None
@@ -264,9 +256,9 @@ def own_pod(
     except unknown:
         return None, None
     if pod is None:
-        if before is None:
+        if last is None:
             return None, None
-        pod = {**before, "metadata": {"deletionTimestamp": "", **before["metadata"]}}
+        pod = {**last, "metadata": {"deletionTimestamp": "", **last["metadata"]}}
     owners = pod["metadata"].get("ownerReferences") or ()
     try:
         workflow = next(each["name"] for each in owners if each["kind"] == api.WORKFLOW.kind)

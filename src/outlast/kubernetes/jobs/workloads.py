@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Document = api.Document
 
 KINDS = (api.ELASTIC_JOB, *dropins.KINDS, api.JOB, api.STATEFUL_SET)
-"""Kinds of workloads that a job can be made as."""
+"""Kinds of workloads that a job can be."""
 BESIDE = (api.CONFIG_MAP, api.SERVICE, api.POD_GROUP, api.VOLCANO_GROUP)
 """Kinds of documents that are created beside a workload and go with it. Claims stay: they hold data and output."""
 NAMED = (api.ELASTIC_JOB, *dropins.KINDS)
@@ -37,9 +37,9 @@ _WORKER = "app.kubernetes.io/component=worker"
 WORKERS = f"app.kubernetes.io/component!={evaluation.COMPONENT}"
 """Selects the workers among the pods with a job's label: no evaluations. Pods of a drop-in have the labels of their template."""
 _ASK_S = 3.0
-"""Timeout of asking an agent for its step."""
-_ASKED = 16
-"""Most agents that are asked at once."""
+"""Timeout of a request to an agent."""
+_CONCURRENT = 16
+"""Most concurrent requests to agents."""
 
 
 class Workloads:
@@ -51,7 +51,7 @@ class Workloads:
 
     def list_(self, name: str = "", kinds: Sequence[api.Kind] = KINDS) -> list[Document]:
         """The workloads of one job, or of all jobs."""
-        found: list[Document] = []
+        workloads: list[Document] = []
         denied: dict[api.Kind, Forbidden] = {}
         listed = 0
         for kind in kinds:
@@ -59,9 +59,9 @@ class Workloads:
                 continue
             try:  # a user who may create only some of these kinds has jobs of those kinds only
                 if kind in NAMED:
-                    found += self.cluster.list_(kind, fields=f"metadata.name={name}" if name else "")
+                    workloads += self.cluster.list_(kind, fields=f"metadata.name={name}" if name else "")
                 else:
-                    found += self.cluster.list_(kind, labels=f"{Label.JOB}{f'={name}' if name else ''},{_WORKER}")
+                    workloads += self.cluster.list_(kind, labels=f"{Label.JOB}{f'={name}' if name else ''},{_WORKER}")
                 listed += 1
             except NotServed:
                 self._unserved.add(kind)
@@ -69,33 +69,33 @@ class Workloads:
                 denied[kind] = error
         if denied and not listed:
             raise denied.get(api.JOB) or next(iter(denied.values()))
-        return found
+        return workloads
 
     def of(self, name: str, kinds: Sequence[api.Kind] = KINDS) -> list[Document]:
         """The workloads of a job, the newest first."""
         return sorted(self.list_(name, kinds), key=lambda each: each["metadata"]["creationTimestamp"], reverse=True)
 
-    def known(self, name: str) -> list[Document]:
+    def existing(self, name: str) -> list[Document]:
         if found := self.of(name):
             return found
         here = self.cluster.namespace
         if not self.cluster.has_namespace():
             raise self.nowhere()
-        known = ", ".join(sorted({job_name(workload) for workload in self.list_()}))
+        existing = ", ".join(sorted({job_name(workload) for workload in self.list_()}))
         raise NotFound(
             f"there is no job {name} in namespace {here} of {self.cluster.context}; "
-            + (f"there are {known}" if known else "there is none at all; choose another with -n, or submit one")
+            + (f"there are {existing}" if existing else "there is none at all; choose another with -n, or submit one")
         )
 
     def nowhere(self) -> Absent:
-        """The error that its namespace does not exist."""
-        here, there = self.cluster.namespace, self.cluster.context
+        """The error for a namespace that does not exist."""
+        here, context = self.cluster.namespace, self.cluster.context
         instead = f"create it (kubectl create namespace {here}), or choose another with -n"
-        return Absent(f"there is no namespace {here} in {there}; {instead}")
+        return Absent(f"there is no namespace {here} in {context}; {instead}")
 
     def active(self, name: str) -> tuple[Document, api.Kind, str]:
-        """The current workload of a job that has not ended. Raises OutlastError for one that has."""
-        workload = self.known(name)[0]
+        """The current workload of a job. Raises OutlastError for a job that has ended."""
+        workload = self.existing(name)[0]
         if (state := job_status.over(workload)) is not None:
             more = "goes on with it" if state is State.FAILED else "--fresh runs it again"
             raise OutlastError(f"{name} has ended ({state}); outlast submit FILE {more}")
@@ -130,35 +130,37 @@ class Workloads:
         return sizes(job) if job else None
 
     def status(self, name: str) -> JobStatus:
-        """The status of a job, its agents asked for their step."""
-        return job_status.status(self.snapshot(name, self.known(name), self.pods(name), ask=True))
+        """The status of a job; its agents are queried for their step."""
+        return job_status.status(self.snapshot(name, self.existing(name), self.pods(name), ask=True))
 
     def recorded(self, name: str) -> JobStatus:
-        """What the workload alone shows of a job."""
-        return job_status.status(self.snapshot(name, self.known(name), (), ask=False))
+        """The status of a job according to its workload alone."""
+        return job_status.status(self.snapshot(name, self.existing(name), (), ask=False))
 
     def store_url(self, name: str) -> str:
-        """The store with a job's output; empty when it is in none."""
-        found = self.recorded(name).store
-        return found.url if found else ""
+        """The store with a job's output; empty when it is in no store."""
+        stored = self.recorded(name).store
+        return stored.url if stored else ""
 
-    def snapshot(self, name: str, workloads: Sequence[Document], found: Sequence[Document], *, ask: bool) -> job_status.Snapshot:
-        """The snapshot of a job's newest workload and its pods; `ask`: the agents, too."""
+    def snapshot(
+        self, name: str, workloads: Sequence[Document], documents: Sequence[Document], *, ask: bool
+    ) -> job_status.Snapshot:
+        """The snapshot of a job's newest workload and its pods; `ask`: query the agents, too."""
         current = max(workloads, key=lambda each: each["metadata"]["creationTimestamp"])
         older = [each["metadata"]["name"] for each in workloads if each is not current and job_status.over(each) is None]
-        own = [pod for pod in found if (pod["metadata"].get("labels") or {}).get(Label.JOB) == name and part_of(pod, current)]
-        told, unknown = self._metrics(own) if ask and not kube_workloads.agentless(current) else ({}, "")
+        own = [pod for pod in documents if (pod["metadata"].get("labels") or {}).get(Label.JOB) == name and part_of(pod, current)]
+        metrics, unknown = self._metrics(own) if ask and not kube_workloads.agentless(current) else ({}, "")
         processes, allowed = 1, None
         if (drop_in := dropins.of(current)) is not None:
             low, _, high = drop_in.sizes(current)
             processes, allowed = drop_in.processes(current), (low, high)
         elif (ask or current["kind"] == "ElasticJob") and (job := self.job(current)):
             processes, allowed = job.spec.processes(), sizes(job)
-        return job_status.Snapshot(name, current, own, told, allowed, processes, older, unknown, time.time())
+        return job_status.Snapshot(name, current, own, metrics, allowed, processes, older, unknown, time.time())
 
-    def _metrics(self, found: Sequence[Document]) -> tuple[Mapping[str, job_status.Metrics], str]:
-        """The metrics of agents by their pods' names, and why some may not be asked."""
-        names = [pod["metadata"]["name"] for pod in found if pods.running(pod)]
+    def _metrics(self, documents: Sequence[Document]) -> tuple[Mapping[str, job_status.Metrics], str]:
+        """The metrics of agents by their pods' names, and why some may not be read."""
+        names = [pod["metadata"]["name"] for pod in documents if pods.running(pod)]
 
         def ask(name: str) -> job_status.Metrics | ClusterError:
             try:
@@ -168,7 +170,7 @@ class Workloads:
 
         if not names:
             return {}, ""
-        with ThreadPoolExecutor(min(_ASKED, len(names))) as crew:
+        with ThreadPoolExecutor(min(_CONCURRENT, len(names))) as crew:
             answers = dict(zip(names, crew.map(ask, names), strict=True))
         denied = next((str(answer) for answer in answers.values() if isinstance(answer, Forbidden)), "")
         return {name: answer for name, answer in answers.items() if not isinstance(answer, ClusterError)}, denied
@@ -179,18 +181,18 @@ class Workloads:
         if kind not in (api.STATEFUL_SET, *dropins.KINDS):
             self.cluster.patch(kind, title, {"spec": {"suspend": value}})
         elif not value:
-            annotation = (workload["metadata"].get("annotations") or {}).get(job_status.WISHED)
-            self.wish(kind, title, None, int(annotation or (self.allowed(workload) or (1, 1))[1]))
+            annotation = (workload["metadata"].get("annotations") or {}).get(job_status.REPLICAS)
+            self.set_replicas(kind, title, None, int(annotation or (self.allowed(workload) or (1, 1))[1]))
         elif not job_status.suspended(workload):
             drop_in = dropins.of(workload)
             now = drop_in.sizes(workload)[1] if drop_in else workload["spec"].get("replicas", 1)
-            self.wish(kind, title, str(now), 0)
+            self.set_replicas(kind, title, str(now), 0)
 
-    def wish(self, kind: api.Kind, title: str, before: str | None, replicas: int) -> None:
-        """Set how many pods a workload without a field for suspension has, and note how many it had."""
+    def set_replicas(self, kind: api.Kind, title: str, before: str | None, replicas: int) -> None:
+        """Set the number of pods of a workload that has no field for suspension, and note the former number."""
         drop_in = dropins.of({"apiVersion": kind.api_version, "kind": kind.kind})
         spec = drop_in.scaled(replicas) if drop_in else {"replicas": replicas}
-        self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.WISHED: before}}, "spec": spec})
+        self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.REPLICAS: before}}, "spec": spec})
 
     def adopt(self, document: Document, workload: Document) -> None:
         """Make a workload an owner of a document beside it, which is deleted with the last of its owners."""
@@ -203,7 +205,7 @@ class Workloads:
 
     def remove(self, name: str, *, grace_s: float | None) -> None:
         workloads, beside = self.of(name), list(self.beside(name))
-        for workload in workloads or (() if beside else self.known(name)):
+        for workload in workloads or (() if beside else self.existing(name)):
             self.delete(api.kind_of(workload), workload, grace_s=grace_s)
         for kind, document in beside:
             with contextlib.suppress(Absent):
@@ -232,8 +234,8 @@ class Workloads:
         graces = (pod["spec"].get("terminationGracePeriodSeconds", 30) for pod in self.own_pods(workload))
         deadline = time.monotonic() + 60 + max(graces, default=0)
         while time.monotonic() < deadline:
-            there = self.cluster.find(kind, meta["name"])
-            if (there is None or there["metadata"]["uid"] != meta["uid"]) and not self.own_pods(workload):
+            current = self.cluster.find(kind, meta["name"])
+            if (current is None or current["metadata"]["uid"] != meta["uid"]) and not self.own_pods(workload):
                 return
             time.sleep(1)
         title, remedy = f"{workload['kind']} {meta['name']}", f"outlast status {job_name(workload)}"

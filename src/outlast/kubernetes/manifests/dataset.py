@@ -20,12 +20,12 @@ IMAGE = install.IMAGE
 _KEEP_S = 86_400
 """TTL after its end, for its log."""
 _TRIES = 3
-"""Pods that may fail; a pod goes on with what the one before has left on a claim."""
+"""Pods that may fail; each continues from the files on the claim."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
-    """What is to be brought where."""
+class Download:
+    """A dataset and its destination."""
 
     dataset: str
     """As on the command line: a name or a URL."""
@@ -37,15 +37,14 @@ class Wanted:
     """`NAME:/PATH`: the claim, and where it is mounted."""
     image: str = IMAGE
     secrets: Sequence[str] = ()
-    """Names of Secrets whose keys are variables, above all the credentials of a store."""
+    """Names of Secrets whose keys become variables, above all the credentials of a store."""
 
     @property
     def name(self) -> str:
-        """The name of the job."""
         return names.fit(f"data-{re.sub(r'[^a-z0-9]+', '-', self.directory.lower()).strip('-')}", names.LONGEST - 6)
 
     def target(self) -> tuple[str, str, str]:
-        """Where it is written to; the claim's name and mount path, or twice nothing. Raises OutlastError."""
+        """The destination; the claim's name and mount path, or two empty strings. Raises OutlastError."""
         if not self.claim:
             if "://" not in self.to or self.to.startswith("file://"):
                 raise OutlastError(
@@ -82,7 +81,7 @@ def job(name: str, metadata: Document, pod: Document) -> Document:
             "podFailurePolicy": {
                 "rules": [
                     {
-                        "action": "FailJob",  # a mistake: the sentence is the log's last line
+                        "action": "FailJob",  # a user's mistake: the sentence is the log's last line
                         "onExitCodes": {"containerName": Pod.CONTAINER, "operator": "In", "values": [2]},
                     },
                     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -93,18 +92,18 @@ def job(name: str, metadata: Document, pod: Document) -> Document:
     }
 
 
-def document(wanted: Wanted) -> Document:
-    """The Job. Raises OutlastError when it has no place to write to."""
-    for url in (wanted.dataset, wanted.to):
+def document(download: Download) -> Document:
+    """The Job. Raises OutlastError without a destination."""
+    for url in (download.dataset, download.to):
         if problem := logins.exposed(url, "whoever may view the Job reads its command"):
             raise OutlastError(f"{logins.hidden(url)} {problem}; a pod has the variables of the Secrets that --secret names")
-    to, claim, path = wanted.target()
+    to, claim, path = download.target()
     meta = {
         "app.kubernetes.io/name": "outlast",
         "app.kubernetes.io/managed-by": "outlast",
         "app.kubernetes.io/part-of": "outlast",
-        **labels.selector(wanted.name),
-        Label.DATASET: names.fit(wanted.name, 63),
+        **labels.selector(download.name),
+        Label.DATASET: names.fit(download.name, 63),
     }
     scratch = {Pod.CACHE: "cache", Pod.HOME: "home", "/tmp": "tmp"}
     found = [({"name": name, "emptyDir": {}}, {"name": name, "mountPath": place}) for place, name in scratch.items()]
@@ -113,11 +112,11 @@ def document(wanted: Wanted) -> Document:
     variables = {Env.CACHE: Pod.CACHE, "HOME": Pod.HOME, "USER": "outlast", "PYTHONUNBUFFERED": "1"}
     container: Document = {
         "name": Pod.CONTAINER,
-        "image": wanted.image,
-        "command": ["outlast", "data", "get", wanted.dataset, "--to", to],
+        "image": download.image,
+        "command": ["outlast", "data", "get", download.dataset, "--to", to],
         "workingDir": Pod.HOME,
         "env": [{"name": name, "value": value} for name, value in variables.items()],
-        **({"envFrom": [{"secretRef": {"name": secret}} for secret in wanted.secrets]} if wanted.secrets else {}),
+        **({"envFrom": [{"secretRef": {"name": secret}} for secret in download.secrets]} if download.secrets else {}),
         "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}},
         "securityContext": volumes.confined(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -131,4 +130,4 @@ def document(wanted: Wanted) -> Document:
         "containers": [container],
         "volumes": [volume for volume, _ in found],
     }
-    return job(wanted.name, {"labels": meta}, pod)
+    return job(download.name, {"labels": meta}, pod)

@@ -82,8 +82,8 @@ def workload(request: Request, name: str, *, annotations: Mapping[str, str] | No
 
 
 def kueue(fields: spec.Spec) -> dict[str, str]:
-    """Kueue's label, https://kueue.sigs.k8s.io/docs/reference/labels-and-annotations/; none without a queue, or when it is one of
-    Volcano."""
+    """Kueue's label, https://kueue.sigs.k8s.io/docs/reference/labels-and-annotations/; none without a queue, or when it is
+    Volcano's."""
     if not fields.scheduling.queue or fields.scheduling.gang == "volcano":
         return {}
     return {"kueue.x-k8s.io/queue-name": fields.scheduling.queue}

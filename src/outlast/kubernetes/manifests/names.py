@@ -36,11 +36,10 @@ class Names:
 
     job: str
     digest: str = ""
-    """Of the objects; empty in the draft from which it is computed."""
+    """Digest of the objects; empty in the draft from which it is computed."""
 
     @property
     def config(self) -> str:
-        """The ConfigMap with the job file."""
         return fit(f"{self.job}-{self.digest}")
 
     def code(self, checksum: str) -> str:

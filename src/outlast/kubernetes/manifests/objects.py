@@ -60,7 +60,7 @@ def headless(meta: Document, selector: dict[str, str], target: str | int) -> Doc
 
 
 def key(job: spec.Job, workload: Document, value: str) -> Document | None:
-    """The Secret by which the workers of a workload know each other; None if there is but one."""
+    """The Secret by which the workers of a workload authenticate one another; None for a single worker."""
     if not (name := _secret(job, workload)):
         return None
     meta: Document = {"name": name, "labels": labels.common(job)}
@@ -70,7 +70,7 @@ def key(job: spec.Job, workload: Document, value: str) -> Document | None:
 
 
 def _secret(job: spec.Job, workload: Document) -> str:
-    """The name of the Secret that the pods refer to; those of an ElasticJob will."""
+    """The name of the Secret that the pods refer to; an ElasticJob's pods will."""
     if workload["kind"] == contract.KIND:
         return Names(job.metadata.name).service if job.spec.workers.max > 1 else ""
     fields = workload["spec"]
@@ -93,15 +93,15 @@ def claims(request: Request, *, mode: str = "ReadWriteMany") -> list[Document]:
     ]
 
 
-def kept(wanted: Document, there: Document) -> str:
-    """The sentence about a claim that exists: it may hold data, so it is used and never changed."""
-    asked, has = _asked(wanted), _asked(there)
+def kept(desired: Document, existing: Document) -> str:
+    """A sentence about a claim that exists: it may hold data, so it is used and never changed."""
+    asked, has = _storage(desired), _storage(existing)
     differ = [f"its {name} is {has[name] or 'none'}, not {each}" for name, each in asked.items() if each and each != has[name]]
-    return "; ".join([f"PersistentVolumeClaim {there['metadata']['name']} exists and is used as it is", *differ])
+    return "; ".join([f"PersistentVolumeClaim {existing['metadata']['name']} exists and is used as it is", *differ])
 
 
-def _asked(claim: Document) -> dict[str, str]:
-    """The request of a claim."""
+def _storage(claim: Document) -> dict[str, str]:
+    """The storage that a claim requests."""
     size = claim["spec"].get("resources", {}).get("requests", {}).get("storage")
     return {
         "size": units.memory_text(units.memory(size)) if size else "",

@@ -31,7 +31,7 @@ class Worker:
     """The parameters of a worker's pod that depend on the topology."""
 
     index: variables.Source
-    """Source of the worker's index."""
+    """Where the worker's index comes from."""
     rendezvous: str
     restart: Literal["Never", "Always"] = "Never"
     subdomain: str = ""
@@ -44,7 +44,7 @@ class Worker:
     """ServiceAccount, if the worker uses the API server. Default: no token."""
     gang: gang.Gang = gang.NONE
     on_demand: bool = False
-    """Whether it runs on no spot machine, whatever the job says."""
+    """Whether it runs on no spot machine, whatever the job specifies."""
 
 
 def template(request: Request, worker: Worker) -> Document:
@@ -147,7 +147,7 @@ def _container(request: Request, worker: Worker, mounts: list[Document]) -> Docu
 
 
 def probes(*, start: int, live: int) -> Document:
-    """The probes of a process of ours: so many tries to start, two seconds apart, and to be alive, ten seconds apart."""
+    """The probes of our processes: `tries` to start, two seconds apart, and the liveness probe, ten seconds apart."""
     return {
         "startupProbe": probe("/healthz", every=2, tries=start),
         "livenessProbe": probe("/healthz", every=10, tries=live),
@@ -156,7 +156,7 @@ def probes(*, start: int, live: int) -> Document:
 
 
 def probe(path: str, *, every: int, tries: int, port: str = "probes") -> Document:
-    """An HTTP probe, `every` so many seconds; `tries` is the failure threshold."""
+    """An HTTP probe at an interval of `every` seconds; `tries` is the failure threshold."""
     return {
         "httpGet": {"path": path, "port": port},
         "periodSeconds": every,

@@ -40,7 +40,5 @@ def alone(request: Request) -> str:
 
 def fqdn(pod: str, service: str) -> str:
     """The full name of a pod behind a headless Service, in the namespace that it is applied to.
-
-    https://kubernetes.io/docs/concepts/services-networking/dns-pod-service/
-    """
+    https://kubernetes.io/docs/concepts/services-networking/dns-pod-service/"""
     return f"{pod}.{service}.$({Env.NAMESPACE}).svc.{contract.CLUSTER_DOMAIN}"

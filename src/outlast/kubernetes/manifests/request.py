@@ -42,7 +42,7 @@ class Request:
         return dataclasses.replace(self, job=self.job.model_copy(update={"spec": changed}))
 
     def held(self) -> Request:
-        """A job with 0 workers as a suspended job with the fewest workers that are allowed."""
+        """A job with 0 workers as a suspended job with the fewest allowed workers."""
         workers = self.spec.workers
         if workers.replicas:
             return self

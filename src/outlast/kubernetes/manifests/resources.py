@@ -16,7 +16,7 @@ Quantities = dict[str, str | int]
 
 EFA = "vpc.amazonaws.com/efa"
 HUGE_PAGES = {"hugepages-2Mi": "5120Mi"}
-"""What libfabric's provider for EFA uses. https://docs.aws.amazon.com/eks/latest/userguide/node-efa.html"""
+"""Huge pages for libfabric's EFA provider. https://docs.aws.amazon.com/eks/latest/userguide/node-efa.html"""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from outlast.kubernetes.manifests.request import Document, Request
 KEY = "key"
 """Key of the Secret by which the workers of a job know each other."""
 Source = dict[str, object]
-"""Where the value of a variable comes from: `{"value": "0"}`, or `{"valueFrom": ...}` as in a container."""
+"""Source of a variable's value: `{"value": "0"}`, or `{"valueFrom": ...}` as in a container."""
 
 
 def plain(value: str) -> Source:
@@ -27,7 +27,7 @@ def of_field(path: str) -> Source:
 
 
 def several(request: Request, rendezvous: str) -> bool:
-    """Whether there may be several workers, which have to know each other."""
+    """Whether there may be several workers, which have to authenticate one another."""
     if rendezvous.startswith("c10d://"):
         return not rendezvous.startswith("c10d://localhost:")
     return request.spec.workers.max > 1
@@ -42,9 +42,9 @@ def container(request: Request, *, index: Source, rendezvous: str, stay: bool) -
     return [{"name": name, **source} for name, source in found.items()]
 
 
-def own(fields: spec.Spec, known: Mapping[str, str]) -> dict[str, Source]:
+def own(fields: spec.Spec, defined: Mapping[str, str]) -> dict[str, Source]:
     """The job's own variables, which may refer to those that are `known`."""
-    return {name: plain(literal(value)) for name, value in substitution.values(fields.env, known).items()}
+    return {name: plain(literal(value)) for name, value in substitution.values(fields.env, defined).items()}
 
 
 def from_secrets(fields: spec.Spec) -> list[Document]:
@@ -97,8 +97,8 @@ def _contract(request: Request, *, index: Source, rendezvous: str, stay: bool) -
 
 
 def _process(request: Request) -> dict[str, Source]:
-    """What programs expect: a home that can be written to, a user with a name although nobody knows our number, and what makes
-    results the same on every machine."""
+    """Variables that programs expect: a writable home, a user name although our number has none, and settings that make results
+    the same on every machine."""
     return {
         "HOME": plain(Pod.HOME),
         "USER": plain("outlast"),

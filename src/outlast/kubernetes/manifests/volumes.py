@@ -45,7 +45,7 @@ def document(job: spec.Job) -> spec.Job:
 
 
 def to_ship(fields: spec.Spec) -> str | None:
-    """The local directory of code that pods do not see; None if they have it, or there is none."""
+    """The local directory of code that must be shipped; None if pods have it, or there is none."""
     code = fields.code
     return code if code and _here(code) and not checksum(code) and not _in_pod(fields, spec.pinned(code)[0]) else None
 
@@ -78,7 +78,7 @@ def lost(job: spec.Job) -> bool:
 
 
 def without_credentials(fields: spec.Spec) -> list[str]:
-    """The places in S3 that a job names without giving its pods any credentials."""
+    """The places in S3 that a job names although its pods get no credentials."""
     pod = str(fields.template.get("spec") or "")
     own = any(
         name.startswith("AWS_") and name not in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL") for name in fields.env

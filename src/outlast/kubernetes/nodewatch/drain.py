@@ -15,24 +15,26 @@ from outlast.job.contract import Label
 from outlast.kubernetes.api import pods as podwords
 
 LAST_S = 2.0
-"""A pod must have ended this long before the deadline: the kubelet has to report it."""
+"""Margin before the deadline by which a pod must have ended: the kubelet has to report it."""
 RESERVE_S = 30.0
-"""This long before the deadline workers that have not left by themselves are evicted."""
+"""Time before the deadline at which workers are evicted that have not left by themselves."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One pod that goes now."""
+    """The eviction of one pod, due now."""
 
     pod: Mapping[str, Any]
     grace_s: int
-    """Seconds to end: the pod's own, or what is left."""
+    """Seconds to end: the pod's own grace period, or the remaining time."""
     last: bool = False
-    """Less is left than its own grace: if a PodDisruptionBudget keeps it, it is deleted, as it would be lost with the machine."""
+    """The remaining time is shorter than the pod's own grace period: if a PodDisruptionBudget forbids the eviction, the pod is
+    deleted, as it would be lost with the machine."""
 
 
 def plan(pods: Sequence[Mapping[str, Any]], deadline: float | None, now: float) -> tuple[list[Step], list[str]]:
-    """Which of a node's pods go now, and which are waited for, as `namespace/name`. Without a deadline each has its own grace."""
+    """The evictions that are due, and the pods waited for, as `namespace/name`. Without a deadline each pod has its own grace
+    period."""
     movable = [pod for pod in pods if _movable(pod)]
     left_s = math.inf if deadline is None else max(0.0, deadline - LAST_S - now)
     workers = [operated(pod) or Label.JOB in _labels(pod) for pod in movable]

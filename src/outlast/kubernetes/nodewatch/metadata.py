@@ -17,12 +17,12 @@ _REMEDY = "see that the machine's metadata is switched on, and that the pod has 
 
 
 class MetadataAway(OutlastError):
-    """The metadata service does not answer as it should; a retry may help."""
+    """The metadata service does not answer properly; a retry may help."""
 
 
 @dataclass
 class Metadata:
-    """Where notices come from."""
+    """A source of notices."""
 
     address: str = "http://169.254.169.254"
     rebalance: bool = True
@@ -31,7 +31,7 @@ class Metadata:
     _token: str = field(default="", repr=False)
 
     def read(self, now: float) -> list[Notice]:
-        """The notices that hold now; an interruption is all that matters once there is one. Raises MetadataAway."""
+        """The current notices; an interruption hides all others. Raises MetadataAway."""
         spot = self._get("/latest/meta-data/spot/instance-action")
         if spot is not None:
             return [notices.spot(spot, now)]
@@ -43,7 +43,7 @@ class Metadata:
         return [*([notices.REBALANCE] if advised else []), *planned]
 
     def _get(self, path: str) -> str | None:
-        """The document at a path; None when there is none."""
+        """The document at a path; None for 404."""
         status, text = self._ask("GET", path, {"X-aws-ec2-metadata-token": self._token})
         if status == 401:  # there is no token yet, or it has expired
             status, self._token = self._ask("PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "21600"})

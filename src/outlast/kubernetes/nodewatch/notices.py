@@ -18,9 +18,9 @@ from typing import Any
 from outlast.job.contract import LEAVING, Annotation, LeavingKind
 
 SPOT_S = 120.0
-"""Time from an interruption notice to the end, where the notice cannot be read."""
+"""Time between an interruption notice and the end, when the notice cannot be read."""
 AHEAD_S = 900.0
-"""Maintenance is announced days before; it is acted on this long before it begins."""
+"""Maintenance is announced days before; we act this long before it begins."""
 SURVIVED_S = 60.0
 """A machine that still runs this long after its deadline has survived it: stopped and started again, for example."""
 _ACTIONS = {"terminate": "terminates", "stop": "stops", "hibernate": "hibernates"}
@@ -67,19 +67,18 @@ def scheduled(text: str, now: float) -> list[Notice]:
     return events
 
 
-def due(found: Sequence[Notice], said: Notice | None, now: float) -> Notice | None:
-    """The notice to act on, by what AWS says now and what the node says already: the one with the earliest deadline.
-
-    AWS withdraws recommendations and maintenance, but no interruption: an answer without it is a mistake until its time is over.
-    """
-    near = [each for each in found if each.deadline is None or each.deadline - now <= AHEAD_S]
-    if said and said.kind is LeavingKind.SPOT and said.deadline is not None and now < said.deadline + SURVIVED_S:
-        near.append(said)
+def due(current: Sequence[Notice], written: Notice | None, now: float) -> Notice | None:
+    """The notice to act on, given AWS's current notices and the one written on the node: the one with the earliest deadline.
+    AWS withdraws recommendations and maintenance, but no interruption: an answer without it is a mistake until its time is
+    over."""
+    near = [each for each in current if each.deadline is None or each.deadline - now <= AHEAD_S]
+    if written and written.kind is LeavingKind.SPOT and written.deadline is not None and now < written.deadline + SURVIVED_S:
+        near.append(written)
     return min(near, key=lambda each: math.inf if each.deadline is None else each.deadline, default=None)
 
 
 def marked(node: Mapping[str, Any], notice: Notice | None) -> dict[str, Any]:
-    """The patch by which a node says this notice, or no longer says one. Taints of others stay, and a cordon that is not ours."""
+    """The patch that writes this notice on a node, or removes it. Taints of others stay, and a cordon that is not ours."""
     meta, spec = node["metadata"], node["spec"]
     taints = [each for each in spec.get("taints") or () if each["key"] != LEAVING]
     change: dict[str, Any] = {"taints": taints or None}
@@ -110,7 +109,7 @@ def utc(at: float) -> str:
 
 
 def time(text: object) -> float | None:
-    """Seconds since the epoch of `2026-01-01T00:02:00Z` or `19 Sep 2016 18:29:47 GMT`; None for anything else."""
+    """Seconds since the epoch of `2026-01-01T00:02:00Z` or `19 Sep 2016 18:29:47 GMT`; None for any other text."""
     for parse in (datetime.fromisoformat, parsedate_to_datetime):
         try:
             found = parse(str(text).strip())

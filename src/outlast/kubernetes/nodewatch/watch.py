@@ -1,6 +1,4 @@
-"""The watcher of one node: asks for notices, marks the node, evicts its pods. All state is in the node and its pods, so it may be
-killed between any two lines. Failures are logged once and tried again.
-"""
+"""The watcher of one node: polls for notices, marks the node, evicts its pods."""
 
 from __future__ import annotations
 
@@ -27,14 +25,12 @@ EVICT_S = 5.0
 
 
 class Watcher:
-    """Watches one node."""
-
     def __init__(
         self, node: Mapping[str, Any], metadata: Metadata, cluster: Cluster, *, clock: Callable[[], float], every_s: float = 1.0
     ) -> None:
         self.name, self.metadata, self.cluster, self.clock, self.every_s = pods.name(node), metadata, cluster, clock, every_s
-        self.said = notices.read(node)
-        self._found: list[Notice] | None = None
+        self.written = notices.read(node)
+        self._notices: list[Notice] | None = None
         self._failures, self._next = 0, 0.0
         self._logged: set[str] = set()
 
@@ -43,16 +39,18 @@ class Watcher:
         now = self.clock()
         if now >= self._next:
             self._ask(now)
-        notice = self.said if self._found is None else notices.due(self._found, self.said, now)
-        done = notice == self.said or self._mark(notice, now)
-        if notice is not None and (notice.kind is LeavingKind.SPOT or (notice.kind is not LeavingKind.REBALANCE and self._found)):
-            done = self._drain(notice, self.clock()) and done  # only workers follow advice: they see the taint
+        notice = self.written if self._notices is None else notices.due(self._notices, self.written, now)
+        done = notice == self.written or self._mark(notice, now)
+        if notice is not None and (
+            notice.kind is LeavingKind.SPOT or (notice.kind is not LeavingKind.REBALANCE and self._notices)
+        ):
+            done = self._drain(notice, self.clock()) and done  # only workers follow a recommendation: they see the taint
         left_s = max(0.0, self._next - self.clock())
         return left_s if done else min(left_s, PASS_S)
 
     def _ask(self, now: float) -> None:
         try:
-            self._found = self.metadata.read(now)
+            self._notices = self.metadata.read(now)
             if self._failures:
                 self._logged.clear()
                 log.info("AWS's metadata service answers again")
@@ -63,15 +61,15 @@ class Watcher:
             self._failures += 1
 
     def _mark(self, notice: Notice | None, now: float, tries: int = 5) -> bool:
-        """Have the node say this notice, or none; whether it does."""
+        """Write this notice on the node, or remove it; whether that worked."""
         try:
             self.cluster.patch(NODE, self.name, notices.marked(self.cluster.get(NODE, self.name), notice))
         except Conflict:
-            return tries > 1 and self._mark(notice, now, tries - 1)  # somebody else wrote it just now
+            return tries > 1 and self._mark(notice, now, tries - 1)  # somebody else has just written it
         except ClusterError as error:
             self._once(f"node {self.name} cannot be marked: {error}; trying again")
             return False
-        self.said = notice
+        self.written = notice
         self._logged.clear()
         left = "" if notice is None or notice.deadline is None else f", {notice.deadline - now:.0f} s left"
         leaves = notice and f"leaves ({notice.kind}{left}): {notice.reason}; it is tainted and cordoned"
@@ -79,7 +77,7 @@ class Watcher:
         return True
 
     def _drain(self, notice: Notice, now: float) -> bool:
-        """Evict the pods whose time it is; whether none is left."""
+        """Evict the pods that are due; whether none is left."""
         try:
             found = self.cluster.list_(POD, everywhere=True, fields=f"spec.nodeName={self.name}")
         except ClusterError as error:
@@ -110,7 +108,7 @@ class Watcher:
         self._once(f"evicts {name}, which has {step.grace_s} s to end", name)
 
     def _once(self, sentence: str, key: str = "") -> None:
-        """Log something about the present notice, unless it has been said."""
+        """Log a sentence about the present notice, once."""
         if sentence and (key or sentence) not in self._logged:
             self._logged.add(key or sentence)
             log.warning("%s", sentence)

@@ -74,7 +74,7 @@ class Pod:
 
     @property
     def created(self) -> float:
-        return podwords.born(self.document)
+        return podwords.created(self.document)
 
     @property
     def first_generation(self) -> int:

@@ -51,7 +51,7 @@ def _fixed(name: str, *, within: str = "") -> Rule:
 
 
 def _all_different(lists: str, field: str, sentence: str) -> Rule:
-    """The values of this field are unique in a list; items without it do not count."""
+    """This field is unique among the items of a list; items without it do not count."""
     given = f"self.{lists}.filter(x, has(x.{field}))"
     same = f"self.{lists}.exists_one(y, has(y.{field}) && y.{field} == x.{field})"
     return rule(f"!has(self.{lists}) || {given}.all(x, {same})", sentence, at=f".{lists}")
@@ -94,7 +94,7 @@ _MUTABLE = {
 FIXED = tuple(name for name in spec.schema()["$defs"]["Spec"]["properties"] if name not in _MUTABLE)
 """Fields of the specification that cannot change."""
 FIXED_SCHEDULING = ("queue", "gang", "spot", "worker0")
-"""Those of `scheduling`; its priority can change, for pods that are created later."""
+"""Immutable fields of `scheduling`; its priority can change, for pods that are created later."""
 
 NAME = rule(
     f"size(self.metadata.name) <= {contract.LONGEST_NAME}",
@@ -102,7 +102,8 @@ NAME = rule(
     f"{contract.worker_name('NAME', contract.MOST_WORKERS - 1)}, in at most {contract.LONGEST_HOST}",
     at=".metadata.name",
 )
-"""Of the whole document. A `maxLength` would keep all other rules from being evaluated, and its message says less."""
+"""A rule on the whole document. A `maxLength` would keep all other rules from being evaluated, and its message is less
+clear."""
 
 RULES: dict[str, list[Rule]] = {
     "Workers": [

@@ -24,7 +24,6 @@ Schema = dict[str, Any]
 
 
 def definition() -> Document:
-    """The CustomResourceDefinition."""
     more = {"shortNames": list(SHORT), "categories": ["all", "training"]}
     return resource(ELASTIC_JOB, schema(), _columns(), ".spec.workers.replicas", ".status.replicas", more)
 
@@ -224,7 +223,7 @@ def _status() -> Schema:
             "startTime": time("When the operator first reconciled the job."),
             "completionTime": time("When the job ended."),
             "rendezvous": _rendezvous(),
-            "judged": _judged(),
+            "judged": _counted(),
             "ledger": known(
                 "array",
                 "What was decided, the newest last; the ledger in the job's output has all of it.",
@@ -238,7 +237,7 @@ def _status() -> Schema:
     }
 
 
-def _judged() -> Schema:
+def _counted() -> Schema:
     silent = part(
         "A deleted pod.",
         uid=known("string", "Its uid."),

@@ -1,7 +1,5 @@
-"""The objects of the node watcher: a DaemonSet in a namespace of its own, and its rights.
-
-It needs the host's network: AWS's metadata service answers nobody else (a hop limit of 1). The operator's namespace forbids that.
-"""
+"""The objects of the node watcher: a DaemonSet in a namespace of its own, and its rights. It needs the host's network: AWS's
+metadata service answers only there (a hop limit of 1). The operator's namespace forbids that."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from outlast.kubernetes.manifests.scheduling import kueue
 
 _RBAC, _LEASES = "rbac.authorization.k8s.io", "coordination.k8s.io"
 _GROUPS = (contract.GROUP, *(kind.group for kind in dropins.KINDS))
-"""API groups of our ElasticJobs and of those that we run in place of another controller."""
+"""API groups of our ElasticJobs and of the drop-ins' jobs."""
 _READ = ["get", "list", "watch"]
 _WATCHED = ["list", "watch"]
 _LABELS = {"app.kubernetes.io/name": "outlast", "app.kubernetes.io/part-of": "outlast"}
@@ -31,7 +31,7 @@ def operator(meta: Document, namespace: str) -> list[Document]:
         ),  # to set owner references, where OwnerReferencesPermissionEnforcement is on
         _rule("", ["pods"], [*_READ, "create", "delete", "patch"]),
         _rule("", ["services", "persistentvolumeclaims", "serviceaccounts"], kept),
-        _rule(_RBAC, ["roles"], [*kept, "patch"]),  # of workers; the API server lets nobody give what they do not have
+        _rule(_RBAC, ["roles"], [*kept, "patch"]),  # for workers; the API server lets nobody grant rights that they do not have
         _rule(_RBAC, ["rolebindings"], kept),
         _rule(_LEASES, ["leases"], ["list", "watch", "create", "patch"]),  # to create and patch: it gives that to workers
         _rule("policy", ["poddisruptionbudgets"], [*kept, "patch"]),
@@ -97,11 +97,9 @@ def account(job: str) -> str:
 
 
 def members(job: str, namespace: str, most: int, labels: dict[str, str], owner: Document, *, bearer: str = "") -> list[Document]:
-    """What the workers of one job may do: make and change their Leases, each by its name, and read their job. Nothing else.
-
-    `most` is `workers.max`. To create by a server-side apply is authorized with the name of what is made, which a POST is not.
-    `bearer` is the account that their pods have. Default: the one that is made here.
-    """
+    """The rights of one job's workers: to create and change their Leases, each by its name, and to read their job. `most` is
+    `workers.max`. Creating by a server-side apply is authorized with the object's name, which a POST is not. `bearer` is the
+    account of their pods; default: the one that is made here."""
     name = account(job)
     meta = {"name": name, "namespace": namespace, "labels": dict(labels), "ownerReferences": [owner]}
     rules = [

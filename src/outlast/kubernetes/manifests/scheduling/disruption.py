@@ -1,4 +1,4 @@
-"""What keeps evictions from a job: its PodDisruptionBudget, and the annotations of its pods."""
+"""Protection of a job from evictions: its PodDisruptionBudget, and the annotations of its pods."""
 
 from __future__ import annotations
 

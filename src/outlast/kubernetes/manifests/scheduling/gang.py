@@ -23,7 +23,7 @@ GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
 SCHEDULERS = {"coscheduling": "scheduler-plugins-scheduler", "volcano": "volcano"}
 """Name of the scheduler."""
 GROUPS = {"volcano": kinds.VOLCANO_GROUP.group, "coscheduling": kinds.POD_GROUP.group}
-"""The API group that shows that a cluster has it; the first one wins."""
+"""The API group by which a cluster shows that it has the scheduler; the first one wins."""
 
 Who = Literal["none", "coscheduling", "volcano"]
 
@@ -42,7 +42,7 @@ class Gang:
 NONE = Gang()
 
 
-def choose(fields: spec.Spec, found: Collection[str], *, admitted: bool = False) -> Who:
+def choose(fields: spec.Spec, groups: Collection[str], *, admitted: bool = False) -> Who:
     """The gang scheduler of a job in a cluster with these API groups.
 
     `auto` is none for a job that may train with one worker, where a gang has no meaning, and for one that Kueue admits
@@ -53,13 +53,13 @@ def choose(fields: spec.Spec, found: Collection[str], *, admitted: bool = False)
         return wish
     if fields.workers.min < 2 or admitted:
         return "none"
-    return "volcano" if GROUPS["volcano"] in found else "coscheduling" if GROUPS["coscheduling"] in found else "none"
+    return "volcano" if GROUPS["volcano"] in groups else "coscheduling" if GROUPS["coscheduling"] in groups else "none"
 
 
-def missing(who: Who, found: Collection[str]) -> str:
-    """Why a gang cannot be scheduled, if the cluster lacks its scheduler: a sentence, else empty."""
+def missing(who: Who, groups: Collection[str]) -> str:
+    """A sentence if the cluster lacks the gang's scheduler; else empty."""
     group = GROUPS.get(who, "")
-    if not group or group in found:
+    if not group or group in groups:
         return ""
     return f"scheduling.gang is {who}, and the cluster has no PodGroups of {group}; {kinds.INSTALLED_BY[group]}"
 

@@ -106,9 +106,9 @@ def admitted(workload: Mapping[str, Any]) -> int:
     return int(next((each["count"] for each in _assigned(workload) if each.get("count") is not None), asked))
 
 
-def placed(pod: Mapping[str, Any], workload: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]) -> Document:
+def placed(pod: Mapping[str, Any], workload: Mapping[str, Any], flavors_: Mapping[str, Mapping[str, Any]]) -> Document:
     """The pod with the node labels of its Workload's flavors (`found`, by name), and the updates of admission checks."""
-    parts = [found[flavor].get("spec") or {} for flavor in sorted(flavors(workload))]
+    parts = [flavors_[flavor].get("spec") or {} for flavor in sorted(flavors(workload))]
     for check in (workload.get("status") or {}).get("admissionChecks") or ():
         parts += [update for update in check.get("podSetUpdates") or () if update["name"] == PODS]
     meta, fields = dict(pod["metadata"]), dict(pod["spec"])

@@ -1,4 +1,4 @@
-"""Where a worker's pod may run: spot machines, instance types, accelerators, spread over nodes."""
+"""Constraints on the nodes of a worker's pod: spot machines, instance types, accelerators, spread over nodes."""
 
 from __future__ import annotations
 
