@@ -43,7 +43,7 @@ from outlast.kubernetes.operator.leader import Leadership
 from outlast.kubernetes.operator.operator import Operator, Settings
 from outlast.kubernetes.operator.process import OBJECTS
 from outlast.kubernetes.operator.queues import ClusterFeatures
-from outlast.kubernetes.operator.snapshot import HEARD, Limits
+from outlast.kubernetes.operator.snapshot import RECEIVED, Limits
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
 import simulated
@@ -95,7 +95,7 @@ def looks() -> Iterator[tuple[int, float]]:
             known.begin(kind)
         for kind, document in large(workers):
             document["metadata"]["resourceVersion"] = str(next(versions))
-            known.put(kind, trimmed(kind, document | ({HEARD: now} if kind == kinds.LEASE else {})))
+            known.put(kind, trimmed(kind, document | ({RECEIVED: now} if kind == kinds.LEASE else {})))
         for kind in known._needed:
             known.set_version(kind, str(next(versions)), now - 600)
         decide, key = reconcilers.of(Limits())[kinds.ELASTIC_JOB], Key(kinds.ELASTIC_JOB, "team", "train")
@@ -112,7 +112,7 @@ def looks() -> Iterator[tuple[int, float]]:
 def whole(document: Document) -> Document:
     """As an API server has it."""
     meta = document["metadata"]
-    kept = {key: value for key, value in document.items() if key != HEARD}
+    kept = {key: value for key, value in document.items() if key != RECEIVED}
     return {**kept, "metadata": {**meta, "namespace": "team", "uid": meta.get("uid", f"{meta['name']}-uid")}}
 
 

@@ -13,7 +13,7 @@ from kubernetes_validate import utils as schemas
 import apiserver
 from outlast.kubernetes import api as kube
 from outlast.kubernetes.manifests import dataset
-from outlast.kubernetes.manifests.dataset import Wanted
+from outlast.kubernetes.manifests.dataset import Download
 
 Outlast = Callable[..., tuple[int, str, str]]
 NEWEST = sorted(set(schemas.all_versions()), key=lambda version: [int(part) for part in version.split(".")])[-1]
@@ -38,11 +38,11 @@ GET = ("data", "get", "cifar10", "--on", "kubernetes", "-n", "n", "--claim", "ef
 @pytest.mark.parametrize(
     "wanted",
     [
-        Wanted("cifar10", "cifar10", claim="efs-pvc:/efs-shared"),
-        Wanted("https://h/A_b.zip#sha256=" + "0" * 64, "A_b" * 40, to="s3://bucket/x", secrets=("aws",), image="mine:1"),
+        Download("cifar10", "cifar10", claim="efs-pvc:/efs-shared"),
+        Download("https://h/A_b.zip#sha256=" + "0" * 64, "A_b" * 40, to="s3://bucket/x", secrets=("aws",), image="mine:1"),
     ],
 )
-def test_the_job_is_valid_and_restricted(wanted: Wanted) -> None:
+def test_the_job_is_valid_and_restricted(wanted: Download) -> None:
     document = dataset.document(wanted)
     schemas.validate(document, NEWEST, strict=True)
     pod = document["spec"]["template"]["spec"]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from outlast.data.place import Marker
     from outlast.data.registry import Dataset
     from outlast.kubernetes.jobs.backend import KubernetesBackend
-    from outlast.kubernetes.manifests.dataset import Wanted
+    from outlast.kubernetes.manifests.dataset import Download
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="Get datasets, and prepare them for training.")
 
@@ -88,9 +88,9 @@ def get(
             raise OutlastError(
                 "--from is a file of this machine, which pods do not see; put it onto the claim, or leave out --on"
             )
-        from outlast.kubernetes.manifests.dataset import IMAGE, Wanted
+        from outlast.kubernetes.manifests.dataset import IMAGE, Download
 
-        request = Wanted(name, dataset.directory, to or "", claim or "", image or IMAGE, tuple(secret or ()))
+        request = Download(name, dataset.directory, to or "", claim or "", image or IMAGE, tuple(secret or ()))
         _in_pod(which.cluster(ctx, namespace, context), request, context)
         return
     if claim or secret or image or namespace or context:
@@ -138,7 +138,7 @@ def _directory(dataset: Dataset, to: str | None) -> Path:
     return Path(to.removeprefix("file://")) if to else Path("data") / dataset.directory
 
 
-def _in_pod(place: KubernetesBackend, wanted: Wanted, context: str | None) -> None:
+def _in_pod(place: KubernetesBackend, wanted: Download, context: str | None) -> None:
     from outlast.kubernetes.jobs import datasets
 
     print(datasets.get(place.workloads, wanted))

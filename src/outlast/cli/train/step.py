@@ -133,7 +133,7 @@ def until_end(place: KubernetesBackend, name: str, apply: Callable[[], Iterator[
 
     wish.prepare()
     terminable = _Terminable()
-    waiter = waiting.Waiter(place.workloads, name, say=terminal.say, ours=wish.keyed, held=terminable.held)
+    waiter = waiting.Waiter(place.workloads, name, say=terminal.say, owned=wish.keyed, held=terminable.held)
     before = None
     try:
         with terminable:
