@@ -214,7 +214,7 @@ def test_echoes_wait_for_their_cause_whatever_time_they_say_it_is(tmp_path: Path
     assert launcher.restarts == 1
 
 
-class Subject:
+class Asked:
     """Who asks this member to come to the next world."""
 
     id, world, closed = 1, world.World(1, (0, 1), "", ""), None
@@ -233,8 +233,8 @@ def test_training_has_the_grace_of_its_job_from_when_it_hears_of_it(tmp_path: Pa
     monkeypatch.delenv(contract.Env.NOTICE, raising=False)
     machine = Machine()
     theirs = wall.time() - 3600.0  # the clock of whoever asks has nothing to do with ours
-    member = Handler(Subject(theirs), run_id="run", state=tmp_path, host="127.0.0.1", processes=1, leave_s=120.0)  # type: ignore[arg-type]
-    member._clock, member.world = machine.awake(), Subject.world
+    member = Handler(Asked(theirs), run_id="run", state=tmp_path, host="127.0.0.1", processes=1, leave_s=120.0)  # type: ignore[arg-type]
+    member._clock, member.world = machine.awake(), Asked.world
     writer = progress.Writer(tmp_path, 0)
     writer.write(progress.Progress(generation=1, rank=1, phase="train", step=3))
     if kind == "leave":
@@ -256,16 +256,16 @@ def test_training_whose_session_is_not_open_is_not_waited_for_unless_it_restores
     tmp_path: Path, monkeypatch, phase: str, held: int, stops: int
 ) -> None:
     monkeypatch.delenv(contract.Env.NOTICE, raising=False)
-    asked = Subject(wall.time() + 60)
+    asked = Asked(wall.time() + 60)
     member = Handler(asked, run_id="run", state=tmp_path, host="127.0.0.1", processes=1, leave_s=60.0)  # type: ignore[arg-type]
-    member.world = dataclasses.replace(Subject.world, held=held)
+    member.world = dataclasses.replace(Asked.world, held=held)
     writer = progress.Writer(tmp_path, 0)
     writer.write(progress.Progress(generation=1, rank=1, phase=phase))
     assert member.num_nodes_waiting() == stops
     writer.close()
 
 
-class Offers(Subject):
+class Offers(Asked):
     """A coordinator that has a world for this member as soon as it waits for one."""
 
     def __init__(self) -> None:
@@ -291,7 +291,7 @@ def test_a_worker_leaves_between_two_worlds_unless_only_its_memory_has_the_newes
     monkeypatch.delenv(contract.Env.NOTICE, raising=False)
     offers = Offers()
     member = Handler(offers, run_id="run", state=tmp_path, host="127.0.0.1", processes=1, leave_s=60.0)  # type: ignore[arg-type]
-    member.world = Subject.world
+    member.world = Asked.world
     writer = progress.Writer(tmp_path, 0)
     writer.write(progress.Progress(generation=1, rank=1, phase=phase, snapshot=snapshot, committed=committed))
     notice.write(tmp_path / contract.NOTICE, "leave", "a drain", wall.time() + 60)
@@ -316,7 +316,7 @@ def test_a_worker_whose_processes_failed_says_whether_only_its_memory_has_the_ne
 ) -> None:
     offers = Offers()
     member = Handler(offers, run_id="run", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
-    member.world = Subject.world
+    member.world = Asked.world
     writer = progress.Writer(tmp_path, 0)
     writer.write(progress.Progress(generation=1, rank=1, phase="train", snapshot=20, committed=committed))
     member.failed({"reason": "worker 0 is lost"})
