@@ -345,12 +345,12 @@ def test_a_worker_that_leaves_is_waited_for_while_the_store_lacks_what_it_saved_
     assert (offers.said, offers.owes) == ([("leaving", 19)], True)
     leaves = threading.Thread(target=elastic._left, args=(member,))
     leaves.start()
-    while rank == 0 and not (number := rank0_files.wanted(output)):
+    while rank == 0 and not (number := rank0_files.requested(output)):
         assert leaves.is_alive()
         wall.sleep(0.01)
     if rank == 0:
         assert (offers.said[1:], offers.owes) == ([("amended", 10)], True)
-        rank0_files.give(output, number)
+        rank0_files.report(output, number)
     leaves.join(10)
     assert (offers.said[1:], offers.owes) == ([("amended", 10)] * 2, False)
     writer.close()
@@ -367,14 +367,14 @@ def test_a_worker_that_leaves_is_a_member_until_the_store_has_what_it_saved(tmp_
         wall.sleep(0.01)
     (output / ".push").mkdir(parents=True)
     for problem in ("the store is out of reach", ""):
-        while not rank0_files.wanted(output):
+        while not rank0_files.requested(output):
             assert waits.is_alive()
             wall.sleep(0.01)
-        rank0_files.give(output, rank0_files.wanted(output), problem)
+        rank0_files.report(output, rank0_files.requested(output), problem)
     waits.join(10)
     assert not waits.is_alive()
     rank0_files.leave({**pods, contract.Env.RENDEZVOUS: "unix:///here"}, 3, lambda: False)  # all workers see this directory
-    assert not rank0_files.wanted(output)
+    assert not rank0_files.requested(output)
 
 
 # The end
@@ -575,7 +575,7 @@ def test_a_launcher_that_takes_over_a_plain_script_that_trains_does_not_take_it_
 def test_a_launcher_that_is_long_in_starting_is_started_ever_more_rarely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[float] = []
     now = 0.0
-    monkeypatch.setattr(launcher_watch.daemon, "start", lambda *args, **kwargs: started.append(now))
+    monkeypatch.setattr(launcher_watch.system, "daemon", lambda *args, **kwargs: started.append(now))
     monkeypatch.setattr(launcher_watch.time, "monotonic", lambda: now)
     environ = {contract.Env.REVIVE: "[]", contract.Env.RENDEZVOUS: f"unix://{tmp_path}/none.sock", contract.Env.WORKER: "0"}
     watch = launcher_watch.LauncherWatch(environ)

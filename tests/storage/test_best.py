@@ -252,7 +252,7 @@ def test_after_an_outage_the_best_reach_the_store_too(memory: Store, tmp_path: P
     claimed(memory)
     directory, rule = tmp_path / contract.CHECKPOINTS, Retention(2, 2)
     uploader, values = an_uploader(tmp_path, memory, rule), {1: 0.9, 3: 0.1, 5: 0.2, 6: 0.9, 7: 0.9, 8: 0.9}
-    uploader._taken, _ = 1, uploader._checkpoints.acquire(1)
+    uploader._acquired, _ = 1, uploader._checkpoints.acquire(1)
     for step, value in values.items():
         local = written(directory, step, value)
         if step in stored:

@@ -440,7 +440,7 @@ def test_what_a_worker_takes_while_it_is_being_removed_stays(tmp_path: Path, mon
     read, taken = cache._read_text, []
 
     def read_text(note: Path) -> str:
-        taken.append(source("second")._taken(first.version))
+        taken.append(source("second")._lock_version(first.version))
         return read(note)
 
     monkeypatch.setattr(cache, "_read_text", read_text)

@@ -27,7 +27,7 @@ from outlast.job import contract
 from outlast.training import Stream, calls, mistakes, session
 from outlast.training.samples import stream as streams
 from outlast.worker.hangs import stall
-from outlast.worker.hangs.stall import Standing
+from outlast.worker.hangs.stall import RankState
 
 HERE = r"\(test_script_mistakes.py:\d+\)"
 
@@ -169,12 +169,12 @@ def test_rank_0_of_a_plain_script_whose_others_have_left_fails(tmp_path: Path):
 # Who waits for whom
 
 
-def in_call(calls: int, **begun: int) -> Standing:
-    return Standing(calls, "run.save(20) (train.py:20)", "all_reduce", "run.save(step) (train.py:20)", begun)
+def in_call(calls: int, **begun: int) -> RankState:
+    return RankState(calls, "run.save(20) (train.py:20)", "all_reduce", "run.save(step) (train.py:20)", begun)
 
 
-def waiting(calls: int, waits: str = "backward", **begun: int) -> Standing:
-    return Standing(calls, "", waits, "loss.backward() (train.py:12)" if waits else "time.sleep(9) (train.py:9)", begun)
+def waiting(calls: int, waits: str = "backward", **begun: int) -> RankState:
+    return RankState(calls, "", waits, "loss.backward() (train.py:12)" if waits else "time.sleep(9) (train.py:9)", begun)
 
 
 def test_a_call_and_a_collective_that_wait_for_each_other_are_a_deadlock():
@@ -185,7 +185,7 @@ def test_a_call_and_a_collective_that_wait_for_each_other_are_a_deadlock():
 
 
 @pytest.mark.parametrize(
-    "standings",
+    "states",
     [
         [in_call(7, default=5), in_call(7, default=5)],  # a slow disk
         [in_call(7, default=5), waiting(6, default=5)],  # a slow network: the collective has been begun by both
@@ -200,8 +200,8 @@ def test_a_call_and_a_collective_that_wait_for_each_other_are_a_deadlock():
         [waiting(0, "barrier", default=6), dataclasses.replace(waiting(0, default=6), blocks=False)],  # a GPU computes
     ],
 )
-def test_what_is_only_slow_is_no_deadlock(standings: list[Standing]):
-    assert stall.deadlock(standings) == ""
+def test_what_is_only_slow_is_no_deadlock(states: list[RankState]):
+    assert stall.deadlock(states) == ""
 
 
 def test_different_collectives_of_one_number_are_a_deadlock():
@@ -213,13 +213,13 @@ def test_different_collectives_of_one_number_are_a_deadlock():
 class Words:
     """A store in which ranks say where they are."""
 
-    def __init__(self, *others: Standing) -> None:
+    def __init__(self, *others: RankState) -> None:
         self.said: dict[str, bytes] = {}
-        for rank, standing in enumerate(others, 1):
-            self.say(rank, standing)
+        for rank, state in enumerate(others, 1):
+            self.say(rank, state)
 
-    def say(self, rank: int, standing: Standing) -> None:
-        self.set(f"outlast/still/{rank}", json.dumps(dataclasses.asdict(standing)))
+    def say(self, rank: int, state: RankState) -> None:
+        self.set(f"outlast/still/{rank}", json.dumps(dataclasses.asdict(state)))
 
     def set(self, key: str, text: str) -> None:
         self.said[key] = text.encode()
@@ -234,16 +234,16 @@ class Words:
 
 def test_what_a_rank_said_before_it_moved_on_is_no_part_of_a_deadlock():
     """Rank 1 has waited for rank 0 in the forward pass, and goes on; rank 0 is stopped in its backward pass."""
-    watch, ours = stall.Watch(), waiting(0, default=6)
+    watch, own = stall.Watch(), waiting(0, default=6)
     watch._ranks, watch._store = 2, (words := Words(waiting(0, "forward", default=6)))
 
-    assert stall.Watch()._compared(ours) == [], "there is nobody to ask"
+    assert stall.Watch()._compare(own) == [], "there is nobody to ask"
     alone = stall.Watch()
     alone._ranks, alone._store = 2, Words()
-    assert alone._compared(ours) is None, "the other moves"
+    assert alone._compare(own) is None, "the other moves"
 
     def compared(looks: int) -> str:
-        return watch._deadlock(watch._compared(dataclasses.replace(ours, looks=looks)) or ())
+        return watch._deadlock(watch._compare(dataclasses.replace(own, looks=looks)) or ())
 
     assert [compared(look) for look in range(1, 9)] == [""] * 8
     words.say(1, waiting(0, default=7))

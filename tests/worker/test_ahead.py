@@ -33,13 +33,14 @@ places = sys.argv[1] + "/"
 sys.path.insert(0, places)
 imports.LEAST, imports.places = 1, lambda: [places]
 selector = selectors.DefaultSelector()
-ahead = imports.Ahead(selector, lambda parent: None)
+ahead = imports.Preloader(selector, lambda parent: None)
 environ = {**os.environ, "MODE": "a"}
 pipe = ahead.pipe(environ)
 names = sys.argv[2:]
-told = imports.Told({n: f"{places}{n}.py" for n in [*names, "gone"]}, {**environ, "MODE": "b", "RANK": "1", "LOCAL_RANK": "1"})
+modules = {n: f"{places}{n}.py" for n in [*names, "gone"]}
+imported = imports.Imported(modules, {**environ, "MODE": "b", "RANK": "1", "LOCAL_RANK": "1"})
 with open(pipe, "wb") as file:
-    file.write(imports.json.dumps({"modules": told.modules, "environ": told.environ}).encode() + b"\\n")
+    file.write(imports.json.dumps({"modules": imported.modules, "environ": imported.environ}).encode() + b"\\n")
 while selector.get_map():
     for key, _ in selector.select(60):
         ahead.read(key.fd)
@@ -69,14 +70,14 @@ def test_only_what_does_nothing_but_import_is_imported_ahead(tmp_path: Path, bad
 def test_neither_the_scripts_own_modules_nor_what_is_there_nor_a_handful_are_worth_a_trial() -> None:
     theirs = {f"package.m{i}": f"/site/package/m{i}.py" for i in range(30)}
     others = {"helper": "/code/helper.py", "mpi4py": "/site/mpi4py.py", "torch": "/site/torch.py", "bad.m": "/site/bad/m.py"}
-    told = imports.Told({**others, **theirs, "built": "built-in"}, {})
-    assert imports.chosen(told, loaded={"torch"}, tried={"bad"}, where=["/site/"]) == list(theirs)
-    few = imports.Told(dict(list(theirs.items())[: imports.LEAST - 1]), {})
+    imported = imports.Imported({**others, **theirs, "built": "built-in"}, {})
+    assert imports.chosen(imported, loaded={"torch"}, tried={"bad"}, where=["/site/"]) == list(theirs)
+    few = imports.Imported(dict(list(theirs.items())[: imports.LEAST - 1]), {})
     assert imports.chosen(few, loaded=(), tried=(), where=["/site/"]) == []
 
 
 def test_a_rank_that_ended_early_has_told_nothing() -> None:
     assert imports.loads(b"") is None
-    told = imports.loads(imports.dumps(before=()))
-    assert told is not None
-    assert told.modules["outlast.worker.launch.imports"] == imports.__file__
+    imported = imports.loads(imports.dumps(before=()))
+    assert imported is not None
+    assert imported.modules["outlast.worker.launch.imports"] == imports.__file__

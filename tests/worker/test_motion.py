@@ -15,45 +15,45 @@ from typing import Any
 import pytest
 
 from outlast.worker.hangs import motion, stall
-from outlast.worker.hangs.motion import Motion, Sight, Work
+from outlast.worker.hangs.motion import Motion, Sample, Work
 
 
-def moved(*sights: Sight, work: Work | None = None) -> list[bool]:
+def moved(*samples: Sample, work: Work | None = None) -> list[bool]:
     """What each look after the first says, a second apart."""
     found = Motion()
-    return [found.moves(each, 1.0, lambda: work or Work()) for each in sights][1:]
+    return [found.moves(each, 1.0, lambda: work or Work()) for each in samples][1:]
 
 
 def test_a_wait_in_one_place_does_not_move():
-    assert moved(Sight("recv"), Sight("recv"), Sight("recv")) == [False, False]
+    assert moved(Sample("recv"), Sample("recv"), Sample("recv")) == [False, False]
 
 
 def test_a_loop_that_polls_does_not_move_once_its_places_are_known():
-    assert moved(*map(Sight, ["get", "poll", "get", "poll", "get"])) == [True, False, False, False]
+    assert moved(*map(Sample, ["get", "poll", "get", "poll", "get"])) == [True, False, False, False]
 
 
 def test_one_long_call_that_computes_moves():
-    assert moved(Sight("svd", cpu_s=1.0), Sight("svd", cpu_s=2.0)) == [True]
+    assert moved(Sample("svd", cpu_s=1.0), Sample("svd", cpu_s=2.0)) == [True]
 
 
 def test_a_call_or_a_collective_that_begins_is_a_move():
-    assert moved(Sight("all_reduce", 5), Sight("all_reduce", 6)) == [True]
+    assert moved(Sample("all_reduce", 5), Sample("all_reduce", 6)) == [True]
 
 
 def test_waiting_for_a_gpu_uses_a_core_and_does_not_move():
-    assert moved(*(Sight("item", cpu_s=second, spins=True) for second in range(4))) == [False] * 3
+    assert moved(*(Sample("item", cpu_s=second, spins=True) for second in range(4))) == [False] * 3
 
 
 def test_a_loop_of_a_process_that_uses_a_gpu_moves_when_its_places_change_or_it_allocates():
-    places = [Sight(place, cpu_s=second, spins=True) for second, place in enumerate(["a", "b", "a", "b"])]
+    places = [Sample(place, cpu_s=second, spins=True) for second, place in enumerate(["a", "b", "a", "b"])]
     assert moved(*places) == [True] * 3
     work, motion = iter([Work(allocated=(count, 7)) for count in (1, 2, 3)]), Motion()
-    assert [motion.moves(Sight("item", spins=True), 1.0, lambda: next(work)) for _ in range(3)][1:] == [True, True]
+    assert [motion.moves(Sample("item", spins=True), 1.0, lambda: next(work)) for _ in range(3)][1:] == [True, True]
 
 
 def test_processes_that_it_has_started_work_for_it():
     work, motion = iter([Work(1.0), Work(1.1), Work(1.5)]), Motion()
-    assert [motion.moves(Sight("wait"), 1.0, lambda: next(work)) for _ in range(3)] == [True, False, True]
+    assert [motion.moves(Sample("wait"), 1.0, lambda: next(work)) for _ in range(3)] == [True, False, True]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

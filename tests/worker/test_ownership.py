@@ -30,8 +30,8 @@ def taken(place: store.Store, word: str, *, fresh: bool = False) -> str | Ended:
 def test_a_worker_without_a_record_is_told_of_the_end_by_those_who_stay_up() -> None:
     health = probes.Health(end=Ended("a", "it is over", 0).dumps())
     done, training = probes.serve(lambda: health, {}), probes.serve(probes.Health, {})
-    assert run_ownership.told(["127.0.0.1:1", training, done], "a") == Ended("a", "it is over", 0)
-    assert run_ownership.told([training, done], "b") is None
+    assert run_ownership.ask_end(["127.0.0.1:1", training, done], "a") == Ended("a", "it is over", 0)
+    assert run_ownership.ask_end([training, done], "b") is None
 
 
 def test_the_others_are_called_as_pod_0_is() -> None:
@@ -106,13 +106,13 @@ def test_a_generation_is_above_all_that_were_committed(place: store.Store, tmp_p
 
 
 def test_who_only_looks_sees_the_newest_generation_of_disk_and_store_and_takes_neither(place: store.Store, tmp_path) -> None:
-    assert run_ownership.seen(place, tmp_path, "a", stored=True) == 0
+    assert run_ownership.newest_generation(place, tmp_path, "a", stored=True) == 0
     taken_here = run_ownership.generation(place, tmp_path, "a", stored=True)
     for _ in range(2):
-        assert run_ownership.seen(place, tmp_path, "a", stored=False) == taken_here
-        assert run_ownership.seen(place, tmp_path / "elsewhere", "a", stored=True) == taken_here
-    assert run_ownership.seen(place, tmp_path / "elsewhere", "a", stored=False) == 0
-    assert run_ownership.seen(place, tmp_path, "b", stored=True) == 0
+        assert run_ownership.newest_generation(place, tmp_path, "a", stored=False) == taken_here
+        assert run_ownership.newest_generation(place, tmp_path / "elsewhere", "a", stored=True) == taken_here
+    assert run_ownership.newest_generation(place, tmp_path / "elsewhere", "a", stored=False) == 0
+    assert run_ownership.newest_generation(place, tmp_path, "b", stored=True) == 0
 
 
 def test_what_another_run_has_left_on_a_volume_is_not_pushed_as_this_ones(place: store.Store, tmp_path: Path) -> None:

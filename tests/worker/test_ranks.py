@@ -279,17 +279,17 @@ def test_a_file_that_is_missed_because_the_code_is_a_copy_is_named_with_the_reme
     option = f" (--set 'data=[{{from: {tmp_path}/project/data}}]')"
     remedy = f"name it under data{option} and read it in $OUTLAST_DATA, or use an absolute path"
     outside = f"is outside of the code, of which the job runs in a copy ({copy})"
-    assert rank.missed("../data/x", copy, origin) == f"outlast: ../data/x {outside}; {remedy}"
-    assert rank.missed(str(copy.parent / "data/x"), copy, origin) == f"outlast: {copy.parent}/data/x {outside}; {remedy}"
-    assert rank.missed("../data/x", copy, None) == f"outlast: ../data/x {outside}; {remedy.replace(option, '')}"
-    assert rank.missed("cache/y", copy, origin) == (
+    assert rank.missing_hint("../data/x", copy, origin) == f"outlast: ../data/x {outside}; {remedy}"
+    assert rank.missing_hint(str(copy.parent / "data/x"), copy, origin) == f"outlast: {copy.parent}/data/x {outside}; {remedy}"
+    assert rank.missing_hint("../data/x", copy, None) == f"outlast: ../data/x {outside}; {remedy.replace(option, '')}"
+    assert rank.missing_hint("cache/y", copy, origin) == (
         f"outlast: {origin}/cache/y is not in the copy of the code that the job runs in; "
         "bring it back with !cache/y in .outlastignore, or name it under data"
     )
     for nowhere in ("../data/z", "z", "train.py", "/nowhere/z"):
-        assert rank.missed(nowhere, copy, origin) == ""
+        assert rank.missing_hint(nowhere, copy, origin) == ""
     for nowhere in ("z", "/data/x"):
-        assert rank.missed(nowhere, copy, None) == ""
+        assert rank.missing_hint(nowhere, copy, None) == ""
 
 
 def test_an_exception_that_is_its_own_cause_has_no_endless_story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

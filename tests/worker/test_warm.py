@@ -91,7 +91,7 @@ import os, sys
 from types import SimpleNamespace
 from outlast.worker.launch import warm
 
-def main(argv, *, unready):
+def main(argv, *, ready_fd):
     raise {}
 
 sys.modules["outlast.worker.launch.elastic"] = SimpleNamespace(main=main)

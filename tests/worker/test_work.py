@@ -36,7 +36,7 @@ def output(tmp_path: Path) -> Path:
     """With a working directory that holds the code train.py and lib/net.py."""
     directory = tmp_path / "output" / "work"
     code = {name: write(directory / name) for name in ("train.py", "lib/net.py")}
-    workdir.note_code(directory, {name: workdir.looks(path) for name, path in code.items()})
+    workdir.note_code(directory, {name: workdir.fingerprint(path) for name, path in code.items()})
     return directory.parent
 
 
@@ -145,8 +145,8 @@ class Disk:
 
     def push(self) -> None:
         results = workdir.Results(self.output)
-        ours = workdir.ours(self.output, self.place, self.environ)
-        skip = lambda path: skipped(path) or (results.skipped(path) if ours else path.startswith("work/"))  # noqa: E731
+        is_rank0 = workdir.is_rank0(self.output, self.place, self.environ)
+        skip = lambda path: skipped(path) or (results.skipped(path) if is_rank0 else path.startswith("work/"))  # noqa: E731
         manifest, held = self.output / ".push" / "manifest", results.unfinished()
         sync.push(self.output, self.place, manifest, sync.Options(skip=skip), leave=held, expired=results.expired)
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 LOOK_INTERVAL_S = 0.1
 """Longest time between two looks at the training processes."""
 LEAST_S = 1.0
-"""Time that a worker whose deadline is over has left: the clock of who wrote it may be ahead."""
+"""Least time to leave, even after the deadline: the clock of the machine that wrote it may be ahead."""
 PREPARATION_STOP_TIMEOUT_S = 5.0
 """How long a preparing phase may take to stop."""
 
@@ -79,9 +79,9 @@ class Agent:
         self.reporter = reporter.Reporter(self.state, log, self.hang_limit_s, pod=contract.Env.ADDRESS in environ)
         self._looked_at = self.clock()
         self._kill_at = float("inf")
-        """Time at which training that was asked to leave is killed."""
+        """When training that was asked to leave is killed."""
         self._published = ""
-        """The deadline that the operator published last, as JSON."""
+        """The operator's last deadline, as JSON."""
         self._warm = warm
         self._stop_preparing = threading.Event()
         from outlast.worker.prepare import prepare
@@ -90,9 +90,8 @@ class Agent:
         self._preparing: threading.Thread | None = None
         self._elastic: socket.socket | None = None
         self._launch_at = float("inf")
-        """When the elastic agent is to be started."""
         self._lost: dict[str, Any] = {}
-        """How the last one ended, for its successor to report."""
+        """How the last elastic agent ended; the next one reports it."""
         self._events: queue.SimpleQueue[lifecycle.Event] = queue.SimpleQueue()
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_w, False)
@@ -103,14 +102,14 @@ class Agent:
         self._launcher = LauncherWatch(environ)
         self._signalled = threading.Event()
         self._printed_end: tuple[int | None, str] = (None, "")
-        """The end that the log ends with already."""
+        """Exit code and reason in the log's last line, once it is printed."""
         self._ranks = ranks.Ranks(self.state, self.processes, self.clock)
         labels = {"job": job.metadata.name, "worker": str(self.index)}
         port = int(environ.get(contract.Env.PROBE_PORT, "0"))
         host = "" if contract.Env.ADDRESS in environ else "127.0.0.1"
         self._orders = orders.Orders(seal.key(environ), worker=self.index, since=time.time())
-        taken = {orders.PATH: self._ordered}
-        self.reporter.probes = probes.serve(lambda: self.reporter.health, labels, host=host, port=port, orders=taken)
+        handlers = {orders.PATH: self._ordered}
+        self.reporter.probes = probes.serve(lambda: self.reporter.health, labels, host=host, port=port, orders=handlers)
 
     @property
     def launched_here(self) -> bool:
@@ -161,19 +160,19 @@ class Agent:
 
     @functools.cached_property
     def ledger(self) -> Ledger:
-        """This agent's ledger; opened when there is an event, after what was written before has been fetched."""
+        """This agent's ledger. Opened at the first event, after its earlier lines were fetched from the store."""
         return Ledger(self.output / contract.LEDGER, f"agent-{self.index}")
 
     def _kill_training(self) -> None:
         if self._warm:
-            self._warm.kill()  # and with it whatever it forked
+            self._warm.kill()  # its forks die with it
 
     # Effects
 
     def _happened(self, event: lifecycle.Event) -> None:
         if event == lifecycle.Prepared(self.worker.phase) == lifecycle.Prepared(Phase.ENVIRONMENT) and self._warm is None:
-            with contextlib.suppress(OSError):  # it is tried again when it is needed
-                # By this thread: it dies with who starts it.
+            with contextlib.suppress(OSError):  # tried again at launch
+                # In this thread: the kernel kills the child when the thread that started it ends.
                 self._warm = sibling.start_warm(self._preparation.python, self.environ)
         self.worker, effects = lifecycle.step(self.worker, event)
         for effect in effects:
@@ -189,7 +188,7 @@ class Agent:
                     why = f"the time to leave is over ({self.worker.leaving})" if self.worker.leaving else self.worker.reason
                     print(f"outlast | {why}; ending the training", flush=True)
                     self._kill_training()
-                    if self._elastic is None:  # in the pause before a launch
+                    if self._elastic is None:  # during the pause before a launch
                         self._events.put(lifecycle.Trained(contract.exit_code(-signal.SIGKILL)))
                 case lifecycle.Flush():
                     self._begin_flush()
@@ -210,20 +209,19 @@ class Agent:
         self._printed_end = self.worker.code, self.worker.reason
         print_end(self.index, *self._printed_end)  # first, so that the last line of the log is uploaded, too
         self.coordination.record_end_from_operator()
-        if self._store:
-            threading.Thread(target=self._flush, args=(self._flush_timeout_s(),), daemon=True).start()
-        else:  # the output is where it belongs
+        if not self._store:  # the output is in its final place
             self._events.put(lifecycle.Flushed())
+            return
+        threading.Thread(target=self._flush, args=(self._flush_timeout_s(),), daemon=True).start()
 
     def _flush_timeout_s(self) -> float:
-        now = self.clock()
-        timeout_s = lifecycle.flush_timeout_s(self.worker.code, self.worker, now)
+        timeout_s = lifecycle.flush_timeout_s(self.worker.code, self.worker, self.clock())
         if self.worker.gone_by is not None and (why := time_left.too_late_to_upload(timeout_s, self._upload.seconds)):
             print(f"outlast | {why}", flush=True)
         return timeout_s
 
     def _flush(self, timeout_s: float) -> None:
-        """Upload what is left, this worker's log to its last line included."""
+        """Upload the rest of the output, including the last line of this worker's log."""
         self._log.drain()
         try:
             code, problem = self._upload.flush(timeout_s)
@@ -247,14 +245,14 @@ class Agent:
             self._put(lifecycle.PreparationFailed(phase, str(problem), retry=getattr(problem, "retry", False)))
         except OSError as problem:
             self._put(lifecycle.PreparationFailed(phase, f"{phase}: {problem}", retry=True))
-        except Exception as problem:  # a bug of ours must not leave the worker in this phase for ever
+        except Exception as problem:  # a bug in Outlast must not leave the worker in this phase for ever
             self._put(lifecycle.PreparationFailed(phase, f"{phase}: {problem!r}", retry=False))
             raise
         else:
             self._put(lifecycle.Prepared(phase))
 
     def _do(self, phase: Phase) -> run_ownership.Ended | None:
-        """Do the work of a preparing phase. Returns how the run has ended, if it has."""
+        """Carry out a preparing phase. Returns the end of the run if that has ended already."""
         match phase:
             case Phase.RUN:
                 return self.coordination.claim(self._log)
@@ -270,12 +268,12 @@ class Agent:
                 self._preparation.data()
                 self._preparation.compiled()
             case Phase.CHECKPOINT:
-                if self._snapshots is None:  # else this is another attempt
+                if self._snapshots is None:  # otherwise this is another attempt
                     workers = self.job.spec.workers.max if self.launched_here else 1
                     self._snapshots = snapshot_memory.begin(self.environ, workers, self._restore, self._newest)
-                if self._snapshots is None:  # else the training asks for it if nobody has anything later
+                if self._snapshots is None:  # otherwise the ranks request it if no worker has a newer snapshot
                     self._restore()
-                if self._store and not self.launched_here:  # else the submission has brought them
+                if self._store and not self.launched_here:  # on one machine the submission has fetched the files
                     from outlast.storage import store
                     from outlast.worker.prepare import workdir
 
@@ -304,7 +302,7 @@ class Agent:
 
     def _coordination_broke(self, reason: str) -> None:
         print(f"outlast | {reason}", flush=True)
-        self._put(lifecycle.Trained(contract.exit_code(-signal.SIGKILL)))  # the whole worker is to be started again
+        self._put(lifecycle.Trained(contract.exit_code(-signal.SIGKILL)))  # makes whoever started us restart the worker
         self._kill_training()
 
     def _superseded(self, reason: str) -> None:
@@ -312,7 +310,7 @@ class Agent:
         self._put(lifecycle.Superseded(reason or "the run goes on elsewhere"))
 
     def _launch(self) -> None:
-        """Have the elastic agent forked; the warm process listens a moment after its start and answers when torch is imported."""
+        """Have the warm process fork the elastic agent. It listens soon after its start, and answers once torch is imported."""
         try:
             self._warm = self._warm or sibling.start_warm(self._preparation.python, self.environ)
             sock = shim.connect(str(self.state / shim.SOCKET))
@@ -328,7 +326,7 @@ class Agent:
         argv = [str(self.processes), grace, str(self.job.spec.restarts.limit), *prepare.command(self.job, self.environ)]
         environ = self.environ | ({contract.Env.LOST: json.dumps(self._lost)} if self._lost else {})
         environ |= {contract.Env.NEEDED: "1"} if self.job.spec.workers.replicas <= self.job.spec.workers.min else {}
-        with contextlib.suppress(OSError):  # it died this very moment: the connection shows it
+        with contextlib.suppress(OSError):  # it died at this moment; the closed connection tells us
             shim.request(sock, "elastic", argv, environ, self.environ[contract.Env.CODE], (0, 1, 2))
         self._elastic, self._launch_at = sock, float("inf")
 
@@ -337,7 +335,7 @@ class Agent:
     def _on_signal(self, number: int, _frame: object) -> None:
         grace = self.job.spec.interruption.grace.total_seconds()
         self._signalled.set()
-        # The clock has a lock, which this very thread may hold.
+        # Not `self.clock()`: it takes a lock, which this thread may hold when the signal arrives.
         self._events.put(lifecycle.Interrupted(f"received {signal.Signals(number).name}", self._looked_at, grace))
 
     def _ordered(self, headers: Mapping[str, str], body: bytes) -> tuple[int, str]:
@@ -351,13 +349,13 @@ class Agent:
         return answer.status, answer.text
 
     def _look_for_deadline(self) -> None:
-        """Take up the deadline that the operator has published for this worker, if there is a new one."""
+        """Leave by the operator's deadline for this worker, if it has published a new one."""
         try:
             text = (self.state / contract.LEAVE).read_text()
             if text == self._published:
                 return
-            self._published, said = text, json.loads(text)
-            self._leave_until(float(said["deadline"]), f"told to leave: {said['reason']}")
+            self._published, order = text, json.loads(text)
+            self._leave_until(float(order["deadline"]), f"told to leave: {order['reason']}")
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError) as problem:
@@ -407,7 +405,7 @@ class Agent:
             self._ended("warm process", min(status, 0) or os.EX_SOFTWARE)
 
     def _ended(self, process: str, status: int, why: str | None = None) -> None:
-        """The elastic agent has ended, or the warm process and with it all that it forked."""
+        """Handle the end of the elastic agent, or of the warm process and with it all its forks."""
         broken, reached, start, self._launch_at = status == os.EX_SOFTWARE, self._ranks.newest(), None, float("inf")
         code = contract.Exit.FAILED if broken else contract.exit_code(status)
         if (status < 0 or broken) and reached:
@@ -427,23 +425,23 @@ class Agent:
         if self.worker.leaving and now > self._kill_at:
             self._kill_at = float("inf")
             self._events.put(lifecycle.GraceOver())
-        found = self._ranks.look(self._log.written)
+        processes = self._ranks.look(self._log.written)
         if self.worker.phase is Phase.TRAINING:
-            if victims := rule.hung(found, self.hang_limit_s):
-                self._end_hang(victims, found)
+            if victims := rule.hung(processes, self.hang_limit_s):
+                self._end_hang(victims, processes)
             if not self.worker.leaving:
                 self._launcher.look()
-            if self._store and self._upload.ensure_running(found):
+            if self._store and self._upload.ensure_running(processes):
                 self._superseded(self._upload.report.get("error", ""))
-        self.reporter.report(self.worker, found, self._upload)
+        self.reporter.report(self.worker, processes, self._upload)
         if not self.state.is_dir():  # the job was removed while it runs
             self._kill_training()
             os._exit(contract.Exit.FAILED)
 
-    def _end_hang(self, victims: Sequence[tuple[rule.Process, str]], found: Sequence[rule.Process]) -> None:
-        """Dump the stacks, leave the verdict for the elastic agent, kill."""
+    def _end_hang(self, victims: Sequence[tuple[rule.Process, str]], processes: Sequence[rule.Process]) -> None:
+        """Dump the stacks of all `processes`, write the verdict for the elastic agent, kill the `victims`."""
         file = self.output / contract.LOGS / f"stacks-worker-{self.index}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
-        stacks.dump([process.progress.pid for process in found], file)
+        stacks.dump([process.progress.pid for process in processes], file)
         for process, reason in victims:
             record = process.progress
             print(f"outlast | rank {record.rank} on worker {self.index} {reason}; stacks in {file}", flush=True)

@@ -1,6 +1,6 @@
-"""What agents do for the run as a whole where no launcher does it: claim the run, coordinate its rendezvous, record its end.
+"""An agent's work for the whole run where there is no launcher: claim the run, coordinate its rendezvous, record its end.
 
-Every worker claims and records, since any of them may be gone. Which one coordinates follows from `rendezvous.transport.Mode`.
+Every worker claims and records, since any other may be gone. `rendezvous.transport.Mode` decides which one coordinates.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Coordination:
         self.output = Path(environ[Env.OUTPUT])
         self._store = environ.get(Env.STORE, "")
         self._owner = environ.get(Env.RUN, "")
-        """Name by which the submission knows the run, see `ownership`."""
+        """The submission's name for the run, see `run_ownership`."""
         self._coordinator: Host | etcd.Running | None = None
-        self._heart: alive.Heartbeats | None = None
+        self._heartbeat: alive.Heartbeats | None = None
         self._recording: threading.Thread | None = None
         self._telling: threading.Thread | None = None
 
     def claim(self, log: Output) -> run_ownership.Ended | None:
-        """Find out which run this worker trains, and continue its `log`. Returns how the run ended, if it has."""
+        """Find out which run this worker trains, and continue its `log`. Returns the end of the run if that has ended."""
         if self.mode is Mode.LAUNCHER:
             return None
         from outlast.storage import runs
@@ -68,44 +68,43 @@ class Coordination:
         where = self._place()
         if environ.get(Env.STAY) == "1" and runs.read(where) is None:
             others = run_ownership.others(environ[Env.RENDEZVOUS], socket.getfqdn(), self.index, self._job.spec.workers.max)
-            if end := run_ownership.told(others, self._owner):
+            if end := run_ownership.ask_end(others, self._owner):
                 return end
         self.output.mkdir(parents=True, exist_ok=True)
-        begun = run_ownership.record(self._job.metadata.name, self._owner, self._owner)
+        new = run_ownership.record(self._job.metadata.name, self._owner, self._owner)
         home, fresh = run_ownership.home(environ), environ.get(Env.FRESH) == "1"
-        run = run_ownership.take(where, begun, home=home, fresh=fresh, say=_say)
+        run = run_ownership.take(where, new, home=home, fresh=fresh, say=_say)
         if isinstance(run, run_ownership.Ended):
             return run
         environ[Env.RUN], environ[Env.OWNER] = run, self._owner
         if self._store:
-            if self._heart is None:  # else this is another attempt
-                self._heart = alive.Heartbeats(lambda: where, run, self._owner, home, self.index, self._lost)
+            if self._heartbeat is None:  # otherwise this is another attempt
+                self._heartbeat = alive.Heartbeats(lambda: where, run, self._owner, home, self.index, self._lost)
             run_ownership.set_aside(self.output, run, _say)
             run_ownership.fetch_own(where, self.output, self.index)
         log.keep(self.output / contract.LOGS / contract.worker_log(self.index))
         return None
 
     def _place(self) -> store.Store:
-        """Where the record of the run is."""
+        """The store that holds the run's record."""
         from outlast.storage import store
 
         return store.open_(self._store or f"file://{self.output}")
 
     def begin(self) -> None:
-        """Take part in coordinating, before training starts."""
+        """Start coordinating, if this worker's part in the run includes that."""
         if self.mode in (Mode.OPERATOR, Mode.ELECTED):
             from outlast.worker.agent import run_ownership
 
-            # The next generation must exceed this one even if the coordinator knows none.
-            seen = run_ownership.seen(self._place(), self.output, self._environ[Env.RUN], stored=bool(self._store))
-            self._environ[Env.GENERATION] = str(seen)
+            # The next generation must exceed this one even if the coordinator has lost its state.
+            newest = run_ownership.newest_generation(self._place(), self.output, self._environ[Env.RUN], stored=bool(self._store))
+            self._environ[Env.GENERATION] = str(newest)
         if self.mode is Mode.ELECTED:
             self._run_for_election()
         elif self.mode is Mode.WORKER_0 and self.index == 0:
             self._coordinate()
 
     def _coordinate(self) -> None:
-        """Coordinate the rendezvous from here, see `rendezvous.worker0`."""
         from outlast.job import seal
         from outlast.rendezvous import worker0
         from outlast.worker.agent import run_ownership
@@ -125,7 +124,6 @@ class Coordination:
         self._coordinator = host
 
     def _run_for_election(self) -> None:
-        """Run for election as the coordinator, see `rendezvous.etcd.election`."""
         from outlast.rendezvous import coordinator
         from outlast.rendezvous.etcd import client as etcd
         from outlast.rendezvous.etcd import gateway as servers
@@ -133,18 +131,14 @@ class Coordination:
         from outlast.rendezvous.etcd.election import ElectionConfig
 
         environ = self._environ
-        config = ElectionConfig(
-            coordinator.Settings.of(self._job.spec),
-            self,
-            replicas=self._job.spec.workers.replicas,
-        )
+        config = ElectionConfig(coordinator.Settings.of(self._job.spec), self, replicas=self._job.spec.workers.replicas)
         where, name = servers.address(environ[Env.RENDEZVOUS], environ=environ), schema.run_name(environ[Env.RUN], environ)
         candidate = etcd.Running(where, name, config, id=lambda: self.index)
         candidate.start()
         self._coordinator = candidate
 
     def record_end(self, state: str, reason: str, code: int) -> None:
-        """Record how the run has ended, in the background, so that it is not trained again."""
+        """Record in the background how the run has ended, so that it is not trained again, and report it to the trackers."""
         from outlast.storage import runs
 
         run, owner = self._environ[Env.RUN], self._environ[Env.OWNER]
@@ -165,7 +159,7 @@ class Coordination:
         self._recording.start()
 
     def record_end_from_operator(self) -> None:
-        """Record the end that the operator has published, since it has no access to stores."""
+        """Record the end of the run on the operator's behalf, which has no access to stores."""
         try:
             end = json.loads((Path(self._environ[Env.STATE]) / contract.END).read_text())
         except FileNotFoundError:
@@ -173,7 +167,7 @@ class Coordination:
         self.record_end("Failed" if end["code"] else "Succeeded", end["reason"], end["code"])
 
     def tell_goodput(self, goodput: float | None) -> None:
-        """Tell the operator the goodput of the whole run, if that has ended and is known here."""
+        """Report the goodput of the whole run to the operator, once the run has ended and if it is known here."""
         if goodput is None or not (Path(self._environ[Env.STATE]) / contract.END).exists():
             return
         from outlast.base.errors import ClusterError
@@ -184,7 +178,7 @@ class Coordination:
             _say(f"the goodput of the run could not be told: {problem}")
 
     def end_for_others(self, code: int) -> str:
-        """Answer to other workers that ask how the run has ended; empty if only this worker could not continue."""
+        """The answer to workers that ask how the run has ended; empty if only this worker could not continue."""
         if self.mode is Mode.LAUNCHER or code == contract.Exit.MISCONFIGURED:
             return ""
         from outlast.worker.agent import run_ownership
@@ -193,19 +187,19 @@ class Coordination:
         return run_ownership.Ended(self._owner, reason, code).dumps()
 
     def close(self) -> None:
-        """Wait until the end is known to the other workers and recorded."""
+        """Wait until the other workers know of the end and it is recorded."""
         if self._coordinator:
             self._coordinator.wait()
         for thread in filter(None, (self._recording, self._telling)):
             thread.join(RECORD_TIMEOUT_S)
-        if self._heart:
-            self._heart.leave()
+        if self._heartbeat:
+            self._heartbeat.leave()
 
-    # Events of an elected coordinator
+    # Called by an elected coordinator
 
     @functools.cached_property
     def _ledger(self) -> Ledger:
-        """The coordinator's ledger; opened only where one runs."""
+        """The coordinator's ledger. Opened only if one runs here."""
         return Ledger(self.output / contract.LEDGER, "decider" if self.mode is Mode.WORKER_0 else f"decider-{self.index}")
 
     def say(self, text: str) -> None:
@@ -215,7 +209,7 @@ class Coordination:
         self._ledger.write(kind, **facts)
 
     def finished(self, state: str, reason: str, code: int) -> None:
-        """Each agent records the end, since any of them may be gone."""
+        """Every agent records the end, since any other may be gone."""
         self.record_end(state, reason, code)
 
 

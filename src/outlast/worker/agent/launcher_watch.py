@@ -1,4 +1,4 @@
-"""Starts the launcher of this machine again when it is unreachable: a job must not depend on the process that started it."""
+"""Restarts this machine's launcher when it is unreachable: a job must not depend on the process that started it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from outlast.worker.launch import shim, system
 CHECK_INTERVAL_S = 1.0
 """Interval of connecting to the launcher."""
 UNREACHABLE_S = 1.5
-"""How long it may be unreachable before it is started again; twice as long after each start, for its imports take long on a busy
-machine."""
+"""How long it may be unreachable before it is restarted. Doubles with each restart: its imports take long on a busy machine."""
 LONGEST_S = 60.0
 STAGGER_S = 0.2
-"""Additional delay for each next worker: the first one's launcher is enough, and later ones find its lock held."""
+"""Additional delay per worker index: one new launcher is enough, and later ones find its lock held."""
 
 
 class LauncherWatch:
@@ -36,7 +35,7 @@ class LauncherWatch:
         self._patience_s = UNREACHABLE_S
 
     def look(self) -> None:
-        """Connect to it if that is due, and start it if it has been unreachable for too long."""
+        """Check the launcher if that is due, and restart it if it has been unreachable for too long."""
         now = time.monotonic()
         if not self._command or now < self._check_at:
             return
@@ -44,7 +43,7 @@ class LauncherWatch:
         try:
             shim.connect(self._socket).close()
             self._unreachable_since, self._patience_s = None, UNREACHABLE_S
-        except TimeoutError:  # it runs, but is busy or stopped: a running world does not need it
+        except TimeoutError:  # alive, but busy or stopped: a running world does not need it
             self._unreachable_since = None
         except OSError:
             if self._unreachable_since is None:
@@ -52,5 +51,5 @@ class LauncherWatch:
             elif now - self._unreachable_since > self._patience_s:
                 self._unreachable_since, self._patience_s = now, min(2 * self._patience_s, LONGEST_S)
                 environ = {**os.environ, Env.PROBE_PORT: str(self._probe_port)}
-                with contextlib.suppress(OSError, subprocess.SubprocessError):  # no process can be made: it is tried again
+                with contextlib.suppress(OSError, subprocess.SubprocessError):  # the process limit: tried again later
                     system.daemon(json.loads(self._command), Path(os.devnull), env=environ)

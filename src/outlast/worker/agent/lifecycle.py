@@ -1,12 +1,12 @@
-"""The life of a worker, as a pure state machine: what has happened in, what to do out.
+"""The life of a worker as a pure state machine: events in, effects out.
 
     starting -> run, code, environment, data, checkpoint -> training -> flushing -> ended
                           (an interruption at any time: finish early, save if there is something to save, exit 75;
                            an elastic agent that is killed, or fails itself: launched again, the snapshots stay)
 
-What a worker does next is decided in this file, when its processes hang in `hangs.rule`, and who coordinates the run in
-`rendezvous.transport`. `agent.agent` carries out the effects and reports the events. There is no clock, file or process here;
-times are those of the agent's own clock and arrive with the events.
+This file decides what a worker does next, `hangs.rule` when its processes hang, `rendezvous.transport` who coordinates the run.
+`agent.agent` carries out the effects and reports the events. There is no clock, file or process here; times are read from the
+agent's own clock and arrive with the events.
 """
 
 from __future__ import annotations
@@ -45,33 +45,34 @@ class Worker:
     leaving: str = ""
     """Why it is interrupted; empty if it is not."""
     leave_by: float | None = None
-    """When its training is killed, if it is interrupted: the earliest time that anybody gave."""
+    """When its training is killed, if it is interrupted: the earliest of all deadlines."""
     late: bool = False
     """Whether that time is over."""
     gone_by: float | None = None
-    """When its machine is gone, as far as somebody said."""
+    """When its machine goes away; None if that is unknown."""
     code: int | None = None
     """The exit code, once it is known."""
     reason: str = ""
     stay: bool = False
-    """Whether its pod is to stay up after a final end, so that other pods can ask how the run ended."""
+    """Whether its pod stays up after a final end, so that other pods can ask how the run ended."""
     start: tuple[int, int] | None = None
-    """The newest start of its processes when the elastic agent was launched again."""
+    """(generation, attempt) of its processes when the elastic agent was last relaunched."""
     relaunches: int = 0
-    """Launches since then after which no process has started."""
+    """Relaunches since then, none of which started a process."""
 
 
 FINAL = (contract.Exit.DONE, contract.Exit.MISCONFIGURED, contract.Exit.GIVEN_UP)
-"""Exit codes after which a worker that is started again has nothing to do."""
+"""Exit codes after which a restarted worker has nothing to do."""
 DONE_FLUSH_S = 1800.0
-"""Timeout of the last upload after training is done. Long, since nothing repeats it: a worker that failed is started again."""
+"""Timeout of the last upload after training is done. Long, since nothing repeats it; a failed worker is restarted and uploads
+again."""
 LAST_FLUSH_S = 10.0
 """Least timeout of the last upload of an interrupted worker, even when its grace period is over."""
 LEAST_FLUSH_S = 1.0
-"""The same where it is known when the machine is gone."""
+"""The same if the time at which the machine goes away is known."""
 RELAUNCHES, PAUSE_S, LONGEST_PAUSE_S = 10, 1.0, 30.0
-"""Most launches in a row after which no process has started; the pause before the second of them, which doubles, up to the
-longest; arbitrary. Together three minutes, in which a machine without processes to spare may get some."""
+"""Limit of consecutive relaunches that start no process, and the backoff between them; arbitrary. Together three minutes, in
+which a machine at its process limit may free some."""
 
 
 # Events
@@ -84,14 +85,14 @@ class Started:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """The work of a preparing phase is done."""
+    """A preparing phase is done."""
 
     phase: Phase
 
 
 @dataclasses.dataclass(frozen=True)
 class PreparationFailed:
-    """The work of a preparing phase failed; `retry` says whether starting again could help."""
+    """A preparing phase failed; `retry`: a restart of the worker could help."""
 
     phase: Phase
     reason: str
@@ -104,20 +105,20 @@ class Trained:
 
     code: int
     start: tuple[int, int] | None = None
-    """The newest start of its processes (generation, attempt) if it was killed or has failed itself; None if there was none, or
-    it has ended with the run."""
+    """(generation, attempt) of its newest processes if it was killed or failed itself; None if it started none, or ended with the
+    run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Interrupted:
-    """SIGTERM, a spot notice, a drain: training has to leave within `grace_s` from `now`. Several may come, in any order: the
-    earliest time counts."""
+    """SIGTERM, a spot notice, a drain: training has to leave within `grace_s` from `now`. If several arrive, the earliest
+    deadline counts."""
 
     reason: str
     now: float
     grace_s: float
     ends_s: float | None = None
-    """Seconds until the machine is gone; None when nobody said."""
+    """Seconds until the machine goes away; None if that is unknown."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +142,7 @@ class Superseded:
 
 @dataclasses.dataclass(frozen=True)
 class Over:
-    """The run had ended before this start; how the worker ends."""
+    """The run had ended before this worker started."""
 
     code: int
     reason: str
@@ -155,7 +156,7 @@ Event: TypeAlias = Started | Prepared | PreparationFailed | Trained | Interrupte
 
 @dataclasses.dataclass(frozen=True)
 class Prepare:
-    """Do the work of a preparing phase."""
+    """Carry out a preparing phase."""
 
     phase: Phase
 
@@ -182,12 +183,12 @@ class Kill:
 
 @dataclasses.dataclass(frozen=True)
 class Flush:
-    """Upload what is left, logs included."""
+    """Upload the rest, logs included."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Exit:
-    """End the agent. With `stay` only when its pod is deleted, and then with code 0: the end itself is recorded."""
+    """End the agent. With `stay` only once its pod is deleted, and then with code 0: the real end is recorded."""
 
     code: int
     reason: str
@@ -213,8 +214,8 @@ def step(worker: Worker, event: Event) -> tuple[Worker, tuple[Effect, ...]]:
                 if worker.leaving and (code == contract.Exit.INTERRUPTED or contract.killed(code)):
                     return _flush(worker, contract.Exit.INTERRUPTED, worker.leaving)
                 return _flush(worker, code, _verdict(code))
-            # What the agent has in memory stays, and a worker that leaves saves it yet. The coordinator counts how each start of
-            # processes ends, we the other launches.
+            # The agent keeps its snapshots, and a leaving worker still saves them. The coordinator counts the starts of processes
+            # that fail; we count the relaunches that start none.
             pause_s = backoff.exponential(relaunches - 1, PAUSE_S, LONGEST_PAUSE_S) if relaunches else 0.0
             return dataclasses.replace(worker, start=start, relaunches=relaunches), (Launch(pause_s),)
         case Interrupted() if worker.phase not in (Phase.FLUSHING, Phase.ENDED):
@@ -224,7 +225,7 @@ def step(worker: Worker, event: Event) -> tuple[Worker, tuple[Effect, ...]]:
         case Flushed(problem) if worker.phase is Phase.FLUSHING and worker.code is not None:
             if not problem:
                 return _end(worker, worker.code, worker.reason)
-            # Start a worker again that is done but for the upload: nothing is left to train, and it uploads again.
+            # Have a worker that is done but for the upload restarted: it only uploads again.
             code = contract.Exit.INTERRUPTED if worker.code == contract.Exit.DONE else worker.code
             return _end(worker, code, f"{worker.reason}; {problem}")
         case Superseded(reason) if worker.phase not in (Phase.STARTING, Phase.ENDED):
@@ -240,17 +241,16 @@ def _enter(worker: Worker, phase: Phase) -> tuple[Worker, tuple[Effect, ...]]:
     return entered, (Launch() if phase is Phase.TRAINING else Prepare(phase),)
 
 
-def _leave(worker: Worker, asked: Interrupted) -> tuple[Worker, tuple[Effect, ...]]:
-    """Interrupted for the first time, or with less time than before."""
-    leave_by = asked.now + asked.grace_s
-    ends = [each for each in (worker.gone_by, None if asked.ends_s is None else asked.now + asked.ends_s) if each is not None]
+def _leave(worker: Worker, event: Interrupted) -> tuple[Worker, tuple[Effect, ...]]:
+    leave_by = event.now + event.grace_s
+    ends = [each for each in (worker.gone_by, None if event.ends_s is None else event.now + event.ends_s) if each is not None]
     leaving = dataclasses.replace(worker, gone_by=min(ends, default=None))
     if worker.leave_by is not None and worker.leave_by <= leave_by:
         return leaving, ()
-    leaving = dataclasses.replace(leaving, leaving=asked.reason, leave_by=leave_by)
+    leaving = dataclasses.replace(leaving, leaving=event.reason, leave_by=leave_by)
     if worker.phase is Phase.TRAINING:
-        return leaving, (Notify(asked.reason, leave_by),)
-    return _flush(leaving, contract.Exit.INTERRUPTED, f"left before training: {asked.reason}")
+        return leaving, (Notify(event.reason, leave_by),)
+    return _flush(leaving, contract.Exit.INTERRUPTED, f"left before training: {event.reason}")
 
 
 def _flush(worker: Worker, code: int, reason: str) -> tuple[Worker, tuple[Effect, ...]]:
@@ -263,7 +263,7 @@ def _end(worker: Worker, code: int, reason: str) -> tuple[Worker, tuple[Effect, 
 
 
 def flush_timeout_s(code: int | None, worker: Worker, now: float) -> float:
-    """How long the last upload of a worker that ends with this code may take: until its machine is gone, if that is known."""
+    """Timeout of the last upload of a worker that ends with this code: until its machine goes away, if that time is known."""
     grace_left_s = worker.leave_by - now if worker.leave_by is not None else 0.0
     timeout_s = DONE_FLUSH_S if code == contract.Exit.DONE else max(LAST_FLUSH_S, grace_left_s)
     if worker.gone_by is None:

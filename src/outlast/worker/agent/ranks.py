@@ -1,8 +1,8 @@
 """The training processes of one worker as its agent observes them: which are alive, and for how long each has been silent.
 
-A process is identified by its pid *and* its start time, which it records itself: pids are reused, and a process that hangs is
-killed. It is silent since the agent last saw its progress or its heartbeat change (`workerfiles.progress`), by a clock that
-stops when the agent does (`clock.Awake`): neither a step of the wall clock nor a machine that slept makes a process silent.
+A process is identified by its pid *and* its start time, which it records itself: pids are reused, and a hung process is killed.
+It is silent since the agent last saw its progress or its heartbeat change (`workerfiles.progress`). The clock stops when the
+agent does (`clock.Awake`): neither a step of the wall clock nor a machine that slept makes a process silent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outlast.job.workerfiles import progress
 from outlast.worker.hangs.rule import Process
 
 FROZEN_S = 10.0
-"""Time without a heartbeat after which a process counts as unable to run Python, because native code holds its lock. It is not
+"""Time without a heartbeat after which a process counts as unable to run Python, because native code holds the GIL. It is not
 silent while it uses CPU time."""
 
 
@@ -30,17 +30,17 @@ class Ranks:
         self._state, self._count = state, count
         self._seen = Seen(clock)
         self._condemned: set[tuple[int, int]] = set()
-        """Pid and start time of the processes that were killed: they may take a while to die."""
+        """Pid and start time of killed processes, which may take a while to die."""
 
     def forget(self) -> None:
-        """Remove the records of an earlier agent's processes: a new container reuses their pids."""
+        """Remove the records of an earlier agent's processes: a new container may reuse their pids."""
         for local_rank in range(self._count):
             for name in (contract.PROGRESS, contract.PULSE):
                 (self._state / name.format(local_rank=local_rank)).unlink(missing_ok=True)
 
     def look(self, written: int = 0) -> list[Process]:
         """The live processes by local rank. `written` is the number of bytes that all of them have written to the log."""
-        found = []
+        processes = []
         for local_rank in range(self._count):
             record = progress.read(self._state, local_rank)
             if record is None or (record.pid, record.started) in self._condemned:
@@ -48,11 +48,11 @@ class Ranks:
             state = _state(record)
             if state in ("", "Z", "X"):
                 continue
-            found.append(self._observe(local_rank, record, state in ("T", "t"), written))
-        return found
+            processes.append(self._observe(local_rank, record, state in ("T", "t"), written))
+        return processes
 
     def newest(self) -> progress.Progress | None:
-        """The newest record, also that of a process that has ended."""
+        """The newest record, even if its process has ended."""
         records = filter(None, (progress.read(self._state, local_rank) for local_rank in range(self._count)))
         return max(records, key=lambda record: (record.generation, record.attempt, record.step), default=None)
 

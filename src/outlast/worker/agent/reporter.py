@@ -1,4 +1,4 @@
-"""What an agent says of its worker: `worker.json` for those that watch agents, and the answers of its probes."""
+"""An agent's reports on its worker: `worker.json` for the launcher, and the answers of its probes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from outlast.worker.hangs import rule
 HEARTBEAT_INTERVAL_S = 1.0
 """Interval of touching an unchanged `worker.json`: the heartbeat of the agent."""
 ALONE_LOOKS = 30
-"""Looks, ten a second, at a process that trains without a process group, after which that is said. Arbitrary: a bar may be drawn
-before the group is made."""
+"""Debounce of the warning that ranks train without a process group, in looks, ten a second. Arbitrary: a script may print
+progress before it makes the group."""
 STANDSTILL_S = 30.0
-"""Time without progress after which the place where processes wait is shown; shorter than the hang limit."""
+"""Time without progress after which the status shows where the processes wait; shorter than the hang limit."""
 
 
 class Reporter:
@@ -34,7 +34,7 @@ class Reporter:
     def __init__(self, state: Path, log: Output, limit_s: float, *, pod: bool = False) -> None:
         self.health = probes.Health()
         self.probes = ""
-        """Address of the probes."""
+        """The address of the probes."""
         self.displaced = False
         """Whether another machine has taken the run."""
         self._state, self._log, self._limit_s = state, log, limit_s
@@ -42,23 +42,23 @@ class Reporter:
         self._written: dict[str, Any] = {}
         self._touched = 0.0
 
-    def report(self, worker: Worker, found: Sequence[rule.Process], upload: UploadProcess) -> None:
-        """Report the current state; `found` are the training processes."""
+    def report(self, worker: Worker, processes: Sequence[rule.Process], upload: UploadProcess) -> None:
+        """Report the current state of the worker and its training `processes`."""
         training = worker.phase is Phase.TRAINING
-        in_world = training and any(process.progress.phase != "done" for process in found)
+        in_world = training and any(process.progress.phase != "done" for process in processes)
         state = str(worker.phase)
         if training:
             state = "leaving" if worker.leaving else "training" if in_world else "waiting"
-        self._logged.look(found, self._log)
-        still = next((p.where for p in found if p.silent_s > STANDSTILL_S and p.where), "") if in_world else ""
-        ranks = [{"rank": p.progress.rank, "local_rank": p.local_rank, "pid": p.progress.pid} for p in found]
+        self._logged.look(processes, self._log)
+        still = next((p.where for p in processes if p.silent_s > STANDSTILL_S and p.where), "") if in_world else ""
+        ranks = [{"rank": p.progress.rank, "local_rank": p.local_rank, "pid": p.progress.pid} for p in processes]
         self.write(state, worker, upload, ranks=ranks, still=still)
         metrics = {"leaving": float(bool(worker.leaving)), **upload.metrics()}
         healthy, reason = True, state
-        if found:
-            silent_s = min(process.silent_s for process in found)
-            metrics |= self._progress(found[0].progress) | {"progress_age_seconds": silent_s}
-            if rule.unhealthy(found[0], silent_s, self._limit_s):
+        if processes:
+            silent_s = min(process.silent_s for process in processes)
+            metrics |= self._progress(processes[0].progress) | {"progress_age_seconds": silent_s}
+            if rule.unhealthy(processes[0], silent_s, self._limit_s):
                 healthy, reason = False, f"no progress for {silent_s:.0f} s"
         self.health = probes.Health(healthy, in_world, reason, metrics)
 
@@ -68,8 +68,8 @@ class Reporter:
             metrics |= {"snapshot_step": first.snapshot, "snapshot_every": first.every}
         if first.steps is not None:
             metrics["target_step"] = first.steps
-        if first.rank == 0 and not first.step and self._logged.found:
-            step, steps, epoch = self._logged.found
+        if first.rank == 0 and not first.step and self._logged.last:
+            step, steps, epoch = self._logged.last
             metrics |= {"step": step, "step_logged": 1.0, **({"target_step": steps} if steps and epoch is None else {})}
         return metrics
 
@@ -109,59 +109,59 @@ class Reporter:
 
 
 class LoggedStep:
-    """The step that a plain script prints to its log, if rank 0 runs here and reports none itself. In a pod it also says when the
-    script begins again, as the launcher does on this machine."""
+    """The step that a plain script prints to its log, if rank 0 runs here and reports none itself. In a pod it also warns when
+    the script trains from the beginning again; on one machine the launcher does."""
 
     def __init__(self, *, pod: bool = False) -> None:
         self._pod = pod
-        self._begin: saves.Logged | None = None
-        """The first step of the run."""
-        self._reached: saves.Logged | None = None
-        """The last step that the process before printed."""
-        self.found: saves.Logged | None = None
+        self._first_of_run: saves.Logged | None = None
+        self._previous: saves.Logged | None = None
+        """The last step that the previous process printed."""
+        self._process: tuple[int, int] | None = None
+        """Generation and pid of the current process."""
         self._first: saves.Logged | None = None
-        """The first step that the process printed."""
+        self.last: saves.Logged | None = None
+        """The last step that the current process printed."""
         self.warning = ""
         self._alone = 0
-        """How often it was seen to train without a process group."""
-        self._of: tuple[int, int] | None = None
+        """Number of looks in a row at which it trained without a process group."""
         self._written = 0
 
-    def look(self, found: Sequence[rule.Process], log: Output) -> None:
-        """Read the end of what was written since the last look."""
-        process = next((p for p in found if p.progress.rank == 0), None)
+    def look(self, processes: Sequence[rule.Process], log: Output) -> None:
+        """Read the end of the text that was written since the last look."""
+        process = next((p for p in processes if p.progress.rank == 0), None)
         if process is None:
             return
         first = process.progress
-        if self._of != (first.generation, first.pid):  # the log so far is another process's
-            self._reached = self.found or self._reached
-            self._of, self._written, log.recent = (first.generation, first.pid), log.written, b""
-            self.found, self._first, self._alone = None, None, 0
+        if self._process != (first.generation, first.pid):  # an earlier process wrote the log so far
+            self._previous = self.last or self._previous
+            self._process, self._written, log.recent = (first.generation, first.pid), log.written, b""
+            self.last, self._first, self._alone = None, None, 0
         elif first.phase == "started" and not first.step and log.written != self._written:
             self._written, text = log.written, log.recent.decode(errors="replace")
-            self.found, self._first = saves.last_step(text, self.found), self._first or saves.first_step(text)
+            self.last, self._first = saves.last_step(text, self.last), self._first or saves.first_step(text)
             if (first.generation, first.attempt) == (1, 0):
-                self._begin = self._first
-            elif self._pod and self._first and self._reached:
-                if said := saves.begun_anew(None, self._reached, self._first, self._begin):
-                    print(f"outlast | {said}", flush=True)
-                self._reached = None
-        step = first.step or (self.found.step if self.found else 0)
+                self._first_of_run = self._first
+            elif self._pod and self._first and self._previous:
+                if warning := saves.begun_anew(None, self._previous, self._first, self._first_of_run):
+                    print(f"outlast | {warning}", flush=True)
+                self._previous = None
+        step = first.step or (self.last.step if self.last else 0)
         self._alone = self._alone + 1 if process.alone > 1 and step and first.phase == "started" else 0
         self.warning = saves.alone(process.alone) if self._alone >= ALONE_LOOKS else ""
         if self._alone == ALONE_LOOKS:
             print(f"outlast | {self.warning}", flush=True)
 
     def record(self) -> dict[str, Any]:
-        """The step, the total, and the generation whose process has printed them; then its pid, the epoch, and its first step."""
-        if not self.found or not self._of:
+        """Step, total and generation of the process that printed them; then its pid, the epoch, and its first step."""
+        if not self.last or not self._process:
             return {"logged": None}
-        (generation, pid), (step, steps, epoch) = self._of, self.found
+        (generation, pid), (step, steps, epoch) = self._process, self.last
         more = {"pid": pid, "first": self._first, **({} if epoch is None else {"epoch": epoch})}
         return {"logged": (step, steps, generation), "logged_more": more}
 
 
 def write_state(directory: Path, record: dict[str, Any]) -> None:
-    """Replace `worker.json` (see `contract.WORKER`). On a full disk it stays as it was: training matters more."""
+    """Replace `worker.json` (see `contract.WORKER`). On a full disk the old one stays: training matters more."""
     with contextlib.suppress(OSError):
         files.replace(directory / contract.WORKER, json.dumps(record))

@@ -1,16 +1,16 @@
-"""Which run the pod of a worker belongs to. The record is `run.json` in the job's output.
+"""Decides which run a worker's pod belongs to. The record is `run.json` in the job's output.
 
-Pods have a name in common, the digest of their job file or the name of a submission: it is the owner of a run, and the id of a
-run that they begin. Every pod decides by itself, and all reach the same decision:
+All pods of a job share a name, the digest of their job file or the name of a submission: it is the owner of a run, and the id of
+a run that they begin. Every pod decides by itself, and all reach the same decision:
 
-    nothing there, or a run that has succeeded and is another's     begin a run
-    a run that has not succeeded                                    go on with it: a changed file is still the same training
+    no record, or another owner's run that has succeeded            begin a run
+    a run that has not succeeded                                    continue it: a changed file is still the same training
     the same, and another namespace or cluster trains it now        that one keeps it; we end with an error
-    the same, and ours is to begin from the beginning               begin a run; files of the old one go to `previous/`
+    the same, and we were submitted with --fresh                    begin a run; files of the old one go to `previous/`
     a run that has not ended, and a later file has taken it from us we are zombies
     our run, and it has ended                                       nothing is left to do
 
-Where the output is lost with a pod, so is the record. A new worker then asks those that stay up after the end (`told`).
+If the output is lost with a pod, so is the record. A new worker then asks those that stay up after the end (`ask_end`).
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ _ADVICE = (
 _AUTHORITIES = Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt")
 _ANSWER_S = 3.0
 _ASKED = 8
-"""Limit of workers that are asked; one that knows is enough."""
+"""Most workers to ask; one that knows is enough."""
 _CODES = {"Succeeded": contract.Exit.DONE, "Failed": contract.Exit.GIVEN_UP, "Cancelled": contract.Exit.GIVEN_UP}
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The run has ended already; how a worker ends."""
+    """The end of a run, which a worker that starts later shares."""
 
     run: str
     reason: str
     code: int
 
     def dumps(self) -> str:
-        """As `told` reads it."""
+        """The answer that `ask_end` parses."""
         return json.dumps(dataclasses.asdict(self))
 
 
-def told(others: Sequence[str], run: str) -> Ended | None:
+def ask_end(others: Sequence[str], run: str) -> Ended | None:
     """Ask the workers at these `host:port`, which stay up, how the run has ended; None if none knows."""
 
     def ask(address: str) -> Ended | None:
         try:
             with urllib.request.urlopen(f"http://{address}/end", timeout=_ANSWER_S) as answer:
                 end = Ended(**json.load(answer))
-        except (OSError, ValueError, TypeError):  # it is not there, trains, or is of another version
+        except (OSError, ValueError, TypeError):  # gone, training, or another version
             return None
         return end if end.run == run else None
 
@@ -77,8 +77,8 @@ def told(others: Sequence[str], run: str) -> Ended | None:
 
 
 def others(endpoint: str, me: str, index: int, workers: int) -> list[str]:
-    """`host:port` of the probes of all others, when they are called as pod 0 at `endpoint` is (`c10d://NAME-0.SERVICE...`), or as
-    this one is by its full name: `NAME-2.SERVICE...` is worker 2."""
+    """`host:port` of the probes of all other workers. Their host names are derived from pod 0 at `endpoint`
+    (`c10d://NAME-0.SERVICE...`), or from `me`, this pod's full name: `NAME-2.SERVICE...` is worker 2."""
     at_0 = endpoint.startswith("c10d://")
     host = (urllib.parse.urlsplit(endpoint).hostname or "") if at_0 else me
     name, _, domain = host.partition(".")
@@ -89,9 +89,9 @@ def others(endpoint: str, me: str, index: int, workers: int) -> list[str]:
 
 
 def home(environ: Mapping[str, str], authorities: Path = _AUTHORITIES) -> str:
-    """Where this pod's job is trained, see `runs.alive`: the same for all its pods. Jobs of an operator are identified by their
-    run, others by the cluster's certificate authorities, where pods can see them: if those change, pods from before and after
-    count as two owners."""
+    """The identity of the place that trains this pod's job, see `runs.alive`; the same for all its pods. Jobs of an operator are
+    identified by their run, others by the cluster's certificate authorities, if pods can read them: if those change, pods from
+    before and after count as two owners."""
     name = f"{environ.get(contract.Env.NAMESPACE) or 'default'}/{environ[contract.Env.JOB]}"
     if contract.Env.MEMBER in environ:
         return f"{name} ({environ[contract.Env.RUN]})"
@@ -103,31 +103,31 @@ def home(environ: Mapping[str, str], authorities: Path = _AUTHORITIES) -> str:
 def take(
     where: store.Store, new: runs.Run, *, home: str = "", fresh: bool = False, say: Callable[[str], None] = lambda _: None
 ) -> str | Ended:
-    """Take up the run of this place, or begin `new`. Returns its id. Waits while another `home` may train it. Raises
-    AlreadyRunning when it does, Superseded when a later owner has taken it from us, and StoreError."""
-    there = runs.read(where)
-    if there and there.ended and there.owner == new.owner:
-        said = f"run {there.run} has ended before ({there.state}: {there.reason}); nothing is left to do"
-        return Ended(there.run, said, _CODES[there.state])
-    if there and not there.ended and new.owner in there.before:
+    """Continue the run in this place, or begin `new`. Returns its id. Waits while another `home` may train it. Raises
+    AlreadyRunning if it does, Superseded if a later owner has taken it from us, and StoreError."""
+    current = runs.read(where)
+    if current and current.ended and current.owner == new.owner:
+        reason = f"run {current.run} has ended before ({current.state}: {current.reason}); nothing is left to do"
+        return Ended(current.run, reason, _CODES[current.state])
+    if current and not current.ended and new.owner in current.before:
         raise Superseded(
-            f"run {there.run} in {where.url} was taken up by a later version of this job; delete this one, or the later one and "
-            "submit this one again"
+            f"run {current.run} in {where.url} was taken up by a later version of this job; delete this one, or the later one "
+            "and submit this one again"
         )
-    if there and not there.ended and not fresh and home:
-        alive.wait(where, there.run, home, advice=_ADVICE, say=say)
-    if there is None or there.succeeded or (fresh and there.owner != new.owner):
-        there = runs.claim(where, new, replace=fresh)
-    if there.aside:
-        runs.archive(where, there.run)
-    if there.ended or there.owner != new.owner:
-        runs.acquire(where, there.run, new.owner)
-    return there.run
+    if current and not current.ended and not fresh and home:
+        alive.wait(where, current.run, home, advice=_ADVICE, say=say)
+    if current is None or current.succeeded or (fresh and current.owner != new.owner):
+        current = runs.claim(where, new, replace=fresh)
+    if current.aside:
+        runs.archive(where, current.run)
+    if current.ended or current.owner != new.owner:
+        runs.acquire(where, current.run, new.owner)
+    return current.run
 
 
 def set_aside(output: Path, run: str, say: Callable[[str], None] = lambda _: None) -> None:
-    """Move the files of another run in this directory, on a volume that outlives pods, to `previous/`, as in the store. Workers
-    may share the directory."""
+    """Move another run's files in this directory to `previous/`, as in the store. Happens on volumes that outlive pods, and that
+    workers may share."""
     directory = output / contract.CHECKPOINTS
     if checkpoints.owner(directory) in ("", run):
         return
@@ -136,8 +136,8 @@ def set_aside(output: Path, run: str, say: Callable[[str], None] = lambda _: Non
             return
         aside = output / runs.PREVIOUS / other
         aside.mkdir(parents=True, exist_ok=True)
-        found = [entry for entry in output.iterdir() if entry.name not in (OWN, runs.PREVIOUS, contract.CHECKPOINTS)]
-        for entry in [*found, directory]:  # last, since it holds the owner of all
+        entries = [entry for entry in output.iterdir() if entry.name not in (OWN, runs.PREVIOUS, contract.CHECKPOINTS)]
+        for entry in [*entries, directory]:  # checkpoints last: they name the owner of all
             try:
                 entry.rename(next(to for n in range(1 << 30) if not (to := aside / f"{entry.name}{'+' * n}").exists()))
             except OSError as problem:
@@ -145,18 +145,18 @@ def set_aside(output: Path, run: str, say: Callable[[str], None] = lambda _: Non
 
 
 def generation(where: store.Store, output: Path, run: str, *, stored: bool) -> int:
-    """A generation that no worker of the run has had, and after which none from before may commit any more."""
-    found = seen(where, output, run, stored=stored)
+    """Acquire a new generation of the run: earlier ones may no longer commit."""
+    new = newest_generation(where, output, run, stored=stored) + 1
     if stored:
-        remote.Checkpoints(where, run).acquire(found + 1)
-    return checkpoints.acquire(output / contract.CHECKPOINTS, run, found + 1)
+        remote.Checkpoints(where, run).acquire(new)
+    return checkpoints.acquire(output / contract.CHECKPOINTS, run, new)
 
 
-def seen(where: store.Store, output: Path, run: str, *, stored: bool) -> int:
-    """The newest generation of the run that the output knows of, 0 for none. Takes nothing: those before may still commit."""
-    found = checkpoints.generation(output / contract.CHECKPOINTS, run)
+def newest_generation(where: store.Store, output: Path, run: str, *, stored: bool) -> int:
+    """The newest generation of the run in the output, 0 for none. Acquires nothing: earlier ones may still commit."""
+    here = checkpoints.generation(output / contract.CHECKPOINTS, run)
     latest = register.read(where, run) if stored else None
-    return max(found, latest.generation if latest else 0)
+    return max(here, latest.generation if latest else 0)
 
 
 def record(job: str, run: str, owner: str) -> runs.Run:
@@ -165,11 +165,11 @@ def record(job: str, run: str, owner: str) -> runs.Run:
 
 
 def fetch_own(where: store.Store, output: Path, worker: int) -> None:
-    """Fetch what this worker wrote before and its disk has lost, and the metrics, which any worker may have to continue."""
+    """Fetch this worker's earlier log and ledgers, if its disk has lost them, and the metrics, which any worker may continue."""
     ledgers = [f"{contract.LEDGER}/{name}-{worker}.jsonl" for name in ("agent", "decider", "elastic")]
-    wanted = [f"{contract.LOGS}/{contract.worker_log(worker)}", *ledgers]
+    names = [f"{contract.LOGS}/{contract.worker_log(worker)}", *ledgers]
     if worker == 0:
-        wanted.append(f"{contract.LEDGER}/decider.jsonl")
-    for name in [*wanted, contract.METRICS]:
+        names.append(f"{contract.LEDGER}/decider.jsonl")
+    for name in [*names, contract.METRICS]:
         if not (output / name).exists():
             growing.fetch(where, name, output / name)

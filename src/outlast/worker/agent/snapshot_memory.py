@@ -1,4 +1,4 @@
-"""The agent's memory for snapshots: whether there is any, and its server."""
+"""The agent's memory for snapshots: its budget, and its server."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 
 def begin(environ: Mapping[str, str], workers: int, restore: Query, newest: Query) -> Server | None:
-    """Serve memory to the ranks of a worker, one of so many on this machine. None where snapshots are off, or cannot be kept.
+    """Serve memory to the ranks of a worker, one of `workers` on this machine. None if snapshots are off, or cannot be kept.
 
-    Without memory the ranks still read the snapshots of other workers. So these count although this worker can keep none.
-    `restore` fetches the newest checkpoint of the job's store when ranks ask for it, `newest` says which it is. Raises OSError
-    where that would keep others from what they have in memory: the worker is started again.
+    Without memory of their own, ranks still read the snapshots of other workers. `restore` fetches the newest checkpoint of the
+    job's store when ranks request it, `newest` returns its generation and step. Raises OSError if the socket cannot be opened in
+    a running job, whose other workers may hold newer snapshots: the worker is restarted.
     """
-    Path(environ[Env.STATE], contract.SNAPSHOTS).unlink(missing_ok=True)  # an agent that was killed has left it
-    said = environ.get(Env.MEMORY, "off")  # absent: an earlier version made this worker, and its memory limit
-    if said == "off":
+    Path(environ[Env.STATE], contract.SNAPSHOTS).unlink(missing_ok=True)  # left by a killed agent
+    setting = environ.get(Env.MEMORY, "off")  # absent: an earlier version made this worker, and its memory limit
+    if setting == "off":
         return None
     from outlast.storage.snapshots import budget, memory, server
 
-    requested = budget.requested(said)
-    given = memory.Machine().budget(requested, workers)
-    if not given.bytes or (isinstance(requested, int) and given.bytes < requested):
-        print(f"outlast | snapshots in memory: {given.reason}", flush=True)
-    snapshots = server.Server(environ, given.bytes, restore, newest)
+    requested = budget.requested(setting)
+    granted = memory.Machine().budget(requested, workers)
+    if not granted.bytes or (isinstance(requested, int) and granted.bytes < requested):
+        print(f"outlast | snapshots in memory: {granted.reason}", flush=True)
+    snapshots = server.Server(environ, granted.bytes, restore, newest)
     try:
         snapshots.start()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The start of a worker, `outlast agent` in pods: first its warm process, whose imports take longest, then the agent."""
+"""Starts a worker, `outlast agent` in pods: first its warm process, whose imports take longest, then the agent."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from outlast.worker.launch import sibling, system
 
 
 def main(_: list[str]) -> None:
-    """Start both, and exit as the agent does. A job with its own Python environment has to make that before its warm process."""
+    """Start both, and exit with the agent's code. A job with a Python environment of its own starts its warm process later, in
+    that environment."""
     pid1.stand_by()
     system.entitle(f"agent {os.environ[contract.Env.WORKER]}")
     log = Output()
     environ = os.environ | system.streaming(os.environ)
     warm = None
     with contextlib.suppress(OSError):
-        if b"environment:" not in Path(environ[contract.Env.JOB_FILE]).read_bytes():  # to parse it takes a while
+        if b"environment:" not in Path(environ[contract.Env.JOB_FILE]).read_bytes():  # parsing it would take a while
             warm = sibling.start_warm(sys.executable, environ)
     from outlast.worker.agent import agent
 

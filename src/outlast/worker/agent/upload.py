@@ -1,14 +1,14 @@
-"""The upload process: brings what a job writes to its store, beside the training. Started by `agent.upload_handle`.
+"""The upload process: uploads a job's output to its store, beside the training. Started by `agent.upload_handle`.
 
     python -m outlast upload              until standard input is closed, whose other end the agent holds
     python -m outlast upload --rest S     once, all that is left, retrying for S seconds; exit code 0 when all is uploaded
 
 Configured by the environment of the worker's agent (`contract.Env`). One process uploads a directory: others wait for its lock
-and take over when it dies. Where workers share no disk, all have the same checkpoints and metrics: the process of rank 0's
-directory uploads those (`checkpoints.first`), and each one what only its directory has, such as logs. Progress is recorded in
-`.push/` after an upload is complete, so a kill costs at most a repetition. A committed checkpoint is uploaded at once, newest
-first, the ledger with each event, everything else every `sync.every`. While the store is unreachable the backlog is kept and
-retried. Each line on standard output is a `Report` as JSON.
+and take over when it dies. Workers that share no disk all have the same checkpoints and metrics: the process of rank 0's
+directory uploads those (`checkpoints.first`), and each process the files that only its directory has, such as logs. Progress is
+recorded in `.push/` after an upload is complete, so a kill costs at most a repetition. A committed checkpoint is uploaded at
+once, newest first, the ledger with each event, everything else every `sync.every`. While the store is unreachable the backlog is
+retained and retried. Each line on standard output is a `Report` as JSON.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ from outlast.worker.launch import rank0_files, system
 from outlast.worker.prepare import compiled, workdir
 
 POLL_INTERVAL_S = 1.0
-"""Interval of looking for a new checkpoint, and new events."""
+"""Poll interval for new checkpoints and events."""
 EVENTS_S, STEPS_S = 3.0, 120.0
-"""Least intervals between two uploads of the ledger: with an event in it, and with steps only. One takes two requests, so without
-events this is one a minute; steps that a lost worker had not sent are known from the state that the others restore."""
+"""Least intervals between two uploads of the ledger: with an event in it, and with steps only. An upload takes two requests, so
+without events this is one request a minute; if a worker is lost, its last steps are known from the state that the others
+restore."""
 LOCK_TIMEOUT_S = 3.0
-"""How long a flush waits for another process that uploads the same directory; that one uploads the rest, too."""
+"""How long a flush waits for another process that uploads the same directory, which then uploads the rest, too."""
 MAX_PASSES = 3
-"""Attempts to upload files that fail one by one in a flush; the user has to repair those."""
+"""Attempts of a flush if single files fail, which the user has to repair."""
 COUNT_S, COUNT_SHARE = 10.0, 0.02
 """Least interval between two computations of the goodput, and their largest share of the time."""
-AGAIN_S = (2.0, 60.0)
-"""First and longest pause before a store that failed is tried again."""
+RETRY_S = (2.0, 60.0)
+"""First and longest backoff after the store has failed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,15 +64,15 @@ class Report:
     since: float | None = None
     """Time since which uploads fail; None while they work."""
     error: str = ""
-    """Why they fail."""
+    """The reason of the failure."""
     backlog: int = 0
     """Bytes of committed checkpoints that are not in the store yet."""
     doing: str = ""
-    """What is being uploaded now."""
+    """The upload in progress."""
     seconds: float | None = None
-    """What the upload of the last checkpoint took; None before the first."""
+    """Duration of the last checkpoint's upload; None before the first."""
     goodput: float | None = None
-    """Goodput of the run so far, where rank 0 is; at the end, of all of it. None elsewhere, and before the first step."""
+    """Goodput of the run so far, computed beside rank 0; None elsewhere, and before the first step."""
 
 
 class SomeFailed(store.StoreError):
@@ -96,25 +97,26 @@ class Uploader:
         self.output, self._place, self._owner = output, place, owner
         self._checkpoints = remote.Checkpoints(place, run)
         self._run, self._retention, self._tell = run, retention, tell
-        self._taken = 0
-        self._passed = 0
-        """Our last generation before rank 0 moved to another disk; 0 if it did not."""
+        self._acquired = 0
+        """The newest generation for which we write checkpoints to the store."""
+        self._left_behind = 0
+        """Our last generation before rank 0 moved to another disk; 0 if it has not moved."""
         self._uploaded: set[tuple[int, int]] = set()
-        """Step and generation of checkpoints that are in the store, or that are damaged."""
+        """Step and generation of checkpoints that are in the store, or damaged."""
         self._journals = output / OWN / "checkpoints"
         self._checked = False
         self._growing = growing.Sender(place, output)
         self._results = workdir.Results(output)
-        self._notes = output / OWN / "manifest"
-        """The index that `sync` keeps of what it has sent."""
+        self._index = output / OWN / "manifest"
+        """The index of sent files that `sync` writes."""
         self._environ = environ or {}
         self.compiled: compiled.Cache | None = None
-        """What compilers made, if jobs share it."""
-        self._seen: dict[str, int] = {}
-        """Bytes of each ledger that have been looked at."""
-        self._news, self._sent_at = "", 0.0
-        """The kind of lines not sent yet: "event", "steps" or none; and when the ledgers were sent last."""
-        self._before, self._count_at = False, 0.0
+        """The cache of compiled code, if jobs share it."""
+        self._read: dict[str, int] = {}
+        """Bytes of each ledger that have been read."""
+        self._unsent, self._sent_at = "", 0.0
+        """The kind of ledger lines not sent yet, "event", "steps" or none; and when the ledgers were sent last."""
+        self._have_ledgers, self._count_at = False, 0.0
         """Whether the ledgers of all workers up to now are here, and when to compute the goodput next."""
         self.ended: float | None = None
         """When training ended, seconds since the epoch."""
@@ -131,70 +133,68 @@ class Uploader:
         """Committed checkpoints that this process has to upload, newest first."""
         if not self._first():
             return []
-        found = checkpoints.list_(self.output / contract.CHECKPOINTS)
+        here = checkpoints.list_(self.output / contract.CHECKPOINTS)
         return [
-            c for c in reversed(found) if c.run == self._run and not c.problem and (c.step, c.generation) not in self._uploaded
+            c for c in reversed(here) if c.run == self._run and not c.problem and (c.step, c.generation) not in self._uploaded
         ]
 
     def _first(self) -> bool:
-        """Whether rank 0 writes to this directory, as far as known: then its checkpoints and metrics are uploaded from here."""
+        """Whether rank 0 writes to this directory, as far as we know: then checkpoints and metrics are uploaded from here."""
         directory = self.output / contract.CHECKPOINTS
         return checkpoints.first(directory, self._run) and (
-            self._passed == 0 or checkpoints.generation(directory, self._run) > self._passed
+            self._left_behind == 0 or checkpoints.generation(directory, self._run) > self._left_behind
         )
 
     def upload(self, stop: threading.Event, *, last: bool = False) -> None:
-        """Upload everything. Unless it is the `last` time, results that may be unfinished wait. Raises StoreError, Stopped,
-        Superseded, OSError; what was uploaded before stays."""
+        """Upload everything; results that may be unfinished wait for a later pass, unless it is the `last`. Raises StoreError,
+        Stopped, Superseded, OSError; completed uploads stay."""
         runs.check(self._place, self._run, self._owner)
-        if not self._notes.exists():  # the first time: what a run is comes before its first checkpoint
-            with contextlib.suppress(SomeFailed, OSError):  # which comes again below
+        if not self._index.exists():  # in the first pass the job file and logs go before the first checkpoint
+            with contextlib.suppress(SomeFailed, OSError):  # raised again below
                 self._upload_output(stop, last=last)
         if self._first():
             try:
                 self.upload_checkpoints(stop)
             except Superseded:
-                # Raises Superseded for another owner's machine. Otherwise a worker of our world has a later generation: rank 0
-                # has moved to a disk of its own, and ours is behind until a session tells us.
+                # Another owner's machine makes this raise Superseded. Otherwise a worker of our world has a later generation:
+                # rank 0 has moved to a disk of its own, and ours is behind until a session writes here again.
                 runs.check(self._place, self._run, self._owner)
-                self._passed = checkpoints.generation(self.output / contract.CHECKPOINTS, self._run)
+                self._left_behind = checkpoints.generation(self.output / contract.CHECKPOINTS, self._run)
         self._upload_output(stop, last=last)
         self._checked = True
         self.update(pushed=time.time(), since=None, error="", doing="", backlog=0)
         self._upload_compiled(stop)
 
     def _upload_output(self, stop: threading.Event, *, last: bool) -> None:
-        """Upload everything but checkpoints. Notes of it for which the output has no room are kept in the state directory."""
+        """Upload everything but checkpoints. If the output's disk is full, the index goes to the state directory."""
         try:
             self._push_output(stop, last=last)
         except (OutlastError, OSError) as problem:
             if isinstance(problem, store.StoreError) or not isinstance(problem.__cause__ or problem, OSError):
                 raise
             state = self._environ.get(contract.Env.STATE)
-            if not state or self._notes.is_relative_to(state):
+            if not state or self._index.is_relative_to(state):
                 raise
-            self._notes = Path(state) / OWN / "manifest"
+            self._index = Path(state) / OWN / "manifest"
             self._push_output(stop, last=last)
 
     def _push_output(self, stop: threading.Event, *, last: bool) -> None:
         self.update(doing="output")
         self._growing.push(self._grown(), stop)
-        ours = workdir.ours(self.output, self._place, self._environ)
-        others = f"{contract.WORK}/"
-        theirs = () if self._first() else (f"{contract.TENSORBOARD}/metrics/",)  # rank 0's goes on in its own file
+        is_rank0 = workdir.is_rank0(self.output, self._place, self._environ)
+        metrics = () if self._first() else (f"{contract.TENSORBOARD}/metrics/",)  # rank 0's goes on in its own file
+
+        def skip(path: str) -> bool:
+            foreign = self._results.skipped(path) if is_rank0 else path.startswith(f"{contract.WORK}/")
+            return foreign or skipped(path) or path.startswith(metrics)
+
         report = sync.push(
             self.output,
             self._place,
-            self._notes,
-            sync.Options(
-                skip=lambda path: (
-                    skipped(path) or path.startswith(theirs) or (self._results.skipped(path) if ours else path.startswith(others))
-                ),
-                check=not self._checked,
-                stop=stop,
-            ),
+            self._index,
+            sync.Options(skip=skip, check=not self._checked, stop=stop),
             leave=self._results.unfinished(last=last),
-            expired=self._results.expired if ours else lambda _: False,
+            expired=self._results.expired if is_rank0 else lambda _: False,
         )
         if failed := [*self._growing.failed, *report.failed]:
             path, reason = failed[0]
@@ -202,33 +202,33 @@ class Uploader:
             raise SomeFailed(f"{path} could not be pushed: {reason}{more}")
 
     def upload_ledger(self, stop: threading.Event, now: float) -> None:
-        """Upload what the ledgers of this worker have grown by, if that is due. Raises as `upload`, which comes first."""
-        ours = [path for path in self._grown() if path.startswith(f"{contract.LEDGER}/")]
-        for path in ours:
+        """Upload the new lines of this worker's ledgers, if that is due. Raises as `upload`, which comes first."""
+        ledgers = [path for path in self._grown() if path.startswith(f"{contract.LEDGER}/")]
+        for path in ledgers:
             with contextlib.suppress(OSError), (self.output / path).open("rb") as file:
-                file.seek(self._seen.get(path, 0))
+                file.seek(self._read.get(path, 0))
                 for line in file:
-                    self._news = "steps" if b'"kind": "step"' in line and self._news != "event" else "event"
-                self._seen[path] = file.tell()
-        if not self._news or not self._checked or now - self._sent_at < {"event": EVENTS_S, "steps": STEPS_S}[self._news]:
+                    self._unsent = "steps" if b'"kind": "step"' in line and self._unsent != "event" else "event"
+                self._read[path] = file.tell()
+        if not self._unsent or not self._checked or now - self._sent_at < {"event": EVENTS_S, "steps": STEPS_S}[self._unsent]:
             return
         runs.check(self._place, self._run, self._owner)
-        self._growing.push(ours, stop)
-        self._sent_at, self._news = now, ""
+        self._growing.push(ledgers, stop)
+        self._sent_at, self._unsent = now, ""
 
     def count(self, now: float, stop: threading.Event) -> None:
-        """Compute the goodput from the ledgers of the whole run, now and then and after its end, for the operator. No upload
-        depends on it: if it fails, it comes again."""
+        """Compute the goodput from the ledgers of the whole run, periodically and after its end, for the operator. No upload
+        depends on it; after a failure it is computed again later."""
         if not (first := self._first()):
-            self._before = False
+            self._have_ledgers = False
         if contract.Env.MEMBER not in self._environ or now < self._count_at or not first:
             return
         if self.ended and not (Path(self._environ[contract.Env.STATE]) / contract.END).exists():
             return  # this worker leaves, and the run goes on
         self._count_at = now + COUNT_S
-        ours, all_ = self.output / contract.LEDGER, self.output / OWN / contract.LEDGER
+        own, all_ = self.output / contract.LEDGER, self.output / OWN / contract.LEDGER
         with contextlib.suppress(OutlastError, OSError):
-            if not self._before or self.ended:
+            if not self._have_ledgers or self.ended:
                 all_.mkdir(exist_ok=True)
                 with ThreadPoolExecutor(growing.AHEAD) as pool:
                     for path in filter(lambda path: path.startswith(f"{contract.LEDGER}/"), growing.files(self._place)):
@@ -238,14 +238,14 @@ class Uploader:
                             )
                         if stop.is_set():
                             return
-                self._before = True
-            account = goodput.buckets(ledger.read(ours, all_), None if self.ended else time.time())
+                self._have_ledgers = True
+            account = goodput.buckets(ledger.read(own, all_), None if self.ended else time.time())
             self._count_at = now + max(COUNT_S, (time.monotonic() - now) / COUNT_SHARE)
             if account.steps_kept:
                 self.update(goodput=round(account.goodput, 6))
 
     def _upload_compiled(self, stop: threading.Event) -> None:
-        """Upload what compilers made, after the output. Without it another machine compiles again, so failures are only said."""
+        """Upload compiled code, after the output. Without it another machine compiles again, so failures are only logged."""
         if not self.compiled:
             return
         before = time.time() - compiled.SETTLED_S if self.ended is None else self.ended - compiled.KILLED_S
@@ -256,44 +256,44 @@ class Uploader:
 
     def _grown(self) -> list[str]:
         """Growing files to upload from here."""
-        found = [
+        paths = [
             f"{place}/{path.name}"
             for place in (contract.LOGS, contract.LEDGER)
             for path in (self.output / place).glob("*")
-            if os.path.isfile(path)  # to open a pipe waits for ever
+            if os.path.isfile(path)  # opening a pipe would block for ever
         ]
         if self._first():
-            found.append(contract.METRICS)
+            paths.append(contract.METRICS)
         else:  # another worker uploads them for now
             self._growing.forget(contract.METRICS)
-        return sorted(filter(growing.grows, found))
+        return sorted(filter(growing.grows, paths))
 
     def upload_checkpoints(self, stop: threading.Event) -> None:
-        """Upload the committed checkpoints that the store lacks, and prune it to the number that is kept."""
+        """Upload the committed checkpoints that the store lacks, and prune those in the store by the job's retention."""
         generation = checkpoints.generation(self.output / contract.CHECKPOINTS, self._run)
-        if generation > self._taken:
+        if generation > self._acquired:
             newest = self._checkpoints.acquire(generation)
-            self._taken = generation
+            self._acquired = generation
             self._uploaded |= {(c.step, c.generation) for c in self._checkpoints.list_() if not c.problem}
             self.update(step=newest.step)
-        if not self._taken:
-            return  # nothing was trained here yet: what there is was fetched
+        if not self._acquired:
+            return  # nothing was trained here yet: all checkpoints were fetched
         while waiting := self.waiting():
             checkpoint = self._checkpoints.next_(waiting, self._retention)
             self.update(doing=f"checkpoint of step {checkpoint.step}", backlog=sum(c.bytes for c in waiting))
-            self._growing.push([contract.METRICS], stop)  # first: a machine that takes over from this checkpoint needs them
+            self._growing.push([contract.METRICS], stop)  # first: a machine that resumes from this checkpoint needs them
             begun = time.monotonic()
             outcome = self._checkpoints.push(checkpoint, journals=self._journals, stop=stop)
             if outcome.kind == "waiting":
                 raise store.StoreError(outcome.reason, retry=True)
             self._uploaded.add((checkpoint.step, checkpoint.generation))
-            if outcome.kind == "damaged":  # it would be skipped on restore, too
+            if outcome.kind == "damaged":  # a restore would skip it, too
                 print(f"outlast | not pushed: {outcome.reason}", file=sys.stderr, flush=True)
                 continue
             self.update(step=max(self.report.step, checkpoint.step), seconds=round(time.monotonic() - begun, 3))
             try:
                 self._checkpoints.prune(self._retention)
-            except store.StoreError as problem:  # room is wasted, nothing else
+            except store.StoreError as problem:  # this wastes space, nothing else
                 print(f"outlast | old checkpoints stay in the store: {problem}", file=sys.stderr, flush=True)
         self._checkpoints.forget(self._journals)
         self.update(doing="", backlog=0)
@@ -301,7 +301,7 @@ class Uploader:
 
 @contextlib.contextmanager
 def locked(output: Path, give_up: Callable[[], bool]) -> Iterator[bool]:
-    """Hold the lock of an output directory; False when `give_up` says so before we have it."""
+    """Hold the lock of an output directory; yields False if `give_up()` becomes true before we have it."""
     (output / OWN).mkdir(parents=True, exist_ok=True)
     with open(output / OWN / "lock", "a") as file:
         while not file_locks.acquire(file.fileno()):
@@ -313,17 +313,16 @@ def locked(output: Path, give_up: Callable[[], bool]) -> Iterator[bool]:
 
 
 def run(uploader: Uploader, interval_s: float, stop: threading.Event) -> None:
-    """Upload until `stop`: each checkpoint when it is committed, everything each interval. Raises Superseded, and OutlastError
-    for mistakes that no retry repairs."""
+    """Upload until `stop`: each checkpoint when it is committed, everything each interval. Raises Superseded."""
     due, failures = 0.0, 0
     while not stop.is_set():
-        wanted = rank0_files.wanted(uploader.output)
+        requested = rank0_files.requested(uploader.output)
         try:
-            if wanted or time.monotonic() >= due or uploader.waiting():
-                uploader.upload(stop, last=bool(wanted))
+            if requested or time.monotonic() >= due or uploader.waiting():
+                uploader.upload(stop, last=bool(requested))
                 due = time.monotonic() + interval_s
             uploader.upload_ledger(stop, time.monotonic())
-            rank0_files.give(uploader.output, wanted)
+            rank0_files.report(uploader.output, requested)
             uploader.update(since=None, error="")
             failures = 0
             uploader.count(time.monotonic(), stop)
@@ -333,10 +332,10 @@ def run(uploader: Uploader, interval_s: float, stop: threading.Event) -> None:
             raise
         except (OutlastError, OSError) as problem:
             failed(uploader, problem)
-            with contextlib.suppress(OSError):  # a full disk: it stays wanted
-                rank0_files.give(uploader.output, wanted, str(problem))
-            until = time.monotonic() + backoff.jittered(backoff.exponential(failures, *AGAIN_S))
-            while time.monotonic() < until and not rank0_files.wanted(uploader.output) and not stop.wait(POLL_INTERVAL_S):
+            with contextlib.suppress(OSError):  # a full disk: the request stays
+                rank0_files.report(uploader.output, requested, str(problem))
+            until = time.monotonic() + backoff.jittered(backoff.exponential(failures, *RETRY_S))
+            while time.monotonic() < until and not rank0_files.requested(uploader.output) and not stop.wait(POLL_INTERVAL_S):
                 pass
             failures += 1
             due = min(due, time.monotonic())
@@ -344,7 +343,7 @@ def run(uploader: Uploader, interval_s: float, stop: threading.Event) -> None:
 
 
 def flush(uploader: Uploader, deadline: float) -> str:
-    """Upload all that is left, retrying until `deadline` (monotonic). Returns why something is missing, or an empty text."""
+    """Upload the rest, retrying until `deadline` (monotonic). Returns why something is missing, or an empty string."""
     stop = threading.Event()
     uploader.ended = time.time()
     timer = threading.Timer(max(0.0, deadline - time.monotonic()), stop.set)
@@ -365,7 +364,7 @@ def flush(uploader: Uploader, deadline: float) -> str:
                 print(f"outlast | {problem}", file=sys.stderr, flush=True)
                 return ""
             retry = isinstance(problem, OSError | SomeFailed) or getattr(problem, "retry", False)
-            pause = backoff.exponential(passes - 1, *AGAIN_S)
+            pause = backoff.exponential(passes - 1, *RETRY_S)
             if not retry or time.monotonic() + pause > deadline:
                 return uploader.report.error
             time.sleep(backoff.jittered(pause))
@@ -373,7 +372,7 @@ def flush(uploader: Uploader, deadline: float) -> str:
 
 
 def failed(uploader: Uploader, problem: Exception) -> None:
-    """Report a failure."""
+    """Report a failure of `uploader`."""
     backlog = sum(checkpoint.bytes for checkpoint in uploader.waiting())
     uploader.update(error=str(problem), since=uploader.report.since or time.time(), doing="", backlog=backlog)
 
@@ -392,8 +391,8 @@ def main(argv: list[str]) -> int:
         threading.Thread(target=_until_closed, args=(stop,), daemon=True).start()
     deadline = time.monotonic() + (float(argv[1]) if final else 0.0)
     patience = min(deadline, time.monotonic() + LOCK_TIMEOUT_S)
-    with locked(output, lambda: stop.is_set() or (final and time.monotonic() > patience)) as ours:
-        if not ours:
+    with locked(output, lambda: stop.is_set() or (final and time.monotonic() > patience)) as acquired:
+        if not acquired:
             return 0
         try:
             place = store.open_(environ[contract.Env.STORE])
@@ -416,7 +415,7 @@ def main(argv: list[str]) -> int:
 
 
 def _tell(report: Report) -> None:
-    with contextlib.suppress(OSError):  # the agent is gone, so this process ends, too
+    with contextlib.suppress(OSError):  # the agent is gone, so this process ends soon
         os.write(1, json.dumps(dataclasses.asdict(report)).encode() + b"\n")
 
 

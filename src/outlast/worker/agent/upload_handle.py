@@ -1,4 +1,4 @@
-"""The handle of the upload process (`agent.upload`): starts it beside training, reads its reports, has it upload the rest."""
+"""The handle of the upload process (`agent.upload`): starts it beside training, reads its reports, flushes at the end."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from outlast.worker.hangs.rule import Process
 from outlast.worker.launch import rank0_files
 
 RESTART_DELAY_S = 5.0
-"""Delay before an upload process that died is started again."""
+"""Delay before an upload process that died is restarted."""
 AHEAD_S = 2.0
-"""The first upload process is started this long after the first training process, if that has not ended a step before: to import
-what it needs takes half a second of a core, in which training could begin."""
+"""The first upload process starts this long after the first training process, or after its first step: its imports take half a
+second of a core, which training should have first."""
 WAIT_S = 30.0
-"""The same, after training was to begin, if there is no training process: logs are uploaded anyway."""
+"""The same without a training process, counted from when training should have begun: logs are uploaded anyway."""
 NICENESS = 10
-"""Added to its niceness while training runs, which goes first."""
+"""Added to its niceness, since training goes first."""
 BEFORE_STEPS = ("started", "open", "restore", "first step")
-"""Phases of a training process that has not ended a step, as far as known."""
+"""Phases of a training process before the end of its first step, as far as we know."""
 STOP_TIMEOUT_S = 10.0
 """How long it may take to stop before it is killed."""
 SUPERSEDED = 3
-"""Its exit code when it found a newer generation in the store."""
+"""Its exit code if it found a newer generation in the store."""
 _TIMES = ("pushed", "since")
-"""Fields of its reports that are times of its wall clock."""
+"""Fields of its reports that are wall-clock times."""
 
 
 class UploadProcess:
@@ -45,15 +45,15 @@ class UploadProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._reader = threading.Thread()
         self._start_at: float | None = None
-        """Not before; None until there is something to upload."""
+        """Earliest time of the next start; None until there is something to upload."""
         self._waits = Seen(clock)
         self.report: dict[str, Any] = {}
         """Its last report (`upload.Report`); empty while another worker of this machine uploads."""
         self._seen = Seen(time.monotonic)
 
     def ensure_running(self, processes: Sequence[Process] = ()) -> bool:
-        """Start it if it does not run, for the first time only when the training `processes` may have something to upload.
-        Returns True when it found this worker superseded."""
+        """Start it unless it runs, for the first time once the training `processes` may have something to upload. Returns whether
+        it found this worker superseded."""
         if self._child is not None:
             code = self._child.poll()
             if code is None:
@@ -70,7 +70,7 @@ class UploadProcess:
         if self._start_at is not None and time.monotonic() >= self._start_at:
             try:
                 self._child = self._start()
-            except (OSError, RuntimeError) as problem:  # no process or thread can be made
+            except (OSError, RuntimeError) as problem:  # the limit of processes or threads
                 print(f"outlast | the upload process cannot be started: {problem}; it is tried again", flush=True)
                 self._start_at = time.monotonic() + RESTART_DELAY_S
                 return False
@@ -78,11 +78,10 @@ class UploadProcess:
         return False
 
     def _needed(self, processes: Sequence[Process]) -> bool:
-        """Whether it is time for the first upload."""
         return (
             any(process.progress.phase not in BEFORE_STEPS or process.age_s >= AHEAD_S for process in processes)
             or self._waits.age("training", "") >= WAIT_S
-            or bool(rank0_files.wanted(Path(self._environ[contract.Env.OUTPUT])))
+            or bool(rank0_files.requested(Path(self._environ[contract.Env.OUTPUT])))
         )
 
     def stop(self) -> None:
@@ -100,7 +99,7 @@ class UploadProcess:
         self._child = None
 
     def flush(self, timeout_s: float) -> tuple[int, str]:
-        """Upload all that is left, retrying until the timeout. Returns the exit code and, unless that is 0, the reason."""
+        """Upload the rest, retrying until the timeout. Returns the exit code and, unless that is 0, the reason."""
         self.stop()
         child = self._start("--rest", str(timeout_s))
         try:
@@ -127,25 +126,25 @@ class UploadProcess:
                 os.write(2, line)
 
     def received(self, report: dict[str, Any]) -> None:
-        """Keep a report. The ages of its times count from now, see `metrics`."""
+        """Store a report. The ages of its times count from now, see `metrics`."""
         for key in _TIMES:
             self._seen.age(key, report.get(key))
         self.report = report
 
     @property
     def seconds(self) -> float | None:
-        """What the upload of the last checkpoint took; None before the first."""
-        found = self.report.get("seconds")
-        return float(found) if isinstance(found, int | float) else None
+        """Duration of the last checkpoint's upload; None before the first."""
+        seconds = self.report.get("seconds")
+        return float(seconds) if isinstance(seconds, int | float) else None
 
     def metrics(self) -> dict[str, float]:
-        """Its last report as metrics. Ages count from when the report came: wall clocks may be set meanwhile."""
+        """Its last report as metrics. Ages count from the arrival of the report: the wall clock may be set meanwhile."""
         if not (report := self.report):
             return {}
         uploaded_s, failing_s = (self._seen.age(key, report[key]) for key in _TIMES)
-        found = {
+        return {
             "sync_failing_seconds": failing_s if report["since"] else 0.0,
             "sync_backlog_bytes": float(report["backlog"]),
             "sync_step": float(report["step"]),
+            **({"sync_age_seconds": uploaded_s} if report["pushed"] else {}),
         }
-        return found | ({"sync_age_seconds": uploaded_s} if report["pushed"] else {})

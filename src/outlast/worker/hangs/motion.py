@@ -1,11 +1,11 @@
-"""Whether a training process makes progress, from what its main thread shows in one sample and the next.
+"""Detects whether a training process makes progress, by comparing samples of its main thread.
 
-It moves if it is at another place of the code, has begun another call or collective, or uses CPU time, its own or that of the
-processes it has started. Some waits spin: a process that waits for a GPU, and some backends inside a collective, use a whole core
-and do nothing. There CPU time counts only if the main thread is at another place than before; allocations on the GPU count as
-well. A polling loop shows the same few places again and again, with hardly any CPU time: it does not move.
+It moves if it is at another place in the code, has begun another call or collective, or uses CPU time, its own or that of its
+child processes. Some waits spin: a process that waits for a GPU, and some backends inside a collective, use a whole core and do
+nothing. There CPU time counts only if the main thread is at another place than before; allocations on the GPU count as well. A
+polling loop shows the same few places again and again, with hardly any CPU time: it does not move.
 
-`stall.Watch` samples, `hangs.rule` judges. Docs: docs/decisions/0022-what-is-a-hang.md.
+`stall.Watch` takes the samples, `hangs.rule` decides. Docs: docs/decisions/0022-what-is-a-hang.md.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ CHILDREN_BUSY = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
-class Sight:
-    """One sample."""
+class Sample:
+    """One sample of a process."""
 
     place: Hashable
-    """Where the main thread is: the code and instruction of each frame of its stack."""
+    """The stack of the main thread: code and instruction of each frame."""
     counts: Hashable = 0
-    """Calls and collectives begun: only a process that moves changes them."""
+    """Calls and collectives begun: they change only if the process moves."""
     cpu_s: float = 0.0
     """CPU seconds of all threads so far, except the one that samples."""
     spins: bool = False
@@ -47,29 +47,29 @@ class Sight:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Work outside of this process on its behalf. Takes longer to find out."""
+    """Work on behalf of this process outside of it. More expensive to measure."""
 
     children_s: float = 0.0
-    """CPU seconds of the processes that it has started."""
+    """CPU seconds of its child processes."""
     allocated: tuple[int, ...] = ()
-    """How often memory has been allocated on each GPU so far; operations on tensors do so, a wait does not."""
+    """Number of allocations on each GPU so far; operations on tensors allocate, a wait does not."""
 
 
 class Motion:
-    """Compares each sample with those before."""
+    """Compares each sample with the ones before."""
 
     def __init__(self) -> None:
-        self._last = Sight(None)
+        self._last = Sample(None)
         self._work: Work | None = None
         """None unless the last sample needed it."""
         self._places: set[Hashable] = set()
         """Places of the main thread since it last showed any other sign of motion."""
 
-    def moves(self, seen: Sight, seconds: float, work: Callable[[], Work] = Work) -> bool:
-        """Whether it has moved since the last sample, `seconds` ago."""
-        before, self._last = self._last, seen
-        busy = seen.cpu_s - before.cpu_s > BUSY * seconds and not (seen.spins and seen.place == before.place)
-        if busy or seen.counts != before.counts:
+    def moves(self, sample: Sample, seconds: float, work: Callable[[], Work] = Work) -> bool:
+        """Whether the process has moved since the last sample, `seconds` ago."""
+        last, self._last = self._last, sample
+        busy = sample.cpu_s - last.cpu_s > BUSY * seconds and not (sample.spins and sample.place == last.place)
+        if busy or sample.counts != last.counts:
             self._work = None
         else:
             then, self._work = self._work, work()
@@ -77,20 +77,20 @@ class Motion:
                 self._work.children_s - then.children_s > CHILDREN_BUSY * seconds or self._work.allocated != then.allocated
             )
             if not busy:
-                new = seen.place not in self._places
-                self._places.add(seen.place)
+                new = sample.place not in self._places
+                self._places.add(sample.place)
                 return new
-        self._places = {seen.place}
+        self._places = {sample.place}
         return True
 
 
 def place(frame: FrameType | None) -> Hashable:
-    """Where a thread is."""
-    found = []
+    """The stack of a thread, comparable with later ones."""
+    frames = []
     while frame is not None:
-        found.append((frame.f_code, frame.f_lasti))
+        frames.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
-    return tuple(found)
+    return tuple(frames)
 
 
 def cpu_s() -> float:
@@ -99,7 +99,7 @@ def cpu_s() -> float:
 
 
 def accelerator() -> Any:
-    """The torch module of the accelerators that this process has begun to use; None if it uses none."""
+    """The torch module of the accelerators that this process uses; None if it uses none yet."""
     torch: Any = sys.modules.get("torch")
     modules = (getattr(torch, device, None) for device in accelerators.DEVICES)
     with contextlib.suppress(AttributeError):  # half imported
@@ -108,7 +108,7 @@ def accelerator() -> Any:
 
 
 def work() -> Work:
-    """Work of others for this process."""
+    """Measure the work on behalf of this process outside of it."""
     allocated: tuple[int, ...] = ()
     if module := accelerator():
         with contextlib.suppress(Exception):  # allocators that do not count
@@ -121,7 +121,7 @@ def _children_s(pid: int) -> float:
     """CPU seconds of the living descendants of a process; 0 without CONFIG_PROC_CHILDREN in the kernel (proc(5))."""
     total = 0.0
     for file in glob.glob(f"/proc/{pid}/task/*/children"):
-        with contextlib.suppress(OSError):  # it ends as we read
+        with contextlib.suppress(OSError):  # it ends while we read
             for child in map(int, Path(file).read_text().split()):
                 total += progress.cpu_s(child) + _children_s(child)
     return total

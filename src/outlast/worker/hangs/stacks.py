@@ -1,4 +1,4 @@
-"""The Python stacks of processes that hang, read from outside by py-spy. Called by the agent before it kills them."""
+"""Dumps the Python stacks of hung processes from outside, with py-spy. Called by the agent before it kills them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 DUMP_TIMEOUT_S = 10.0
-"""Timeout of py-spy. An agent without a heartbeat for 20 s counts as stuck."""
+"""Timeout of py-spy. The agent has no heartbeat meanwhile, and counts as stuck after 20 s without one."""
 
 
 def dump(pids: list[int], path: Path) -> None:
-    """Write the Python stacks of processes to `path` with py-spy, all in parallel since the agent has no heartbeat meanwhile. If
-    py-spy fails, its error is written instead."""
+    """Write the Python stacks of processes to `path`, dumped in parallel. If py-spy fails, its error is written instead."""
     py_spy = Path(sys.executable).with_name("py-spy")
     end = time.monotonic() + DUMP_TIMEOUT_S
     with ThreadPoolExecutor(max(1, len(pids))) as pool:

@@ -1,12 +1,12 @@
-"""Deadlocks between ranks, detected in seconds; and the heartbeat of each rank, from which hangs are judged.
+"""Detects deadlocks between ranks in seconds, and writes the heartbeat of each rank, by which hangs are detected.
 
 A thread of every training process samples its main thread about once a second (`hangs.motion`) and writes to a small file
-whether it moves: the heartbeat for the agent (`progress.Pulse`). If it has not moved for a while, the thread writes to the store
-of the process group which call of the session it is in, where in the script, and how many collectives of each group it has begun.
-While another rank moves, those that wait for it count as moving. If none moves, each knows where the others are. If one waits in
-a call that another has not begun, and that one in a collective that the first has not begun, neither can ever continue: that is a
-mistake in the script, which ends with an error message. A slow rank, network or disk looks different: there the others have begun
-what one waits for. Everything else is a hang after `hang.limit` (`hangs.rule`).
+whether it moves: the heartbeat for the agent (`progress.Pulse`). If it has not moved for a while, the thread publishes its state
+in the store of the process group: the call of the session that it is in, its place in the script, and the number of collectives
+begun in each group. While another rank moves, those that wait for it count as moving. If none moves, each compares all states. If
+rank A waits in a call that rank B has not begun, and B in a collective that A has not begun, neither can ever continue: this is a
+mistake in the script, which ends with an error message. With a slow rank, network or disk, the others have begun the operation
+that one waits for. Everything else is a hang after `hang.limit` (`hangs.rule`).
 
 Works with sessions and with plain scripts. While all ranks move, nothing is sent.
 """
@@ -36,10 +36,10 @@ from outlast.worker.hangs import motion
 
 LOOK_S = 1.0
 STILL_S = 3.0
-"""Time without motion of the main thread after which the other ranks are asked."""
+"""Time without motion of the main thread after which it publishes its state."""
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _STILL = "outlast/still"
-"""Key of the number of ranks that stand still; below it is the state of each."""
+"""Key of the number of ranks that stand still; the state of each is below it."""
 PATIENCE = 3.0
 """Longest interval between two comparisons with the others, for long waits."""
 _ANSWER_S = 10.0
@@ -56,59 +56,61 @@ _COUNTED = frozenset(
 
 
 @dataclasses.dataclass(frozen=True)
-class Standing:
+class RankState:
     """The state of a rank whose main thread does not move."""
 
     calls: int = 0
-    """Calls of the session that it has begun."""
+    """Calls of the session begun so far."""
     call: str = ""
-    """The one it is in, with its place: `run.save(20) (train.py:20)`; empty outside of them."""
+    """The current call, with its place: `run.save(20) (train.py:20)`; empty outside of calls."""
     waits: str = ""
-    """The collective it is in otherwise: `all_reduce`; empty when it does something else."""
+    """The current collective outside of calls: `all_reduce`; empty if it does something else."""
     at: str = ""
-    """The script's line that it is in: `loss.backward() (train.py:12)`."""
+    """The current line of the script: `loss.backward() (train.py:12)`."""
     begun: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Collectives begun of each group that the script has made; empty when they are not counted."""
+    """Collectives begun in each group that the script has made; empty if they are not counted."""
     looks: int = 0
     """Number of its reports: a state that is not reported again may be over."""
     blocks: bool = True
-    """Whether being in `waits` means to wait for what was begun last. Not so in the backward pass of a GPU, which the main thread
-    leaves to others."""
+    """Whether the main thread in `waits` waits for the collective begun last; not in a GPU's backward pass, which runs in other
+    threads."""
 
 
-def deadlock(standings: Sequence[Standing]) -> str:
+def deadlock(states: Sequence[RankState]) -> str:
     """The error message if no rank moves and they wait for each other by mistake; empty if that is not certain."""
-    calling = [each for each in standings if each.call]
-    others = [each for each in standings if not each.call]
+    calling = [each for each in states if each.call]
+    others = [each for each in states if not each.call]
     if not others or not all(each.waits for each in others):
         return ""
     if calling:
         certain = all(
             any(one.calls > other.calls and _ahead(other, one) for one in calling) for other in others
-        )  # the one waits in a call, the other in a collective, and neither has begun what the other waits in
+        )  # one waits in a call, the other in a collective, and neither has begun the other's operation
     else:
         names = {each.waits for each in others}
-        same = all(each.blocks and each.begun and each.begun == others[0].begun for each in others)  # else some are only late
+        same = all(
+            each.blocks and each.begun and each.begun == others[0].begun for each in others
+        )  # otherwise some are only late
         certain = same and len(names) > 1
     if not certain:
         return ""
-    said = [each.call or each.at for each in standings]
-    if len(set(said)) == 1:  # one line with several collectives
-        said = [f"{each.waits}() of {each.at}" for each in standings]
-    return f"{listed(said, 'in')}, and wait for each other; every rank must make the same calls in the same order"
+    places = [each.call or each.at for each in states]
+    if len(set(places)) == 1:  # one line with several collectives
+        places = [f"{each.waits}() of {each.at}" for each in states]
+    return f"{listed(places, 'in')}, and wait for each other; every rank must make the same calls in the same order"
 
 
-def _ahead(one: Standing, other: Standing) -> bool:
+def _ahead(one: RankState, other: RankState) -> bool:
     """Whether `one` has begun a collective that `other` has not."""
     return any(count > other.begun[group] for group, count in one.begun.items() if group in other.begun)
 
 
-def listed(said: Sequence[str], word: str, *, first: int = 0) -> str:
+def listed(places: Sequence[str], word: str, *, first: int = 0) -> str:
     """`rank 0 is in this, ranks 1 and 2 are in that`."""
     ranks: dict[str, list[int]] = {}
-    for rank, what in enumerate(said, first):
-        ranks.setdefault(what, []).append(rank)
-    return ", ".join(f"{_named(those)} {word} {what}" for what, those in ranks.items())
+    for rank, place in enumerate(places, first):
+        ranks.setdefault(place, []).append(rank)
+    return ", ".join(f"{_named(group)} {word} {place}" for place, group in ranks.items())
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -120,8 +122,8 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _frame(thread: int) -> FrameType | None:
-    """Where a thread is. Nothing is collected meanwhile: in older Pythons a finalizer that runs then may wait for ever for the
-    lock that this call holds, and the process with it (https://github.com/python/cpython/issues/106883)."""
+    """The current frame of a thread. Garbage collection is off meanwhile: in older Pythons a finalizer that runs then may wait
+    for ever for the lock that this call holds, and the process with it (https://github.com/python/cpython/issues/106883)."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -136,9 +138,9 @@ class Watch:
 
     def __init__(self) -> None:
         self.call = ""
-        """The call of the session that the main thread is in, with its place."""
+        """The main thread's current call of the session, with its place."""
         self.calls = 0
-        """Calls of the session that it has begun."""
+        """Calls of the session begun so far."""
         self.signs = 0
         """Number of its signs of life (`alive`)."""
         self.held = 0
@@ -148,26 +150,26 @@ class Watch:
         self.record: Callable[[str], object] = lambda _: None
         """Called with the error message before a deadlocked process ends."""
         self.last: Callable[[], object] = lambda: None
-        """Called then: waits for the save in progress."""
-        self._ours: set[str] = set()
+        """Called after `record`: waits for the save in progress."""
+        self._own_groups: set[str] = set()
         self._store: Any = None
         self._rank, self._ranks, self._group = 0, 1, 0
-        """Of the process group that the store belongs to; the last one is its identity."""
+        """Rank, size and identity of the process group that the store belongs to."""
         self._published = False
         """Whether the other ranks count this one among those that do not move."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._looks = 0
-        self._suspected: list[tuple[Standing, int]] = []
-        """The reports of all ranks when they may be in a deadlock, and the number of reports of each by then."""
+        self._suspected: list[tuple[RankState, int]] = []
+        """The reports of all ranks in a suspected deadlock, and each rank's number of reports at that time."""
 
     def own(self, group: Any) -> Any:
         """Mark a group as Outlast's own, whose collectives are not counted. Returns it."""
-        self._ours.add(sys.modules["torch.distributed"].distributed_c10d._world.pg_names.get(group, ""))
+        self._own_groups.add(sys.modules["torch.distributed"].distributed_c10d._world.pg_names.get(group, ""))
         return group
 
     def start(self) -> None:
-        """Start watching, unless it is started, or this is the only rank and has no agent."""
+        """Start watching, once; not if this is the only rank and has no agent."""
         state = os.environ.get(contract.Env.STATE)
         if self._thread is None and (state or int(os.environ.get("WORLD_SIZE", "1")) > 1):
             self._rank = int(os.environ.get("RANK", "0"))
@@ -194,7 +196,7 @@ class Watch:
         assert main is not None
         pulse = progress.Beat(Path(state), int(os.environ.get("LOCAL_RANK", "0"))) if state else None
         motions = motion.Motion()
-        before = since = time.monotonic()
+        last = since = time.monotonic()
         pause, at = LOOK_S, ""
         while True:
             with self._lock:
@@ -203,54 +205,55 @@ class Watch:
                     return
                 now = time.monotonic()
                 self._connect()
-                sight = self._sight(frame)
-                moves = motions.moves(sight, now - before, motion.work) or self.held > 0
-                before, waits = now, False
+                sample = self._sample(frame)
+                moves = motions.moves(sample, now - last, motion.work) or self.held > 0
+                last, waits = now, False
                 if moves:
                     since, pause, at = now, LOOK_S, ""
                     self._suspected = []
-                    self._move()
+                    self._withdraw()
                 elif now - since >= STILL_S:
-                    waits, at = self._stands(main, frame, sight)
+                    waits, at = self._on_standstill(main, frame, sample)
                     pause = min(PATIENCE, pause * 1.5) if now - since > 10 * STILL_S else LOOK_S
                 if pulse:
                     pulse.write(moves or waits, at, 0 if self._group else int(os.environ.get("WORLD_SIZE", "1")))
                 del frame
             time.sleep(pause)
 
-    def _stands(self, main: int, frame: FrameType, sight: motion.Sight) -> tuple[bool, str]:
-        """Report a main thread that does not move. Returns whether it waits for a rank that moves, and where it or all ranks are.
+    def _on_standstill(self, main: int, frame: FrameType, sample: motion.Sample) -> tuple[bool, str]:
+        """Publish a main thread that does not move. Returns whether it waits for a rank that moves, and the place of it or of all
+        ranks.
 
-        Ends this process when the ranks wait for each other.
+        Ends this process if the ranks wait for each other.
         """
-        standing = self._standing(frame)
-        at = listed([standing.call or standing.at], "in", first=self._rank)
+        state = self._state(frame)
+        at = listed([state.call or state.at], "in", first=self._rank)
         if _joins(frame):
-            return True, at  # torch's own time-out ends that
+            return True, at  # torch's own timeout ends this wait
         try:
-            found = self._compared(standing)
-            if found and self._still(main, sight) and (sentence := self._deadlock(found)) and self._still(main, sight):
+            states = self._compare(state)
+            if states and self._still(main, sample) and (sentence := self._deadlock(states)) and self._still(main, sample):
                 end(sentence)
-        except Exception:  # torch raises what it likes when a store is gone; then others have ended
+        except Exception:  # torch raises anything if the store is gone; then other ranks have ended
             return False, at
-        return found is None, listed([each.call or each.at for each in found], "in")[:_WHERE_LIMIT] if found else at
+        return states is None, listed([each.call or each.at for each in states], "in")[:_WHERE_LIMIT] if states else at
 
-    def _sight(self, frame: FrameType) -> motion.Sight:
-        """Take a sample. Cheap, since it is done once a second while training runs."""
+    def _sample(self, frame: FrameType) -> motion.Sample:
+        """Take a sample. Cheap, since it runs once a second beside the training."""
         spins = motion.accelerator() is not None or where(frame)[0] in _COUNTED
-        return motion.Sight(motion.place(frame), self._counts(), motion.cpu_s(), spins)
+        return motion.Sample(motion.place(frame), self._counts(), motion.cpu_s(), spins)
 
     def _counts(self) -> tuple[Any, ...]:
         return self.calls, self.signs, *self._begun().items()
 
-    def _still(self, main: int, sight: motion.Sight) -> bool:
-        """Whether the main thread has not moved since the sample, so that all that was read of it is consistent."""
-        return motion.place(_frame(main)) == sight.place and self._counts() == sight.counts
+    def _still(self, main: int, sample: motion.Sample) -> bool:
+        """Whether the main thread has not moved since the sample, so that everything read of it is consistent."""
+        return motion.place(_frame(main)) == sample.place and self._counts() == sample.counts
 
     def _connect(self) -> None:
-        """Open an own connection to the store of the process group as soon as there is one; later it may be gone."""
+        """Open an own connection to the process group's store as soon as there is one; it may be gone later."""
         dist: Any = sys.modules.get("torch.distributed")
-        with contextlib.suppress(Exception):  # it is made or destroyed this very moment
+        with contextlib.suppress(Exception):  # the group is being made or destroyed at this moment
             if dist is None or not dist.is_initialized() or dist.get_world_size() == 1:
                 return
             if self._group != (group := id(dist.distributed_c10d._get_default_group())):
@@ -258,60 +261,62 @@ class Watch:
                 self._store = store()
                 self._store.set_timeout(datetime.timedelta(seconds=_ANSWER_S))
 
-    def _move(self) -> None:
-        """Withdraw this rank's report."""
+    def _withdraw(self) -> None:
+        """Withdraw this rank's report, since it moves again."""
         if self._published:
             with contextlib.suppress(Exception):  # the store is gone
                 self._store.add(_STILL, -1)
                 self._published = False
 
     def _leave(self) -> None:
-        """Report the end of the script: ranks that wait for this one wait for ever. If the store is gone, they notice that."""
-        # The lock is kept: a thread that returns from torch while the interpreter shuts down would end the process with SIGABRT.
+        """Publish the end of the script: ranks that wait for this one wait for ever. If the store is gone, they notice that."""
+        # The lock stays acquired: a thread that returns from torch during interpreter shutdown would end the process with
+        # SIGABRT.
         if self._lock.acquire(timeout=_ANSWER_S) and self._store is not None and not self.broken:
             with contextlib.suppress(Exception):
-                self._publish(Standing(at="its exit, at the end of the script"))
+                self._publish(RankState(at="its exit, at the end of the script"))
 
-    def _publish(self, standing: Standing) -> None:
-        self._store.set(f"{_STILL}/{self._rank}", json.dumps(dataclasses.asdict(standing)))
+    def _publish(self, state: RankState) -> None:
+        self._store.set(f"{_STILL}/{self._rank}", json.dumps(dataclasses.asdict(state)))
         if not self._published:
             self._store.add(_STILL, 1)
             self._published = True
 
-    def _standing(self, frame: FrameType) -> Standing:
+    def _state(self, frame: FrameType) -> RankState:
         waits, at = where(frame)
         blocks = waits not in ("backward", "forward") or motion.accelerator() is None
         self._looks += 1
-        return Standing(self.calls, self.call, waits, at, self._begun(), self._looks, blocks)
+        return RankState(self.calls, self.call, waits, at, self._begun(), self._looks, blocks)
 
-    def _compared(self, ours: Standing) -> list[Standing] | None:
-        """Report our state. Returns the states of all ranks if none moves, None if some move, and nothing if there are no others.
+    def _compare(self, own: RankState) -> list[RankState] | None:
+        """Publish our own state. Returns the states of all ranks if none moves, None if some move, and an empty list if there are
+        no others.
 
         A report stays while its rank is stopped, and for up to PATIENCE after it has moved on.
         """
         if self._store is None:
             return []
-        self._publish(ours)
+        self._publish(own)
         if self._store.add(_STILL, 0) < self._ranks:
             return None
         texts = self._store.multi_get([f"{_STILL}/{rank}" for rank in range(self._ranks)])
-        return [Standing(**json.loads(text)) for text in texts]
+        return [RankState(**json.loads(text)) for text in texts]
 
-    def _deadlock(self, found: Sequence[Standing]) -> str:
-        """The error message, once all ranks have repeated the same report: then all were there at one moment."""
-        sentence, before = deadlock(found), self._suspected
-        if not sentence or [dataclasses.replace(each, looks=0) for each in found] != [standing for standing, _ in before]:
-            self._suspected = [(dataclasses.replace(each, looks=0), each.looks) for each in found] if sentence else []
+    def _deadlock(self, states: Sequence[RankState]) -> str:
+        """The error message, once all ranks have repeated the same report: then all were in these places at the same time."""
+        sentence, last = deadlock(states), self._suspected
+        if not sentence or [dataclasses.replace(each, looks=0) for each in states] != [state for state, _ in last]:
+            self._suspected = [(dataclasses.replace(each, looks=0), each.looks) for each in states] if sentence else []
             return ""
-        return sentence if all(each.looks > looks for each, (_, looks) in zip(found, before, strict=True)) else ""
+        return sentence if all(each.looks > looks for each, (_, looks) in zip(states, last, strict=True)) else ""
 
     def _begun(self) -> dict[str, int]:
-        """Collectives begun, by group; empty when they cannot all be counted."""
+        """Collectives begun, by group; empty if they cannot all be counted."""
         begun: dict[str, int] = {}
         dist: Any = sys.modules.get("torch.distributed")
         try:
             for group, name in list(dist.distributed_c10d._world.pg_names.items()) if dist else []:
-                if name not in self._ours:
+                if name not in self._own_groups:
                     backends = (group._get_backend(device) for device in group._device_types)
                     begun[name] = sum(backend._get_sequence_number_for_group() for backend in backends)
         except (AttributeError, RuntimeError):  # half imported, or a backend that does not count
@@ -328,16 +333,16 @@ def watch() -> Watch:
 
 
 def store() -> Any:
-    """An own connection to the store of the process group, since the script's may be blocked; None if there is none."""
+    """An own connection to the process group's store, since the script's may be blocked; None if there is no store."""
     dist = sys.modules["torch.distributed"]
     try:
         return dist.distributed_c10d._get_default_store().clone()
-    except (AttributeError, RuntimeError, NotImplementedError):  # a store that is no server's
+    except (AttributeError, RuntimeError, NotImplementedError):  # a store without a server
         return None
 
 
 def where(frame: FrameType | None) -> tuple[str, str]:
-    """The collective that a thread waits in, if any, and the script's line it is in."""
+    """The collective that a thread waits in, if any, and its line of the script."""
     waits = ""
     if frame is not None:
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
@@ -357,14 +362,13 @@ def where(frame: FrameType | None) -> tuple[str, str]:
 
 
 def _line(frame: FrameType) -> int:
-    """The line that a frame is at. A running frame has none between two lines; then that of its function."""
+    """The current line of a frame; the first line of its function between two lines, where a running frame has none."""
     return frame.f_lineno or frame.f_code.co_firstlineno  # typed as int, but may be None
 
 
 def _call(frame: FrameType) -> str:
-    """The call that a frame is in, where it stands behind an `if` in one line."""
-    at = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
-    first, last, start, end = at
+    """The current call of a frame, if it follows an `if` on the same line; otherwise empty."""
+    first, last, start, end = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
     text = linecache.getline(frame.f_code.co_filename, _line(frame))
     if first is None or first != last or start is None or not text.lstrip().startswith("if "):
         return ""
@@ -372,7 +376,7 @@ def _call(frame: FrameType) -> str:
 
 
 def _foreign(frame: FrameType) -> bool:
-    """Whether this is code of a library rather than of the script."""
+    """Whether this is library code rather than the script's."""
     name = frame.f_globals.get("__name__", "")
     file = frame.f_code.co_filename
     return name.split(".")[0] in ("torch", "outlast") or "site-packages" in file or file.startswith((_STDLIB, "<frozen"))
@@ -391,7 +395,7 @@ def end(sentence: str) -> None:
     """End this process with an error message: its main thread waits where no exception reaches it."""
     _watch.record(sentence)
     print(sentence, file=sys.stderr, flush=True)
-    with contextlib.suppress(Exception):  # whatever happens, the end comes
+    with contextlib.suppress(Exception):  # nothing may keep this process from ending
         _watch.last()
         sys.stdout.flush()
     os._exit(contract.Exit.MISCONFIGURED)

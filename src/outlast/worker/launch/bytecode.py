@@ -1,4 +1,4 @@
-"""Whether torch and Outlast have compiled bytecode: without it each start of a worker takes 15 s and more longer."""
+"""Checks that torch and Outlast have compiled bytecode: without it each start of a worker takes at least 15 s longer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import sys
 
 def warning(*, image: bool) -> str:
     """A warning about slow starts of training processes in this Python, with its remedy; empty if there is no reason."""
-    lacking = missing("torch", "outlast")
-    if not lacking:
+    found = missing("torch", "outlast")
+    if not found:
         return ""
-    packages = f"{' and '.join(lacking)} {'has' if len(lacking) == 1 else 'have'} no compiled bytecode"
-    return f"{packages}: each start takes longer; {remedy(lacking, image=image)}"
+    packages = f"{' and '.join(found)} {'has' if len(found) == 1 else 'have'} no compiled bytecode"
+    return f"{packages}: each start takes longer; {remedy(found, image=image)}"
 
 
 def missing(*packages: str) -> dict[str, str]:
@@ -35,16 +35,16 @@ def _valid(source: str, cached: str) -> bool:
     try:
         with open(cached, "rb") as file:
             head = file.read(16)
-        is_ = os.stat(source)
+        stat = os.stat(source)
     except OSError:
         return False
     by_hash = head[4:8] != bytes(4)
-    stamp = int(is_.st_mtime).to_bytes(8, "little")[:4] + (is_.st_size & 0xFFFFFFFF).to_bytes(4, "little")
+    stamp = int(stat.st_mtime).to_bytes(8, "little")[:4] + (stat.st_size & 0xFFFFFFFF).to_bytes(4, "little")
     return head[:4] == importlib.util.MAGIC_NUMBER and (by_hash or head[8:] == stamp)
 
 
-def remedy(lacking: dict[str, str], *, image: bool = True) -> str:
-    """How to compile those packages, in the `image` of a pod or on this machine."""
-    where = " ".join(sorted({os.path.dirname(path) for path in lacking.values()}))
+def remedy(packages: dict[str, str], *, image: bool = True) -> str:
+    """The command that compiles these `packages` (directories by name), in the `image` of a pod or on this machine."""
+    where = " ".join(sorted({os.path.dirname(path) for path in packages.values()}))
     how = "compile in the Dockerfile: RUN" if image else "compile once:"
     return f"{how} python3 -m compileall -q {where} (pip does so by itself, uv with UV_COMPILE_BYTECODE=1)"

@@ -1,8 +1,8 @@
-"""The worker's elastic agent: torch's own, as torchrun runs it, kept alive from one world to the next.
+"""The worker's elastic agent: torchrun's agent class, kept alive from one world to the next.
 
 torchrun ends when its processes fail for good, and its next start imports torch again. Here the same agent class runs in a loop:
-it reports the end of each world (which process failed first, and how) and awaits the next world. Forked from `launch.warm` by the
-worker's agent. Exits with a code of `contract.Exit`, or with the code that the coordinator has published.
+it reports the end of each world (which process failed first, and how) and waits for the next world. Forked from `launch.warm` by
+the worker's agent. Exits with a code of `contract.Exit`, or with the code that the coordinator has published.
 
     elastic PROCESSES GRACE_S RESTARTS COMMAND [ARG ...]        COMMAND as for `launch.rank`
 """
@@ -40,39 +40,39 @@ MONITOR_INTERVAL_S = 0.05
 EXIT_TIMEOUT_S = 5.0
 """Longest time from the error record of a process to its end."""
 MAX_BACKOFF_S = 30.0
-"""Longest delay before a script that exits as if interrupted, without having been asked, is started again."""
+"""Longest delay before a script that exits as if interrupted, although nobody interrupted it, is restarted."""
 EARLY_S = 30.0
 """A script that does not report its steps counts as before its first step for this long; arbitrary."""
-_SCRIPTS = (
+_SCRIPT_ERRORS = (
     *("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"),
     *("TypeError", "NameError", "UnboundLocalError", "AttributeError", "SystemExit"),
 )
-"""Errors of a script that is wrong, does not fit the installed packages, or does not take its arguments."""
+"""Errors of a script that is wrong, does not fit the installed packages, or rejects its arguments."""
 _MEMORY = ("OutOfMemoryError", "MemoryError")
 """Errors of torch, for any accelerator, and of Python."""
 _LOADER = "killed by signal: Killed"
-"""What torch says of a process of a data loader that the kernel has killed."""
+"""torch's message about a data loader process that the kernel has killed."""
 _STEPS = ("first step", "train")
 """Phases in which a hang is charged to the step. While it opens, restores or saves, a process waits for a store or a disk.
-A plain script without reported steps counts as at step 0 if it was silent for longer than it was active."""
+A plain script that reports no steps counts as being at step 0 if it was silent for longer than it was active."""
 
 
-def main(argv: list[str], *, unready: int | None = None) -> None:
-    """Train in one world after another until the run has ended. `unready` is a descriptor at its end when ranks can be forked.
+def main(argv: list[str], *, ready_fd: int | None = None) -> None:
+    """Train in one world after another until the run has ended. `ready_fd` is a pipe that is closed once ranks can be forked.
     Raises SystemExit."""
     import torch.distributed.elastic.rendezvous as rendezvous
 
     processes, grace_s, limit, command = int(argv[0]), argv[1], int(argv[2]), argv[3:]
     os.environ |= {"TORCH_ELASTIC_WORKER_IDENTICAL": "1", contract.Env.PARENT: str(os.getpid())}  # no round through the store
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it ourselves, in one line
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we log failures ourselves, in one line
     state = Path(os.environ[contract.Env.STATE])
     lost = json.loads(os.environ.pop(contract.Env.LOST, "{}"))
     run_id, id = os.environ[contract.Env.RUN], int(os.environ[contract.Env.WORKER])
     client = transport.client(os.environ[contract.Env.RENDEZVOUS], transport.Member(run_id, id, state, processes))
     host = os.environ.get(contract.Env.ADDRESS, "127.0.0.1")
     log = Path(os.environ[contract.Env.OUTPUT]) / contract.LOGS / contract.worker_log(id)
-    if unready is not None and transport.others_may_wait(os.environ):
-        os.read(unready, 1)
+    if ready_fd is not None and transport.others_may_wait(os.environ):
+        os.read(ready_fd, 1)
     early, kills, seen = 0, restarts.Kills(), Seen(time.monotonic)
     with member(client, run_id=run_id, state=state, host=host, processes=processes, leave_s=float(grace_s)) as handler:
         handler.key = seal.key(os.environ)
@@ -80,11 +80,11 @@ def main(argv: list[str], *, unready: int | None = None) -> None:
 
         def joining() -> None:
             _forget(state, processes)
-            handler.repairs = handler.repairs or Repairs(id, limit)  # of no world before ours
+            handler.repairs = handler.repairs or Repairs(id, limit)  # none from earlier worlds
 
         handler.joining = joining
         handler.dies = lambda: any(
-            seen.age(rank, said["time"]) < EXIT_TIMEOUT_S for rank, said in _causes(state, processes).items()
+            seen.age(rank, record["time"]) < EXIT_TIMEOUT_S for rank, record in _causes(state, processes).items()
         )
         if lost:
             _replace(handler, client, **lost)
@@ -97,30 +97,33 @@ def main(argv: list[str], *, unready: int | None = None) -> None:
                 if closed and closed.code in (contract.Exit.GIVEN_UP, contract.Exit.INTERRUPTED):
                     print(f"outlast | {closed.reason}", file=sys.stderr, flush=True)
                 code = closed.code if closed else _left(handler)
-                sys.exit(contract.Exit.FAILED if code == os.EX_SOFTWARE else code)  # of the script, and not that of our own bugs
+                sys.exit(
+                    contract.Exit.FAILED if code == os.EX_SOFTWARE else code
+                )  # EX_SOFTWARE marks our own bugs, not a script's
             if not failures:
                 handler.done()
             elif not any(_is_cause(failure) for failure in failures) and any(_was_interrupted(failure) for failure in failures):
                 if handler.leaving():
                     sys.exit(_left(handler))
-                if not handler.called():  # a script that always exits with 75 must not be restarted in a tight loop
+                if not handler.called():  # do not restart a script that always exits with 75 in a tight loop
                     early = early + 1 if time.monotonic() - begun < MAX_BACKOFF_S else 0
                     handler.pause_s = backoff.exponential(early - 1, 0.5, MAX_BACKOFF_S) if early else 0.0
             else:
                 first = _first(failures, state, processes)
-                said = f"{contract.ECHO if first['echo'] else 'outlast | '}{first['reason']}"
-                print(said, file=sys.stderr, flush=True)
+                line = f"{contract.ECHO if first['echo'] else 'outlast | '}{first['reason']}"
+                print(line, file=sys.stderr, flush=True)
                 prefix = shim.PREFIX.format(first["rank"]) if processes > 1 else ""
                 if {failure["early"] for failure in failures if _is_cause(failure)} != {first["early"]}:
                     first["early"] = ""
                 outside = contract.killed(first["code"]) or first["cause"] is FailureCause.DISK_FULL
                 kills = kills.after(outside, first["step"], time.monotonic() - begun)
-                handler.pause_s = kills.pause_s  # before the next start, so that all know of this failure at once
-                handler.failed({**first, "log_tail": log_pipe.tail(log, said, since=logged, prefix=prefix)})
+                handler.pause_s = kills.pause_s  # applies to the next start, so that this failure is reported at once
+                handler.failed({**first, "log_tail": log_pipe.tail(log, line, since=logged, prefix=prefix)})
 
 
 def _left(handler: Handler) -> int:
-    """The exit code, once the others can go on from what was saved here. The agent ends this process if that takes too long."""
+    """Leave once the others can resume from the state that was saved here. Returns the exit code. The agent kills this process if
+    that takes too long."""
     handler.left(reached=False)
     if handler.rank == 0:
         rank0_files.leave(os.environ, handler.generation, over=lambda: handler.closed is not None)
@@ -129,7 +132,7 @@ def _left(handler: Handler) -> int:
 
 
 def _replace(handler: Handler, client: transport.Client, generation: int, attempt: int, failure: dict[str, Any]) -> None:
-    """Take the place of an elastic agent that was killed, and report that the processes of that start have ended with it."""
+    """Take the place of an elastic agent that was killed, and report that its processes have ended with it."""
     handler.world, handler.attempt = World(generation, (client.id,), "", ""), attempt
     client.amend(generation=generation, attempt=attempt, again=True)
     handler.failed(failure)
@@ -153,16 +156,17 @@ def _train(
                 )
 
         def _exit_barrier(self) -> None:
-            """Not needed: workers that are done wait at the rendezvous, where the death of another is noticed."""
+            """Not needed: workers that are done wait at the rendezvous, which notices the death of another."""
 
         def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
-            """Training that saves on SIGTERM has the job's grace period, not torch's 30 s; `launch.shim` kills any other."""
+            """Training that saves on SIGTERM has the job's grace period, not torch's 30 s; `launch.shim` kills other
+            processes."""
             if self._pcontext:
                 self._pcontext.close(death_sig, math.ceil(grace_s) + 5)
             super()._shutdown(death_sig)
 
     class NoFiles(LogsSpecs):
-        """Output goes where ours does, and errors are recorded by `launch.rank`: no disk can be too full for a start."""
+        """Ranks inherit our output, and `launch.rank` records errors: a full disk cannot prevent a start."""
 
         root_log_dir = ""
 
@@ -183,12 +187,12 @@ def _train(
     kills = memory.Machine().oom_kills()
     result = Agent(spec, NoFiles()).run()
     oom = memory.Machine().oom_kills() > kills
-    # The process that failed first may end last: others have failed because of it, and torch's agent has stopped it, too.
+    # The process that failed first may end last: it made others fail, and torch's agent then stopped all of them.
     ended = {process.local_rank for process in result.failures.values()}
     causes = _causes(state, processes) if ended else {}
     stopped = {
-        said["rank"]: SimpleNamespace(local_rank=local_rank, exitcode=said["code"])
-        for local_rank, said in causes.items()
+        record["rank"]: SimpleNamespace(local_rank=local_rank, exitcode=record["code"])
+        for local_rank, record in causes.items()
         if local_rank not in ended
     }
     return [_failure(state, handler, rank, process, oom=oom) for rank, process in {**result.failures, **stopped}.items()]
@@ -202,27 +206,27 @@ def _forget(state: Path, processes: int) -> None:
 
 
 def _repaired(past: Past, *, first: bool) -> None:
-    """Say that the members start the processes of this world again; the worker of rank 0 writes it into the ledger, too."""
+    """Log that the members restart the processes of this world; the worker of rank 0 records it in the ledger, too."""
     reason = str(past.failure.get("reason", ""))
     print(f"outlast | attempt {past.attempt} of generation {past.generation}: {reason}", file=sys.stderr, flush=True)
     if first:
         book = Ledger(Path(os.environ[contract.Env.OUTPUT]) / contract.LEDGER, f"elastic-{os.environ[contract.Env.WORKER]}")
-        told = {"generation": past.generation, "attempt": past.attempt, "worker": past.worker, "reason": reason}
-        book.write("attempt", **told, rank=past.failure.get("rank"))
+        event = {"generation": past.generation, "attempt": past.attempt, "worker": past.worker, "reason": reason}
+        book.write("attempt", **event, rank=past.failure.get("rank"))
         book.close()
 
 
 def _causes(state: Path, processes: int) -> dict[int, dict[str, Any]]:
     """Error records of the current world's training processes by local rank, without secondary failures."""
-    said = {each: _read(state / contract.ERROR.format(local_rank=each)) for each in range(processes)}
-    return {each: record for each, record in said.items() if "code" in record and not is_secondary(record)}
+    records = {each: _read(state / contract.ERROR.format(local_rank=each)) for each in range(processes)}
+    return {each: record for each, record in records.items() if "code" in record and not is_secondary(record)}
 
 
 def _first(failures: list[dict[str, Any]], state: Path, processes: int) -> dict[str, Any]:
-    """The failure that led to the others. If all echo one, it may be that another rank of ours has exited with 0."""
+    """The failure that led to the others. If all are secondary, a rank of this worker that exited with 0 may be the cause."""
     first = min(failures, key=lambda failure: (not _is_cause(failure), failure["time"]))
-    said = (_read(state / contract.ERROR.format(local_rank=each)) for each in range(processes))
-    rank = next((record["rank"] for record in said if record.get("left")), None)
+    records = (_read(state / contract.ERROR.format(local_rank=each)) for each in range(processes))
+    rank = next((record["rank"] for record in records if record.get("left")), None)
     if rank is None or not first["echo"]:
         return first
     reason = left_early(f"rank {rank} on worker {os.environ[contract.Env.WORKER]}", first["rank"], first["step"])
@@ -230,28 +234,28 @@ def _first(failures: list[dict[str, Any]], state: Path, processes: int) -> dict[
 
 
 def _failure(state: Path, handler: Handler, rank: int, process: Any, *, oom: bool = False) -> dict[str, Any]:
-    """How one training process failed, as the rendezvous reports it. `oom`: the kernel has killed a process of this worker for
-    want of memory meanwhile."""
+    """The failure of one training process, as the rendezvous reports it. `oom`: the kernel's OOM killer has killed a process of
+    this worker meanwhile."""
     record = _read(state / contract.ERROR.format(local_rank=process.local_rank))
     verdict = _read(state / contract.VERDICT.format(local_rank=process.local_rank))
-    # The error record comes first: threads of torch may end the process with SIGABRT while it exits.
+    # The error record wins: threads of torch may end the process with SIGABRT while it exits.
     code = record.get("code") or contract.exit_code(process.exitcode)
     worker = os.environ[contract.Env.WORKER]
     what = verdict.get("reason") or record.get("message") or _how(process.exitcode)
     if oom := oom and (what == _how(-signal.SIGKILL) or _LOADER in what):
         what = "was killed: out of memory; raise resources.memory, or lower the batch"
-    # Errors of ours are whole sentences; records of `shim.record_death` have no code.
+    # Messages of OutlastError are whole sentences; records of `shim.record_death` have no code.
     sentence = "code" in record and not record.get("traceback") and not verdict and record["type"] != "SystemExit"
     reached = progress.read(state, process.local_rank)
     if reached and (reached.generation, reached.attempt) != (handler.generation, handler.attempt):
         reached = None
     reported = 0
-    if reached and reached.phase == "started":  # a plain script, which reports its steps at most
+    if reached and reached.phase == "started":  # a plain script, which reports steps at most
         reported, reached = reached.step, None
     echo = is_secondary(record)
     young = verdict.get("early") or (echo and record.get("age_s", math.inf) < EARLY_S)
     plain = reached is None and bool(reported or young)
-    stopped_by_us = process.exitcode == -signal.SIGTERM and "code" not in record  # not one that was exiting by itself
+    stopped_by_us = process.exitcode == -signal.SIGTERM and "code" not in record  # with a code it was exiting by itself
     return {
         "rank": rank,
         "code": code,
@@ -268,7 +272,7 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any, *, oom: boo
 
 
 def _cause(record: dict[str, Any]) -> FailureCause:
-    """Whether a script died for want of memory or of disk. A driver's error is a RuntimeError, told apart only by CUDA's own
+    """Tell whether a script ran out of memory or disk space. A driver's error is a RuntimeError, recognised only by CUDA's
     text."""
     kind, message = record.get("type"), record.get("message", "")
     if kind == "OSError" and any(f"[Errno {number}]" in message for number in (errno.ENOSPC, errno.EDQUOT)):
@@ -278,9 +282,9 @@ def _cause(record: dict[str, Any]) -> FailureCause:
 
 
 def _early(record: dict[str, Any], reached: progress.Progress | None) -> bool:
-    """Whether an error of the script, not of the machine, came before the first step, as far as is known."""
+    """Whether the script, not the machine, failed before its first step, as far as we know."""
     began = record.get("age_s", math.inf) < EARLY_S if reached is None else reached.phase in ("open", "restore", "first step")
-    return began and record.get("type") in _SCRIPTS
+    return began and record.get("type") in _SCRIPT_ERRORS
 
 
 def _was_interrupted(failure: dict[str, Any]) -> bool:

@@ -1,9 +1,9 @@
-"""What scripts import is imported once per worker, too, so that a restart finds it: `import transformers` takes seconds.
+"""Preloads a script's imports in the warm process, so that a restart finds them: `import transformers` takes seconds.
 
-A rank tells the warm process, some seconds after its last import, which modules it has loaded. A fork of the warm process tries
-to import those of installed packages, and finds out whether they do nothing but import. What a package reads of the environment
-has to be the same in both processes; one that starts threads or processes, opens devices or connections, writes files, draws
-random numbers or crashes stays with the script. The warm process imports the others while it has nothing else to do.
+A rank reports to the warm process, some seconds after its last import, which modules it has loaded. A fork of the warm process
+imports those of installed packages in a trial, and checks that they do nothing but import. Environment variables that a package
+reads must be equal in both processes; a package that starts threads or processes, opens devices or connections, writes files,
+draws random numbers or crashes is left to the script. The warm process imports the others while it is idle.
 Docs: docs/decisions/0042-starting.md.
 """
 
@@ -32,73 +32,58 @@ SETTLED_S = 5.0
 LEAST = 20
 """Fewer modules are not worth a trial; arbitrary."""
 TRIALS = 5
-"""Limit of trials, each without the package that spoilt the one before."""
+"""Most trials, each without the package that failed the last one."""
 TRIAL_S = 120
-"""Limit of one trial."""
+"""Timeout of one trial."""
 _NEVER = {
-    "mpi4py",
-    "horovod",
-    "deepspeed",
-    "jax",
-    "jaxlib",
-    "tensorflow",
-    "cupy",
-    "torch_xla",
-    "torch_neuronx",
-    "habana_frameworks",
+    *("mpi4py", "horovod", "deepspeed", "jax", "jaxlib", "tensorflow", "cupy"),
+    *("torch_xla", "torch_neuronx", "habana_frameworks"),
 }
-"""Take hold of a device or of other processes when they are imported."""
+"""Packages that acquire a device or other processes when they are imported."""
 _SPOILS = {
     *("os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.system", "subprocess.Popen", "pty.spawn"),
-    *(
-        "socket.connect",
-        "os.putenv",
-        "os.unsetenv",
-        "os.chdir",
-        "tempfile.mkdtemp",
-        "tempfile.mkstemp",
-    ),
+    *("socket.connect", "os.putenv", "os.unsetenv", "os.chdir", "tempfile.mkdtemp", "tempfile.mkstemp"),
 }
-"""Audit events of what is more than an import. https://docs.python.org/3/library/audit_events.html"""
+"""Audit events of more than an import. https://docs.python.org/3/library/audit_events.html"""
 _OF_A_RANK = re.compile(r"(LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|OUTLAST_)\w*|RANK|WORLD_SIZE")
-"""Variables that are others for each rank or world."""
+"""Variables that differ between ranks or worlds."""
 _TORCHS = "TORCHINDUCTOR_CACHE_DIR"
-"""Set by torch itself, always to the same, when something asks for it."""
+"""Set by torch itself on first use, always to the same value."""
 _ALONE = ("OPENBLAS_NUM_THREADS", "1")
-"""Set in trials: OpenBLAS, of which scipy has one, would start threads, but stops them around a fork."""
+"""Set in trials: otherwise OpenBLAS, which scipy brings, starts threads, although it stops them around a fork."""
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a rank has imported by itself, in order, each module with its file, and its environment."""
+class Imported:
+    """A rank's report: the modules that it has imported itself, in order, each with its file, and its environment."""
 
     modules: Mapping[str, str]
     environ: Mapping[str, str]
 
 
 def dumps(before: Collection[str]) -> bytes:
-    """What this process has imported since it had only the modules `before`."""
-    found = {}
+    """The `Imported` of this process as JSON, without the modules `before`."""
+    modules = {}
     for name, module in list(sys.modules.items()):
         if name not in before:
-            spec = getattr(module, "__dict__", {}).get("__spec__")  # lazy modules answer to attributes with imports
+            spec = getattr(module, "__dict__", {}).get("__spec__")  # attributes of lazy modules trigger imports
             origin = getattr(spec, "origin", None)
             if isinstance(origin, str):
-                found[name] = origin
-    return json.dumps({"modules": found, "environ": dict(os.environ)}).encode()
+                modules[name] = origin
+    return json.dumps({"modules": modules, "environ": dict(os.environ)}).encode()
 
 
-def loads(data: bytes) -> Told | None:
-    """What was told; None if the rank ended meanwhile."""
+def loads(data: bytes) -> Imported | None:
+    """The inverse of `dumps`; None if the rank ended before it wrote everything."""
     try:
         fields = json.loads(data)
     except ValueError:
         return None
-    return Told(fields["modules"], fields["environ"])
+    return Imported(fields["modules"], fields["environ"])
 
 
-def tell(pipe: int, before: Collection[str], settled_s: float = SETTLED_S) -> None:
-    """Write what this process has imported to `pipe`, once it has imported nothing for some time, and close it."""
+def report(pipe: int, before: Collection[str], settled_s: float = SETTLED_S) -> None:
+    """Write the imports of this process to `pipe`, once it has imported nothing for `settled_s`, and close it."""
 
     def write() -> None:
         count = -1
@@ -111,28 +96,28 @@ def tell(pipe: int, before: Collection[str], settled_s: float = SETTLED_S) -> No
 
 
 def places() -> list[str]:
-    """Where packages are installed, and Python's own."""
+    """The directories of installed packages and of the standard library."""
     return [os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib", "stdlib")]
 
 
-def chosen(told: Told, *, loaded: Collection[str], tried: Collection[str], where: Sequence[str]) -> list[str]:
-    """The modules that are worth a trial: not those of the script's own code, which may be another at the next start."""
-    found = [
+def chosen(imported: Imported, *, loaded: Collection[str], tried: Collection[str], where: Sequence[str]) -> list[str]:
+    """The modules worth a trial: not those of the script's own code, which may differ at the next start."""
+    names = [
         name
-        for name, origin in told.modules.items()
+        for name, origin in imported.modules.items()
         if name not in loaded
         and name.partition(".")[0] not in {*_NEVER, "__main__", "__mp_main__"}
         and name.partition(".")[0] not in tried
         and os.path.realpath(origin).startswith(tuple(where))
     ]
-    return found if len(found) >= LEAST else []
+    return names if len(names) >= LEAST else []
 
 
-def trial(names: Sequence[str], told: Told) -> Iterator[str]:
-    """Import modules, in a process that is thrown away. Yields the packages that may be imported ahead, until one may not."""
+def trial(names: Sequence[str], imported: Imported) -> Iterator[str]:
+    """Import modules in a process that is thrown away. Yields the packages that may be preloaded, until one may not."""
     sys.dont_write_bytecode = True
-    tempfile.gettempdir()  # which writes a file the first time
-    watch = _Watch(told.environ)
+    tempfile.gettempdir()  # writes a file the first time
+    watch = _Watch(imported.environ)
     packages: dict[str, list[str]] = {}
     for name in names:
         packages.setdefault(name.partition(".")[0], []).append(name)
@@ -143,7 +128,7 @@ def trial(names: Sequence[str], told: Told) -> Iterator[str]:
                 importlib.import_module(name)
             except ImportError:
                 return
-            if getattr(vars(sys.modules[name]).get("__spec__"), "origin", None) != told.modules[name]:
+            if getattr(vars(sys.modules[name]).get("__spec__"), "origin", None) != imported.modules[name]:
                 return
         if watch.spoilt or _state() != before:
             return
@@ -151,22 +136,22 @@ def trial(names: Sequence[str], told: Told) -> Iterator[str]:
 
 
 class _Watch:
-    """Notices what a trial does. It cannot be switched off: the process is thrown away."""
+    """Observes a trial by audit hooks, which cannot be removed: the process is thrown away."""
 
-    def __init__(self, theirs: Mapping[str, str]) -> None:
+    def __init__(self, rank_environ: Mapping[str, str]) -> None:
         self.spoilt = ""
-        """The first thing that was more than an import."""
-        ours = dict(os.environ)
+        """The first side effect."""
+        own = dict(os.environ)
         os.environ[_ALONE[0]] = _ALONE[1]
         read, all_ = os._Environ.__getitem__, os._Environ.__iter__
 
         def item(environ: Any, name: str) -> str:
-            if name != _TORCHS and ours.get(name) != theirs.get(name):
+            if name != _TORCHS and own.get(name) != rank_environ.get(name):
                 self.spoilt = self.spoilt or f"reads {name}"
             return str(read(environ, name))
 
         def each(environ: Any) -> Iterator[str]:
-            if ours != theirs:
+            if own != rank_environ:
                 self.spoilt = self.spoilt or "reads the environment"
             return all_(environ)
 
@@ -182,21 +167,21 @@ class _Watch:
 
 
 def _state() -> tuple[object, ...]:
-    """What an import must leave alone."""
+    """The state of the process that an import must not change."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     handlers = tuple(signal.getsignal(number) for number in sorted(signal.valid_signals()))
-    found: list[object] = [len(os.listdir("/proc/self/task")), sorted(os.listdir("/proc/self/fd")), handlers, random.getstate()]
-    found.append((os.getcwd(), list(sys.path)))
+    state: list[object] = [len(os.listdir("/proc/self/task")), sorted(os.listdir("/proc/self/fd")), handlers, random.getstate()]
+    state.append((os.getcwd(), list(sys.path)))
     if numpy:
-        found.append(numpy.random.get_state(legacy=False)["state"]["key"].tobytes())
+        state.append(numpy.random.get_state(legacy=False)["state"]["key"].tobytes())
     if torch:
-        found.append((torch.get_rng_state().numpy().tobytes(), torch.get_default_dtype(), torch.get_num_threads()))
-        found.append(torch.are_deterministic_algorithms_enabled())
-    return tuple(found)
+        state.append((torch.get_rng_state().numpy().tobytes(), torch.get_default_dtype(), torch.get_num_threads()))
+        state.append(torch.are_deterministic_algorithms_enabled())
+    return tuple(state)
 
 
-def attempt(names: Sequence[str], told: Told, pipe: int) -> None:
-    """A trial in a fresh fork: writes a line for each good package to `pipe`. Ends this process."""
+def attempt(names: Sequence[str], imported: Imported, pipe: int) -> None:
+    """Run a trial in a fresh fork: write a line for each good package to `pipe`, and end this process."""
     with contextlib.suppress(OSError):
         os.nice(19)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -205,30 +190,31 @@ def attempt(names: Sequence[str], told: Told, pipe: int) -> None:
     for stream in (0, 1, 2):
         os.dup2(null, stream)
     try:
-        for package in trial(names, told):
+        for package in trial(names, imported):
             os.write(pipe, f"{package}\n".encode())
     finally:
         os._exit(0)
 
 
-class Ahead:
-    """The warm process's part: listens to ranks, has trials made, imports. `fresh` makes a fork of it a process of its own."""
+class Preloader:
+    """The part of the warm process: reads the reports of ranks, starts trials, imports. `detach` makes a fork a process of its
+    own."""
 
-    def __init__(self, selector: selectors.BaseSelector, fresh: Callable[[int], None]) -> None:
-        self._selector, self._fresh = selector, fresh
+    def __init__(self, selector: selectors.BaseSelector, detach: Callable[[int], None]) -> None:
+        self._selector, self._detach = selector, detach
         self._reading: dict[int, bytearray] = {}
-        """What came so far, by descriptor."""
-        self._trial: tuple[int, list[str], Told] | None = None
-        """The descriptor, modules and origin of the trial that runs."""
+        """Received bytes by descriptor."""
+        self._trial: tuple[int, list[str], Imported] | None = None
+        """The descriptor, modules and origin of the running trial."""
         self._trials_left = 0
         self._tried: set[str] = set()
         self._environ: dict[str, str] = {}
-        """What packages may read: the variables that all ranks have in common."""
+        """Variables that packages may read: those that all ranks share."""
         self.modules: list[str] = []
-        """To import when there is nothing else to do."""
+        """Modules to import when idle."""
 
     def pipe(self, environ: Mapping[str, str]) -> int:
-        """The descriptor for a rank that is to tell, see `tell`. It starts with this environment."""
+        """The descriptor for the `report` of a rank that starts with this environment."""
         read, write = os.pipe()
         self._reading[read] = bytearray()
         self._environ = {name: value for name, value in environ.items() if not _OF_A_RANK.fullmatch(name)}
@@ -236,26 +222,26 @@ class Ahead:
         return write
 
     def close(self) -> None:
-        """Close everything, in a fork."""
+        """Close all descriptors, in a fork."""
         for fd in self._reading:
             os.close(fd)
 
     def read(self, fd: int) -> None:
-        """Read on, if a descriptor is of ours. Returns never in a fork."""
+        """Read from a descriptor if it is one of ours. Never returns in a fork."""
         if fd not in self._reading:
             return
         data = os.read(fd, 1 << 16)
         self._reading[fd] += data
         if data and (not data.endswith(b"\n") or (self._trial and self._trial[0] == fd)):
             return
-        said = bytes(self._reading.pop(fd))
+        received = bytes(self._reading.pop(fd))
         self._selector.unregister(fd)
         os.close(fd)
         if self._trial and self._trial[0] == fd:
-            self._tried_out(said.decode().split(), *self._trial[1:])
-        elif (told := loads(said)) and self._trial is None:
+            self._trial_ended(received.decode().split(), *self._trial[1:])
+        elif (imported := loads(received)) and self._trial is None:
             self._trials_left = TRIALS
-            self._try(chosen(told, loaded=sys.modules, tried=self._tried, where=places()), told)
+            self._try(chosen(imported, loaded=sys.modules, tried=self._tried, where=places()), imported)
 
     def import_next(self) -> None:
         """Import a module that has passed a trial."""
@@ -266,7 +252,7 @@ class Ahead:
             print(f"outlast | {name} is not imported ahead: {type(problem).__name__}: {problem}", flush=True)
             self.modules.clear()
 
-    def _try(self, names: list[str], told: Told) -> None:
+    def _try(self, names: list[str], imported: Imported) -> None:
         self._trial = None
         if not names:
             return
@@ -275,19 +261,19 @@ class Ahead:
         parent, (read, write) = os.getpid(), os.pipe()
         try:
             pid = os.fork()
-        except OSError:  # as many processes as are allowed
+        except OSError:  # the process limit
             os.close(read)
             os.close(write)
             return
         if pid == 0:
-            self._fresh(parent)
-            attempt(names, told, write)
+            self._detach(parent)
+            attempt(names, imported, write)
         os.close(write)
         self._reading[read] = bytearray()
         self._selector.register(read, selectors.EVENT_READ)
-        self._trial = read, names, told
+        self._trial = read, names, imported
 
-    def _tried_out(self, good: list[str], names: list[str], told: Told) -> None:
+    def _trial_ended(self, good: list[str], names: list[str], imported: Imported) -> None:
         bad = next((package for name in names if (package := name.partition(".")[0]) not in good), None)
         if bad is None or not self._trials_left:
             self._trial = None
@@ -295,4 +281,4 @@ class Ahead:
             self._tried |= {name.partition(".")[0] for name in names}
         else:
             self._tried.add(bad)
-            self._try([name for name in names if name.partition(".")[0] != bad], told)
+            self._try([name for name in names if name.partition(".")[0] != bad], imported)

@@ -3,8 +3,8 @@
     python -m outlast rank SCRIPT.py [ARG ...]
     python -m outlast rank -m MODULE [ARG ...]
 
-The environment is torchrun's. Added are only a first progress record, so that the agent knows the process, a thread that detects
-deadlocks between ranks (`hangs.stall`), and on an exception a small file with its traceback, so that `outlast status` can show
+The environment is torchrun's. We add only a first progress record, so that the agent knows the process, a thread that detects
+deadlocks between ranks (`hangs.stall`), and after an exception a small file with its traceback, so that `outlast status` can show
 the first error of the first failing rank.
 """
 
@@ -38,13 +38,13 @@ _SECONDARY = re.compile(
 )
 """Errors of collectives after another process has died: a secondary failure, not the cause."""
 _USAGE = 2
-"""The exit code of argparse, and of most commands, for arguments that they do not take."""
+"""The exit code of argparse, and of most commands, for wrong arguments."""
 
 
 def main(argv: list[str]) -> None:
     """Run `argv` as Python would. Returns at the end of the script, or raises SystemExit."""
     global _began
-    _began = time.monotonic()  # this module may have been imported long ago, in the process that forked this one
+    _began = time.monotonic()  # the process that forked this one may have imported this module long ago
     state = os.environ.get(contract.Env.STATE)
     if state:
         _enter(Path(state))
@@ -93,13 +93,13 @@ def _enter(state: Path) -> None:
     writer.write(progress.Progress(generation=generation, rank=int(os.environ.get("RANK", "0")), phase="started"))
     writer.close()
     directory = Path(os.environ.get(contract.Env.OUTPUT, "")) / contract.WORK
-    if os.environ.get("RANK") == "0" and Path.cwd() == directory.resolve():  # results are those of rank 0, see `prepare.workdir`
-        with contextlib.suppress(OSError):  # a full disk: what is written now is pushed later
+    if os.environ.get("RANK") == "0" and Path.cwd() == directory.resolve():  # rank 0's files are the results: `prepare.workdir`
+        with contextlib.suppress(OSError):  # a full disk: its files are uploaded later
             files.replace(directory / contract.WORKED, str(generation))
 
 
 def _below_runpy(error: BaseException) -> TracebackType | None:
-    """The traceback from the user's first frame on; None if the script cannot be read or compiled."""
+    """The traceback from the user's first frame on; None if the script could not be read or compiled."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next
@@ -118,37 +118,35 @@ def _hint(error: BaseException) -> str:
         origin = spec.local(spec.pinned(spec.load(file).spec.code or "")[0])
     except OutlastError:
         return ""
-    return missed(names[0], Path(code), origin)
+    return missing_hint(names[0], Path(code), origin)
 
 
-def missed(name: str, code: Path, origin: Path | None) -> str:
-    """The hint for a missing file. `code` is the copy, `origin` what was copied, if that is a directory here."""
+def missing_hint(name: str, code: Path, origin: Path | None) -> str:
+    """The hint for a missing file. `code` is the copy, `origin` the directory that was copied, if that is on this machine."""
     if os.path.isabs(name) and not name.startswith(f"{code.parent if origin else code}/"):
         return ""
     below = os.path.relpath(name, code) if os.path.isabs(name) else os.path.normpath(name)
     out = below.split(os.sep)[0] == os.pardir
-    there = None if origin in (None, code) else Path(os.path.normpath(origin / below))
-    if os.path.exists(code / below) or (there is not None and not os.path.exists(there)):  # Path.exists raises EACCES
+    original = None if origin in (None, code) else Path(os.path.normpath(origin / below))
+    if os.path.exists(code / below) or (original is not None and not os.path.exists(original)):  # Path.exists raises EACCES
         return ""
-    if not out:
-        back = f"bring it back with !{below} in .outlastignore"
-        return (
-            f"outlast: {there} is not in the copy of the code that the job runs in; {back}, or name it under data"
-            if there
-            else ""
-        )
-    what = f"{name} is outside of the code, of which the job runs in a copy ({code})"
-    where = f" (--set 'data=[{{from: {there.parent}}}]')" if there else ""
-    return f"outlast: {what}; name it under data{where} and read it in $OUTLAST_DATA, or use an absolute path"
+    if out:
+        what = f"{name} is outside of the code, of which the job runs in a copy ({code})"
+        where = f" (--set 'data=[{{from: {original.parent}}}]')" if original else ""
+        return f"outlast: {what}; name it under data{where} and read it in $OUTLAST_DATA, or use an absolute path"
+    if original is None:
+        return ""
+    remedy = f"bring it back with !{below} in .outlastignore, or name it under data"
+    return f"outlast: {original} is not in the copy of the code that the job runs in; {remedy}"
 
 
 def is_secondary(record: dict[str, Any]) -> bool:
-    """Whether an error record is that of a collective that another rank's end has broken."""
+    """Whether an error record is from a collective that broke because another rank ended."""
     if record.get("type") not in _COLLECTIVE:
         return False
     # The message of a failed save names only the ranks; the reason is in its traceback.
-    said = record["traceback"] if record["type"] == "CheckpointException" else record["message"]
-    return _SECONDARY.search(said) is not None
+    text = record["traceback"] if record["type"] == "CheckpointException" else record["message"]
+    return _SECONDARY.search(text) is not None
 
 
 def _record(state: str | None, error: BaseException, text: str, code: int) -> dict[str, Any]:

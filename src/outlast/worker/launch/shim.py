@@ -1,12 +1,12 @@
-"""Stands in for a training process that was forked from the warm process.
+"""The stand-in for a training process that was forked from the warm process.
 
-torchrun's agent starts, watches and signals *its* child; the process that trains is a fork of `launch.warm`, where torch is
-imported already. This little program is the child: it asks the warm process for a fork, hands it its own stdin, stdout and
-stderr, passes signals on, and ends exactly as the training process ended.
+torchrun's agent starts, watches and signals *its* child; the process that trains is a fork of `launch.warm`, which has imported
+torch already. This small program is the child: it requests a fork from the warm process, hands over its own stdin, stdout and
+stderr, forwards signals, and ends exactly as the training process ends.
 
-The output of one of several processes passes through it, to get the rank in front of each line; in files it would fill a disk.
+If there are several processes, it also copies their output, to prefix each line with the rank; files would fill a disk.
 
-Run by path with `python -I -S` (starts in some 15 ms), so it imports nothing but the standard library and nothing of ours.
+Run by path with `python -I -S` (starts in some 15 ms), so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ import time
 from types import FrameType
 
 SOCKET = "warm.sock"
-"""In the directory of a worker: where its warm process listens."""
+"""The warm process's socket, in the directory of its worker."""
 CONNECT_TIMEOUT_S = 5.0
-"""For a listener that is stopped, whose queue is full."""
+"""Applies if the listener is stopped, and its queue full."""
 PIECE = 65536
-"""Most bytes read at once, all that a pipe holds, and of a line: a longer one is divided."""
+"""Most bytes read at once, the capacity of a pipe, and of a line: a longer one is split."""
 PREFIX = "[rank {}] "
-"""Prefix of the lines of one of several processes."""
+"""Prefix of each line if there are several processes."""
 AGAIN_S = 1.0
-"""Pause after a process that could not be forked, for want of processes or descriptors."""
+"""Pause after a failed fork, at the limit of processes or descriptors."""
 KILL_DELAY_S = 5.0
 """From SIGTERM to SIGKILL if training has not been given a grace period to save."""
 
 
 class Lines:
-    """The output of one of several processes, which it writes to `write`: copied line by line, each with the rank in front."""
+    """Copies the output of a process, which it writes to `write`, line by line, each with its rank as a prefix."""
 
     def __init__(self) -> None:
         self.read, self.write = os.pipe()
@@ -44,12 +44,12 @@ class Lines:
         self._rest = b""
 
     def copy(self, *, last: bool = False) -> bool:
-        """Copy the lines of a piece that has come, and the rest if it was the last. Returns whether there may be others."""
+        """Copy the lines of the next piece, and an unfinished one if it is the `last` piece. Returns whether more may follow."""
         more, data = True, b""
         with contextlib.suppress(BlockingIOError):
             data = os.read(self.read, PIECE)
             more = bool(data)
-        lines = (self._rest + data).splitlines(keepends=True)  # also at \r, as bars of progress have it
+        lines = (self._rest + data).splitlines(keepends=True)  # splits at \r, too, for progress bars
         self._rest = b"" if last or not lines or lines[-1].endswith((b"\r", b"\n")) else lines.pop()
         if len(self._rest) >= PIECE:
             lines.append(self._rest[:PIECE] + b"\n")
@@ -60,7 +60,7 @@ class Lines:
 
 
 def connect(path: str) -> socket.socket:
-    """A connection to the warm process listening on `path`, however long the path is (Linux allows 107 bytes in the address)."""
+    """Connect to the warm process that listens on `path`, which may be longer than an address (107 bytes on Linux)."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(CONNECT_TIMEOUT_S)
     try:
@@ -80,7 +80,7 @@ def connect(path: str) -> socket.socket:
 
 
 def request(sock: socket.socket, kind: str, argv: list[str], env: dict[str, str], cwd: str, fds: tuple[int, int, int]) -> None:
-    """Ask for a fork that runs `kind` ("rank" or "elastic") with these arguments, environment, directory and streams."""
+    """Request a fork that runs `kind` ("rank" or "elastic") with these arguments, environment, directory and streams."""
     message = json.dumps({"kind": kind, "argv": argv, "env": env, "cwd": cwd}).encode()
     socket.send_fds(sock, [len(message).to_bytes(4, "big")], fds)
     sock.sendall(message)
@@ -89,20 +89,20 @@ def request(sock: socket.socket, kind: str, argv: list[str], env: dict[str, str]
 def main() -> None:
     """Request the fork, wait for its end, and end in the same way."""
     path, grace_s, *argv = sys.argv[1:]
-    with contextlib.suppress(OSError):  # what another process has left, perhaps in another container
+    with contextlib.suppress(OSError):  # left by an earlier process, perhaps in another container
         os.unlink(error_path())
     try:
         sock = connect(path)
         lines = Lines() if os.environ.get("LOCAL_WORLD_SIZE", "1") != "1" else None
         streams = (0, lines.write, lines.write) if lines else (0, 1, 2)
         request(sock, "rank", argv, dict(os.environ), os.getcwd(), streams)
-    except OSError as problem:  # if the warm process has ended, so has our elastic agent, and the rank would be nobody's
+    except OSError as problem:  # if the warm process has ended, so has our elastic agent, and nobody would own the rank
         sys.exit(f"outlast | rank {os.environ.get('RANK')} cannot be started by the warm process: {problem}")
 
-    asked: list[int] = []
+    received: list[int] = []
 
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        asked.append(number)
+    def forward(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
         promised = os.path.exists(os.environ.get("OUTLAST_NOTICE", ""))
         with contextlib.suppress(OSError):
             sock.sendall(b"%d\n" % number)
@@ -113,7 +113,7 @@ def main() -> None:
             sock.sendall(b"%d\n" % signal.SIGKILL)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, pass_on)
+        signal.signal(number, forward)
     signal.signal(signal.SIGALRM, kill)
 
     if lines:
@@ -133,20 +133,20 @@ def main() -> None:
         record_death(-status, ended["time"], why)
         signal.signal(-status, signal.SIG_DFL) if -status not in (signal.SIGKILL, signal.SIGSTOP) else None
         os.kill(os.getpid(), -status)
-        time.sleep(1)  # not reached, unless the signal does not end a process
-    if status == 0 and not asked:
+        time.sleep(1)  # reached only if the signal does not end a process
+    if status == 0 and not received:
         record({"rank": int(os.environ.get("RANK", "0")), "left": True})
     os._exit(status & 0xFF)
 
 
 def error_path() -> str:
-    """Path of the training process's error record, see `contract.ERROR`."""
+    """The path of the training process's error record, see `contract.ERROR`."""
     return os.path.join(os.environ.get("OUTLAST_WORKER_STATE", "/nonexistent"), f"error-{os.environ.get('LOCAL_RANK', '0')}.json")
 
 
 def record_death(number: int, when: float, why: str = "") -> None:
-    """Record that a signal ended the training process, or `why` there is none, unless it has recorded an error itself: threads of
-    torch may end a process with SIGABRT while it exits by an exception."""
+    """Record that a signal ended the training process, or `why` it could not be started. An error record of its own stays:
+    threads of torch may end a process with SIGABRT while it exits by an exception."""
     path = error_path()
     if os.path.exists(path):
         return
@@ -155,12 +155,12 @@ def record_death(number: int, when: float, why: str = "") -> None:
     record({"rank": rank, "type": name, "message": why or f"was killed by {name}", "traceback": "", "time": when})
 
 
-def record(said: dict[str, object]) -> None:
+def record(fields: dict[str, object]) -> None:
     """Write the error record; on a full disk there is none."""
     path = error_path()
     with contextlib.suppress(OSError):
         with open(path + ".tmp", "w") as file:
-            json.dump(said, file)
+            json.dump(fields, file)
         os.replace(path + ".tmp", path)
 
 

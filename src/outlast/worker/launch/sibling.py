@@ -1,12 +1,12 @@
-"""A new worker of this machine as a fork of another worker's warm process: torch is imported already, and its memory is shared.
+"""Starts a new worker on this machine as a fork of another worker's warm process, which has imported torch and shares its memory.
 
-    launcher      asks the warm process of a worker that trains (`ask`); without an answer it starts the worker the usual way
+    launcher      asks the warm process of a training worker (`ask`); without an answer it starts the worker the usual way
     warm process  forks a process that is not its child (`orphan`), which becomes the agent of the new worker
-    agent         forks a warm process of its own before it has threads, and goes on as `python -m outlast agent`
+    agent         forks a warm process of its own before it has threads, and continues as `python -m outlast agent`
 
-So no process of a worker depends on another worker. The worker that a process belongs to is read from its environment in /proc,
-where a fork shows that of the process that was executed: it is overwritten in place (`show`), so only values of equal length may
-differ. Linux only. Docs: docs/decisions/0042-starting.md.
+So no process of a worker depends on another worker. We find out which worker a process belongs to from its environment in /proc,
+which a fork inherits: it is overwritten in place (`show`), so only values of equal length may differ. Linux only.
+Docs: docs/decisions/0042-starting.md.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from outlast.job import accelerators, contract
 from outlast.worker.launch import shim, system
 
 KIND = "agent"
-"""Kind of the request, and role (`outlast.__main__`) of the process that is forked."""
+"""Kind of the request, and role (`outlast.__main__`) of the forked process."""
 ANSWER_S = 1.0
-"""How long a warm process may take to answer. Arbitrary: it takes 10 ms, more while it imports something."""
+"""Timeout of the answer. Arbitrary: it takes 10 ms, longer while the warm process imports something."""
 _GO = b"go\n"
 
 
 class Forked:
-    """A child that was forked, with what its parent uses of `subprocess.Popen`."""
+    """A forked child, with the part of `subprocess.Popen`'s interface that its parent uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -43,13 +43,13 @@ class Forked:
         return self._reap(os.WNOHANG)
 
     def wait(self) -> int:
-        """The same, once it has ended."""
+        """Wait for its end. Returns the same as `poll`."""
         code = self._reap(0)
         assert code is not None
         return code
 
     def kill(self) -> None:
-        """Kill it, unless it has ended."""
+        """Kill it unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
@@ -61,11 +61,11 @@ class Forked:
 
 
 warm: Forked | None = None
-"""The warm process that this agent was born with, if it was."""
+"""The warm process that was forked together with this agent, if any."""
 
 
 def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes] | Forked:
-    """Start the warm process in the Python that is to train, unless this agent was born with one."""
+    """Start the warm process in the Python interpreter for training, unless one was forked together with this agent."""
     if warm and warm.poll() is None:
         return warm
     command = [python, "-m", "outlast", "warm", os.path.join(environ[contract.Env.STATE], shim.SOCKET), str(os.getpid())]
@@ -74,7 +74,7 @@ def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes] 
 
 def ask(path: str, environ: Mapping[str, str], cwd: str, log: int) -> int | None:
     """Have the warm process that listens at `path` fork an agent with this environment, directory and log. Returns its process
-    id; None if there is none, and will be none."""
+    id; None if it cannot, and then no agent starts later either."""
     if sys.platform != "linux":
         return None
     environ = {**environ, **system.streaming(environ)}  # as an agent does for its warm process
@@ -82,30 +82,30 @@ def ask(path: str, environ: Mapping[str, str], cwd: str, log: int) -> int | None
         sock.settimeout(ANSWER_S)
         shim.request(sock, KIND, [], environ, cwd, (null.fileno(), log, log))
         answer = sock.recv(64).strip()
-        if answer.isdigit():  # a warm process of an earlier version says how a child has ended
+        if answer.isdigit():  # a warm process of an earlier version answers with JSON
             sock.sendall(_GO)
             return int(answer)
     return None
 
 
-def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> dict[str, str] | None:
-    """The variables that differ between an environment and that of a new worker, which is returned; None if it must be started
-    the usual way: libraries have read other variables, and a longer value does not fit."""
-    own = {row.visible for row in accelerators.TABLE}
-    changed = {name: value for name, value in theirs.items() if ours.get(name) != value}
-    if ours.keys() != theirs.keys() or not all(name.startswith("OUTLAST_") or name in own for name in changed):
+def differing(own: Mapping[str, str], new: Mapping[str, str]) -> dict[str, str] | None:
+    """The variables of the `new` worker's environment that differ from our `own`; None if it must be started the usual way:
+    libraries have read other variables already, and a longer value does not fit."""
+    devices = {row.visible for row in accelerators.TABLE}
+    changed = {name: value for name, value in new.items() if own.get(name) != value}
+    if own.keys() != new.keys() or not all(name.startswith("OUTLAST_") or name in devices for name in changed):
         return None
-    same_length = all(len(os.fsencode(value)) == len(os.fsencode(ours[name])) for name, value in changed.items())
+    same_length = all(len(os.fsencode(value)) == len(os.fsencode(own[name])) for name, value in changed.items())
     return changed if same_length else None
 
 
 def orphan(connection: socket.socket, changed: Mapping[str, str]) -> bool:
-    """Fork a process of its own, which is not our child, and return in it whether it is still wanted. In this process, which is a
-    fork made for that, it does not return."""
+    """Fork again, so that the new process is not the warm process's child, and return there whether the caller still wants it. In
+    this process, the first fork, it does not return."""
     if os.fork():
         os._exit(0)
     os.setsid()
-    show(changed)  # before we say who we are: the launcher takes a process for lost that shows another worker's environment
+    show(changed)  # first: the launcher counts a process as lost if it shows another worker's environment
     connection.settimeout(10.0)  # long enough for any launcher to give up
     with connection, contextlib.suppress(OSError):
         connection.sendall(b"%d\n" % os.getpid())
@@ -114,7 +114,7 @@ def orphan(connection: socket.socket, changed: Mapping[str, str]) -> bool:
 
 
 def show(changed: Mapping[str, str]) -> None:
-    """Have /proc/<pid>/environ of this process show these values. What C code reads of that environment changes with it."""
+    """Overwrite these variables in this process's /proc/<pid>/environ, and with it in the environment that C code reads."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])  # env_start and env_end, proc(5)
     block = b"\0" + ctypes.string_at(start, end - start)

@@ -1,8 +1,8 @@
-"""Requests of ours to the operating system: daemons, the end of a child with its parent, titles of processes, glibc's settings.
+"""Requests to the operating system: daemons, children that die with their parent, process titles, glibc's settings.
 
-A daemon outlives the process that starts it: the launcher, for the command line or a worker that misses it. Titles are what `ps`
-and `top` show (`outlast: rank 3 train.py`), as forks of one process would all have its title; the environment, which shows to
-which worker a process belongs, stays readable in /proc.
+A daemon outlives the process that starts it, such as the launcher, which the command line or a worker starts. Titles are shown by
+`ps` and `top` (`outlast: rank 3 train.py`); without them all forks would have the title of one process. The environment stays
+readable in /proc: it shows which worker a process belongs to.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outlast.job import contract
 
 
 def daemon(argv: Sequence[str], log: Path, *, env: Mapping[str, str] | None = None) -> None:
-    """Start a command in a session of its own, its output appended to `log`. It is no child of ours, so it is not waited for."""
+    """Start a command in a session of its own, with its output appended to `log`. It is not our child, so we need not reap it."""
     with open(log, "ab") as file:
         subprocess.run(
             ["sh", "-c", '"$@" &', "sh", *argv],
@@ -39,14 +39,14 @@ _ANYBODY = 0xFFFFFFFFFFFFFFFF
 
 
 def die_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel end this process, with the signal of this `number`, when its `parent` dies."""
+    """Have the kernel send this process the signal `number` when its `parent` dies."""
     _prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # it died before the call
         os._exit(contract.exit_code(-number))
 
 
 def be_traced() -> None:
-    """Let any process of this user read our stacks, also one that is no parent: py-spy."""
+    """Let any process of this user read our stacks, not only a parent: py-spy is a sibling."""
     _prctl(_PR_SET_PTRACER, _ANYBODY)
 
 
@@ -55,13 +55,13 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
 
 
-_KEPT = "SPT_NOENV"
-"""Keeps setproctitle from overwriting the environment: titles end where the arguments did."""
+_NO_ENV = "SPT_NOENV"
+"""Keeps setproctitle from overwriting the environment: titles are cut at the length of the arguments."""
 
 
 def entitle(title: str) -> None:
     """Set the title of this process. Without setproctitle (extra `train`) only `top` shows it, cut to 15 characters."""
-    os.environ[_KEPT] = "1"
+    os.environ[_NO_ENV] = "1"
     try:
         import setproctitle
 
@@ -70,25 +70,26 @@ def entitle(title: str) -> None:
         with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
             file.write(f"outlast: {title}")
     finally:
-        del os.environ[_KEPT]
+        del os.environ[_NO_ENV]
 
 
 VARIABLE = "GLIBC_TUNABLES"
-"""https://sourceware.org/glibc/manual/latest/html_node/Tunables.html; read when a program starts, unknown names are ignored."""
+"""https://sourceware.org/glibc/manual/latest/html_node/Tunables.html; read at the start of a program, unknown names are
+ignored."""
 _NAME = "glibc.cpu.x86_non_temporal_threshold"
 LARGE = 1 << 20
-"""Bytes from which on a copy bypasses the caches. What glibc takes where cores share 1.5 MB each; half of a large core's L2."""
+"""Bytes from which a copy bypasses the caches: glibc's value for 1.5 MB of shared cache per core, half of a large core's L2."""
 
 
 def streaming(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that make copies of `LARGE` bytes bypass the caches, unless `environ` sets another limit.
 
     To write memory in the usual way, a core reads it first. `memcpy` avoids that for copies that are too large for the caches,
-    and derives what is too large from the cache that the processor reports. A virtual machine often reports that of its whole
-    host, 480 MB for 2 cores for instance, and then no copy is large enough. With this the state of a training is copied in 0.6 of
-    the time (decision 0043).
+    and derives the limit from the cache size that the processor reports. A virtual machine often reports that of its whole host,
+    e.g. 480 MB for 2 cores, and then no copy is large enough. With this setting the state of a training is copied in 0.6 of the
+    time (decision 0043).
     """
-    given = [each for each in environ.get(VARIABLE, "").split(":") if each]
-    if any(each.partition("=")[0] == _NAME for each in given):
+    tunables = [each for each in environ.get(VARIABLE, "").split(":") if each]
+    if any(each.partition("=")[0] == _NAME for each in tunables):
         return {}
-    return {VARIABLE: ":".join([*given, f"{_NAME}={LARGE:#x}"])}
+    return {VARIABLE: ":".join([*tunables, f"{_NAME}={LARGE:#x}"])}

@@ -1,6 +1,6 @@
 """The warm process: imports torch once, then forks training processes that start in milliseconds.
 
-Importing torch takes 1-3 s of a core, for each restart of each rank. So each worker keeps one process that has imported it and
+Importing torch takes 1-3 s of a core, for each restart of each rank. So each worker has one process that has imported it and
 holds nothing else: no threads, no CUDA context, no process group. On request it forks a child, which takes over the caller's
 streams, environment and directory and becomes a training process (`launch.rank`) or the worker's elastic agent
 (`launch.elastic`).
@@ -8,9 +8,9 @@ streams, environment and directory and becomes a training process (`launch.rank`
     python -m outlast warm SOCKET PARENT
 
 Protocol, per connection: a request (`shim.request`), then lines from the caller, each a signal number for the child; one JSON
-line back when the child has ended: `{"status": exit code or -signal, "time": seconds since the epoch}`, with `why` if there is
-none. A caller that hangs up kills its child. Ranks die with their elastic agent, and none starts without it; children die with
-the warm process, and the warm process with its agent. The agent of another worker is no child (`launch.sibling`).
+line back when the child has ended: `{"status": exit code or -signal, "time": seconds since the epoch}`, with `why` if the fork
+failed. A caller that hangs up kills its child. Ranks die with their elastic agent, and none starts without it; children die with
+the warm process, and the warm process with its agent. The agent of another worker is not a child (`launch.sibling`).
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from outlast.rendezvous import transport
 from outlast.worker.launch import imports, shim, sibling, system
 
 END_S = 60
-"""Longest wait for the ends of ranks killed with their elastic agent; to free a large memory takes seconds. Arbitrary."""
+"""Longest wait for the ends of ranks killed with their elastic agent; freeing a large memory takes seconds. Arbitrary."""
 
 
 @dataclasses.dataclass
 class Request:
-    """What a fork becomes: an elastic agent, a training process, or the agent of another worker."""
+    """A request for a fork: an elastic agent, a training process, or the agent of another worker."""
 
     kind: str
     argv: list[str]
     env: Mapping[str, str]
     cwd: str
     fds: list[int]
-    tell: int | None = None
-    """Where a rank is to say what it has imported, see `imports.tell`."""
-    unready: int | None = None
-    """At its end for an elastic agent when ranks can be forked; None if they can."""
+    imports_fd: int | None = None
+    """The descriptor to which a rank reports its imports, see `imports.report`."""
+    ready_fd: int | None = None
+    """A pipe that is closed once ranks can be forked, for an elastic agent; None if they can be already."""
 
 
 @dataclasses.dataclass
@@ -65,11 +65,11 @@ class _Child:
     connection: socket.socket
     kind: str
     end: dict[str, float] | None = None
-    """How it has ended, until its caller is told."""
+    """The answer for its caller, once it has ended."""
 
 
 def _receive(connection: socket.socket) -> Request:
-    connection.settimeout(5)  # a caller that is stopped half-way must not stop the others
+    connection.settimeout(5)  # a caller that is stopped half-way must not block the others
     head, fds, _flags, _address = socket.recv_fds(connection, 4, 3)
     length = int.from_bytes(head, "big")
     data = b""
@@ -104,29 +104,30 @@ class Server:
         self._selector.register(self._wake_r, selectors.EVENT_READ)
         self._children: dict[int, _Child] = {}
         """By the descriptor of the caller's connection."""
-        self._ahead = imports.Ahead(self._selector, self._fresh)
-        self._unready: tuple[int, int] | None = None
-        """A pipe whose end says that `modules` are imported."""
+        self._preloader = imports.Preloader(self._selector, self._detach)
+        self._ready_pipe: tuple[int, int] | None = None
+        """A pipe that we close once the `modules` of `run` are imported."""
 
     def run(self, modules: Sequence[str]) -> Request:
-        """Serve; returns only in forked children, with what they are to become. Ranks need these `modules`."""
-        self._unready = os.pipe() if modules else None
+        """Serve; returns only in forked children, with their request. Ranks need these `modules`."""
+        self._ready_pipe = os.pipe() if modules else None
         for module in modules:
-            # The elastic agent, our first child, meets the others meanwhile. Ranks come later, and need these modules anyway.
+            # Our first child, the elastic agent, joins the rendezvous meanwhile. Ranks start later, and need these modules
+            # anyway.
             if request := self._turn(0.0, accept=not self._children):
                 return request
             preload([module])
-        for fd in self._unready or ():
+        for fd in self._ready_pipe or ():
             os.close(fd)
-        self._unready = None
+        self._ready_pipe = None
         while True:
-            if request := self._turn(0.0 if self._ahead.modules else None):
+            if request := self._turn(0.0 if self._preloader.modules else None):
                 return request
-            if self._ahead.modules:
-                self._ahead.import_next()
+            if self._preloader.modules:
+                self._preloader.import_next()
 
     def _turn(self, timeout_s: float | None, *, accept: bool = True) -> Request | None:
-        """Attend to everything that has happened, new callers included if we `accept` any. Returns a request only in its fork."""
+        """Handle all pending events, new callers included if we `accept` any. Returns a request only in its fork."""
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._listener:
                 if accept and (request := self._accept()):
@@ -140,15 +141,15 @@ class Server:
                     _signal(child)
                 self._reap()
             else:
-                with contextlib.suppress(OSError):  # as many descriptors as are allowed
-                    self._ahead.read(key.fd)
+                with contextlib.suppress(OSError):  # the descriptor limit
+                    self._preloader.read(key.fd)
         return None
 
     def _accept(self) -> Request | None:
         """Fork for a caller. Returns its request in the child, None in this process."""
         try:
             connection, _address = self._listener.accept()
-        except OSError:  # as many descriptors as are allowed: the caller waits
+        except OSError:  # the descriptor limit: the caller waits
             time.sleep(shim.AGAIN_S)
             return None
         try:
@@ -157,7 +158,7 @@ class Server:
             connection.close()
             return None
         if request.kind == sibling.KIND:
-            return self._bear(request, connection)
+            return self._fork_sibling(request, connection)
         elastic = [str(child.pid) for child in self._children.values() if child.kind == "elastic" and not child.end]
         if request.kind == "rank" and request.env.get(contract.Env.PARENT) not in elastic:  # nobody would own it
             _close(*request.fds)
@@ -166,32 +167,32 @@ class Server:
         parent = os.getpid()
         try:
             if request.kind == "rank" and request.env.get("LOCAL_RANK", "0") == "0":
-                request.tell = self._ahead.pipe(request.env)
+                request.imports_fd = self._preloader.pipe(request.env)
             gc.freeze()
             pid = os.fork()
-        except OSError as problem:  # as many processes as are allowed, or no memory
+        except OSError as problem:  # the process limit, or no memory
             with connection, contextlib.suppress(OSError):
                 end = {"status": -signal.SIGKILL, "time": time.time(), "why": f"could not be started: {problem.strerror}"}
                 connection.sendall(json.dumps(end).encode() + b"\n")
-            _close(*request.fds, request.tell)
+            _close(*request.fds, request.imports_fd)
             return None
         if pid == 0:
             connection.close()
-            if request.kind == "elastic" and self._unready:
-                request.unready = os.dup(self._unready[0])
-            self._fresh(parent)
+            if request.kind == "elastic" and self._ready_pipe:
+                request.ready_fd = os.dup(self._ready_pipe[0])
+            self._detach(parent)
             return request
-        _close(*request.fds, request.tell)
+        _close(*request.fds, request.imports_fd)
         self._children[connection.fileno()] = _Child(pid, connection, request.kind)
         self._selector.register(connection.fileno(), selectors.EVENT_READ)
         return None
 
-    def _bear(self, request: Request, connection: socket.socket) -> Request | None:
+    def _fork_sibling(self, request: Request, connection: socket.socket) -> Request | None:
         """Fork the agent of another worker, unless its environment does not fit. Returns its request in that process."""
         changed, pid = sibling.differing(self._environ, request.env), -1
         if changed is not None:
             gc.freeze()
-            with contextlib.suppress(OSError):  # as many processes as are allowed
+            with contextlib.suppress(OSError):  # the process limit
                 pid = os.fork()
         if changed is not None and pid == 0:
             self._close()
@@ -203,25 +204,25 @@ class Server:
         connection.close()
         return None
 
-    def _fresh(self, parent: int) -> None:
+    def _detach(self, parent: int) -> None:
         """Make this fork a process of its own, which dies with its `parent`."""
         self._close()
         system.die_with(parent)
 
     def _close(self) -> None:
-        """Close everything, in a fork."""
+        """Close all descriptors, in a fork."""
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
         self._selector.close()
         for sock in (self._listener, *(child.connection for child in self._children.values())):
             sock.close()
-        self._ahead.close()
-        for fd in (self._wake_r, self._wake_w, *(self._unready or ())):
+        self._preloader.close()
+        for fd in (self._wake_r, self._wake_w, *(self._ready_pipe or ())):
             os.close(fd)
 
     def _reap(self) -> None:
-        """Tell callers how their children have ended; that an elastic agent has, when its ranks have, too."""
+        """Report ended children to their callers; an elastic agent only after its ranks, which are killed with it."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 for child in self._children.values():
@@ -242,7 +243,8 @@ class Server:
 
 
 def _give_up(_number: int, _frame: object) -> NoReturn:
-    """End the warm process, so that its agent starts another: what is killed runs no more, even if the kernel cannot end it."""
+    """End the warm process, so that its agent starts another: killed ranks run no more code, even if the kernel cannot end
+    them."""
     print(f"outlast | processes that were killed {END_S} s ago have not ended: a disk or a driver holds them", flush=True)
     os._exit(1)
 
@@ -254,7 +256,7 @@ def _close(*fds: int | None) -> None:
 
 
 def _signal(child: _Child) -> None:
-    """Pass on a caller's signals to its child. A caller that has hung up wants it killed."""
+    """Forward a caller's signals to its child. A caller that hangs up kills it."""
     try:
         lines = child.connection.recv(4096)
     except OSError:
@@ -266,7 +268,7 @@ def _signal(child: _Child) -> None:
 
 
 def enter(request: Request) -> None:
-    """Take the streams, the directory and the environment of a request."""
+    """Adopt the streams, the directory and the environment of a request."""
     for target, fd in enumerate(request.fds):
         os.dup2(fd, target)
     for fd in request.fds:
@@ -278,28 +280,28 @@ def enter(request: Request) -> None:
 
 
 def become(request: Request) -> None:
-    """Run a request in this fresh fork. Returns at its end, or raises SystemExit."""
+    """Run a request in this fork. Returns at its end, or raises SystemExit."""
     os.setsid()
     enter(request)
     system.be_traced()  # py-spy, a sibling, may read the stacks of a hung process
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed()  # forks of one process would draw the same numbers
+        numpy.random.seed()  # otherwise all forks would draw the same numbers
     sys.argv = [request.kind, *request.argv]
     system.entitle(title(request))
     if request.kind == "elastic":
         from outlast.worker.launch import elastic
 
         try:
-            elastic.main(request.argv, unready=request.unready)
-        except Exception:  # a bug of ours, which says nothing about the run
+            elastic.main(request.argv, ready_fd=request.ready_fd)
+        except Exception:  # a bug in Outlast, no failure of the run
             traceback.print_exc()
             sys.exit(os.EX_SOFTWARE)
     else:
         from outlast.worker.launch import rank
 
-        if request.tell is not None:
-            imports.tell(request.tell, set(sys.modules))
+        if request.imports_fd is not None:
+            imports.report(request.imports_fd, set(sys.modules))
         rank.main(request.argv)
 
 
@@ -312,14 +314,13 @@ def title(request: Request) -> str:
 
 
 def leave(code: int) -> NoReturn:
-    """End a training process that is interrupted: do all that Python does at its exit except finalizing the interpreter, where
-    threads of torch that still run may end the process with SIGABRT, which looks like a failure. multiprocessing ends its forks
-    in the same way."""
+    """End an interrupted training process as Python does, but without finalizing the interpreter: running threads of torch may
+    end the process with SIGABRT there, which looks like a failure. multiprocessing ends its forks in the same way."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for each in gc.get_objects():
         if issubclass(type(each), io.IOBase) and not each.closed:
-            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            with contextlib.suppress(OSError, ValueError):  # its reader is gone
                 each.flush()
     os._exit(code)
 
@@ -329,18 +330,18 @@ MEETING = (
     "outlast.rendezvous.handler",
     "outlast.worker.launch.elastic",
 )
-"""What the elastic agent imports."""
+"""Imports of the elastic agent."""
 TRAINING = (
     *("torch.nn.parallel", "outlast.worker.launch.rank", "torch.distributed.checkpoint"),
-    "torch._dynamo",  # torch's optimizers and DDP import it when the first is made: 0.5 s
+    "torch._dynamo",  # torch's first optimizer or DDP imports it: 0.5 s
     "outlast.training.session",
 )
-"""What nearly every training process imports."""
+"""Imports of nearly every training process."""
 PRELOADED = (*MEETING, *TRAINING)
 
 
 def preload(modules: Sequence[str] = PRELOADED) -> None:
-    """Import what forks of this process need."""
+    """Import the modules that forks of this process need."""
     for module in modules:
         with contextlib.suppress(ImportError) if module == "torch._dynamo" else contextlib.nullcontext():
             importlib.import_module(module)
@@ -348,7 +349,7 @@ def preload(modules: Sequence[str] = PRELOADED) -> None:
 
 
 def begin(child: sibling.Forked) -> NoReturn:
-    """Be the agent of a worker whose warm process is this child."""
+    """Become the agent of a worker whose warm process is this child."""
     sibling.warm = child
     try:
         roles.main([sibling.KIND])
@@ -362,8 +363,8 @@ def begin(child: sibling.Forked) -> NoReturn:
 def main(argv: list[str]) -> None:
     """Import, listen, fork.
 
-    Without the garbage collector imports take a quarter less, and pages are not written to, and so copied, in forks. These make
-    no garbage to speak of.
+    Without the garbage collector, imports take a quarter less time, and forks do not write to, and so copy, shared pages. Imports
+    produce hardly any garbage.
     """
     system.die_with(int(argv[1]))
     gc.disable()

@@ -1,16 +1,16 @@
 """Cache of data and models from stores, shared by all workers and jobs of this machine.
 
     <cache>/data/<name>-<digest of the URL>/     one place of a store, or one file on a web server (`Web`)
-        lock                                     held while it is fetched
-        <version>/tree/                          the files as they were at one moment; equal files of versions are linked
+        lock                                     held during a fetch
+        <version>/tree/                          the files at one point in time; files that versions share are hard links
         <version>/listing.json                   their names, sizes and etags; written last: marks a version complete
         <version>/listing.partial                the same during a fetch, which resumes after a kill
         <version>/lock                           shared by the workers that use it now
         <version>/runs/                          paths of the pins of the runs that use it
 
-A version is named by the hash of the store's listing, so it never changes. A run records which one it began with (its *pin*) in
-its own directory: a restarted worker gets the same data, whatever happened in the store. A version is removed once a newer one
-has been fetched, no worker uses it, and no pin names it; also when room is needed for something else (`room`).
+A version is named by the hash of the store's listing, so it never changes. A run records the version that it began with (its
+*pin*) in its own directory: a restarted worker gets the same data even if the store has changed. A version is removed once a
+newer one has been fetched, no worker uses it, and no pin names it; also when something else needs the space (`room`).
 """
 
 from __future__ import annotations
@@ -41,13 +41,11 @@ _LISTING, _PARTIAL = "listing.json", "listing.partial"
 
 
 class _Row(NamedTuple):
-    """A file of a version."""
-
     key: str
     size: int
     etag: str
     mtime_ns: int
-    """On this machine; 0 while it is fetched."""
+    """On this machine; 0 during the fetch."""
 
 
 def writable(environ: Mapping[str, str]) -> Path:
@@ -69,14 +67,14 @@ class Version:
     tree: Path
     """The files, shared by all jobs of this machine: read only."""
     version: str
-    _held: int
+    _lock: int
 
     def close(self) -> None:
         """Release it."""
-        os.close(self._held)
+        os.close(self._lock)
 
 
-def noted(url: str, pins: Path) -> bool:
+def has_pin(url: str, pins: Path) -> bool:
     """Whether a run has pinned a version of a place."""
     return bool(_pinned(_pin(url, pins)))
 
@@ -99,30 +97,30 @@ class Source:
     def acquire(self) -> Version:
         """The version that this run uses, fetched if missing, and protected from removal until it is closed.
 
-        Raises OutlastError if the store fails, or has another version than the run began with; OSError.
+        Raises OutlastError if the store fails, or no longer has the version that the run began with; OSError.
         """
-        if version := self._taken(_pinned(self._pin)):  # the store need not even be there
+        if version := self._lock_version(_pinned(self._pin)):  # needs no store
             return version
         name = f"{self._field} ({self._url})"
         with file_locks.exclusive(
             self._home / "lock", waiting=lambda: self._say(f"waiting for another worker that fetches {name}"), stop=self._stop
         ):
             pinned = _pinned(self._pin)
-            if version := self._taken(pinned):
+            if version := self._lock_version(pinned):
                 return version
-            fetched = self._fetched(pinned)
+            fetched = self._fetch(pinned)
             self._pin.parent.mkdir(parents=True, exist_ok=True)
             files.replace(self._pin, json.dumps({"url": self._url, "version": fetched}), durable=True)
-            version = self._taken(fetched)
+            version = self._lock_version(fetched)
             assert version is not None
             self._sweep()
             return version
 
-    def _fetched(self, pinned: str) -> str:
-        """Fetch the version that the store has, unless another one is pinned; returns which it is."""
+    def _fetch(self, pinned: str) -> str:
+        """Fetch the store's current version, unless another one is pinned. Returns its name."""
         listing = fetch.look(self._url, self._field)
         if pinned in ("", listing.version):
-            listing = fetch.bring_whole(listing, self._begin, say=self._say, stop=self._stop)
+            listing = fetch.consistent(listing, self._begin, say=self._say, stop=self._stop)
         if pinned not in ("", listing.version):
             raise OutlastError(
                 f"{self._field} ({self._url}) is no longer what this run began with, and this machine has no copy of that; "
@@ -131,58 +129,58 @@ class Source:
         self._finish(listing)
         return listing.version
 
-    def _taken(self, version: str) -> Version | None:
-        """A complete version, locked and with our pin in its `runs/`; None if it is missing."""
+    def _lock_version(self, version: str) -> Version | None:
+        """Lock a complete version and register our pin in its `runs/`; None if it is missing."""
         directory = self._home / version
         if not version or not (directory / _LISTING).is_file():
             return None
         with contextlib.suppress(FileNotFoundError):  # it is being removed
-            held = file_locks.shared(directory / "lock")
-            if held is not None and (directory / _LISTING).is_file():
+            lock = file_locks.shared(directory / "lock")
+            if lock is not None and (directory / _LISTING).is_file():
                 with contextlib.suppress(PermissionError):  # it belongs to another user
-                    os.utime(held)
+                    os.utime(lock)
                 note = directory / "runs" / hashlib.sha256(str(self._pin).encode()).hexdigest()[:16]
                 if not note.is_file():
                     note.parent.mkdir(exist_ok=True)
                     files.replace(note, str(self._pin))
-                return Version(directory / "tree", version, held)
-            if held is not None:
-                os.close(held)
+                return Version(directory / "tree", version, lock)
+            if lock is not None:
+                os.close(lock)
         return None
 
     def _begin(self, listing: Listing) -> Path:
-        """The directory for a version, with hard links to files that other versions share with it."""
+        """Make the directory for a version, with hard links to the files that it shares with other versions."""
         directory = self._home / listing.version
         tree = directory / "tree"
         tree.mkdir(parents=True, exist_ok=True)
-        mine = {(entry.key, entry.size, entry.etag): tree / entry.key for entry in listing.entries}
+        paths = {(entry.key, entry.size, entry.etag): tree / entry.key for entry in listing.entries}
         whole = directory / _LISTING
-        if whole.is_file():  # of another run; files may have been changed or removed since
+        if whole.is_file():  # another run's; files may have been changed or removed since
             for path in _changed(tree, whole):
                 path.unlink(missing_ok=True)
-            if all(path.exists() for path in mine.values()):
+            if all(path.exists() for path in paths.values()):
                 return tree
             whole.unlink()
         files.replace(directory / _PARTIAL, _text(listing.url, [_Row(e.key, e.size, e.etag, 0) for e in listing.entries]))
-        lacking = {key for key, path in mine.items() if not path.exists()}
+        missing = {key for key, path in paths.items() if not path.exists()}
         for other in sorted(self._home.glob("*/listing.*")):
-            if not lacking or other.parent == directory:
+            if not missing or other.parent == directory:
                 continue
-            there = {(row.key, row.size, row.etag) for row in _read(other)}
+            available = {(row.key, row.size, row.etag) for row in _read(other)}
             bad = set(_changed(other.parent / "tree", other)) if other.name == _LISTING else set()
-            for key in lacking & there:
+            for key in missing & available:
                 source = other.parent / "tree" / key[0]
                 if source in bad or not source.is_file() or source.stat().st_size != key[1]:
                     continue
-                mine[key].parent.mkdir(parents=True, exist_ok=True)
+                paths[key].parent.mkdir(parents=True, exist_ok=True)
                 with contextlib.suppress(OSError):  # too many links to one file, or a file system without them
-                    os.link(source, mine[key])
-                    lacking.discard(key)
-        self._make_room(sum(size for _, size, _ in lacking))
+                    os.link(source, paths[key])
+                    missing.discard(key)
+        self._make_room(sum(size for _, size, _ in missing))
         return tree
 
     def _make_room(self, needed: int) -> None:
-        """Remove what is not used, the oldest first, so that the cache keeps within its bound."""
+        """Evict unused entries, the oldest first, to keep the cache below its limit."""
         if missing := room.make(self._cache, needed, things, os.environ):
             more = f"{units.human_bytes(missing)} more than OUTLAST_CACHE_SIZE"
             name = f"{self._field} ({self._url})"
@@ -194,15 +192,15 @@ class Source:
         if (directory / _LISTING).is_file():
             return
         tree = directory / "tree"
-        known = {str(tree / entry.key): entry for entry in listing.entries}
+        expected = {str(tree / entry.key): entry for entry in listing.entries}
         rows = []
         for parent, _, names in os.walk(tree):
             for name in names:
                 path = os.path.join(parent, name)
-                if (entry := known.get(path)) is None:  # left by a fetch that was killed
+                if (entry := expected.get(path)) is None:  # left by a killed fetch
                     os.unlink(path)
                     continue
-                if os.lstat(path).st_mode & 0o222:  # not one that it has in common with another version
+                if os.lstat(path).st_mode & 0o222:  # not shared with another version
                     os.chmod(path, 0o444)
                     os.utime(path, (entry.modified, entry.modified))
                 rows.append(_Row(entry.key, entry.size, entry.etag, os.lstat(path).st_mtime_ns))
@@ -215,50 +213,50 @@ class Source:
         pinned = _pinned(self._pin)
         for directory in self._home.iterdir():
             if directory.is_dir() and directory.name != pinned:
-                _cleared(directory)
+                _remove_locked(directory)
 
 
 def things(cache: Path) -> list[room.Thing]:
-    """All that can be removed to make room: shards, and versions, whole ones and others."""
-    found = list(room.shards(cache))
+    """All evictable entries of the cache: shards, and complete and partial versions."""
+    entries = list(room.shards(cache))
     for directory in cache.glob("data/*/*/"):
         with contextlib.suppress(OSError):
             listing = directory / _LISTING if (directory / _LISTING).is_file() else directory / _PARTIAL
             size = _size(listing, listing.stat().st_mtime_ns) if listing.exists() else 0
-            lock = directory / "lock"  # which one that has never been whole does not have
+            lock = directory / "lock"  # missing if the version has never been complete
             used = (lock if lock.exists() else directory).stat().st_mtime
-            found.append(room.Thing(directory, size, used, partial(_removed, directory)))
-    return found
+            entries.append(room.Thing(directory, size, used, partial(_remove, directory)))
+    return entries
 
 
 @functools.lru_cache
-def _size(listing: Path, _: int) -> int:
-    """The bytes of a version whose listing is of this time: listings are long, and stay as they are."""
+def _size(listing: Path, _mtime_ns: int) -> int:
+    """The bytes of a version. Cached, since listings are long and hardly ever change."""
     return sum(row.size for row in _read(listing))
 
 
-def _removed(directory: Path) -> bool:
-    """Remove a version unless it is in use; returns whether it did."""
-    with file_locks.attempted(directory.parent / "lock") as ours:  # else something is fetched there
-        return ours and _cleared(directory)
+def _remove(directory: Path) -> bool:
+    """Remove a version unless it is in use. Returns whether it did."""
+    with file_locks.attempted(directory.parent / "lock") as acquired:  # otherwise a fetch is running there
+        return acquired and _remove_locked(directory)
 
 
-def _cleared(directory: Path) -> bool:
-    """Remove a version unless a worker uses it, or a run has pinned it; returns whether it did. Needs the lock of its place."""
-    with file_locks.attempted(directory / "lock") as ours:  # held to the end: nobody begins to use it meanwhile
+def _remove_locked(directory: Path) -> bool:
+    """Remove a version unless a worker uses it, or a run has pinned it. Returns whether it did. Needs the lock of its place."""
+    with file_locks.attempted(directory / "lock") as acquired:  # held to the end: nobody begins to use it meanwhile
         notes = (directory / "runs").glob("*")
-        if not ours or any(_pinned(Path(_read_text(note))) == directory.name for note in notes):
+        if not acquired or any(_pinned(Path(_read_text(note))) == directory.name for note in notes):
             return False
         for marker in (_LISTING, _PARTIAL):
-            (directory / marker).unlink(missing_ok=True)  # first: half a version is none
+            (directory / marker).unlink(missing_ok=True)  # first: a version without a listing does not exist
         shutil.rmtree(directory, ignore_errors=True)
         return True
 
 
 class Web(Source):
-    """The cache of one file on a web server, which is unpacked if it is an archive. Its checksum is its only version."""
+    """The cache of one file on a web server, unpacked if it is an archive. Its checksum is its only version."""
 
-    def _fetched(self, pinned: str) -> str:
+    def _fetch(self, pinned: str) -> str:
         from outlast.data import get, registry
 
         dataset = registry.of_url(self._url)
@@ -305,10 +303,10 @@ def _read(path: Path) -> list[_Row]:
 
 def _changed(tree: Path, listing: Path) -> list[Path]:
     """The files of a complete version that have changed since they were fetched."""
-    found = []
+    changed = []
     for row in _read(listing):
         with contextlib.suppress(OSError):
             status = os.lstat(tree / row.key)
             if (status.st_size, status.st_mtime_ns) != (row.size, row.mtime_ns):
-                found.append(tree / row.key)
-    return found
+                changed.append(tree / row.key)
+    return changed

@@ -1,16 +1,17 @@
-"""A job's code, brought to the directory that it runs in: copied from a directory, unpacked from an archive, or from a store.
+"""Puts a job's code into the directory that it runs in: from a directory, an archive, or a store.
 
-    copy(directory, entries, into, ...)              at submission, for code that lies on this machine
+    copy(directory, entries, into, ...)              at submission, for code on this machine
     place("s3://bucket/code.tar.gz", into, ...)      by the first worker of a machine, for the others as well
 
-The directory is the run's own: the job may write there. When newer code comes to it, a file of the code replaces that of the run
-unless the job has written to it since, and files that only the run has stay.
+The directory belongs to the run: the job may write there. Newer code replaces the run's files, except those that the job has
+written to since; files that are not code stay.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import filecmp
+import functools
 import json
 import os
 import shutil
@@ -33,8 +34,8 @@ from outlast.worker.prepare.fetch import Say
 if TYPE_CHECKING:
     from outlast.job.shipping import tree
 
-_COMING = ".outlast-code"
-"""Below the directory that code is brought to: what has not arrived yet."""
+_INCOMING = ".outlast-code"
+"""Below the run's directory: code that is being fetched."""
 
 
 # From a directory
@@ -43,26 +44,26 @@ _COMING = ".outlast-code"
 def copy(code: Path, entries: Sequence[tree.Entry], into: Path, submitted: float) -> list[str]:
     """Copy the code in a directory (`shipping.tree.listed`) to the run's; returns the files that were missing or different.
 
-    `submitted` is when the run began. Files that the job has written since are kept: they differ from what was brought there or,
-    if that is unknown, are newer.
+    `submitted` is when the run began. Files that the job has written since are retained: they differ from the copy that was made
+    or, if that is unknown, are newer.
     """
-    renewed = []
+    replaced = []
     try:
         into.mkdir(exist_ok=True)
-        brought = workdir.listed(into)
-        workdir.note_code(into, {entry.name: workdir.looks(code / entry.name) for entry in entries})
+        copied = workdir.listed(into)
+        workdir.note_code(into, {entry.name: workdir.fingerprint(code / entry.name) for entry in entries})
         for directory in sorted({parent for entry in entries for parent in Path(entry.name).parents} - {Path()}):
-            _renew(code / directory, into / directory, submitted, _copied)
+            _replace(code / directory, into / directory, submitted, _copy)
         for entry in entries:
             new, old = code / entry.name, into / entry.name
             differs = not _same(new, old)
-            untouched = old.is_file() and brought.get(entry.name) == workdir.looks(old)
-            take = _linked(entry.target) if entry.kind == "link" else _copied
-            if _renew(new, old, float("inf") if untouched else submitted, take) and differs:
-                renewed.append(entry.name)
+            untouched = old.is_file() and copied.get(entry.name) == workdir.fingerprint(old)
+            put = functools.partial(_link, entry.target) if entry.kind == "link" else _copy
+            if _replace(new, old, float("inf") if untouched else submitted, put) and differs:
+                replaced.append(entry.name)
     except OSError as problem:
         raise OutlastError(f"code: cannot copy {code} to {into}: {problem}; correct that, or use --fresh") from problem
-    return renewed
+    return replaced
 
 
 def _same(new: Path, old: Path) -> bool:
@@ -71,13 +72,16 @@ def _same(new: Path, old: Path) -> bool:
     return old.is_file() and filecmp.cmp(new, old, shallow=False)
 
 
-def _linked(target: str) -> Callable[[Path, Path], None]:
-    def link(_: Path, old: Path) -> None:
-        partial = _partial(old)
-        partial.symlink_to(target)
-        partial.replace(old)
+def _link(target: str, _: Path, old: Path) -> None:
+    partial = _partial(old)
+    partial.symlink_to(target)
+    partial.replace(old)
 
-    return link
+
+def _copy(new: Path, old: Path) -> None:
+    partial = _partial(old)
+    shutil.copy2(new, partial, follow_symlinks=False)
+    partial.replace(old)
 
 
 def _partial(old: Path) -> Path:
@@ -86,8 +90,8 @@ def _partial(old: Path) -> Path:
     return partial
 
 
-def _renew(new: Path, old: Path, submitted: float, take: Callable[[Path, Path], object]) -> bool:
-    """Replace `old`, in the run's directory, by `new` of the code; returns whether it did. Writes through no link."""
+def _replace(new: Path, old: Path, submitted: float, put: Callable[[Path, Path], object]) -> bool:
+    """Replace `old`, in the run's directory, by `new` from the code. Returns whether it did. Never writes through a link."""
     mode = new.lstat().st_mode
     if old.is_dir() and not old.is_symlink() and not stat.S_ISDIR(mode):
         raise IsADirectoryError(f"{old} is a directory, {new} is not")
@@ -95,19 +99,13 @@ def _renew(new: Path, old: Path, submitted: float, take: Callable[[Path, Path], 
         if old.is_symlink() or old.is_file():
             old.unlink()
         old.mkdir(stat.S_IMODE(mode) | stat.S_IRWXU, exist_ok=True)
-    elif stat.S_ISREG(mode) or stat.S_ISLNK(mode):  # a socket or a pipe is no code
+    elif stat.S_ISREG(mode) or stat.S_ISLNK(mode):  # sockets and pipes are not code
         both_files = stat.S_ISREG(mode) and old.is_file() and not old.is_symlink()
         if both_files and old.stat().st_mtime >= max(submitted, new.stat().st_mtime):
-            return False  # the job's: code has the time of its original, which is older than the run
-        take(new, old)
+            return False  # written by the job: a copy has the mtime of its original, which is older than the run
+        put(new, old)
         return True
     return False
-
-
-def _copied(new: Path, old: Path) -> None:
-    partial = _partial(old)
-    shutil.copy2(new, partial, follow_symlinks=False)
-    partial.replace(old)
 
 
 # From an archive or a store
@@ -118,11 +116,11 @@ class _Note:
     """The version of the code in the run's directory."""
 
     code: str
-    """As in the job file."""
+    """The job file's `code`."""
     version: str
-    """Changes with the code; empty while the first version arrives."""
+    """Changes with the code; empty during the first fetch."""
     time: float
-    """When it arrived."""
+    """When it was fetched."""
     current: bool
     """Whether it was fetched for the newest submission; if not, the source is checked for changes."""
 
@@ -138,19 +136,19 @@ class _Note:
 
 
 def submitted_again(shared: Path) -> None:
-    """Have the next worker check whether the code has changed. Until then, a run keeps the code that it began with."""
+    """Have the next worker check whether the code has changed. Until then, a run uses the code that it began with."""
     path = shared / "code.json"
     if note := _Note.read(path):
         dataclasses.replace(note, current=False).write(path)
 
 
 def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: threading.Event) -> None:
-    """Bring code from an archive or a store to the directory that the job runs in, unless it is there.
+    """Fetch code from an archive or a store to the directory that the job runs in, unless it is current there.
 
     `shared` is the run's directory for notes. `runs`, a script's path or a module's top-level package, locates the code in an
-    archive: if an archive holds a single directory with that in it, the directory is the code. Raises OutlastError, OSError.
+    archive: if an archive holds a single directory that contains it, that directory is the code. Raises OutlastError, OSError.
     """
-    path, coming = shared / "code.json", into / _COMING
+    path, incoming = shared / "code.json", into / _INCOMING
     with file_locks.exclusive(
         shared / "code.lock", waiting=lambda: say("waiting for another worker that fetches code"), stop=stop
     ):
@@ -158,7 +156,7 @@ def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: thr
         if note and note.version and (note.code, note.current) == (code, True):
             return
         try:
-            version, bring = _look(code)
+            version, fetch_code = _look(code)
         except StoreError as problem:
             if note and note.version and note.code == code and problem.retry:
                 say(f"cannot see whether code ({code}) has changed: {problem}; going on with what is here")
@@ -168,29 +166,29 @@ def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: thr
             into.mkdir(parents=True, exist_ok=True)
             if note is None:
                 _Note(code, "", time.time(), current=False).write(path)
-            elif not note.version:  # a first version that did not arrive: nothing has run here yet
+            elif not note.version:  # the first fetch did not finish: nothing has run here yet
                 workdir.forget_code(into)
-            shutil.rmtree(coming, ignore_errors=True)
-            coming.mkdir()
-            tree, version = bring(coming, runs, say, stop)
+            shutil.rmtree(incoming, ignore_errors=True)
+            incoming.mkdir()
+            tree, version = fetch_code(incoming, runs, say, stop)
             _merge(tree, into, note.time if note and note.version else float("inf"))
-            shutil.rmtree(coming)
+            shutil.rmtree(incoming)
         _Note(code, version, time.time(), current=True).write(path)
 
 
-_Bring = Callable[[Path, str, Say, threading.Event], tuple[Path, str]]
-"""Gets an empty directory, what is run, `say` and `stop`; returns where below the directory the code is, and its version."""
+_Fetch = Callable[[Path, str, Say, threading.Event], tuple[Path, str]]
+"""Takes an empty directory, `runs`, `say` and `stop`; returns the code's place below the directory, and its version."""
 
 
-def _look(code: str) -> tuple[str, _Bring]:
+def _look(code: str) -> tuple[str, _Fetch]:
     """The current version of code in an archive or a store, and the function that fetches it."""
     where, checksum = spec.pinned(code)
     if path := spec.local(where):
         here, version = path, archives.checksum(path)
-        return version, lambda directory, runs, say, stop: (_unpacked(here, f"code ({here})", checksum, directory, runs), version)
+        return version, lambda directory, runs, say, stop: (_unpack(here, f"code ({here})", checksum, directory, runs), version)
     if not spec.archive(where):
         listing = fetch.look(where, "code")
-        return listing.version, lambda directory, runs, say, stop: _fetched(listing, directory, say, stop)
+        return listing.version, lambda directory, runs, say, stop: _fetch(listing, directory, say, stop)
     above, _, key = store.normalised(where).rpartition("/")
     place = store.open_(above)
     try:
@@ -198,32 +196,31 @@ def _look(code: str) -> tuple[str, _Bring]:
     except store.Missing as error:
         raise OutlastError(f"code ({where}) does not exist; correct the URL") from error
 
-    def bring(directory: Path, runs: str, say: Say, stop: threading.Event) -> tuple[Path, str]:
+    def fetch_archive(directory: Path, runs: str, say: Say, stop: threading.Event) -> tuple[Path, str]:
         archive = directory / key.rpartition("/")[2]
         sync.receive(place, [(key, entry.size, archive)], stop=stop)
-        return _unpacked(archive, f"code ({where})", checksum, directory, runs), f"{entry.size} {entry.etag}"
+        return _unpack(archive, f"code ({where})", checksum, directory, runs), f"{entry.size} {entry.etag}"
 
-    return f"{entry.size} {entry.etag}", bring
+    return f"{entry.size} {entry.etag}", fetch_archive
 
 
-def _fetched(listing: fetch.Listing, directory: Path, say: Say, stop: threading.Event) -> tuple[Path, str]:
-    """Fetch everything below a prefix of a store."""
+def _fetch(listing: fetch.Listing, directory: Path, say: Say, stop: threading.Event) -> tuple[Path, str]:
 
     def into(listing: fetch.Listing) -> Path:
         if listing.size > archives.MAX_BYTES or len(listing.entries) > archives.MAX_ENTRIES:
-            held = f"{len(listing.entries):,} files, {units.human_bytes(listing.size)}"
-            raise OutlastError(f"{listing.name} holds {held}, which is too much for code; keep data elsewhere")
+            size = f"{len(listing.entries):,} files, {units.human_bytes(listing.size)}"
+            raise OutlastError(f"{listing.name} holds {size}, which is too much for code; keep data elsewhere")
         return directory / listing.version
 
-    listing = fetch.bring_whole(listing, into, say=say, stop=stop)
+    listing = fetch.consistent(listing, into, say=say, stop=stop)
     tree = into(listing)
-    for entry in listing.entries:  # the job's own files are known by being newer
+    for entry in listing.entries:  # the job's own files are recognised by their newer mtime
         os.utime(tree / entry.key, (entry.modified, min(entry.modified, time.time())))
     return tree, listing.version
 
 
-def _unpacked(archive: Path, name: str, checksum: str, directory: Path, runs: str) -> Path:
-    """Verify and unpack an archive; returns where in it the code begins."""
+def _unpack(archive: Path, name: str, checksum: str, directory: Path, runs: str) -> Path:
+    """Verify and unpack an archive. Returns the directory of the code."""
     if checksum:
         archives.check_checksum(archive, name, checksum)
     tree = directory / "tree"
@@ -233,8 +230,8 @@ def _unpacked(archive: Path, name: str, checksum: str, directory: Path, runs: st
 
 
 def _merge(tree: Path, into: Path, since: float) -> None:
-    brought = [Path(directory, name) for directory, names, found in os.walk(tree) for name in (*names, *found)]
-    listed = {str(path.relative_to(tree)): workdir.looks(path) for path in brought if path.is_symlink() or path.is_file()}
+    paths = [Path(directory, name) for directory, names, others in os.walk(tree) for name in (*names, *others)]
+    listed = {str(path.relative_to(tree)): workdir.fingerprint(path) for path in paths if path.is_symlink() or path.is_file()}
     workdir.note_code(into, listed)
-    for new in brought:
-        _renew(new, into / new.relative_to(tree), since, os.replace)
+    for new in paths:
+        _replace(new, into / new.relative_to(tree), since, os.replace)

@@ -1,15 +1,14 @@
-"""What compilers have made: one directory for those of a job, which jobs of one output share through its store.
+"""The cache of compiled code: one directory per job, shared by all jobs with the same output through the store.
 
     cache = Cache.of(environ)           # <output>/.compiled; with a store, a directory of this machine's cache and that place
     cache.fetch(stop)                   # before training
     environ |= cache.variables(environ)
     cache.push(stop, before=...)        # beside training, by the upload process
 
-Compilers name an entry after everything that it depends on, so the same name means the same content. That makes this simple: what
-is there is never overwritten or deleted, on either side, so any number of jobs may use it and a kill costs at most a repetition.
-An entry may have several files, of which the compiler writes a marker last: of each directory the newest file is sent, and
-fetched, after all others. Only files that have not changed for a while are sent, and no library that a killed linker has left.
-Decision 0031.
+Compilers name an entry after everything that it depends on, so equal names mean equal contents. This makes it simple: nothing is
+ever overwritten or deleted, on either side, so any number of jobs may use it, and a kill costs at most a repetition. An entry may
+have several files, of which the compiler writes a marker last: the newest file of each directory is sent, and fetched, after all
+others. Only files that have not changed for a while are sent, and no library that a killed linker has left. Decision 0031.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ VARIABLES = {
 }
 """Directories of compilers, by the variable that names them."""
 SETTLED_S = 30.0
-"""A file that has not changed for so long is taken for complete. Arbitrary."""
+"""A file that has not changed for this long counts as complete. Arbitrary."""
 KILLED_S = 2.0
-"""The same when training or the warm-up has ended: what a compiler was writing as it was killed is younger. Arbitrary."""
+"""The same after the end of training or the warm-up: a file that a killed compiler was writing is younger. Arbitrary."""
 _SHARE = 0.5
-"""Part of the free disk that the cache may fill: the rest is for data and checkpoints. Arbitrary."""
-_KEPT = (Env.DATA, Env.MODELS, Env.CACHE)
-"""Our variables that the warm-up gets."""
+"""Share of the free disk that the cache may fill: the rest is for data and checkpoints. Arbitrary."""
+_PASSED = (Env.DATA, Env.MODELS, Env.CACHE)
+"""Outlast's variables that the warm-up inherits."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Cache:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Cache:
-        """The cache of the job whose agent has this environment. Raises OutlastError when there is no room for it to be."""
+        """The cache of the job whose agent has this environment. Raises OutlastError if it cannot be written."""
         if not environ.get(Env.STORE):
             return cls(Path(environ[Env.OUTPUT]).absolute().parent / NAME)
         from outlast.storage import store
@@ -78,11 +77,11 @@ class Cache:
         return cls(machine.writable(environ) / "compiled" / digest, store.open_(url))
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Variables that make compilers use it; those that are set already stay as they are."""
+        """The variables that make compilers use it, except those that are set already."""
         return {name: str(self.directory / below) for name, below in VARIABLES.items() if name not in environ}
 
     def fetch(self, stop: threading.Event) -> int:
-        """Fetch the files that are missing here; returns how many. Raises StoreError, Stopped, OSError."""
+        """Fetch the missing files. Returns their number. Raises StoreError, Stopped, OSError."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if self.place is None:
             return 0
@@ -97,39 +96,37 @@ class Cache:
                 f"{self.place.url} has {units.human_bytes(size)} for us, more than half {room}; remove what is there"
             )
         for wave in waves({key: entry.modified for key, entry in missing.items()}):
-            wanted = [(key, missing[key].size, self.directory / key) for key in wave]
-            for _, _, path in wanted:
+            downloads = [(key, missing[key].size, self.directory / key) for key in wave]
+            for _, _, path in downloads:
                 path.parent.mkdir(parents=True, exist_ok=True)
-            transfer.receive(self.place, wanted, stop=stop)
+            transfer.receive(self.place, downloads, stop=stop)
         return len(missing)
 
     def push(self, stop: threading.Event, *, before: float = math.inf) -> int:
-        """Send the files that the store lacks and that last changed before a time (seconds since the epoch); returns how many.
-
-        Raises StoreError, Stopped, OSError.
-        """
+        """Send the files that the store lacks and that last changed `before` a time, seconds since the epoch. Returns their
+        number. Raises StoreError, Stopped, OSError."""
         if self.place is None or not self.directory.is_dir():
             return 0
         from outlast.storage.sync import transfer
 
         with file_locks.exclusive(self.directory / ".push.lock", waiting=lambda: None, stop=stop):
             files = {key: at for key, at in self._files() if at <= before}
-            there = {entry.key for entry in self.place.entries()} if files else set()
-            missing = {key: at for key, at in files.items() if key not in there}
+            stored = {entry.key for entry in self.place.entries()} if files else set()
+            missing = {key: at for key, at in files.items() if key not in stored}
             for wave in waves(missing):
                 journals = self.directory / ".journals"
                 transfer.send(self.place, [(self.directory / key, key) for key in wave], journals=journals, stop=stop)
         return len(missing)
 
     def mend(self) -> None:
-        """Remove what killed linkers have left: torch takes any file of that name for complete."""
+        """Remove the incomplete libraries of killed linkers: torch would load them."""
         for path in self.directory.rglob("*.so"):
             with contextlib.suppress(FileNotFoundError):
                 if not _linked(path) and path.stat().st_mtime <= time.time() - KILLED_S:
                     path.unlink()
 
     def _files(self) -> Iterator[tuple[str, float]]:
-        """Keys of the files that are no compiler's own business (locks, unfinished files), and when they last changed."""
+        """Keys and mtimes of complete files, without the compilers' locks and temporary files."""
         for above, directories, names in os.walk(self.directory):
             directories[:] = [name for name in directories if not name.startswith((".", "tmp.")) and name != "locks"]
             for name in names:
@@ -141,7 +138,7 @@ class Cache:
 
 
 def _linked(path: Path) -> bool:
-    """Whether a file is no library or a complete one: GNU's linker, which inductor runs, writes the first bytes last."""
+    """Whether a file is complete, if it is a library: GNU's linker, which inductor runs, writes the first bytes last."""
     if path.suffix != ".so":
         return True
     with path.open("rb") as file:
@@ -149,7 +146,7 @@ def _linked(path: Path) -> bool:
 
 
 def waves(times: Mapping[str, float]) -> tuple[list[str], list[str]]:
-    """Keys by when they may be written: first all but the newest of each directory, then those."""
+    """Split keys into two waves: the newest file of each directory comes second, all others first."""
     newest = {posixpath.dirname(key): key for key in sorted(times, key=lambda key: (times[key], key))}
     last = set(newest.values())
     return [key for key in times if key not in last], sorted(last)
@@ -158,8 +155,8 @@ def waves(times: Mapping[str, float]) -> tuple[list[str], list[str]]:
 def prepare(cache: Cache, warm_up: Sequence[str], environ: dict[str, str], python: str, say: Say, stop: threading.Event) -> None:
     """Fetch the cache, add its variables to `environ`, and run the command `warm_up` if it has not run in this run.
 
-    A store that fails is no reason not to train. `$(NAME)` in the command is replaced. Raises OutlastError when the command fails
-    or the directory cannot be written to, Stopped soon after `stop` is set.
+    If the store fails, training starts without the cache. `$(NAME)` in the command is replaced. Raises OutlastError if the
+    command fails or the directory cannot be written, Stopped soon after `stop` is set.
     """
     try:
         cache.directory.mkdir(parents=True, exist_ok=True)
@@ -181,11 +178,13 @@ def prepare(cache: Cache, warm_up: Sequence[str], environ: dict[str, str], pytho
             say(f"fetched {count} files that were compiled before")
     environ.update(cache.variables(environ))
     if warm_up:
-        _once(cache, warm_up, environ, python, say, stop)
+        _run_once(cache, warm_up, environ, python, say, stop)
 
 
-def _once(cache: Cache, command: Sequence[str], environ: dict[str, str], python: str, say: Say, stop: threading.Event) -> None:
-    """Run the warm-up, unless its marker is there. Workers of one machine wait for the first."""
+def _run_once(
+    cache: Cache, command: Sequence[str], environ: dict[str, str], python: str, say: Say, stop: threading.Event
+) -> None:
+    """Run the warm-up unless its marker exists. Workers of one machine wait for the first."""
     digest = hashlib.sha256(json.dumps([environ[Env.RUN], *command]).encode()).hexdigest()[:16]
     marker = cache.directory / "warm-up" / digest
     waiting = partial(say, "waits for another worker of this machine, which runs compile.warmUp")
@@ -209,15 +208,14 @@ def _once(cache: Cache, command: Sequence[str], environ: dict[str, str], python:
 
 
 def _run(command: Sequence[str], environ: Mapping[str, str], python: str, lock: int, say: Say, stop: threading.Event) -> None:
-    """Run the command in the directory of the code, with an output of its own that is thrown away."""
+    """Run the command in the code's directory, with a temporary output."""
     state = Path(environ[Env.STATE])
     output = state / "warm-up"
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
-    own = {name: value for name, value in environ.items() if not name.startswith("OUTLAST_") or name in _KEPT}
+    own = {name: value for name, value in environ.items() if not name.startswith("OUTLAST_") or name in _PASSED}
     path = f"{Path(python).parent}{os.pathsep}{environ.get('PATH', os.defpath)}"
-    known = {**environ, Env.OUTPUT: str(output)}
-    argv = [substitution.replaced(arg, known) for arg in command]
+    argv = [substitution.replaced(arg, {**environ, Env.OUTPUT: str(output)}) for arg in command]
     shell = Shell(
         {**own, Env.OUTPUT: str(output), "PATH": path}, lock, say, stop, state / "warm-up.log", Path(environ[Env.CODE]),
         "correct compile.warmUp, or leave it out: then training compiles",
@@ -228,7 +226,7 @@ def _run(command: Sequence[str], environ: Mapping[str, str], python: str, lock: 
             f"compile.warmUp: there is no {command[0]} on PATH; install it, or leave it out: then training compiles"
         )
     began = time.monotonic()
-    say(f"compile.warmUp: {' '.join(command)}")  # as the job file has it: values of variables may be secrets
+    say(f"compile.warmUp: {' '.join(command)}")  # without replacements: values of variables may be secrets
     try:
         shell.run([program, *argv[1:]], "compile.warmUp")
     finally:

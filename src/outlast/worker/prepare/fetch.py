@@ -1,9 +1,10 @@
-"""Fetching a tree of files from a store, all of one version.
+"""Fetches a tree of files from a store, all of one version.
 
     listing = look(url, "data[0].from")         the objects in the store now
-    bring(listing, tree, ...)                   fetches those that are missing on this machine
+    missing(listing, tree, ...)                 fetches those that are missing on this machine
+    consistent(listing, into, ...)              the same, repeated if the store changes meanwhile
 
-Called by `cache` for data and models, by `code` for code. Files appear under their names when they are whole.
+Called by `cache` for data and models, by `code` for code. Files get their names when they are complete.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from outlast.storage import store
 from outlast.storage.store import Entry, Store
 from outlast.storage.sync import pool, sync
 
-TELL_S = 5.0
+PROGRESS_S = 5.0
 """Interval at which a long fetch reports progress."""
 _ATTEMPTS = 5
 """Attempts at a place that changes while it is fetched."""
@@ -37,18 +38,18 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Listing:
-    """What is at a place of a store: everything below a prefix, or one object."""
+    """The contents of a place in a store: all objects below a prefix, or one object."""
 
     url: str
     field: str
-    """Where the job file says so: `data[0].from`."""
+    """The job file's field with this URL: `data[0].from`."""
     place: Store
     """The entries' keys are relative to it."""
     entries: tuple[Entry, ...]
 
     @property
     def name(self) -> str:
-        """What the place is called in sentences."""
+        """The name of the place in messages."""
         return f"{self.field} ({self.url})"
 
     @cached_property
@@ -64,10 +65,10 @@ class Listing:
 
 
 def look(url: str, field: str) -> Listing:
-    """List the place at `url`; `field` is where the job file names it. Raises StoreError, and OutlastError if it is empty or not
-    complete, or its names cannot be a directory tree."""
+    """List the place at `url`, which the job file names in `field`. Raises StoreError, and OutlastError if it is empty or not
+    complete, or its names cannot form a directory tree."""
     place, name = store.open_(url), f"{field} ({url})"
-    # An object that is called as the prefix itself is how consoles make a directory.
+    # Consoles make a directory by an object with the name of the prefix.
     entries = tuple(_files(place, [entry for entry in place.entries() if entry.key and entry.key != sync.MANIFEST]))
     if not entries and "/" in place.url.partition("://")[2]:
         above, _, key = place.url.rpartition("/")
@@ -91,7 +92,7 @@ def look(url: str, field: str) -> Listing:
 
 
 def _files(place: Store, entries: list[Entry]) -> Iterator[Entry]:
-    """The entries without directory markers, empty objects `directory/` of consoles, which are listed without their slash."""
+    """The entries without directory markers: empty objects `directory/` from consoles, which are listed without their slash."""
     empty = (pool.Job(entry, 0, partial(place.head, entry.key)) for entry in entries if entry.size == 0)
     absent = set()
     with contextlib.closing(pool.work(empty, threading.Event())) as outcomes:
@@ -103,28 +104,28 @@ def _files(place: Store, entries: list[Entry]) -> Iterator[Entry]:
     return (entry for entry in entries if entry not in absent)
 
 
-def bring(listing: Listing, tree: Path, *, say: Say, stop: threading.Event) -> None:
-    """Fetch the files of a listing that `tree` lacks, judged by size. Raises StoreError, OSError."""
-    missing = [entry for entry in listing.entries if _size(tree / entry.key) != entry.size]
-    if not missing:
+def missing(listing: Listing, tree: Path, *, say: Say, stop: threading.Event) -> None:
+    """Fetch the files of a listing that are missing in `tree` or have another size there. Raises StoreError, OSError."""
+    entries = [entry for entry in listing.entries if _size(tree / entry.key) != entry.size]
+    if not entries:
         return
-    for directory in {tree, *((tree / entry.key).parent for entry in missing)}:
+    for directory in {tree, *((tree / entry.key).parent for entry in entries)}:
         directory.mkdir(parents=True, exist_ok=True)
-    needed, free = sum(entry.size for entry in missing), shutil.disk_usage(tree).free
+    needed, free = sum(entry.size for entry in entries), shutil.disk_usage(tree).free
     if needed > free:
         sizes = f"needs {units.human_bytes(needed)}, the disk of {tree} has {units.human_bytes(free)} left"
         raise OutlastError(f"{listing.name} {sizes}; make room there, or let OUTLAST_CACHE name a directory of a larger disk")
-    meter = Meter(listing.name, needed, len(missing), say=say)
+    meter = Meter(listing.name, needed, len(entries), say=say)
     sync.receive(
-        listing.place, [(entry.key, entry.size, tree / entry.key) for entry in missing], progress=meter.advance, stop=stop
+        listing.place, [(entry.key, entry.size, tree / entry.key) for entry in entries], progress=meter.advance, stop=stop
     )
     meter.end()
 
 
-def bring_whole(listing: Listing, into: Callable[[Listing], Path], *, say: Say, stop: threading.Event) -> Listing:
-    """Fetch a listing to the directory that `into` returns for it; returns the listing that was fetched.
+def consistent(listing: Listing, into: Callable[[Listing], Path], *, say: Say, stop: threading.Event) -> Listing:
+    """Fetch a listing to the directory that `into` returns for it. Returns the listing that was fetched.
 
-    If files are replaced meanwhile, it lists and fetches again, so that all files are of one version.
+    If files change meanwhile, it lists and fetches again, so that all files belong to one version.
     """
     problem: StoreError | None
     for attempt in range(_ATTEMPTS):
@@ -134,7 +135,7 @@ def bring_whole(listing: Listing, into: Callable[[Listing], Path], *, say: Say, 
                 say(f"{listing.name} is here already")
             return listing
         try:
-            bring(listing, tree, say=say, stop=stop)
+            missing(listing, tree, say=say, stop=stop)
         except (Missing, Changed) as error:
             problem = error
         now = look(listing.url, listing.field)
@@ -148,16 +149,16 @@ def bring_whole(listing: Listing, into: Callable[[Listing], Path], *, say: Say, 
 
 
 class Pace:
-    """Reports now and then how far a download is, given the bytes that are here."""
+    """Reports the progress of a download every few seconds, given the number of bytes received."""
 
     def __init__(self, name: str, *, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._say, self._clock = name, say, clock
-        self._told = clock()
+        self._reported = clock()
 
     def reached(self, done: int, total: int) -> None:
-        """Called often, from several threads; `total` is 0 when it is unknown."""
-        if (now := self._clock()) - self._told >= TELL_S:
-            self._told = now
+        """Called often, from several threads; `total` is 0 if it is unknown."""
+        if (now := self._clock()) - self._reported >= PROGRESS_S:
+            self._reported = now
             of = f" of {units.human_bytes(total)}" if total else ""
             self._say(f"fetching {self._name}: {units.human_bytes(done)}{of}")
 
@@ -168,7 +169,7 @@ class Meter:
     def __init__(self, name: str, total: int, files: int, *, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._total, self._say, self._clock = name, total, say, clock
         self._done = 0
-        self._begun = self._told = clock()
+        self._begun = self._reported = clock()
         self._lock = threading.Lock()
         say(f"fetching {name}: {files:,} file{'s' if files != 1 else ''}, {units.human_bytes(total)}")
 
@@ -177,9 +178,9 @@ class Meter:
         with self._lock:
             self._done += count
             now = self._clock()
-            if now - self._told < TELL_S:
+            if now - self._reported < PROGRESS_S:
                 return
-            self._told = now
+            self._reported = now
             rate = self._done / (now - self._begun)
             done, total = units.human_bytes(self._done), units.human_bytes(self._total)
             left = units.human_seconds(max(0, self._total - self._done) / rate) if rate else "?"

@@ -26,7 +26,7 @@ _NETWORK = re.compile(
     r"|no space left on device|disk quota exceeded",
     re.IGNORECASE,
 )
-"""Errors of pip, uv and conda that may pass."""
+"""Transient errors of pip, uv and conda."""
 _PROGRESS_S = 5.0
 """Interval of progress lines."""
 _LAST = 20
@@ -45,20 +45,20 @@ class Shell:
 
     environ: Mapping[str, str]
     lock: int
-    """Descriptor of the lock, which an installer that outlives us keeps."""
+    """Descriptor of the lock, which the installer inherits, and so holds if it outlives us."""
     say: Say
     stop: threading.Event
     log: Path
-    """Gets all output; `say` gets a line every few seconds, and the last ones if it fails."""
+    """Receives all output; `say` receives a line every few seconds, and the last ones after a failure."""
     cwd: Path | None = None
     remedy: str = "correct the file"
-    """What a user may do when it fails."""
+    """Advice for the user after a failure."""
 
     def run(self, argv: Sequence[str], name: str) -> None:
         """Run a program; raises OutlastError with its error if it fails."""
         env = {**self.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_USER": "0", "PYTHONUNBUFFERED": "1"}
         lines: list[str] = []
-        said_at = time.monotonic()
+        reported_at = time.monotonic()
         with (
             open(self.log, "a") as log,
             subprocess.Popen(
@@ -79,8 +79,8 @@ class Shell:
             for line in process.stdout:
                 lines.append(line.rstrip())
                 print(lines[-1], file=log, flush=True)
-                if time.monotonic() - said_at > _PROGRESS_S:
-                    said_at = time.monotonic()
+                if time.monotonic() - reported_at > _PROGRESS_S:
+                    reported_at = time.monotonic()
                     self.say(f"  {lines[-1]}")
             code = process.wait()
             watcher.join()
@@ -96,7 +96,7 @@ class Shell:
             raise OutlastError(f"{failed}; {self.remedy}")
 
     def _watch(self, process: subprocess.Popen[str]) -> None:
-        """On shutdown kill the program and its children: pip runs another Python."""
+        """Kill the program and its children on shutdown: pip runs another Python."""
         while process.poll() is None:
             if self.stop.wait(0.1):
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -107,18 +107,18 @@ class Shell:
 
 
 def last_words(lines: Sequence[str]) -> str:
-    """The error of an installer, from all of its output."""
-    said = [line.strip() for line in lines]
-    if "The conflict is caused by:" in said:  # pip's
-        sides = said[said.index("The conflict is caused by:") + 1 :]
+    """Extract the error message from an installer's output."""
+    stripped = [line.strip() for line in lines]
+    if "The conflict is caused by:" in stripped:  # pip's
+        sides = stripped[stripped.index("The conflict is caused by:") + 1 :]
         return "these contradict each other: " + "; ".join(sides[: sides.index("")] if "" in sides else sides)[:600]
-    begins = [i for i, line in enumerate(said) if re.match(r"(error|critical)\b", line, re.IGNORECASE)]
+    begins = [i for i, line in enumerate(stripped) if re.match(r"(error|critical)\b", line, re.IGNORECASE)]
     if not begins:
-        return next((line for line in reversed(said) if line), "")[:600]
-    last = said[begins[-1] :]
+        return next((line for line in reversed(stripped) if line), "")[:600]
+    last = stripped[begins[-1] :]
     end = next((i for i, line in enumerate(last) if not line or line.startswith(("Traceback", "[std"))), len(last))
     words = [re.sub(r"^(error|critical|cause)([a-z ]*:|\s+libmamba)\s*", "", line, flags=re.I) for line in last[:end][:5]]
     words = [line.rstrip(".") for line in words if line.strip("^~ ")]
     words += [re.sub(r"^[×╰─▶│>]+\s*", "", line) for line in last[end:] if line.startswith(("×", "╰"))]
-    raised = [line for line in said if re.match(r"(\w+\.)*\w*(Error|Exception): ", line) and line not in last[:end]]
+    raised = [line for line in stripped if re.match(r"(\w+\.)*\w*(Error|Exception): ", line) and line not in last[:end]]
     return " ".join([*words, *(f"({line})" for line in raised[-1:])])[:600]

@@ -1,7 +1,7 @@
-"""What a worker needs before it can train: code, environment, data, models. From this machine's own disk by links, from stores
-and archives through `code`, `cache` and `python_env`, where nothing is fetched or made twice.
+"""Prepares a worker for training: code, environment, data, models. Files of this machine are linked; `code`, `cache` and
+`python_env` fetch from stores and archives, nothing twice.
 
-Each method of a `Preparation` does one preparing phase of `agent.lifecycle` and raises OutlastError when it cannot.
+Each method of a `Preparation` carries out one preparing phase of `agent.lifecycle`, and raises OutlastError if it cannot.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 PINS = "pins"
-"""Below the directory that the workers of a run share, see `cache.Source`."""
+"""Directory of the pins (`cache.Source`), below the one that the workers of a run share."""
 REACH_S = 10.0
 """How long a submission waits for stores to answer."""
 
@@ -35,7 +35,7 @@ REACH_S = 10.0
 def check(job: spec.Job, pins: Path) -> None:
     """Find mistakes at submission: files that are missing here or in a store, no conda. Raises OutlastError.
 
-    A store that does not answer is not a mistake: workers retry. Data that a run has pinned in `pins` needs no store.
+    An unreachable store is not a mistake: workers retry. Data that a run has pinned in `pins` needs no store.
     """
     from outlast.worker.prepare import python_env as environment
 
@@ -47,21 +47,21 @@ def check(job: spec.Job, pins: Path) -> None:
         from outlast.job.shipping import archives
 
         archives.check(path, f"code ({path})", checksum, _runs(job))
-    given = [(f"data[{i}].from", entry.from_) for i, entry in enumerate(job.spec.data)]
-    given += [(f"models[{i}].from", entry.from_) for i, entry in enumerate(job.spec.models)]
-    elsewhere = [(field, url) for field, url in given if spec.local(url) is None]
-    if elsewhere or _layered(job):
+    sources = [(f"data[{i}].from", entry.from_) for i, entry in enumerate(job.spec.data)]
+    sources += [(f"models[{i}].from", entry.from_) for i, entry in enumerate(job.spec.models)]
+    remote = [(field, url) for field, url in sources if spec.local(url) is None]
+    if remote or _layered(job):
         from outlast.worker.prepare import cache
 
         cache.writable(os.environ)
     if place and spec.local(place) is None:
-        elsewhere.insert(0, ("code", place))
-    if elsewhere:
-        _reach(elsewhere, job.spec.script, pins)
+        remote.insert(0, ("code", place))
+    if remote:
+        _check_remote(remote, job.spec.script, pins)
 
 
-def _reach(places: Sequence[tuple[str, str]], script: str | None, pins: Path) -> None:
-    """Raise OutlastError for a place that is empty, absent or may not be read. One or two requests each."""
+def _check_remote(places: Sequence[tuple[str, str]], script: str | None, pins: Path) -> None:
+    """Raise OutlastError if a place is empty, missing or unreadable. Takes one or two requests each."""
     from outlast.storage import store
     from outlast.worker.prepare import cache
 
@@ -86,30 +86,30 @@ def _reach(places: Sequence[tuple[str, str]], script: str | None, pins: Path) ->
             if not (isinstance(problem, store.StoreError) and problem.retry):
                 problems[field] = OutlastError(f"{field}: {problem}")
 
-    asked = [(field, url) for field, url in places if field == "code" or not cache.noted(url, pins)]
-    threads = [threading.Thread(target=look, args=each, daemon=True) for each in asked]
+    unpinned = [(field, url) for field, url in places if field == "code" or not cache.has_pin(url, pins)]
+    threads = [threading.Thread(target=look, args=each, daemon=True) for each in unpinned]
     deadline = time.monotonic() + REACH_S
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    for field, _ in asked:
+    for field, _ in unpinned:
         if field in problems:
             raise problems[field]
 
 
 def _layered(job: spec.Job) -> bool:
-    """Whether the job brings packages of its own."""
+    """Whether the job has an environment with packages of its own."""
     return bool(job.spec.environment.requirements or job.spec.environment.conda)
 
 
 def _runs(job: spec.Job) -> str:
-    """The part of the code that is run: a script's path, or a module's top-level package."""
+    """The entry point in the code: a script's path, or a module's top-level package."""
     return job.spec.script or str(job.spec.module).partition(".")[0]
 
 
 def place_code(job: spec.Job, into: Path, shared: Path, *, say: Say, stop: threading.Event) -> None:
-    """Bring a job's code from an archive or a store to the directory that it runs in, see `code.place`."""
+    """Fetch a job's code from an archive or a store, see `code.place`."""
     from outlast.worker.prepare import code
 
     code.place(str(job.spec.code), into, shared, runs=_runs(job), say=say, stop=stop)
@@ -129,25 +129,25 @@ class Preparation:
         self._shared = Path(environ.get(Env.SHARED) or self._state)
         self.say = say or (lambda text: print(f"outlast | {text}", flush=True))
         self._stop = stop or threading.Event()
-        self._held: list[Version] = []
+        self._versions: list[Version] = []
         self.python = sys.executable
         """The Python interpreter for training."""
 
     def close(self) -> None:
         """Release the data."""
-        while self._held:
-            self._held.pop().close()
+        while self._versions:
+            self._versions.pop().close()
 
     def prepare(self) -> None:
-        """Do all phases."""
+        """Carry out all phases but `compiled`."""
         self.code()
         self.environment()
         self.data()
 
     def code(self) -> None:
-        """Bring the code to the directory that it runs in, and check that the script or module is there."""
+        """Put the code into the directory that it runs in, and check that it contains the script or module."""
         fields, directory = self._job.spec, Path(self._environ[Env.CODE])
-        if fields.code and not _here_already(fields.code):
+        if fields.code and not _copied_at_submission(fields.code):
             place_code(self._job, directory, self._shared, say=self.say, stop=self._stop)
         if not directory.is_dir():
             raise OutlastError(f"code: {directory} is not a directory; it held the job's code when it was submitted")
@@ -159,7 +159,7 @@ class Preparation:
             environment.check(fields.environment, directory)
         elif fields.module:
             sys.path.insert(0, str(directory))
-            package = fields.module.partition(".")[0]  # looking further down would run its code in here
+            package = fields.module.partition(".")[0]  # finding a submodule would run the package's code in this process
             if importlib.util.find_spec(package) is None:
                 raise OutlastError(
                     f"module: Python finds no {package!r} from {directory}; correct the name or install its package"
@@ -189,16 +189,16 @@ class Preparation:
         """Make data and models visible: local ones in place, those in a store after a fetch.
 
         A single data entry is used in place. Several are linked into one directory, laid out like their `to` in pods; models are
-        linked by name. In pods, which have the directories of `to`, everything is linked there.
+        linked by name. In pods, where the directories of `to` exist, everything is linked there.
         """
         fields = self._job.spec
-        known = substitution.values(fields.env, self._environ)
-        in_pod = Env.DATA in self._environ
-        data = [self._here(f"data[{i}].from", entry.from_) for i, entry in enumerate(fields.data)]
-        models = [self._here(f"models[{i}].from", entry.from_) for i, entry in enumerate(fields.models)]
-        if in_pod:
+        before = substitution.values(fields.env, self._environ)
+        data = [self._local(f"data[{i}].from", entry.from_) for i, entry in enumerate(fields.data)]
+        models = [self._local(f"models[{i}].from", entry.from_) for i, entry in enumerate(fields.models)]
+        if Env.DATA in self._environ:  # in a pod
             for entry, tree in zip(fields.data, data, strict=True):
-                _filled(Path(entry.to), tree)
+                if (to := Path(entry.to)) != tree:
+                    _link(to, {path.name: path for path in tree.iterdir()} if tree.is_dir() else {tree.name: tree})
             if fields.data:
                 self._environ[Env.DATA] = posixpath.commonpath([entry.to for entry in fields.data])
         elif len(data) == 1:
@@ -206,27 +206,27 @@ class Preparation:
         elif data:
             above = posixpath.commonpath([entry.to for entry in fields.data])
             names = [posixpath.relpath(entry.to, above) for entry in fields.data]
-            self._environ[Env.DATA] = str(_linked(self._state / "data", dict(zip(names, data, strict=True))))
+            self._environ[Env.DATA] = str(_link(self._state / "data", dict(zip(names, data, strict=True))))
         if models:
             names = [entry.name for entry in fields.models]
             shelf = Path(self._environ.get(Env.MODELS) or self._state / "models")
-            self._environ[Env.MODELS] = str(_linked(shelf, dict(zip(names, models, strict=True))))
+            self._environ[Env.MODELS] = str(_link(shelf, dict(zip(names, models, strict=True))))
             for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
                 self._environ.setdefault(name, "1")
         if token := self._environ.get("HUGGINGFACE_HUB_TOKEN"):
             self._environ.setdefault("HF_TOKEN", token)  # the only one of the two that Hugging Face's libraries read
-        own = substitution.values(fields.env, self._environ)
-        self._environ.update({name: value for name, value in own.items() if value != known[name]})
+        after = substitution.values(fields.env, self._environ)
+        self._environ.update({name: value for name, value in after.items() if value != before[name]})
 
     def compiled(self) -> None:
-        """Bring what was compiled before, and run the job's warm-up, if it has one."""
+        """Fetch the cache of compiled code, and run the job's warm-up, if it has one."""
         if self._job.spec.compile.cache:
             from outlast.worker.prepare import compiled
 
-            wanted = self._job.spec.compile.warm_up
-            compiled.prepare(compiled.Cache.of(self._environ), wanted, self._environ, self.python, self.say, self._stop)
+            warm_up = self._job.spec.compile.warm_up
+            compiled.prepare(compiled.Cache.of(self._environ), warm_up, self._environ, self.python, self.say, self._stop)
 
-    def _here(self, field: str, place: str) -> Path:
+    def _local(self, field: str, place: str) -> Path:
         if path := spec.local(place):
             if not path.exists():
                 raise OutlastError(f"{field}: {path} does not exist; create it or correct the path")
@@ -235,21 +235,21 @@ class Preparation:
 
         kind = cache.Web if spec.web(place) else cache.Source
         source = kind(cache.writable(self._environ), place, field=field, pins=self._shared / PINS, say=self.say, stop=self._stop)
-        self._held.append(source.acquire())
-        return self._held[-1].tree
+        self._versions.append(source.acquire())
+        return self._versions[-1].tree
 
 
-def _here_already(code: str) -> bool:
+def _copied_at_submission(code: str) -> bool:
     """Whether code was copied to this machine at submission: it is in neither a store nor a ConfigMap."""
     path = spec.local(spec.pinned(code)[0])
     return path is not None and Path(Pod.SHIPPED) not in path.parents
 
 
-def _linked(directory: Path, sources: Mapping[str, Path]) -> Path:
-    """Link these places into a directory, by name."""
+def _link(directory: Path, sources: Mapping[str, Path]) -> Path:
+    """Link these paths into a directory, by name. Returns the directory."""
     for name, source in sources.items():
         link = directory / name
-        if link == source:  # a volume is there
+        if link == source:  # a mounted volume
             continue
         link.parent.mkdir(parents=True, exist_ok=True)
         link.unlink(missing_ok=True)
@@ -257,15 +257,8 @@ def _linked(directory: Path, sources: Mapping[str, Path]) -> Path:
     return directory
 
 
-def _filled(directory: Path, tree: Path) -> None:
-    """Link the entries of a tree, or a single file, into an existing directory."""
-    if directory != tree:
-        _linked(directory, {entry.name: entry for entry in tree.iterdir()} if tree.is_dir() else {tree.name: tree})
-
-
 def command(job: spec.Job, environ: Mapping[str, str]) -> list[str]:
-    """The training command for `launch.rank`, with `$(NAME)` in arguments replaced from the environment, as Kubernetes does
-    it."""
+    """The training command for `launch.rank`, with `$(NAME)` in arguments replaced from the environment, as in Kubernetes."""
     args = [substitution.replaced(arg, environ) for arg in job.spec.args]
     if job.spec.module:
         return ["-m", job.spec.module, *args]

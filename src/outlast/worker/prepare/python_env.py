@@ -1,13 +1,13 @@
-"""The Python environment of a job with packages of its own: made once for all workers and jobs of a machine.
+"""Makes the Python environment of a job with packages of its own, once for all workers and jobs of a machine.
 
     <cache>/environments/<digest>/               a virtual or conda environment, at its final path: neither can be moved
     <cache>/environments/<digest>/outlast.json   written last: marks it complete
-    <cache>/environments/<digest>.lock           held while it is made
+    <cache>/environments/<digest>.lock           held by its maker
     <cache>/environments/<digest>.log            output of pip, uv or conda
 
-`requirements` become a virtual environment on top of the Python that we run in, whose packages stay visible behind its own; the
-digest covers the requirements, this Python and its packages. `conda` files become environments of their own, which see only our
-package. Training processes run there, the agent does not.
+`requirements` become a virtual environment on top of our own Python, whose packages stay visible behind the new ones; the digest
+covers the requirements, this Python and its packages. `conda` files become environments of their own, which see only our package.
+Training processes run there, the agent does not.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 MARKER = "outlast.json"
 _STUB = "outlast\n"
 """INSTALLER of the stubs that show uv the packages of the base Python."""
-_LOOK = """
+_PROBE = """
 import importlib, json, sys
 found = {"version": list(sys.version_info[:3])}
 try:
@@ -56,12 +56,12 @@ except BaseException as problem:
     found["problem"] = "%s: %s" % (type(problem).__name__, problem)
 print(json.dumps(found))
 """
-"""Must run in any Python, even one that is too old."""
+"""Runs in the new environment, so it must work in any Python, even one that is too old."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """An environment."""
+    """A complete environment."""
 
     python: str
     variables: Mapping[str, str]
@@ -69,9 +69,9 @@ class Made:
 
 
 def check(environment: spec.Environment, code: Path | None = None) -> None:
-    """Check the environment's file and conda without a network. Raises OutlastError.
+    """Check the environment's file, and that conda is installed if needed, without the network. Raises OutlastError.
 
-    A relative path is one in `code`, and not checked without that.
+    A relative path is below `code`, and not checked without that.
     """
     if environment.conda:
         _conda_tool(os.environ)
@@ -84,27 +84,30 @@ def frozen(environment: spec.Environment, directory: Path) -> spec.Environment:
     path = _file(environment, None)
     if path is None:
         return environment
-    found = _read(environment, path)
-    if isinstance(found, requirements.Requirements):
-        return environment.model_copy(update={"requirements": str(found.write(directory / "requirements.txt"))})
-    files.replace(directory / "environment.yml", yaml.safe_dump(found, sort_keys=False))
+    contents = _read(environment, path)
+    if isinstance(contents, requirements.Requirements):
+        return environment.model_copy(update={"requirements": str(contents.write(directory / "requirements.txt"))})
+    files.replace(directory / "environment.yml", yaml.safe_dump(contents, sort_keys=False))
     return environment.model_copy(update={"conda": str(directory / "environment.yml")})
 
 
 def make(
     environment: spec.Environment, cache: Path, code: Path, environ: Mapping[str, str], *, say: Say, stop: threading.Event
 ) -> Made:
-    """The environment, made unless it exists. Concurrent calls wait for the first.
+    """Make the environment unless it exists. Concurrent calls wait for the first.
 
-    `say` gets progress, and the last lines of a failed installer. Raises OutlastError with the installer's error;
+    `say` receives progress, and the last lines of a failed installer. Raises OutlastError with the installer's error;
     `installers.Unavailable` if a later attempt may succeed.
     """
     path = _file(environment, code)
     assert path is not None
     recipe: _Venv | _Conda
     name = f"environment.{'conda' if environment.conda else 'requirements'} ({path.name})"
-    found = _read(environment, path)
-    recipe = _Venv(found, name) if isinstance(found, requirements.Requirements) else _Conda(found, name, _conda_tool(environ))
+    contents = _read(environment, path)
+    if isinstance(contents, requirements.Requirements):
+        recipe = _Venv(contents, name)
+    else:
+        recipe = _Conda(contents, name, _conda_tool(environ))
     digest = hashlib.sha256(json.dumps(recipe.depends_on()).encode()).hexdigest()[:24]
     home = cache / "environments" / digest
     made = Made(str(home / "bin" / "python"), recipe.variables(home, cache, environ))
@@ -112,19 +115,19 @@ def make(
         waiting = f"waiting for another worker that makes {name}"
         with file_locks.exclusive(home.with_name(f"{digest}.lock"), waiting=lambda: say(waiting), stop=stop) as lock:
             if not (home / MARKER).is_file():
-                if home.exists():  # its maker was killed
+                if home.exists():  # a killed maker left it
                     shutil.rmtree(home)
                 log = home.with_name(f"{digest}.log")
                 log.unlink(missing_ok=True)
                 say(f"making {name} in {home}; its output is in {log}")
                 try:
                     recipe.make(home, Shell(environ, lock, say, stop, log))
-                    looked = _looked_at(made, name, environ)
+                    versions = _probe(made, name, environ)
                 except OutlastError:
                     shutil.rmtree(home, ignore_errors=True)
                     raise
-                files.replace(home / MARKER, json.dumps({"from": str(path), **looked}), durable=True)
-                say(f"made {name}: Python {'.'.join(map(str, looked['version']))} with PyTorch {looked['torch']}")
+                files.replace(home / MARKER, json.dumps({"from": str(path), **versions}), durable=True)
+                say(f"made {name}: Python {'.'.join(map(str, versions['version']))} with PyTorch {versions['torch']}")
     return made
 
 
@@ -146,9 +149,9 @@ def _read(environment: spec.Environment, path: Path) -> requirements.Requirement
     return _conda_file(path)
 
 
-def _looked_at(made: Made, name: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Versions of Python and torch in a new environment; raises OutlastError if training cannot run there."""
-    argv, env = [made.python, "-c", _LOOK], {**environ, **made.variables}
+def _probe(made: Made, name: str, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Find the versions of Python and torch in a new environment. Raises OutlastError if training cannot run there."""
+    argv, env = [made.python, "-c", _PROBE], {**environ, **made.variables}
     done = subprocess.run(argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     try:
         found = dict(json.loads(done.stdout.strip().splitlines()[-1]))
@@ -170,13 +173,13 @@ def _looked_at(made: Made, name: str, environ: Mapping[str, str]) -> dict[str, A
 
 @dataclass(frozen=True)
 class _Venv:
-    asked: requirements.Requirements
+    required: requirements.Requirements
     name: str
 
     def depends_on(self) -> list[object]:
         installed = sorted(entry.name for directory in _below() for entry in directory.glob("*.*-info"))
         python = [sys.version, sys.prefix, sysconfig.get_platform(), [str(directory) for directory in _below()]]
-        return ["venv", self.asked.fingerprint(), python, installed]
+        return ["venv", self.required.fingerprint(), python, installed]
 
     def variables(self, home: Path, cache: Path, environ: Mapping[str, str]) -> dict[str, str]:
         return {"VIRTUAL_ENV": str(home), "PATH": f"{home / 'bin'}{os.pathsep}{environ.get('PATH', os.defpath)}"}
@@ -186,23 +189,23 @@ class _Venv:
         packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(home), "platbase": str(home)}))
         lines = [f"import site; site.addsitedir({str(directory)!r})" for directory in _below()]
         (packages / "outlast-below.pth").write_text("\n".join(lines) + "\n")  # after our own in sys.path
-        files_of = self.asked.write(home / "requirements.txt")
+        file = self.required.write(home / "requirements.txt")
         constraints = []
-        if not self.asked.names("torch") and not self.asked.hashed():
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # another torch is hundreds of megabytes
+        if not self.required.names("torch") and not self.required.hashed():
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # another torch would be hundreds of megabytes
                 (home / "torch.txt").write_text(f"torch=={importlib.metadata.version('torch')}\n")
                 constraints = ["-c", str(home / "torch.txt")]
         python = str(home / "bin" / "python")
-        what = ["-r", str(files_of), *constraints]
+        options = ["-r", str(file), *constraints]
         if uv := _uv(shell.environ):
             with _stubs(packages):
-                shell.run([uv, "pip", "install", "--python", python, "--no-progress", "--color=never", *what], self.name)
+                shell.run([uv, "pip", "install", "--python", python, "--no-progress", "--color=never", *options], self.name)
         else:
-            shell.run([*_pip(python, shell, self.name), "install", "--no-input", "--progress-bar=off", *what], self.name)
+            shell.run([*_pip(python, shell, self.name), "install", "--no-input", "--progress-bar=off", *options], self.name)
 
 
 def _below() -> list[Path]:
-    """The site-packages of the Python that we run in."""
+    """The site-packages of our own Python."""
     user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
     return [Path(directory) for directory in (*user, *site.getsitepackages()) if os.path.isdir(directory)]
 
@@ -213,7 +216,7 @@ def _uv(environ: Mapping[str, str]) -> str | None:
 
 
 def _pip(python: str, shell: Shell, name: str) -> list[str]:
-    """The pip command for another Python: our pip, or else its own, from ensurepip."""
+    """The pip command for another Python: our pip, or its own from ensurepip."""
     if importlib.util.find_spec("pip"):
         return [sys.executable, "-m", "pip", "--python", python]
     shell.run([python, "-m", "ensurepip"], name)
@@ -222,9 +225,9 @@ def _pip(python: str, shell: Shell, name: str) -> list[str]:
 
 @contextlib.contextmanager
 def _stubs(packages: Path) -> Iterator[None]:
-    """Show uv the packages of the base Python, which it ignores otherwise: stubs of their metadata, without the files.
+    """Make the base Python's packages visible to uv by stubs of their metadata, without files.
 
-    uv uninstalls what it replaces by the list of files in the stub, so the base Python stays as it is.
+    If uv replaces such a package, it removes only the files that the stub lists, so the base Python stays intact.
     """
     for directory in _below():
         for info in directory.glob("*.dist-info"):
@@ -301,16 +304,16 @@ def _conda_file(path: Path) -> dict[str, Any]:
     parts: list[object] = []
     for part in document["dependencies"]:
         if isinstance(part, dict) and isinstance(part.get("pip"), list):
-            asked = requirements.parse("\n".join(map(str, part["pip"])), path.parent, field)
-            if asked.constraints:
+            required = requirements.parse("\n".join(map(str, part["pip"])), path.parent, field)
+            if required.constraints:
                 raise OutlastError(f"{field}: {path} has constraints (-c) for pip; write the versions into the list instead")
-            part = {"pip": list(asked.lines)}
+            part = {"pip": list(required.lines)}
         parts.append(part)
     return {key: value for key, value in document.items() if key not in ("name", "prefix")} | {"dependencies": parts}
 
 
 def _package(cache: Path) -> Path:
-    """A directory with a link to our package and nothing else, for the PYTHONPATH of other Pythons."""
+    """A directory that contains only a link to our package, for the PYTHONPATH of other Pythons."""
     package = Path(outlast.__file__).resolve().parent
     directory = cache / "outlast" / hashlib.sha256(str(package).encode()).hexdigest()[:16]
     link = directory / "outlast"

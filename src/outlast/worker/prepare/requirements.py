@@ -1,6 +1,6 @@
 """Flattens a pip requirements file: includes are inlined, paths made absolute, comments dropped, so it can be stored anywhere.
 
-A run keeps the requirements that it was submitted with, and the environment is identified by their fingerprint. Format:
+A run stores the requirements that it was submitted with, and their fingerprint identifies the environment. Format:
 https://pip.pypa.io/en/stable/reference/requirements-file-format/
 """
 
@@ -18,12 +18,12 @@ _COMMENT = re.compile(r"(^|\s+)#.*$")
 _OPTION = re.compile(r"(-r|--requirement|-c|--constraint|-e|--editable|-f|--find-links)(?:\s*=\s*|\s+|(?<=-[rcef]))(.+)")
 _WHEELS = (".whl", ".tar.gz", ".zip")
 _LISTED = 10_000
-"""Files of a local package that count in its fingerprint, at most."""
+"""Most files of a local package that count in its fingerprint."""
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """What to install."""
+    """The contents of a flattened requirements file."""
 
     lines: tuple[str, ...]
     constraints: tuple[str, ...]
@@ -33,48 +33,51 @@ class Requirements:
     def names(self, package: str) -> bool:
         """Whether a package is required by name."""
         normal = re.sub(r"[-_.]+", "-", package).lower()
-        found = (re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", line) for line in (*self.lines, *self.constraints))
-        return any(name and re.sub(r"[-_.]+", "-", name[0]).lower() == normal for name in found)
+        names = (re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", line) for line in (*self.lines, *self.constraints))
+        return any(name and re.sub(r"[-_.]+", "-", name[0]).lower() == normal for name in names)
 
     def hashed(self) -> bool:
         """Whether pip runs in hash-checking mode, in which every requirement needs a hash."""
         return any("--hash=" in line or line == "--require-hashes" for line in self.lines)
 
     def fingerprint(self) -> list[object]:
-        """Changes when an environment made from this would."""
+        """Changes if an environment made from these requirements would change."""
         return [self.lines, self.constraints, [list(_stat(path)) for path in self.paths]]
 
     def write(self, path: Path) -> Path:
-        """Write the file, and one beside it for the constraints if there are any; `read` reads both."""
+        """Write the file, and one beside it for the constraints, if any; `read` reads both. Returns the path."""
         lines = list(self.lines)
         if self.constraints:
             beside = path.with_name("constraints.txt")
             beside.write_text("".join(f"{line}\n" for line in self.constraints))
-            lines.append(f"-c {beside.name}")  # relative: an absolute path may have a space, which ends it for pip
+            lines.append(f"-c {beside.name}")  # relative, since pip would split an absolute path at a space
         path.write_text("".join(f"{line}\n" for line in lines))
         return path
 
 
 def read(path: Path, field: str) -> Requirements:
-    """The requirements in a file; `field` is where the job file names it. Raises OutlastError for files that cannot be read."""
-    found = _Found(field, [], [], [])
-    found.file(path, found.lines, ())
-    return Requirements(tuple(found.lines), tuple(found.constraints), tuple(found.paths))
+    """Parse a file, which the job file names in `field`. Raises OutlastError for files that cannot be read."""
+    parser = _Parser(field)
+    parser.file(path, parser.lines, ())
+    return parser.result()
 
 
 def parse(text: str, directory: Path, field: str) -> Requirements:
-    """The requirements in the text of a file in `directory`."""
-    found = _Found(field, [], [], [])
-    found.text(text, directory, found.lines, ())
-    return Requirements(tuple(found.lines), tuple(found.constraints), tuple(found.paths))
+    """Parse the text of a file in `directory`. Raises OutlastError for included files that cannot be read."""
+    parser = _Parser(field)
+    parser.text(text, directory, parser.lines, ())
+    return parser.result()
 
 
-@dataclass
-class _Found:
-    field: str
-    lines: list[str]
-    constraints: list[str]
-    paths: list[Path]
+class _Parser:
+    def __init__(self, field: str) -> None:
+        self.field = field
+        self.lines: list[str] = []
+        self.constraints: list[str] = []
+        self.paths: list[Path] = []
+
+    def result(self) -> Requirements:
+        return Requirements(tuple(self.lines), tuple(self.constraints), tuple(self.paths))
 
     def file(self, path: Path, into: list[str], above: tuple[Path, ...]) -> None:
         path = Path(os.path.normpath(path))
@@ -124,7 +127,7 @@ def _logical(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _absolute(requirement: str, directory: Path) -> str:
-    """A requirement that is a path, `./lib[extra]` or `wheels/a.whl`, made absolute; empty for any other."""
+    """Make a requirement absolute if it is a path, such as `./lib[extra]` or `wheels/a.whl`; empty for any other."""
     if "://" in requirement or re.search(r"\s@\s|[;<>=~!]", requirement):
         return ""
     if not (requirement.startswith((".", "/")) or os.sep in requirement or requirement.lower().endswith(_WHEELS)):
@@ -134,14 +137,14 @@ def _absolute(requirement: str, directory: Path) -> str:
 
 
 def _stat(path: Path) -> Iterator[tuple[str, int, int]]:
-    """Names, sizes and times of a file, or of those in a directory."""
+    """Name, size and mtime of a file, or of each file in a directory."""
     if path.is_file():
         yield path.name, path.stat().st_size, path.stat().st_mtime_ns
         return
     count = 0
-    for directory, names, found in os.walk(path):
+    for directory, names, others in os.walk(path):
         names[:] = sorted(n for n in names if not n.startswith(".") and n not in ("__pycache__", "build") and "egg-info" not in n)
-        for name in sorted(found):
+        for name in sorted(others):
             file = Path(directory, name)
             count += 1
             if count > _LISTED:

@@ -1,16 +1,17 @@
-"""This machine's cache: where it is, how large it may be, and what goes when room is needed.
+"""The directory and size limit of this machine's cache, and the eviction of its entries.
 
-    <cache>/shards/<sha256>             a shard, whole and checked; whoever reads it holds its shared lock
-    <cache>/coming/<sha256>.<bytes>/    what a shard is fetched into; locked by the process that fetches it
+    <cache>/shards/<sha256>             a complete, verified shard; its readers hold a shared lock
+    <cache>/coming/<sha256>.<bytes>/    the directory into which a shard is fetched; locked by the fetching process
 
-What may go, from what was used least recently on: shards that no process reads, and versions of data and models (`cache`) that no
-worker uses and no run has pinned. OUTLAST_CACHE_SIZE limits all of these together; Python environments do not count. Whoever is
-about to write calls `make`, or `claimed` for a shard.
+Entries are evicted least recently used first: shards that no process reads, and versions of data and models (`cache`) that no
+worker uses and no run has pinned. OUTLAST_CACHE_SIZE limits all of these together; Python environments do not count. Call `make`
+before writing, or `claimed` for a shard.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -28,23 +29,23 @@ from outlast.job.contract import Env
 log = logging.getLogger("outlast")
 
 _STILL_S = 60.0
-"""A shard to which nothing is written for so long is fetched by another process, too; longer than a store is tried."""
+"""Time without a write after which another process fetches the same shard, too; longer than the retries of a store."""
 _SHARE = 0.5
-"""The part of the disk that the cache may use if OUTLAST_CACHE_SIZE is not set; arbitrary."""
+"""The share of the disk that the cache may use if OUTLAST_CACHE_SIZE is not set; arbitrary."""
 _SPARE = 0.05
-"""The part of the disk that it leaves free then; arbitrary."""
+"""The share of the disk that it leaves free then; arbitrary."""
 _LEAST_SPARE = 1 << 20
-"""Bytes that it leaves free in any case: files take whole blocks."""
+"""Bytes that it always leaves free: files take whole blocks."""
 
 
 @dataclass(frozen=True)
 class Thing:
-    """Something in the cache that can be removed as a whole."""
+    """An entry of the cache that can be evicted."""
 
     path: Path
     size: int
     used: float
-    """When it was used last, seconds since the epoch."""
+    """Time of the last use, seconds since the epoch."""
     remove: Callable[[], bool]
     """Removes it unless it is in use; returns whether it did."""
 
@@ -58,8 +59,8 @@ def cache(environ: Mapping[str, str]) -> Path:
 
 
 def limit(cache: Path, environ: Mapping[str, str], used: int) -> int:
-    """Bytes that the cache may hold, of which `used` are there: OUTLAST_CACHE_SIZE, else half of the disk; less if the disk has
-    not so much left. Raises OutlastError."""
+    """Bytes that the cache may hold if it holds `used` now: OUTLAST_CACHE_SIZE, or else half of the disk; less if the disk is
+    fuller. Raises OutlastError."""
     disk = shutil.disk_usage(cache)
     if text := environ.get(Env.CACHE_SIZE):
         try:
@@ -72,36 +73,37 @@ def limit(cache: Path, environ: Mapping[str, str], used: int) -> int:
 
 
 Things = Callable[[Path], Sequence[Thing]]
-"""All that a cache holds, but for what is being fetched."""
+"""Lists all entries of a cache, except those that are being fetched."""
 
 
 def make(cache: Path, needed: int, things: Things, environ: Mapping[str, str]) -> int:
-    """Remove things until `needed` more bytes fit below the limit; returns the bytes that are still missing."""
+    """Evict entries until `needed` more bytes fit below the limit. Returns the bytes that are still missing."""
     with file_locks.attempted(cache / ".room", wait=True):
-        return _made(cache, needed, things, environ)
+        return _evict(cache, needed, things, environ)
 
 
 @contextlib.contextmanager
 def claimed(cache: Path, sha256: str, size: int, things: Things, environ: Mapping[str, str]) -> Iterator[tuple[Path | None, int]]:
-    """Make room for a shard, and let no other process fetch it meanwhile. Yields where to write it, and the bytes that are still
-    missing; None if another process fetches it, or just has. One that has not written for `_STILL_S` is not waited for."""
+    """Make room for a shard, and keep other processes from fetching it meanwhile. Yields the path to write it to, and the bytes
+    that are still missing. The path is None if another process is fetching it, or just did; one that has not written for
+    `_STILL_S` does not count."""
     with contextlib.ExitStack() as claim:
-        with file_locks.attempted(cache / ".room", wait=True):  # so that nobody takes what is not locked yet for a leftover
+        with file_locks.attempted(cache / ".room", wait=True):  # so that nobody removes the directory before it is locked
             home = cache / "coming" / f"{sha256}.{size}"
             home.mkdir(parents=True, exist_ok=True)
-            ours = claim.enter_context(file_locks.attempted(home)) or _still(home)
-            ours = ours and not any(thing.path.name == sha256 and thing.size == size for thing in shards(cache))
-            missing = _made(cache, 0, things, environ) if ours else 0
-        # A name of its own: a thread that an earlier attempt has left behind may still write.
+            acquired = claim.enter_context(file_locks.attempted(home)) or _still(home)
+            acquired = acquired and not any(thing.path.name == sha256 and thing.size == size for thing in shards(cache))
+            missing = _evict(cache, 0, things, environ) if acquired else 0
+        # A unique name: a leftover thread of an earlier attempt may still write.
         path = home / uuid.uuid4().hex
         try:
-            yield path if ours else None, missing
+            yield path if acquired else None, missing
         finally:
-            path.unlink(missing_ok=True)  # what is damaged, or half: the next attempt would add another one
+            path.unlink(missing_ok=True)  # a partial or damaged file: the next attempt would add another one
 
 
 def _still(home: Path) -> bool:
-    """Whether the process that fetches a shard stands still, e.g. was stopped: others fetch it, too."""
+    """Whether the process that fetches a shard has stopped writing, e.g. by SIGSTOP."""
     newest = home.stat().st_mtime
     for path in home.iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -111,12 +113,12 @@ def _still(home: Path) -> bool:
     return still
 
 
-def _made(cache: Path, needed: int, things: Things, environ: Mapping[str, str]) -> int:
-    needed += _coming(cache)  # first: what arrives meanwhile counts twice, and not never
-    found = things(cache)
-    total = sum(thing.size for thing in found)
+def _evict(cache: Path, needed: int, things: Things, environ: Mapping[str, str]) -> int:
+    needed += _coming(cache)  # first: shards that arrive meanwhile count twice rather than not at all
+    entries = things(cache)
+    total = sum(thing.size for thing in entries)
     missing = total + needed - limit(cache, environ, total)
-    for thing in sorted(found, key=lambda thing: thing.used):
+    for thing in sorted(entries, key=lambda thing: thing.used):
         if missing <= 0:
             break
         if thing.remove():
@@ -125,15 +127,15 @@ def _made(cache: Path, needed: int, things: Things, environ: Mapping[str, str]) 
 
 
 def _coming(cache: Path) -> int:
-    """The bytes of the shards that are being fetched; removes what processes that were killed have left."""
+    """The bytes of the shards that are being fetched. Removes the leftovers of killed processes."""
     size = 0
     for home in cache.glob("coming/*"):
-        if not (ours := re.fullmatch(r"[0-9a-f]+\.(\d+)", home.name)):
+        if not (match := re.fullmatch(r"[0-9a-f]+\.(\d+)", home.name)):
             continue
         if file_locks.free(home):
             shutil.rmtree(home, ignore_errors=True)
         else:
-            size += int(ours[1])
+            size += int(match[1])
     return size
 
 
@@ -142,11 +144,11 @@ def shards(cache: Path) -> Iterator[Thing]:
     for path in cache.glob("shards/*"):
         with contextlib.suppress(OSError):
             status = path.stat()
-            yield Thing(path, status.st_size, status.st_atime, lambda path=path: _removed(path))  # type: ignore[misc]
+            yield Thing(path, status.st_size, status.st_atime, functools.partial(_remove, path))
 
 
-def _removed(path: Path) -> bool:
-    """Remove a shard unless somebody reads it."""
+def _remove(path: Path) -> bool:
+    """Remove a shard unless a process reads it. Returns whether it did."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         if not file_locks.acquire(file.fileno()):
             return False

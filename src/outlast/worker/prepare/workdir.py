@@ -1,12 +1,12 @@
 """The working directory of training processes: `work/` in the job's output. It holds a copy of the code, so scripts find the
-files beside them, and what they write to relative paths is part of the output.
+files beside them, and files that they write to relative paths are part of the output.
 
-    work/.outlast-files         size and time of each file of code when it was copied; all other files are the job's
+    work/.outlast-files         size and mtime of each file of code when it was copied; all other files are the job's
     work/.outlast-generation    the last generation whose rank 0 worked here
     work/.outlast-run           in pods: the run that owns these files
 
-On one machine all workers share the directory. In pods each worker has its own, unless the output is a shared volume. Results
-are rank 0's: an uploader pushes a directory only while rank 0 works there. Called by `code`, `agent.upload` and the agent.
+On one machine all workers share the directory. In pods each worker has its own, unless the output is a shared volume. Only rank
+0's results count: an uploader pushes a directory only while rank 0 works there. Called by `code`, `agent.upload` and the agent.
 Docs: docs/decisions/0023-the-working-directory.md.
 """
 
@@ -35,10 +35,10 @@ _FILES = ".outlast-files"
 _RUN = ".outlast-run"
 _IN_STORE = ".outlast-work"
 """Key of the object that holds the generation of the files in the store."""
-_LOCK, _KNOWN = f"{OWN}/working", f"{OWN}/fetched"
-"""In the output: a lock, and a directory for the state of fetches."""
+_LOCK, _INDEX = f"{OWN}/working", f"{OWN}/fetched"
+"""In the output: a lock, and a directory for the indices of fetches."""
 _MOST = (64 << 20, 10_000)
-"""Bytes and files of code in an image that are copied; larger code runs in place."""
+"""Most bytes and files of code in an image that we copy; larger code runs in place."""
 _QUIET_S = 2.0
 """Debounce: a file written in place more recently may be incomplete."""
 _SMALL = 1 << 20
@@ -48,9 +48,9 @@ Listed = Mapping[str, tuple[int, int] | None]
 """Size and mtime (ns) of files of code, by their path in the directory; None for a link."""
 
 
-def note_code(directory: Path, brought: Listed) -> None:
+def note_code(directory: Path, code: Listed) -> None:
     """Record which files in `directory` are code, before they are copied there. Earlier ones stay code."""
-    files.replace(directory / _FILES, json.dumps({**listed(directory), **brought}))
+    files.replace(directory / _FILES, json.dumps({**listed(directory), **code}))
 
 
 def forget_code(directory: Path) -> None:
@@ -63,14 +63,14 @@ def forget_code(directory: Path) -> None:
 def listed(directory: Path) -> dict[str, tuple[int, int] | None]:
     """The record of `note_code`; empty if it cannot be read."""
     try:
-        said = json.loads((directory / _FILES).read_text())
-        return {name: tuple(known) if known else None for name, known in said.items()}
+        record = json.loads((directory / _FILES).read_text())
+        return {name: tuple(stat) if stat else None for name, stat in record.items()}
     except (OSError, ValueError):
         return {}
 
 
-def looks(path: Path) -> tuple[int, int] | None:
-    """Size and time of a file of code, for `note_code`; None for a link."""
+def fingerprint(path: Path) -> tuple[int, int] | None:
+    """Size and mtime (ns) of a file of code, for `note_code`; None for a link."""
     stat = path.lstat()
     return None if path.is_symlink() else (stat.st_size, stat.st_mtime_ns)
 
@@ -79,19 +79,20 @@ def looks(path: Path) -> tuple[int, int] | None:
 
 
 class Results:
-    """Tells which files of a working directory are results, and which of them are complete. `output` is the job's."""
+    """Decides which files of a working directory are results, and which of them are complete. `output` is the job's."""
 
     def __init__(self, output: Path) -> None:
         self._output = output
-        self._noted = 0
+        self._read_at = 0
+        """The mtime of the record of code when it was last read."""
         self._listed: Listed = {}
         self._sizes: dict[str, int] = {}
-        """Of the files that the last pass held back."""
+        """Sizes of the files that the last pass held back."""
         self._waiting: set[str] = set()
         """Paths that this pass holds back, and their directories."""
 
     def skipped(self, path: str) -> bool:
-        """Whether a path in the output is in the working directory but no result: code, hidden or compiled files."""
+        """Whether a path in the output is in the working directory, but not a result: code, hidden or compiled files."""
         first, _, inside = path.partition("/")
         if first != contract.WORK:
             return False
@@ -105,21 +106,21 @@ class Results:
         if inside not in self._listed:
             return False
         try:
-            return looks(self._output / path) == self._listed[inside]
+            return fingerprint(self._output / path) == self._listed[inside]
         except OSError:
             return False
 
     def _read(self) -> None:
         try:
-            noted = (self._output / contract.WORK / _FILES).stat().st_mtime_ns
+            mtime_ns = (self._output / contract.WORK / _FILES).stat().st_mtime_ns
         except OSError:
-            noted = 0
-        if noted != self._noted:
-            self._noted, self._listed = noted, listed(self._output / contract.WORK)
+            mtime_ns = 0
+        if mtime_ns != self._read_at:
+            self._read_at, self._listed = mtime_ns, listed(self._output / contract.WORK)
 
     def expired(self, path: str) -> bool:
-        """Whether a missing result belongs to a checkpoint that the script has deleted in favour of a later one that is in the
-        store. One that this pass holds back is not in the store."""
+        """Whether a missing result belongs to a checkpoint that the script has deleted in favour of a later one in the store. A
+        checkpoint that this pass holds back is not in the store."""
         *above, name = path.split("/")
         numbered = [(place, step) for place, part in enumerate(above) if (step := saves.step_of(part)) is not None]
         of_file = saves.step_of_file(name)[1]
@@ -129,24 +130,24 @@ class Results:
         place, step = numbered[0]
         parts = [*above, name]
         try:
-            there = os.listdir(self._output.joinpath(*parts[:place]))
+            names = os.listdir(self._output.joinpath(*parts[:place]))
         except OSError:
             return False
-        if parts[place] in there:
+        if parts[place] in names:
             return False
-        whole = [name for name in there if not name.endswith(".tmp") and "/".join([*parts[:place], name]) not in self._waiting]
-        found = (saves.step_of_file(other)[1] if place == len(above) else saves.step_of(other) for other in whole)
-        return any(other is not None and other > step for other in found)
+        whole = [name for name in names if not name.endswith(".tmp") and "/".join([*parts[:place], name]) not in self._waiting]
+        steps = (saves.step_of_file(other)[1] if place == len(above) else saves.step_of(other) for other in whole)
+        return any(other is not None and other > step for other in steps)
 
     def unfinished(self, *, last: bool = False) -> Callable[[str], bool]:
-        """Returns the test for one pass whether a result may be incomplete, so that it must not replace a complete one in the
-        store. In the `last` pass none is.
+        """Begin a pass. Returns its test whether a result may be incomplete, so that it must not replace a complete one in the
+        store. The `last` pass takes all as complete.
 
         A file that was renamed after its last byte (ctime after mtime) is complete. One written in place must be quiet for a
         while, but a small one is held back in one pass only. A checkpoint's directory, also outside of the working directory,
         is held back until all of it is quiet.
         """
-        before, self._sizes, self._waiting = self._sizes, {}, set()
+        last_sizes, self._sizes, self._waiting = self._sizes, {}, set()
         now = time.time()
         directories: dict[Path, bool] = {}
 
@@ -169,7 +170,7 @@ class Results:
             if stat.st_ctime_ns > stat.st_mtime_ns or not 0 <= now - stat.st_mtime < _QUIET_S:
                 return False
             self._sizes[path] = stat.st_size
-            return path not in before or (stat.st_size > _SMALL and stat.st_size != before[path])
+            return path not in last_sizes or (stat.st_size > _SMALL and stat.st_size != last_sizes[path])
 
         def waits(path: str) -> bool:
             if waiting := not last and held(path):
@@ -180,7 +181,7 @@ class Results:
         return waits
 
 
-# Whose files count
+# Rank 0's files
 
 
 def generation(output: Path) -> int:
@@ -198,25 +199,20 @@ def _in_store(place: Store) -> int:
         return 0
 
 
-def ours(output: Path, place: Store, environ: Mapping[str, str]) -> bool:
+def is_rank0(output: Path, place: Store, environ: Mapping[str, str]) -> bool:
     """Whether to push the files here: rank 0 of this pod's generation works here, and no later generation has pushed. On one
     machine all workers share the directory. Raises StoreError."""
     here = generation(output)
     if not here:
         return False
-    there, pod = _in_store(place), alone(environ)
-    if pod:
+    stored = _in_store(place)
+    if not environ.get(Env.RENDEZVOUS, "unix://").startswith("unix://"):  # a pod, which shares no directory as far as it knows
         record = progress.read(Path(environ[Env.STATE]), 0)
-        if record is None or record.generation != here or there > here:
+        if record is None or record.generation != here or stored > here:
             return False
-    if there != here:
+    if stored != here:
         place.put(_IN_STORE, str(here).encode())
     return True
-
-
-def alone(environ: Mapping[str, str]) -> bool:
-    """Whether this worker is a pod, which shares no directory as far as it knows."""
-    return not environ.get(Env.RENDEZVOUS, "unix://").startswith("unix://")
 
 
 # In pods
@@ -225,8 +221,8 @@ def alone(environ: Mapping[str, str]) -> bool:
 def enter(environ: dict[str, str], say: Callable[[str], None], stop: threading.Event) -> None:
     """Copy the code to `work/` in the output of this pod, and have the script run there. Raises OSError, Stopped."""
     code, directory = Path(environ[Env.CODE]), Path(environ[Env.OUTPUT]) / contract.WORK
-    found = _found(code)
-    if found is None:
+    sources = _sources(code)
+    if sources is None:
         say(
             f"{code} is larger than {units.human_bytes(_MOST[0])} or {_MOST[1]:,} files, so the script runs there: what it "
             "writes relative to the working directory goes with this pod; write to $OUTLAST_OUTPUT"
@@ -236,23 +232,23 @@ def enter(environ: dict[str, str], say: Callable[[str], None], stop: threading.E
         _set_aside(directory, environ[Env.RUN])
         directory.mkdir(parents=True, exist_ok=True)
         files.replace(directory / _RUN, environ[Env.RUN])
-        known = listed(directory)
-        code_now = {name: looks(path) for name, path in found.items()}
-        note_code(directory, {**code_now, **known})  # after a kill, files copied by then still count as old
-        for name, path in found.items():
+        old = listed(directory)
+        new = {name: fingerprint(path) for name, path in sources.items()}
+        note_code(directory, {**new, **old})  # after a kill, files copied by then still count as old
+        for name, path in sources.items():
             into = directory / name
-            if os.path.lexists(into) and (name not in known or looks(into) != known[name] or known[name] == code_now[name]):
-                continue  # the job's own, or there already
+            if os.path.lexists(into) and (name not in old or fingerprint(into) != old[name] or old[name] == new[name]):
+                continue  # the job's own, or copied already
             into.parent.mkdir(parents=True, exist_ok=True)
             partial = into.with_name(f".{into.name}.coming")
             shutil.copy2(path, partial, follow_symlinks=False)
             partial.replace(into)
-        note_code(directory, code_now)
+        note_code(directory, new)
     environ[Env.CODE] = str(directory)
 
 
 def _set_aside(directory: Path, run: str) -> None:
-    """Move the files of another run, on a volume that outlives pods, to `previous/` in the output."""
+    """Move another run's files to `previous/` in the output, on a volume that outlives pods."""
     try:
         other = (directory / _RUN).read_text()
     except FileNotFoundError:
@@ -263,9 +259,9 @@ def _set_aside(directory: Path, run: str) -> None:
         directory.rename(next(to for n in range(1 << 30) if not (to := above / f"{contract.WORK}{'+' * n}").exists()))
 
 
-def _found(code: Path) -> dict[str, Path] | None:
+def _sources(code: Path) -> dict[str, Path] | None:
     """The files and links of code by name, without `tree.NEVER`; None if they are too large to copy."""
-    found: dict[str, Path] = {}
+    sources: dict[str, Path] = {}
     size = 0
     for above, names, inside in os.walk(code):
         linked = [name for name in names if os.path.islink(os.path.join(above, name))]
@@ -273,11 +269,11 @@ def _found(code: Path) -> dict[str, Path] | None:
         for name in [*inside, *linked]:
             path = Path(above, name)
             if path.is_symlink() or path.is_file():
-                found[str(path.relative_to(code))] = path
+                sources[str(path.relative_to(code))] = path
                 size += path.lstat().st_size
-        if size > _MOST[0] or len(found) > _MOST[1]:
+        if size > _MOST[0] or len(sources) > _MOST[1]:
             return None
-    return found
+    return sources
 
 
 def _inside(path: str) -> bool:
@@ -285,7 +281,8 @@ def _inside(path: str) -> bool:
 
 
 def saves_itself(output: Path, place: Store) -> bool:
-    """Whether the script saves here on ranks other than 0: it has since the files in the store began. Raises StoreError."""
+    """Whether the script also saves on this worker, without rank 0: there are newer saves than the store's files. Raises
+    StoreError."""
     try:
         return saves.newest(output / contract.WORK, place.head(_IN_STORE).modified) is not None
     except Missing:
@@ -293,21 +290,21 @@ def saves_itself(output: Path, place: Store) -> bool:
 
 
 def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threading.Event, *, newer: bool = False) -> None:
-    """Fetch the job's files if those in the store are of a later generation or known to be `newer`. Outside of the working
-    directory, only files that are missing here are fetched. Raises StoreError, OutlastError."""
+    """Fetch the job's files if the store has those of a later generation, or files known to be `newer`. Outside of the working
+    directory, only missing files are fetched. Raises StoreError, OutlastError."""
     here = generation(output)
     try:
-        there = _in_store(place)
-        if there <= here and not newer:
+        stored = _in_store(place)
+        if stored <= here and not newer:
             return
         with file_locks.exclusive(output / _LOCK, waiting=lambda: None, stop=stop):
-            known = output / _KNOWN
+            index = output / _INDEX
             reports = [
-                sync.pull(place, output, known / "work", sync.Options(skip=lambda path: not _inside(path), stop=stop)),
+                sync.pull(place, output, index / "work", sync.Options(skip=lambda path: not _inside(path), stop=stop)),
                 sync.pull(
                     place,
                     output,
-                    known / "output",
+                    index / "output",
                     sync.Options(skip=lambda path: _inside(path) or skipped(path), stop=stop),
                     only_missing=True,
                 ),
@@ -315,7 +312,7 @@ def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threadin
             for path, reason in (failed for report in reports for failed in report.failed):
                 raise OutlastError(f"{place.url}/{path} could not be fetched: {reason}")
             (output / contract.WORK).mkdir(exist_ok=True)
-            files.replace(output / contract.WORK / contract.WORKED, str(there))
+            files.replace(output / contract.WORK / contract.WORKED, str(stored))
         if count := sum(report.transferred for report in reports):
             say(f"fetched {count} {'file' if count == 1 else 'files'} that the script wrote before")
     except StoreError as problem:
@@ -325,7 +322,7 @@ def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threadin
 
 
 def main(argv: list[str]) -> int:
-    """Fetch if the files in the store are newer, or known to be (`--newer`); the exit code. Run by `launch.rank0_files`."""
+    """Fetch if the store's files are newer, or known to be (`--newer`). Returns the exit code. Run by `launch.rank0_files`."""
     output = Path(os.environ[Env.OUTPUT])
 
     def say(text: str) -> None:
