@@ -28,7 +28,7 @@ from outlast.worker.tracking.event_files import EventFile
 from outlast.worker.tracking.forwarding import Forwarder
 from outlast.worker.tracking.lines import Point
 from outlast.worker.tracking.mlflow_runs import MLflow
-from outlast.worker.tracking.sinks import Run, Status, Wanted, wanted
+from outlast.worker.tracking.sinks import Run, Settings, Status, settings
 
 
 def line(step: int, **values: float) -> bytes:
@@ -119,22 +119,22 @@ def test_a_file_that_was_cut_back_and_has_grown_beyond_is_read_again(tmp_path: P
 @pytest.mark.parametrize(
     ("environ", "asked"),
     [
-        ({}, Wanted()),
-        ({Env.TENSORBOARD: "1"}, Wanted(tensorboard=True)),
+        ({}, Settings()),
+        ({Env.TENSORBOARD: "1"}, Settings(tensorboard=True)),
         (
             {"MLFLOW_TRACKING_URI": "/shared/mlruns", "MLFLOW_EXPERIMENT_NAME": "e"},
-            Wanted(mlflow="/shared/mlruns", experiment="e"),
+            Settings(mlflow="/shared/mlruns", experiment="e"),
         ),
-        ({"MLFLOW_TRACKING_URI": "http://b", Env.MLFLOW: "http://a"}, Wanted(mlflow="http://a")),
-        ({"MLFLOW_TRACKING_URI": "http://b", Env.MLFLOW: "none"}, Wanted()),
-        ({"WANDB_API_KEY": "k", "WANDB_PROJECT": "p"}, Wanted(wandb=True, project="p")),
-        ({"WANDB_MODE": "offline", Env.EXPERIMENT: "e"}, Wanted(wandb=True, experiment="e", project="e")),
-        ({"WANDB_API_KEY": "k", "WANDB_MODE": "disabled"}, Wanted()),
-        ({"WANDB_API_KEY": "k", "WANDB_DISABLED": "true"}, Wanted()),
+        ({"MLFLOW_TRACKING_URI": "http://b", Env.MLFLOW: "http://a"}, Settings(mlflow="http://a")),
+        ({"MLFLOW_TRACKING_URI": "http://b", Env.MLFLOW: "none"}, Settings()),
+        ({"WANDB_API_KEY": "k", "WANDB_PROJECT": "p"}, Settings(wandb=True, project="p")),
+        ({"WANDB_MODE": "offline", Env.EXPERIMENT: "e"}, Settings(wandb=True, experiment="e", project="e")),
+        ({"WANDB_API_KEY": "k", "WANDB_MODE": "disabled"}, Settings()),
+        ({"WANDB_API_KEY": "k", "WANDB_DISABLED": "true"}, Settings()),
     ],
 )
-def test_the_job_file_wins_over_the_trackers_own_variables(environ: Mapping[str, str], asked: Wanted):
-    found = wanted(environ)
+def test_the_job_file_wins_over_the_trackers_own_variables(environ: Mapping[str, str], asked: Settings):
+    found = settings(environ)
     assert (found, bool(found)) == (asked, bool(asked.tensorboard or asked.mlflow or asked.wandb))
 
 
@@ -239,7 +239,7 @@ def test_a_tracker_that_is_away_is_said_once_and_gets_everything_when_it_is_back
     assert problems[-1] == ""
     assert [point.step for point in tracker.there] == [1, 2, 3, 4, 5]
     assert tracker.told[-1] == "FINISHED"
-    assert (forwarder.complete, forwarder.lacking()) == (True, "")
+    assert (forwarder.complete, forwarder.missing()) == (True, "")
 
 
 def test_what_has_not_arrived_is_said_in_the_end(tmp_path: Path):

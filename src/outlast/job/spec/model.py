@@ -356,7 +356,7 @@ class Tracking(Checked):
             )
 
     def variables(self) -> dict[str, str]:
-        """These fields as environment variables of the workers, see `tracking.wanted`."""
+        """The same as environment variables of the workers, see `tracking.sinks.settings`."""
         return {
             **({contract.Env.TENSORBOARD: "1"} if self.tensorboard else {}),
             **({contract.Env.MLFLOW: self.mlflow} if self.mlflow else {}),

@@ -1,8 +1,8 @@
 """TensorBoard: event files beside the metrics, `tensorboard/metrics/events.out.tfevents.outlast-<run>.<time>`.
 
-Each follower begins a file, and the file begins with the step from which it goes on: TensorBoard forgets what earlier files have
-from there on. They lie in a directory of their own, since TensorBoard reads the files of a directory one after the other, and a
-script may write its own into `tensorboard/`. Needs the package `tensorboard` (extra `tracking`) but neither torch nor TensorFlow.
+Each follower begins a new file, which starts with the step at which it resumes: TensorBoard drops later steps of earlier files.
+The files are in a directory of their own, since TensorBoard reads the files of a directory one after the other, and a script may
+write its own into `tensorboard/`. Needs the package `tensorboard` (extra `tracking`) but neither torch nor TensorFlow.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from outlast.base.errors import OutlastError
-from outlast.worker.tracking.lines import Kept, Point, Position, same
+from outlast.worker.tracking.lines import Point, Position, PositionFile, same
 from outlast.worker.tracking.sinks import Status, text
 
 PREFIX = "events.out.tfevents.outlast"
 
 
 class EventFile:
-    """A sink that writes event files into `directory`, and into `kept` how far they go."""
+    """A sink that writes event files into `directory`, and its position into the file `position`."""
 
     pause_s = 3.0
 
-    def __init__(self, directory: Path, run: str, kept: Path) -> None:
+    def __init__(self, directory: Path, run: str, position: Path) -> None:
         self.title = f"TensorBoard ({directory})"
-        self._directory, self._kept = directory, Kept(kept)
+        self._directory, self._position = directory, PositionFile(position)
         self._name = f"{PREFIX}-{run[:16] or 'run'}"
         self._settings, self._step = "", 0
 
@@ -38,24 +38,20 @@ class EventFile:
             from tensorboard.summary.writer import record_writer
         except ImportError as error:
             raise OutlastError(f"{error}; pip install 'outlast[tracking]'") from error
-        self._event, self._proto, self._tensor, self._record = (
-            event_pb2.Event,
-            summary_pb2,
-            tensor_pb2,
-            record_writer.RecordWriter,
-        )
+        self._event, self._proto, self._tensor = event_pb2.Event, summary_pb2, tensor_pb2
+        self._record = record_writer.RecordWriter
         self._directory.mkdir(parents=True, exist_ok=True)
         earlier = list(self._directory.glob(f"{self._name}.*"))
         for other in self._directory.glob(f"{PREFIX}-*"):
-            if other not in earlier:  # a run that has begun again: two in one directory would be mixed
+            if other not in earlier:  # an earlier run's: TensorBoard would mix two runs in one directory
                 other.unlink()
-        position = self._kept.position() if earlier else {}
+        position = self._position.read() if earlier else {}
         self._settings, self._step = "", max(position.values(), default=0)
         begun = [int(other.suffix[1:]) for other in earlier if other.suffix[1:].isdecimal()]
         self._path = self._directory / f"{self._name}.{max([time.time_ns() // 1_000_000, *(at + 1 for at in begun)])}"
-        begins = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         version = self._event(wall_time=0.0, file_version="brain.Event:2")
-        self._write([version, self._event(wall_time=time.time(), step=self._step + 1 if position else 0, session_log=begins)])
+        self._write([version, self._event(wall_time=time.time(), step=self._step + 1 if position else 0, session_log=start)])
         return position
 
     rename = staticmethod(same)
@@ -67,7 +63,7 @@ class EventFile:
 
         self._write([event(*key, list(values)) for key, values in groupby(points, key=lambda point: (point.step, point.time))])
         self._step = max(self._step, *(point.step for point in points))
-        self._kept.advance(points)
+        self._position.advance(points)
 
     def parameters(self, values: Mapping[str, Any]) -> None:
         rows = "".join(f"| {name} | {text(value)} |\n" for name, value in values.items())
@@ -81,10 +77,10 @@ class EventFile:
         self._settings = table
 
     def checkpoints(self, places: Mapping[str, str]) -> None:
-        """Nothing: they are beside the event files."""
+        """Does nothing: the checkpoints are beside the event files."""
 
     def end(self, status: Status | None) -> None:
-        """Nothing: event files know no end."""
+        """Does nothing: event files have no end record."""
 
     def _write(self, events: Sequence[Any]) -> None:
         with self._path.open("ab") as file:
@@ -92,4 +88,4 @@ class EventFile:
             for event in events:
                 writer.write(event.SerializeToString())
             file.flush()
-            os.fsync(file.fileno())  # before the position says so
+            os.fsync(file.fileno())  # before the position is advanced

@@ -1,7 +1,7 @@
-"""The follower of a run's metrics: the process that feeds all trackers, and when it ends.
+"""The follower of a run's metrics: the process that feeds all trackers.
 
-It ends when a line on standard input says so, `{"status": ..., "within": seconds}`, or soon after its parent, rank 0, has died.
-With `--end STATUS` it sends what is left and the run's end, once. A lock makes it the only one of its output; the next one waits.
+It ends after a line on standard input, `{"status": ..., "within": seconds}`, or soon after the death of its parent, rank 0. With
+`--end STATUS` it sends the rest and the run's end, once. A lock makes it the only one of its output; the next one waits.
 """
 
 from __future__ import annotations
@@ -26,76 +26,77 @@ from outlast.worker.tracking import process
 from outlast.worker.tracking.event_files import EventFile
 from outlast.worker.tracking.forwarding import Forwarder
 from outlast.worker.tracking.mlflow_runs import MLflow
-from outlast.worker.tracking.sinks import Run, Sink, Status, wanted
+from outlast.worker.tracking.sinks import Run, Sink, Status, settings
 from outlast.worker.tracking.wandb_runs import WandB
 
 
 def refresh(copy: Path, read: Callable[[int], bytes]) -> None:
-    """Make `copy` equal to the whole lines of the file whose bytes from an offset on `read` returns (none beyond its end).
+    """Make `copy` equal to the complete lines of a growing file; `read(offset)` returns its bytes from there (none beyond its
+    end).
 
-    The last line is read again to see that it is the same file: lines have the time in them. Raises what `read` raises.
+    The last line is read again to check that it is the same file: lines contain the time. Raises the exceptions of `read`.
     """
-    known = copy.read_bytes() if copy.exists() else b""
-    mark = known[known.rfind(b"\n", 0, len(known) - 1) + 1 :] if known else b""
-    found = read(len(known) - len(mark))
-    if found.startswith(mark) and known:
+    old = copy.read_bytes() if copy.exists() else b""
+    mark = old[old.rfind(b"\n", 0, len(old) - 1) + 1 :] if old else b""
+    data = read(len(old) - len(mark))
+    if data.startswith(mark) and old:
         with copy.open("ab") as file:
-            file.write(found[len(mark) : found.rfind(b"\n") + 1])
+            file.write(data[len(mark) : data.rfind(b"\n") + 1])
     else:
-        found = read(0) if known else found
-        files.replace(copy, found[: found.rfind(b"\n") + 1])
+        data = read(0) if old else data
+        files.replace(copy, data[: data.rfind(b"\n") + 1])
 
 
 POLL_S = 0.5
-"""Interval of looking whether the parent lives."""
+"""Poll interval for the death of the parent."""
 ORPHANED_S = 5.0
-"""Time for the rest once the parent has died without a word."""
+"""Time to send the rest after the parent has died without a message."""
 
 
 class Ending(NamedTuple):
-    """What the session says last."""
+    """The training session's final message."""
 
     status: Status | None
     """How the run has ended; None: it goes on."""
     within: float
-    """Seconds for sending what is left."""
+    """Seconds for sending the rest."""
 
 
 class Session:
-    """The parent: waits for its last words, or for its death."""
+    """The parent process: waits for its final message, or for its death."""
 
     def __init__(self, ending: Ending | None, environ: Mapping[str, str]) -> None:
         self._ending = ending
         self._parent = os.getppid()
-        # Under Outlast a run whose rank 0 was killed is restarted; what has become of others nobody can say later.
+        # Under Outlast a run is restarted after rank 0 was killed; otherwise nobody else can report its end.
         self._orphaned = Ending(None if environ.get(Env.JOB) else Status.KILLED, ORPHANED_S)
-        self._said = b""
+        self._received = b""
 
     def ending(self, timeout_s: float) -> Ending | None:
-        """How it has ended; None after `timeout_s` if it has not."""
+        """The final message; None if it has not ended within `timeout_s`."""
         if self._ending is None:
             if os.getppid() != self._parent:
                 self._ending = self._orphaned
             elif select.select([0], [], [], timeout_s)[0]:
-                self._hear()
+                self._receive()
         return self._ending
 
-    def _hear(self) -> None:
-        said = os.read(0, 4096)
-        self._said += said
-        if b"\n" in self._said:
-            words = json.loads(self._said)
-            self._ending = Ending(Status(words["status"]) if words["status"] else None, words["within"])
-        elif not said:
+    def _receive(self) -> None:
+        data = os.read(0, 4096)
+        self._received += data
+        if b"\n" in self._received:
+            fields = json.loads(self._received)
+            self._ending = Ending(Status(fields["status"]) if fields["status"] else None, fields["within"])
+        elif not data:
             self._ending = self._orphaned
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Follow until the run ends, and exit: with 0 when all has arrived, or what has not was said."""
+    """Follow until the run ends, and exit: with 0 if everything has arrived, or the rest was reported."""
     os.nice(19)  # before the libraries of trackers are imported, which is most of the work
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # they are the training's, and it tells us
+        signal.signal(number, signal.SIG_IGN)  # the training handles them, and sends its final message
     output, environ = Path(argv[0]), os.environ
     session = Session(Ending(Status(argv[2]), process.FLUSH_S) if len(argv) > 1 else None, environ)
     try:
@@ -154,31 +155,30 @@ def follow(output: Path, directory: Path, session: Session, environ: Mapping[str
 
 
 def lost(forwarder: Forwarder) -> str:
-    """What a tracker lacks when we stop."""
-    what = forwarder.lacking()
+    """A sentence about the metrics that a tracker lacks at our end."""
+    what = forwarder.missing()
     why = forwarder.problem.removeprefix(f"{forwarder.sink.title}: ") or "there was no time"
     lacks = f"{what} of the metrics are not there" if what else "it does not know how the run has ended"
     return f"{forwarder.sink.title}: {lacks} ({why}); metrics.jsonl has all, and the next start sends it"
 
 
 def sinks(run: Run, environ: Mapping[str, str]) -> list[Sink]:
-    """The trackers that the environment asks for."""
-    asked = wanted(environ)
-    made: list[Sink] = []
-    if asked.tensorboard:
-        made.append(
-            EventFile(run.output / contract.TENSORBOARD / "metrics", run.id, run.output / contract.TRACKING / "tensorboard.json")
-        )
-    if asked.mlflow:
-        made.append(MLflow(asked.mlflow, asked.experiment, run))
-    if asked.wandb:
-        made.append(WandB(asked.project, run))
-    return made
+    """The trackers that the environment requests."""
+    requested = settings(environ)
+    trackers: list[Sink] = []
+    if requested.tensorboard:
+        position = run.output / contract.TRACKING / "tensorboard.json"
+        trackers.append(EventFile(run.output / contract.TENSORBOARD / "metrics", run.id, position))
+    if requested.mlflow:
+        trackers.append(MLflow(requested.mlflow, requested.experiment, run))
+    if requested.wandb:
+        trackers.append(WandB(requested.project, run))
+    return trackers
 
 
 def identity(output: Path) -> str:
-    """The id of a run that has none, under plain python and torchrun. It lies beside the checkpoints: without these a run begins
-    again, and is another one."""
+    """An id for a run without one, under plain python and torchrun. It is stored beside the checkpoints: without these a run
+    begins again, and is a new one."""
     path = output / contract.CHECKPOINTS / ".tracking"
     try:
         return path.read_text()
@@ -188,8 +188,8 @@ def identity(output: Path) -> str:
 
 
 def report(directory: Path, problems: Sequence[str]) -> None:
-    """Leave the problems for the session, which shows them in the status."""
-    with contextlib.suppress(OSError):  # a full disk; it is in the log, too
+    """Write the problems to a file for the session, which shows them in the status."""
+    with contextlib.suppress(OSError):  # a full disk; the log has them, too
         if text := "; ".join(filter(None, problems)):
             files.replace(directory / process.PROBLEM, text)
         else:

@@ -1,6 +1,6 @@
-"""One tracker fed from the output of a run, by a thread: what is new is sent at an interval, and again until it has arrived.
+"""Feeds one tracker from the output of a run, in a thread: sends new values at an interval, and retries until they have arrived.
 
-A tracker that is away is said once, and once more when it is back; nothing is lost meanwhile, since the file is the buffer.
+An unreachable tracker is logged once, and once more when it works again; nothing is lost meanwhile, since the file is the buffer.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from outlast.worker.tracking import lines, sinks
 from outlast.worker.tracking.sinks import Run, Sink, Status
 
 RETRY_S = (1.0, 60.0)
-"""First and longest pause after a failure."""
+"""First and longest backoff after a failure."""
 LAST_RETRY_S = 0.5
-"""Longest pause once the run is over and somebody waits."""
+"""Longest backoff once the run is over and its session waits for us."""
 
 
 class Forwarder(threading.Thread):
@@ -32,7 +32,7 @@ class Forwarder(threading.Thread):
         self._run, self._say, self._changed = run, say, changed
         self._reader = lines.Reader(run.output / contract.METRICS)
         self._position: lines.Position | None = None
-        """None while the sink is not open."""
+        """None until the sink is open."""
         self._reached: lines.Position = {}
         self._parameters: dict[str, Any] = {}
         self._places: dict[str, str] | None = None
@@ -40,20 +40,20 @@ class Forwarder(threading.Thread):
         self._ending = threading.Event()
         self._status: Status | None = None
         self.complete = False
-        """Whether everything has arrived, and the end is known there."""
+        """Whether everything has arrived there, including the end."""
 
     def forward(self) -> None:
-        """Send everything that is new. Raises what the sink raises; then the next call begins by opening it again."""
+        """Send everything new. Raises the sink's exceptions; the next call then opens it again."""
         if self._position is None:
             self._reader.rewind()
             self._parameters, self._places = {}, None
             self._position = self._reached = self.sink.open()
         position, self._position = self._position, None
-        if (given := sinks.read(self._run.output / contract.PARAMETERS)) != self._parameters:
-            self.sink.parameters(given)
-            self._parameters = given
-        while found := self._reader.read():
-            if new := lines.points(found, position, self.sink.rename):
+        if (parameters := sinks.read(self._run.output / contract.PARAMETERS)) != self._parameters:
+            self.sink.parameters(parameters)
+            self._parameters = parameters
+        while text := self._reader.read():
+            if new := lines.points(text, position, self.sink.rename):
                 self.sink.send(new)
                 position = self._reached = lines.advanced(position, new)
             self._reader.commit()
@@ -63,7 +63,7 @@ class Forwarder(threading.Thread):
         self._position = position
 
     def finish(self, status: Status | None) -> None:
-        """Send what is left at once and end, with `status` as the run's end. The thread ends when that has arrived."""
+        """Send the rest at once, with `status` as the run's end. The thread ends when everything has arrived."""
         self._status = status
         self._ending.set()
 
@@ -75,7 +75,7 @@ class Forwarder(threading.Thread):
                 self.forward()
                 if ending:
                     self.sink.end(self._status)
-            except Exception as error:  # whatever a foreign library raises
+            except Exception as error:  # foreign libraries raise anything
                 self._hopeless = isinstance(error, OutlastError)
                 self._failed(error)
                 pause = backoff.jittered(backoff.exponential(failures, *RETRY_S))
@@ -93,11 +93,11 @@ class Forwarder(threading.Thread):
             self._ending.wait(self.sink.pause_s)
 
     def _failed(self, error: Exception) -> None:
-        before, self.problem = self.problem, f"{self.sink.title}: {sentence(error)}"
-        if not before:
+        last, self.problem = self.problem, f"{self.sink.title}: {sentence(error)}"
+        if not last:
             waits = "nothing goes there" if self._hopeless else "what is logged waits in metrics.jsonl"
             self._say(f"{self.problem}; training goes on, {waits}")
-        if before != self.problem:
+        if last != self.problem:
             self._changed()
 
     def _works(self) -> None:
@@ -106,13 +106,13 @@ class Forwarder(threading.Thread):
             self._say(f"{self.sink.title}: works again; everything up to step {max(self._reached.values(), default=0)} is there")
             self._changed()
 
-    def lacking(self) -> str:
-        """What has not arrived, for people; empty if nothing is known to lack."""
+    def missing(self) -> str:
+        """The steps that have not arrived, as text; empty if there are none as far as we know."""
         reader = lines.Reader(self._reader.path)
         lost: set[int] = set()
         with contextlib.suppress(OSError):
-            while found := reader.read():
-                lost.update(point.step for point in lines.points(found, self._reached, self.sink.rename))
+            while text := reader.read():
+                lost.update(point.step for point in lines.points(text, self._reached, self.sink.rename))
                 reader.commit()
         if not lost:
             return ""
@@ -124,10 +124,8 @@ def sentence(error: BaseException) -> str:
     text = logins.hidden(str(error).strip().partition("\n")[0] or repr(error))
     if "Connection refused" in text or "NewConnectionError" in text:
         return "connection refused"
-    if "Max retries exceeded" in text or "timed out" in text:
-        return (
-            "no answer in time"
-            if "timed out" in text
-            else f"cannot be reached ({text.rpartition('Caused by ')[2][:200].rstrip(')')})"
-        )
+    if "timed out" in text:
+        return "no answer in time"
+    if "Max retries exceeded" in text:
+        return f"cannot be reached ({text.rpartition('Caused by ')[2][:200].rstrip(')')})"
     return text[:300]

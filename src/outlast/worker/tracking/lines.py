@@ -1,8 +1,8 @@
-"""What a tracker still lacks of `metrics.jsonl`, given what it has.
+"""Finds the values of `metrics.jsonl` that a tracker does not have yet.
 
-A tracker's *position* is the last step that it has of each name. A value is new if its step is above that, so a tracker sees
-steps increase, whatever happens to the file: steps that come again after a resume are skipped (they have equal bits), a file
-that was cut back and has grown again is read again from its beginning, and so is a copy on another disk.
+A tracker's *position* is the last step that it has of each name. A value is new if its step is greater, so a tracker sees steps
+increase, whatever happens to the file: steps repeated after a resume are skipped (they have equal bits), a file that was
+truncated and has grown again is read again from its beginning, and so is a copy on another disk.
 """
 
 from __future__ import annotations
@@ -42,38 +42,38 @@ def points(lines: bytes, position: Mapping[str, int], rename: Callable[[str], st
     """The values in `lines` that are new at `position`, in order; each step of a name once. `rename` makes a name that the
     tracker accepts."""
     last = dict(position)
-    found = []
+    new = []
     for line in lines.splitlines():
         try:
             values = json.loads(line)
             step, time = int(values["step"]), float(values.get("time", 0))
         except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # no line of ours
-        for given, value in values.items():
-            if given in _OWN or isinstance(value, bool) or not isinstance(value, int | float):
+            continue  # not our line
+        for key, value in values.items():
+            if key in _OWN or isinstance(value, bool) or not isinstance(value, int | float):
                 continue
-            name = rename(given)
+            name = rename(key)
             if step > last.get(name, -1):
                 last[name] = step
-                found.append(Point(step, time, name, float(value)))
-    return found
+                new.append(Point(step, time, name, float(value)))
+    return new
 
 
 def advanced(position: Mapping[str, int], sent: Iterable[Point]) -> Position:
-    """The position once `sent` has arrived."""
+    """The position after `sent`."""
     return {**position, **{point.name: point.step for point in sent}}
 
 
-class Kept:
-    """A position in a file of ours, for a tracker that cannot say what it has. Written after its values, some of which come again
-    after a kill."""
+class PositionFile:
+    """A position in a file of ours, for a tracker that cannot report its own. Written after the values, so a kill may repeat
+    some."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._position: Position = {}
 
-    def position(self) -> Position:
-        """What is in the file; nothing if it is not there, or damaged."""
+    def read(self) -> Position:
+        """The position in the file; empty if it is missing or damaged."""
         try:
             self._position = dict(json.loads(self._path.read_text()))
         except (OSError, ValueError, TypeError):
@@ -81,22 +81,22 @@ class Kept:
         return dict(self._position)
 
     def advance(self, sent: Iterable[Point]) -> None:
-        """Note that these have arrived. Raises OSError."""
+        """Record that these points have arrived. Raises OSError."""
         self._position = advanced(self._position, sent)
         files.replace(self._path, json.dumps(self._position))
 
 
 class Reader:
-    """Reads whole lines of a file that grows, and that may be cut back or replaced at any time."""
+    """Reads complete lines of a file that grows, and that may be truncated or replaced at any time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = self._next = 0
         self._mark = self._next_mark = b""
-        """The last line before the offset. Lines have the time in them, so another history has another line there."""
+        """The last line before the offset. Lines contain the time, so a replaced file has another line there."""
 
     def read(self) -> bytes:
-        """The next whole lines, at most about `BLOCK` bytes; empty when there are no more. The same again until `commit`. Raises
+        """The next complete lines, about `BLOCK` bytes at most; empty if there are none. Returns the same until `commit`. Raises
         OSError."""
         try:
             file = self.path.open("rb", buffering=0)
@@ -105,24 +105,24 @@ class Reader:
         with file:
             start = self._offset - len(self._mark)
             file.seek(start)
-            found = file.read(len(self._mark) + BLOCK)
-            if not found.startswith(self._mark):
+            data = file.read(len(self._mark) + BLOCK)
+            if not data.startswith(self._mark):
                 self.rewind()
                 file.seek(0)
-                found = file.read(BLOCK)
-            found = found[len(self._mark) :]
-            while len(found) >= BLOCK and b"\n" not in found and (more := file.read(BLOCK)):  # a line that long is hardly ours
-                found += more
-        lines = found[: found.rfind(b"\n") + 1]
+                data = file.read(BLOCK)
+            data = data[len(self._mark) :]
+            while len(data) >= BLOCK and b"\n" not in data and (more := file.read(BLOCK)):  # a line that long is hardly ours
+                data += more
+        lines = data[: data.rfind(b"\n") + 1]
         self._next = self._offset + len(lines)
         self._next_mark = lines[lines.rfind(b"\n", 0, len(lines) - 1) + 1 :] if lines else self._mark
         return lines
 
     def commit(self) -> None:
-        """Go on after what was read last."""
+        """Continue after the lines that were read last."""
         self._offset, self._mark = self._next, self._next_mark
 
     def rewind(self) -> None:
-        """Begin again at the beginning."""
+        """Continue at the beginning of the file."""
         self._offset = self._next = 0
         self._mark = self._next_mark = b""

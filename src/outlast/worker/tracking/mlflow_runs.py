@@ -1,7 +1,7 @@
-"""MLflow: one run for each run of ours, found again by a tag, below a run for the job.
+"""MLflow: one MLflow run per run, found again by a tag, below a run for the job.
 
-A server, a database or a directory, whatever MLflow's client understands. Metrics go in batches; the position is the last step of
-each name that MLflow has. Checkpoints are tags with their places. Needs `mlflow-skinny` (extra `tracking`).
+Works with any server, database or directory that MLflow's client supports. Metrics are sent in batches; the position is the last
+step of each name that MLflow has. Checkpoints are tags with their locations. Needs `mlflow-skinny` (extra `tracking`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 RUN, JOB, PARENT, NAME = "outlast.run", "outlast.job", "mlflow.parentRunId", "mlflow.runName"
 CHECKPOINT, CHANGED = "checkpoint.", "changed."
-"""Prefixes of tags: where a checkpoint is, and the newest value of a parameter (MLflow's parameters never change)."""
+"""Prefixes of tags: the location of a checkpoint, and the newest value of a parameter (MLflow's parameters never change)."""
 MOST_METRICS, MOST_OTHERS = 1000, 100
-"""In one request: https://mlflow.org/docs/latest/rest-api.html#request-limits"""
+"""Limits per request: https://mlflow.org/docs/latest/rest-api.html#request-limits"""
 MOST_TEXT = 500
-"""Characters of a parameter that every server accepts."""
+"""Length of a parameter that every server accepts."""
 _REFUSED = re.compile(r"[^\w\-. /]")
 
 DEFAULTS = {
@@ -53,7 +53,7 @@ class MLflow:
         self.title = f"MLflow ({self._shown})"
         self._uri = Path(uri).as_uri() if uri.startswith("/") else uri
         files = urlsplit(self._uri).scheme in ("", "file")
-        self._between = "." if files else "/"  # in a directory `loss` is a file, so it cannot hold `loss/main`
+        self._between = "." if files else "/"  # in a directory `loss` is a file, so it cannot contain `loss/main`
         self._experiment, self._run = experiment or run.name, run
         self._id = self._parent = ""
         self._places: dict[str, str] = {}
@@ -69,13 +69,13 @@ class MLflow:
             self._client = MlflowClient(tracking_uri=self._uri)
         except ImportError as error:
             raise OutlastError(f"{error}; pip install 'outlast[tracking]'") from error
-        except MlflowException as error:  # it has not connected yet
-            known = f"MLflow knows no such URI: {self._shown}" if self._uri in str(error) else str(error).partition(". ")[0]
-            raise OutlastError(f"{known}; set tracking.mlflow, e.g. to http://mlflow:5000") from error
+        except MlflowException as error:  # raised before it connects
+            problem = f"MLflow knows no such URI: {self._shown}" if self._uri in str(error) else str(error).partition(". ")[0]
+            raise OutlastError(f"{problem}; set tracking.mlflow, e.g. to http://mlflow:5000") from error
         self._metric, self._param, self._tag = Metric, Param, RunTag
         experiment = self._experiment_id()
-        self._parent = self._found(experiment, JOB, self._run.job, {}) if self._run.job else ""
-        self._id = self._found(experiment, RUN, self._run.id, {PARENT: self._parent} if self._parent else {})
+        self._parent = self._ensure_run(experiment, JOB, self._run.job, {}) if self._run.job else ""
+        self._id = self._ensure_run(experiment, RUN, self._run.id, {PARENT: self._parent} if self._parent else {})
         for id in filter(None, (self._parent, self._id)):
             self._client.update_run(id, status="RUNNING")
         run = self._client.get_run(self._id)
@@ -85,18 +85,18 @@ class MLflow:
         return {metric.key: int(metric.step) for metric in run.to_proto().data.metrics}
 
     def _experiment_id(self) -> str:
-        if found := self._client.get_experiment_by_name(self._experiment):
-            if found.lifecycle_stage != "active":
+        if existing := self._client.get_experiment_by_name(self._experiment):
+            if existing.lifecycle_stage != "active":
                 raise RuntimeError(f"experiment {self._experiment} is deleted there; restore it, or set tracking.experiment")
-            return str(found.experiment_id)
+            return str(existing.experiment_id)
         return str(self._client.create_experiment(self._experiment))
 
-    def _found(self, experiment: str, tag: str, value: str, tags: Mapping[str, str]) -> str:
-        """The run with this tag, made if there is none. The tag comes with the run, so there is never a second one."""
-        if found := self._client.search_runs([experiment], f"tags.`{tag}` = '{value}'", max_results=1):
-            return str(found[0].info.run_id)
-        made = self._client.create_run(experiment, run_name=self._run.name, tags={tag: value, **tags})
-        return str(made.info.run_id)
+    def _ensure_run(self, experiment: str, tag: str, value: str, tags: Mapping[str, str]) -> str:
+        """The id of the run with this tag, created if missing. Run and tag are created at once, so there is never a second
+        one."""
+        if runs := self._client.search_runs([experiment], f"tags.`{tag}` = '{value}'", max_results=1):
+            return str(runs[0].info.run_id)
+        return str(self._client.create_run(experiment, run_name=self._run.name, tags={tag: value, **tags}).info.run_id)
 
     def rename(self, name: str) -> str:
         parts = (part for part in _REFUSED.sub("_", name)[:250].split("/") if part not in ("", "."))
@@ -108,13 +108,13 @@ class MLflow:
             self._client.log_batch(self._id, metrics=batch)
 
     def parameters(self, values: Mapping[str, Any]) -> None:
-        there = self._client.get_run(self._id).data
-        given = {self.rename(name): text(value)[:MOST_TEXT] for name, value in values.items()}
-        new = [self._param(name, value) for name, value in given.items() if name not in there.params]
+        current = self._client.get_run(self._id).data
+        parameters = {self.rename(name): text(value)[:MOST_TEXT] for name, value in values.items()}
+        new = [self._param(name, value) for name, value in parameters.items() if name not in current.params]
         changed = [
             self._tag(CHANGED + name, value)
-            for name, value in given.items()
-            if name in there.params and value != there.tags.get(CHANGED + name, there.params[name])
+            for name, value in parameters.items()
+            if name in current.params and value != current.tags.get(CHANGED + name, current.params[name])
         ]
         for params in batched(new, MOST_OTHERS):
             self._client.log_batch(self._id, params=params)

@@ -1,6 +1,6 @@
-"""The follower as other processes see it: rank 0's session starts one, hears of its problems and waits for its end.
+"""The follower's interface for other processes: rank 0's session starts one, reads its problems and waits for its end.
 
-Starting costs a fork; the rest is a file that is looked at every few seconds. The follower ends when its parent does.
+Starting costs a fork; after that a file is read every few seconds. The follower ends with its parent.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from pathlib import Path
 
 from outlast.job import contract
 from outlast.job.contract import Env
-from outlast.worker.tracking.sinks import Status, wanted
+from outlast.worker.tracking.sinks import Status, settings
 
 log = logging.getLogger("outlast")
 
 FLUSH_S = 10.0
 """How long the end of a run waits for trackers."""
 LEAVE_S = 2.0
-"""The same where the run goes on elsewhere: that follower sends the rest."""
+"""The same if the run goes on elsewhere, where another follower sends the rest."""
 LOOK_S = 5.0
-"""Interval of looking for problems."""
+"""Poll interval for problems."""
 IMPORTS_S = 20.0
-"""Added to the first for a follower that has just been started, on a busy machine; arbitrary."""
+"""Added to FLUSH_S for a follower that has just been started, on a busy machine; arbitrary."""
 PROBLEM, ENDED, LOCK = "problem", "ended", "lock"
-"""Files in `.tracking/`: what does not work now, how the run ended there, and the lock of the follower."""
+"""Files in `.tracking/`: the current problem, the reported end of the run, and the lock of the follower."""
 
 
 class Follower:
@@ -41,28 +41,29 @@ class Follower:
         self._looked, self._problem = time.monotonic(), ""
 
     def news(self) -> str | None:
-        """The problem of the trackers if that has changed, "" when they work again; None in most calls, which cost nothing."""
+        """The trackers' problem if it has changed, "" when they work again; None in most calls, which cost nothing."""
         now = time.monotonic()
         if now - self._looked < LOOK_S:
             return None
         self._looked = now
-        before, self._problem = self._problem, problem(self._directory)
+        last, self._problem = self._problem, problem(self._directory)
         if self._process.poll() is not None and not self._problem:
             self._problem = f"metrics are no longer forwarded: the follower ended with exit code {self._process.returncode}"
-        return self._problem if self._problem != before else None
+        return self._problem if self._problem != last else None
 
     def finish(self, status: Status | None, *, goes_on: bool = False) -> str:
-        """Have it send what is left, and wait for that for a bounded time. Returns what has not arrived, or an empty text."""
+        """Have it send the rest, and wait for a bounded time. Returns a sentence about metrics that have not arrived, or an empty
+        string."""
         within = LEAVE_S if goes_on else FLUSH_S
         at_most = LEAVE_S + 1.0 if goes_on else FLUSH_S + IMPORTS_S
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it has died
             self._process.stdin.write(json.dumps({"status": status, "within": within}).encode() + b"\n")
             self._process.stdin.close()
-        return _waited(self._process, self._directory, at_most)
+        return _wait(self._process, self._directory, at_most)
 
 
-def _waited(process: subprocess.Popen[bytes], directory: Path, at_most_s: float) -> str:
+def _wait(process: subprocess.Popen[bytes], directory: Path, at_most_s: float) -> str:
     try:
         code = process.wait(at_most_s)
     except subprocess.TimeoutExpired:
@@ -81,7 +82,7 @@ class Trackers:
         self.problem = ""
 
     def follow(self) -> None:
-        """Start the follower, once `metrics.jsonl` has this run's steps only."""
+        """Start the follower. Called once `metrics.jsonl` contains only this run's steps."""
         if self._done:
             return
         self._done = True
@@ -92,7 +93,7 @@ class Trackers:
             log.warning("outlast: %s", self.problem)
 
     def news(self) -> dict[str, str]:
-        """A new warning for the progress record; in most calls nothing, which costs nothing."""
+        """A new warning for the progress record; empty in most calls, which cost nothing."""
         self.follow()
         if self._follower is None or (problem := self._follower.news()) is None:
             return {}
@@ -100,18 +101,18 @@ class Trackers:
         return {"warning": problem}
 
     def end(self, error: BaseException | None, *, leaving: bool) -> dict[str, str]:
-        """Have the rest sent, for a bounded time; returns a warning about what could not be."""
+        """Have the rest sent, for a bounded time. Returns a warning about metrics that have not arrived."""
         if self._follower is None:
             return {}
         status, goes_on = outcome(error, leaving=leaving, restarted=Env.JOB in os.environ)
-        lacking = self._follower.finish(status, goes_on=goes_on)
-        return {"warning": lacking} if lacking and not goes_on else {}
+        warning = self._follower.finish(status, goes_on=goes_on)
+        return {"warning": warning} if warning and not goes_on else {}
 
 
 def outcome(error: BaseException | None, *, leaving: bool, restarted: bool) -> tuple[Status | None, bool]:
-    """How a run has ended, for its trackers, and whether it goes on; `error` has ended its session, None if nothing has.
+    """The status of a run for its trackers, and whether it goes on. `error` is the exception that ended its session, if any.
 
-    `restarted`: somebody else decides whether a failed run has ended.
+    `restarted`: Outlast decides whether a failed run has ended.
     """
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return (None, True) if leaving else (Status.FINISHED, False)
@@ -121,7 +122,7 @@ def outcome(error: BaseException | None, *, leaving: bool, restarted: bool) -> t
 
 
 def problem(directory: Path) -> str:
-    """What does not work now, according to the follower."""
+    """The problem that the follower reports now; empty if there is none."""
     try:
         return (directory / PROBLEM).read_text()
     except OSError:
@@ -131,7 +132,7 @@ def problem(directory: Path) -> str:
 def start(output: Path, environ: Mapping[str, str] | None = None) -> Follower | None:
     """Start the follower of the run in `output` if this process's environment asks for trackers; else None. Raises OSError."""
     environ = os.environ if environ is None else environ
-    if not wanted(environ):
+    if not settings(environ):
         return None
     process = _process(output, environ, stdin=subprocess.PIPE)
     return Follower(output, process)
@@ -143,17 +144,17 @@ def _process(output: Path, environ: Mapping[str, str], *words: str, stdin: int) 
 
 
 _STATUS = {"Failed": Status.FAILED, "Cancelled": Status.KILLED}
-"""By the job's final state (`status.State`). Success the session itself has told them."""
+"""By the job's final state (`status.State`). The session itself has reported success."""
 
 
 def end(output: Path, environ: Mapping[str, str], state: str) -> str:
-    """Tell the trackers in which state the job has ended, after its training processes are gone; returns what failed, or an empty
-    text.
+    """Report the job's final state to the trackers, after its training processes are gone. Returns a sentence about the failure
+    of that, or an empty string.
 
-    Does nothing if the job goes on, where no follower ran, and if the last one has said the same. Waits for a bounded time.
+    Does nothing if the job goes on, if no follower has run, and if the last one has reported the same. Waits for a bounded time.
     """
     directory, status = output / contract.TRACKING, _STATUS.get(state)
-    if status is None or not wanted(environ) or not directory.is_dir():
+    if status is None or not settings(environ) or not directory.is_dir():
         return ""
     try:
         if (directory / ENDED).read_text() == status:
@@ -164,4 +165,4 @@ def end(output: Path, environ: Mapping[str, str], state: str) -> str:
         process = _process(output, environ, "--end", status, stdin=subprocess.DEVNULL)
     except OSError as error:
         return f"the trackers do not know that the run has ended: {error.strerror}"
-    return _waited(process, directory, FLUSH_S + IMPORTS_S)
+    return _wait(process, directory, FLUSH_S + IMPORTS_S)

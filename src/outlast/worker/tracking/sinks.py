@@ -1,4 +1,4 @@
-"""The interface of a tracker, which trackers a run has, and what it tells them about itself.
+"""The interface of a tracker, the settings that choose a run's trackers, and the run as they see it.
 
 The job file's `tracking` (`contract.Env`) wins. Without it, MLFLOW_TRACKING_URI turns MLflow on, and WANDB_API_KEY or WANDB_MODE
 Weights & Biases, under plain python and torchrun, too.
@@ -19,7 +19,7 @@ from outlast.worker.tracking.lines import Point, Position
 
 
 class Status(enum.StrEnum):
-    """How a run has ended, by MLflow's names."""
+    """The final status of a run, by MLflow's names."""
 
     FINISHED = "FINISHED"
     FAILED = "FAILED"
@@ -31,11 +31,11 @@ class Run:
     """The run that is tracked."""
 
     id: str
-    """The same across kills and resizes, another one for every other run."""
+    """The same across kills and resizes, and unique."""
     name: str
-    """Of the job, or of the output directory where there is no job."""
+    """The job's name, or the output directory's if there is no job."""
     job: str
-    """Name of the job; empty under plain python and torchrun."""
+    """The job's name; empty under plain python and torchrun."""
     output: Path
     place: str
     """Directory or URL of the output, for links."""
@@ -48,30 +48,30 @@ class Run:
         return cls(id, job or output.absolute().name, job, output, place.rstrip("/"))
 
     def checkpoints(self) -> dict[str, str]:
-        """The committed checkpoints that are kept, by name, each with its place."""
+        """The places of the committed checkpoints, by name."""
         try:
-            found = sorted((self.output / contract.CHECKPOINTS).glob(f"step-*/{contract.COMMIT}"))
+            commits = sorted((self.output / contract.CHECKPOINTS).glob(f"step-*/{contract.COMMIT}"))
         except OSError:
             return {}
-        return {path.parent.name: f"{self.place}/{contract.CHECKPOINTS}/{path.parent.name}" for path in found}
+        return {path.parent.name: f"{self.place}/{contract.CHECKPOINTS}/{path.parent.name}" for path in commits}
 
 
 class Sink(Protocol):
-    """A tracker. Any method may raise any exception: then the sink is opened again, and what was not sent comes again.
+    """A tracker. Any method may raise any exception: then the sink is opened again, and unsent values are sent again.
 
-    OutlastError means that another attempt cannot help.
+    OutlastError means that a retry cannot help.
     """
 
     title: str
-    """For messages: `MLflow (http://mlflow:5000)`."""
+    """The name in messages: `MLflow (http://mlflow:5000)`."""
     pause_s: float
     """Interval of sending."""
 
     def open(self) -> Position:
-        """Find or make the run there; returns the last step that it has of each name."""
+        """Find or create the run in the tracker. Returns the last step that it has of each name."""
 
     def rename(self, name: str) -> str:
-        """The name of a value there."""
+        """The tracker's name for a value."""
 
     def send(self, points: Sequence[Point]) -> None:
         """Add values. They have arrived when this returns."""
@@ -80,53 +80,53 @@ class Sink(Protocol):
         """Show the settings of the run."""
 
     def checkpoints(self, places: Mapping[str, str]) -> None:
-        """Show where the checkpoints are, by name, without copying them."""
+        """Show the places of the checkpoints, by name, without copying them."""
 
     def end(self, status: Status | None) -> None:
-        """Show how the run has ended; None: it goes on, or nobody knows."""
+        """Show the run's final status; None: it goes on, or its end is unknown."""
 
 
 def text(value: Any) -> str:
-    """A setting as text: words as they are, everything else as JSON."""
+    """A setting as text: strings unchanged, everything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The parameters in a file; none if there is none, or it is damaged."""
+    """The parameters in a file; empty if it is missing or damaged."""
     try:
-        found = json.loads(path.read_bytes())
+        parameters = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return parameters if isinstance(parameters, dict) else {}
 
 
 NONE = "none"
-"""As `tracking.mlflow`: nothing goes to MLflow, even if MLFLOW_TRACKING_URI is set."""
+"""Value of `tracking.mlflow` that turns MLflow off, even if MLFLOW_TRACKING_URI is set."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Trackers of a run."""
+class Settings:
+    """The requested trackers of a run."""
 
     tensorboard: bool = False
     mlflow: str = ""
-    """URI of a server or database, or an absolute path; empty: not wanted."""
+    """URI of a server or database, or an absolute path; empty: no MLflow."""
     experiment: str = ""
-    """Name of the experiment there; empty: that of the job."""
+    """The experiment's name; empty: the job's name."""
     wandb: bool = False
     project: str = ""
-    """Its project; empty: the name of the job."""
+    """The project of Weights & Biases; empty: the job's name."""
 
     def __bool__(self) -> bool:
         return bool(self.tensorboard or self.mlflow or self.wandb)
 
 
-def wanted(environ: Mapping[str, str]) -> Wanted:
-    """What a process with this environment is to track."""
+def settings(environ: Mapping[str, str]) -> Settings:
+    """The trackers that this environment requests."""
     uri = environ.get(Env.MLFLOW) or environ.get("MLFLOW_TRACKING_URI", "")
     mode = environ.get("WANDB_MODE", "").lower()
     off = mode == "disabled" or environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes")
-    return Wanted(
+    return Settings(
         tensorboard=environ.get(Env.TENSORBOARD) == "1",
         mlflow="" if uri.lower() == NONE else uri,
         experiment=environ.get(Env.EXPERIMENT) or environ.get("MLFLOW_EXPERIMENT_NAME", ""),
