@@ -19,7 +19,7 @@ from outlast.job.report.steps import Bucket
 from outlast.job.shipping import tree
 from outlast.job.spec import changes
 from outlast.job.status import State
-from outlast.local.resumption import GoesOn
+from outlast.local.resumption import Resumption
 from outlast.local.state_dir import Run
 from outlast.storage import runs
 from outlast.storage.store import open_
@@ -30,21 +30,21 @@ from test_local import Here, here, outlast  # noqa: F401  # the fixture
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        (GoesOn(State.FAILED, 10, 180.0), "goes on from step 10 of the run that failed 3m00s ago; --fresh starts anew"),
-        (GoesOn(State.CANCELLED, 5, 20.0), "goes on from step 5 of the run that was cancelled 20s ago; --fresh starts anew"),
-        (GoesOn(State.RUNNING, 5), "goes on from step 5 of the run that was stopped; --fresh starts anew"),
+        (Resumption(State.FAILED, 10, 180.0), "goes on from step 10 of the run that failed 3m00s ago; --fresh starts anew"),
+        (Resumption(State.CANCELLED, 5, 20.0), "goes on from step 5 of the run that was cancelled 20s ago; --fresh starts anew"),
+        (Resumption(State.RUNNING, 5), "goes on from step 5 of the run that was stopped; --fresh starts anew"),
         (
-            GoesOn(State.FAILED, 5, where="s3://b/job"),
+            Resumption(State.FAILED, 5, where="s3://b/job"),
             "goes on from step 5 of the run in s3://b/job that failed; --fresh starts anew",
         ),
         (
-            GoesOn(State.INTERRUPTED, 0, 12.0),
+            Resumption(State.INTERRUPTED, 0, 12.0),
             "goes on with the run that was interrupted 12s ago; it has no checkpoint, and keeps the files that it wrote; "
             "--fresh starts anew",
         ),
     ],
 )
-def test_it_is_said_where_a_run_goes_on_and_how_it_was_left(how: GoesOn, said: str) -> None:
+def test_it_is_said_where_a_run_goes_on_and_how_it_was_left(how: Resumption, said: str) -> None:
     assert how.sentence == said
 
 

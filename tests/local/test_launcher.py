@@ -173,7 +173,7 @@ def test_a_silent_elastic_agent_is_killed_alone_and_its_worker_only_when_nobody_
             launcher.reports[0] = Report(run=launcher.run_id, id=0, standing="waiting")
         machine.goes_on(1.0)
         launcher._end_silent()
-        assert launcher.mute == {} or not comes_back
+        assert launcher.relaunching == {} or not comes_back
         if comes_back:
             with pytest.raises(subprocess.TimeoutExpired):
                 agent.wait(0.3)
@@ -497,7 +497,7 @@ def test_what_is_saved_is_said_as_the_disk_has_it(tmp_path: Path, saved: int, st
             checkpoints.saving(directory, saved, 3), checkpoints.Checkpoint(saved, path, launcher.run_id, 3, 2, 1.0), {}
         )
     launcher.status.step, launcher.live.has_session = step, True
-    assert launcher.live.what_is_saved() == said
+    assert launcher.live.saved_sentence() == said
     taken_up = Launcher(launcher.state_dir, Machine().awake())
     taken_up._recover()
     assert (taken_up.status.step, taken_up.status.reason) == (saved, f"goes on from step {saved}" if saved else "")

@@ -594,7 +594,7 @@ def test_a_fault_is_repeated_the_given_number_of_times(here: Here) -> None:
 def test_other_files_beside_logs_are_no_logs(tmp_path: Path) -> None:
     for name in ("worker-10.log", "worker-2.log", "worker-2-copy.log", "worker-.log", "worker-x.log"):
         (tmp_path / name).touch()
-    assert sorted(log_reader.found(tmp_path)) == [2, 10]
+    assert sorted(log_reader.logs(tmp_path)) == [2, 10]
 
 
 @pytest.mark.parametrize("text", ["", "one", "one\n", "one\ntwo", "one\ntwo\r3\n\n", "\n\n"])

@@ -249,6 +249,6 @@ def test_a_run_that_was_begun_anew_while_we_waited_is_not_replaced_by_the_old_on
     runs.claim(place, runs.Run("new", "job", 2.0, state="Running", owner="them"), replace=True)
     runs.archive(place, "new")
     with pytest.raises(AlreadyRunning, match=r"run new of job job in .* has not ended"):
-        stored.take_over(place, tmp_path, runs.Run("old", "job", 1.0, owner="us"), before=None)
+        stored.take_over(place, tmp_path, runs.Run("old", "job", 1.0, owner="us"), last=None)
     assert (now := runs.read(place)) is not None
     assert now.run == "new"

@@ -78,6 +78,6 @@ def test_neither_the_scripts_own_modules_nor_what_is_there_nor_a_handful_are_wor
 
 def test_a_rank_that_ended_early_has_told_nothing() -> None:
     assert imports.loads(b"") is None
-    imported = imports.loads(imports.dumps(before=()))
+    imported = imports.loads(imports.dumps(preloaded=()))
     assert imported is not None
     assert imported.modules["outlast.worker.launch.imports"] == imports.__file__

@@ -1,7 +1,7 @@
-"""Jobs on this machine: submits each to a launcher of its own, reads what the launcher writes, writes what the user requests.
+"""The backend for jobs on this machine: submits each job to a launcher of its own, reads its status, writes the user's requests.
 
     <state>/jobs/<name>/      see `local.state_dir`
-    <output>/<name>/          checkpoints, logs, ledger; what earlier runs left is in `previous/<time>/`
+    <output>/<name>/          checkpoints, logs, ledger; the files of earlier runs are in `previous/<time>/`
 
 The command line is the only caller. Requests are files, so they survive the launcher, and no verb waits for it.
 """
@@ -13,7 +13,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,13 +32,12 @@ from outlast.worker.launch import system
 from outlast.worker.prepare import prepare
 
 _LOG_POLL_S = 0.1
-"""Poll interval for new log lines."""
 _START_TIMEOUT_S = 10.0
 """How long a launcher may take to acquire its lock: Python starts slowly on a busy machine."""
 _STOP_TIMEOUT_S = 300.0
 """How long a launcher may take to exit: its workers save, and it reads the whole ledger for the final goodput."""
 _NOTICE_DELAY_S = 1.0
-"""A wait for workers to exit is announced after this long."""
+"""Delay of the message that we wait for workers to exit."""
 
 
 class LocalBackend:
@@ -54,7 +52,7 @@ class LocalBackend:
         self._root = state.absolute()
         self._start = start
         self.notices: list[str] = []
-        """What users should know about the job that was submitted or resumed last."""
+        """Messages for the user about the job that was submitted or resumed last."""
 
     # Submitting
 
@@ -69,7 +67,7 @@ class LocalBackend:
         command: str = "",
         say: Callable[[str], None] = lambda _: None,
     ) -> str:
-        """Start a job, or go on with its run unless that has succeeded; returns the run's id."""
+        """Start a job, or resume its run unless that has succeeded. Returns the run's id."""
         state_dir = self._state_dir(job.metadata.name)
         self._wait_until_stopped(state_dir)
         if job.spec.suspend:
@@ -77,8 +75,8 @@ class LocalBackend:
         if not job.spec.workers.replicas:
             raise OutlastError("workers.replicas is 0, which trains nothing; set a number, e.g. with --workers 1")
         last = self._read(state_dir) if state_dir.run.exists() and not fresh else None
-        wanted = submission.Submission(job, source, fresh, take_over, command, say)
-        run, self.notices = submission.submit(self._root, state_dir, wanted, last)
+        request = submission.Submission(job, source, fresh, take_over, command, say)
+        run, self.notices = submission.submit(self._root, state_dir, request, last)
         self._launch(state_dir)
         if chaos is not None:
             argv = [str(self._root), job.metadata.name, str(chaos.absolute())]
@@ -86,8 +84,8 @@ class LocalBackend:
         return run
 
     def ensure(self, name: str) -> bool:
-        """Start a launcher if the job is active and has none, not even one that is starting; return whether it did."""
-        state_dir = self._known(name)
+        """Start a launcher if the job is active and has none, not even one that is starting. Returns whether it did."""
+        state_dir = self._existing(name)
         status = self._read(state_dir)
         if not status.state.active or state_dir.has_launcher():
             return False
@@ -97,12 +95,12 @@ class LocalBackend:
         return True
 
     def _wait_until_stopped(self, state_dir: StateDir) -> None:
-        """Wait for a launcher that is ending, or whose workers are leaving. Raises AlreadyRunning for any other."""
+        """Wait for a launcher that is ending, or whose workers are leaving. Raises AlreadyRunning if the job goes on."""
         began, name, announced = time.monotonic(), state_dir.path.name, False
         while state_dir.has_launcher():
-            over = state_dir.run.exists() and (self._read(state_dir).finished is not None or Request.read(state_dir).end)
+            ending = state_dir.run.exists() and (self._read(state_dir).finished is not None or Request.read(state_dir).end)
             waited = time.monotonic() - began
-            if not over or waited > _STOP_TIMEOUT_S:
+            if not ending or waited > _STOP_TIMEOUT_S:
                 raise AlreadyRunning(f"job {name} is running; `outlast status {name}` shows it, `outlast cancel {name}` ends it")
             if waited > _NOTICE_DELAY_S and not announced:
                 print(f"outlast | waiting for the workers of {name} to leave", file=sys.stderr, flush=True)
@@ -115,22 +113,22 @@ class LocalBackend:
     # Reading
 
     def list(self) -> Sequence[JobStatus]:
-        """All jobs in this state directory, the newest last; for one with damaged files the reason says so."""
-        found = []
+        """All jobs in this state directory, the newest last. If a job's files are damaged, its `reason` is the error."""
+        jobs = []
         for path in (self._root / "jobs").glob("*/run.json"):
             name = path.parent.name
             try:
-                found.append(self.status(name))
+                jobs.append(self.status(name))
             except NotFound:  # it is being submitted again
                 continue
             except OutlastError as problem:
                 submitted = path.stat().st_mtime
-                found.append(JobStatus(name=name, run="", state=State.INTERRUPTED, reason=str(problem), submitted=submitted))
-        return sorted(found, key=lambda status: status.submitted)
+                jobs.append(JobStatus(name=name, run="", state=State.INTERRUPTED, reason=str(problem), submitted=submitted))
+        return sorted(jobs, key=lambda status: status.submitted)
 
     def status(self, name: str) -> JobStatus:
-        """Where a job stands now."""
-        state_dir = self._known(name)
+        """The job's current status."""
+        state_dir = self._existing(name)
         status = self._read(state_dir)
         if not status.state.active or state_dir.has_launcher():
             return status
@@ -146,7 +144,7 @@ class LocalBackend:
 
     def output(self, name: str) -> Path:
         """The job's output directory."""
-        return Path(Run.read(self._known(name)).output)
+        return Path(Run.read(self._existing(name)).output)
 
     def events(self, name: str) -> ledger.Events:
         """The ledger of the job's run."""
@@ -162,11 +160,11 @@ class LocalBackend:
         since_s: float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """The workers' log lines, see the Protocol. Lines have no times here: existing ones come one worker after the other, and
-        `since_s` is refused."""
+        """The workers' log lines, see `job.backend.Backend.logs`. Lines have no times here: existing ones come one worker after
+        the other, and `since_s` raises OutlastError."""
         if since_s is not None:
             raise OutlastError(f"{name} runs on this machine, where log lines have no times; use --tail N instead of --since")
-        run = Run.read(self._known(name))
+        run = Run.read(self._existing(name))
         directory = Path(run.output) / contract.LOGS
         if run.store and not directory.is_dir() and self._over(name):
             yield from stored_output.logs(run.store, worker=worker, tail=tail)
@@ -174,10 +172,10 @@ class LocalBackend:
         files: dict[int, log_reader.Tail] = {}
         while True:
             over = not follow or self._over(name)
-            there = log_reader.found(directory)
-            if worker is None and not files and tail != 0 and len(there) > 1:
+            logs = log_reader.logs(directory)
+            if worker is None and not files and tail != 0 and len(logs) > 1:
                 say("existing lines come one worker after the other, since log lines on this machine have no times")
-            for index, path in sorted(there.items()):
+            for index, path in sorted(logs.items()):
                 if index not in files and worker in (None, index):
                     files[index] = log_reader.Tail(path, tail)
             for index, file in files.items():
@@ -186,7 +184,7 @@ class LocalBackend:
                 break
             time.sleep(_LOG_POLL_S)
         if worker is not None and not files:
-            have = f"there are logs of {', '.join(map(str, sorted(there)))}" if there else "no worker has started"
+            have = f"there are logs of {', '.join(map(str, sorted(logs)))}" if logs else "no worker has started"
             raise NotFound(f"{name} has no log of worker {worker}; {have}")
         for file in files.values():
             file.close()
@@ -206,19 +204,15 @@ class LocalBackend:
         if replicas not in allowed:
             every = len(allowed) == allowed[-1] - allowed[0] + 1
             sizes = f"{allowed[0]} to {allowed[-1]}" if every else ", ".join(map(str, allowed))
-            fixed = (
-                f"the number is fixed at {allowed[0]}"
-                if len(allowed) == 1
-                else f"the job allows {sizes} (workers.min, max, sizes)"
-            )
-            said = f"{replicas} worker{'s are' if replicas > 1 else ' is'} not allowed; {fixed}"
+            rule = f"the job allows {sizes} (workers.min, max, sizes)"
+            rule = f"the number is fixed at {allowed[0]}" if len(allowed) == 1 else rule
             bound = "min" if replicas < allowed[0] else "max" if replicas > allowed[-1] else ""
             remedy = f"; to change that, suspend it and run it again with --set workers.{bound}={replicas}" if bound else ""
-            raise OutlastError(said + remedy)
+            raise OutlastError(f"{replicas} worker{'s are' if replicas > 1 else ' is'} not allowed; {rule}{remedy}")
         Request.read(state_dir).replaced(state_dir, replicas=replicas)
 
     def steer(self, name: str, verb: str) -> None:
-        """Carry out a verb that needs nothing but the job's name."""
+        """Carry out a verb whose only argument is the job's name."""
         match verb:
             case "resume":
                 self.resume(name)
@@ -229,8 +223,8 @@ class LocalBackend:
                 self._end(name, verb)
 
     def resume(self, name: str) -> None:
-        """Go on with a job that has not succeeded, with its code and job file unchanged."""
-        state_dir = self._known(name)
+        """Resume a job that has not succeeded, with its code and job file unchanged."""
+        state_dir = self._existing(name)
         self._wait_until_stopped(state_dir)
         status = self.status(name)
         if status.state is State.SUCCEEDED:
@@ -239,8 +233,8 @@ class LocalBackend:
         self._launch(state_dir)
 
     def _end(self, name: str, verb: str) -> None:
-        """Cancel or kill a run. If it has no launcher, we do what that would."""
-        state_dir, ending = self._known(name), ENDINGS[verb]
+        """Cancel or kill a run. Without a launcher, this does the launcher's work."""
+        state_dir, ending = self._existing(name), ENDINGS[verb]
         status = self._read(state_dir)
         if status.state.final:
             raise OutlastError(f"job {name} has ended already ({status.state})")
@@ -267,34 +261,34 @@ class LocalBackend:
 
         Output in a store stays. Raises OutlastError for a job that has not ended, or whose output another job uses.
         """
-        state_dir = self._known(name)
+        state_dir = self._existing(name)
         status = self.status(name)
         if not status.state.final:
             raise OutlastError(f"job {name} has not ended ({status.state}); outlast cancel {name} ends it")
         self._wait_until_stopped(state_dir)
-        there = Path(Run.read(state_dir).output)
+        directory = Path(Run.read(state_dir).output)
         if output:
-            output_dir.check_unused(there)
-            if whose := output_dir.last_owner(there, state_dir):
-                raise OutlastError(f"output {there} is that of the job in {whose} now; forget {name} without --output")
+            output_dir.check_unused(directory)
+            if owner := output_dir.last_owner(directory, state_dir):
+                raise OutlastError(f"output {directory} is that of the job in {owner} now; forget {name} without --output")
         try:
-            state_dir.run.unlink()  # first: half a state directory is no job
+            state_dir.run.unlink()  # first: without it the job does not exist
             shutil.rmtree(state_dir.path)
-            if output and there.exists():
-                shutil.rmtree(there.resolve())
+            if output and directory.exists():
+                shutil.rmtree(directory.resolve())
         except OSError as problem:
             raise OutlastError(f"{problem.filename} cannot be removed: {problem.strerror}; remove it yourself") from problem
 
-    def kept(self, name: str) -> tuple[Path, Path, str]:
-        """Where a job's state and output are, and the URL of its output in a store, which may be empty."""
-        state_dir = self._known(name)
+    def places(self, name: str) -> tuple[Path, Path, str]:
+        """The directories of a job's state and output, and the URL of its output in a store, or an empty string."""
+        state_dir = self._existing(name)
         run = Run.read(state_dir)
         return state_dir.path, Path(run.output), run.store
 
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
-        """Inject one of `chaos.ACTIONS`; returns a sentence that says what was done."""
+        """Inject one of `chaos.ACTIONS`. Returns a sentence about it."""
         fault = faults.Fault(faults.check(action), worker)
-        return fault_injection.inject(self._known(name), self.status(name), fault, rng)
+        return fault_injection.inject(self._existing(name), self.status(name), fault, rng)
 
     # Evaluation
 
@@ -303,7 +297,7 @@ class LocalBackend:
         from outlast.storage import store
         from outlast.storage.checkpoints import restore
 
-        state_dir = self._known(name)
+        state_dir = self._existing(name)
         job = spec.load(state_dir.job)
         run = Run.read(state_dir)
         environ = {
@@ -317,28 +311,21 @@ class LocalBackend:
         }
         environ |= substitution.values(job.spec.env, environ)
         args = restore.evaluated(Path(run.output), store.open_(run.store) if run.store else None, run.run, args)
-        preparation = prepare.Preparation(job, environ, say=lambda text: print(f"outlast | {text}", file=sys.stderr, flush=True))
-        try:
-            preparation.prepare()
-            del environ[contract.Env.STATE]  # it is no worker
-            command = [preparation.python, *prepare.command(job, environ), contract.EVALUATE, *args]
-            return subprocess.run(command, env=environ, cwd=run.code, check=False).returncode
-        finally:
-            preparation.close()
+        return prepare.evaluate(job, environ, args, say=lambda text: print(f"outlast | {text}", file=sys.stderr, flush=True))
 
     # State directories
 
     def _state_dir(self, name: str) -> StateDir:
         return StateDir(self._root / "jobs" / name)
 
-    def _known(self, name: str) -> StateDir:
+    def _existing(self, name: str) -> StateDir:
         state_dir = self._state_dir(name)
         if not state_dir.run.exists():
             raise NotFound(f"no job {name!r} in {self._root}; `outlast list` shows all jobs")
         return state_dir
 
     def _active(self, name: str) -> StateDir:
-        state_dir = self._known(name)
+        state_dir = self._existing(name)
         if self._over(name):
             raise OutlastError(
                 f"job {name} is not running ({self.status(name).state}); `outlast run` or `outlast resume` starts it"
@@ -346,7 +333,7 @@ class LocalBackend:
         return state_dir
 
     def _read(self, state_dir: StateDir) -> JobStatus:
-        """What the launcher wrote last. Without it the run may still go on from its checkpoints."""
+        """The status that the launcher wrote last. Without it the run can still be resumed from its checkpoints."""
         run = Run.read(state_dir)
         try:
             file = run.file if Path(run.file).exists() else ""

@@ -1,4 +1,7 @@
-"""Faults on this machine: signals to a worker's agent or to one of its training processes."""
+"""Injects faults on this machine: signals to a worker's agent or to one of its training processes.
+
+python -m outlast faults STATE NAME SCHEDULE      carries out a schedule beside a run; outlives the command line
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ _DONE = {"term": "terminated", "evict": "terminated", "stop": "stopped", "slow":
 
 
 def inject(state_dir: StateDir, status: JobStatus, fault: chaos.Fault, rng: random.Random) -> str:
-    """Inject a fault now, and record it in the ledger; returns a sentence that says what was done. Raises OutlastError."""
+    """Inject a fault now, and record it in the ledger. Returns a sentence about it. Raises OutlastError."""
     worker = _target(status, fault.worker, rng, needs_process=fault.do not in _ON_WORKER)
     if fault.do in _ON_WORKER:
         pid, target = worker.pid, f"worker {worker.index}"
@@ -51,11 +54,11 @@ def inject(state_dir: StateDir, status: JobStatus, fault: chaos.Fault, rng: rand
 
 
 def _target(status: JobStatus, worker: int | None, rng: random.Random, *, needs_process: bool) -> WorkerStatus:
-    found = [w for w in status.workers if worker in (None, w.index)]
-    if worker is not None and not found:
-        there = ", ".join(str(w.index) for w in status.workers)
-        raise NotFound(f"{status.name} has no worker {worker}; {f'there are {there}' if there else 'no worker runs now'}")
-    alive = [w for w in found if w.pid and (w.ranks or not needs_process)]
+    candidates = [w for w in status.workers if worker in (None, w.index)]
+    if worker is not None and not candidates:
+        present = ", ".join(str(w.index) for w in status.workers)
+        raise NotFound(f"{status.name} has no worker {worker}; {f'there are {present}' if present else 'no worker runs now'}")
+    alive = [w for w in candidates if w.pid and (w.ranks or not needs_process)]
     if not alive:
         if worker is None:
             lack = f"no worker {'has a training process' if needs_process else 'runs'}"

@@ -1,10 +1,10 @@
-"""The launcher of one job on this machine: starts workers, coordinates their rendezvous, judges failures, writes the status.
+"""The launcher of one job on this machine: starts workers, coordinates their rendezvous, counts failures, writes the status.
 
     python -m outlast launcher STATE_DIR
 
-A job has one launcher, which holds a lock. It may be killed at any moment: workers train on, start a new launcher when they miss
-it, and the new one adopts them. What must survive is in `launcher.json`, written before anything that depends on it; what the
-user requests is in `wanted.json`, written by the command line; the status is in `status.json`. It is the
+A job has one launcher, which holds a lock. It may be killed at any moment: workers train on, start a new launcher if it is
+unreachable, and the new one adopts them. Its own state is in `launcher.json`, written before anything that depends on it; the
+user's request is in `wanted.json`, written by the command line; the status is in `status.json`. It is the
 `rendezvous.coordinator` of one machine.
 """
 
@@ -45,15 +45,15 @@ if TYPE_CHECKING:
 TICK_S = 0.1
 """Interval of the loop when nothing happens."""
 WAIT_NOTICE_S = 2.0
-"""A wait longer than this is explained in the status."""
+"""Waits longer than this are explained in the status."""
 EARLY_FAILURE_S = 60.0
 """A script that reports no steps and fails within this time has failed at its beginning."""
 UPLOAD_TIMEOUT_S = 30.0
-"""How long the launcher tries to upload what the workers could not."""
+"""How long the launcher tries to upload the files that the workers could not."""
 EXIT_TIMEOUT_S = 15.0
 """How long workers may take to exit after the end of the job."""
-BACK_S = 60.0
-"""How long an agent may take to start another elastic agent for one that was killed."""
+RELAUNCH_TIMEOUT_S = 60.0
+"""How long an agent may take to replace a killed elastic agent."""
 
 
 class Launcher(Coordinator):
@@ -72,7 +72,7 @@ class Launcher(Coordinator):
         self.request = Request.read(state_dir)
         self.state = after(record.generation, self.clock())
         self.closing: tuple[State, str, int] | None = None
-        """The end that has been decided: state, reason, exit code."""
+        """The decided end: state, reason, exit code."""
         self.close_by = self.closed_at = 0.0
         self.displaced = False
         """Whether another machine has taken the run over."""
@@ -81,10 +81,10 @@ class Launcher(Coordinator):
         self.started: float | None = None
         """When its first world was formed, by our clock."""
         self.not_joined: dict[int, str] = {}
-        """Workers that failed to join the running world, and why."""
+        """Workers that failed to join the running world, with the reason."""
         self.formed_at = 0.0
-        self.unheard: dict[int, str] = {}
-        """Workers that we have killed because the others do not hear them, and that sentence."""
+        self.unreachable: dict[int, str] = {}
+        """Workers that we have killed because the others cannot reach them, with the reason."""
         self.status = JobStatus(
             name=self.job.metadata.name,
             run=self.run_id,
@@ -97,13 +97,12 @@ class Launcher(Coordinator):
         )
         self.live = LiveStatus(state_dir, record, self.pool, self.status, self.clock)
         self._started = 0, 0
-        """`newest_start` of the launcher before this one."""
-        self.mute: dict[int, tuple[Worker, float]] = {}
-        """Workers whose elastic agent was killed for its silence, and until when another one is waited for."""
+        """`newest_start` of the previous launcher."""
+        self.relaunching: dict[int, tuple[Worker, float]] = {}
+        """Workers whose silent elastic agent we have killed, with the deadline for its replacement."""
         self.output_lock: int | None = None
         """Descriptor that holds the lock of the output."""
         self.heartbeat: alive.Heartbeats | None = None
-        """Heartbeat in the store: this machine trains the run."""
         self._written = ""
         self._wake = asyncio.Event()
         self.server = sockets.Server(run=self.run_id, on_report=self.on_report, on_gone=self.on_gone, clock=self.clock)
@@ -141,7 +140,7 @@ class Launcher(Coordinator):
             elif self._all_exited():
                 break
             self._write_status()
-            await asyncio.sleep(0)  # hear what has come meanwhile, also when there is no pause
+            await asyncio.sleep(0)  # receive pending messages even if there is no pause
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), TICK_S)
         await self.server.stop()
@@ -159,20 +158,20 @@ class Launcher(Coordinator):
         self.history = tuple(restarts.Record(*record) for record in memory["history"])
         self.restarts, self.status.interruptions = memory["restarts"], memory["interruptions"]
         with contextlib.suppress(OSError, ValueError):
-            before = JobStatus.model_validate_json(self.state_dir.status.read_text())
-            self.status.started, self.status.failure = before.started, before.failure
-            self.status.step, self.status.epoch = before.step, before.epoch
-            if before.started is not None:
-                self.started = self.clock() - max(0.0, time.time() - before.started)
+            last = JobStatus.model_validate_json(self.state_dir.status.read_text())
+            self.status.started, self.status.failure = last.started, last.failure
+            self.status.step, self.status.epoch = last.step, last.epoch
+            if last.started is not None:
+                self.started = self.clock() - max(0.0, time.time() - last.started)
         generation = max(memory["generation"], self.record.generation)
         if generation:
             self.state = after(generation, self.clock())
         self.counted, self.followed = (memory["judged"], memory.get("attempt", 0)), generation
         self._started = memory["generation"], memory.get("start", 0)
-        self.pool.gpus = memory["gpus"]  # a worker that revives us shows us only its own
+        self.pool.gpus = memory["gpus"]  # a worker that restarts us sees only its own
         self.pool.adopt(memory["workers"])
         state, reason, code = memory["closing"] or (State.RUNNING, "", 0)
-        if state in (State.SUCCEEDED, State.FAILED):  # what the user wants is in `wanted.json`
+        if state in (State.SUCCEEDED, State.FAILED):  # other ends are the user's, and in `wanted.json`
             self.closing, self.close_by = (State(state), reason, code), self.clock() + self.timeouts.leave + EXIT_TIMEOUT_S
             self.closed, self.status.end = sockets.Closed(reason, code), End(memory.get("end", ""))
         self._collect_ended()
@@ -207,7 +206,6 @@ class Launcher(Coordinator):
     # Workers
 
     def _start_missing(self) -> None:
-        """Start the workers that are missing."""
         for index in self.pool.missing(self.request.replicas):
             try:
                 worker = self.pool.start(index)
@@ -222,24 +220,23 @@ class Launcher(Coordinator):
             self.remember()
 
     def _end_silent(self) -> None:
-        """Kill agents that do nothing, and elastic agents that say nothing: these their agents start again, beside the memory."""
+        """Kill silent agents, and silent elastic agents: their agents replace them, and keep the snapshots."""
         for worker in self.pool.silent():
             self.pool.kill(worker.index, "has an agent that does nothing")
         for id, pid in self.server.drop_silent().items():
             why = f"was silent for {sockets.SILENCE_S:g} s"
             if pid and id in self.pool.present:
                 self.pool.kill_elastic(id, pid, why)
-                self.mute[id] = self.pool.present[id], self.clock() + BACK_S
+                self.relaunching[id] = self.pool.present[id], self.clock() + RELAUNCH_TIMEOUT_S
             else:
                 self.pool.kill(id, why)
-        for id, (worker, until) in list(self.mute.items()):
+        for id, (worker, until) in list(self.relaunching.items()):
             if id in self.reports or self.pool.present.get(id) is not worker:
-                del self.mute[id]
+                del self.relaunching[id]
             elif self.clock() > until:
                 self.pool.kill(id, "says nothing although its elastic agent was killed")
 
     def _collect_ended(self) -> None:
-        """Record the workers that have ended."""
         for end in self.pool.ended():
             worker = end.worker
             self.ledger.write("exited", worker=worker.index, code=end.code, reason=end.message, interrupted=end.interrupted)
@@ -255,7 +252,7 @@ class Launcher(Coordinator):
 
     def _worker_died(self, end: Ended) -> None:
         index = end.worker.index
-        reason = self.unheard.pop(index, end.reason)
+        reason = self.unreachable.pop(index, end.reason)
         self.pool.pause(index)
         training = self.state.world if self.state.called is None else None
         if training is not None and index not in training.members:  # the world goes on without it
@@ -264,25 +261,25 @@ class Launcher(Coordinator):
         (generation, attempt), step = self.newest_start(), self.status.step
         inside = self.state.world is not None and index in self.state.world.members and self.pool.trained(index)
         if inside and self.counted >= (generation, attempt):
-            return  # part of the failure of its world, which is counted already
+            return  # belongs to the failure of its world, which is counted already
         died = Failure(worker=index, code=end.code, reason=reason, step=step, time=time.time())
         self.add_failure(dataclasses.replace(died, generation=generation, attempt=attempt), echo=False)
 
     def add_failure(self, failure: Failure, *, echo: bool) -> None:
         self.live.read(self.state.world)
-        if echo and self.status.told and not failure.step:  # to be shown
+        if echo and self.status.told and not failure.step:  # for the status
             failure = dataclasses.replace(failure, step=self.status.step)
         super().add_failure(failure, echo=echo)
 
     def newest_start(self) -> tuple[int, int]:
-        """Also one of which only the launcher before this one has heard: whoever reported it may have died since."""
+        """Includes a start that only the previous launcher knew of: the worker that reported it may have died since."""
         return max(super().newest_start(), self._started)
 
     # Decisions
 
     def fence(self, id: int, reason: str) -> None:
         super().fence(id, reason)
-        self.unheard[id] = reason
+        self.unreachable[id] = reason
         self.not_joined[id] = f"{reason}; it is started again, and may join after {self.state.lost[id].held_s:g} s"
         self.pool.kill(id, f"is heard by nobody ({reason})")
 
@@ -318,14 +315,14 @@ class Launcher(Coordinator):
 
     def progress(self, failure: Failure, *, echo: bool) -> tuple[Failure, int | None, int]:
         self.live.read(self.state.world)
-        known = self.status.step
-        step = 0 if self.status.told == "log" else known  # a step read from a log is shown, but decides nothing
-        # A secondary failure says nothing about the step, nor does that of a plain script that ran for a while.
-        if failure.hung:  # it knows its step
+        current = self.status.step
+        step = 0 if self.status.told == "log" else current  # a step read from a log is shown, but decides nothing
+        # A secondary failure tells nothing about the step, nor does that of a plain script that ran for a while.
+        if failure.hung:  # a hung process has reported its step
             return failure, failure.step, self.live.committed()
         silent = not self.live.has_session and self.status.told != "script" and self.clock() - self.formed_at > EARLY_FAILURE_S
         return (
-            dataclasses.replace(failure, step=known if self.status.told else failure.step),
+            dataclasses.replace(failure, step=current if self.status.told else failure.step),
             None if echo or silent else step,
             self.live.committed(),
         )
@@ -337,7 +334,7 @@ class Launcher(Coordinator):
         self._close(state, reason, code, end)
 
     def _keep_deadlines(self) -> None:
-        """End a job that starts too late or runs too long. Time in which the machine slept does not count."""
+        """End a job that starts too late or runs too long. The clock stops while the machine sleeps."""
         now, limits = self.clock(), self.job.spec
         startup, active = limits.startup_deadline_seconds, limits.active_deadline_seconds
         if startup and self.started is None and now - self.submitted > startup:
@@ -350,17 +347,17 @@ class Launcher(Coordinator):
     # Requests of the user
 
     def _apply_request(self) -> None:
-        wanted = Request.read(self.state_dir)
-        if wanted == self.request and not wanted.end:
+        new = Request.read(self.state_dir)
+        if new == self.request and not new.end:
             return
-        if wanted.replicas != self.request.replicas:
-            self.ledger.write("scaled", replicas=wanted.replicas)
+        if new.replicas != self.request.replicas:
+            self.ledger.write("scaled", replicas=new.replicas)
             self.not_joined.clear()
-        before, self.request = self.request, wanted
-        ending = ENDINGS.get(wanted.end)
+        old, self.request = self.request, new
+        ending = ENDINGS.get(new.end)
         if ending and self.closing is None:
             self._close(ending.state, ending.reason, ending.code)
-        elif ending and ending.at_once and before.end != wanted.end:
+        elif ending and ending.at_once and old.end != new.end:
             self.closing = (ending.state, ending.reason, ending.code)
             self.closed = sockets.Closed(*self.closing[1:])
         else:
@@ -371,14 +368,14 @@ class Launcher(Coordinator):
     # The end
 
     def _close(self, state: State, reason: str, code: int, end: End = End.UNKNOWN) -> None:
-        """Decide the end: workers that trained to it are told so, the others are told to leave."""
+        """Decide the end. Notify workers that wait for the next world, and ask all others to leave."""
         if self.closing is not None:
             return
         self.status.end = end
         self.closing = (state, reason, code)
         self.remember()
         if state is State.FAILED and self.status.state is State.RESTARTING:
-            self.say(State.RUNNING, "the job fails; its workers are told to end")  # why is said by its last state
+            self.say(State.RUNNING, "the job fails; its workers are told to end")  # its last state has the reason
         else:
             self.say(State.RUNNING if state is State.SUCCEEDED else State.RESIZING if code == 75 else self.status.state, reason)
         leave = code == contract.Exit.INTERRUPTED
@@ -388,7 +385,7 @@ class Launcher(Coordinator):
         if leave:
             for worker in self.pool.present.values():
                 self.pool.ask_to_leave(worker)
-        else:  # who is to save leaves by itself
+        else:  # nothing to save: members end when they are notified
             self.closed = sockets.Closed(reason, code)
             for id in list(self.reports):
                 self.send(id, "closed", self.closed)
@@ -398,33 +395,34 @@ class Launcher(Coordinator):
         self.wake()
 
     def _all_exited(self) -> bool:
-        """Whether all workers are gone; those that take too long are killed."""
+        """Whether all workers are gone. Kills those that take too long."""
         assert self.closing is not None
-        pushing = [w for w in self.pool.present.values() if self.pool.report(w).get("state") == Phase.FLUSHING]
-        if self.store and pushing and self.clock() - self.closed_at > WAIT_NOTICE_S:
+        flushing = [w for w in self.pool.present.values() if self.pool.report(w).get("state") == Phase.FLUSHING]
+        if self.store and flushing and self.clock() - self.closed_at > WAIT_NOTICE_S:
             self.status.reason, self.status.waits = f"{self.closing[1]}; pushing what is left to {self.store}", ""
         if self.clock() > self.close_by:
             for worker in list(self.pool.present.values()):
-                if not self.close_by or self.pool.report(worker).get("state") != Phase.FLUSHING:  # its agent sees to the time
+                if not self.close_by or self.pool.report(worker).get("state") != Phase.FLUSHING:  # agents limit their flush
                     self.pool.kill(worker.index, "has not left in time")
         return not self.pool.present
 
     def _finish(self) -> int:
         assert self.closing is not None
         state, reason, code = self.closing
-        self._show_last_failure()
+        if self.pending and self.status.failure is None and state is State.FAILED:  # came with the end, so it was not counted
+            self.status.failure = failures.cause(self.pending).failure
         if self.status.told != "session" and self.status.checkpoint is None:
             self.live.finish()
         if code == contract.Exit.INTERRUPTED:
             self.live.read(self.state.world)
-            reason = f"{reason}; {self.live.what_is_saved()}"
+            reason = f"{reason}; {self.live.saved_sentence()}"
         self.status.world, self.status.rate = [], None
         self.live.warning = tracking.end(self.output, self.pool.tracker_environ(), state) or self.live.warning
         self.ledger.write("finished", state=str(state), reason=reason, step=self.status.step, code=code)
         if self.store and self.request.end != "kill":
             state, reason, code = self._upload_rest(state, reason, code)
         if self.heartbeat is not None:
-            with contextlib.suppress(OutlastError):  # else it seems alive until the heartbeat expires
+            with contextlib.suppress(OutlastError):  # otherwise it seems alive until the heartbeat expires
                 self.heartbeat.stop(left=True)
         self.status.finished = time.time()
         self.status.exit_code = code
@@ -438,7 +436,7 @@ class Launcher(Coordinator):
         return code
 
     def _upload_rest(self, state: State, reason: str, code: int) -> tuple[State, str, int]:
-        """Upload the rest: the end of the ledger, and what killed workers left. A successful job that cannot be uploaded ends as
+        """Upload the rest: the end of the ledger, and the files of killed workers. If that fails, a successful job ends as
         interrupted, so that it is run again."""
         from outlast.local import stored
 
@@ -459,11 +457,6 @@ class Launcher(Coordinator):
             return State.INTERRUPTED, f"{reason}; {problem}, and `outlast run` pushes it", contract.Exit.INTERRUPTED
         return state, f"{reason}; {problem}", code
 
-    def _show_last_failure(self) -> None:
-        """Show a failure that came with the end, although it is not judged."""
-        if self.pending and self.status.failure is None and self.closing and self.closing[0] is State.FAILED:
-            self.status.failure = failures.cause(self.pending).failure
-
     # Status
 
     def say(self, state: State, reason: str) -> None:
@@ -479,8 +472,8 @@ class Launcher(Coordinator):
         train += "; --set processesPerWorker=1 for one a worker" if each > 1 else ""
         no_gpu = f"resources.gpu ({self.job.spec.resources.gpu}): this machine shows no GPU; {train}"
         cpu_instead = self.job.spec.resources.gpu and not any(self.pool.gpus.values())
-        known = [self.live.warning, self.live.begun_anew, self.live.alone, no_gpu if cpu_instead else ""]
-        status.warnings = [text for text in [*known, *self.not_joined.values()] if text]
+        warnings = [self.live.warning, self.live.begun_anew, self.live.alone, no_gpu if cpu_instead else ""]
+        status.warnings = [text for text in [*warnings, *self.not_joined.values()] if text]
         status.replicas = self.request.replicas
         status.restarts = self.restarts
         status.generation = self.generation()
@@ -497,8 +490,8 @@ class Launcher(Coordinator):
                 self._written = text
 
 
-def _acquired(lock: int) -> bool:
-    """Acquire the lock. A process that only tests it may hold it for a moment."""
+def _acquire(lock: int) -> bool:
+    """Acquire the lock. Retries, since a process that only tests it may hold it for a moment."""
     for _ in range(20):
         if file_locks.acquire(lock):
             return True
@@ -511,7 +504,7 @@ def main(argv: list[str]) -> int:
     state_dir = StateDir(Path(argv[0]))
     system.entitle(f"launcher {state_dir.path}")
     with open(state_dir.lock, "a") as lock:
-        if not _acquired(lock.fileno()):
+        if not _acquire(lock.fileno()):
             print(f"another launcher runs {state_dir.path}", flush=True)
             return 0
         log = os.open(state_dir.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -1,4 +1,4 @@
-"""What a launcher reads of its run while it trains: step, rate, checkpoints, uploads, goodput, and the state of each worker.
+"""Observes a run for its launcher: step, rate, checkpoints, uploads, goodput, and the state of each worker.
 
 Fills in the `JobStatus` that the launcher writes to `status.json`. Decides nothing.
 """
@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,28 +35,27 @@ from outlast.storage import checkpoints
 SCAN_INTERVAL_S = 2.0
 """Least interval between scans for the files of a plain script, and between computations of the live goodput."""
 MAX_SHARE = 0.02
-"""Largest share of our time that either may take: the interval grows with what it costs."""
+"""Largest share of our time that either may take: the interval grows with its duration."""
 
 
 class LiveStatus:
-    """Keeps the status of a run up to date with what its workers write."""
+    """Updates the status of a run from the files of its workers."""
 
     def __init__(self, state_dir: StateDir, run: Run, pool: WorkerPool, status: JobStatus, clock: Callable[[], float]) -> None:
         self.status = status
         self._state_dir, self._run, self._pool, self._clock = state_dir, run, pool, clock
         self._output = Path(run.output)
         self.has_session = False
-        """Whether the training of the current world reports its steps through a session; a plain script does not."""
+        """Whether the current world's training reports its steps through a session; a plain script does not."""
         self.warning = ""
         """A problem that the training reports, e.g. a full disk."""
         self.begun_anew = self.alone = ""
         """Warnings that a plain script trains from the beginning after a restart, and without a process group."""
-        self._process = 0
+        self._pid = 0
         """The pid of the plain script's rank 0."""
-        self._reached: saves.Logged | None = None
-        """The last step before that process."""
-        self._first: saves.Logged | None = None
-        """The first step of the run."""
+        self._previous: saves.Logged | None = None
+        """The last step of the process before it."""
+        self._first_of_run: saves.Logged | None = None
         self._next_scan = 0.0
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=64)
         """Times and steps, for the rate."""
@@ -65,24 +64,24 @@ class LiveStatus:
         self._next_goodput = 0.0
 
     def start(self) -> None:
-        """Fill in what earlier worlds of the run have saved."""
-        if found := self._newest():
-            self.status.step, self.status.checkpoint = found.step, found
-            self.status.reason = f"goes on from step {found.step}"
+        """Fill in the newest checkpoint or save of earlier worlds."""
+        if newest := self._newest():
+            self.status.step, self.status.checkpoint = newest.step, newest
+            self.status.reason = f"goes on from step {newest.step}"
         else:
             self._find_saves(now=True)
 
     def world_formed(self) -> None:
-        """Forget what the last world reported."""
+        """Forget the last world's reports."""
         self.has_session, self.warning = False, ""
 
     def committed(self) -> int:
-        """Step of the newest committed checkpoint; 0 when there is none."""
-        found = self._newest()
-        return found.step if found else 0
+        """Step of the newest committed checkpoint; 0 if there is none."""
+        newest = self._newest()
+        return newest.step if newest else 0
 
-    def what_is_saved(self) -> str:
-        """What is saved and what is lost, in a sentence."""
+    def saved_sentence(self) -> str:
+        """A sentence about the saved step and the lost ones."""
         saved, step = self.committed(), self.status.step
         if not saved and self.has_session:
             return f"no step is saved, {step} {'is' if step == 1 else 'are'} lost" if step else "no step was done yet"
@@ -108,39 +107,38 @@ class LiveStatus:
             self.status.checkpoint = self._newest() or self.status.checkpoint
 
     def _read_plain(self, record: progress.Progress, world: World) -> None:
-        """Read the step that a plain script reports, or prints."""
         now = self.status
-        if record.pid != self._process:
-            restarted = now.step and (self._process or record.started > progress.kernel(os.getpid())[1])  # else adopted
-            self._reached = saves.Logged(now.step, None, now.epoch) if restarted else None
-            self._process = record.pid
+        if record.pid != self._pid:
+            restarted = now.step and (self._pid or record.started > progress.kernel(os.getpid())[1])  # otherwise adopted
+            self._previous = saves.Logged(now.step, None, now.epoch) if restarted else None
+            self._pid = record.pid
         self._find_saves()
         worker = self._pool.present.get(world.members[0])
         report = self._pool.report(worker) if worker else {}
         self.alone = report.get("warning", self.alone)
-        said, more = report.get("logged"), report.get("logged_more") or {"pid": record.pid}
+        logged, more = report.get("logged"), report.get("logged_more") or {"pid": record.pid}
         of_epoch = more.get("epoch", saves.UNNAMED if now.epoch == saves.UNNAMED else None)
         if record.step:
-            said, more, of_epoch = (record.step, record.steps), {"first": (record.step,)}, None
-        elif not said or said[2] != world.generation or more["pid"] != record.pid:
+            logged, more, of_epoch = (record.step, record.steps), {"first": (record.step,)}, None
+        elif not logged or logged[2] != world.generation or more["pid"] != record.pid:
             return  # printed by an earlier process
-        self._set_step(said[0], None if of_epoch is not None else said[1], "script" if record.step else "log")
-        now.epoch, now.epoch_steps = of_epoch, None if of_epoch is None else said[1]
+        self._set_step(logged[0], None if of_epoch is not None else logged[1], "script" if record.step else "log")
+        now.epoch, now.epoch_steps = of_epoch, None if of_epoch is None else logged[1]
         first = saves.Logged(*more["first"]) if more.get("first") else None
-        if first and self._reached:
-            self.begun_anew = saves.begun_anew(now.saved, self._reached, first, self._first) or self.begun_anew
-            self._reached = None
-        elif self._first is None and world.generation == 1 and not record.attempt:
-            self._first = first
+        if first and self._previous:
+            self.begun_anew = saves.begun_anew(now.saved, self._previous, first, self._first_of_run) or self.begun_anew
+            self._previous = None
+        elif self._first_of_run is None and world.generation == 1 and not record.attempt:
+            self._first_of_run = first
 
     def update_workers(self, world: World | None) -> None:
-        """Read what the agents report of their workers, and of uploads to the store."""
+        """Read the agents' reports on their workers and uploads."""
         self.status.workers = [self._worker(worker, world) for _, worker in sorted(self._pool.present.items())]
         if self.status.store is not None:
             self.status.store = self._store(self.status.store)
 
     def update_goodput(self) -> None:
-        """Compute the goodput now and then, in a thread: reading the ledger of a long run takes a minute."""
+        """Compute the goodput periodically, in a thread: reading the ledger of a long run takes a minute."""
         now = self._clock()
         if self._computing is None and now >= self._next_goodput:
             self._next_goodput = now
@@ -151,7 +149,6 @@ class LiveStatus:
             self._next_goodput = now + max(SCAN_INTERVAL_S, (now - self._next_goodput) / MAX_SHARE)
 
     def _account(self) -> Goodput | None:
-        """The account up to now, the same as in `outlast report`."""
         try:
             return goodput.buckets(ledger.read(self._output / contract.LEDGER), time.time())
         except OSError:  # somebody removed the ledger
@@ -174,8 +171,12 @@ class LiveStatus:
         self._show_account(self._account())
 
     def _newest(self) -> CheckpointStatus | None:
-        found = [c for c in checkpoints.list_(self._output / contract.CHECKPOINTS) if c.run == self._run.run and not c.problem]
-        return _checkpoint_status(found) if found else None
+        good = [c for c in checkpoints.list_(self._output / contract.CHECKPOINTS) if c.run == self._run.run and not c.problem]
+        if not good:
+            return None
+        ranked = (BestStatus(step=c.step, value=c.metric.value, by=c.metric.by) for c in checkpoints.ranked(good) if c.metric)
+        newest, best = good[-1], next(ranked, None)
+        return CheckpointStatus(step=newest.step, path=str(newest.path), time=newest.time, bytes=newest.bytes, best=best)
 
     def _set_step(self, step: int, steps: int | None, source: str) -> None:
         now = self._clock()
@@ -188,20 +189,20 @@ class LiveStatus:
         self.status.rate = (step - first) / (now - then) if now - then > 0.5 else self.status.rate
 
     def _find_saves(self, *, now: bool = False) -> None:
-        """Look for files that a plain script has saved, every few seconds; less often where that takes long."""
+        """Look for files that a plain script has saved, every few seconds; less often if that takes long."""
         began = time.monotonic()
         if now or began >= self._next_scan:
             self.status.saved = saves.newest(self._output, self._run.submitted)
             self._next_scan = time.monotonic() + max(SCAN_INTERVAL_S, (time.monotonic() - began) / MAX_SHARE)
 
-    def _store(self, before: StoreStatus) -> StoreStatus:
-        """What the uploader reports, on whichever worker it runs."""
+    def _store(self, last: StoreStatus) -> StoreStatus:
+        """The newest report of an uploader, which may run on any worker."""
         reports = (self._pool.report(worker).get("pushed") for worker in self._pool.present.values())
         newest = max(filter(None, reports), key=lambda record: record["pushed"] or 0.0, default=None)
         if newest is None:
-            return before
-        pushed = newest["pushed"] or before.pushed  # an uploader that has just started does not know what another one did
-        return StoreStatus(url=before.url, **{**newest, "pushed": pushed, "step": max(newest["step"], before.step)})
+            return last
+        pushed = newest["pushed"] or last.pushed  # a new uploader does not know of the uploads of an earlier one
+        return StoreStatus(url=last.url, **{**newest, "pushed": pushed, "step": max(newest["step"], last.step)})
 
     def _worker(self, worker: Worker, world: World | None) -> WorkerStatus:
         report = self._pool.report(worker)
@@ -220,12 +221,3 @@ class LiveStatus:
             probes=report.get("probes"),
             reason=f"stands still: {report['still']}" if report.get("still") else "",
         )
-
-
-def _checkpoint_status(found: Sequence[checkpoints.Checkpoint]) -> CheckpointStatus:
-    """The newest of these, and which is best."""
-    newest = found[-1]
-    best = next(
-        (BestStatus(step=c.step, value=c.metric.value, by=c.metric.by) for c in checkpoints.ranked(found) if c.metric), None
-    )
-    return CheckpointStatus(step=newest.step, path=str(newest.path), time=newest.time, bytes=newest.bytes, best=best)

@@ -1,4 +1,4 @@
-"""The log files of workers on this machine: which there are, and their lines as they are appended."""
+"""Reads the log files of workers on this machine, and follows them."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _CHUNK = 1 << 20
-"""Bytes of a log that are read at a time."""
 
 
-def found(directory: Path) -> dict[int, Path]:
+def logs(directory: Path) -> dict[int, Path]:
     """The workers' logs in a directory, by worker; other files are ignored."""
-    names = (re.fullmatch(r"worker-(\d+)\.log", path.name) for path in directory.glob("worker-*.log"))
-    return {int(named[1]): directory / named[0] for named in names if named}
+    matches = (re.fullmatch(r"worker-(\d+)\.log", path.name) for path in directory.glob("worker-*.log"))
+    return {int(match[1]): directory / match[0] for match in matches if match}
 
 
 class Tail:
-    """Reads a log from its beginning, or its `last` lines, and then what is appended."""
+    """Reads a log from its beginning, or its `last` lines, and then new lines as they are appended."""
 
     def __init__(self, path: Path, last: int | None) -> None:
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed by close)
         self._begun: list[bytes] = []
         """Parts of an unfinished line."""
         if last is not None:
-            self._file.seek(self._before(last))
+            self._file.seek(self._offset_of(last))
 
     def lines(self, *, rest: bool) -> Iterator[str]:
         """The new complete lines; with `rest` also an unfinished last one."""
@@ -40,17 +39,16 @@ class Tail:
             self._begun = []
             yield line.decode(errors="replace")
 
-    def _before(self, last: int) -> int:
-        """Offset of the `last` lines."""
+    def _offset_of(self, last: int) -> int:
         start = end = self._file.seek(0, os.SEEK_END)
-        found = 0
+        count = 0
         while start and last:
             start, cut = max(0, start - _CHUNK), min(start, _CHUNK)
             self._file.seek(start)
             piece = self._file.read(cut)
             while (cut := piece.rfind(b"\n", 0, cut)) >= 0:
-                found += start + cut + 1 < end  # what comes after the last newline is a line if there is anything
-                if found == last:
+                count += start + cut + 1 < end  # text after the last newline is a line, too
+                if count == last:
                     return start + cut + 1
         return start if last else end
 

@@ -1,4 +1,4 @@
-"""The output directory of a job on this machine: where it is, which job uses it, and room for a new run."""
+"""The output directory of a job on this machine: its place, its owner, and moving earlier files away."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from outlast.local.state_dir import Run, StateDir
 from outlast.storage import checkpoints, runs
 
 _POLL_S = 0.1
-"""Poll interval for the lock of an output."""
 _UNLOCK_TIMEOUT_S = 2.0
 """How long the lock of an output may outlive the launcher that held it."""
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
@@ -27,39 +26,39 @@ def store_url(job: spec.Job) -> str:
 
 
 def directory(job: spec.Job, state: Path) -> Path:
-    """The directory of this machine that the job writes to."""
+    """The job's output directory on this machine."""
     return (spec.local(str(job.spec.output)) or state / "runs") / job.metadata.name
 
 
 def check_unused(output: Path) -> None:
-    """Raise AlreadyRunning when a launcher with another state directory uses this output; a dying one gets a moment."""
+    """Raise AlreadyRunning if a launcher with another state directory uses this output. Waits a moment for one that is ending."""
     deadline = time.monotonic() + _UNLOCK_TIMEOUT_S
     while not _free(output):
         if time.monotonic() > deadline:
-            whose = (output / contract.OWNER).read_text() or "another launcher"
+            owner = (output / contract.OWNER).read_text() or "another launcher"
             raise AlreadyRunning(
-                f"output {output} is in use by the job in {whose}; end it there, or give this job another name or output"
+                f"output {output} is in use by the job in {owner}; end it there, or give this job another name or output"
             )
         time.sleep(_POLL_S)
 
 
 def resumable(run: Run, state_dir: StateDir) -> bool:
-    """Whether a run can go on: see `stored.ours`; and no job with another state directory has used its output since."""
-    return stored.ours(run) and not last_owner(Path(run.output), state_dir)
+    """Whether a run can be resumed: see `stored.owned`; and no job with another state directory has used its output since."""
+    return stored.owned(run) and not last_owner(Path(run.output), state_dir)
 
 
 def last_owner(output: Path, state_dir: StateDir) -> str:
     """The state directory of another job that used an output last; empty if this job did, or none. A directory that no longer
-    exists may be ours before it was moved."""
+    exists may be our own before it was moved."""
     try:
-        whose = (output / contract.OWNER).read_text()
+        owner = (output / contract.OWNER).read_text()
     except FileNotFoundError:
         return ""
-    return whose if whose and Path(whose).exists() and Path(whose).resolve() != state_dir.path.resolve() else ""
+    return owner if owner and Path(owner).exists() and Path(owner).resolve() != state_dir.path.resolve() else ""
 
 
 def check_apart(output: Path, *sources: Path) -> None:
-    """Raise OutlastError when the output, which is emptied for a new run, contains the job file or the code."""
+    """Raise OutlastError if the output, which is emptied for a new run, contains the job file or the code."""
     for path in sources:
         if output.resolve() in (path.resolve(), *path.resolve().parents):
             raise OutlastError(
@@ -68,20 +67,20 @@ def check_apart(output: Path, *sources: Path) -> None:
 
 
 def make_room(output: Path, run: str) -> Path | None:
-    """Make an output directory for `run`; files of an earlier run, its working directory included, are moved to `previous/`.
-    Returns where they are kept, None if there were none."""
-    kept = None
+    """Make an output directory for `run`. Moves the files of an earlier run, including its working directory, to `previous/`, and
+    returns their new directory; None if there were none."""
+    archived = None
     try:
         output.mkdir(parents=True, exist_ok=True)
         if checkpoints.generation(output / contract.CHECKPOINTS, run):
-            return None  # it is the run's own: only its state directory was lost
+            return None  # it belongs to this run: only the state directory was lost
         earlier = [entry for entry in output.iterdir() if entry.name != runs.PREVIOUS]
         if earlier:
-            kept = stored.keep(output, earlier, time.strftime("%Y%m%d-%H%M%S", time.gmtime(output.stat().st_mtime)))
+            archived = stored.archive(output, earlier, time.strftime("%Y%m%d-%H%M%S", time.gmtime(output.stat().st_mtime)))
         (output / contract.LEDGER).mkdir(exist_ok=True)
     except OSError as problem:
         raise _unwritable(output, problem) from problem
-    return kept
+    return archived
 
 
 def without_secrets(job: spec.Job) -> spec.Job:

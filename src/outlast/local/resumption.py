@@ -1,7 +1,7 @@
-"""What users should know about a run that is resumed: where it goes on, and what has changed in its job since.
+"""The messages for the user about a resumed run: the step it goes on from, and the changes of its job since.
 
-A run is over when it has succeeded, unless its job then asks for more steps or epochs (`spec.changes.longer`). One that failed
-or was cancelled goes on from its newest checkpoint when its job is run again, like one that was interrupted.
+A run is over when it has succeeded, unless its job then requests more steps or epochs (`spec.changes.longer`). A run that failed
+or was cancelled resumes from its newest checkpoint when its job is run again, like one that was interrupted.
 Docs: docs/decisions/0021-a-run-goes-on.md.
 """
 
@@ -34,30 +34,30 @@ _LEFT = {
     State.INTERRUPTED: "was interrupted",
     State.SUSPENDED: "was suspended",
 }
-_HERE = ("code", "data", "env", "environment")
-"""Fields that name files of a machine, or that are not kept in the output."""
+_LOCAL_FIELDS = ("code", "data", "env", "environment")
+"""Fields that name files of a machine, or that the output's job file does not contain."""
 _OF_A_SHELL = re.compile(
     r"(_|PWD|OLDPWD|SHLVL|SHELL|TERM|TERM_.*|COLORTERM|COLUMNS|LINES|LS_COLORS|PS\d|PROMPT.*|HIST.*|MAIL|DISPLAY|WINDOWID|STY|EDITOR"
     r"|VISUAL|PAGER|LESS.*|NO_COLOR|FORCE_COLOR|INVOCATION_ID|JOURNAL_STREAM"
     r"|(SSH|TMUX|XDG|DBUS|GPG|VSCODE|ITERM|KITTY|WT|LC_TERMINAL|GNOME|VTE|OUTLAST)_.*|TMUX)$"
 )
-"""Variables that differ between shells and that no training reads, and ours."""
+"""Variables that differ between shells and that no training reads, and our own."""
 
 
 @dataclasses.dataclass(frozen=True)
-class GoesOn:
+class Resumption:
     """A run that is resumed."""
 
     state: State
     """Its last state."""
     step: int
-    """Step of its newest checkpoint; 0 when it has none."""
+    """Step of its newest checkpoint; 0 if it has none."""
     ago_s: float | None = None
-    """Seconds since it ended; None when that is unknown."""
+    """Seconds since it ended; None if that is unknown."""
     where: str = ""
-    """The URL of its output, if it comes from a store; empty if this machine had it."""
+    """The URL of its output, if it comes from a store; empty if it ran on this machine."""
     saved: SavedStatus | None = None
-    """What a plain script has saved, judged by file names."""
+    """The newest save of a plain script, recognised by file names."""
 
     @property
     def short(self) -> str:
@@ -72,39 +72,40 @@ class GoesOn:
     def sentence(self) -> str:
         """`goes on from step 10 of the run that failed 3m00s ago; --fresh starts anew`."""
         ago = f" {units.human_seconds(self.ago_s)} ago" if self.ago_s is not None else ""
-        there = f" in {self.where}" if self.where else ""
-        run = f"the run{there} that {_LEFT.get(self.state, 'was stopped')}{ago}"
+        where = f" in {self.where}" if self.where else ""
+        run = f"the run{where} that {_LEFT.get(self.state, 'was stopped')}{ago}"
         if self.step:
             return f"goes on from step {self.step} of {run}; --fresh starts anew"
-        there = self._saved if self.saved else "it has no checkpoint, and keeps the files that it wrote"
-        return f"goes on with {run}; {there}; --fresh starts anew"
+        saved = self._saved if self.saved else "it has no checkpoint, and keeps the files that it wrote"
+        return f"goes on with {run}; {saved}; --fresh starts anew"
 
 
-def find(output: Path, run: str, place: Store | None, status: JobStatus | None, elsewhere: Run | None = None) -> GoesOn:
-    """How a run ended, here (`status`) or `elsewhere`, and where it goes on: the newest checkpoint here or in the store."""
+def find(output: Path, run: str, place: Store | None, status: JobStatus | None, elsewhere: Run | None = None) -> Resumption:
+    """The end of a run, here (`status`) or `elsewhere`, and its newest checkpoint, here or in the store."""
     here = checkpoints.latest(checkpoints.list_(output / contract.CHECKPOINTS), run)
-    there = register.read(place, run) if place else None
-    step = max(here.step if here else 0, there.step if there else 0)
+    remote = register.read(place, run) if place else None
+    step = max(here.step if here else 0, remote.step if remote else 0)
     began = status or elsewhere
     saved = saves.newest(output, began.submitted) if began and not step else None
     if status is None:
-        return GoesOn(State(elsewhere.state if elsewhere else State.PENDING), step, where=place.url if place else "", saved=saved)
+        state = State(elsewhere.state if elsewhere else State.PENDING)
+        return Resumption(state, step, where=place.url if place else "", saved=saved)
     ago_s = max(0.0, time.time() - status.finished) if status.finished else None
-    return GoesOn(status.state, step, ago_s, saved=saved)
+    return Resumption(status.state, step, ago_s, saved=saved)
 
 
-def since(old: Path, job: spec.Job, files: Sequence[str], kept: str, output: str) -> Iterator[str]:
-    """What has changed in a job since its run was last submitted with the job file `old`.
+def since(old: Path, job: spec.Job, files: Sequence[str], current: str, output: str) -> Iterator[str]:
+    """The changes of a job since its run was last submitted with the job file `old`.
 
-    These `files` of the code are different. The output stays in `kept`, even if the job names another `output` now; `kept` is
-    empty if the run was on another machine, with other directories.
+    `files` are the changed files of the code. The output stays in `current`, even if the job names another `output` now;
+    `current` is empty if the run was on another machine, with other directories.
     """
-    if kept and files:
+    if current and files:
         yield f"changed since: {tree.some(files)}"
-    with contextlib.suppress(OSError, OutlastError):  # of another version, or it could not be kept
-        yield from changes.between(spec.load(old), job, but=("output",) if kept else ("output", *_HERE))
-    if kept and output != kept:
-        yield f"output: the run stays where its checkpoints are, in {kept}; --fresh starts anew in {output}"
+    with contextlib.suppress(OSError, OutlastError):  # another version's file, or none
+        yield from changes.between(spec.load(old), job, but=("output",) if current else ("output", *_LOCAL_FIELDS))
+    if current and output != current:
+        yield f"output: the run stays where its checkpoints are, in {current}; --fresh starts anew in {output}"
 
 
 def marks(environ: Mapping[str, str], run: str) -> dict[str, str]:
@@ -114,10 +115,11 @@ def marks(environ: Mapping[str, str], run: str) -> dict[str, str]:
 
 
 def shell(was: Mapping[str, str], now: Mapping[str, str], env: Collection[str]) -> Iterator[str]:
-    """What the training no longer inherits from its shell, by the `marks` of both shells; `env` are the job's own variables."""
+    """The changed variables that the training inherits from its shell, by the `marks` of both shells; `env` are the job's own
+    variables, which do not count."""
     gone = sorted(name for name in was if name not in now and name not in env)
     other = sorted(name for name in was if name in now and now[name] != was[name] and name not in env)
-    said = [f"no longer has {tree.some(gone)}"] if gone else []
-    said += [f"has another {tree.some(other)}"] if other else []
-    if said:
-        yield f"this shell {' and '.join(said)}, which the training inherits; name what it needs under env in the job file"
+    parts = [f"no longer has {tree.some(gone)}"] if gone else []
+    parts += [f"has another {tree.some(other)}"] if other else []
+    if parts:
+        yield f"this shell {' and '.join(parts)}, which the training inherits; name what it needs under env in the job file"

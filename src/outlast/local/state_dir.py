@@ -1,6 +1,6 @@
-"""The state directory of one job on this machine: where each file is, and those that the command line and the launcher share.
+"""The state directory of one job on this machine: its paths, and the files that the command line and the launcher share.
 
-Every file is replaced as a whole, so a process that is killed half-way leaves the old one. The command line writes `job.yaml`,
+Every file is replaced as a whole, so a killed process leaves the old one. The command line writes `job.yaml`,
 `run.json`, `wanted.json` and `shell.json`; the launcher `launcher.json`, `rendezvous.key` and `status.json`; a worker's agent
 `workers/<index>/`. All but `shell.json` and `status.json` survive a power loss.
 """
@@ -25,11 +25,11 @@ from outlast.job.status import State
 
 _Kind = TypeVar("_Kind")
 VARIABLE = "OUTLAST_STATE_DIR"
-"""Environment variable: where the state directories of this machine's jobs are. Default: `.outlast` in the working directory."""
+"""Environment variable: the directory of all jobs' state directories. Default: `.outlast` in the working directory."""
 
 
 def root() -> Path:
-    """Where the state directories of this machine's jobs are."""
+    """The directory of all jobs' state directories on this machine."""
     return Path(os.environ.get(VARIABLE) or ".outlast").absolute()
 
 
@@ -43,24 +43,22 @@ class StateDir:
         self.run = path / "run.json"
         """A `Run`, written last at submission: from then on the run exists."""
         self.request = path / "wanted.json"
-        """See `Request`."""
+        """A `Request`."""
         self.status = path / "status.json"
         """A `status.JobStatus`."""
         self.recovery = path / "launcher.json"
-        """What the next launcher needs if this one dies."""
+        """The launcher's state, for the next one if this one dies."""
         self.shell = path / "shell.json"
         """`resumption.marks` of the shell that last submitted or resumed the run."""
         self.lock = path / "launcher.lock"
-        """Held by the launcher while it lives."""
+        """Held by the launcher."""
         self.key = path / "rendezvous.key"
-        """The run's key, by which its workers know each other; for this user alone."""
+        """The run's key, by which its workers authenticate; readable by this user only."""
         self.socket = path / "launcher.sock"
-        """The launcher's socket, for workers."""
         self.log = path / "launcher.log"
-        """The launcher's log, for people."""
 
     def worker(self, index: int) -> Path:
-        """State directory of a worker."""
+        """A worker's state directory."""
         return self.path / "workers" / str(index)
 
     def has_launcher(self) -> bool:
@@ -72,7 +70,7 @@ class StateDir:
             return False
 
     def secret(self) -> str:
-        """The run's key; made if there is none, by the launcher. Raises OSError."""
+        """The run's key; the launcher makes it if there is none. Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
             return self.key.read_text()
         partial = self.key.with_name(f".{self.key.name}.{os.getpid()}")
@@ -87,13 +85,13 @@ class StateDir:
         return self.run.stat().st_mtime
 
     def owns(self, index: int, pid: int) -> bool:
-        """Whether a process belongs to a worker: its agent, or one of its training processes. Process ids are reused."""
+        """Whether a process belongs to a worker: its agent, or one of its training processes. Pids are reused."""
         try:
             process = psutil.Process(pid)
             for _ in range(20):
                 if environ := process.environ():  # raises for a zombie
                     break
-                time.sleep(0.01)  # in the middle of exec a process has none yet
+                time.sleep(0.01)  # it is empty during exec
         except psutil.Error:
             return False
         state = environ.get(contract.Env.STATE)
@@ -102,25 +100,24 @@ class StateDir:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What was submitted."""
+    """The submitted run."""
 
     run: str
     """Its id."""
     submitted: float
     file: str
-    """The job file."""
+    """The path of the job file."""
     output: str
-    """The job's output directory."""
     code: str
-    """The directory that it runs in."""
+    """The working directory."""
     store: str = ""
-    """URL of the job's output in its store; empty when the output is that directory alone."""
+    """URL of the output in its store; empty if the output is the directory `output`."""
     generation: int = 0
     """The newest generation of the run when it was submitted or resumed."""
     owner: str = ""
-    """See `runs.Run.owner`."""
+    """See `storage.runs.Run.owner`."""
     command: str = ""
-    """See `Backend.submit`."""
+    """See `job.backend.Backend.submit`."""
 
     @classmethod
     def read(cls, state_dir: StateDir) -> Run:
@@ -134,7 +131,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What the user requests of a running job."""
+    """The user's request for a running job."""
 
     replicas: int
     end: str = ""
@@ -163,7 +160,7 @@ def _read(kind: type[_Kind], path: Path, remedy: str) -> _Kind:
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """An end that a user may request."""
+    """An end that a user can request."""
 
     state: State
     reason: str
@@ -186,12 +183,12 @@ _TAIL = 8192
 
 
 def newest_metrics(output: Path) -> dict[str, float]:
-    """The newest line of `metrics.jsonl`: step and values. Empty if there is none, or it cannot be read."""
+    """Step and values in the newest line of `metrics.jsonl`. Empty if there is none, or it cannot be read."""
     try:
         with (output / contract.METRICS).open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
             lines = file.read().rpartition(b"\n")[0].splitlines()
-        said = json.loads(lines[-1])
-        return {name: float(value) for name, value in said.items() if name not in ("time", "generation")}
+        newest = json.loads(lines[-1])
+        return {name: float(value) for name, value in newest.items() if name not in ("time", "generation")}
     except (OSError, ValueError, TypeError, AttributeError, IndexError):
         return {}

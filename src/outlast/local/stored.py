@@ -1,6 +1,6 @@
-"""Taking over a run whose output is in a store: who owns the run, who trains it now, and what to fetch.
+"""Takes over a run whose output is in a store: checks who owns and trains it, claims it, and fetches its files.
 
-`LocalBackend` asks before a run starts, the launcher when it ends. Everything here may raise `StoreError`.
+Called by `LocalBackend` before a run starts, and by the launcher at its end. Everything here may raise `StoreError`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ADVICE = (
 
 
 def reach(url: str) -> store.Store:
-    """The place, after checking that we may write there."""
+    """Open the place, and check that we may write there."""
     place = store.open_(url)
     place.conditional()
     return place
@@ -37,37 +37,35 @@ def reach(url: str) -> store.Store:
 
 def unfinished(
     place: store.Store,
-    ours: Run | None,
+    own: Run | None,
     *,
     ended: Run | None,
     home: str,
     take_over: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> runs.Run | None:
-    """The run that owns the place and has not succeeded; None when there is none, or it is the one that has `ended` here.
+    """The run that owns the place and has not succeeded; None if there is none, or if it is the one that has `ended` here.
 
-    Raises OutlastError when `ours`, the unfinished run of this machine, no longer owns it, and AlreadyRunning when a machine
+    Raises OutlastError if `own`, the unfinished run of this machine, no longer owns the place, and AlreadyRunning if a machine
     other than `home` trains it, unless `take_over`. While that is unclear it waits, and calls `say`.
     """
     record = runs.read(place)
-    if ours and record and record.run != ours.run:
+    if own and record and record.run != own.run:
         raise OutlastError(
-            f"run {ours.run} of this machine no longer owns {place.url}: run {record.run} does ({record.state}); "
+            f"run {own.run} of this machine no longer owns {place.url}: run {record.run} does ({record.state}); "
             "--fresh begins anew and keeps what is there in previous/"
         )
-    if record is None or (record.succeeded and not ours):
+    if record is None or (record.succeeded and not own):
         return None
-    known = ended and (record.run, record.owner) == (ended.run, ended.owner)  # only the store does not know yet that it has ended
-    if known:
+    if ended and (record.run, record.owner) == (ended.run, ended.owner):  # its end is not recorded in the store yet
         return None
-    if not take_over and not (ours and ours.owner == record.owner):
+    if not take_over and not (own and own.owner == record.owner):
         alive.wait(place, record.run, home, advice=_ADVICE, say=say)
     return record
 
 
-def ours(run: Run) -> bool:
-    """Whether a run that has ended here can go on: its output exists and is still its own, and the run has not succeeded
-    elsewhere."""
+def owned(run: Run) -> bool:
+    """Whether a run that has ended here can be resumed: it still owns its output, and has not succeeded elsewhere."""
     record = runs.read(store.open_(run.store)) if run.store else None
     if record is None:
         return Path(run.output).is_dir()
@@ -76,22 +74,22 @@ def ours(run: Run) -> bool:
 
 def home(state: Path) -> str:
     """The identity of this machine and state directory, see `runs.alive`. Machines may share a host name such as `localhost`, so
-    the identity includes a random id that is kept beside the jobs."""
-    kept = state.parent / ".id"
-    if not kept.exists():
+    it includes a random id, which is stored beside the jobs."""
+    id_file = state.parent / ".id"
+    if not id_file.exists():
         state.parent.mkdir(parents=True, exist_ok=True)
-        with tree.AtomicFile(str(kept)) as file:
+        with tree.AtomicFile(str(id_file)) as file:
             tree.write(file.fd, secrets.token_hex(4).encode(), 0)
             file.finish_unless_there()  # another process may be faster
-    return f"{socket.gethostname()}:{state} (id {kept.read_text()})"
+    return f"{socket.gethostname()}:{state} (id {id_file.read_text()})"
 
 
-def take_over(place: store.Store, output: Path, new: runs.Run, *, before: Run | None, replace: bool = False) -> int:
-    """Claim a run: from now on other owners cannot add to it. Downloads its files that are missing here, except checkpoints.
-    Returns the generation that is fenced off; ours is the next one.
+def take_over(place: store.Store, output: Path, new: runs.Run, *, last: Run | None, replace: bool = False) -> int:
+    """Claim a run: other owners can no longer add to it. Downloads its files that are missing here, except checkpoints. Returns
+    the generation that is fenced off; ours is the next one.
 
-    `before` is the run as this machine knew it. If another owner has had it since, the older files here are archived. Raises
-    AlreadyRunning when another run has the place and has not ended, unless `replace`.
+    `last` is the run as this machine last knew it. If another owner has had it since, the older files here are archived. Raises
+    AlreadyRunning if another run has the place and has not ended, unless `replace`.
     """
     old = runs.claim(place, new, replace=replace)
     runs.archive(place, new.run)
@@ -99,8 +97,11 @@ def take_over(place: store.Store, output: Path, new: runs.Run, *, before: Run | 
     latest, directory = register.read(place, new.run), output / contract.CHECKPOINTS
     generation = 1 + max(latest.generation if latest else 0, checkpoints.generation(directory, new.run))
     remote.Checkpoints(place, new.run).acquire(generation)
-    if before is None or old.owner != before.owner:
-        _put_aside(output)
+    if last is None or old.owner != last.owner:
+        excluded = (contract.CHECKPOINTS, OWN, runs.PREVIOUS)
+        entries = [entry for entry in output.iterdir() if entry.name not in excluded] if output.is_dir() else []
+        if stale := [entry for entry in entries if entry.is_file() or any(entry.iterdir())]:
+            archive(output, stale, time.strftime("%Y%m%d-%H%M%S-before", time.gmtime()))
     report = sync.pull(place, output, output / OWN / "pulled", sync.Options(skip=skipped), only_missing=True)
     if report.failed:
         path, reason = report.failed[0]
@@ -111,28 +112,19 @@ def take_over(place: store.Store, output: Path, new: runs.Run, *, before: Run | 
     return generation
 
 
-def _put_aside(output: Path) -> None:
-    """Move everything in an output directory except checkpoints to `previous/`."""
-    kept = (contract.CHECKPOINTS, OWN, runs.PREVIOUS)
-    found = [entry for entry in output.iterdir() if entry.name not in kept] if output.is_dir() else []
-    stale = [entry for entry in found if entry.is_file() or any(entry.iterdir())]
-    if stale:
-        keep(output, stale, time.strftime("%Y%m%d-%H%M%S-before", time.gmtime()))
-
-
-def keep(output: Path, entries: Iterable[Path], name: str) -> Path:
-    """Move entries of an output directory to `previous/<name>`, or the next free name; returns that directory."""
-    kept = output / runs.PREVIOUS / name
-    while kept.exists():
-        kept = kept.with_name(kept.name + "+")
-    kept.mkdir(parents=True)
+def archive(output: Path, entries: Iterable[Path], name: str) -> Path:
+    """Move entries of an output directory to `previous/<name>`, or the next free name. Returns that directory."""
+    directory = output / runs.PREVIOUS / name
+    while directory.exists():
+        directory = directory.with_name(directory.name + "+")
+    directory.mkdir(parents=True)
     for entry in entries:
-        shutil.move(entry, kept / entry.name)
-    return kept
+        shutil.move(entry, directory / entry.name)
+    return directory
 
 
 def end(run: Run, state: State, reason: str, code: int | None) -> str:
-    """Record in the store how a run ended; returns why that failed, or an empty text."""
+    """Record in the store how a run ended. Returns why that failed, or an empty string."""
     try:
         runs.end(store.open_(run.store), run.run, state, reason, code, by=run.owner)
     except OutlastError as problem:

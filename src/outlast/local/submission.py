@@ -1,7 +1,7 @@
-"""Submitting a job on this machine: what a run needs before its launcher starts, whether it is new or goes on.
+"""Submits a job on this machine: prepares a new or resumed run up to the start of its launcher.
 
-A run exists once `run.json` is written, which happens last: a submission that is killed half-way leaves the old truth. Waits for
-nothing but a store and a lock that is about to be released.
+A run exists once `run.json` is written, which happens last: a submission that is killed half-way leaves the old state. Waits only
+for a store, and for a lock that is about to be released.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,18 +21,19 @@ from typing import Any
 from outlast.base import files
 from outlast.base.errors import OutlastError
 from outlast.job import contract, ledger, spec
+from outlast.job.shipping import tree
 from outlast.job.spec import changes
 from outlast.job.status import JobStatus, State
-from outlast.local import code_copy, output_dir, resumption, stored
+from outlast.local import output_dir, resumption, stored
 from outlast.local.state_dir import Request, Run, StateDir
 from outlast.storage import checkpoints, runs
 from outlast.storage.store import Store
-from outlast.worker.prepare import prepare, python_env
+from outlast.worker.prepare import code, prepare, python_env
 
 
 @dataclasses.dataclass(frozen=True)
 class Submission:
-    """A job to submit, and how: see `backend.Backend.submit`."""
+    """A job to submit, and the options, see `job.backend.Backend.submit`."""
 
     job: spec.Job
     source: Path
@@ -42,17 +44,16 @@ class Submission:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Found:
-    """What there is of earlier runs of the job."""
+class _Earlier:
+    """The earlier run that is resumed, if any."""
 
     status: JobStatus | None = None
-    """Of the run on this machine that goes on."""
     here: Run | None = None
-    """That run."""
+    """The run, if it was on this machine."""
     elsewhere: runs.Run | None = None
-    """The run in the store that goes on, when another machine began it."""
+    """The run, if another machine began it, in the store."""
     place: Store | None = None
-    """The output in its store."""
+    """The output's place in its store."""
     replace: bool = False
     """Whether a run that owns the place in the store may be replaced."""
 
@@ -61,48 +62,96 @@ class _Found:
         return self.here or self.elsewhere
 
 
-def submit(root: Path, state_dir: StateDir, wanted: Submission, last: JobStatus | None) -> tuple[str, list[str]]:
-    """Prepare a run up to the start of its launcher; returns its id and what users should know.
+def submit(root: Path, state_dir: StateDir, request: Submission, last: JobStatus | None) -> tuple[str, list[str]]:
+    """Prepare a run up to the start of its launcher. Returns its id and messages for the user.
 
-    `root` is the state directory of all jobs, `last` the status of the job's last run unless that is to be ignored.
+    `root` is the directory of all jobs, `last` the status of the job's last run unless that is to be ignored.
     """
-    job = _with_output(wanted.job, root)
-    found = _earlier(state_dir, job, wanted, last)
+    job = _with_output(request.job, root)
+    earlier = _earlier(state_dir, job, request, last)
     new_id = time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(3)
-    run, submitted = (found.run.run, found.run.submitted) if found.run else (new_id, time.time())
-    output = Path(found.here.output) if found.here else output_dir.directory(job, root)
+    run, submitted = (earlier.run.run, earlier.run.submitted) if earlier.run else (new_id, time.time())
+    output = Path(earlier.here.output) if earlier.here else output_dir.directory(job, root)
     output_dir.check_unused(output)
-    warnings = [] if found.here else _clear(state_dir, job, wanted, output, run)
-    generation = _reset(state_dir, found.here, found.status) if found.here and found.status else 0
+    warnings = [] if earlier.here else _clear(state_dir, job, request, output, run)
+    generation = _reset(state_dir, earlier.here, earlier.status) if earlier.here and earlier.status else 0
     owner = secrets.token_hex(8)
-    if found.place:
+    if earlier.place:
         new = runs.Run(run, job.metadata.name, submitted, owner=owner)
-        generation = stored.take_over(found.place, output, new, before=found.here, replace=found.replace)
+        generation = stored.take_over(earlier.place, output, new, last=earlier.here, replace=earlier.replace)
     state_dir.path.mkdir(parents=True, exist_ok=True)
     _ignore_in_git(root)
     work = output / contract.WORK
-    code = code_copy.copy(job, wanted.source, work, state_dir.path, (root, output), submitted)
+    copy = _copy_code(job, request.source, work, state_dir.path, (root, output), submitted)
     environment = python_env.frozen(job.spec.environment, state_dir.path)  # so that edits do not change a run in progress
     job = job.model_copy(update={"spec": job.spec.model_copy(update={"environment": environment})})
-    how = resumption.find(output, run, found.place, found.status, found.elsewhere) if found.run else None
-    notices = [*code.notices, *warnings]
-    if how:
-        notices = [how.sentence, *_changes(root, state_dir, job, found, code, output), *notices]
+    resumed = resumption.find(output, run, earlier.place, earlier.status, earlier.elsewhere) if earlier.run else None
+    notices = [*copy.notices, *warnings]
+    if resumed:
+        notices = [resumed.sentence, *_changes(root, state_dir, job, earlier, copy, output), *notices]
     notices += _shell_changes(state_dir, run, job)
-    status = found.status or JobStatus(name=job.metadata.name, run=run, submitted=submitted, output=str(output))
+    status = earlier.status or JobStatus(name=job.metadata.name, run=run, submitted=submitted, output=str(output))
     files.replace(state_dir.job, spec.dump(job), durable=True)
     files.replace(output / "job.yaml", spec.dump(output_dir.without_secrets(job)), durable=True)
     Request(job.spec.workers.replicas).write(state_dir)
-    _write_pending(state_dir, status, how.short if how else "starting", job.spec.workers.replicas)
-    url = found.here.store if found.here else output_dir.store_url(job)
-    file = str(wanted.source.absolute())
-    Run(run, submitted, file, str(output), str(code.directory), url, generation, owner, wanted.command).write(state_dir)
-    _record(output, None if found.run else job, run)
+    _write_pending(state_dir, status, resumed.short if resumed else "starting", job.spec.workers.replicas)
+    url = earlier.here.store if earlier.here else output_dir.store_url(job)
+    file = str(request.source.absolute())
+    Run(run, submitted, file, str(output), str(copy.directory), url, generation, owner, request.command).write(state_dir)
+    _record(output, None if earlier.run else job, run)
     return run, notices
 
 
+@dataclasses.dataclass(frozen=True)
+class _Copy:
+    """The code of a run, copied so that editing the original does not change a run in progress."""
+
+    directory: Path
+    """The run's working directory."""
+    changed: tuple[str, ...] = ()
+    """Files that are new or different since the last submission."""
+    notices: tuple[str, ...] = ()
+    """Sentences about files that were not copied."""
+
+
+def _copy_code(job: spec.Job, source: Path, into: Path, state: Path, exclude: tuple[Path, ...], submitted: float) -> _Copy:
+    """Copy the code of a job into its working directory. Without `code`, the job runs in the directory of its file; code in a
+    store is fetched by the first worker. `exclude` lists directories that are not code."""
+    if not job.spec.code:
+        return _Copy(source.absolute().parent)
+    place, _ = spec.pinned(job.spec.code)
+    path = spec.local(place)
+    if path and path.is_dir():
+        return _copy_directory(job, path, into, (source, *exclude), submitted)
+    into.mkdir(exist_ok=True)
+    code.submitted_again(state)
+    if path:
+        prepare.place_code(job, into, state, say=lambda _: None, stop=threading.Event())
+    return _Copy(into)
+
+
+def _copy_directory(job: spec.Job, path: Path, into: Path, exclude: tuple[Path, ...], submitted: float) -> _Copy:
+    """Copy a directory of code, with the same files as in pods."""
+    withheld: list[str] = []
+    ignored: list[str] = []
+    outside: list[str] = []
+    not_code = tree.not_code(job.spec, path, exclude)
+    entries = tree.listed(path, not_code, withheld=withheld.append, ignored=ignored.append, outside=outside.append)
+    tree.check_script(job.spec, path, {entry.name for entry in entries})
+    changed = code.copy(path, entries, into, submitted)
+    notices = []
+    if withheld:
+        notices.append(f"code: {tree.without_credentials(withheld)}; pods do not get it either")
+    if ignored:
+        notices.append(f"code: without {tree.some(ignored)}, as .gitignore or .outlastignore says ({tree.bring_back(ignored)})")
+    if outside:
+        links = f"links that lead out of {path} ({tree.some(outside)}) work on this machine, and pods would not have them"
+        notices.append(f"code: {links}; name what they lead to under data, or put copies in their place")
+    return _Copy(into, tuple(changed), tuple(notices))
+
+
 def resume(state_dir: StateDir, name: str, status: JobStatus) -> list[str]:
-    """Prepare a run that goes on with its code and job file unchanged; returns what users should know."""
+    """Prepare a run that is resumed with its code and job file unchanged. Returns messages for the user."""
     run = Run.read(state_dir)
     if status.state.final and not output_dir.resumable(run, state_dir):
         raise OutlastError(f"the output of run {run.run} is gone, or another run has it; `{status.again}` starts job {name} anew")
@@ -112,20 +161,20 @@ def resume(state_dir: StateDir, name: str, status: JobStatus) -> list[str]:
         owner = secrets.token_hex(8)
         stored.unfinished(place, run, ended=None, home=stored.home(state_dir.path))
         new = runs.Run(run.run, name, run.submitted, owner=owner)
-        generation = stored.take_over(place, Path(run.output), new, before=run)
+        generation = stored.take_over(place, Path(run.output), new, last=run)
         run = dataclasses.replace(run, generation=generation, owner=owner)
     Request.read(state_dir).replaced(state_dir, end="")
-    how = resumption.find(Path(run.output), run.run, place, status)
-    notices = [how.sentence, *_shell_changes(state_dir, run.run, spec.load(state_dir.job))]
-    _write_pending(state_dir, status, how.short, status.replicas)
+    resumed = resumption.find(Path(run.output), run.run, place, status)
+    notices = [resumed.sentence, *_shell_changes(state_dir, run.run, spec.load(state_dir.job))]
+    _write_pending(state_dir, status, resumed.short, status.replicas)
     run.write(state_dir)
     _record(Path(status.output), None, run.run)
     return notices
 
 
-def _earlier(state_dir: StateDir, job: spec.Job, wanted: Submission, last: JobStatus | None) -> _Found:
-    """What there is of earlier runs, here and in the store. Raises AlreadyRunning when another machine trains the run."""
-    ended = Run.read(state_dir) if last and last.state is State.SUCCEEDED else None  # its store may not know that yet
+def _earlier(state_dir: StateDir, job: spec.Job, request: Submission, last: JobStatus | None) -> _Earlier:
+    """Find the earlier run, here and in the store. Raises AlreadyRunning if another machine trains it."""
+    ended = Run.read(state_dir) if last and last.state is State.SUCCEEDED else None  # maybe not recorded in its store yet
     unfinished = last if not (last and ended) or _longer(state_dir, job, ended, last) else None
     here = Run.read(state_dir) if unfinished else None
     if unfinished and here and (unfinished.state.final or not here.store) and not output_dir.resumable(here, state_dir):
@@ -133,38 +182,39 @@ def _earlier(state_dir: StateDir, job: spec.Job, wanted: Submission, last: JobSt
     url = here.store if here else output_dir.store_url(job)
     place = stored.reach(url) if url else None
     elsewhere = None
-    if place and not wanted.fresh:
+    if place and not request.fresh:
         home = stored.home(state_dir.path)
-        elsewhere = stored.unfinished(place, here, ended=ended, home=home, take_over=wanted.take_over, say=wanted.say)
-    replace = wanted.fresh or (here is None and elsewhere is None and ended is not None)
-    return _Found(unfinished, here, elsewhere, place, replace)
+        elsewhere = stored.unfinished(place, here, ended=ended, home=home, take_over=request.take_over, say=request.say)
+    replace = request.fresh or (here is None and elsewhere is None and ended is not None)
+    return _Earlier(unfinished, here, elsewhere, place, replace)
 
 
 def _longer(state_dir: StateDir, job: spec.Job, run: Run, last: JobStatus) -> bool:
-    """Whether the job asks a run that has succeeded here for more steps or epochs, and there is a checkpoint to go on from."""
-    how = resumption.find(Path(run.output), run.run, None, last)
-    return bool(how.step or how.saved) and changes.longer(spec.load(state_dir.job), job, how.step)
+    """Whether the job requests more steps or epochs of a run that has succeeded here, and there is a checkpoint to resume
+    from."""
+    resumed = resumption.find(Path(run.output), run.run, None, last)
+    return bool(resumed.step or resumed.saved) and changes.longer(spec.load(state_dir.job), job, resumed.step)
 
 
-def _clear(state_dir: StateDir, job: spec.Job, wanted: Submission, output: Path, run: str) -> list[str]:
-    """Make room for a new run in its output and state directories."""
-    code = spec.local(spec.pinned(job.spec.code)[0]) if job.spec.code else None
-    output_dir.check_apart(output, wanted.source, *([code] if code else []))
+def _clear(state_dir: StateDir, job: spec.Job, request: Submission, output: Path, run: str) -> list[str]:
+    """Clear the output and state directories for a new run. Returns a message if that moved an unknown run's files."""
+    source = spec.local(spec.pinned(job.spec.code)[0]) if job.spec.code else None
+    output_dir.check_apart(output, request.source, *([source] if source else []))
     moved = output_dir.make_room(output, run)
-    unknown = moved and not wanted.fresh and not state_dir.run.exists()
-    state_dir.run.unlink(missing_ok=True)  # first: half a state directory is no job
+    unknown = moved and not request.fresh and not state_dir.run.exists()
+    state_dir.run.unlink(missing_ok=True)  # first: without it the job does not exist
     if state_dir.path.exists():
         shutil.rmtree(state_dir.path)
     sentence = f"output: {output} held a run that is not known here; it is kept in {moved}, and this one starts anew"
     return [sentence] if unknown else []
 
 
-def _changes(root: Path, state_dir: StateDir, job: spec.Job, found: _Found, code: code_copy.Copy, output: Path) -> list[str]:
-    """What has changed in the job since the run was last submitted."""
-    before = state_dir.job if found.here else output / "job.yaml"
-    kept = (found.here.store or found.here.output) if found.here else ""
-    to = output_dir.store_url(job) or str(output_dir.directory(job, root))
-    return list(resumption.since(before, job, code.changed, kept, to))
+def _changes(root: Path, state_dir: StateDir, job: spec.Job, earlier: _Earlier, copy: _Copy, output: Path) -> list[str]:
+    """The job's changes since the run was last submitted."""
+    old = state_dir.job if earlier.here else output / "job.yaml"
+    current = (earlier.here.store or earlier.here.output) if earlier.here else ""
+    new = output_dir.store_url(job) or str(output_dir.directory(job, root))
+    return list(resumption.since(old, job, copy.changed, current, new))
 
 
 def _record(output: Path, new: spec.Job | None, run: str) -> None:
@@ -179,35 +229,35 @@ def _record(output: Path, new: spec.Job | None, run: str) -> None:
 
 
 def _reset(state_dir: StateDir, run: Run, status: JobStatus) -> int:
-    """The newest generation of a run that goes on. If it had ended, its failures, restarts and end are forgotten."""
-    found = [run.generation, checkpoints.generation(Path(run.output) / contract.CHECKPOINTS, run.run)]
+    """The newest generation of a resumed run. If it had ended, forget its failures, restarts and end."""
+    generations = [run.generation, checkpoints.generation(Path(run.output) / contract.CHECKPOINTS, run.run)]
     if status.state.final:
         with contextlib.suppress(OSError, ValueError, KeyError):
-            found.append(json.loads(state_dir.recovery.read_text())["generation"])
+            generations.append(json.loads(state_dir.recovery.read_text())["generation"])
         state_dir.recovery.unlink(missing_ok=True)
-    return max(found)
+    return max(generations)
 
 
 def _write_pending(state_dir: StateDir, status: JobStatus, reason: str, replicas: int) -> None:
-    """Replace the status of how the run ended. Its deadlines count from its next world."""
+    """Replace the status of the ended run. Its deadlines count from its next world."""
     pending: dict[str, Any] = dict.fromkeys(("started", "finished", "exit_code", "rate", "snapshot", "launcher"))
     pending |= {"state": State.PENDING, "reason": reason, "waits": "", "end": contract.End.UNKNOWN, "replicas": replicas}
     files.replace(state_dir.status, status.model_copy(update=pending).model_dump_json(), durable=True)
 
 
 def _shell_changes(state_dir: StateDir, run: str, job: spec.Job) -> list[str]:
-    """Record the environment of this shell; what of it has changed since the run was last submitted or resumed."""
+    """Record the environment of this shell. Returns its changes since the run was last submitted or resumed."""
     now = resumption.marks(os.environ, run)
     try:
         was = dict(json.loads(state_dir.shell.read_bytes()))
-    except (OSError, ValueError, TypeError):  # a new run, or one of an earlier version
+    except (OSError, ValueError, TypeError):  # a new run, or an earlier version's
         was = {}
     files.replace(state_dir.shell, json.dumps(now))
     return list(resumption.shell(was, now, job.spec.env))
 
 
 def _with_output(job: spec.Job, root: Path) -> spec.Job:
-    """The job with its default output filled in. Raises OutlastError for anything it needs that is missing."""
+    """Check the job, and fill in its default output. Raises OutlastError if something that it needs is missing."""
     prepare.check(job, root / "jobs" / job.metadata.name / prepare.PINS)
     fields = job.spec
     here = spec.local(fields.output) if fields.output else root / "runs"
@@ -216,6 +266,6 @@ def _with_output(job: spec.Job, root: Path) -> spec.Job:
 
 
 def _ignore_in_git(root: Path) -> None:
-    """Have git ignore the state directory of all jobs, unless it holds anything else."""
+    """Have git ignore the directory of all jobs, unless it contains anything else."""
     if {entry.name for entry in root.iterdir()} <= {"jobs", "runs"}:
         (root / ".gitignore").write_text("*\n")

@@ -1,7 +1,7 @@
-"""The worker processes of one job on this machine: starting, adopting, stopping and killing them, and noticing their end.
+"""The worker processes of one job on this machine: starts, adopts, stops and kills them, and detects their end.
 
-The launcher decides how many there are; this module knows how to start and recognise one. A worker gets the environment that a
-pod gets, sees GPUs of its own, and outlives the launcher.
+The launcher decides their number; this module starts and recognises them. A worker has the environment of a pod, sees GPUs of its
+own, and outlives the launcher.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Worker:
     child: subprocess.Popen[bytes] | None = None
     """None if an earlier launcher started it, or another worker forked it."""
     leaving: bool = False
-    """Whether we have asked it to leave."""
+    """Whether we have requested its end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +58,12 @@ class Ended:
 
     @property
     def interrupted(self) -> bool:
-        """Whether it left because it was asked to."""
+        """Whether it left on request."""
         return self.code == contract.Exit.INTERRUPTED or self.worker.leaving
 
     @property
     def reason(self) -> str:
-        """How it ended, in one sentence."""
+        """The end as one sentence."""
         if contract.killed(self.code):
             return f"worker {self.worker.index} was killed by {signal.Signals(self.code - 128).name}"
         return f"worker {self.worker.index} exited with code {self.code}" + (f": {self.message}" if self.message else "")
@@ -82,13 +82,13 @@ class WorkerPool:
         self.present: dict[int, Worker] = {}
         self._attempts: collections.Counter[int] = collections.Counter()
         self._failed_starts: collections.Counter[int] = collections.Counter()
-        """Starts of each worker since it was last in a world."""
+        """Starts of each worker since its last world."""
         self._not_before: dict[int, float] = {}
         self._clock = clock
         self._seen = Seen(clock)
 
     def staying(self) -> list[Worker]:
-        """Workers that have not been asked to leave."""
+        """Workers without a request to leave."""
         return [worker for worker in self.present.values() if not worker.leaving]
 
     def adopt(self, records: list[dict[str, int]]) -> None:
@@ -102,16 +102,16 @@ class WorkerPool:
         """The input of `adopt`."""
         return [{"index": w.index, "pid": w.pid, "attempt": w.attempt} for w in self.present.values()]
 
-    def missing(self, wanted: int) -> list[int]:
-        """Indices of the workers to start now so that `wanted` are present: the lowest, each after its pause."""
-        lacking = wanted - len(self.staying())
-        free = (index for index in range(wanted + len(self.present)) if index not in self.present)
+    def missing(self, desired: int) -> list[int]:
+        """Indices of the workers to start now so that `desired` are present: the lowest free ones whose pause is over."""
+        count = desired - len(self.staying())
+        free = (index for index in range(desired + len(self.present)) if index not in self.present)
         now = self._clock()
-        return [index for _, index in zip(range(lacking), free, strict=False) if now >= self._not_before.get(index, 0.0)]
+        return [index for _, index in zip(range(count), free, strict=False) if now >= self._not_before.get(index, 0.0)]
 
     def start(self, index: int) -> Worker:
-        """Start a worker. Raises OutlastError when there are too few GPUs, OSError when the machine refuses."""
-        state, before = self._state_dir.worker(index), self._failed_starts[index]
+        """Start a worker. Raises OutlastError if there are too few GPUs, OSError if no process can be started."""
+        state, failed_starts = self._state_dir.worker(index), self._failed_starts[index]
         self._failed_starts[index] += 1
         if not self._code.is_dir():
             raise OutlastError(f"the job's code in {self._code} is gone; submit the job again")
@@ -124,7 +124,7 @@ class WorkerPool:
             logs.mkdir(parents=True, exist_ok=True)
         place = logs if os.access(logs, os.W_OK) else state  # a disk that is read-only costs the log, not the worker
         with open(place / contract.worker_log(index), "ab") as log:
-            pid, child = None if before else self._forked(environ, log.fileno()), None
+            pid, child = None if failed_starts else self._fork(environ, log.fileno()), None
             if pid is None:
                 child = subprocess.Popen(
                     [sys.executable, "-m", "outlast", "agent"],
@@ -140,18 +140,18 @@ class WorkerPool:
         self.present[index] = Worker(index, pid, self._attempts[index], child)
         return self.present[index]
 
-    def _forked(self, environ: Mapping[str, str], log: int) -> int | None:
-        """The process id of a new worker that another one has forked, if one can."""
-        if self._job.spec.environment.requirements or self._job.spec.environment.conda:  # in which agents do not run
+    def _fork(self, environ: Mapping[str, str], log: int) -> int | None:
+        """Have another worker fork a new one. Returns its pid; None if no worker can."""
+        if self._job.spec.environment.requirements or self._job.spec.environment.conda:  # agents do not run there
             return None
         parents = [worker.index for worker in self.staying() if self.trained(worker.index)]
-        asked = (
+        pids = (
             sibling.ask(str(self._state_dir.worker(index) / shim.SOCKET), environ, str(self._code), log) for index in parents[:2]
         )
-        return next((pid for pid in asked if pid is not None), None)
+        return next((pid for pid in pids if pid is not None), None)
 
     def joined(self, index: int) -> None:
-        """Note that this worker is in a world: when it dies it is restarted at once."""
+        """Record that this worker is in a world: if it dies it is restarted at once."""
         self._failed_starts[index] = 0
 
     def trained(self, index: int) -> bool:
@@ -159,7 +159,7 @@ class WorkerPool:
         return not self._failed_starts[index]
 
     def pause(self, index: int) -> None:
-        """Restart this worker only after a pause that grows with its failed starts."""
+        """Delay this worker's restart by a backoff that grows with its failed starts."""
         self._not_before[index] = self._clock() + BACKOFF_S[min(self._failed_starts[index], len(BACKOFF_S) - 1)]
 
     def ended(self) -> Iterator[Ended]:
@@ -170,28 +170,28 @@ class WorkerPool:
                 continue
             del self.present[index]
             self._seen.forget(index)
-            said = self.report(worker)
-            if worker.child is None and said.get("code") is not None:
-                status = int(said["code"])
-            yield Ended(worker, contract.exit_code(status), said.get("reason") or "", bool(said.get("displaced")))
+            report = self.report(worker)
+            if worker.child is None and report.get("code") is not None:
+                status = int(report["code"])
+            yield Ended(worker, contract.exit_code(status), report.get("reason") or "", bool(report.get("displaced")))
 
     def report(self, worker: Worker) -> dict[str, Any]:
-        """What its agent reports (`contract.WORKER`); empty before its first report."""
+        """Its agent's report (`contract.WORKER`); empty before the first one."""
         try:
-            said = dict(json.loads((self._state_dir.worker(worker.index) / contract.WORKER).read_text()))
+            report = dict(json.loads((self._state_dir.worker(worker.index) / contract.WORKER).read_text()))
         except (OSError, ValueError):
             return {}
-        return said if said.get("pid") == worker.pid else {}
+        return report if report.get("pid") == worker.pid else {}
 
     def silent(self) -> list[Worker]:
-        """Workers whose agent has timed out: it is stopped or stuck."""
-        found = []
+        """Workers whose agent has no heartbeat: it is stopped or stuck."""
+        silent = []
         for worker in self.present.values():
             with contextlib.suppress(OSError):
                 touched = (self._state_dir.worker(worker.index) / contract.WORKER).stat().st_mtime_ns
                 if self._seen.age(worker.index, touched) > AGENT_SILENCE_S:
-                    found.append(worker)
-        return found
+                    silent.append(worker)
+        return silent
 
     def ask_to_leave(self, worker: Worker) -> None:
         """Ask a worker to save and leave."""
@@ -200,23 +200,22 @@ class WorkerPool:
             os.kill(worker.pid, signal.SIGTERM)
 
     def kill(self, index: int, why: str) -> None:
-        """Kill a worker that does not work, or does not leave."""
-        worker = self.present.get(index)
-        if worker is not None:
+        """Kill a worker, and log the reason."""
+        if worker := self.present.get(index):
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(worker.pid, signal.SIGKILL)  # the agent leads its session; what it forked dies with it
+                os.killpg(worker.pid, signal.SIGKILL)  # the agent leads its session; its forks die with it
             with contextlib.suppress(OSError):
                 print(f"worker {index} {why}; killed it", flush=True)
 
     def kill_elastic(self, index: int, pid: int, why: str) -> None:
-        """Kill a worker's elastic agent alone: its agent, which has the newest step in memory, starts another."""
+        """Kill only a worker's elastic agent: its agent, which has the newest snapshot, starts another."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(OSError):
             print(f"the elastic agent of worker {index} {why}; killed it", flush=True)
 
     def uploader_environ(self) -> dict[str, str]:
-        """The environment of an uploader that belongs to no worker."""
+        """The environment of an uploader without a worker."""
         environ = {
             **os.environ,
             contract.Env.RUN: self._run,
@@ -228,7 +227,7 @@ class WorkerPool:
         return {**environ, **substitution.values(self._job.spec.env, environ)}
 
     def tracker_environ(self) -> dict[str, str]:
-        """The environment of a follower of the metrics that belongs to no worker."""
+        """The environment of a follower of the metrics without a worker."""
         return {
             **self.uploader_environ(),
             contract.Env.JOB: self._job.metadata.name,
@@ -236,14 +235,13 @@ class WorkerPool:
         }
 
     def _environ(self, index: int) -> dict[str, str]:
-        """The environment of a worker, the same as a pod's."""
         state = self._state_dir.worker(index)
         fields = self._job.spec
         cpus = fields.resources.cpu or len(os.sched_getaffinity(0)) / max(1, fields.workers.replicas)
         base = int(os.environ.get(contract.Env.PROBE_PORT) or 0)
         environ = {
-            **{name: value for name, value in os.environ.items() if name != contract.Env.CHECKPOINT_BEST},  # of a job around us
-            # Results depend on the number of threads and on the order of sets: both must be the same after every restart.
+            **{name: value for name, value in os.environ.items() if name != contract.Env.CHECKPOINT_BEST},  # an enclosing job's
+            # Results depend on the number of threads and on the order of sets, so both must be equal after every restart.
             "OMP_NUM_THREADS": str(max(1, int(cpus / self.processes))),
             "PYTHONHASHSEED": "0",
             "PYTHONUNBUFFERED": "1",
@@ -270,7 +268,7 @@ class WorkerPool:
 
 
 def gpus() -> dict[str, list[str]]:
-    """The accelerators that this machine shows to us, by the variable that names them (`CUDA_VISIBLE_DEVICES`)."""
+    """The accelerators that we see on this machine, by the variable that selects them (`CUDA_VISIBLE_DEVICES`)."""
     return {row.visible: _shown(row) for row in accelerators.TABLE if row.visible}
 
 
@@ -282,9 +280,9 @@ def _shown(row: accelerators.Accelerator) -> list[str]:
 
 
 def devices(shown: list[str], count: int, index: int) -> list[str]:
-    """The GPUs of worker `index`, `count` of those `shown`; none for a job that asks for none, or where there are none at all.
+    """The GPUs of worker `index`, `count` of those `shown`; none for a job that requests none, or on a machine without GPUs.
 
-    As in a pod, a worker sees its own only, so its first process may call its device 0. Raises OutlastError when GPUs run out.
+    As in a pod, a worker sees only its own, so its first process may call its device 0. Raises OutlastError if GPUs run out.
     """
     if not shown or not count:
         return []

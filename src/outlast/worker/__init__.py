@@ -1,1 +1,1 @@
-"""The processes of one worker: the agent, what it prepares and launches, who hangs, who tracks."""
+"""The processes of one worker: its agent, preparation, launch, hang detection and tracking."""

@@ -202,7 +202,7 @@ def ended(statuses: Sequence[JobStatus], now: float, age: timedelta) -> list[str
 
 def _kept(here: LocalBackend, name: str, output: bool) -> str:
     """One line for a job of this machine: the paths that are removed, and those that stay."""
-    state, there, url = here.kept(name)
+    state, there, url = here.places(name)
     parts = [f"{name}: {state} ({units.human_bytes(_size(state))})"]
     if there.exists():
         size = units.human_bytes(_size(there))

@@ -1,4 +1,4 @@
-"""Jobs in a notebook: follow one while it trains, and look at its report.
+"""Jobs in a notebook: follow one while it trains, and show its report.
 
     from outlast import notebooks
 
@@ -6,7 +6,7 @@
     notebooks.draw("gpt")       # its loss, and where its time went
     notebooks.report("gpt")     # the same as a dict
 
-Jobs are those of the notebook's directory, as for `outlast status`. Without a page, in a terminal, the panel is a line of text.
+Jobs are those of the notebook's directory, as for `outlast status`. In a terminal, the panel is a line of text.
 `notebooks.jupyter` starts JupyterLab for `outlast notebook`, and `first.ipynb` is the notebook to begin with.
 """
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 def follow(name: str, *, until: int | None = None, metric: str = "loss") -> None:
-    """Show a job, and refresh it until it has done `until` steps, or ended.
+    """Show a job, and refresh it until it has reached step `until`, or ended.
 
-    `metric` is what is drawn: a name that the training passes to `run.log`. The Stop button stops the watching, not the job.
-    Raises OutlastError when the job has failed or was cancelled, so that later cells do not run on something else.
+    `metric` is the metric to draw: a name that the training passes to `run.log`. The Stop button ends this call, not the job.
+    Raises OutlastError if the job has failed or was cancelled, so that later cells do not run on something else.
     """
     from IPython import display
 
@@ -41,8 +41,8 @@ def follow(name: str, *, until: int | None = None, metric: str = "loss") -> None
     handle = display.display(shown, display_id=True)
     while shown.status.state.active and (until is None or shown.status.step < until):
         time.sleep(place.poll_s)
-        before, shown = shown, _Panel(place, name, metric)
-        if handle is not None and shown != before:
+        last, shown = shown, _Panel(place, name, metric)
+        if handle is not None and shown != last:
             handle.update(shown)
     status = shown.status
     if not status.state.active and status.state != "Succeeded":
@@ -50,7 +50,7 @@ def follow(name: str, *, until: int | None = None, metric: str = "loss") -> None
 
 
 def report(name: str) -> dict[str, Any]:
-    """Where the time of a job went, and what failures have cost: what `outlast report -o json` prints."""
+    """The job's time by cause and the cost of its failures, as `outlast report -o json` prints them."""
     from outlast.job.report import text
 
     return text.as_json(_account(_here(), name))
@@ -70,7 +70,7 @@ def draw(name: str) -> None:
 
 
 class _Panel:
-    """A job at one moment, as a page or a terminal shows it."""
+    """A job at one point in time, as a page or a terminal shows it."""
 
     def __init__(self, place: LocalBackend, name: str, metric: str) -> None:
         self.status: JobStatus = place.status(name)
@@ -93,7 +93,6 @@ class _Panel:
 
 
 def _here() -> LocalBackend:
-    """The jobs of this directory."""
     from outlast.local import backend, state_dir
 
     return backend.LocalBackend(state_dir.root())

@@ -1,4 +1,4 @@
-"""The report of one run as a picture: its loss over the steps, and where its time went."""
+"""Draws the report of one run: its loss over the steps, and its time by cause."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _COLOURS = {
 
 
 def story(account: Goodput, train: Sequence[Point], validation: Sequence[Point]) -> Any:
-    """A figure of matplotlib: the loss over the steps above the time of the run. Raises OutlastError without matplotlib."""
-    drawn = plot.figure(9, 5.2)
-    loss, time = drawn.subplots(2, 1, height_ratios=[3, 1])
+    """A matplotlib figure: the loss over the steps above the time of the run. Raises OutlastError without matplotlib."""
+    figure = plot.figure(9, 5.2)
+    loss, time = figure.subplots(2, 1, height_ratios=[3, 1])
     _loss(loss, train, validation)
     _time(time, account)
-    return drawn
+    return figure
 
 
 def _loss(axes: Any, train: Sequence[Point], validation: Sequence[Point]) -> None:
@@ -54,7 +54,7 @@ def _loss(axes: Any, train: Sequence[Point], validation: Sequence[Point]) -> Non
 
 
 def _time(axes: Any, account: Goodput) -> None:
-    """A strip from the submission to the end; each stretch has the colour of what it was spent on."""
+    """A strip from the submission to the end; the colour of each segment shows its cause."""
     for bucket in sorted(Bucket, key=account.microseconds.__getitem__, reverse=True):
         if account.microseconds[bucket]:
             spans = [(each.start - account.start, each.end - each.start) for each in account.segments if each.bucket is bucket]

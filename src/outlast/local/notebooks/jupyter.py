@@ -1,6 +1,6 @@
-"""JupyterLab as Outlast starts it: its command, its environment, its token, and whether one runs already (decision 0052).
+"""JupyterLab for `outlast notebook`: its command, environment and token, and the detection of a running one (decision 0052).
 
-The only module that knows Jupyter. `cli.notebook` runs the command; a pod in a cluster runs the same one.
+The only module that knows Jupyter. `cli.notebook` runs the command; pods run the same one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -25,32 +25,32 @@ PORT = 8888
 FIRST = "first.ipynb"
 """The first notebook, in this package and in the user's directory."""
 TOKEN = "OUTLAST_NOTEBOOK_TOKEN"
-"""Environment variable: a token given by the user."""
+"""Environment variable: the user's token."""
 PREFIX = "NB_PREFIX"
-"""Environment variable of Kubeflow: the path below which its gateway leads to a notebook."""
+"""Environment variable of Kubeflow: the URL path at which its gateway serves the notebook."""
 _DEFAULTS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
-"""Settings of the page; the user's own count more."""
+"""Default settings of the page; the user's own override them."""
 _BITS = 256
 _SHORTEST = 16
-"""Characters of a token that is given; arbitrary."""
+"""Least length of the user's token; arbitrary."""
 _ANSWER_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """What a server is told on its command line, which everybody on the machine can read: no secrets."""
+    """The command line options of a server, which everybody on the machine can read: no secrets."""
 
     directory: Path = Path()
     port: int = PORT
     bind: str = "127.0.0.1"
     open: bool = False
-    """Whether it opens a browser. It does so by way of a private file, so that the token is not in the browser's arguments."""
+    """Whether it opens a browser. It does so through a private file, so that the token is not in the browser's arguments."""
     base: str = "/"
-    """The path of all its URLs, as a proxy in front needs it; begins and ends with a slash."""
+    """The path of all its URLs, for a proxy in front of it; begins and ends with a slash."""
 
     @property
     def host(self) -> str:
-        """Where this machine reaches it."""
+        """Its host address from this machine."""
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.bind, self.bind)
 
 
@@ -61,35 +61,35 @@ def check() -> None:
 
 
 def token(file: Path | None, environ: Mapping[str, str]) -> tuple[str, bool]:
-    """The token, and whether it was made here: the one in a file, else the one of the variable, else 256 random bits.
+    """The token from the file, or from the variable, or else 256 random bits; and whether it is random.
 
-    Raises OutlastError when the file cannot be read, or holds no usable token.
+    Raises OutlastError if the file cannot be read, or contains no usable token.
     """
     if file is not None:
         try:
-            given, source = file.read_text().strip(), str(file)
+            text, source = file.read_text().strip(), str(file)
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not text"
             raise OutlastError(f"--token-file {file} cannot be read: {reason}; name a file with one line, the token") from error
     elif TOKEN in environ:
-        given, source = environ[TOKEN].strip(), f"the variable {TOKEN}"
+        text, source = environ[TOKEN].strip(), f"the variable {TOKEN}"
     else:
         return secrets.token_hex(_BITS // 8), True
-    if len(given) < _SHORTEST or not given.isprintable() or " " in given:
+    if len(text) < _SHORTEST or not text.isprintable() or " " in text:
         raise OutlastError(
-            f"the token in {source} has {len(given)} characters; it must have at least {_SHORTEST}, without spaces; "
+            f"the token in {source} has {len(text)} characters; it must have at least {_SHORTEST}, without spaces; "
             "make one with: python3 -c 'import secrets; print(secrets.token_hex(32))'"
         )
-    return given, False
+    return text, False
 
 
 def base(environ: Mapping[str, str]) -> str:
-    """The path of all URLs in a pod of Kubeflow, whose controller says it."""
-    return f"/{found}/" if (found := environ.get(PREFIX, "").strip("/")) else "/"
+    """The path of all URLs, which Kubeflow's controller sets in its pods; `/` elsewhere."""
+    return f"/{prefix}/" if (prefix := environ.get(PREFIX, "").strip("/")) else "/"
 
 
 def command(server: Server, *, root: bool) -> list[str]:
-    """The command line of a server; `root`: it runs as root, which Jupyter otherwise refuses."""
+    """The command line of a server. `root`: allow it to run as root, which Jupyter otherwise refuses."""
     options = {
         "ServerApp.ip": server.bind,
         "ServerApp.port": server.port,
@@ -106,12 +106,11 @@ def command(server: Server, *, root: bool) -> list[str]:
 def environment(environ: Mapping[str, str], directory: Path, private: Path, *, home: bool) -> dict[str, str]:
     """The variables of a server and its kernels, after `prepare` has made the files in `private`.
 
-    `home`: the home directory can be written; otherwise, as in a pod with a read-only root, settings go to the work directory.
+    `home`: the home directory is writable; otherwise, as in a pod with a read-only root, settings go to the work directory.
     """
     where = Path(environ["HOME"]) if home else directory / ".home"
-    kept = {name: value for name, value in environ.items() if name not in (TOKEN, "JUPYTER_TOKEN")}
     return {
-        **kept,
+        **{name: value for name, value in environ.items() if name not in (TOKEN, "JUPYTER_TOKEN")},
         "HOME": str(where),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)]),
         "JUPYTER_PATH": os.pathsep.join([str(private), *filter(None, [environ.get("JUPYTER_PATH")])]),
@@ -122,8 +121,8 @@ def environment(environ: Mapping[str, str], directory: Path, private: Path, *, h
 
 
 def prepare(private: Path, token: str) -> None:
-    """Write what a server needs to a directory that only its user can read: the token, the kernel of this Python, and defaults of
-    the page, which does not ask for news on the network then."""
+    """Write a server's files to a directory that only its user can read: the token, the kernel of this Python, and default
+    settings that keep the page from fetching news."""
     file = os.open(private / "token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(file, "w") as opened:
         opened.write(token)
@@ -141,13 +140,13 @@ def prepare(private: Path, token: str) -> None:
 
 
 def forget(private: Path) -> None:
-    """Delete the token once the server has read it: SIGKILL, or a machine that stops, leaves the directory behind."""
+    """Delete the token once the server has read it: after SIGKILL or a power loss nobody removes the directory."""
     (private / "token").unlink()
 
 
 def place(directory: Path) -> bool:
-    """Make the directory of the work, and put the first notebook there unless a file of that name is there; returns whether it
-    was put there. Raises OutlastError when it cannot be written."""
+    """Make the work directory, and copy the first notebook there unless it exists. Returns whether it was copied. Raises
+    OutlastError if the directory cannot be written."""
     text = resources.files("outlast.local.notebooks").joinpath(FIRST).read_bytes()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -164,12 +163,12 @@ def place(directory: Path) -> bool:
 
 
 def url(server: Server, host: str, token: str) -> str:
-    """What a browser opens; without a token the page asks for it."""
+    """The URL for a browser; without a token the page prompts for it."""
     return f"http://{host}:{server.port}{server.base}lab/tree/{FIRST}{f'?token={token}' if token else ''}"
 
 
 def ready(server: Server, token: str) -> bool:
-    """Whether the server answers with the token, which may be empty. Raises OutlastError when it also answers without."""
+    """Whether the server answers with the token, which may be empty. Raises OutlastError if it also answers without a token."""
     if _status(server.host, server.port, server.base, token) != http.client.OK:
         return False
     if token and _status(server.host, server.port, server.base, "") == http.client.OK:
@@ -181,7 +180,7 @@ def ready(server: Server, token: str) -> bool:
 
 
 def running(directory: Path, environ: Mapping[str, str]) -> str | None:
-    """The URL, with its token, of the server of this user that serves a directory already."""
+    """The URL, including the token, of this user's server that serves a directory already; None if there is none."""
     from jupyter_server import serverapp
 
     for each in serverapp.list_running_servers(environ["JUPYTER_RUNTIME_DIR"]):
@@ -194,24 +193,15 @@ def running(directory: Path, environ: Mapping[str, str]) -> str | None:
 
 
 def writable(home: str | None) -> bool:
-    """Whether settings can be kept in a home directory."""
+    """Whether settings can be written to a home directory."""
     return bool(home) and os.access(home or "", os.W_OK)
 
 
 def _status(host: str, port: int, base: str, token: str) -> int:
-    """The HTTP status that the API answers; 0: nobody answers."""
-    with _connection(host, port) as connection:
+    """The HTTP status of the API; 0 if nobody answers."""
+    with contextlib.closing(http.client.HTTPConnection(host, port, timeout=_ANSWER_S)) as connection:  # uses no proxy
         try:
             connection.request("GET", f"{base}api/status", headers={"Authorization": f"token {token}"} if token else {})
             return connection.getresponse().status
         except (OSError, http.client.HTTPException):
             return 0
-
-
-@contextlib.contextmanager
-def _connection(host: str, port: int) -> Iterator[http.client.HTTPConnection]:
-    connection = http.client.HTTPConnection(host, port, timeout=_ANSWER_S)  # asks no proxy
-    try:
-        yield connection
-    finally:
-        connection.close()

@@ -1,6 +1,6 @@
-"""A job as a panel in a page: its state, progress, workers and loss, as HTML and SVG that need no widgets. Pure.
+"""Renders a job as a panel in a page: its state, progress, workers and loss, as HTML and SVG without widgets. Pure.
 
-Colours of text and lines are JupyterLab's variables, so that dark themes look right; elsewhere the values behind them count.
+Colours of text and lines are JupyterLab's variables, so that dark themes look right; elsewhere the fallback values apply.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _STATES = {
 _WORKERS = {"training": _GREEN, "done": _GREEN, "gone": _RED}
 _TEXT, _DIM, _LINE = "var(--jp-ui-font-color1, #222)", "var(--jp-ui-font-color2, #666)", "var(--jp-border-color2, #ccc)"
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 660, 150, 44, 22, 10
-"""Of the curve, in pixels, and its margins."""
+"""Size and margins of the curve, in pixels."""
 _LABEL = 60
-"""Width of the label of a world, in pixels."""
+"""Width of a world's label, in pixels."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """What the training logged at a step."""
+    """A logged value of one step."""
 
     step: int
     generation: int
@@ -42,29 +42,25 @@ class Point:
 
 
 def points(lines: Iterable[str | bytes], metric: str) -> list[Point]:
-    """The values of a metric in the lines of `metrics.jsonl`, without lines that lack it, such as one that is still written."""
+    """The values of a metric in the lines of `metrics.jsonl`. Skips lines without it, such as an unfinished one."""
     found = []
     for line in lines:
         try:
-            said = json.loads(line)
-            found.append(Point(int(said["step"]), int(said.get("generation", 0)), float(said[metric])))
+            values = json.loads(line)
+            found.append(Point(int(values["step"]), int(values.get("generation", 0)), float(values[metric])))
         except (ValueError, KeyError, TypeError):
             continue
     return found
 
 
 def text(status: JobStatus, metric: str = "loss") -> str:
-    """`gpt: Running, step 120/300, 2 workers, 1 restart, loss 4.23`: the same for a terminal."""
+    """The panel as text for a terminal: `gpt: Running, step 120/300, 2 workers, 1 restart, loss 4.23`."""
     steps = f"step {status.step}" + (f"/{status.steps}" if status.steps else "")
-    said = [
-        str(status.state),
-        steps,
-        _count(len(status.world) if status.state.active else status.replicas, "worker"),
-        _count(status.restarts, "restart"),
-    ]
+    workers = _count(len(status.world) if status.state.active else status.replicas, "worker")
+    facts = [str(status.state), steps, workers, _count(status.restarts, "restart")]
     if metric in status.metrics:
-        said.append(f"{metric} {status.metrics[metric]:.3g}")
-    return f"{status.name}: {', '.join(said)}"
+        facts.append(f"{metric} {status.metrics[metric]:.3g}")
+    return f"{status.name}: {', '.join(facts)}"
 
 
 def page(status: JobStatus, curve: Sequence[Point], metric: str, now: float) -> str:
@@ -84,15 +80,15 @@ def _head(status: JobStatus) -> str:
 
 def _progress(status: JobStatus) -> str:
     steps = f"step {status.step:,}" + (f" of {status.steps:,}" if status.steps else "")
-    said = [f"<b>{steps}</b>"]
+    facts = [f"<b>{steps}</b>"]
     if status.rate and status.state.trains:
-        said.append(f"{status.rate:.3g} steps/s")
+        facts.append(f"{status.rate:.3g} steps/s")
     if status.eta_s:
-        said.append(f"{units.human_seconds(status.eta_s)} left")
+        facts.append(f"{units.human_seconds(status.eta_s)} left")
     share = min(1.0, status.step / status.steps) if status.steps else 0.0
     done = _div("", f"width:{share:.1%};height:8px;border-radius:4px;background:{_STATES.get(status.state, _BLUE)}")
     bar = _div(done, f"height:8px;border-radius:4px;background:{_LINE};margin:6px 0 2px")
-    return bar + _div(" · ".join(said))
+    return bar + _div(" · ".join(facts))
 
 
 def _workers(workers: Sequence[WorkerStatus]) -> str:
@@ -120,7 +116,7 @@ def _facts(status: JobStatus, now: float) -> str:
 
 
 def _curve(points: Sequence[Point], metric: str, steps: int | None) -> str:
-    """The metric over the steps, with a line where a new world began. What is not finite has no place, and is a gap."""
+    """The metric over the steps, with a line at the start of each world. Values that are not finite are left out."""
     finite = [point for point in points if math.isfinite(point.value)]
     if len(finite) < 2:
         return _div(f"the {html.escape(metric)} is drawn as soon as it is logged twice", f"color:{_DIM}")
@@ -144,7 +140,7 @@ def _curve(points: Sequence[Point], metric: str, steps: int | None) -> str:
             if at >= free:
                 shapes.append(_label(at + 4, _TOP + 10, f"world {after.generation}", _RED))
                 free = at + _LABEL
-    thin = [*finite[: -1 : math.ceil(len(finite) / _WIDTH)], finite[-1]]  # a long run has more points than there are pixels
+    thin = [*finite[: -1 : math.ceil(len(finite) / _WIDTH)], finite[-1]]  # a long run has more points than pixels
     line = " ".join(f"{x(point.step)},{y(point.value)}" for point in thin)
     shapes.append(f'<polyline points="{line}" fill="none" stroke="{_BLUE}" stroke-width="2"/>')
     shapes += [_label(_LEFT - 6, y(value) + 4, f"{value:.3g}", _DIM, "end") for value in (low, high)]
@@ -154,8 +150,8 @@ def _curve(points: Sequence[Point], metric: str, steps: int | None) -> str:
     return f"<svg {box}>{''.join(shapes)}</svg>"
 
 
-def _label(x: float, y: float, said: str, colour: str, anchor: str = "start") -> str:
-    return f'<text x="{x}" y="{y}" font-size="11" style="fill:{colour}" text-anchor="{anchor}">{html.escape(said)}</text>'
+def _label(x: float, y: float, text: str, colour: str, anchor: str = "start") -> str:
+    return f'<text x="{x}" y="{y}" font-size="11" style="fill:{colour}" text-anchor="{anchor}">{html.escape(text)}</text>'
 
 
 def _div(content: str, look: str = "") -> str:

@@ -51,11 +51,10 @@ LOOK_INTERVAL_S = 0.1
 LEAST_S = 1.0
 """Least time to leave, even after the deadline: the clock of the machine that wrote it may be ahead."""
 PREPARATION_STOP_TIMEOUT_S = 5.0
-"""How long a preparing phase may take to stop."""
 
 
 class Agent:
-    """One worker's agent. `main` makes one and runs it. `warm` is None until the job's environment exists, if it brings one."""
+    """One worker's agent. `warm` is None if the job's own Python environment must be made before the warm process can start."""
 
     def __init__(
         self,
@@ -79,7 +78,7 @@ class Agent:
         self.reporter = reporter.Reporter(self.state, log, self.hang_limit_s, pod=contract.Env.ADDRESS in environ)
         self._looked_at = self.clock()
         self._kill_at = float("inf")
-        """When training that was asked to leave is killed."""
+        """Deadline of training that was asked to leave; then it is killed."""
         self._published = ""
         """The operator's last deadline, as JSON."""
         self._warm = warm

@@ -54,7 +54,7 @@ class Coordination:
         self._coordinator: Host | etcd.Running | None = None
         self._heartbeat: alive.Heartbeats | None = None
         self._recording: threading.Thread | None = None
-        self._telling: threading.Thread | None = None
+        self._reporting: threading.Thread | None = None
 
     def claim(self, log: Output) -> run_ownership.Ended | None:
         """Find out which run this worker trains, and continue its `log`. Returns the end of the run if that has ended."""
@@ -86,7 +86,6 @@ class Coordination:
         return None
 
     def _place(self) -> store.Store:
-        """The store that holds the run's record."""
         from outlast.storage import store
 
         return store.open_(self._store or f"file://{self.output}")
@@ -149,12 +148,12 @@ class Coordination:
             except OutlastError as problem:
                 _say(f"how the run has ended could not be recorded: {problem}")
 
-        def tell() -> None:
+        def report() -> None:
             if problem := tracking.end(self.output, self._environ, state):
                 _say(problem)
 
-        self._telling = threading.Thread(target=tell, daemon=True)
-        self._telling.start()
+        self._reporting = threading.Thread(target=report, daemon=True)
+        self._reporting.start()
         self._recording = threading.Thread(target=end, daemon=True)
         self._recording.start()
 
@@ -190,7 +189,7 @@ class Coordination:
         """Wait until the other workers know of the end and it is recorded."""
         if self._coordinator:
             self._coordinator.wait()
-        for thread in filter(None, (self._recording, self._telling)):
+        for thread in filter(None, (self._recording, self._reporting)):
             thread.join(RECORD_TIMEOUT_S)
         if self._heartbeat:
             self._heartbeat.leave()

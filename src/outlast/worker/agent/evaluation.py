@@ -8,14 +8,13 @@ the training wrote are fetched from there. Code and data are prepared as for a w
 from __future__ import annotations
 
 import os
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from outlast.base.errors import StoreError
 from outlast.job import spec
-from outlast.job.contract import CHECKPOINTS, EVALUATE, LEDGER, LOGS, METRICS, Env
+from outlast.job.contract import CHECKPOINTS, LEDGER, LOGS, METRICS, Env
 from outlast.job.spec import substitution
 from outlast.storage import runs, store
 from outlast.storage.checkpoints import restore
@@ -42,17 +41,10 @@ def main(args: Sequence[str]) -> int:
         _fetch_results(place, output)
     fetched = _results(output)
     args = restore.evaluated(output, place, run, args)
-    preparation = prepare.Preparation(job, environ)
-    try:
-        preparation.prepare()
-        del environ[Env.STATE]  # the module is no worker
-        command = [preparation.python, *prepare.command(job, environ), EVALUATE, *args]
-        code = subprocess.run(command, env=environ, cwd=environ[Env.CODE], check=False).returncode
-        if place and not code:
-            _upload(place, output, fetched)
-        return code
-    finally:
-        preparation.close()
+    code = prepare.evaluate(job, environ, args)
+    if place and not code:
+        _upload(place, output, fetched)
+    return code
 
 
 def _skipped(path: str) -> bool:

@@ -14,7 +14,6 @@ from outlast.job.contract import Env
 from outlast.worker.launch import shim, system
 
 CHECK_INTERVAL_S = 1.0
-"""Interval of connecting to the launcher."""
 UNREACHABLE_S = 1.5
 """How long it may be unreachable before it is restarted. Doubles with each restart: its imports take long on a busy machine."""
 LONGEST_S = 60.0

@@ -21,7 +21,7 @@ from outlast.job.workerfiles import time_left
 
 
 class Phase(enum.StrEnum):
-    """Where the worker is in its life; the order is the order of work."""
+    """The phases of a worker's life, in order."""
 
     STARTING = "starting"
     RUN = "taking up the run"
@@ -45,13 +45,12 @@ class Worker:
     leaving: str = ""
     """Why it is interrupted; empty if it is not."""
     leave_by: float | None = None
-    """When its training is killed, if it is interrupted: the earliest of all deadlines."""
+    """Deadline of its training, if it is interrupted: the earliest of all. Then it is killed."""
     late: bool = False
     """Whether that time is over."""
     gone_by: float | None = None
     """When its machine goes away; None if that is unknown."""
     code: int | None = None
-    """The exit code, once it is known."""
     reason: str = ""
     stay: bool = False
     """Whether its pod stays up after a final end, so that other pods can ask how the run ended."""

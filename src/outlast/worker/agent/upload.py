@@ -64,11 +64,9 @@ class Report:
     since: float | None = None
     """Time since which uploads fail; None while they work."""
     error: str = ""
-    """The reason of the failure."""
     backlog: int = 0
     """Bytes of committed checkpoints that are not in the store yet."""
     doing: str = ""
-    """The upload in progress."""
     seconds: float | None = None
     """Duration of the last checkpoint's upload; None before the first."""
     goodput: float | None = None
@@ -80,7 +78,7 @@ class SomeFailed(store.StoreError):
 
 
 class Uploader:
-    """Uploads one output directory. `tell` is called with each new report."""
+    """Uploads one output directory. `publish` is called with each new report."""
 
     def __init__(
         self,
@@ -89,14 +87,14 @@ class Uploader:
         run: str,
         owner: str,
         retention: checkpoints.Retention,
-        tell: Callable[[Report], None],
+        publish: Callable[[Report], None],
         *,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         """`environ` is the worker's, if this runs for one."""
         self.output, self._place, self._owner = output, place, owner
         self._checkpoints = remote.Checkpoints(place, run)
-        self._run, self._retention, self._tell = run, retention, tell
+        self._run, self._retention, self._publish = run, retention, publish
         self._acquired = 0
         """The newest generation for which we write checkpoints to the store."""
         self._left_behind = 0
@@ -111,7 +109,6 @@ class Uploader:
         """The index of sent files that `sync` writes."""
         self._environ = environ or {}
         self.compiled: compiled.Cache | None = None
-        """The cache of compiled code, if jobs share it."""
         self._read: dict[str, int] = {}
         """Bytes of each ledger that have been read."""
         self._unsent, self._sent_at = "", 0.0
@@ -127,7 +124,7 @@ class Uploader:
         report = dataclasses.replace(self.report, **changes)  # type: ignore[arg-type]
         if report != self.report:
             self.report = report
-            self._tell(report)
+            self._publish(report)
 
     def waiting(self) -> list[checkpoints.Checkpoint]:
         """Committed checkpoints that this process has to upload, newest first."""
@@ -255,7 +252,6 @@ class Uploader:
             print(f"outlast | what was compiled is not all in the store: {problem}", file=sys.stderr, flush=True)
 
     def _grown(self) -> list[str]:
-        """Growing files to upload from here."""
         paths = [
             f"{place}/{path.name}"
             for place in (contract.LOGS, contract.LEDGER)
@@ -398,7 +394,7 @@ def main(argv: list[str]) -> int:
             place = store.open_(environ[contract.Env.STORE])
             run_id, owner = environ[contract.Env.RUN], environ[contract.Env.OWNER]
             retention = checkpoints.Retention.parse(job.spec.checkpoint.variables())
-            uploader = Uploader(output, place, run_id, owner, retention, _tell, environ=environ)
+            uploader = Uploader(output, place, run_id, owner, retention, _print, environ=environ)
             if job.spec.compile.cache:
                 uploader.compiled = compiled.Cache.of(environ)
             if not final:
@@ -406,15 +402,15 @@ def main(argv: list[str]) -> int:
                 return 0
             problem = flush(uploader, deadline)
         except Superseded as superseded:
-            _tell(Report(error=str(superseded), since=time.time()))
+            _print(Report(error=str(superseded), since=time.time()))
             return SUPERSEDED
         except OutlastError as mistake:
             problem = str(mistake)
-            _tell(Report(error=problem, since=time.time()))
+            _print(Report(error=problem, since=time.time()))
     return 1 if problem else 0
 
 
-def _tell(report: Report) -> None:
+def _print(report: Report) -> None:
     with contextlib.suppress(OSError):  # the agent is gone, so this process ends soon
         os.write(1, json.dumps(dataclasses.asdict(report)).encode() + b"\n")
 

@@ -19,7 +19,6 @@ from outlast.worker.hangs.rule import Process
 from outlast.worker.launch import rank0_files
 
 RESTART_DELAY_S = 5.0
-"""Delay before an upload process that died is restarted."""
 AHEAD_S = 2.0
 """The first upload process starts this long after the first training process, or after its first step: its imports take half a
 second of a core, which training should have first."""
@@ -30,7 +29,6 @@ NICENESS = 10
 BEFORE_STEPS = ("started", "open", "restore", "first step")
 """Phases of a training process before the end of its first step, as far as we know."""
 STOP_TIMEOUT_S = 10.0
-"""How long it may take to stop before it is killed."""
 SUPERSEDED = 3
 """Its exit code if it found a newer generation in the store."""
 _TIMES = ("pushed", "since")

@@ -47,7 +47,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Work on behalf of this process outside of it. More expensive to measure."""
+    """Work that child processes and GPUs do for this process. More expensive to measure."""
 
     children_s: float = 0.0
     """CPU seconds of its child processes."""
@@ -108,7 +108,7 @@ def accelerator() -> Any:
 
 
 def work() -> Work:
-    """Measure the work on behalf of this process outside of it."""
+    """Measure the work that child processes and GPUs do for this process."""
     allocated: tuple[int, ...] = ()
     if module := accelerator():
         with contextlib.suppress(Exception):  # allocators that do not count

@@ -83,14 +83,12 @@ def deadlock(states: Sequence[RankState]) -> str:
     if not others or not all(each.waits for each in others):
         return ""
     if calling:
-        certain = all(
-            any(one.calls > other.calls and _ahead(other, one) for one in calling) for other in others
-        )  # one waits in a call, the other in a collective, and neither has begun the other's operation
+        # One waits in a call, the other in a collective, and neither has begun the other's operation.
+        certain = all(any(one.calls > other.calls and _ahead(other, one) for one in calling) for other in others)
     else:
         names = {each.waits for each in others}
-        same = all(
-            each.blocks and each.begun and each.begun == others[0].begun for each in others
-        )  # otherwise some are only late
+        # With different numbers of collectives, some ranks are only late.
+        same = all(each.blocks and each.begun and each.begun == others[0].begun for each in others)
         certain = same and len(names) > 1
     if not certain:
         return ""
@@ -142,7 +140,6 @@ class Watch:
         self.calls = 0
         """Calls of the session begun so far."""
         self.signs = 0
-        """Number of its signs of life (`alive`)."""
         self.held = 0
         """Number of open `alive` contexts: while there is one, it counts as moving."""
         self.broken = False

@@ -97,9 +97,7 @@ def main(argv: list[str], *, ready_fd: int | None = None) -> None:
                 if closed and closed.code in (contract.Exit.GIVEN_UP, contract.Exit.INTERRUPTED):
                     print(f"outlast | {closed.reason}", file=sys.stderr, flush=True)
                 code = closed.code if closed else _left(handler)
-                sys.exit(
-                    contract.Exit.FAILED if code == os.EX_SOFTWARE else code
-                )  # EX_SOFTWARE marks our own bugs, not a script's
+                sys.exit(contract.Exit.FAILED if code == os.EX_SOFTWARE else code)  # EX_SOFTWARE is for our own bugs
             if not failures:
                 handler.done()
             elif not any(_is_cause(failure) for failure in failures) and any(_was_interrupted(failure) for failure in failures):

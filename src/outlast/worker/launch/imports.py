@@ -34,7 +34,6 @@ LEAST = 20
 TRIALS = 5
 """Most trials, each without the package that failed the last one."""
 TRIAL_S = 120
-"""Timeout of one trial."""
 _NEVER = {
     *("mpi4py", "horovod", "deepspeed", "jax", "jaxlib", "tensorflow", "cupy"),
     *("torch_xla", "torch_neuronx", "habana_frameworks"),
@@ -61,11 +60,11 @@ class Imported:
     environ: Mapping[str, str]
 
 
-def dumps(before: Collection[str]) -> bytes:
-    """The `Imported` of this process as JSON, without the modules `before`."""
+def dumps(preloaded: Collection[str]) -> bytes:
+    """The `Imported` of this process as JSON, without the `preloaded` modules."""
     modules = {}
     for name, module in list(sys.modules.items()):
-        if name not in before:
+        if name not in preloaded:
             spec = getattr(module, "__dict__", {}).get("__spec__")  # attributes of lazy modules trigger imports
             origin = getattr(spec, "origin", None)
             if isinstance(origin, str):
@@ -82,7 +81,7 @@ def loads(data: bytes) -> Imported | None:
     return Imported(fields["modules"], fields["environ"])
 
 
-def report(pipe: int, before: Collection[str], settled_s: float = SETTLED_S) -> None:
+def report(pipe: int, preloaded: Collection[str], settled_s: float = SETTLED_S) -> None:
     """Write the imports of this process to `pipe`, once it has imported nothing for `settled_s`, and close it."""
 
     def write() -> None:
@@ -90,7 +89,7 @@ def report(pipe: int, before: Collection[str], settled_s: float = SETTLED_S) -> 
         while count != (count := len(sys.modules)):
             time.sleep(settled_s)
         with contextlib.suppress(OSError), open(pipe, "wb") as file:  # the warm process may be gone
-            file.write(dumps(before) + b"\n")
+            file.write(dumps(preloaded) + b"\n")
 
     threading.Thread(target=write, name="outlast-imports", daemon=True).start()
 
@@ -121,7 +120,7 @@ def trial(names: Sequence[str], imported: Imported) -> Iterator[str]:
     packages: dict[str, list[str]] = {}
     for name in names:
         packages.setdefault(name.partition(".")[0], []).append(name)
-    before = _state()
+    initial = _state()
     for package, modules in packages.items():
         for name in modules:
             try:
@@ -130,7 +129,7 @@ def trial(names: Sequence[str], imported: Imported) -> Iterator[str]:
                 return
             if getattr(vars(sys.modules[name]).get("__spec__"), "origin", None) != imported.modules[name]:
                 return
-        if watch.spoilt or _state() != before:
+        if watch.spoilt or _state() != initial:
             return
         yield package
 

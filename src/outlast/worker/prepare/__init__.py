@@ -1,1 +1,1 @@
-"""What a worker needs before it can train: code, Python packages, data, models."""
+"""Prepares a worker for training: code, Python packages, data, models."""

@@ -187,7 +187,6 @@ class Source:
             self._say(f"{name} makes the cache {self._cache} larger than it should be: {more} are in use")
 
     def _finish(self, listing: Listing) -> None:
-        """Mark a version complete."""
         directory = self._home / listing.version
         if (directory / _LISTING).is_file():
             return

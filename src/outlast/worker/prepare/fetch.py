@@ -29,7 +29,6 @@ from outlast.storage.store import Entry, Store
 from outlast.storage.sync import pool, sync
 
 PROGRESS_S = 5.0
-"""Interval at which a long fetch reports progress."""
 _ATTEMPTS = 5
 """Attempts at a place that changes while it is fetched."""
 

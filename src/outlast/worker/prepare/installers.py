@@ -28,7 +28,6 @@ _NETWORK = re.compile(
 )
 """Transient errors of pip, uv and conda."""
 _PROGRESS_S = 5.0
-"""Interval of progress lines."""
 _LAST = 20
 """Lines of output shown when an installer fails."""
 
@@ -52,7 +51,6 @@ class Shell:
     """Receives all output; `say` receives a line every few seconds, and the last ones after a failure."""
     cwd: Path | None = None
     remedy: str = "correct the file"
-    """Advice for the user after a failure."""
 
     def run(self, argv: Sequence[str], name: str) -> None:
         """Run a program; raises OutlastError with its error if it fails."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import posixpath
+import subprocess
 import sys
 import threading
 import time
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from outlast.base.errors import OutlastError
 from outlast.job import spec
-from outlast.job.contract import Env, Pod
+from outlast.job.contract import EVALUATE, Env, Pod
 from outlast.job.spec import substitution
 
 if TYPE_CHECKING:
@@ -131,7 +132,6 @@ class Preparation:
         self._stop = stop or threading.Event()
         self._versions: list[Version] = []
         self.python = sys.executable
-        """The Python interpreter for training."""
 
     def close(self) -> None:
         """Release the data."""
@@ -255,6 +255,18 @@ def _link(directory: Path, sources: Mapping[str, Path]) -> Path:
         link.unlink(missing_ok=True)
         link.symlink_to(source)
     return directory
+
+
+def evaluate(job: spec.Job, environ: dict[str, str], args: Sequence[str], *, say: Say | None = None) -> int:
+    """Prepare a job's code and data, and run its module with `--evaluate`, in a worker's `environ`. Returns its exit code."""
+    preparation = Preparation(job, environ, say=say)
+    try:
+        preparation.prepare()
+        del environ[Env.STATE]  # the module is no worker
+        argv = [preparation.python, *command(job, environ), EVALUATE, *args]
+        return subprocess.run(argv, env=environ, cwd=environ[Env.CODE], check=False).returncode
+    finally:
+        preparation.close()
 
 
 def command(job: spec.Job, environ: Mapping[str, str]) -> list[str]:

@@ -113,7 +113,6 @@ class _Parser:
 
 
 def _logical(lines: Iterable[str]) -> Iterator[str]:
-    """Lines with their continuations, without comments."""
     whole = ""
     for line in lines:
         if line.endswith("\\") and not _COMMENT.match(line):

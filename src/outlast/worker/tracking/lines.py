@@ -17,7 +17,6 @@ from outlast.base import files
 Position = dict[str, int]
 """The last step sent, by name."""
 BLOCK = 1 << 20
-"""Bytes read at a time."""
 
 
 class Point(NamedTuple):

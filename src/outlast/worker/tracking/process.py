@@ -26,7 +26,6 @@ FLUSH_S = 10.0
 LEAVE_S = 2.0
 """The same if the run goes on elsewhere, where another follower sends the rest."""
 LOOK_S = 5.0
-"""Poll interval for problems."""
 IMPORTS_S = 20.0
 """Added to FLUSH_S for a follower that has just been started, on a busy machine; arbitrary."""
 PROBLEM, ENDED, LOCK = "problem", "ended", "lock"

@@ -65,7 +65,6 @@ class Sink(Protocol):
     title: str
     """The name in messages: `MLflow (http://mlflow:5000)`."""
     pause_s: float
-    """Interval of sending."""
 
     def open(self) -> Position:
         """Find or create the run in the tracker. Returns the last step that it has of each name."""
