@@ -127,7 +127,6 @@ class LocalBackend:
         return sorted(jobs, key=lambda status: status.submitted)
 
     def status(self, name: str) -> JobStatus:
-        """The job's current status."""
         state_dir = self._existing(name)
         status = self._read(state_dir)
         if not status.state.active or state_dir.has_launcher():
@@ -143,11 +142,9 @@ class LocalBackend:
         )
 
     def output(self, name: str) -> Path:
-        """The job's output directory."""
         return Path(Run.read(self._existing(name)).output)
 
     def events(self, name: str) -> ledger.Events:
-        """The ledger of the job's run."""
         return ledger.read(self.output(name) / contract.LEDGER)
 
     def logs(
@@ -195,7 +192,6 @@ class LocalBackend:
     # Requests
 
     def scale(self, name: str, replicas: int) -> None:
-        """Change the number of workers."""
         state_dir = self._active(name)
         workers = spec.load(state_dir.job).spec.workers
         allowed = workers.allowed()

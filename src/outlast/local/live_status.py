@@ -81,7 +81,6 @@ class LiveStatus:
         return newest.step if newest else 0
 
     def saved_sentence(self) -> str:
-        """A sentence about the saved step and the lost ones."""
         saved, step = self.committed(), self.status.step
         if not saved and self.has_session:
             return f"no step is saved, {step} {'is' if step == 1 else 'are'} lost" if step else "no step was done yet"
@@ -166,7 +165,6 @@ class LiveStatus:
         self.warning = ""
 
     def final_goodput(self) -> None:
-        """Compute the goodput of the whole run."""
         self._thread.shutdown(cancel_futures=True)
         self._show_account(self._account())
 

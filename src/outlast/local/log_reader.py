@@ -53,5 +53,4 @@ class Tail:
         return start if last else end
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()

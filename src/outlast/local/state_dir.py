@@ -58,11 +58,9 @@ class StateDir:
         self.log = path / "launcher.log"
 
     def worker(self, index: int) -> Path:
-        """A worker's state directory."""
         return self.path / "workers" / str(index)
 
     def has_launcher(self) -> bool:
-        """Whether a launcher holds the lock."""
         try:
             with open(self.lock) as lock:
                 return not file_locks.acquire(lock.fileno(), share=True)

@@ -34,8 +34,6 @@ BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 @dataclasses.dataclass
 class Worker:
-    """One worker process."""
-
     index: int
     pid: int
     attempt: int
@@ -47,8 +45,6 @@ class Worker:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """The end of a worker."""
-
     worker: Worker
     code: int
     message: str

@@ -193,7 +193,6 @@ def running(directory: Path, environ: Mapping[str, str]) -> str | None:
 
 
 def writable(home: str | None) -> bool:
-    """Whether settings can be written to a home directory."""
     return bool(home) and os.access(home or "", os.W_OK)
 
 

@@ -34,8 +34,6 @@ _LABEL = 60
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A logged value of one step."""
-
     step: int
     generation: int
     value: float
@@ -64,7 +62,6 @@ def text(status: JobStatus, metric: str = "loss") -> str:
 
 
 def page(status: JobStatus, curve: Sequence[Point], metric: str, now: float) -> str:
-    """The panel as HTML."""
     rows = [_head(status), _progress(status), _workers(status.workers), _facts(status, now), _curve(curve, metric, status.steps)]
     if status.failure is not None:
         rows.insert(3, _div(f"last failure: {html.escape(status.failure.reason)}", f"color:{_RED};margin:6px 0"))

@@ -456,7 +456,6 @@ class Agent:
 
 
 def print_end(worker: int | str, code: int | None, reason: str) -> None:
-    """Print the last line of a worker's log."""
     print(contract.end_line(worker, reason, code), flush=True)
 
 

@@ -120,7 +120,6 @@ class Uploader:
         self.report = Report()
 
     def update(self, **changes: object) -> None:
-        """Report a change."""
         report = dataclasses.replace(self.report, **changes)  # type: ignore[arg-type]
         if report != self.report:
             self.report = report
@@ -368,7 +367,6 @@ def flush(uploader: Uploader, deadline: float) -> str:
 
 
 def failed(uploader: Uploader, problem: Exception) -> None:
-    """Report a failure of `uploader`."""
     backlog = sum(checkpoint.bytes for checkpoint in uploader.waiting())
     uploader.update(error=str(problem), since=uploader.report.since or time.time(), doing="", backlog=backlog)
 

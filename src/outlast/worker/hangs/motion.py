@@ -33,8 +33,6 @@ CHILDREN_BUSY = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One sample of a process."""
-
     place: Hashable
     """The stack of the main thread: code and instruction of each frame."""
     counts: Hashable = 0

@@ -243,7 +243,6 @@ class Preloader:
             self._try(chosen(imported, loaded=sys.modules, tried=self._tried, where=places()), imported)
 
     def import_next(self) -> None:
-        """Import a module that has passed a trial."""
         name = self.modules.pop(0)
         try:
             importlib.import_module(name)

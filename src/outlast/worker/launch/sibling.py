@@ -49,7 +49,6 @@ class Forked:
         return code
 
     def kill(self) -> None:
-        """Kill it unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 

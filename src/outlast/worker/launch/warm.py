@@ -306,7 +306,6 @@ def become(request: Request) -> None:
 
 
 def title(request: Request) -> str:
-    """The title of a fork's process."""
     if request.kind == "elastic":
         return f"elastic agent {request.env.get(contract.Env.WORKER, '')}"
     script = request.argv[1] if request.argv[0] == "-m" else os.path.basename(request.argv[0])

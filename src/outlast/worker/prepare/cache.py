@@ -70,7 +70,6 @@ class Version:
     _lock: int
 
     def close(self) -> None:
-        """Release it."""
         os.close(self._lock)
 
 

@@ -59,7 +59,6 @@ class Listing:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
         return sum(entry.size for entry in self.entries)
 
 
@@ -186,7 +185,6 @@ class Meter:
         self._say(f"fetching {self._name}: {done} of {total}, {units.human_bytes(rate)}/s, {left} left")
 
     def end(self) -> None:
-        """Report the end."""
         seconds = self._clock() - self._begun
         rate = units.human_bytes(self._total / max(seconds, 1e-3))
         self._say(f"fetched {self._name}: {units.human_bytes(self._total)} in {units.human_seconds(seconds)} ({rate}/s)")

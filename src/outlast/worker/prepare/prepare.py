@@ -134,7 +134,6 @@ class Preparation:
         self.python = sys.executable
 
     def close(self) -> None:
-        """Release the data."""
         while self._versions:
             self._versions.pop().close()
 

@@ -61,8 +61,6 @@ print(json.dumps(found))
 
 @dataclass(frozen=True)
 class Made:
-    """A complete environment."""
-
     python: str
     variables: Mapping[str, str]
     """Environment variables of a process that runs in it."""

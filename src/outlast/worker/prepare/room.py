@@ -140,7 +140,6 @@ def _coming(cache: Path) -> int:
 
 
 def shards(cache: Path) -> Iterator[Thing]:
-    """The shards of this machine."""
     for path in cache.glob("shards/*"):
         with contextlib.suppress(OSError):
             status = path.stat()

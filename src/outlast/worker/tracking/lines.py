@@ -20,8 +20,6 @@ BLOCK = 1 << 20
 
 
 class Point(NamedTuple):
-    """One value of one step."""
-
     step: int
     time: float
     """Seconds since the epoch."""
@@ -33,7 +31,6 @@ _OWN = ("step", "time", "generation")
 
 
 def same(name: str) -> str:
-    """The name itself."""
     return name
 
 
@@ -59,7 +56,6 @@ def points(lines: bytes, position: Mapping[str, int], rename: Callable[[str], st
 
 
 def advanced(position: Mapping[str, int], sent: Iterable[Point]) -> Position:
-    """The position after `sent`."""
     return {**position, **{point.name: point.step for point in sent}}
 
 

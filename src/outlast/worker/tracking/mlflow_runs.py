@@ -136,7 +136,6 @@ class MLflow:
 
 
 def batched(things: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Lists of at most `size` things."""
     rest = iter(things)
     while batch := list(itertools.islice(rest, size)):
         yield batch

@@ -33,8 +33,6 @@ PROBLEM, ENDED, LOCK = "problem", "ended", "lock"
 
 
 class Follower:
-    """A running follower."""
-
     def __init__(self, output: Path, process: subprocess.Popen[bytes]) -> None:
         self._directory, self._process = output / contract.TRACKING, process
         self._looked, self._problem = time.monotonic(), ""

@@ -28,8 +28,6 @@ class Status(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Run:
-    """The run that is tracked."""
-
     id: str
     """The same across kills and resizes, and unique."""
     name: str
@@ -121,7 +119,6 @@ class Settings:
 
 
 def settings(environ: Mapping[str, str]) -> Settings:
-    """The trackers that this environment requests."""
     uri = environ.get(Env.MLFLOW) or environ.get("MLFLOW_TRACKING_URI", "")
     mode = environ.get("WANDB_MODE", "").lower()
     off = mode == "disabled" or environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes")
