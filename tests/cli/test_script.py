@@ -14,7 +14,7 @@ from outlast import cli
 from outlast.base.errors import NotFound, OutlastError
 from outlast.cli.train import overrides, script
 from outlast.job import spec
-from outlast.job.shipping import tree
+from outlast.job.shipping import code_files
 from outlast.job.status import JobStatus
 
 PLAIN = "import argparse, torch\nparser.add_argument('--steps')\n"
@@ -171,7 +171,7 @@ def test_the_gpus_of_the_machine_are_shared_by_the_workers() -> None:
 
 def test_the_script_is_code_though_it_takes_the_place_of_the_job_file(here: Path) -> None:
     ours = job("train.py")
-    assert tree.not_code(ours.spec, here, (here / "train.py", here / "job.yaml")) == [here / "job.yaml"]
+    assert code_files.not_code(ours.spec, here, (here / "train.py", here / "job.yaml")) == [here / "job.yaml"]
 
 
 @pytest.mark.parametrize(

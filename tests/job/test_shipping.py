@@ -23,7 +23,7 @@ from kubernetes_validate import utils as schemas
 
 from outlast.base.errors import OutlastError
 from outlast.job import contract, spec
-from outlast.job.shipping import archives, ignore, tree
+from outlast.job.shipping import archives, code_files, ignore
 from outlast.kubernetes import manifests
 from outlast.kubernetes.jobs.parcel import APPLIED, SMALL, choose, pack
 from outlast.kubernetes.manifests import volumes
@@ -44,11 +44,11 @@ def write(root: Path, files: Mapping[str, str | bytes]) -> Path:
 
 
 def names(root: Path, **more: Any) -> list[str]:
-    return [entry.name for entry in tree.listed(root, **more)]
+    return [entry.name for entry in code_files.listed(root, **more)]
 
 
 def packed(root: Path, into: Path, **more: Any) -> bytes:
-    tree.pack(root, into, **more)
+    code_files.pack(root, into, **more)
     return into.read_bytes()
 
 
@@ -160,7 +160,7 @@ def test_more_than_code_can_be_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(
         OutlastError, match=r"holds more than 2 files, .* which is too much for code \(the biggest: .*a 9 B.*\); name"
     ):
-        tree.listed(tmp_path)
+        code_files.listed(tmp_path)
 
 
 # The archive
@@ -179,7 +179,7 @@ def test_the_same_tree_is_the_same_bytes(tmp_path: Path) -> None:
 
 
 file_names = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=20).filter(
-    lambda name: name not in (".", "..", *tree.FILES, ".outlast-code") and len(name.encode()) < 200
+    lambda name: name not in (".", "..", *code_files.FILES, ".outlast-code") and len(name.encode()) < 200
 )
 
 
@@ -192,7 +192,7 @@ def test_what_is_packed_is_what_a_worker_unpacks(files: dict[str, bytes]) -> Non
             path = root / name
             if not any(each.is_file() for each in path.parents) and not path.is_dir():
                 write(root, {name: content})
-        entries = tree.pack(root, archive)
+        entries = code_files.pack(root, archive)
         archives.extract(archive, into, name="code")
         assert {entry.name: (root / entry.name).read_bytes() for entry in entries} == {
             path.relative_to(into).as_posix(): path.read_bytes() for path in into.rglob("*") if path.is_file()
@@ -204,7 +204,7 @@ def test_links_and_the_right_to_execute_are_kept(tmp_path: Path) -> None:
     (root / "run.sh").chmod(0o755)
     (root / "a.py").symlink_to("lib/a.py")
     (root / "also").symlink_to("lib")
-    tree.pack(root, tmp_path / "code.tar.gz")
+    code_files.pack(root, tmp_path / "code.tar.gz")
     (tmp_path / "into").mkdir()
     archives.extract(tmp_path / "code.tar.gz", tmp_path / "into", name="code")
     assert os.readlink(tmp_path / "into" / "a.py") == "lib/a.py"
@@ -230,7 +230,7 @@ def test_a_link_that_leads_outside_is_refused(tmp_path: Path, name: str, target:
     (root / "door").symlink_to("..")
     (root / name).symlink_to(target)
     with pytest.raises(OutlastError) as caught:
-        tree.listed(root)
+        code_files.listed(root)
     remedy = "put a copy or a relative link in its place, or name it in .outlastignore"
     assert str(caught.value) == f"code: {root / name} is a link to {target}, {what}, which pods do not have; {remedy}"
     (root / ".outlastignore").write_text(f"{name}\n")
@@ -241,7 +241,7 @@ def test_an_absolute_link_is_refused_wherever_it_leads(tmp_path: Path) -> None:
     write(tmp_path, {"a.py": ""})
     (tmp_path / "b.py").symlink_to(tmp_path / "a.py")
     with pytest.raises(OutlastError, match="an absolute path, which pods do not have"):
-        tree.listed(tmp_path)
+        code_files.listed(tmp_path)
 
 
 def test_a_file_that_changes_while_it_is_read_is_read_again(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(tmp_path: Path) -> N
             (root / "a.py").write_text(text)
 
     archive = tmp_path / "code.tar.gz"
-    tree.pack(root, archive, reading=reading)
+    code_files.pack(root, archive, reading=reading)
     with tarfile.open(archive) as tar:
         found = tar.extractfile("a.py")
         assert found
@@ -269,14 +269,14 @@ def test_a_file_that_changes_all_the_time_is_no_code(tmp_path: Path, size: int) 
             (root / name).write_bytes(b"x" * ((root / name).stat().st_size + size))
 
     with pytest.raises(OutlastError) as caught:
-        tree.pack(root, tmp_path / "code.tar.gz", reading=reading)
+        code_files.pack(root, tmp_path / "code.tar.gz", reading=reading)
     remedy = "try again when nothing writes there, or name it in .outlastignore"
     assert str(caught.value) == f"code: {root / 'a.log'} changes while it is packed; {remedy}"
 
 
 def test_a_file_that_goes_while_it_is_packed_is_no_code(tmp_path: Path) -> None:
     root = write(tmp_path / "root", {"a.py": "", "b.py": ""})
-    entries = tree.pack(root, tmp_path / "code.tar.gz", reading=lambda _: (root / "b.py").unlink(missing_ok=True))
+    entries = code_files.pack(root, tmp_path / "code.tar.gz", reading=lambda _: (root / "b.py").unlink(missing_ok=True))
     assert [entry.name for entry in entries] == ["a.py"]
 
 
@@ -286,7 +286,7 @@ def test_what_may_not_be_read_is_said(tmp_path: Path) -> None:
     write(tmp_path / "root", {"a.py": ""})
     (tmp_path / "root" / "a.py").chmod(0)
     with pytest.raises(OutlastError, match=r"a\.py cannot be packed: Permission denied"):
-        tree.pack(tmp_path / "root", tmp_path / "code.tar.gz")
+        code_files.pack(tmp_path / "root", tmp_path / "code.tar.gz")
 
 
 # Where it goes

@@ -16,7 +16,7 @@ from outlast.base.errors import OutlastError
 from outlast.job import contract, spec
 from outlast.job.report import goodput
 from outlast.job.report.steps import Bucket
-from outlast.job.shipping import tree
+from outlast.job.shipping import code_files
 from outlast.job.spec import changes
 from outlast.job.status import State
 from outlast.local.resumption import Resumption
@@ -191,7 +191,7 @@ def test_an_older_version_of_a_file_that_the_run_has_taken_comes_back(tmp_path: 
     def copy(text: str, at: float) -> list[str]:
         (source / "train.py").write_text(text)
         os.utime(source / "train.py", (at, at))
-        return code.copy(source, tree.listed(source), state / "work", begun)
+        return code.copy(source, code_files.listed(source), state / "work", begun)
 
     begun = time.time() - 100
     copy("v1", begun - 50)

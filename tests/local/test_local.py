@@ -26,7 +26,7 @@ from outlast import cli
 from outlast.base import file_locks, files
 from outlast.base.errors import AlreadyRunning, NotFound, OutlastError
 from outlast.job import chaos, contract, spec
-from outlast.job.shipping import tree
+from outlast.job.shipping import code_files
 from outlast.job.status import CheckpointStatus, JobStatus, RankStatus, SnapshotStatus, State, WorkerStatus
 from outlast.job.workerfiles import progress
 from outlast.local import log_reader, output_dir
@@ -338,7 +338,7 @@ def test_a_run_gets_the_files_that_pods_would_get_and_says_which_it_does_not(her
     for name in (".gitignore", ".env", "data/x.bin", "sub/a.py", "sub/b.log"):
         here.write(name, "data/\n*.log\n" if name == ".gitignore" else "x")
     here.submit()
-    entries = tree.listed(here.source, outside=lambda _: None)
+    entries = code_files.listed(here.source, outside=lambda _: None)
     assert sorted(here.code()) == [entry.name for entry in entries] == [".gitignore", "datasets", "sub/a.py", "train.py"]
     assert (here.output / "work" / "datasets").resolve() == tmp_path / "elsewhere"
     assert here.backend.notices == [

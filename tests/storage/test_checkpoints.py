@@ -35,7 +35,7 @@ from outlast.base.errors import OutlastError, Superseded
 from outlast.job import contract
 from outlast.storage import checkpoints
 from outlast.storage.checkpoints import Checkpoint
-from outlast.training.state import checkpoint, newest, saver
+from outlast.training.state import checkpoint, disk_checkpoints, saver
 
 
 def found(step: int, run: str = "r", **fields: Any) -> Checkpoint:
@@ -797,9 +797,9 @@ def test_a_forged_checkpoint_runs_nothing(tmp_path: Path, place: str) -> None:
 
 
 def test_the_newest_is_the_last_of_the_newest_world_and_one_that_cannot_be_read_has_a_place_by_its_step():
-    offer = newest._Offer
+    offer = disk_checkpoints._Offer
     whole = [offer(12, 2, "a"), offer(9, 3, "b"), offer(10, 3, "c")]
     rotten, other, old = (offer(step, 0, "", "it cannot be read") for step in (20, 12, 3))
     disks = [{each.step: each for each in (*whole, rotten, old)}, {12: other, 9: offer(9, 1, "d")}]
     readable = [offer(10, 3, "c"), offer(9, 3, "b"), offer(12, 2, "a"), offer(9, 1, "d")]
-    assert newest._candidates(disks) == [rotten, *readable, old]
+    assert disk_checkpoints._candidates(disks) == [rotten, *readable, old]

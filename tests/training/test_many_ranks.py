@@ -21,9 +21,9 @@ import torch
 from outlast.job.contract import Env
 from outlast.storage.snapshots import client, election, parts, replicas, server
 from outlast.storage.snapshots.parts import Item, Part
-from outlast.training.state import checkpoint, newest, recovery
+from outlast.training.state import checkpoint, disk_checkpoints, resuming
 from outlast.training.state.disks import Disks
-from outlast.training.state.recovery import Restored
+from outlast.training.state.resuming import Restored
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # threads share the filters, which torch changes
 
@@ -154,8 +154,8 @@ class Workers:
                 assert connected is not None
                 with contextlib.ExitStack() as held, contextlib.closing(connected):
                     share = rank % self.local, self.local
-                    search = newest.Search(self.directory, "r", disks, share, held, lambda *_, **__: None)
-                    found[rank] = recovery.restore(state, search, connected, 2), state
+                    search = disk_checkpoints.Search(self.directory, "r", disks, share, held, lambda *_, **__: None)
+                    found[rank] = resuming.restore(state, search, connected, 2), state
             except Exception as error:
                 errors.append(error)
                 meeting.abort()
@@ -290,10 +290,10 @@ def test_what_eight_thousand_ranks_say_is_heard_and_decided_in_seconds() -> None
             far = (rank + ranks // 2) % ranks
             replica = dataclasses.replace(part, rank=far, worker=far // local, digest=f"{far:08x}", replica=True)
             there += [part, replica, dataclasses.replace(part, kind="shared", digest=f"{rank % local:08x}")]
-        said += [recovery.packed(f"10.0.{worker >> 8}.{worker & 255}:40000", there), *[recovery.packed("", [])] * (local - 1)]
+        said += [resuming.packed(f"10.0.{worker >> 8}.{worker & 255}:40000", there), *[resuming.packed("", [])] * (local - 1)]
     assert max(map(len, said)) < 1000, "each rank gets as many bytes of all as the longest has"
     begun = time.process_time()
-    held, stored, problem = recovery.merged(said)
+    held, stored, problem = resuming.merged(said)
     [candidate] = election.newest(held, "r", 4).candidates
     assert time.process_time() - begun < 10
     assert (stored, problem) == (None, "")
@@ -303,7 +303,7 @@ def test_what_eight_thousand_ranks_say_is_heard_and_decided_in_seconds() -> None
 
 def test_what_a_newer_version_says_is_understood_as_far_as_it_can_be() -> None:
     part = Part("r", 1, 5, 1, 0, 0, 0, 1, "unique", digest="00000000")
-    said = json.loads(zlib.decompress(recovery.packed("w0:1", [part], (1, 4))))
+    said = json.loads(zlib.decompress(resuming.packed("w0:1", [part], (1, 4))))
     said["parts"] = [{**said["parts"][0], "colour": "blue"}, {**said["parts"][0], "kind": "quantum"}]
     newer = zlib.compress(json.dumps({**said, "weather": "fine"}).encode())
-    assert recovery.merged([newer]) == ([election.Held(part, "w0:1")], (1, 4), "")
+    assert resuming.merged([newer]) == ([election.Held(part, "w0:1")], (1, 4), "")

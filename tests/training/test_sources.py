@@ -26,9 +26,9 @@ from outlast.storage import checkpoints
 from outlast.storage.snapshots import client, memory, server, wire
 from outlast.storage.snapshots.client import Client, NoMemory
 from outlast.storage.snapshots.parts import Item, Part
-from outlast.training.state import capture, checkpoint, memory_reader, newest, recovery, saver
+from outlast.training.state import capture, checkpoint, disk_checkpoints, memory_reader, resuming, saver
 from outlast.training.state.disks import Disks
-from outlast.training.state.recovery import Restored
+from outlast.training.state.resuming import Restored
 
 MEMORY = 1 << 20
 
@@ -40,7 +40,7 @@ class Beside(Disks):
 
     def gather(self, value: Any) -> list[Any]:
         other, self.other = self.other, None
-        return [value, *(((), recovery.packed(address, [part])) for address, part in other())] if other else [value]
+        return [value, *(((), resuming.packed(address, [part])) for address, part in other())] if other else [value]
 
 
 class World:
@@ -149,8 +149,8 @@ class World:
         state, disks = self.state(), Beside([0], 0, None)
         disks.other = self.other
         with contextlib.ExitStack() as held, contextlib.closing(self.connected(0)) as rank:
-            search = newest.Search(self.directory, "r", disks, (0, 1), held, lambda *_, **__: None)
-            found = recovery.restore(state, search, rank, 2)
+            search = disk_checkpoints.Search(self.directory, "r", disks, (0, 1), held, lambda *_, **__: None)
+            found = resuming.restore(state, search, rank, 2)
         [value] = set(state["net"].weight.flatten().tolist())
         return found, int(value)
 

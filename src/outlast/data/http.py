@@ -25,7 +25,7 @@ from typing import Any
 
 from outlast import __version__
 from outlast.base.errors import OutlastError
-from outlast.job import logins
+from outlast.job import url_logins
 
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)
 """Status codes after which a retry may help."""
@@ -65,9 +65,9 @@ class Address:
             parts = urllib.parse.urlsplit(url)
             host, port = parts.hostname, parts.port
         except ValueError as error:
-            raise OutlastError(f"{logins.hidden(url)} is not a URL; write https://HOST/PATH") from error
+            raise OutlastError(f"{url_logins.hidden(url)} is not a URL; write https://HOST/PATH") from error
         if parts.scheme not in ("http", "https") or not host:
-            raise OutlastError(f"{logins.hidden(url)} is not the URL of a file; write https://HOST/PATH")
+            raise OutlastError(f"{url_logins.hidden(url)} is not the URL of a file; write https://HOST/PATH")
         login = ""
         if parts.username is not None:
             login = _basic(urllib.parse.unquote(parts.username), urllib.parse.unquote(parts.password or ""))
@@ -85,7 +85,7 @@ class Address:
     @property
     def identity(self) -> str:
         """The URL that identifies the file: without a query that holds a signature, which differs each time."""
-        return logins.hidden(self.url)
+        return url_logins.hidden(self.url)
 
     @property
     def name(self) -> str:
@@ -146,7 +146,7 @@ def request(address: Address, *, first: int = 0, version: Version | None = None,
     outgoing = urllib.request.Request(
         address.url, headers={"User-Agent": f"outlast/{__version__}", "Accept-Encoding": "identity"}
     )
-    login_of_host = None if address.login else logins.of(urllib.parse.urlsplit(address.url).hostname or "")
+    login_of_host = None if address.login else url_logins.of(urllib.parse.urlsplit(address.url).hostname or "")
     if login := _basic(*login_of_host) if login_of_host else address.login:
         outgoing.add_unredirected_header("Authorization", login)
     if first:

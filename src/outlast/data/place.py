@@ -22,7 +22,7 @@ from pathlib import Path
 
 from outlast.base import file_locks, files
 from outlast.base.errors import OutlastError
-from outlast.job import foreign, logins
+from outlast.job import foreign, url_logins
 
 MARKER = ".outlast-data.json"
 COMING = ".outlast-get"
@@ -63,7 +63,7 @@ class Marker:
         try:
             fields = json.loads(text)
             values = {field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields}
-            return cls(**{**values, "name": logins.hidden(fields["name"]), "entries": tuple(fields["entries"])})
+            return cls(**{**values, "name": url_logins.hidden(fields["name"]), "entries": tuple(fields["entries"])})
         except (ValueError, KeyError, TypeError):
             return None
 
@@ -216,7 +216,7 @@ def _check_empty_or_own(directory: Path) -> None:
 def _note_name(place: Place, what: str) -> None:
     """Note which dataset is downloaded. Raises OutlastError when another one was begun here."""
     note = place.coming / "name"
-    begun = logins.hidden(note.read_text()) if note.exists() else ""
+    begun = url_logins.hidden(note.read_text()) if note.exists() else ""
     if begun not in ("", what):
         raise OutlastError(
             f"{place.directory} holds a part of {begun}; complete that with the same command as before, "

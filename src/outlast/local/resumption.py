@@ -18,7 +18,7 @@ from pathlib import Path
 from outlast.base import units
 from outlast.base.errors import OutlastError
 from outlast.job import contract, spec
-from outlast.job.shipping import tree
+from outlast.job.shipping import code_files
 from outlast.job.spec import changes
 from outlast.job.status import JobStatus, SavedStatus, State
 from outlast.job.workerfiles import saves
@@ -101,7 +101,7 @@ def since(old: Path, job: spec.Job, files: Sequence[str], current: str, output: 
     `current` is empty if the run was on another machine, with other directories.
     """
     if current and files:
-        yield f"changed since: {tree.some(files)}"
+        yield f"changed since: {code_files.some(files)}"
     with contextlib.suppress(OSError, OutlastError):  # another version's file, or none
         yield from changes.between(spec.load(old), job, but=("output",) if current else ("output", *_LOCAL_FIELDS))
     if current and output != current:
@@ -119,7 +119,7 @@ def shell(was: Mapping[str, str], now: Mapping[str, str], env: Collection[str]) 
     variables, which do not count."""
     gone = sorted(name for name in was if name not in now and name not in env)
     other = sorted(name for name in was if name in now and now[name] != was[name] and name not in env)
-    parts = [f"no longer has {tree.some(gone)}"] if gone else []
-    parts += [f"has another {tree.some(other)}"] if other else []
+    parts = [f"no longer has {code_files.some(gone)}"] if gone else []
+    parts += [f"has another {code_files.some(other)}"] if other else []
     if parts:
         yield f"this shell {' and '.join(parts)}, which the training inherits; name what it needs under env in the job file"

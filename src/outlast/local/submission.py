@@ -21,7 +21,7 @@ from typing import Any
 from outlast.base import files
 from outlast.base.errors import OutlastError
 from outlast.job import contract, ledger, spec
-from outlast.job.shipping import tree
+from outlast.job.shipping import code_files
 from outlast.job.spec import changes
 from outlast.job.status import JobStatus, State
 from outlast.local import output_dir, resumption, stored
@@ -135,17 +135,19 @@ def _copy_directory(job: spec.Job, path: Path, into: Path, exclude: tuple[Path, 
     withheld: list[str] = []
     ignored: list[str] = []
     outside: list[str] = []
-    not_code = tree.not_code(job.spec, path, exclude)
-    entries = tree.listed(path, not_code, withheld=withheld.append, ignored=ignored.append, outside=outside.append)
-    tree.check_script(job.spec, path, {entry.name for entry in entries})
+    not_code = code_files.not_code(job.spec, path, exclude)
+    entries = code_files.listed(path, not_code, withheld=withheld.append, ignored=ignored.append, outside=outside.append)
+    code_files.check_script(job.spec, path, {entry.name for entry in entries})
     changed = code.copy(path, entries, into, submitted)
     notices = []
     if withheld:
-        notices.append(f"code: {tree.without_credentials(withheld)}; pods do not get it either")
+        notices.append(f"code: {code_files.without_credentials(withheld)}; pods do not get it either")
     if ignored:
-        notices.append(f"code: without {tree.some(ignored)}, as .gitignore or .outlastignore says ({tree.bring_back(ignored)})")
+        notices.append(
+            f"code: without {code_files.some(ignored)}, as .gitignore or .outlastignore says ({code_files.bring_back(ignored)})"
+        )
     if outside:
-        links = f"links that lead out of {path} ({tree.some(outside)}) work on this machine, and pods would not have them"
+        links = f"links that lead out of {path} ({code_files.some(outside)}) work on this machine, and pods would not have them"
         notices.append(f"code: {links}; name what they lead to under data, or put copies in their place")
     return _Copy(into, tuple(changed), tuple(notices))
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-NAMES = ("gpt", "llm", "llm_tiny", "imagenet", "cifar10", "classify", "perceiver", "smoke")
-"""The modules that are programs, language models first."""
+
+def programs() -> list[str]:
+    """Names of the modules that are programs."""
+    files = sorted(Path(__file__).parent.glob("[!_]*.py"))
+    return [file.stem for file in files if '\nif __name__ == "__main__":' in file.read_text(encoding="utf-8")]
 
 
 def summary(name: str) -> str:
@@ -18,7 +21,7 @@ def summary(name: str) -> str:
 def main() -> None:
     """Print the list. Arguments are ignored."""
     print("Whole training programs, one readable file each:\n")
-    for name in NAMES:
+    for name in programs():
         print(f"  {name:10}  {summary(name)}")
     print("\npython -m outlast.recipes.NAME --help shows commands to begin with, and all flags. To change one, copy its file:")
     print(Path(__file__).parent)

@@ -49,7 +49,7 @@ from outlast.storage import checkpoints
 from outlast.storage.snapshots import client
 from outlast.training import device, metrics, mistakes, order, stalls
 from outlast.training.calls import Calls, public
-from outlast.training.state import checkpoint, exchanged, newest, parameters, recovery, saver, saves, snapshots, weights
+from outlast.training.state import checkpoint, disk_checkpoints, exchanged, parameters, resuming, saver, saves, snapshots, weights
 from outlast.training.state.disks import Disks
 from outlast.worker import tracking
 from outlast.worker.hangs import stall
@@ -284,8 +284,8 @@ class Session:
             self._ledger.write("restoring", generation=self.generation)
         share = self.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         with contextlib.ExitStack() as held:
-            search = newest.Search(self._directory, self._run, self._disks, share, held, self._note)
-            restored = recovery.restore(state, search, self._client, self.generation)
+            search = disk_checkpoints.Search(self._directory, self._run, self._disks, share, held, self._note)
+            restored = resuming.restore(state, search, self._client, self.generation)
         step = restored.step
         if self._unwritten:
             if not restored.source and self.rank == 0:  # no checkpoint can be committed, and there is nothing to lose

@@ -150,7 +150,7 @@ def _to_store(dataset: Dataset, url: str, how: How) -> tuple[Marker, bool]:
     from outlast.data import get as getting
     from outlast.data import place
     from outlast.data.place import Marker
-    from outlast.job import foreign, logins
+    from outlast.job import foreign, url_logins
     from outlast.storage import store
     from outlast.storage.sync import sync
     from outlast.worker.prepare import cache
@@ -163,7 +163,7 @@ def _to_store(dataset: Dataset, url: str, how: How) -> tuple[Marker, bool]:
     if found:
         return found, False
     names = there.names()
-    noted = logins.hidden(there.get(place.COMING).decode()) if place.COMING in names else None
+    noted = url_logins.hidden(there.get(place.COMING).decode()) if place.COMING in names else None
     foreign.check_place(url, names, noted, dataset.name)
     home = cache.writable(os.environ) / "get" / hashlib.sha256(f"{dataset.name} {there.url}".encode()).hexdigest()[:16]
     found, _ = getting.get(dataset, home / "tree", how)

@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import core_schema
 
 from outlast.base import units
-from outlast.job import accelerators, contract, logins
+from outlast.job import accelerators, contract, url_logins
 from outlast.job.spec import validation
 from outlast.job.spec.document import Place
 from outlast.job.spec.locations import ARCHIVES, OTHER_ARCHIVES, STORES, archive, local, pinned, web
@@ -89,13 +89,13 @@ def object_name(longest: int) -> Pattern:
 
 
 def _public(value: str) -> str:
-    if problem := logins.exposed(value, "job files are copied into the output"):
+    if problem := url_logins.exposed(value, "job files are copied into the output"):
         raise ValueError(problem)
     return value
 
 
 def _endpoint(value: str) -> str:
-    if logins.exposed(value if "://" in value else f"etcd://{value}", ""):
+    if url_logins.exposed(value if "://" in value else f"etcd://{value}", ""):
         raise ValueError(
             "holds a login, and job files are copied into the output; leave it out here and set OUTLAST_ETCD_USER and "
             "OUTLAST_ETCD_PASSWORD by secrets or in the shell"

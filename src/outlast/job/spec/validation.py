@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
 
 from outlast.base.errors import InvalidJob
-from outlast.job import contract, logins
+from outlast.job import contract, url_logins
 from outlast.job.spec.document import Document, Place
 
 Model = TypeVar("Model", bound="Checked")
@@ -221,5 +221,5 @@ def _shown(value: Any) -> str:
         return "a mapping"
     if isinstance(value, list | tuple):
         return "a list" if value else "an empty list"
-    text = str(value).lower() if isinstance(value, bool) else logins.hidden(str(value)) or '""'
+    text = str(value).lower() if isinstance(value, bool) else url_logins.hidden(str(value)) or '""'
     return text if len(text) <= 60 else text[:57] + "..."

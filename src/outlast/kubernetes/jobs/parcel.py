@@ -24,7 +24,7 @@ from outlast.base import units
 from outlast.base.errors import OutlastError
 from outlast.job import spec
 from outlast.job.contract import Pod
-from outlast.job.shipping import archives, tree
+from outlast.job.shipping import archives, code_files
 from outlast.kubernetes.manifests import volumes
 from outlast.kubernetes.manifests.names import Names
 
@@ -113,22 +113,22 @@ def pack(job: spec.Job, *, but: Collection[Path] = (), room: int = SMALL) -> Ite
 
 
 def _of_directory(job: spec.Job, root: Path, archive: Path, but: Collection[Path], room: int) -> Parcel:
-    but = tree.not_code(job.spec, root, but)
+    but = code_files.not_code(job.spec, root, but)
     withheld: set[str] = set()
     try:
         most = None if volumes.store_of_all(job.spec) else room
-        entries = tree.pack(root, archive, but=but, room=most, withheld=withheld.add)
-    except tree.TooLarge:
-        raise _too_large(root, tree.listed(root, but), room) from None
+        entries = code_files.pack(root, archive, but=but, room=most, withheld=withheld.add)
+    except code_files.TooLarge:
+        raise _too_large(root, code_files.listed(root, but), room) from None
     names = {entry.name for entry in entries}
-    tree.check_script(job.spec, root, names)
+    code_files.check_script(job.spec, root, names)
     made = _shipped(job, archive, f"{len(entries):,} file{'' if len(entries) == 1 else 's'}", room)
     if made is None:  # the end of an archive exceeds the limit
         raise _too_large(root, entries, room)
     fields = made.job.spec
     environment = fields.environment.model_copy(update=dict(_in_code(fields.environment, root.resolve(), names)))
     changed = made.job.model_copy(update={"spec": fields.model_copy(update={"environment": environment})})
-    without = f"; {tree.without_credentials(withheld)}" if withheld else ""
+    without = f"; {code_files.without_credentials(withheld)}" if withheld else ""
     return dataclasses.replace(made, job=changed, sentence=made.sentence + without)
 
 
@@ -151,10 +151,10 @@ def _ways(room: int) -> str:
     )
 
 
-def _too_large(root: Path, entries: Sequence[tree.Entry], room: int) -> OutlastError:
+def _too_large(root: Path, entries: Sequence[code_files.Entry], room: int) -> OutlastError:
     size = units.human_bytes(sum(entry.size for entry in entries))
     return OutlastError(
-        f"code ({root}) holds {len(entries):,} files, {size} ({tree.biggest(entries)}), {_ways(room)}, "
+        f"code ({root}) holds {len(entries):,} files, {size} ({code_files.biggest(entries)}), {_ways(room)}, "
         "or name what is no code in .outlastignore"
     )
 

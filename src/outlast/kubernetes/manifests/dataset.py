@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from outlast.base.errors import OutlastError
-from outlast.job import logins
+from outlast.job import url_logins
 from outlast.job.contract import Env, Label, Pod
 from outlast.kubernetes.manifests import labels, names, volumes
 from outlast.kubernetes.manifests.installed import install
@@ -95,8 +95,8 @@ def job(name: str, metadata: Document, pod: Document) -> Document:
 def document(download: Download) -> Document:
     """The Job. Raises OutlastError without a destination."""
     for url in (download.dataset, download.to):
-        if problem := logins.exposed(url, "whoever may view the Job reads its command"):
-            raise OutlastError(f"{logins.hidden(url)} {problem}; a pod has the variables of the Secrets that --secret names")
+        if problem := url_logins.exposed(url, "whoever may view the Job reads its command"):
+            raise OutlastError(f"{url_logins.hidden(url)} {problem}; a pod has the variables of the Secrets that --secret names")
     to, claim, path = download.target()
     meta = {
         "app.kubernetes.io/name": "outlast",

@@ -27,6 +27,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from outlast.job import accelerators
+
 SETTLED_S = 5.0
 """A rank that has imported nothing for this long has begun to train; arbitrary."""
 LEAST = 20
@@ -36,7 +38,7 @@ TRIALS = 5
 TRIAL_S = 120
 _NEVER = {
     *("mpi4py", "horovod", "deepspeed", "jax", "jaxlib", "tensorflow", "cupy"),
-    *("torch_xla", "torch_neuronx", "habana_frameworks"),
+    *(accelerator.package.partition(".")[0] for accelerator in accelerators.TABLE if accelerator.package),
 }
 """Packages that acquire a device or other processes when they are imported."""
 _SPOILS = {

@@ -32,7 +32,7 @@ from outlast.worker.prepare import fetch, workdir
 from outlast.worker.prepare.fetch import Say
 
 if TYPE_CHECKING:
-    from outlast.job.shipping import tree
+    from outlast.job.shipping import code_files
 
 _INCOMING = ".outlast-code"
 """Below the run's directory: code that is being fetched."""
@@ -41,7 +41,7 @@ _INCOMING = ".outlast-code"
 # From a directory
 
 
-def copy(code: Path, entries: Sequence[tree.Entry], into: Path, submitted: float) -> list[str]:
+def copy(code: Path, entries: Sequence[code_files.Entry], into: Path, submitted: float) -> list[str]:
     """Copy the code in a directory (`shipping.tree.listed`) to the run's; returns the files that were missing or different.
 
     `submitted` is when the run began. Files that the job has written since are retained: they differ from the copy that was made

@@ -24,7 +24,7 @@ from outlast.base import file_locks, files, units
 from outlast.base.errors import Missing, OutlastError, StoreError
 from outlast.job import contract
 from outlast.job.contract import Env
-from outlast.job.shipping import tree
+from outlast.job.shipping import code_files
 from outlast.job.workerfiles import progress, saves
 from outlast.storage import runs, store
 from outlast.storage.runs.output import OWN, skipped
@@ -265,7 +265,7 @@ def _sources(code: Path) -> dict[str, Path] | None:
     size = 0
     for above, names, inside in os.walk(code):
         linked = [name for name in names if os.path.islink(os.path.join(above, name))]
-        names[:] = [name for name in names if name not in tree.NEVER and name not in linked]
+        names[:] = [name for name in names if name not in code_files.NEVER and name not in linked]
         for name in [*inside, *linked]:
             path = Path(above, name)
             if path.is_symlink() or path.is_file():

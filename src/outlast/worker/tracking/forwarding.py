@@ -13,7 +13,7 @@ from typing import Any
 
 from outlast.base import backoff
 from outlast.base.errors import OutlastError
-from outlast.job import contract, logins
+from outlast.job import contract, url_logins
 from outlast.worker.tracking import lines, sinks
 from outlast.worker.tracking.sinks import Run, Sink, Status
 
@@ -121,7 +121,7 @@ class Forwarder(threading.Thread):
 
 def sentence(error: BaseException) -> str:
     """The first line of an error's message, without the inner errors that HTTP libraries add, and without passwords."""
-    text = logins.hidden(str(error).strip().partition("\n")[0] or repr(error))
+    text = url_logins.hidden(str(error).strip().partition("\n")[0] or repr(error))
     if "Connection refused" in text or "NewConnectionError" in text:
         return "connection refused"
     if "timed out" in text:

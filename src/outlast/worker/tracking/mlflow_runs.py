@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from outlast.base.errors import OutlastError
-from outlast.job import logins
+from outlast.job import url_logins
 from outlast.worker.tracking.lines import Point, Position
 from outlast.worker.tracking.sinks import Run, Status, text
 
@@ -49,7 +49,7 @@ class MLflow:
     pause_s = 5.0
 
     def __init__(self, uri: str, experiment: str, run: Run) -> None:
-        self._shown = logins.hidden(uri)
+        self._shown = url_logins.hidden(uri)
         self.title = f"MLflow ({self._shown})"
         self._uri = Path(uri).as_uri() if uri.startswith("/") else uri
         files = urlsplit(self._uri).scheme in ("", "file")

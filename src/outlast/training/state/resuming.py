@@ -24,7 +24,7 @@ from outlast.storage.snapshots import election, parts
 from outlast.storage.snapshots.client import Client
 from outlast.storage.snapshots.election import At, Candidate, Held
 from outlast.storage.snapshots.parts import Damaged, OutOfReach, Part
-from outlast.training.state import checkpoint, memory_reader, newest
+from outlast.training.state import checkpoint, disk_checkpoints, memory_reader
 from outlast.training.state.memory_reader import Reader
 from outlast.worker.hangs import stall
 
@@ -63,16 +63,16 @@ class Restored:
         return str(self.path)
 
 
-def restore(state: Mapping[str, Any], search: newest.Search, client: Client | None, generation: int) -> Restored:
+def restore(state: Mapping[str, Any], search: disk_checkpoints.Search, client: Client | None, generation: int) -> Restored:
     """Load the newest state that can be reached into `state`. Raises OutlastError on all ranks. A collective."""
     begun = time.monotonic()
     restored = _restored(state, search, client, generation)
     return dataclasses.replace(restored, seconds=round(time.monotonic() - begun, 6))
 
 
-def _restored(state: Mapping[str, Any], search: newest.Search, client: Client | None, generation: int) -> Restored:
+def _restored(state: Mapping[str, Any], search: disk_checkpoints.Search, client: Client | None, generation: int) -> Restored:
     disks = search.disks
-    offered = newest.Offered(search, _report(client, search))
+    offered = disk_checkpoints.Offered(search, _report(client, search))
     agents = client is not None and all(report is not None for report in offered.payloads)
     held, stored, problem = merged(offered.payloads) if agents else ([], None, "")
     elected = election.newest(held, search.run, generation)
@@ -127,13 +127,15 @@ def _restored(state: Mapping[str, Any], search: newest.Search, client: Client | 
 class _Committed:
     """The checkpoints on all disks, and the newest one of the store."""
 
-    def __init__(self, search: newest.Search, client: Client | None, offered: newest.Offered, stored: At | None) -> None:
+    def __init__(
+        self, search: disk_checkpoints.Search, client: Client | None, offered: disk_checkpoints.Offered, stored: At | None
+    ) -> None:
         self._search, self._client, self._stored = search, client, stored
         self.offered, self.source = offered, "disk"
 
     def newest(self, after: At = (0, 0)) -> checkpoints.Checkpoint | None:
         """The newest valid one after `after`, fetched if only the store has it. A collective."""
-        valid = newest.valid(self._search, self.offered, after)
+        valid = disk_checkpoints.valid(self._search, self.offered, after)
         if self._stored is None or self._stored <= max(after, (valid.generation, valid.step) if valid else after):
             return valid
         step = self._stored[1]
@@ -143,7 +145,7 @@ class _Committed:
             if self._search.disks.rank == 0:
                 log.warning("outlast: step %s is in the store and cannot be had, an older state counts: %s", step, problem)
             return valid
-        return newest.valid(self._search, self.offered, after)
+        return disk_checkpoints.valid(self._search, self.offered, after)
 
     def fetch(self) -> None:
         """Have rank 0's agent fetch the store's newest one to its disk. A collective.
@@ -162,11 +164,11 @@ class _Committed:
         problem, retry = disks.gather((problem, retry))[0]
         if problem:
             raise NotRestored(problem) if retry else StoreError(problem)
-        self.offered = newest.Offered(self._search)
+        self.offered = disk_checkpoints.Offered(self._search)
         self.source = "store" if self.offered.disks != previous else "disk"
 
 
-def _report(client: Client | None, search: newest.Search) -> bytes | None:
+def _report(client: Client | None, search: disk_checkpoints.Search) -> bytes | None:
     """This rank's report to all: from the first rank of a worker the parts in its memory, from rank 0 the store's newest.
 
     None without an agent. Raises NotRestored if the agent does not answer: its parts may be the newest state.
@@ -213,7 +215,7 @@ def _agreed(work: Callable[[], T], exchange: Callable[[Any], list[Any]]) -> list
     return [value for _, _, value in every]
 
 
-def _from_memory(candidate: Candidate, state: Mapping[str, Any], client: Client, search: newest.Search) -> Restored:
+def _from_memory(candidate: Candidate, state: Mapping[str, Any], client: Client, search: disk_checkpoints.Search) -> Restored:
     """Load a snapshot. Raises Damaged, OutOfReach on all ranks if one of them cannot read it. A collective."""
     disks, rank = search.disks, search.disks.rank
     reader = Reader(candidate, client, rank, lambda sentence: log.warning("outlast: %s", sentence))
