@@ -107,13 +107,13 @@ class Unanswered(ClusterError):
 
 
 class EtcdError(OutlastError):
-    """An etcd did not do what was requested."""
+    """etcd did not do what was requested."""
 
     exit_code = 1
 
 
 class EtcdAway(EtcdError):
-    """No endpoint of the etcd can be reached or is healthy; a retry can help."""
+    """No endpoint of etcd is reachable and healthy; a retry can help."""
 
 
 class EtcdRefused(EtcdError):

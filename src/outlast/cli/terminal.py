@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from outlast.job.backend import LogLine
 
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-"""C0 but tab and newline, DEL, C1, separators of lines, and what reverses the direction of text."""
+"""C0 except tab and newline, DEL, C1, Unicode's line separators, and characters that change the direction of text."""
 _SGR = re.compile("(\x1b\\[[0-9;:]*m)")
 """Select graphic rendition: colours, bold. https://ecma-international.org/publications-and-standards/standards/ecma-48/"""
 _BACK = re.compile("\x1b\\[A|\n(?=\x1b\\[A)")
-"""Cursor up: tqdm's way back from a second bar."""
+"""Cursor up, by which tqdm returns from a second bar to the first, or the newline right before it."""
 _BAR = re.compile(r"([^|%]*?)\s*\d{1,3}%\|[^|]*\|[^\]]*\]")
 """A drawing of tqdm's, `Map:   6%|#   | 120/2000 [00:12<03:00, 9.9it/s]`; the group is the bar's name."""
 _RESET = "\x1b[0m"

@@ -36,9 +36,9 @@ _READ = 1 << 20
 _STOPPED = "the download was stopped; the same command goes on from here"
 _COMPLAIN_S = 10.0
 _LARGE = 1 << 30
-"""Bytes whose checksum takes seconds."""
+"""Size in bytes from which a checksum takes seconds."""
 _SAVE_S = 2.0
-"""Interval of writing the state: a kill loses the bytes that arrived since."""
+"""Interval at which the state is written: a kill loses the bytes that have arrived since the last write."""
 _BEGINNINGS = 4
 """Attempts at a file that changes meanwhile, or that the server sends only as a whole."""
 
@@ -76,7 +76,7 @@ class Options:
     """How to download. The numbers are arbitrary, and right for most networks."""
 
     patience_s: float = 300.0
-    """Time of retries without a byte arriving."""
+    """How long to retry without a byte arriving."""
     absent_s: float = 20.0
     """The same while no server has answered at all: a wrong host name, no internet."""
     timeout_s: float = 60.0
@@ -110,7 +110,7 @@ class Download:
         self._parts = self._beginnings = 0
         """Responses that the bytes on the disk came from, and responses that began at the first byte."""
         self._whole = False
-        """The server's partial responses cannot be used."""
+        """Whether the server's partial responses are unusable."""
         self._answered = False
         self._host = self._address.shown.split("/")[2]
         self._arrived = time.monotonic()

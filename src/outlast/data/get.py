@@ -68,7 +68,7 @@ def get(dataset: Dataset, directory: Path, how: How) -> tuple[Marker, bool]:
 
 
 def checked(dataset: Dataset, marker: Marker | None, where: str) -> Marker | None:
-    """The marker of a place, if there is one. Raises OutlastError when it is of another dataset."""
+    """The marker of a place, if there is one. Raises OutlastError if it is that of another dataset or version."""
     if marker is None:
         return None
     expected = [remote.sha256 for remote in dataset.remotes]

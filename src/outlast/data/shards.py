@@ -59,7 +59,7 @@ class Shard:
     file: str
     """Name within the dataset."""
     samples: int
-    """Number of samples; of text: of documents that begin in it."""
+    """Number of samples; for text, number of documents that begin in this shard."""
     bytes: int
     sha256: str
     """Hexadecimal; empty in a directory without a manifest."""
@@ -67,7 +67,7 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """`train` or `val`: its shards in order."""
+    """One part of a dataset, `train` or `val`: its shards, in order."""
 
     shards: tuple[Shard, ...]
     tokens: int | None = None
@@ -99,7 +99,7 @@ class Manifest:
     """Directory or URL that it was read from, for messages."""
 
     def part(self, name: str) -> Part:
-        """The part of that name. Raises BadDataset if there is none, or it is empty."""
+        """The part of that name. Raises BadDataset if there is none or if it is empty."""
         if name not in self.parts:
             raise BadDataset(f"{self.place} has no part {name}, it has {_listed(sorted(self.parts))}; prepare it again with one")
         part = self.parts[name]

@@ -56,7 +56,7 @@ class Backend(Protocol):
         """
 
     def ensure(self, name: str) -> bool:
-        """Start the process that drives an active job if that is gone; returns whether it was. Controllers do so in a cluster."""
+        """Start the process that drives an active job if it is gone; returns whether it was. In a cluster, controllers do so."""
 
     def list(self) -> Sequence[JobStatus]:
         """All jobs, the newest last."""
@@ -87,9 +87,9 @@ class Backend(Protocol):
     ) -> Iterator[LogLine]:
         """The log lines of all workers, merged, or of one.
 
-        `tail` starts with that many last lines of each worker, 0 with lines written from now on; `since_s` with lines no older
-        than that, where lines have times. `follow` waits for a job that has not started, calling `say`, and ends when the job
-        does.
+        `tail` is the number of lines of each worker to begin with, counted from the end: with 0, only lines written from now on.
+        `since_s` leaves out lines older than that, where lines have times. `follow` waits for a job that has not started, calling
+        `say`, and ends when the job does.
         """
 
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:

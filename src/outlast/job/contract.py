@@ -288,8 +288,8 @@ MESH_LEASE_S = 100.0
 MESH_RENEW_S = 30.0
 """The same in worlds whose members watch each other: peers report a lost member at once."""
 RENEWALS_PER_S = 200
-"""Most renewals of one job per second: with many workers, Leases are renewed less often and last longer. Kubernetes is tested
-with 500 per second for its nodes."""
+"""Maximum number of renewals of one job per second: with many workers, Leases are renewed less often and last longer. Kubernetes
+is tested with 500 per second for its nodes."""
 OPERATOR = "outlast-operator"
 """The operator's Deployment, account, roles and leader lease."""
 MANAGED_BY = f"{GROUP}/operator"
@@ -313,7 +313,7 @@ CLUSTER_DOMAIN = "cluster.local"
 LONGEST_HOST = 63
 """Longest host name, label value and Service name (RFC 1123)."""
 MOST_WORKERS = 10_000
-"""Most workers of one job."""
+"""Maximum number of workers of one job."""
 
 
 def worker_name(job: str, index: int) -> str:
@@ -345,7 +345,7 @@ WORK = "work"
 WORKED = ".outlast-generation"
 """File in WORK: the generation whose rank 0 ran there last; written by `launch.rank`."""
 OWNER = ".owner"
-"""Locked by the launcher that uses this output; holds the path of its state directory."""
+"""Lock file of the launcher that uses this output; it holds the path of that launcher's state directory."""
 COMMIT = "COMMIT"
 """Written last into a checkpoint's directory: a checkpoint exists once this file does."""
 

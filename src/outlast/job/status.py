@@ -203,12 +203,12 @@ class JobStatus(_Model):
     goodput: float | None = None
     """Share of the wall time spent on steps that were kept, 0 ... 1."""
     lost: LostStatus | None = None
-    """Cost of failures so far; none before the first, and for jobs in a cluster, where `outlast report` computes it."""
+    """Cost of failures so far; None before the first failure, and for jobs in a cluster, where `outlast report` computes it."""
     output: str = ""
     file: str = ""
     """The job file of a job of this machine; empty if it is gone."""
     command: str = ""
-    """The command that runs it again, if that is not `outlast run FILE`: for a script, on this machine."""
+    """The command that runs the job again, if that is not `outlast run FILE`: for a script, on this machine."""
     store: StoreStatus | None = None
     """The output in its store, if it has one."""
     launcher: int | None = None
@@ -227,7 +227,7 @@ class JobStatus(_Model):
 
     @property
     def from_step(self) -> str:
-        """` from step 10`, if it has a checkpoint to continue from; else empty."""
+        """` from step 10`, if the job has a checkpoint to continue from; else empty."""
         return f" from step {self.checkpoint.step}" if self.checkpoint else ""
 
     @property
@@ -242,7 +242,8 @@ class JobStatus(_Model):
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds until the last step at the recent rate; None unless it trains and both are known."""
+        """Estimated seconds until the last step, at the recent rate; None unless the job trains, and its last step and rate are
+        known."""
         if self.steps is None or not self.rate or not self.state.trains:
             return None
         return max(0.0, (self.steps - self.step) / self.rate)

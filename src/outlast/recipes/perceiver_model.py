@@ -41,7 +41,7 @@ class Config:
     num_latents: int = 784
     d_latents: int = 512
     num_blocks: int = 1
-    """Repetitions of the self-attentions."""
+    """Number of times that all self-attentions are applied, with the same weights."""
     num_self_attends: int = 8
     num_heads: int = 8
     num_cross_heads: int = 1

@@ -260,9 +260,9 @@ def boxes(
 ) -> Tensor:
     """Random boxes in images for `crop_resize`: float64 (b, 4), left, top, width and height as shares of the image.
 
-    `u`: `draws` of shape (b, CROP); `aspect`: width / height of the images, (b,). The share of the area is in `scale`, and the
-    width / height, as in the file, in `ratio`; the distribution is that of torchvision's RandomResizedCrop ("Going deeper with
-    convolutions", Szegedy et al., 2014).
+    `u`: `draws` of shape (b, CROP); `aspect`: width / height of the images, (b,). A box's share of the image's area is in the
+    range `scale`, and its width / height, in pixels of the file, in the range `ratio`; the distribution is that of torchvision's
+    RandomResizedCrop ("Going deeper with convolutions", Szegedy et al., 2014).
     """
     u, aspect = u.double(), aspect.double()
     area = scale[0] + (scale[1] - scale[0]) * u[:, 0 : 2 * _TRIES : 2]  # (b, tries)

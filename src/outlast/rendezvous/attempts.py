@@ -39,11 +39,13 @@ takes seconds, and a thousand members must not be asked for it all the time."""
 LATE_S = 2.0
 """Time after which a member that waits for the others also reports to the coordinator."""
 TRIES, KILLED_TRIES = restarts.SAME_STEP - 1, 10
-"""Most attempts in a row without progress: after an error or a hang at one step (the next one ends the job); after a kill."""
+"""Maximum number of attempts in a row without progress: after an error or a hang at one step (the next one ends the job); after a
+kill."""
 PAST = 20
-"""Most attempts that a report lists."""
+"""Maximum number of attempts that a report lists."""
 _MOST_TEXT = 1000
-"""Most characters of a traceback or a log in a message, and in the newest attempt of a report; older ones have none."""
+"""Maximum number of characters of a traceback or a log in a message, and in the newest attempt of a report. Older ones have
+none."""
 
 
 @dataclass(frozen=True)
@@ -212,11 +214,11 @@ class Stage(enum.Enum):
 
     TRAINING = enum.auto()
     STOPPING = enum.auto()
-    """It was asked to stop its processes."""
+    """The member was asked to stop its processes."""
     READY = enum.auto()
-    """Its processes are gone, and it waits for the others."""
+    """Its processes are gone, and the member waits for the others."""
     GOES = enum.auto()
-    """All have agreed: it takes up `Participant.go` next."""
+    """All have agreed: the member takes up `Participant.go` next."""
     REFUSED = enum.auto()
     """The coordinator decides what comes next; there is no further attempt of this world."""
 
@@ -232,7 +234,7 @@ class Participant:
         """The attempt that this member trains in, or trained in last."""
         self.stage = Stage.TRAINING
         self.reason = ""
-        """Why it was refused."""
+        """Why there is no further attempt of this world; empty unless `stage` is `REFUSED`."""
         self.go: Go | None = None
         """The last attempt that all agreed on."""
         self._own: Ready | None = None

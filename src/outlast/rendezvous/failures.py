@@ -98,7 +98,7 @@ def left_early(who: str, other: int | None, step: int | None) -> str:
 
 
 def only_echoes(pending: Collection[Pending]) -> bool:
-    """Whether there are failures, but the cause is not among them yet."""
+    """Whether all failures reported so far are echoes, so that their cause is still missing; False if there are none."""
     return bool(pending) and all(each.echo for each in pending)
 
 

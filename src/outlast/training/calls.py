@@ -25,7 +25,7 @@ from outlast.worker.hangs import stall
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _ROOM = 14
-"""Most numbers in the first message; arbitrary. Up to some hundred bytes its size does not matter."""
+"""Maximum number of numbers in the first message; arbitrary. Its size does not matter up to a few hundred bytes."""
 _BITS = 20
 """Bits of a call's hash: the squares of 8,192 of them still add up exactly in a double."""
 _SAME = "every rank must make the same calls in the same order"

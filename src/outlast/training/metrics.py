@@ -70,7 +70,7 @@ def last(path: Path, name: str, step: int) -> float | None:
 _BLOCK = 1 << 20
 _MOST_RECENT = 1 << 20
 _MOST = 64 << 20
-"""Most bytes of lines that go to other disks with one save."""
+"""Maximum number of bytes of lines that go to other disks with one save."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,14 @@ class Copy:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.same = 0
-        """Leading bytes known to equal rank 0's."""
+        """Number of bytes, from the start of the file, that are known to equal rank 0's."""
         self.everywhere = 0
-        """On rank 0: leading bytes that all disks are known to have."""
+        """On rank 0: number of bytes, from the start of the file, that all disks are known to have."""
 
     def even_out(self, disks: Disks, step: int) -> str:
         """Copy the file with the most steps up to `step` to all disks, without later steps.
 
-        Returns why that failed here, or an empty text. A collective of the leaders, in the thread that trains.
+        Returns why that failed here, or an empty string. A collective of the leaders, in the thread that trains.
         """
         problem, own = "", (-1, 0, 0)
         try:

@@ -88,8 +88,8 @@ class Session:
     device: torch.device
     """This rank's accelerator, or the CPU."""
     generation: int
-    """Number of the world in this run, counted from 1; a start and every change of its workers form a new one, a crash that they
-    repair by themselves does not."""
+    """Number of the world in this run, counted from 1; each start of the run and each change of its workers forms a new world,
+    but a crash that the workers repair by themselves does not."""
     output: Path
     """Directory of the run's checkpoints, metrics and results. If workers have separate disks, checkpoints and metrics are on all
     of them, and results on rank 0's."""

@@ -58,10 +58,9 @@ def get(
 ) -> None:
     """Download, check and unpack a dataset.
 
-    It goes to a directory or a store. A dataset that is complete there stays as it is. What was interrupted, also by a kill,
-    goes on with the same command; until its marker, .outlast-data.json, is written, a
-    dataset is not complete. Archives (.tar, .tar.gz, .tar.bz2, .tar.xz, .tar.zst, .zip) and
-    compressed files are unpacked, other files taken as they are.
+    It goes to a directory or a store. A dataset that is complete there stays as it is. If the command is interrupted or killed,
+    run it again to continue; a dataset is complete once its marker, .outlast-data.json, is written. Archives (.tar, .tar.gz,
+    .tar.bz2, .tar.xz, .tar.zst, .zip) and compressed files are unpacked; other files are kept as they are.
 
     \b
     Examples:

@@ -47,7 +47,7 @@ SeparatorOption = Annotated[
 
 @dataclass(frozen=True)
 class How:
-    """The options that all kinds have, as they are on the command line."""
+    """The options that all kinds of dataset share, as given on the command line."""
 
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A directory, or one file.")]
     to: Annotated[str, typer.Option(metavar="PLACE", help="Directory, or URL of a place in a store, to write to.")]
@@ -82,7 +82,8 @@ class How:
 
     @contextlib.contextmanager
     def engine_opened(self) -> Iterator[Engine | None]:
-        """The engine for the units of work; None: processes of this machine. Raises OutlastError for options that do not fit."""
+        """The engine for the units of work; None if processes of this machine do the work. Raises OutlastError for options that
+        do not fit."""
         if self.engine == "local":
             given = {"--master": self.master, "--partitions": self.partitions, "--conf": self.conf}
             if wrong := [name for name, value in given.items() if value]:

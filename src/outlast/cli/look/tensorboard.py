@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 PORT = 6006
 """TensorBoard's own default; another one if it is taken."""
 REFRESH_S = 5.0
-"""Interval of looking for new metrics."""
+"""Interval at which we look for new metrics."""
 
 
 def tensorboard(
@@ -169,7 +169,7 @@ class Show:
         self._history, self._problem = b"", ""
 
     def refresh(self) -> None:
-        """Bring its event files up to date; a problem is said once."""
+        """Bring the job's event files up to date; a problem is reported once."""
         try:
             self._forward(self._source.bring(self._copy))
             self._source.own(self._logs / "script")
@@ -226,7 +226,7 @@ def _of_job(ctx: typer.Context, name: str | None, namespace: str | None, context
 
 
 def _labelled(found: Iterator[tuple[str, Source]]) -> list[tuple[str, Source]]:
-    """Sources with labels that differ."""
+    """The sources, each with a unique label."""
     labelled: dict[str, Source] = {}
     for label, source in found:
         number = 1

@@ -79,7 +79,7 @@ class Wish:
 
 
 class _Terminated(BaseException):
-    """SIGTERM has come."""
+    """SIGTERM was received."""
 
 
 class _Terminable:
@@ -105,7 +105,7 @@ class _Terminable:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """A block which is not left half done."""
+        """A block that SIGTERM does not interrupt: _Terminated is raised at its end."""
         self._held = True
         try:
             yield
@@ -128,7 +128,7 @@ def named(job: Job, key: str | None, *content: object) -> Job:
 
 
 def until_end(place: KubernetesBackend, name: str, apply: Callable[[], Iterator[str]], wish: Wish) -> int:
-    """Submit, wait for the end, write the outputs; the exit code."""
+    """Submit, wait for the end, and write the outputs. Returns the exit code."""
     from outlast.kubernetes.jobs import outcome, waiting
 
     wish.prepare()

@@ -34,7 +34,7 @@ _Record = tuple[dict[str, Any], Segments]
 """A record as parsed, and its segments."""
 T = TypeVar("T")
 NAMED = 3
-"""Most damaged records that the manifest names; all are counted."""
+"""Maximum number of damaged records that the manifest names; all are counted."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Settings:
     val: float = 0.1
     separator: str | None = None
     max_length: int | None = None
-    """Longer samples lose their end; None keeps all."""
+    """Maximum number of tokens in a sample, from which longer samples are cut off; None: no limit."""
     patterns: tuple[str, ...] = ("*.jsonl",)
     shard_size: int = SHARD
     skip_damaged: bool = False

@@ -38,7 +38,7 @@ def parsed(line: bytes, file: BinaryIO, at: int) -> dict[str, Any]:
 
 
 def where(file: BinaryIO, at: int) -> str:
-    """`train.jsonl, line 7` for the line at byte `at`. Counts lines, so only for messages."""
+    """`train.jsonl, line 7` for the line at byte `at`. It counts lines from the start of the file: use it only in messages."""
     file.seek(0)
     number = 1
     while at > 0 and (some := file.read(min(at, 1 << 20))):
@@ -48,7 +48,7 @@ def where(file: BinaryIO, at: int) -> str:
 
 
 def text(value: Any, name: str, file: BinaryIO, at: int) -> str:
-    """Check that a value of a record is a text. Raises BadSource if not, or if it has half a surrogate pair."""
+    """Check that a value of a record is text. Raises BadSource if not, or if it has half a surrogate pair."""
     if not isinstance(value, str):
         instead = "no" if value is None else f"{type(value).__name__} as"
         raise BadSource(f"{where(file, at)} has {instead} {name}; each record needs a text there")

@@ -28,21 +28,21 @@ SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>")
 """Names of that token in other tokenizers."""
 GPT2_VOCABULARY = 50_257
 PIECE = 1 << 18
-"""Characters encoded at a time: bounds the memory of the encoder."""
+"""Number of characters encoded at a time, which bounds the memory of the encoder."""
 _CHARACTER = r"[\s\S]"
 _CUT = re.compile(r"(?<=\S)(?=[ \n])")
 """Places to cut a text without changing its words: no word of GPT-2's pattern has a space inside."""
 
 
 class Encoder(Protocol):
-    """Encodes texts."""
+    """A function that tokenizes a text."""
 
     def __call__(self, text: str) -> bytes:
-        """The tokens of a text, little-endian. Raises plan.BadSource for a character outside its vocabulary."""
+        """The tokens of a text, as little-endian bytes. Raises plan.BadSource for a character outside the vocabulary."""
 
 
 def library() -> Any:
-    """The library. Raises OutlastError if it is not installed."""
+    """The library `tokenizers`. Raises OutlastError if it is not installed."""
     with importing("tokenizing", "data"):
         import tokenizers
     return tokenizers
@@ -138,7 +138,7 @@ def encoder(path: Path, digest: str) -> Encoder:
 
 
 class _Plain:
-    """Any tokenizer. Long texts are cut between words."""
+    """An encoder for any tokenizer. Long texts are cut between words."""
 
     def __init__(self, tokenizer: Any, dtype: np.dtype[Any]) -> None:
         self._tokenizer, self._dtype = tokenizer, dtype
@@ -154,7 +154,7 @@ class _Plain:
 
 
 class _Words(_Plain):
-    """A byte-level BPE with GPT-2's words. Lines with other characters than ASCII are left to the library."""
+    """An encoder for a byte-level BPE with GPT-2's words. Lines with non-ASCII characters are left to the library."""
 
     def __init__(self, tokenizer: Any, dtype: np.dtype[Any]) -> None:
         super().__init__(tokenizer, dtype)
@@ -173,11 +173,11 @@ class _Words(_Plain):
 
 _LINES = re.compile(r"(?<=\S)(?=\n)")
 _SHORT = 100
-"""Characters up to which the library is as fast as the table."""
+"""Number of characters up to which the library is as fast as the table."""
 
 
 class _Characters:
-    """A token per character: one look-up in an array for a whole text."""
+    """An encoder for tokenizers with a token per character: one look-up in an array for a whole text."""
 
     def __init__(self, table: dict[str, int], dtype: np.dtype[Any]) -> None:
         self._in_vocabulary = np.zeros(0x110000, bool)

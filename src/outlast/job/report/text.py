@@ -32,7 +32,7 @@ _LOOK = {
     Bucket.IDLE: (" ", "bright_black", "idle"),
     Bucket.SUSPENDED: ("_", "bright_black", "suspended"),
 }
-"""Glyph in the timeline (where no colour helps), colour, name."""
+"""For each bucket: its glyph in the timeline, which tells it apart without colours; its colour; its name."""
 _FIELDS = ("time", "kind", "text", "worker", "generation", "attempt", "recovery_s", "replayed")
 """Fields of an incident that go into the JSON unchanged."""
 _TOTALS = {"failures": FAILURES, "interruptions": PLANNED}

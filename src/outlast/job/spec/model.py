@@ -26,7 +26,7 @@ MLFLOW = "none|databricks|[A-Za-z][A-Za-z0-9+.-]*:.+|/.*"
 """Values of `tracking.mlflow`: a URI, the name of a profile of Databricks, or an absolute path. Valid RE2."""
 
 MOST_REPLICAS = 3
-"""Most replicas of a rank's part of a snapshot."""
+"""Maximum number of replicas of a rank's part of a snapshot."""
 
 
 class Metadata(Checked):
@@ -175,8 +175,8 @@ class Checkpoint(Checked):
     pod grows by it. `auto` uses up to a quarter of what a worker may use, and leaves a tenth free. With `kubectl apply`, quote
     `"off"`."""
     replicas: Annotated[int, Field(strict=True, ge=0, le=MOST_REPLICAS)] = 1
-    """Number of other workers that hold a replica of state that only one rank has, such as shards of FSDP: so many may be lost at
-    once without reading a checkpoint. 0 to 3. Needs no memory for what every rank has, as with DDP."""
+    """Number of other workers that hold a replica of state that only one rank has, such as shards of FSDP: that many workers may
+    be lost at once without reading a checkpoint. 0 to 3. State that every rank has, as with DDP, needs no memory for replicas."""
 
     @property
     def reserved(self) -> int:
@@ -199,7 +199,7 @@ class Sync(Checked):
     """Uploading outputs to the store."""
 
     every: fields.Duration = timedelta(minutes=10)
-    """Interval of uploads while training runs. The rest is uploaded when the job ends, however it ends."""
+    """Interval between uploads while training runs. The rest is uploaded when the job ends, however it ends."""
 
 
 class Restarts(Checked):
@@ -254,11 +254,12 @@ class Environment(Checked):
 
 
 class Compile(Checked):
-    """The programs that compilers make of the model: `torch.compile`, Triton, those for Trainium."""
+    """Programs that compilers make from the model: `torch.compile`, Triton, and those for Trainium."""
 
     cache: fields.Flag = False
-    """Whether to keep it in `<output>/.compiled/` for all jobs of that output. Each worker fetches it before training and uploads
-    what is new with its output. Programs there are run as they are: share an output only with people whose code you would run."""
+    """Whether to keep compiled programs in `<output>/.compiled/` for all jobs of that output. Each worker fetches them before
+    training and uploads new ones with its output. The programs are run as they are: share an output only with people whose code
+    you would run."""
     warm_up: tuple[str, ...] = ()
     """Command that a worker runs before training, once in a run, to fill the cache, such as two steps of the training
     itself. It runs in the directory of the code with the job's environment and data; what it writes to `OUTLAST_OUTPUT` is

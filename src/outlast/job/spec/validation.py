@@ -162,7 +162,7 @@ def fields(model: type[Checked]) -> dict[str, Any]:
 
 
 def _part(annotation: Any) -> type[Checked] | None:
-    """The part in `Part`, `Part | None` or `tuple[Part, ...]`."""
+    """The model `Part` in the annotation `Part`, `Part | None` or `tuple[Part, ...]`; None if there is none."""
     if isinstance(annotation, type) and issubclass(annotation, Checked):
         return annotation
     if get_origin(annotation) is dict:
@@ -171,7 +171,7 @@ def _part(annotation: Any) -> type[Checked] | None:
 
 
 def _mapped(annotation: Any) -> type[Checked] | None:
-    """The part in `dict[str, Part]`."""
+    """The model `Part` in the annotation `dict[str, Part]`; None for any other annotation."""
     return _part(get_args(annotation)[1]) if get_origin(annotation) is dict else None
 
 

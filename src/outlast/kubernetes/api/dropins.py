@@ -59,7 +59,7 @@ class DropIn:
 
     @property
     def functions(self) -> Functions:
-        """Functions of its package, imported on first use."""
+        """The functions of the drop-in's package, which is imported on first use."""
         return cast(Functions, importlib.import_module(self.module))
 
 

@@ -36,7 +36,7 @@ _MESSAGE = 2**20
 _LAST_S = 1.0
 """Timeout for the reader of a websocket to see its end."""
 _CLIENTS = 32
-"""Most HTTP clients of a cluster. Each is some kilobytes, and the connections of its threads."""
+"""Maximum number of HTTP clients of a cluster. Each takes some kilobytes, and the connections of its threads."""
 _TRIES = 4
 """Attempts of a request that cannot have done anything, or may be repeated."""
 LONGEST_PAUSE_S = 30.0
@@ -100,7 +100,7 @@ class Connection:
     """Makes the client of one websocket."""
     server: str
     warnings: list[str] = field(default_factory=list)
-    """Warnings from the server, each once: a policy that will be enforced, a version that will go."""
+    """Warnings from the server, each once: about a policy that will be enforced, or a version that will be removed."""
 
     def answer(self, request: Request) -> httpx2.Response:
         """The server's answer; raises its refusals. A request that the server has not accepted is retried a few times; so is

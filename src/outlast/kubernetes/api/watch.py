@@ -36,7 +36,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Pace:
-    """How a watch reconnects, and a callback about its connection."""
+    """Settings of a watch: the longest pause before it reconnects, and a callback that follows the state of its connection."""
 
     listening: Callable[[str | None], None] = lambda version: None
     """Called with the version up to which everything has been reported, when a connection is made and now and then after that;

@@ -22,9 +22,9 @@ from outlast.kubernetes.diagnosis.snapshot import Right, Snapshot
 from outlast.kubernetes.manifests.request import Document
 
 _LINES = 40
-"""Lines read of each log."""
+"""Number of lines to read from the end of each log."""
 _LOGS = 6
-"""Most logs to read; those of failed pods come first, newest first."""
+"""Maximum number of logs to read; those of failed pods come first, newest first."""
 _NAMED = (kinds.ELASTIC_JOB, *dropins.KINDS)
 """Workloads that have the name of their job; the others carry its label."""
 
@@ -38,7 +38,7 @@ RIGHTS = (
     *(Right(verb, kinds.SECRET, needed=False) for verb in ("get", "create", "patch")),  # the key of workers at worker 0
     *(Right("list", kind, needed=False) for kind in (kinds.EVENT, kinds.CLAIM, kinds.QUOTA, kinds.NODE, kinds.STORAGE_CLASS)),
 )
-"""Requests that our verbs send in a namespace."""
+"""Requests that our commands send in a namespace."""
 _ELASTIC = tuple(Right(verb, kinds.ELASTIC_JOB) for verb in ("create", "list", "patch", "delete"))
 _OPTIONAL = (kinds.ELASTIC_JOB, kinds.POD_METRICS, kinds.LOCAL_QUEUE, kinds.VOLCANO_GROUP, kinds.POD_GROUP)
 

@@ -69,14 +69,14 @@ def image(asking: str, accelerators: Sequence[str] = ()) -> Iterator[Check]:
 
 
 def python(version: Sequence[int] = sys.version_info[:2]) -> Check:
-    """Whether this Python is new enough."""
+    """Check that this Python is new enough."""
     least = ".".join(map(str, LEAST_PYTHON))
     have = platform.python_version() if tuple(version) == sys.version_info[:2] else ".".join(map(str, version))
     return judged("python", tuple(version) >= LEAST_PYTHON, have, f"install Python {least} or newer")
 
 
 def package(name: str, remedy: str, otherwise: str = "fail") -> Iterator[Check]:
-    """Whether a package can be imported, and its version."""
+    """Check that a package can be imported, and report its version."""
 
     def version() -> str:
         importlib.import_module(name)
@@ -86,7 +86,7 @@ def package(name: str, remedy: str, otherwise: str = "fail") -> Iterator[Check]:
 
 
 def outlast(asking: str) -> Iterator[Check]:
-    """Whether Outlast is installed, in the version that is asking."""
+    """Check that Outlast is installed, in the version that is asking."""
     for check in package("outlast", "install Outlast in the image: pip install outlast[train,store]"):
         what = f"{check[2]}, and the one asking has {asking}: what one writes the other may not read"
         other = check[1] == "pass" and check[2] != f"outlast {asking}"
@@ -94,8 +94,8 @@ def outlast(asking: str) -> Iterator[Check]:
 
 
 def torch(accelerators: Sequence[str] = ()) -> Iterator[Check]:
-    """torch and the GPUs that it can use. Each accelerator is torch's device type, the package that adds it to torch, and the
-    pattern of its files in /dev, if they tell that there is one: `cuda::nvidia[0-9]*`."""
+    """Check torch and the GPUs that it can use. Each accelerator is given as torch's device type, the package that adds it to
+    torch, and, if files in /dev show that there is one, their pattern: `cuda::nvidia[0-9]*`."""
     found = list(package("torch", "pip install 'outlast[train]'"))
     yield from found
     if found[0][1] != "pass":
@@ -135,7 +135,7 @@ def runs_on(capability: tuple[int, int], built: Sequence[str]) -> bool:
 
 
 def bytecode() -> Iterator[Check]:
-    """After the imports above: a module without bytecode now cannot get any."""
+    """Check that torch and Outlast have bytecode. Runs after the imports above: a module that has none now cannot get any."""
     try:
         from outlast.worker.launch import bytecode
     except ImportError:  # `outlast` has reported that
@@ -148,7 +148,7 @@ def bytecode() -> Iterator[Check]:
 
 
 def command() -> Check:
-    """Whether pods would find the command `outlast`."""
+    """Check that pods would find the command `outlast`."""
     remedy = "put the directory of `outlast` on the image's PATH: pods run `outlast agent`"
     if (found := shutil.which("outlast")) is None:
         return "command", "fail", f"there is no outlast on PATH ({os.environ.get('PATH', '')})", remedy
@@ -158,8 +158,8 @@ def command() -> Check:
 
 
 def memory(group: str = "/sys/fs/cgroup/memory.oom.group") -> Iterator[Check]:
-    """Whether the kernel kills all processes of our cgroup at once, as kubelets request from Kubernetes 1.28 on, with cgroup
-    v2."""
+    """Check whether the kernel kills all processes of our cgroup at once, as kubelets request from Kubernetes 1.28 on, with
+    cgroup v2."""
     with contextlib.suppress(OSError), open(group) as file:
         if file.read().strip() == "1":
             what = "when this container's memory runs out, all its processes are killed: "

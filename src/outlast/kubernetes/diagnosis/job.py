@@ -136,7 +136,7 @@ def _told(condition: Document | None) -> tuple[str, ...]:
 
 
 def gangs(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """A PodGroup that is not complete."""
+    """A gang that has not started: its PodGroup waits for its queue, or for room for all of its workers."""
     pods = [pod for pod in snapshot.pods if kube_pods.phase(pod) == "Pending"]
     for group in snapshot.groups:
         least = group.get("spec", {}).get("minMember", 1)

@@ -21,7 +21,7 @@ from outlast.kubernetes.manifests.request import Document
 
 @dataclass(frozen=True)
 class Right:
-    """A right that one of our verbs needs."""
+    """A right that one of our commands needs."""
 
     verb: str
     kind: Kind
@@ -72,7 +72,7 @@ class Snapshot:
     served: frozenset[Kind] = frozenset()
     """Kinds of optional add-ons that are installed, among those that we can use."""
     lacking: tuple[Right, ...] = ()
-    """Rights that our verbs need and that we lack."""
+    """Rights that our commands need but that we lack."""
     operator: Document | None = None
     """The operator's Deployment."""
     rivals: tuple[str, ...] = ()

@@ -27,9 +27,9 @@ OUTPUTS = (
 )
 """Names of the outputs; docs/guide/pipelines.md explains each."""
 FILE = "outputs.json"
-"""All outputs in one file, beside those with one each."""
+"""The file with all outputs, beside the files with one output each."""
 _LINES = 500
-"""Number of last lines of the metrics to read: not every line has a loss."""
+"""Number of lines to read from the end of the metrics: not every line has a loss."""
 _EVALUATIONS = ("evaluation.json", "final.json")
 """Documents with metrics that the recipes write into their output, in order of precedence."""
 _ACCURACY = ("accuracy", "val_accuracy", "acc@1", "val_acc@1")

@@ -32,16 +32,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SMALL = 700 << 10
-"""The largest archive that goes into a ConfigMap. One may hold 1 MiB, and is a third larger on its way in JSON."""
+"""The largest archive that goes into a ConfigMap, which may hold 1 MiB; in JSON the archive is a third larger."""
 APPLIED = 190 << 10
-"""The largest for kubectl's usual way of applying, which stores a copy of the ConfigMap in an annotation of at most 256 KiB."""
+"""The largest archive for kubectl's client-side apply, which stores a copy of the ConfigMap in an annotation of at most 256
+KiB."""
 BELOW = "code"
 """Directory below the store that jobs write to: archives by their SHA-256, shared by all jobs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """The destination of an archive: one of the two."""
+    """The destination of an archive: either a ConfigMap or a store."""
 
     config_map: str = ""
     url: str = ""
@@ -72,10 +73,11 @@ class Parcel:
     url: str = ""
     """URL of the archive in a store, where it must be before pods start; empty when it goes into no store."""
     archive: Path = Path()
-    """The archive, until the end of the `with`."""
+    """Path of the archive, valid until the end of the `with` block of `pack`."""
 
     def put(self) -> bool:
-        """Put the archive into the store, if it goes there and is not there yet; whether it was sent. Raises StoreError."""
+        """Put the archive into the store, if it goes there and is not there yet. Returns whether it was sent. Raises
+        StoreError."""
         if not self.url:
             return False
         from outlast.storage import store

@@ -97,7 +97,7 @@ def _contract(request: Request, *, index: Source, rendezvous: str, stay: bool) -
 
 
 def _process(request: Request) -> dict[str, Source]:
-    """Variables that programs expect: a writable home, a user name although our number has none, and settings that make results
+    """Variables that programs expect: a writable home, a user name (the pod's user ID has none), and settings that make results
     the same on every machine."""
     return {
         "HOME": plain(Pod.HOME),

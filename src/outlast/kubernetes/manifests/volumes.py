@@ -131,7 +131,7 @@ def volumes(request: Request) -> tuple[list[Document], list[Document]]:
 
 
 def security() -> dict[str, Any]:
-    """A pod's security context of the restricted standard; volumes belong to its group."""
+    """A pod's security context under the restricted Pod Security Standard; volumes belong to the pod's group."""
     return {
         "runAsNonRoot": True,
         "runAsUser": Pod.USER,
@@ -143,7 +143,7 @@ def security() -> dict[str, Any]:
 
 
 def confined() -> dict[str, Any]:
-    """A container's security context of the restricted standard; it cannot write to its image."""
+    """A container's security context under the restricted Pod Security Standard; the container cannot write to its image."""
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}
 
 

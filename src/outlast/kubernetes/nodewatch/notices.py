@@ -1,4 +1,4 @@
-"""Notices of AWS about a machine, and how its node repeats them. Pure; times are seconds since the epoch, whole ones.
+"""Notices from AWS about a machine, and how its node repeats them. Pure; times are whole seconds since the epoch.
 
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/rebalance-recommendations.html
@@ -20,7 +20,7 @@ from outlast.job.contract import LEAVING, Annotation, LeavingKind
 SPOT_S = 120.0
 """Time between an interruption notice and the end, when the notice cannot be read."""
 AHEAD_S = 900.0
-"""Maintenance is announced days before; we act this long before it begins."""
+"""Maintenance is announced days in advance; we act this long before it begins."""
 SURVIVED_S = 60.0
 """A machine that still runs this long after its deadline has survived it: stopped and started again, for example."""
 _ACTIONS = {"terminate": "terminates", "stop": "stops", "hibernate": "hibernates"}
@@ -28,7 +28,7 @@ _ACTIONS = {"terminate": "terminates", "stop": "stops", "hibernate": "hibernates
 
 @dataclass(frozen=True)
 class Notice:
-    """One announcement."""
+    """A notice that AWS will or may take a machine away: an interruption, a rebalance recommendation or maintenance."""
 
     kind: LeavingKind
     deadline: float | None
@@ -40,7 +40,8 @@ REBALANCE = Notice(LeavingKind.REBALANCE, None, "AWS recommends to leave this sp
 
 
 def spot(text: str, now: float) -> Notice:
-    """`spot/instance-action`: `{"action": "terminate", "time": "2026-01-01T00:02:00Z"}`. If it cannot be read it still counts."""
+    """`spot/instance-action`: `{"action": "terminate", "time": "2026-01-01T00:02:00Z"}`. A notice that cannot be read still
+    counts."""
     try:
         fields = dict(json.loads(text))
     except (ValueError, TypeError):
@@ -68,9 +69,9 @@ def scheduled(text: str, now: float) -> list[Notice]:
 
 
 def due(current: Sequence[Notice], written: Notice | None, now: float) -> Notice | None:
-    """The notice to act on, given AWS's current notices and the one written on the node: the one with the earliest deadline.
-    AWS withdraws recommendations and maintenance, but no interruption: an answer without it is a mistake until its time is
-    over."""
+    """The notice to act on, given AWS's current notices and the one written on the node: the one with the earliest deadline. AWS
+    may withdraw a recommendation or maintenance, but never an interruption: an answer that lacks a known one is taken as a
+    mistake until some time after its deadline."""
     near = [each for each in current if each.deadline is None or each.deadline - now <= AHEAD_S]
     if written and written.kind is LeavingKind.SPOT and written.deadline is not None and now < written.deadline + SURVIVED_S:
         near.append(written)
@@ -78,7 +79,7 @@ def due(current: Sequence[Notice], written: Notice | None, now: float) -> Notice
 
 
 def marked(node: Mapping[str, Any], notice: Notice | None) -> dict[str, Any]:
-    """The patch that writes this notice on a node, or removes it. Taints of others stay, and a cordon that is not ours."""
+    """The patch that writes this notice on a node, or removes it. Other taints stay, and so does a cordon that is not ours."""
     meta, spec = node["metadata"], node["spec"]
     taints = [each for each in spec.get("taints") or () if each["key"] != LEAVING]
     change: dict[str, Any] = {"taints": taints or None}

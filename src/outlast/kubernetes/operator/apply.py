@@ -107,14 +107,14 @@ class _Applying:
         self.cluster, self.job, self.now, self._each, self._later = cluster, job, now, each, later
         self.namespace = job["metadata"].get("namespace")
         self._foreign: list[str] = []
-        """Sentences about objects of others that have names of ours."""
+        """Sentences about objects that belong to somebody else and have names that this job's objects need."""
 
     def event(self, note: Event) -> None:
         """Write an Event, maybe later."""
         self._later(functools.partial(_write_event, self.cluster, self.job, note, self.now))
 
     def prerequisites(self, plan: Plan) -> str:
-        """Apply `prerequisites` and `apply`; a sentence if another object must go first. Raises Refused, Forbidden."""
+        """Apply `prerequisites` and `apply`; returns a sentence if another object must go first. Raises Refused, Forbidden."""
         bindings = [document for document in plan.prerequisites if "roleRef" in document]
         others = [document for document in plan.prerequisites if "roleRef" not in document]
         for part in (others, bindings):  # a Role must exist before it is bound
@@ -139,7 +139,7 @@ class _Applying:
         return Done(again, blocked=blocked)
 
     def _ensure(self, document: Document) -> str:
-        """Create an object unless one of its name exists. Returns and raises as `_others`."""
+        """Create an object unless one of that name exists. Returns and raises as `_others`."""
         refused: ClusterError | None = None
         try:
             if _create(self.cluster, document):
@@ -214,7 +214,7 @@ class _Obstacle:
 
     sentence: str
     stays: bool = False
-    """Whether it will not go by itself."""
+    """Whether it will not go away by itself."""
 
 
 def _with_status(job: Mapping[str, Any], status: Mapping[str, Any]) -> Document:

@@ -54,7 +54,7 @@ STOP_TIMEOUT_S = 6.0
 WRITERS_PER_WORKER = 2
 """Extra writer threads per concurrent reconcile."""
 PENDING_EVENTS = 1000
-"""Most Events waiting to be written, as in client-go's recorder."""
+"""Maximum number of Events waiting to be written, as in client-go's recorder."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Settings:
     """How the operator works."""
 
     namespace: str | None = None
-    """The only namespace it serves. Default: all."""
+    """The only namespace that the operator serves. Default: all."""
     workers: int = 8
     """Jobs that are reconciled concurrently."""
     host: str = ""
@@ -71,7 +71,7 @@ class Settings:
     retry_s: float = 1.0
     """First pause before a failure is retried; doubled each time."""
     discovery_s: float = 60.0
-    """Interval between two looks for Kueue and gang schedulers."""
+    """Interval at which the operator looks for Kueue and gang schedulers."""
 
 
 class Operator:
@@ -118,7 +118,7 @@ class Operator:
         self._threads: list[threading.Thread] = []
 
     def run(self, stop: threading.Event) -> int:
-        """Work until `stop` is set (0), or until the lease is lost or a thread has ended (1)."""
+        """Work until `stop` is set, the lease is lost or a thread has ended. Returns 0 if `stop` was set, else 1."""
         self.address = probes.serve(self.health, {}, host=self.settings.host, port=self.settings.port)
         log.info("probes and metrics are served on %s", self.address)
         resign = threading.Event()

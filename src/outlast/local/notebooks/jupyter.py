@@ -32,7 +32,7 @@ _DEFAULTS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false
 """Default settings of the page; the user's own override them."""
 _BITS = 256
 _SHORTEST = 16
-"""Least length of the user's token; arbitrary."""
+"""Minimum length of the user's token; arbitrary."""
 _ANSWER_S = 5.0
 
 
@@ -44,13 +44,13 @@ class Server:
     port: int = PORT
     bind: str = "127.0.0.1"
     open: bool = False
-    """Whether it opens a browser. It does so through a private file, so that the token is not in the browser's arguments."""
+    """Whether to open a browser. Jupyter has it open a private file, so that the token is not in the browser's arguments."""
     base: str = "/"
     """The path of all its URLs, for a proxy in front of it; begins and ends with a slash."""
 
     @property
     def host(self) -> str:
-        """Its host address from this machine."""
+        """The server's host address as seen from this machine."""
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.bind, self.bind)
 
 

@@ -23,7 +23,7 @@ from outlast.worker.prepare import room
 _FEW = 32 << 20
 """Bytes of files that one process decodes before several have started, which takes 2 s (measured)."""
 _REPORT_S = 5.0
-"""Interval of the lines about packing; arbitrary."""
+"""Interval between lines about packing; arbitrary."""
 
 
 def pack(
@@ -81,7 +81,7 @@ def _say(line: str) -> None:
 
 
 def mistake(error: plan.BadSource) -> OutlastError:
-    """A problem of a source as an error of a recipe, with its flags instead of those of `outlast data prepare`."""
+    """A recipe's error for a problem with its source: it names the recipe's flags, not those of `outlast data prepare`."""
     text = str(error).replace("--skip-damaged", "--skip-bad")
     return OutlastError(text.replace("with --size, or use --encoded", "with --stored-size, pixels a side"))
 

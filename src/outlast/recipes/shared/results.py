@@ -170,14 +170,15 @@ def read(path: Path) -> Any:
 
 
 def state_dict(path: Path) -> dict[str, Tensor]:
-    """Weights by name in a file, also in a checkpoint of a script (`state_dict`) or of DDP (`module.`). Raises OutlastError."""
+    """The weights in a file, by name. They may be below the key `state_dict`, as in many scripts' checkpoints, and have DDP's
+    prefix `module.`. Raises OutlastError."""
     content = read(path)
     weights = content.get("state_dict", content) if isinstance(content, dict) else {}
     return {name.removeprefix("module."): tensor for name, tensor in weights.items()}
 
 
 def fitted(weights: Mapping[str, Tensor], model: nn.Module, whose: str) -> dict[str, Tensor]:
-    """Weights in the order of a model's parameters. Raises OutlastError when they are those of another model."""
+    """The weights in the order of a model's parameters. Raises OutlastError if they belong to another model."""
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for name, shape in shapes.items():
         if name not in weights or weights[name].shape != shape:

@@ -140,7 +140,7 @@ class Client:
 
     @property
     def why(self) -> str:
-        """The reason for which the coordinator waits."""
+        """Why the coordinator waits."""
         return self._membership.why
 
     def report(self, standing: str, **fields: Any) -> None:
@@ -240,8 +240,8 @@ class Client:
 
 
 class Running:
-    """A candidate with its threads; each process that may coordinate a run has one. `id` returns the index of its member, once it
-    has one."""
+    """A candidate with its threads; each process that may coordinate a run has one. `id` returns the index of the process's
+    member, or None before it has one."""
 
     def __init__(
         self, where: gateway.Address, name: str, config: ElectionConfig, *, id: Callable[[], int | None] = lambda: None

@@ -30,7 +30,7 @@ from outlast.rendezvous.transports import sockets
 
 TICK_S = 0.1
 LINGER_S = 600
-"""TTL of the published state after the last coordinator is gone; bounds a full outage of etcd."""
+"""TTL of the published state, which outlives the last coordinator by this long; it bounds how long all of etcd may be down."""
 LISTEN_S = 1.0
 """How long a new coordinator listens if etcd has no state: etcd may have lost it, and members report it every half second."""
 REPORT_S = 3.0
@@ -38,9 +38,9 @@ REPORT_S = 3.0
 PASSED = 100
 """Generations that are skipped when etcd has lost its state: more than can have followed the newest reported one."""
 WHY_S = 0.5
-"""Shortest interval of writes that change only the reason of a wait."""
+"""Shortest interval between writes that change only the reason for a wait."""
 ENDED = 100
-"""Most fenced processes that stay published."""
+"""Maximum number of fenced processes that stay published."""
 JITTER_S = 0.1
 """Jitter before running for election, since all see the end of a term at once. Candidates that know no world wait longer."""
 

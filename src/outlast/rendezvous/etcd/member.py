@@ -57,7 +57,7 @@ class Identity:
     nnodes: str = ""
     """`min:max`, see `schema.Record.nnodes`."""
     most: int = 1
-    """Most members of the run."""
+    """Maximum number of members of the run."""
     generation: int = 0
     """The newest generation recorded in the output; the next world gets a newer one."""
 
@@ -86,7 +86,7 @@ class Membership:
         """The newest world that we are a member of."""
         self.closed: Closed | None = None
         self.why = ""
-        """The reason for which the coordinator waits."""
+        """Why the coordinator waits."""
         self.published: tuple[int, schema.Published] | None = None
         """The last published state, and its revision."""
         self.synced = False
@@ -94,7 +94,7 @@ class Membership:
         self._newest: World | None = None
         """The newest published world, with or without us."""
         self._tokens: tuple[str, ...] = ()
-        """Tokens of its members."""
+        """Tokens of the members of `_newest`."""
         self._incarnation = ""
         self._leader: KeyValue | None = None
         self._leads_since = 0.0
@@ -188,7 +188,7 @@ class Membership:
             self.id, self.world = -1, None
 
     def _choose_index(self) -> None:
-        """Choose a random one of the low free indices: members that start together would all take the lowest."""
+        """Choose one of the low free indices at random: members that start together would otherwise all take the lowest."""
         kvs = self._store.range(self._keys.members, prefix=True).kvs
         taken = {int(number) for kv in kvs if (number := kv.key.removeprefix(self._keys.members)).isdecimal()}
         free = [index for index in range(max(self._who.most, len(taken) + 1)) if index not in taken]

@@ -55,15 +55,15 @@ _MESSAGE_BYTES = 4 << 20
 _PROVE_S = 5.0
 """Timeout of the first report after connecting."""
 _STRANGERS, _BACKLOG = 512, 256
-"""Most connections that have not reported yet (beyond that the oldest is closed), and the listen backlog."""
+"""Maximum number of connections that have not reported yet (beyond that the oldest is closed), and the listen backlog."""
 _COMPLAIN_S = 1.0
-"""Shortest interval of complaints about malformed messages."""
+"""Shortest interval between complaints about malformed messages."""
 _MOST_REPLACED = 64
-"""Most replaced processes of one index that are remembered."""
+"""Maximum number of replaced processes of one index that are remembered."""
 _MOST_UNHEARD = 256
-"""Most peers that one report may name: a member watches few."""
+"""Maximum number of peers that one report may name: a member watches few."""
 _MOST_PAST = 64
-"""Most repaired failures that one report may list."""
+"""Maximum number of repaired failures that one report may list."""
 Kind = TypeVar("Kind", bound="Called | Closed | World")
 _ADDRESS = re.compile(r"([!-~]{1,255}:[0-9]{1,5})?")
 SCHEME = "unix://"
@@ -79,7 +79,7 @@ class Report:
     standing: str
     """A `world.MemberState`."""
     generation: int = 0
-    """The world it trains in, or trained in last."""
+    """The world that this member trains in, or trained in last."""
     since: float = 0.0
     address: str = ""
     """host:port where it would host the world's store."""
@@ -92,21 +92,23 @@ class Report:
     saved step; None for a plain script.
     """
     mesh: bool = False
-    """The members of its world watch one another, and it watches its peers."""
+    """Whether the members of its world watch one another, and this member watches its peers."""
     unheard: tuple[int, ...] = ()
-    """Members of the world of `generation` that it watches and has heard, and that are silent now or refuse connections."""
+    """Members of the world of `generation` that this member watches and has heard from, and that are now silent or refuse
+    connections."""
     refused: tuple[int, ...] = ()
     """The subset of `unheard` at whose address nobody listens any more: the machine answers, the process is gone."""
     attempt: int = 0
     """Number of times that the members have started the processes of `generation` again by themselves."""
     past: tuple[Mapping[str, Any], ...] = ()
-    """The last failures that they repaired this way, of any generation: `attempts.Past`. Only few members report them."""
+    """The last failures that they repaired this way, of any generation: `attempts.Past`. Only a few members report them."""
     held: int = 0
     """The newest complete step that its processes had saved or in memory when they were stopped; sent between two worlds."""
     owes: bool = True
-    """Others may not reach yet the step that it holds or is saving; False: they can, or never will."""
+    """Whether others may not yet be able to reach the step that this member holds or is saving; False: they can, or never
+    will."""
     again: bool = False
-    """It is not the process that took up `generation`, which its peers do not hear any more."""
+    """Whether this is not the process that took up `generation`, from which its peers do not hear any more."""
 
     def changed(self, standing: str, **fields: Any) -> Self:
         """The next report. Fields about peers are reset with a new world."""

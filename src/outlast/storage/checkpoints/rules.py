@@ -130,7 +130,7 @@ def superseded(latest: Latest | None, run: str, generation: int) -> str:
 def pressing(latest: Latest, waiting: Sequence[C], retention: Retention) -> C:
     """The checkpoint on a disk to add to the register next: the newest, so that little is lost.
 
-    A best one that one more above it would make `obsolete` goes first; of several the lowest, which the others are above.
+    But one of the best that would become `obsolete` with one more above it goes first; of several, the lowest.
     """
     waiting = sorted(waiting, key=lambda each: each.step)
     here = {each.step for each in waiting}
@@ -146,7 +146,7 @@ def obsolete(latest: Latest, place: Place) -> bool:
 
 
 OBSOLETE = 2
-"""Number of committed ones above a checkpoint that make it obsolete."""
+"""A checkpoint is obsolete once this many committed ones of its own generation or later are above it."""
 
 
 def _above(latest: Latest, checkpoint: Committed) -> int:

@@ -47,7 +47,7 @@ Query = Callable[[], object]
 _LOOK_S = 3.0
 """Timeout of a rank's `newest`: the query began earlier (`look`), and memory may have a state to resume from."""
 _FINISHERS = 8
-"""Most threads that compute checksums; one for each four cores."""
+"""Maximum number of threads that compute checksums; there is one for every four cores."""
 _SMALL = parts.BLOCK
 """Bytes up to which a part is finished in the receiving thread: waking another takes as long."""
 
@@ -58,7 +58,7 @@ class Publication:
     part: Part
     index: list[Item]
     rows: bytes
-    """The same, encoded."""
+    """`index`, encoded."""
     to: tuple[str, ...]
     complete: rooms.At
     rank: _Rank
@@ -167,7 +167,7 @@ class _Rank:
         self._open: list[Room] = []
         self._looked: queue.SimpleQueue[dict[str, object]] | None = None
         self._indices: dict[str, tuple[list[Item], bytes]] = {}
-        """By kind of part: the last index, and the same encoded."""
+        """By kind of part: the last index, and its encoded form."""
         self._replicas: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def serve(self) -> None:

@@ -98,7 +98,7 @@ class Written:
     same: int
     """Bytes of `metrics.jsonl` that its disk has already."""
     metric: checkpoints.Metric | None = None
-    """Rank 0's counts."""
+    """Only rank 0's counts."""
     aside: tuple[Path, str] | None = None
     """If its disk takes no files: the file of its part, and the reason."""
 
@@ -129,17 +129,17 @@ class Saver:
         self.fenced = True
         """False: this disk must still be fenced before a commit."""
         self._initial_owner = ""
-        """The run that owned this disk at first; a delayed fence replaces no later run's."""
+        """The run that owned this disk at first; a delayed fence must not take it from a later run."""
         with contextlib.suppress(OSError):  # each save reports it
             self._initial_owner = checkpoints.owner(directory)
         self.broken = False
-        """A save has ended because this rank lost the others."""
+        """Whether a save has ended because this rank lost the others."""
         self._group: dist.ProcessGroup | None = None
         self._copies = Copies()
         self._hurry = threading.Event()
         """Set while somebody waits for the save in progress."""
         self.least_s: float | None = None
-        """Least duration of the last save if somebody had waited for it; None before the first."""
+        """How long the last save would have taken at least, had somebody waited for it; None before the first."""
         self._began = 0.0
         self._thread: threading.Thread | None = None
         self._outcome: Outcome | None = None
@@ -150,7 +150,7 @@ class Saver:
 
     @property
     def rest_s(self) -> float:
-        """Estimated rest of the save in progress, from the last one; 0 if there is none."""
+        """Estimated seconds until the save in progress ends, judging by the last one; 0 if no save is in progress."""
         return max(0.0, (self.least_s or 0.0) - (time.monotonic() - self._began)) if self.busy else 0.0
 
     def begin(self, step: int, flat: Flat, metric: checkpoints.Metric | None = None) -> None:

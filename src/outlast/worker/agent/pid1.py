@@ -16,7 +16,7 @@ from outlast.job import contract
 from outlast.worker.launch import system
 
 FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
-"""Raised by a fault of the process itself; they cannot be blocked."""
+"""Signals that a fault of the process itself raises; they cannot be blocked."""
 
 
 def stand_by() -> None:

@@ -44,7 +44,7 @@ _ADVICE = (
 _AUTHORITIES = Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt")
 _ANSWER_S = 3.0
 _ASKED = 8
-"""Most workers to ask; one that knows is enough."""
+"""Maximum number of workers to ask; one that knows is enough."""
 _CODES = {"Succeeded": contract.Exit.DONE, "Failed": contract.Exit.GIVEN_UP, "Cancelled": contract.Exit.GIVEN_UP}
 
 
@@ -153,7 +153,7 @@ def generation(where: store.Store, output: Path, run: str, *, stored: bool) -> i
 
 
 def newest_generation(where: store.Store, output: Path, run: str, *, stored: bool) -> int:
-    """The newest generation of the run in the output, 0 for none. Acquires nothing: earlier ones may still commit."""
+    """The newest generation of the run in the output, 0 for none. Acquires none: that generation may still commit."""
     here = checkpoints.generation(output / contract.CHECKPOINTS, run)
     latest = register.read(where, run) if stored else None
     return max(here, latest.generation if latest else 0)

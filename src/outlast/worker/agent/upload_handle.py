@@ -25,12 +25,12 @@ second of a core, which training should have first."""
 WAIT_S = 30.0
 """The same without a training process, counted from when training should have begun: logs are uploaded anyway."""
 NICENESS = 10
-"""Added to its niceness, since training goes first."""
+"""Added to the niceness of the upload process, since training goes first."""
 BEFORE_STEPS = ("started", "open", "restore", "first step")
 """Phases of a training process before the end of its first step, as far as we know."""
 STOP_TIMEOUT_S = 10.0
 SUPERSEDED = 3
-"""Its exit code if it found a newer generation in the store."""
+"""Exit code of the upload process if it found a newer generation in the store."""
 _TIMES = ("pushed", "since")
 """Fields of its reports that are wall-clock times."""
 
@@ -50,8 +50,8 @@ class UploadProcess:
         self._seen = Seen(time.monotonic)
 
     def ensure_running(self, processes: Sequence[Process] = ()) -> bool:
-        """Start it unless it runs, for the first time once the training `processes` may have something to upload. Returns whether
-        it found this worker superseded."""
+        """Start the upload process unless it runs, for the first time once the training `processes` may have something to upload.
+        Returns whether it found this worker superseded."""
         if self._child is not None:
             code = self._child.poll()
             if code is None:
@@ -83,7 +83,7 @@ class UploadProcess:
         )
 
     def stop(self) -> None:
-        """Stop it, if it runs. The next one resumes unfinished uploads."""
+        """Stop the upload process, if it runs. The next one resumes unfinished uploads."""
         if self._child is None:
             return
         assert self._child.stdin is not None

@@ -34,8 +34,8 @@ _POLL_INTERVAL_S = 0.05
 
 
 def share(tcp_store: Any, *, first: bool, called: Callable[[], bool], environ: Mapping[str, str]) -> None:
-    """Send the files of rank 0 to the others (on the `first` worker), or fetch them. Ends early when the world is `called`
-    together again. A failure is printed, and the world begins with the files that each pod has."""
+    """On the `first` worker, send rank 0's files to the other workers; on those, fetch them. Ends early once the workers are
+    `called` to form another world. A failure is printed, and the world begins with the files that each pod has."""
     if not _stored(environ):
         return
     until = time.monotonic() + _TIMEOUT_S

@@ -43,7 +43,7 @@ class Listing:
     field: str
     """The job file's field with this URL: `data[0].from`."""
     place: Store
-    """The entries' keys are relative to it."""
+    """The keys of the entries are relative to this place."""
     entries: tuple[Entry, ...]
 
     @property
@@ -53,7 +53,7 @@ class Listing:
 
     @cached_property
     def version(self) -> str:
-        """Changes when the files or their contents do."""
+        """A digest that changes when the files or their contents do."""
         rows = sorted([entry.key, entry.size, entry.etag] for entry in self.entries)
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
 

@@ -38,7 +38,7 @@ _IN_STORE = ".outlast-work"
 _LOCK, _INDEX = f"{OWN}/working", f"{OWN}/fetched"
 """In the output: a lock, and a directory for the indices of fetches."""
 _MOST = (64 << 20, 10_000)
-"""Most bytes and files of code in an image that we copy; larger code runs in place."""
+"""Maximum size in bytes and number of files of code in an image that we copy; larger code runs in place."""
 _QUIET_S = 2.0
 """Debounce: a file written in place more recently may be incomplete."""
 _SMALL = 1 << 20
@@ -281,8 +281,8 @@ def _inside(path: str) -> bool:
 
 
 def saves_itself(output: Path, place: Store) -> bool:
-    """Whether the script also saves on this worker, without rank 0: there are newer saves than the store's files. Raises
-    StoreError."""
+    """Whether the script also saves on this worker, without rank 0: it has saved here since the store's files were written.
+    Raises StoreError."""
     try:
         return saves.newest(output / contract.WORK, place.head(_IN_STORE).modified) is not None
     except Missing:
@@ -290,7 +290,7 @@ def saves_itself(output: Path, place: Store) -> bool:
 
 
 def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threading.Event, *, newer: bool = False) -> None:
-    """Fetch the job's files if the store has those of a later generation, or files known to be `newer`. Outside of the working
+    """Fetch the job's files if those in the store are of a later generation, or are known to be `newer`. Outside of the working
     directory, only missing files are fetched. Raises StoreError, OutlastError."""
     here = generation(output)
     try:
@@ -322,7 +322,8 @@ def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threadin
 
 
 def main(argv: list[str]) -> int:
-    """Fetch if the store's files are newer, or known to be (`--newer`). Returns the exit code. Run by `launch.rank0_files`."""
+    """Fetch the job's files if those in the store are newer, or are known to be (`--newer`). Returns the exit code. Run by
+    `launch.rank0_files`."""
     output = Path(os.environ[Env.OUTPUT])
 
     def say(text: str) -> None:

@@ -1,8 +1,8 @@
 """Finds the values of `metrics.jsonl` that a tracker does not have yet.
 
 A tracker's *position* is the last step that it has of each name. A value is new if its step is greater, so a tracker sees steps
-increase, whatever happens to the file: steps repeated after a resume are skipped (they have equal bits), a file that was
-truncated and has grown again is read again from its beginning, and so is a copy on another disk.
+increase, whatever happens to the file. Steps that are repeated after a resume are skipped: their values are the same, bit for
+bit. A file that was truncated and has grown since is read again from its beginning; so is a copy on another disk.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class Reader:
         """The last line before the offset. Lines contain the time, so a replaced file has another line there."""
 
     def read(self) -> bytes:
-        """The next complete lines, about `BLOCK` bytes at most; empty if there are none. Returns the same until `commit`. Raises
-        OSError."""
+        """The next complete lines, about `BLOCK` bytes at most; empty if there are none. Returns the same lines until `commit`.
+        Raises OSError."""
         try:
             file = self.path.open("rb", buffering=0)
         except FileNotFoundError:

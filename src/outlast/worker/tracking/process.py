@@ -71,7 +71,7 @@ def _wait(process: subprocess.Popen[bytes], directory: Path, at_most_s: float) -
 
 
 class Trackers:
-    """The trackers of a session: a follower is started once rank 0 has something to track, if the environment asks for any."""
+    """The trackers of a session. If the environment asks for any, a follower is started once rank 0 has something to track."""
 
     def __init__(self, output: Path, rank: int) -> None:
         self._output, self._done = output, rank > 0
@@ -145,8 +145,8 @@ _STATUS = {"Failed": Status.FAILED, "Cancelled": Status.KILLED}
 
 
 def end(output: Path, environ: Mapping[str, str], state: str) -> str:
-    """Report the job's final state to the trackers, after its training processes are gone. Returns a sentence about the failure
-    of that, or an empty string.
+    """Report the job's final state to the trackers, after its training processes are gone. Returns a sentence if that fails,
+    otherwise an empty string.
 
     Does nothing if the job goes on, if no follower has run, and if the last one has reported the same. Waits for a bounded time.
     """

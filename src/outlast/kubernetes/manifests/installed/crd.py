@@ -104,7 +104,7 @@ def _model(name: str, named: dict[str, Schema]) -> Schema:
 
 
 def _field(model: str, name: str, field: Schema, named: dict[str, Schema]) -> Schema:
-    """A field, with its own description rather than its model's, and its default in it."""
+    """The schema of a field, with the field's own description instead of its model's, and its default added to that."""
     result = _structural(field, named)
     described = _text(field["description"])
     default = _shown(field.get("default"))
@@ -359,7 +359,7 @@ def many(kind: str, description: str) -> Schema:
 
 
 def part(description: str, **fields: Schema) -> Schema:
-    """An object to which operators of other versions may add fields."""
+    """The schema of an object to which operators of other versions may add fields."""
     found = {"type": "object", "description": description, "x-kubernetes-preserve-unknown-fields": True}
     return {**found, "properties": fields} if fields else found
 

@@ -98,8 +98,8 @@ def account(job: str) -> str:
 
 def members(job: str, namespace: str, most: int, labels: dict[str, str], owner: Document, *, bearer: str = "") -> list[Document]:
     """The rights of one job's workers: to create and change their Leases, each by its name, and to read their job. `most` is
-    `workers.max`. Creating by a server-side apply is authorized with the object's name, which a POST is not. `bearer` is the
-    account of their pods; default: the one that is made here."""
+    `workers.max`. Creation by a server-side apply is authorized with the object's name, which a POST is not. `bearer` is the
+    account of their pods; default: the one that is created here."""
     name = account(job)
     meta = {"name": name, "namespace": namespace, "labels": dict(labels), "ownerReferences": [owner]}
     rules = [
@@ -126,7 +126,7 @@ def _role(kind: str, meta: Document, rules: list[Document]) -> Document:
 
 
 def _binding(kind: str, meta: Document, role: str, account: str, namespace: str) -> Document:
-    """The binding of a role of its own name."""
+    """The binding of a role to an account; it has the role's name."""
     return {
         "apiVersion": f"{_RBAC}/v1",
         "kind": kind,

@@ -10,8 +10,9 @@ UNDISTURBED = {
     "karpenter.sh/do-not-disrupt": "true",
     "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
 }
-"""Annotations of a pod whose node is not to be taken only to save costs: neither by Karpenter's consolidation nor by a scale-down
-of the cluster autoscaler. Pods exist while the job runs, so they always have them. No interruption and no drain is kept away.
+"""Annotations that keep autoscalers from removing a pod's node just to save costs: neither Karpenter's consolidation nor the
+cluster autoscaler's scale-down may take it. Pods exist only while the job runs, so they always have them. Interruptions and
+drains are not prevented.
 https://karpenter.sh/docs/concepts/disruption/#pod-level-controls
 https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/FAQ.md#what-types-of-pods-can-prevent-ca-from-removing-a-node"""
 

@@ -1,9 +1,9 @@
 """One pod per worker: a StatefulSet, for clusters whose users may not create Jobs.
 
-Its pods restart whatever their exit code, so a worker that has succeeded keeps running (`contract.Env.STAY`). All start at once:
-in order, the first would wait for the others, and they for its readiness. A change takes effect when the pods are deleted
-(`kubectl delete pods -l outlast.dev/job=NAME`), all together: a rolling update would wait for the readiness of one new pod, which
-needs a world with the others.
+Its pods restart whatever their exit code, so a worker that has succeeded keeps running (`contract.Env.STAY`). All pods start at
+once: if they started in order, the first would wait for the others to form a world with it, and they would not start before it is
+ready. A change takes effect when the pods are deleted (`kubectl delete pods -l outlast.dev/job=NAME`), all together: a rolling
+update would wait for the readiness of one new pod, which needs a world with the others.
 
 `kubectl scale` works from `workers.min` to `workers.max`.
 """
