@@ -17,6 +17,7 @@ from machines import Machine
 from namespaces import Namespace, made
 from operated import undisturbed_pods  # noqa: F401 (fixture)
 from outlast import cli
+from outlast.job.backend import Backend
 from outlast.storage import store
 from outlast.storage.store import Store
 from servers import Place as Bucket
@@ -97,13 +98,12 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 @pytest.fixture
 def outlast(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Runs the command line: words -> exit code, standard output, standard error."""
+    """Runs the command line, on a backend of the test's choice: words -> exit code, standard output, standard error."""
 
-    def call(*words: object) -> tuple[int, str, str]:
+    def call(*words: object, backend: Backend | None = None) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:
-            cli.main([str(word) for word in words])
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
+            cli.main([str(word) for word in words], backend=backend)
+        return (int(ended.value.code or 0), *capsys.readouterr())
 
     return call
 

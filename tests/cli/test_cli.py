@@ -20,15 +20,15 @@ from pathlib import Path
 import pytest
 import yaml
 from rich.console import Console
+from waits import until
 
 import fake
 from machines import PROGRAMS
-from outlast import cli
 from outlast.base.errors import NotFound, OutlastError, Unanswered
 from outlast.cli import commands, live, show, view
 from outlast.cli.train import overrides
 from outlast.job import chaos
-from outlast.job.backend import Backend, LogLine
+from outlast.job.backend import LogLine
 from outlast.job.status import (
     BestStatus,
     CheckpointStatus,
@@ -68,16 +68,9 @@ def backend(tmp_path: Path) -> fake.FakeBackend:
 
 
 @pytest.fixture
-def outlast(capsys: pytest.CaptureFixture[str]) -> Outlast:
+def outlast(outlast: Outlast) -> Outlast:
     """Runs the command line: (backend, *words) -> exit code, standard output, standard error."""
-
-    def call(backend: Backend, *words: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main([str(word) for word in words], backend=backend)
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return call
+    return lambda backend, *words: outlast(*words, backend=backend)
 
 
 def a_status(**fields: object) -> JobStatus:
@@ -139,8 +132,7 @@ def test_the_second_interruption_kills(tmp_path: Path, outlast: Outlast, job_fil
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.05)
-        while run.launcher is not None:
-            time.sleep(0.01)
+        until(lambda: run.launcher is None)
 
     code, _, err = outlast(fake.FakeBackend(tmp_path, at={5: never_leaves}), "run", job_file)
     assert code == 130
@@ -464,19 +456,16 @@ def test_wishes_reach_the_backend(tmp_path: Path, outlast: Outlast, job_file: Pa
         0,
         "job is being suspended: its workers save and exit; continue with: outlast resume job\n",
     )
-    while backend.status("job").state is not State.SUSPENDED:
-        time.sleep(0.01)
+    until(lambda: backend.status("job").state is State.SUSPENDED)
     assert outlast(backend, "resume", "job")[:2] == (0, "job goes on; look at it with: outlast status job\n")
     assert outlast(backend, "cancel")[0] == 0
-    while backend.status("job").state is not State.CANCELLED:
-        time.sleep(0.01)
+    until(lambda: backend.status("job").state is State.CANCELLED)
 
 
 def test_chaos_injects_a_fault_once_or_repeatedly(tmp_path: Path, outlast: Outlast, job_file: Path) -> None:
     backend = fake.FakeBackend(tmp_path, steps=10_000)
     outlast(backend, "run", job_file, "--detach")
-    while backend.status("job").state is not State.RUNNING:
-        time.sleep(0.01)
+    until(lambda: backend.status("job").state is State.RUNNING)
     assert outlast(backend, "chaos", "kill-worker", "--worker", 1)[1].startswith("kill-worker: worker 1 at step ")
     for words in (["job", "stop"], ["stop", "job"]):
         assert outlast(backend, "chaos", *words, "--random")[1].startswith("stop: worker ")

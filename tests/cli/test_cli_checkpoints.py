@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import sys
@@ -26,20 +27,13 @@ RUN = "run-1"
 
 
 @pytest.fixture
-def outlast(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Outlast:
+def outlast(outlast: Outlast, tmp_path: Path) -> Outlast:
     """The command line, on a machine that knows the job `one`; its exit code, output and errors."""
     backend = fake.FakeBackend(tmp_path / "output")
     there = StoreStatus(url=f"file://{tmp_path}/store/one")
     status = JobStatus(name="one", run=RUN, state=State.SUCCEEDED, store=there, output=str(tmp_path / "output/one"))
     backend.runs["one"] = fake.Run(status)
-
-    def run(*args: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main([str(arg) for arg in ("checkpoints", *args)], backend=backend)
-        out, err = capfd.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return run
+    return functools.partial(outlast, "checkpoints", backend=backend)
 
 
 def of_a_store(tmp_path: Path, *words: object) -> tuple[int, str]:

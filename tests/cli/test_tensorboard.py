@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waits import until
 
 import ports
 from outlast import cli
@@ -158,11 +158,9 @@ def test_tensorboard_serves_two_runs_that_grow_until_ctrl_c(tmp_path: Path):
             except urllib.error.HTTPError:  # it has not loaded that run yet
                 return []
 
-        while served("a") != [1, 2] or served("b") != [1, 2]:
-            time.sleep(0.2)
+        until(lambda: served("a") == served("b") == [1, 2])
         append(tmp_path / "b", 3)
-        while served("b") != [1, 2, 3]:
-            time.sleep(0.2)
+        until(lambda: served("b") == [1, 2, 3])
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
     finally:

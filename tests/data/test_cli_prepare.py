@@ -15,22 +15,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from outlast import cli
 from outlast.data import shards
 
 Outlast = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def outlast(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Outlast:
+def outlast(outlast: Outlast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Outlast:
     """`outlast data ...`; its exit code, output and errors."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def run(*args: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main([str(arg) for arg in ("data", *args)])
-        out, err = capfd.readouterr()
-        return int(ended.value.code or 0), out.replace(str(tmp_path), "TMP"), err.replace(str(tmp_path), "TMP")
+        code, out, err = outlast("data", *args)
+        return code, out.replace(str(tmp_path), "TMP"), err.replace(str(tmp_path), "TMP")
 
     return run
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from waits import until
 
 from outlast import cli
 from outlast.base.errors import OutlastError, Stopped
@@ -425,8 +426,7 @@ def test_stopping_ends_units_that_are_being_done(tmp_path: Path, spark_engine: E
     stop = threading.Event()
 
     def begun() -> None:
-        while not times(tmp_path, 0):
-            time.sleep(0.01)
+        until(lambda: times(tmp_path, 0))
         stop.set()
 
     threading.Thread(target=begun, daemon=True).start()

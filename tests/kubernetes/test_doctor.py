@@ -19,7 +19,7 @@ from kubernetes_validate import utils as schemas
 import fake
 import ports
 from fake_cluster import Document, FakeCluster
-from outlast import __version__, cli
+from outlast import __version__
 from outlast.base.errors import Forbidden, Refused, Unanswered
 from outlast.job import accelerators, spec
 from outlast.kubernetes import api, manifests
@@ -564,15 +564,13 @@ def test_a_store_is_tried_and_left_as_it_was(moto: Any, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def outlast(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
+def outlast(outlast: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Runs `outlast doctor` on a cluster; that of this machine is not looked at."""
     monkeypatch.setattr(machine, "checks", lambda: iter([passed("python", "3.11")]))
 
     def call(cluster: FakeCluster, *words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(api, "connect", lambda context=None, namespace=None: cluster)
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["doctor", *words], backend=fake.FakeBackend(tmp_path))
-        return (int(ended.value.code or 0), *capsys.readouterr())
+        return outlast("doctor", *words, backend=fake.FakeBackend(tmp_path))
 
     return call
 

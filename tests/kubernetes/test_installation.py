@@ -6,7 +6,7 @@ import copy
 import json
 import runpy
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ import yaml
 from kubernetes_validate import utils as schemas
 
 from fake_cluster import Document, FakeCluster
-from outlast import cli
 from outlast.base.errors import ClusterError, OutlastError
 from outlast.kubernetes import api
 from outlast.kubernetes.api import kinds
 from outlast.kubernetes.diagnosis import gather
 from outlast.kubernetes.jobs import installation
 from outlast.kubernetes.manifests.installed import install, nodewatch
+
+Outlast = Callable[..., tuple[int, str, str]]
 
 ROOT = Path(__file__).parents[2]
 
@@ -393,26 +394,18 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
     return cluster
 
 
-def outlast(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(list(words))
-    return (int(ended.value.code or 0), *capsys.readouterr())
-
-
-def test_install_counts_what_it_has_done(cluster: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_install_counts_what_it_has_done(cluster: FakeCluster, outlast: Outlast) -> None:
     cluster.warnings.append("something is old")
-    code, out, err = outlast(capsys, "install")
+    code, out, err = outlast("install")
     assert (code, out.splitlines()[-1], err) == (
         0,
         f"fake: {len(WHOLE)} created",
         "outlast | the server warns: something is old\n",
     )
-    assert outlast(capsys, "install", "--dry-run")[1].splitlines()[-1] == f"fake: {len(WHOLE)} would be unchanged"
+    assert outlast("install", "--dry-run")[1].splitlines()[-1] == f"fake: {len(WHOLE)} would be unchanged"
 
 
-def test_install_that_waits_for_an_operator_that_cannot_run_says_why(
-    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_install_that_waits_for_an_operator_that_cannot_run_says_why(cluster: FakeCluster, outlast: Outlast) -> None:
     waits = {"waiting": {"reason": "ImagePullBackOff", "message": "ghcr.io/outlast/operator:0.1: not found"}}
     cluster.put(
         {
@@ -427,14 +420,14 @@ def test_install_that_waits_for_an_operator_that_cannot_run_says_why(
             "status": {"phase": "Pending", "containerStatuses": [{"name": "operator", "image": install.IMAGE, "state": waits}]},
         }
     )
-    code, _, err = outlast(capsys, "install", "--wait", "--timeout", "1")
+    code, _, err = outlast("install", "--wait", "--timeout", "1")
     assert code == 1
     assert err.startswith(
         "\nThe operator does not run after 1 s:\n\nPod operator-a waits for the image ghcr.io/outlast/operator:0.1"
     )
 
 
-def test_install_that_waits_ends_as_soon_as_the_operator_runs(cluster: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_install_that_waits_ends_as_soon_as_the_operator_runs(cluster: FakeCluster, outlast: Outlast) -> None:
     serve = cluster.then
 
     def run(document: Document) -> None:
@@ -443,23 +436,23 @@ def test_install_that_waits_ends_as_soon_as_the_operator_runs(cluster: FakeClust
             document["status"] = {"updatedReplicas": 2, "availableReplicas": 2}
 
     cluster.then = run
-    code, out, _ = outlast(capsys, "install", "--wait")
+    code, out, _ = outlast("install", "--wait")
     assert (code, out.splitlines()[-1]) == (0, "the operator runs")
 
 
 def test_uninstall_does_not_delete_jobs_that_it_was_not_told_to(
-    cluster: FakeCluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster, outlast: Outlast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outlast(capsys, "install")
+    outlast("install")
     cluster.put(a_job())
-    code, out, err = outlast(capsys, "uninstall", "--crds")
+    code, out, err = outlast("uninstall", "--crds")
     assert (code, out) == (2, "")
     assert err == "Error: 1 ElasticJob of fake would be deleted with --crds (team/train); add --yes to confirm\n"
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", lambda question: "no")
-    assert outlast(capsys, "uninstall", "--crds")[0::2] == (2, "Error: nothing was changed\n")
+    assert outlast("uninstall", "--crds")[0::2] == (2, "Error: nothing was changed\n")
     assert cluster.serves(kinds.ELASTIC_JOB)
-    assert outlast(capsys, "uninstall", "--crds", "--yes")[0] == 0
+    assert outlast("uninstall", "--crds", "--yes")[0] == 0
     assert not cluster.serves(kinds.ELASTIC_JOB)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from waits import until
 
 import imds
 from imds import Imds
@@ -40,14 +41,6 @@ def cluster() -> Iterator[api.Cluster]:
     yield own
     own.delete(api.NAMESPACE, own.namespace)
     own.close()
-
-
-def until(what: Callable[[], Any], timeout_s: float = 120) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (found := what()):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    return found
 
 
 def a_pod(name: str, node: str) -> Document:

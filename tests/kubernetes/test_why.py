@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from outlast.kubernetes.api import pods as kube_pods
 from outlast.kubernetes.diagnosis import Finding, Snapshot, containers, gather, local_job, messages, nodes
 from outlast.local import backend as local
 from outlast.local.state_dir import Run
+
+Outlast = Callable[..., tuple[int, str, str]]
 
 Document = dict[str, Any]
 NOW = 1_800_000_000.0
@@ -992,12 +995,6 @@ def test_a_store_that_cannot_be_pushed_to_is_told_before_that_all_trains() -> No
 # The command line
 
 
-def outlast(backend: fake.FakeBackend, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(list(words), backend=backend)
-    return (int(ended.value.code or 0), *capsys.readouterr())
-
-
 @pytest.fixture
 def backend(tmp_path: Path) -> fake.FakeBackend:
     backend = fake.FakeBackend(tmp_path)
@@ -1005,16 +1002,14 @@ def backend(tmp_path: Path) -> fake.FakeBackend:
     return backend
 
 
-def test_why_tells_of_a_job_of_this_machine(backend: fake.FakeBackend, capsys: pytest.CaptureFixture[str]) -> None:
-    assert outlast(backend, capsys, "why") == (0, "It is suspended: by the user\n  → go on with: outlast resume digits\n", "")
-    code, out, _ = outlast(backend, capsys, "why", "digits", "-o", "json")
+def test_why_tells_of_a_job_of_this_machine(backend: fake.FakeBackend, outlast: Outlast) -> None:
+    assert outlast("why", backend=backend) == (0, "It is suspended: by the user\n  → go on with: outlast resume digits\n", "")
+    code, out, _ = outlast("why", "digits", "-o", "json", backend=backend)
     assert (code, json.loads(out)["causes"][0]["rule"]) == (0, "suspended")
 
 
-def test_why_of_a_job_that_is_nowhere_names_those_there_are(
-    backend: fake.FakeBackend, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, _, err = outlast(backend, capsys, "why", "digit")
+def test_why_of_a_job_that_is_nowhere_names_those_there_are(backend: fake.FakeBackend, outlast: Outlast) -> None:
+    code, _, err = outlast("why", "digit", backend=backend)
     assert code == 2
     assert "did you mean digits?" in err
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from waits import until
 
 import ports
 import processes
@@ -214,8 +215,7 @@ def test_a_server_and_tensorboard_see_one_run_across_three_kills(tmp_path: Path)
                         process.send_signal(signal.SIGCONT)
                 if life == 3:
                     processes.kill(first)
-                    while AWAY.format(uri) not in (tmp_path / "log").read_text():
-                        time.sleep(0.05)
+                    until(lambda: AWAY.format(uri) in (tmp_path / "log").read_text())
                 processes.kill(one)  # and the follower
     done = [json.loads(line)["step"] for line in (script.output / "metrics.jsonl").read_text().splitlines()][-1] + 100
     with server(tmp_path, port), script.training(done) as last:

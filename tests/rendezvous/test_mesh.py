@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import socket
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waits import until
 
 from outlast.rendezvous.handler import Handler
 from outlast.rendezvous.mesh import connection, peer_state
@@ -25,13 +25,6 @@ from outlast.rendezvous.vocabulary import World
 KEY = b"key of the run"
 SOON_S = 30.0
 """How long a test waits for what happens at once, on a machine that is not busy."""
-
-
-def until(true: Callable[[], object]) -> None:
-    end = time.monotonic() + SOON_S
-    while not true():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.005)
 
 
 @pytest.fixture

@@ -6,19 +6,19 @@ import contextlib
 import json
 import os
 import subprocess
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import etcds
-from outlast import cli
 from outlast.cli.cluster import rdzv
 from outlast.rendezvous.etcd import gateway, schema
 from outlast.rendezvous.etcd.client import Present, Run
 from outlast.rendezvous.transports.sockets import Closed, Report
 from outlast.rendezvous.world import Call, World
+
+Outlast = Callable[..., tuple[int, str, str]]
 
 RUN = "team/cifar/cifar-1a2b"
 WORLD = World(4, (0, 2), "10.0.0.5:3333", "2 of 2 workers wait")
@@ -86,44 +86,27 @@ def ctl(server: etcds.Server, *words: str) -> None:
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "ETCDCTL_API": "3"})
 
 
-def until(what: Callable[[], object], why: Callable[[], str], timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < deadline, why()
-        time.sleep(0.02)
-
-
-def outlast(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(list(words))
-    return (int(ended.value.code or 0), *capsys.readouterr())
-
-
 SAID = schema.Published(by="a", incarnation="b", world=WORLD, why="all is well")
 
 
-def test_an_etcd_is_looked_into(
-    shared_etcd: etcds.Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_etcd_is_looked_into(shared_etcd: etcds.Server, outlast: Outlast, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTLAST_RENDEZVOUS", f"{shared_etcd.endpoint}/shown")
     said = f"etcd at 127.0.0.1:{shared_etcd.port} has no run below /shown\n"
-    assert outlast(capsys, "rdzv", "show") == (0, said, "")
-    assert outlast(capsys, "rdzv", "show", "-o", "json")[1] == "[]\n"
+    assert outlast("rdzv", "show") == (0, said, "")
+    assert outlast("rdzv", "show", "-o", "json")[1] == "[]\n"
     write(shared_etcd, RUN, a_report(0), a_report(2), said=SAID)
     write(shared_etcd, "other", a_report(0, "waiting", 0))
-    code, out, _ = outlast(capsys, "rdzv", "show", "--endpoint", shared_etcd.endpoint)
+    code, out, _ = outlast("rdzv", "show", "--endpoint", shared_etcd.endpoint)
     assert (code, {"RUN", "other", RUN} <= {line.split()[0] for line in out.splitlines()}) == (0, True)
-    code, out, _ = outlast(capsys, "rdzv", "show", "--endpoint", shared_etcd.endpoint, "--run", "team/cifar", "-o", "json")
+    code, out, _ = outlast("rdzv", "show", "--endpoint", shared_etcd.endpoint, "--run", "team/cifar", "-o", "json")
     (found,) = json.loads(out)
     assert (found["run"], found["generation"], found["decides"]) == (RUN, 4, {"member": 2, "host": "node-b"})
     assert [member["id"] for member in found["members"]] == [0, 2]
 
 
-def test_a_run_that_there_is_not_is_said_with_those_there_are(
-    shared_etcd: etcds.Server, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_there_is_not_is_said_with_those_there_are(shared_etcd: etcds.Server, outlast: Outlast) -> None:
     write(shared_etcd, "there", a_report(0))
-    code, _, err = outlast(capsys, "rdzv", "show", "--endpoint", shared_etcd.endpoint, "--run", "ther")
+    code, _, err = outlast("rdzv", "show", "--endpoint", shared_etcd.endpoint, "--run", "ther")
     assert code == 2
     assert f"Error: etcd at 127.0.0.1:{shared_etcd.port} has no run ther below /outlast; it has " in err
     assert "there" in err.partition("it has ")[2]
@@ -138,16 +121,16 @@ def test_a_run_that_there_is_not_is_said_with_those_there_are(
     ],
 )
 def test_an_endpoint_that_is_none_is_said(
-    endpoint: str, code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    endpoint: str, code: int, said: str, outlast: Outlast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OUTLAST_RENDEZVOUS", raising=False)
     for verb in ("show",):
-        found, out, err = outlast(capsys, "rdzv", verb, "--endpoint", endpoint)
+        found, out, err = outlast("rdzv", verb, "--endpoint", endpoint)
         assert (found, out, said in err) == (code, "", True), err
 
 
 def test_an_etcd_that_wants_to_know_who_asks_is_told_by_variables(
-    own_etcd: etcds.Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    own_etcd: etcds.Server, outlast: Outlast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for words in (["user", "add", "root:right"], ["user", "grant-role", "root", "root"], ["auth", "enable"]):
         ctl(own_etcd, *words)
@@ -155,7 +138,7 @@ def test_an_etcd_that_wants_to_know_who_asks_is_told_by_variables(
     for password in ("", "wrong", "right"):
         monkeypatch.setenv("OUTLAST_ETCD_PASSWORD", password)
         monkeypatch.setenv("OUTLAST_ETCD_USER", "root" if password else "")
-        said.append(outlast(capsys, "rdzv", "show", "--endpoint", own_etcd.endpoint))
+        said.append(outlast("rdzv", "show", "--endpoint", own_etcd.endpoint))
     (nobody, _, why_nobody), (wrong, _, why_wrong), (right, _, _) = said
     assert (nobody, wrong, right) == (2, 2, 0)
     assert "wants to know who asks; say user and password (OUTLAST_ETCD_USER" in why_nobody

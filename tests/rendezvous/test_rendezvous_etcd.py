@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waits import until
 
 import ports
 from etcds import Server
@@ -414,10 +415,7 @@ def test_workers_of_pods_have_their_index_and_an_agent_decides(pod: str, tmp_pat
         agent.start()
     for member in members:
         member.report("waiting", address="10.0.0.1:1")
-    deadline = time.monotonic() + 60
-    while not all(member.world for member in members):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: all(member.world for member in members))
     assert members[0].world is not None
     assert (members[0].world.generation, members[0].world.members) == (7, (0, 1))
     with contextlib.closing(gateway.Etcd(where)) as client:
@@ -426,9 +424,7 @@ def test_workers_of_pods_have_their_index_and_an_agent_decides(pod: str, tmp_pat
     for member in members:
         member.report("training", generation=7)
         member.report("done", generation=7)
-    while len(ended) < 2 or not all(member.closed for member in members):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: len(ended) == 2 and all(member.closed for member in members))
     assert ended == [("Succeeded", "workers 0 and 1 are done", 0)] * 2
     for each in (*members, *agents):
         each.close()

@@ -6,12 +6,13 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waits import until
 
 import ports
 from outlast.job import contract, seal, spec
@@ -93,13 +94,6 @@ def run(tmp_path: Path) -> Iterator[Run]:
         stranger.sock.close()
     made.host.closed = sockets.Closed("", 0)
     made.host.wait()
-
-
-def until(what: Callable[[], object], timeout_s: float = 20) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_strangers_can_neither_join_nor_end_the_run(run: Run, capfd: pytest.CaptureFixture[str]) -> None:

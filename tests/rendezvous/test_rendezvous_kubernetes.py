@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waits import until
 
 import apiserver
 from outlast.base import errors
@@ -78,13 +79,6 @@ def member(operator: Operator, tmp_path: Path) -> Iterator[Callable[..., transpo
 
 def a_world(generation: int = 1, *members: int) -> Document:
     return {"generation": generation, "members": list(members or (0,)), "address": "10.0.0.1:5", "reason": "all here", "at": 5.0}
-
-
-def until(condition: Callable[[], object], within_s: float = 5) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_a_report_is_the_lease_of_a_pod_and_goes_with_the_job(operator: Operator, member) -> None:
@@ -480,10 +474,7 @@ def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[a
         monkeypatch.setenv(contract.Env.MEMBER, "uid-of-the-pod")
         monkeypatch.setenv(contract.Env.NAMESPACE, namespace)
         worker = api.connect(namespace=namespace)
-        deadline = time.monotonic() + 60
-        while not worker.may("patch", api.LEASE, name="train-worker-0"):  # the authorizer hears of roles a moment later
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: worker.may("patch", api.LEASE, name="train-worker-0"))  # the authorizer hears of roles a moment later
         yield admin, worker
         worker.close()
     finally:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
+from waits import until
 
 from outlast.job import contract
 from outlast.job.workerfiles import notice, progress
@@ -105,13 +106,6 @@ class Members:
         self.pool.shutdown()
         for handler in self.handlers:
             handler.shutdown()
-
-
-def until(what: Callable[[], object], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waits import until
 
 import processes
 from etcds import Server
@@ -91,13 +92,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Node]]:
     yield make
     for node in nodes:
         node.kill()
-
-
-def until(condition: Callable[[], object], within_s: float = 60) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.slow)])

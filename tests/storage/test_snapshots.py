@@ -10,11 +10,11 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from waits import until
 
 from outlast.base.errors import NotRestored, OutlastError, StoreError
 from outlast.job import contract
@@ -75,13 +75,6 @@ def an_index(sizes: list[int]) -> tuple[list[Item], int]:
 
 INDEX, TOTAL = an_index([1000, 0, parts.BLOCK + 100, 1])
 DATA = random.Random(7).randbytes(TOTAL)
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def published(rank: Client, part: Part, *to: str, data: bytes = DATA, complete: tuple[int, int] = (0, 0)) -> str:

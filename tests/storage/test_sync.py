@@ -24,7 +24,6 @@ from hypothesis import strategies as some
 
 import faults
 from faults import Proxy
-from outlast import cli
 from outlast.base import crc32
 from outlast.base.errors import AlreadyRunning, Changed, Denied, Missing, NoBucket, NotFound, OutlastError, Stopped
 from outlast.cli import transfers
@@ -1023,16 +1022,14 @@ def test_whatever_happens_a_push_and_a_pull_make_all_three_alike(away: Store, tm
 
 @pytest.fixture
 def outlast(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    outlast: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, str, str]]:
     """Runs `outlast sync`: words -> exit code, standard output, standard error."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def call(*words: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["sync", *map(str, words)])
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), re.sub(r"in [\d.]+m?s \(.*?/s\)|in [\d.]+m?s", "in TIME", out), err
+        code, out, err = outlast("sync", *words)
+        return code, re.sub(r"in [\d.]+m?s \(.*?/s\)|in [\d.]+m?s", "in TIME", out), err
 
     return call
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from waits import until
 
 import small_disks
 from faults import Proxy, always, hang, slow
@@ -120,17 +121,10 @@ def test_shards_are_fetched_ahead_and_no_further(home: Path, tmp_path: Path):
     shards = Shards(f"file://{a_text(tmp_path / 'data', 4000, shard=100)}", block=10, window=4)
     stream = Stream(shards, 16)
     next(iter(stream))
-    wait_for(lambda: len(shards._place._ahead_held) == 12)  # type: ignore[attr-defined]
+    until(lambda: len(shards._place._ahead_held) == 12)  # type: ignore[attr-defined]
     here = {path.name for path in home.glob("shards/*") if not file_locks.free(path)}
     three = shards.windows(4, seed=0).ahead(0, 0, 3)  # type: ignore[union-attr]
     assert here == {path.name for path in home.glob("shards/*")} == {shards._shards[number].sha256 for number in three}
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.slow
@@ -142,7 +136,7 @@ def test_processes_fetch_each_shard_once_and_one_that_is_killed_leaves_nothing_h
     moto_proxy.fault = always(slow(20_000), path="train-")
     victims = [reader(url, 23) for _ in range(3)]
     for number, victim in enumerate(victims, start=1):
-        wait_for(lambda number=number: len(list(home.glob("shards/*"))) >= 4 * number)  # type: ignore[misc]
+        until(lambda number=number: len(list(home.glob("shards/*"))) >= 4 * number)  # type: ignore[misc]
         time.sleep(chance.random() * 0.1)  # any moment will do
         victim.kill()
         victim.communicate()
@@ -260,7 +254,7 @@ def test_a_store_that_is_away_is_waited_for_with_signs_of_life(
         path.unlink()
 
     def return_() -> None:
-        wait_for(lambda: any(text.startswith("outlast: waiting for train-") for text in caplog.messages))
+        until(lambda: any(text.startswith("outlast: waiting for train-") for text in caplog.messages))
         held.append(stall.watch().held)
         moto_proxy.up()
 
@@ -297,7 +291,7 @@ def test_a_mistake_in_fetching_ahead_is_raised_where_a_shard_is_needed(home: Pat
     place.error = ValueError("a mistake")
     shards = place.manifest().part("train").shards
     place.want(shards[:1], 0)
-    wait_for(lambda: place._failed)
+    until(lambda: place._failed)
     with pytest.raises(ValueError, match="a mistake"):
         place.hold(shards[1])
     place.want([], 0)
@@ -310,7 +304,7 @@ def test_threads_that_stand_still_are_not_joined_by_more_and_go_on_with_what_is_
         place.want(shards[first:], 0)
     assert threading.active_count() - before == 4
     place.goes_on.set()
-    wait_for(lambda: place._ahead_held.keys() >= {shard.sha256 for shard in shards[6:]})
+    until(lambda: place._ahead_held.keys() >= {shard.sha256 for shard in shards[6:]})
 
 
 def test_what_is_read_ahead_gives_way_from_the_end_on_and_only_as_far_as_needed(
@@ -321,9 +315,9 @@ def test_what_is_read_ahead_gives_way_from_the_end_on_and_only_as_far_as_needed(
     shards = place.manifest().part("train").shards
     for number in range(1, 5):
         place.want(shards[:number], 0)
-        wait_for(lambda number=number: len(place._ahead_held) == number)  # type: ignore[misc]
+        until(lambda number=number: len(place._ahead_held) == number)  # type: ignore[misc]
     place.want(shards[:5], 0)
-    wait_for(lambda: list(place.ahead) == [(shards[4], False)])
+    until(lambda: list(place.ahead) == [(shards[4], False)])
     held = place.hold(shards[4])
     assert list(place._ahead_held) == [shard.sha256 for shard in shards[:3]]
     assert {path.name for path in home.glob("shards/*")} == {*place._ahead_held, held[0].name}
@@ -460,7 +454,7 @@ def test_a_full_disk_is_one_sentence_and_read_ahead_gives_way_to_what_is_needed_
     first, *ahead, last = shards._shards
     place, ours = shards._place, home.parent / "disk" / "cache" / "shards"
     place.want([first, *ahead], 1)
-    wait_for(lambda: len(list(ours.iterdir())) == 5)
+    until(lambda: len(list(ours.iterdir())) == 5)
     assert whole(small_disk / "cache"), "no more than fit"
     place.hold(last)
     assert (ours / last.sha256).exists()

@@ -6,10 +6,10 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waits import until
 
 from outlast.base.backoff import RANDOM
 from outlast.job.status import State
@@ -17,13 +17,6 @@ from outlast.local.backend import LocalBackend
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "hugging-face.md"
-
-
-def until(condition: Callable[[], object], *, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.slow
@@ -39,19 +32,19 @@ def test_the_trainer_of_the_guide_goes_on_from_its_newest_checkpoint_and_saves_w
     backend = LocalBackend(tmp_path / ".outlast")
     output = backend.output("train") / "work" / "trainer"
     try:
-        until(lambda: (output / "checkpoint-100" / "trainer_state.json").exists(), timeout_s=180)
+        until(lambda: (output / "checkpoint-100" / "trainer_state.json").exists(), within_s=180)
         backend.chaos("train", "kill-worker", worker=1, rng=RANDOM)
-        until(lambda: backend.status("train").restarts == 1 and backend.status("train").state is State.RUNNING, timeout_s=180)
+        until(lambda: backend.status("train").restarts == 1 and backend.status("train").state is State.RUNNING, within_s=180)
         newest = max(int(path.name.rpartition("-")[2]) for path in output.glob("checkpoint-*"))
-        until(lambda: (output / f"checkpoint-{newest + 60}").exists(), timeout_s=180)
+        until(lambda: (output / f"checkpoint-{newest + 60}").exists(), within_s=180)
         told = time.time()
         backend.steer("train", "suspend")
-        until(lambda: backend.status("train").state is State.SUSPENDED, timeout_s=180)
+        until(lambda: backend.status("train").state is State.SUSPENDED, within_s=180)
         assert max(path.stat().st_mtime for path in output.glob("checkpoint-*/trainer_state.json")) > told, (
             "it saves when told to leave"
         )
         backend.resume("train")
-        until(lambda: backend.status("train").state is State.SUCCEEDED, timeout_s=180)
+        until(lambda: backend.status("train").state is State.SUCCEEDED, within_s=180)
         assert (output / "final" / "model.safetensors").exists()
     finally:
         if not backend.status("train").state.final:
@@ -75,9 +68,9 @@ def test_the_script_of_a_library_goes_on_after_a_kill_and_reads_each_sample_once
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
     backend = LocalBackend(tmp_path / ".outlast")
     try:
-        until(lambda: (backend.status("train").step or 0) >= 75, timeout_s=240)
+        until(lambda: (backend.status("train").step or 0) >= 75, within_s=240)
         backend.chaos("train", "kill-worker", worker=1, rng=RANDOM)
-        until(lambda: backend.status("train").state is State.SUCCEEDED, timeout_s=240)
+        until(lambda: backend.status("train").state is State.SUCCEEDED, within_s=240)
         status = backend.status("train")
         assert (status.restarts, status.step, status.steps) == (1, 252, 252)
     finally:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waits import until
 
 import worlds
 from outlast.job import contract
@@ -64,8 +64,7 @@ class Agents:
 
     def settle(self) -> None:
         """Wait until what ranks have left behind is held."""
-        while any(agent.rooms.busy() for agent in self.servers.values()):
-            time.sleep(0.001)
+        until(lambda: not any(agent.rooms.busy() for agent in self.servers.values()))
 
     def damage(self, worker: int, kind: str, step: int, *, replica: bool = False) -> None:
         """Change a bit of the data of parts."""

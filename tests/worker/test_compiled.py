@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from waits import until
 
 from outlast.base.errors import OutlastError, Stopped
 from outlast.job import spec
@@ -155,8 +156,7 @@ def test_a_worker_that_is_asked_to_leave_ends_its_warm_up(tmp_path: Path) -> Non
     program = "import pathlib, time; pathlib.Path('ready').touch(); time.sleep(600)"
 
     def when_ready() -> None:
-        while not ready.exists():
-            time.sleep(0.01)
+        until(ready.exists)
         stop.set()
 
     threading.Thread(target=when_ready, daemon=True).start()

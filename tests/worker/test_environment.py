@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from waits import until
 
 from outlast.base import file_locks
 from outlast.base.errors import OutlastError, Stopped
@@ -272,8 +272,7 @@ def test_who_comes_second_waits_for_the_environment(maker: Maker):
     with file_locks.exclusive(lock, waiting=lambda: None, stop=threading.Event()):
         thread = threading.Thread(target=lambda: found.append(maker.make(*asked)))
         thread.start()
-        while not maker.said:
-            time.sleep(0.01)
+        until(lambda: maker.said)
         lock.with_suffix("").mkdir()
         (lock.with_suffix("") / python_env.MARKER).write_text("{}")  # the first has made it
     thread.join()
@@ -291,8 +290,7 @@ def silent() -> Iterator[str]:
 def wait_for_installer(maker: Maker) -> None:
     """Until pip or uv has begun to look for packages."""
     logs = maker.cache.glob
-    while not any(re.search("Looking in indexes|Using Python", log.read_text()) for log in logs("environments/*.log")):
-        time.sleep(0.01)
+    until(lambda: any(re.search("Looking in indexes|Using Python", log.read_text()) for log in logs("environments/*.log")))
 
 
 def test_a_worker_that_is_told_to_leave_ends_what_it_has_started(maker: Maker, silent: str):
@@ -330,8 +328,7 @@ environment.make(asked, here / "cache", here, os.environ, say=lambda text: print
     for process in (*installer.children(), installer):
         process.kill()
     psutil.wait_procs([installer], timeout=60)
-    while not file_locks.free(lock):
-        time.sleep(0.01)
+    until(lambda: file_locks.free(lock))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waits import until
 
 from outlast.base import file_locks
 from outlast.base.errors import OutlastError, Stopped
@@ -232,8 +233,7 @@ def test_who_comes_second_waits_and_says_so(runs: Runs, place: Store):
     with file_locks.exclusive(source._home / "lock", waiting=lambda: None, stop=threading.Event()):
         thread = threading.Thread(target=lambda: found.append(source.acquire()))
         thread.start()
-        while not runs.said:
-            time.sleep(0.01)
+        until(lambda: runs.said)
         assert runs.said == [f"waiting for another worker that fetches data[0].from ({place.url})"]
         assert not found
     thread.join()

@@ -8,14 +8,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import psutil
 import pytest
+from waits import until
 
 from outlast.job import contract
 from outlast.local.state_dir import StateDir
@@ -90,13 +90,6 @@ if child == 0:
 print(json.dumps({"pid": os.getpid(), "group": os.getpgrp(), "child": child, "here": os.getcwd(), **os.environ}), flush=True)
 time.sleep(60)
 """
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def environ(state_dir: StateDir, worker: int) -> dict[str, str]:

@@ -8,9 +8,8 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from outlast.worker.tracking.forwarding import Forwarder
 from outlast.worker.tracking.lines import Point
 from outlast.worker.tracking.mlflow_runs import MLflow
 from outlast.worker.tracking.sinks import Run, Settings, Status, settings
+from waits import until
 
 
 def line(step: int, **values: float) -> bytes:
@@ -212,11 +212,6 @@ class Tracker:
 
 def a_run(output: Path, **environ: str) -> Run:
     return Run.of(output, "0123456789abcdef", environ)
-
-
-def until(true: Callable[[], bool]) -> None:
-    while not true():
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("partly", [False, True])
