@@ -26,7 +26,8 @@ from outlast.kubernetes.jobs.backend import KubernetesBackend
 from outlast.storage import store
 from outlast.storage.sync import growing
 from outlast.worker.tracking import follower
-from test_tracking import append, line, shown
+from tracked import append, line, shown
+from waits import until
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(0, 30)), max_size=6))

@@ -20,11 +20,10 @@ from outlast.job import spec
 from outlast.job.contract import API_VERSION, KIND
 from outlast.kubernetes.manifests import volumes
 from outlast.kubernetes.manifests.scheduling import placement
-from test_kubeflow import closed
+from published_schemas import closed
+from spark_examples import PROGRAM, SPARK
 
-SPARK = Path(__file__).parents[2] / "examples" / "spark"
 PUBLISHED = Path(__file__).parents[1] / "shared" / "published"
-PROGRAM = "local:///opt/outlast/outlast-cli.py"
 NEWEST = max(schemas.all_versions(), key=lambda version: [int(part) for part in version.split(".")])
 
 

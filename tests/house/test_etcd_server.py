@@ -6,29 +6,19 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 from kubernetes_validate import utils as schemas
 
 import etcds
+from etcd_files import DOCUMENTS, certificates
+from minors import NEWEST
 from outlast.base.errors import EtcdError
-from test_examples_kubernetes import NEWEST
 
-FILE = Path(__file__).parents[2] / "examples" / "kubernetes" / "etcd-server.yaml"
-DOCUMENTS: list[dict[str, Any]] = list(yaml.safe_load_all(FILE.read_text()))
 MEMBERS = DOCUMENTS[-1]["spec"]
 (CONTAINER,) = MEMBERS["template"]["spec"]["containers"]
 FLAGS = dict(flag.removeprefix("--").partition("=")[::2] for flag in CONTAINER["command"][1:])
 AUTH = ("cert-file", "key-file", "trusted-ca-file", "client-cert-auth")
-
-
-def certificates(directory: Path, namespace: str = "default") -> None:
-    """What the head of the file has one make: ca.crt, server.crt, client.crt and their keys."""
-    lines = re.findall(r"^#   (names=.*|for n in .*|openssl .*|for who in .*openssl .*)$", FILE.read_text(), flags=re.M)
-    script = "\n".join(["set -e", *lines]).replace(".default.svc", f".{namespace}.svc")
-    subprocess.run(["bash", "-c", script], cwd=directory, check=True, capture_output=True)
 
 
 def test_it_is_what_kubernetes_takes_and_lets_in_workers_clients_and_members_alone() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import textures
-from test_readme import OUTLAST, ROOT
+from pages import OUTLAST, ROOT
 
 ELSEWHERE = {
     r"^(install|uninstall|submit|top|operator|node-watch|rdzv|doctor)\b|\b(-n|--on) |--on$": "a cluster",

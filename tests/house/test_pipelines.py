@@ -29,8 +29,8 @@ from outlast.kubernetes.api import pods
 from outlast.kubernetes.jobs import waiting
 from outlast.kubernetes.jobs.outcome import OUTPUTS
 from outlast.kubernetes.manifests import labels, volumes
+from published_schemas import ROOT, closed
 from rights import Right, needed, rights
-from test_kubeflow import ROOT, closed
 
 EXAMPLES = ROOT / "examples" / "pipelines"
 NEWEST = max(schemas.all_versions(), key=lambda version: [int(part) for part in version.split(".")])

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 import apiserver
+from elastic_jobs import a_job
 from outlast import cli
 from outlast.base.errors import AlreadyRunning, OutlastError
 from outlast.job.status import State
 from outlast.kubernetes import api as kube
 from outlast.kubernetes.jobs import backend, logs
 from outlast.kubernetes.torchelastic import pods
-from test_torchelastic import a_job
 
 Document = dict[str, Any]
 JOB = "elasticjobs.elastic.pytorch.org"

@@ -19,8 +19,8 @@ import pytest
 import yaml
 
 import namespaces
+from etcd_files import DOCUMENTS, certificates
 from namespaces import Document, Namespace, kind
-from test_etcd_server import DOCUMENTS, certificates
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]

@@ -20,6 +20,7 @@ import pytest
 import apiserver
 import imds
 from imds import Imds
+from nodes import T0, a_node, a_pod
 from outlast.job import contract
 from outlast.kubernetes import api
 from outlast.kubernetes.nodewatch import watch
@@ -28,7 +29,6 @@ from outlast.kubernetes.operator import reconcilers
 from outlast.kubernetes.operator.leader import Leadership
 from outlast.kubernetes.operator.operator import Operator, Settings
 from outlast.kubernetes.operator.snapshot import Limits
-from test_nodewatch import T0, a_node, a_pod
 
 JOB = {
     "apiVersion": contract.API_VERSION,

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 import imds
 from imds import Imds
+from nodes import T0, Document, a_node, a_pod
 from outlast.job import contract
 from outlast.job.contract import Annotation, LeavingKind
-from outlast.kubernetes.api import pods as podwords
 from outlast.kubernetes.nodewatch import drain, notices
 from outlast.kubernetes.nodewatch.drain import Step
 from outlast.kubernetes.nodewatch.metadata import Metadata, MetadataAway
 from outlast.kubernetes.nodewatch.notices import REBALANCE, Notice
 
-Document = dict[str, Any]
-T0 = podwords.seconds("2026-01-01T00:00:00Z")
 SPOT = Notice(LeavingKind.SPOT, T0 + 120, "taken back")
 REBOOT = Notice(LeavingKind.MAINTENANCE, T0 + 3600, "reboot")
 
@@ -73,16 +70,6 @@ def test_a_recommendation_and_maintenance_can_be_withdrawn_and_an_interruption_c
 # ------------------------------------------------------------------------------------------------------------------- node
 
 
-def a_node(**spec: Any) -> Document:
-    labels = {
-        "topology.kubernetes.io/zone": "us-west-2a",
-        "node.kubernetes.io/instance-type": "g5.xlarge",
-        "karpenter.sh/nodepool": "gpu",
-    }
-    meta = {"name": "n1", "resourceVersion": "7", "labels": labels, "annotations": {"theirs": "kept"}}
-    return {"apiVersion": "v1", "kind": "Node", "metadata": meta, "spec": {"providerID": "aws:///us-west-2a/i-1", **spec}}
-
-
 def patched(document: Document, change: Document) -> Document:
     """RFC 7396, as far as these changes need it."""
     found = {**document}
@@ -116,14 +103,6 @@ def test_a_node_is_marked_and_cleared_and_everything_of_others_stays(spec: Docum
 
 
 # ------------------------------------------------------------------------------------------------------------------ drain
-
-
-def a_pod(name: str, owner: str = "ReplicaSet", *, grace: int | None = 30, phase: str = "Running", **meta: Any) -> Document:
-    api = "outlast.dev/v1alpha1" if owner == "ElasticJob" else "apps/v1"
-    owners = [{"apiVersion": api, "kind": owner, "name": "o", "uid": "u", "controller": True}]
-    whole = {"name": name, "namespace": "team", "uid": f"uid-{name}", "ownerReferences": owners, **meta}
-    spec = {"nodeName": "n1"} if grace is None else {"nodeName": "n1", "terminationGracePeriodSeconds": grace}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": whole, "spec": spec, "status": {"phase": phase}}
 
 
 END = T0 + 120

@@ -24,8 +24,7 @@ import pytest
 import yaml
 
 from namespaces import Document, Namespace
-from test_kubeflow import ROOT
-from test_notebook_kubernetes import ACCOUNT, KUBEFLOW, STATEFUL_SET
+from published_schemas import ACCOUNT, KUBEFLOW, ROOT, STATEFUL_SET
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 PUBLISHED = ROOT / "tests" / "shared" / "published" / "kubeflow" / "kubeflow.org_notebooks.yaml"

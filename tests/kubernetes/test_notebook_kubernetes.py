@@ -18,14 +18,11 @@ from outlast.cli import commands
 from outlast.kubernetes.manifests import volumes
 from outlast.kubernetes.manifests.scheduling import disruption, placement
 from outlast.local.notebooks import jupyter
+from published_schemas import ACCOUNT, KUBEFLOW, STATEFUL_SET, validate
 from rights import needed, rights
-from test_kubeflow import ROOT, validate
 
 Document = dict[str, Any]
 Outlast = Callable[..., tuple[int, str, str]]
-ACCOUNT, STATEFUL_SET, KUBEFLOW = (
-    ROOT / "examples" / name for name in ("notebook/account.yaml", "notebook/statefulset.yaml", "kubeflow/notebook.yaml")
-)
 TO_FOLLOW = {("get", "", "pods"), ("watch", "", "pods")}
 """For `outlast logs -f` and `--follow`."""
 

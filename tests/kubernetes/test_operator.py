@@ -3,7 +3,6 @@ decider of a few lines."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -16,7 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +26,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 import apiserver
-import rights
+from operators import World, pods_of
 from outlast.base import loglines
 from outlast.base.clock import Clock
 from outlast.base.errors import ClusterError, OutlastError, Unanswered
@@ -40,8 +39,8 @@ from outlast.kubernetes.operator import cache, leader, metrics, operator, proces
 from outlast.kubernetes.operator.cache import Cache, CachedJob, Key
 from outlast.kubernetes.operator.leader import Leadership, Seen, judge
 from outlast.kubernetes.operator.metrics import Metrics
-from outlast.kubernetes.operator.operator import Operator, Settings
-from outlast.kubernetes.operator.plan import Deletion, Document, Event, Plan
+from outlast.kubernetes.operator.operator import Operator
+from outlast.kubernetes.operator.plan import Document, Event, Plan
 from outlast.kubernetes.operator.queues import ClusterFeatures
 from outlast.kubernetes.operator.snapshot import RECEIVED, Limits
 from outlast.kubernetes.operator.workqueue import WorkQueue
@@ -634,107 +633,8 @@ def test_what_a_failure_was_is_one_of_few_words(failure: dict[str, Any], cause: 
 # --------------------------------------------------------------------------------------------------------------- the whole
 
 
-def pods_of(looked: CachedJob, *, count: int) -> Plan:
-    """A decider of a few lines: `count` pods a job; those that failed are replaced; the status counts them."""
-    job = looked.job
-    assert job is not None
-    meta = job["metadata"]
-    ours = [pod for pod in looked.pods if any(owner["uid"] == meta["uid"] for owner in pod["metadata"]["ownerReferences"])]
-    failed = [pod for pod in ours if (pod.get("status") or {}).get("phase") == "Failed"]
-    going = [pod for pod in failed if not pod["metadata"].get("deletionTimestamp")]
-    names = {pod["metadata"]["name"] for pod in ours}
-    known = job.get("status") or {}
-    status = {**known, "state": "Running", "judged": sorted({*known.get("judged", []), *(p["metadata"]["uid"] for p in failed)})}
-    status["restarts"] = len(status["judged"])
-    owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": meta["name"], "uid": meta["uid"]}
-    creates = tuple(
-        {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {
-                "name": name,
-                "namespace": meta["namespace"],
-                "labels": {Label.JOB: meta["name"], Label.WORKER: str(index)},
-                "ownerReferences": [owner],
-            },
-            "spec": {"containers": []},
-        }
-        for index in range(count)
-        if (name := f"{meta['name']}-worker-{index}") not in names
-    )
-    deletes = tuple(Deletion(pod["metadata"]["name"], pod["metadata"]["uid"], "it failed") for pod in going)
-    return Plan(status=status if status != known else None, deletes=deletes, creates=creates)
-
-
 def connected(operator: Operator) -> bool:
     return all(each.connected for each in operator.cache._kinds.values())
-
-
-class World:
-    """A small API server and the operators that run against it."""
-
-    def __init__(self, api: apiserver.ApiServer, connect: Callable[[], kube.Cluster]) -> None:
-        self.api, self.connect = api, connect
-        self.running: list[tuple[Operator, threading.Event, threading.Thread, list[int]]] = []
-
-    def start(self, count: int = 2, *, me: str = "a", every_s: float = 5.0, duration_s: float = 15.0, **how: Any) -> Operator:
-        cluster = self.connect()
-
-        def decider(looked: CachedJob, now: float, found: ClusterFeatures) -> Plan:
-            return pods_of(looked, count=count)
-
-        leadership = Leadership(cluster, me, "default", every_s=every_s, duration_s=duration_s)
-        settings = Settings(host="127.0.0.1", retry_s=0.02, discovery_s=how.pop("discovery_s", 60.0))
-        operator = Operator(cluster, how.pop("reconcilers", {ELASTIC_JOB: decider}), leadership, settings, **how)
-        stop, codes = threading.Event(), list[int]()
-        thread = threading.Thread(target=lambda: codes.append(operator.run(stop)))
-        thread.start()
-        self.running.append((operator, stop, thread, codes))
-        return operator
-
-    def stop(self, number: int = -1) -> int:
-        """Stop one gracefully; its exit code."""
-        _, stop, thread, codes = self.running[number]
-        stop.set()
-        thread.join(60)
-        assert codes, "it did not stop"
-        return codes[0]
-
-    def status(self, name: str) -> Document:
-        with self.api.lock:
-            return dict(self.api.documents[ELASTIC_JOB.resource, "default", name].get("status") or {})
-
-    def apply(self, *names: str) -> None:
-        for name in names:
-            head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob"}
-            self.api.put({**head, "metadata": {"name": name}, "spec": {"image": "i"}})
-
-    def pods(self) -> list[str]:
-        with self.api.lock:
-            return sorted(key[2] for key in self.api.documents if key[0] == "pods")
-
-    def settled(self, names: Sequence[str], count: int = 2) -> None:
-        """Wait until each job has its pods and nobody has anything to do."""
-        wanted = sorted(f"{name}-worker-{index}" for name in names for index in range(count))
-        self.api.until(lambda: self.pods() == wanted)
-        self.api.until(lambda: all(each.queue.idle() for each, *_ in self.running if each.leadership.holds()))
-
-    def writes(self) -> list[str]:
-        """What was asked to be changed, but for the operators' own Lease."""
-        with self.api.lock:
-            return [each for each in self.api.asked if not each.startswith("GET ") and "/leases" not in each]
-
-
-@pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    api = apiserver.ApiServer(unserved=("kueue.x-k8s.io",))
-    api.may = rights.may
-    with apiserver.serving(api) as url, contextlib.ExitStack() as open_:
-        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
-        world = World(api, lambda: open_.enter_context(contextlib.closing(kube.connect(namespace="default"))))
-        yield world
-        for number in range(len(world.running)):
-            world.stop(number)
 
 
 def test_each_job_gets_exactly_its_pods_each_asked_for_once_and_then_nothing_is_written(world: World) -> None:

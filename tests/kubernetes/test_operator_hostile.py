@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import apiserver
-import test_decide_scale
+import large_jobs
+from operators import World, world  # noqa: F401  # the fixture
 from outlast.job import contract
 from outlast.kubernetes import api
 from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEGACY_JOB, Kind
@@ -21,7 +22,6 @@ from outlast.kubernetes.operator import reconcilers, snapshot
 from outlast.kubernetes.operator.cache import CachedJob
 from outlast.kubernetes.operator.decide import decide
 from outlast.kubernetes.operator.snapshot import Limits
-from test_operator import World, world  # noqa: F401  # the fixture
 
 Document = dict[str, Any]
 SENTENCES = {
@@ -176,9 +176,9 @@ def test_a_hundred_jobs_of_more_than_a_mib_fit_into_the_operators_memory(world: 
     ],
 )
 def test_numbers_in_a_lease_that_are_none_cost_its_job_no_look(where: str, said: str) -> None:
-    job, pods, leases, nodes = test_decide_scale.documents(2)
+    job, pods, leases, nodes = large_jobs.documents(2)
     key = {"report": contract.Annotation.REPORT, "progress": contract.Annotation.PROGRESS}[where]
     notes = leases[0]["metadata"]["annotations"]
     notes[key] = json.dumps({**json.loads(notes.get(key, "{}")), **json.loads(said)})
-    plan = decide(snapshot.take(CachedJob(job, pods, leases, nodes, test_decide_scale.NOW - 1000), test_decide_scale.NOW))
+    plan = decide(snapshot.take(CachedJob(job, pods, leases, nodes, large_jobs.NOW - 1000), large_jobs.NOW))
     json.dumps(plan.status, allow_nan=False)

@@ -8,11 +8,11 @@ import json
 import re
 from typing import Any
 
+from operators import World, world  # noqa: F401  # the fixture
 from outlast.kubernetes.api.kinds import ELASTIC_JOB, KINDS, LEGACY_JOB
 from outlast.kubernetes.operator import reconcilers
 from outlast.kubernetes.operator.snapshot import Limits
 from rights import RULES, Right, may, needed, rights
-from test_operator import World, world  # noqa: F401  # the fixture
 
 Document = dict[str, Any]
 FOR_WORKERS: set[Right] = {

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 import apiserver
+from bare_pods import Pods
 from outlast.job import contract
 from outlast.rendezvous import world
 from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import MemberState
-from test_run_pods import Pods
 
 RUN = "job-1a2b3c4d"
 ARGS = ("--steps=100", "--pause=0.04", "--print", "--gate")

@@ -21,12 +21,12 @@ import pytest
 
 import etcds
 import netns
+from bare_pods import Pods
 from outlast.job import contract, ledger
 from outlast.job.workerfiles import progress
 from outlast.storage import store
 from outlast.storage.checkpoints import register
 from outlast.storage.checkpoints.rules import Place
-from test_run_pods import Pods
 
 pytestmark = [pytest.mark.jobs, pytest.mark.slow, netns.NEEDED]
 

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
+from bare_pods import ARGS, Final, Pods, pods
 from etcds import Server
 from outlast.job import contract
 from outlast.rendezvous.etcd import client as etcd
-from test_run_pods import ARGS, Final, Pods, pods
 
 __all__ = ["pods"]
 

@@ -18,6 +18,7 @@ import pytest
 import apiserver
 import imds
 from apiserver import ApiServer
+from bare_pods import Pods
 from imds import Imds
 from outlast.job import contract
 from outlast.job.contract import Env
@@ -30,7 +31,6 @@ from outlast.kubernetes.operator.leader import Leadership
 from outlast.kubernetes.operator.operator import Operator
 from outlast.kubernetes.operator.operator import Settings as OperatorSettings
 from outlast.kubernetes.operator.snapshot import Limits
-from test_run_pods import Pods
 
 Document = dict[str, Any]
 Final = Callable[..., dict[str, object]]

@@ -22,13 +22,13 @@ import imds
 import rights
 from apiserver import ApiServer
 from imds import Imds
+from nodes import T0, a_node, a_pod
 from outlast.job import contract
 from outlast.job.contract import Annotation, Env, LeavingKind
 from outlast.kubernetes import api as kube
 from outlast.kubernetes.nodewatch import notices, watch
 from outlast.kubernetes.nodewatch.metadata import Metadata
 from outlast.kubernetes.nodewatch.watch import Watcher
-from test_nodewatch import T0, a_node, a_pod
 
 Document = dict[str, Any]
 

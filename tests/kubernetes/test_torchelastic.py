@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from datetime import UTC, datetime
 from typing import Any
 
 import jsonschema
@@ -14,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes_validate import utils as schemas
 
+from elastic_jobs import START, WORKSHOP, a_job, text
+from operators import World, world  # noqa: F401  # the fixture
 from outlast.job.spec import job_file as job_files
 from outlast.kubernetes.api import kinds, ownership
 from outlast.kubernetes.operator import job_status, reconcilers
@@ -23,66 +24,8 @@ from outlast.kubernetes.operator.queues import ClusterFeatures
 from outlast.kubernetes.operator.snapshot import NNODES, Limits
 from outlast.kubernetes.torchelastic import adapter, definition, pods
 from outlast.rendezvous.failures import PLAIN_PODS
-from test_operator import World, world  # noqa: F401  # the fixture
 
-START = 1_800_000_000.0
 MINORS = sorted(set(schemas.all_versions()), key=lambda version: [int(part) for part in version.split(".")])[-4:]
-
-
-def text(when: float) -> str:
-    return datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-WORKSHOP = """
-apiVersion: elastic.pytorch.org/v1alpha1
-kind: ElasticJob
-metadata:
-  name: cifar10-train
-spec:
-  rdzvEndpoint: etcd-service:2379
-  minReplicas: 1
-  maxReplicas: 128
-  replicaSpecs:
-    Worker:
-      replicas: 2
-      restartPolicy: ExitCode
-      template:
-        apiVersion: v1
-        kind: Pod
-        spec:
-          nodeSelector:
-            beta.kubernetes.io/instance-type: c5.4xlarge
-          containers:
-            - name: elasticjob-worker
-              image: 620266777012.dkr.ecr.us-west-2.amazonaws.com/pytorch-cpu:latest
-              imagePullPolicy: Always
-              command: ["torchrun"]
-              args:
-                - "--nproc_per_node=1"
-                - "/workspace/cifar10-model-train.py"
-                - "--epochs=10"
-                - "--batch-size=128"
-                - "--model-file=/efs-shared/cifar10-model.pth"
-                - "/efs-shared/cifar-10-batches-py/"
-              resources: {limits: {cpu: 32}}
-              volumeMounts:
-                - {name: efs-pv, mountPath: /efs-shared}
-                - {name: dshm, mountPath: /dev/shm}
-          volumes:
-            - {name: efs-pv, persistentVolumeClaim: {claimName: efs-pvc}}
-            - {name: dshm, emptyDir: {medium: Memory}}
-"""
-"""The manifest of the EKS workshop."""
-
-
-def a_job(replicas: int | None = 2, *, policy: str | None = "ExitCode", worker: Document | None = None, **spec: Any) -> Document:
-    """The workshop's job, without an etcd."""
-    job: Document = yaml.safe_load(WORKSHOP)
-    job["metadata"] = {"name": "cifar", "namespace": "team", "uid": "12345678-abcd", "creationTimestamp": text(START)}
-    replica = {**pods.worker(job), "replicas": replicas, "restartPolicy": policy, **(worker or {})}
-    replica = {key: value for key, value in replica.items() if value is not None}
-    more = {key: value for key, value in job["spec"].items() if key != "rdzvEndpoint"}
-    return {**job, "spec": {**more, **spec, "replicaSpecs": {"Worker": replica}}}
 
 
 def without(job: Document, *fields: str) -> Document:

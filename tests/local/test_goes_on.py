@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from here import Here, here, outlast  # noqa: F401  # the fixture
 from outlast.base.errors import OutlastError
 from outlast.job import contract, spec
 from outlast.job.report import goodput
@@ -24,7 +25,6 @@ from outlast.local.state_dir import Run
 from outlast.storage import runs
 from outlast.storage.store import open_
 from outlast.worker.prepare import code
-from test_local import Here, here, outlast  # noqa: F401  # the fixture
 
 
 @pytest.mark.parametrize(

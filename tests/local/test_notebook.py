@@ -21,8 +21,8 @@ from typing import Any
 import nbformat
 import pytest
 
-import test_goodput
-import test_readme
+import accounts
+import pages
 from outlast import cli
 from outlast.base.errors import NotFound, OutlastError
 from outlast.cli import serving
@@ -57,11 +57,11 @@ def commands() -> list[list[str]]:
     cells = json.loads(FIRST.read_text())["cells"]
     sources = ["".join(cell["source"]).replace("\\\n", "") for cell in cells if cell["cell_type"] == "code"]
     lines = [line for source in sources for line in source.splitlines()]
-    return [test_readme.shell(line.strip())[1:] for line in lines if line.startswith("!outlast ")]
+    return [pages.shell(line.strip())[1:] for line in lines if line.startswith("!outlast ")]
 
 
 def test_the_commands_of_the_first_notebook_exist_and_take_their_options() -> None:
-    assert [mistake for words in commands() if (mistake := test_readme.mistake(words))] == []
+    assert [mistake for words in commands() if (mistake := pages.mistake(words))] == []
 
 
 def test_a_token_is_random_unless_a_file_or_a_variable_gives_it(tmp_path: Path) -> None:
@@ -298,11 +298,11 @@ def test_nothing_that_a_job_says_becomes_part_of_the_page() -> None:
 
 def test_the_story_of_a_run_is_drawn_with_its_loss_and_where_its_time_went() -> None:
     points = panel.points(METRICS, "loss")
-    account = test_goodput.training().steps(4).failure().world(1).session(1).restored(2).steps(3).finished().account()
+    account = accounts.training().steps(4).failure().world(1).session(1).restored(2).steps(3).finished().account()
     loss, time = charts.story(account, points, points[:2]).axes
     assert [line.get_label() for line in loss.lines] == ["training loss", "validation loss", "a new world of workers"]
     assert {text.get_text() for text in time.get_legend().get_texts()} >= {"training 5.0s", "replayed 2.0s", "queue 1.0s"}
-    assert [text.get_text() for text in time.texts] == [test_goodput.KILLED]
+    assert [text.get_text() for text in time.texts] == [accounts.KILLED]
 
 
 def test_behind_kubeflows_gateway_it_serves_below_its_prefix() -> None:

@@ -18,8 +18,8 @@ import pytest
 from outlast.base.errors import OutlastError
 from outlast.job.status import State
 from outlast.storage import store
+from packages import a_micromamba, a_wheel
 from servers import Place
-from test_environment import a_micromamba, a_wheel
 
 SCRIPT = """
 import json, os, sys

@@ -21,10 +21,11 @@ from waits import until
 
 import ports
 import processes
+from bare_pods import pods  # noqa: F401 (fixture)
 from outlast.job import contract
 from outlast.job.contract import Env
-from test_run_pods import pods  # noqa: F401 (fixture)
-from test_tracking import shown
+from tracked import shown
+from waits import until
 
 TRAIN = """
 import os, sys, time, torch

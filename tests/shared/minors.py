@@ -6,6 +6,7 @@ import pytest
 from kubernetes_validate import utils as schemas
 
 MINORS = sorted(set(schemas.all_versions()), key=lambda version: [int(part) for part in version.split(".")])[-4:]
+NEWEST = MINORS[-1]
 
 each_minor = pytest.mark.parametrize(
     "version", [pytest.param(version, marks=pytest.mark.slow if version in MINORS[1:-1] else ()) for version in MINORS]

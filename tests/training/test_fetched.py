@@ -30,7 +30,8 @@ from outlast.training.samples import fetched
 from outlast.worker.hangs import stall
 from outlast.worker.prepare import cache, room
 from outlast.worker.prepare.room import Thing
-from test_stream_shards import a_text
+from texts import a_text
+from waits import until
 
 SHARD = 200
 """Bytes of the shards that `a_text(shard=100)` makes."""

@@ -21,6 +21,7 @@ import torch
 
 import small_disks
 import worlds
+from agents import Agents
 from outlast.job import ledger
 from outlast.job.contract import END, Env
 from outlast.job.workerfiles import progress
@@ -31,7 +32,6 @@ from outlast.training import Stream, metrics, session
 from outlast.training.state import saver, snapshots
 from outlast.worker.agent import upload
 from outlast.worker.launch import rank
-from test_memory import Agents
 from worlds import Ended
 
 EVERY = 5

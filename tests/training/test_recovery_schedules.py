@@ -26,6 +26,7 @@ from pathlib import Path
 import pytest
 
 import worlds
+from agents import SELDOM, Agents, restored, same
 from outlast.job import contract
 from outlast.job.contract import Env, Exit
 from outlast.job.ledger import read
@@ -33,7 +34,6 @@ from outlast.job.workerfiles import progress
 from outlast.job.workerfiles.progress import Progress
 from outlast.storage import checkpoints
 from seeds import seeds
-from test_memory import SELDOM, Agents, restored, same
 from worlds import Calm, Training
 
 FIRST = 4

@@ -28,6 +28,7 @@ from outlast.local import state_dir
 from outlast.storage import checkpoints
 from outlast.training import Batch, Stream, metrics, session
 from outlast.training.state import checkpoint, part_file
+from sharded_model import sharded
 from worlds import LAST, Calm, Training, damage, hashes, world
 
 
@@ -148,31 +149,6 @@ def test_sharded_models_resume_in_worlds_of_other_sizes(tmp_path: Path):
         assert again.codes == [0] * ranks, again.errors
         expected = json.loads((tmp_path / "whole" / "sums").read_text())
         assert json.loads((output / "sums").read_text()) == (expected if ranks == 2 else pytest.approx(expected, rel=1e-4))
-
-
-def sharded(leave_at: int = 0) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    with session.open(seed=1) as run:
-        net = nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 3))
-        fully_shard(net, mesh=init_device_mesh("cpu", (run.world_size,)))
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-        stream = Stream((torch.arange(448.0).reshape(64, 7) / 448,), 8, steps=12, microbatch=2)
-        step = run.resume({"net": net, "optimizer": optimizer, "stream": stream})
-        for batch in stream:
-            optimizer.zero_grad()
-            for (x,), share in batch.split(net):
-                (net(x).square().mean() * share).backward()
-            optimizer.step()
-            step += 1
-            if step == leave_at:
-                Path(os.environ[contract.Env.NOTICE]).write_text("{}")
-            if run.interrupted() or run.due(step):
-                run.save(step)
-        sums = [parameter.full_tensor().sum().item() for parameter in net.parameters()]
-        if run.rank == 0:
-            (run.output / "sums").write_text(json.dumps(sums))
 
 
 # Damage

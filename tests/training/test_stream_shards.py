@@ -19,19 +19,7 @@ from outlast.base.errors import OutlastError
 from outlast.data import shards as prepared
 from outlast.training import Shards, Stream
 from outlast.training.order import Windows
-
-
-def a_text(directory: Path, tokens: int = 1000, shard: int | None = None, dtype: str = "uint16") -> Path:
-    """A prepared text of the tokens 0, 1, 2 ... in shards of so many tokens, train and val."""
-    directory.mkdir(exist_ok=True)
-    width = np.dtype(dtype).itemsize
-    parts = {}
-    for part, count in (("train", tokens), ("val", 50)):
-        writer = prepared.Writer(directory, part, width, shard and shard * width)
-        writer.write(np.arange(count, dtype=dtype).tobytes(), 1)
-        parts[part] = writer.close()
-    prepared.write(directory, prepared.Manifest("text", parts, dtype=dtype, vocab_size=60000))
-    return directory
+from texts import a_text
 
 
 def pictures(directory: Path, sizes: tuple[int, ...] = (3, 4)) -> Path:

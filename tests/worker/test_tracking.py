@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-import json
 import os
 import subprocess
 import sys
 import threading
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,17 +25,8 @@ from outlast.worker.tracking.forwarding import Forwarder
 from outlast.worker.tracking.lines import Point
 from outlast.worker.tracking.mlflow_runs import MLflow
 from outlast.worker.tracking.sinks import Run, Settings, Status, settings
+from tracked import append, line, shown
 from waits import until
-
-
-def line(step: int, **values: float) -> bytes:
-    return json.dumps({"step": step, "time": 1000.0 + step, "generation": 1, **values}).encode() + b"\n"
-
-
-def append(output: Path, *steps: int, **values: float) -> None:
-    with (output / "metrics.jsonl").open("ab") as file:
-        file.writelines(line(step, **(values or {"loss": 1 / step})) for step in steps)
-
 
 # What is new
 
@@ -266,20 +254,6 @@ def test_what_no_retry_mends_ends_the_tracker_with_one_sentence(tmp_path: Path):
 
 
 # TensorBoard
-
-
-def shown(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard reads."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # it leaves its files open
-        found = EventAccumulator(str(directory), size_guidance={"scalars": 0})
-        found.Reload()
-        made = {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
-        del found
-        gc.collect()
-    return made
 
 
 def test_event_files_go_on_after_any_kill(tmp_path: Path):

@@ -1,0 +1,117 @@
+"""Workers as pods run them, as processes of this machine: no launcher, and started again by nobody but the test."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import machines
+import ports
+from outlast.job import contract
+from outlast.job.workerfiles import progress
+from outlast.storage import runs
+
+Final = Callable[..., dict[str, object]]
+
+
+ARGS = ("--steps=60", "--pause=0.04", "--gate")
+
+
+class Pods:
+    """Agents of one job, started again by nobody but the test."""
+
+    def __init__(self, directory: Path, file: Path) -> None:
+        self.directory, self.output, self._file = directory, directory / "out", file
+        self._port = ports.free()
+        self.running: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, *indices: int, **more: str) -> None:
+        for index in indices:
+            state = self.directory / f"state-{index}"
+            state.mkdir(exist_ok=True)
+            environ = {
+                **os.environ,
+                contract.Env.JOB: "job",
+                contract.Env.RUN: "job-1a2b3c4d",
+                contract.Env.WORKER: str(index),
+                contract.Env.JOB_FILE: str(self._file),
+                contract.Env.CODE: str(machines.PROGRAMS),
+                contract.Env.OUTPUT: str(self.output),
+                contract.Env.CACHE: str(self.directory / "cache"),
+                contract.Env.STATE: str(state),
+                contract.Env.LEDGER: str(self.output / contract.LEDGER),
+                contract.Env.NOTICE: str(state / contract.NOTICE),
+                contract.Env.CHECKPOINT_EVERY: "10 steps",
+                contract.Env.ADDRESS: "127.0.0.1",
+                contract.Env.RENDEZVOUS: f"c10d://localhost:{self._port}",
+                "PYTHONHASHSEED": "0",
+                "OMP_NUM_THREADS": "1",
+                **more,
+            }
+            log = open(self.directory / f"pod-{index}.log", "ab")  # noqa: SIM115 (the process has it)
+            self.running[index] = subprocess.Popen(
+                [sys.executable, "-m", "outlast", "agent"], env=environ, stdout=log, stderr=log, start_new_session=True
+            )
+            log.close()
+
+    def mend(self, old: str, new: str) -> None:
+        """Change the job file."""
+        self._file.write_text(self._file.read_text().replace(old, new))
+
+    def log(self, index: int) -> str:
+        return (self.directory / f"pod-{index}.log").read_text()
+
+    def wait(self, until: Callable[[], object], what: str, timeout_s: float = 180) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not until():
+            if time.monotonic() > deadline:
+                pytest.fail(f"{what} not within {timeout_s} s\n" + "\n".join(f"{i}: {self.log(i)}" for i in self.running))
+            time.sleep(0.02)
+
+    def step(self, index: int = 0) -> int:
+        record = progress.read(self.directory / f"state-{index}", 0)
+        return record.step if record else 0
+
+    def kill(self, index: int) -> None:
+        os.killpg(self.running[index].pid, signal.SIGKILL)
+        self.running.pop(index).wait()
+
+    def codes(self, *, hurry: bool = True, timeout_s: float = 180) -> dict[int, int]:
+        """Wait until all have ended. In a `hurry` exact.py pauses no more and passes its gate."""
+        if hurry:
+            self.wait(self._claimed, "a run")  # which sets aside what it finds in the output
+            (self.output / "hurry").touch()
+        deadline = time.monotonic() + timeout_s
+        return {i: pod.wait(max(0.1, deadline - time.monotonic())) for i, pod in self.running.items()}
+
+    def _claimed(self) -> bool:
+        return (self.output / runs.RUN).exists() and not self.record().aside
+
+    def record(self) -> runs.Run:
+        return runs.Run.parse((self.output / runs.RUN).read_bytes())
+
+    def final(self) -> dict[str, object]:
+        return dict(json.loads((self.output / "final.json").read_text()))
+
+
+@pytest.fixture
+def pods(machine) -> Iterator[Callable[..., Pods]]:
+    made: list[Pods] = []
+
+    def make(**fields: object) -> Pods:
+        made.append(Pods(machine.directory, machine.job(**fields)))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for index in list(each.running):
+            if each.running[index].poll() is None:
+                each.kill(index)

@@ -1,0 +1,99 @@
+"""A backend of this machine that starts no processes."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from outlast import cli
+from outlast.base import files
+from outlast.job import contract, spec
+from outlast.job.status import JobStatus, State
+from outlast.local.backend import LocalBackend
+from outlast.local.state_dir import StateDir
+from outlast.storage import checkpoints
+
+LONG_AGO, SOON = time.time() - 1e6, time.time() + 1e6
+
+
+class Here:
+    """A backend in a temporary directory, with the code `src/train.py` and a job `job` that runs it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.started: list[list[str]] = []
+        self.backend = LocalBackend(directory / "state", start=self._start)
+        self.state_dir = StateDir(directory / "state" / "jobs" / "job")
+        self.output = directory / "state" / "runs" / "job"
+        self.source = directory / "src"
+        self.source.mkdir()
+        self.write("train.py", "v1")
+
+    def _start(self, argv: Sequence[str], log: Path) -> None:
+        self.started.append([*argv])
+
+    def write(self, name: str, text: str, *, at: float = LONG_AGO) -> None:
+        """A file of the code, written long ago, that is before any run, unless told otherwise."""
+        path = self.source / name
+        path.write_text(text)
+        os.utime(path, (at, at))
+
+    def submit(self, *, fresh: bool = False, name: str = "job", **fields: object) -> str:
+        """The run's id."""
+        path = self.source.parent / "job.yaml"
+        whole = {"script": "train.py", "code": str(self.source), "workers": {"replicas": 2}, **fields}
+        document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": name}, "spec": whole}
+        path.write_text(json.dumps(document))
+        return self.backend.submit(spec.load(path), source=path, fresh=fresh)
+
+    def leave(self, state: State, **fields: object) -> None:
+        """What the launcher writes when it leaves."""
+        status = JobStatus.model_validate_json(self.state_dir.status.read_bytes())
+        last = status.model_copy(update={"state": state, "reason": "as told", "finished": time.time(), "exit_code": 75, **fields})
+        files.replace(self.state_dir.status, last.model_dump_json())
+
+    def save(self, step: int, run: str, generation: int = 3) -> None:
+        """A checkpoint, as the run commits one."""
+        directory = self.output / contract.CHECKPOINTS
+        checkpoints.acquire(directory, run, generation)
+        target = checkpoints.saving(directory, step, generation)
+        target.mkdir()
+        checkpoints.commit(
+            target, checkpoints.Checkpoint(step, directory / contract.checkpoint_name(step), run, generation, 2, 1.0), {}
+        )
+
+    @contextlib.contextmanager
+    def launcher(self, **fields: object) -> Iterator[None]:
+        """A launcher lives that has written this status."""
+        with open(self.state_dir.lock, "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self.leave(State.RUNNING, **{"finished": None, "exit_code": None, **fields})
+            yield
+
+    def code(self) -> dict[str, str]:
+        """The files of the copy that the job runs in; a link is shown as what it points to."""
+        work = self.output / "work"
+        found = (path for path in work.rglob("*") if path.is_symlink() or path.is_file())
+        paths = sorted(path for path in found if path.name != ".outlast-files")
+        name = lambda path: str(path.relative_to(work))  # noqa: E731
+        return {name(path): f"-> {path.readlink()}" if path.is_symlink() else path.read_text() for path in paths}
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Here:
+    return Here(tmp_path)
+
+
+def outlast(here: Here, *words: object) -> tuple[int, str]:
+    """Runs a command on this backend: exit code, and what it prints."""
+    done = io.StringIO()
+    with pytest.raises(SystemExit) as ended, contextlib.redirect_stdout(done), contextlib.redirect_stderr(done):
+        cli.main([str(word) for word in words], backend=here.backend)
+    return int(ended.value.code or 0), done.getvalue()

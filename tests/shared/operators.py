@@ -1,0 +1,121 @@
+"""An operator with a decider of the test's choice, against a small API server over real HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import apiserver
+import rights
+from outlast.job.contract import Label
+from outlast.kubernetes import api as kube
+from outlast.kubernetes.api.kinds import ELASTIC_JOB
+from outlast.kubernetes.operator.cache import CachedJob
+from outlast.kubernetes.operator.leader import Leadership
+from outlast.kubernetes.operator.operator import Operator, Settings
+from outlast.kubernetes.operator.plan import Deletion, Document, Plan
+from outlast.kubernetes.operator.queues import ClusterFeatures
+
+
+def pods_of(looked: CachedJob, *, count: int) -> Plan:
+    """A decider of a few lines: `count` pods a job; those that failed are replaced; the status counts them."""
+    job = looked.job
+    assert job is not None
+    meta = job["metadata"]
+    ours = [pod for pod in looked.pods if any(owner["uid"] == meta["uid"] for owner in pod["metadata"]["ownerReferences"])]
+    failed = [pod for pod in ours if (pod.get("status") or {}).get("phase") == "Failed"]
+    going = [pod for pod in failed if not pod["metadata"].get("deletionTimestamp")]
+    names = {pod["metadata"]["name"] for pod in ours}
+    known = job.get("status") or {}
+    status = {**known, "state": "Running", "judged": sorted({*known.get("judged", []), *(p["metadata"]["uid"] for p in failed)})}
+    status["restarts"] = len(status["judged"])
+    owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": meta["name"], "uid": meta["uid"]}
+    creates = tuple(
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {
+                "name": name,
+                "namespace": meta["namespace"],
+                "labels": {Label.JOB: meta["name"], Label.WORKER: str(index)},
+                "ownerReferences": [owner],
+            },
+            "spec": {"containers": []},
+        }
+        for index in range(count)
+        if (name := f"{meta['name']}-worker-{index}") not in names
+    )
+    deletes = tuple(Deletion(pod["metadata"]["name"], pod["metadata"]["uid"], "it failed") for pod in going)
+    return Plan(status=status if status != known else None, deletes=deletes, creates=creates)
+
+
+class World:
+    """A small API server and the operators that run against it."""
+
+    def __init__(self, api: apiserver.ApiServer, connect: Callable[[], kube.Cluster]) -> None:
+        self.api, self.connect = api, connect
+        self.running: list[tuple[Operator, threading.Event, threading.Thread, list[int]]] = []
+
+    def start(self, count: int = 2, *, me: str = "a", every_s: float = 5.0, duration_s: float = 15.0, **how: Any) -> Operator:
+        cluster = self.connect()
+
+        def decider(looked: CachedJob, now: float, found: ClusterFeatures) -> Plan:
+            return pods_of(looked, count=count)
+
+        leadership = Leadership(cluster, me, "default", every_s=every_s, duration_s=duration_s)
+        settings = Settings(host="127.0.0.1", retry_s=0.02, discovery_s=how.pop("discovery_s", 60.0))
+        operator = Operator(cluster, how.pop("reconcilers", {ELASTIC_JOB: decider}), leadership, settings, **how)
+        stop, codes = threading.Event(), list[int]()
+        thread = threading.Thread(target=lambda: codes.append(operator.run(stop)))
+        thread.start()
+        self.running.append((operator, stop, thread, codes))
+        return operator
+
+    def stop(self, number: int = -1) -> int:
+        """Stop one gracefully; its exit code."""
+        _, stop, thread, codes = self.running[number]
+        stop.set()
+        thread.join(60)
+        assert codes, "it did not stop"
+        return codes[0]
+
+    def status(self, name: str) -> Document:
+        with self.api.lock:
+            return dict(self.api.documents[ELASTIC_JOB.resource, "default", name].get("status") or {})
+
+    def apply(self, *names: str) -> None:
+        for name in names:
+            head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob"}
+            self.api.put({**head, "metadata": {"name": name}, "spec": {"image": "i"}})
+
+    def pods(self) -> list[str]:
+        with self.api.lock:
+            return sorted(key[2] for key in self.api.documents if key[0] == "pods")
+
+    def settled(self, names: Sequence[str], count: int = 2) -> None:
+        """Wait until each job has its pods and nobody has anything to do."""
+        wanted = sorted(f"{name}-worker-{index}" for name in names for index in range(count))
+        self.api.until(lambda: self.pods() == wanted)
+        self.api.until(lambda: all(each.queue.idle() for each, *_ in self.running if each.leadership.holds()))
+
+    def writes(self) -> list[str]:
+        """What was asked to be changed, but for the operators' own Lease."""
+        with self.api.lock:
+            return [each for each in self.api.asked if not each.startswith("GET ") and "/leases" not in each]
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    api = apiserver.ApiServer(unserved=("kueue.x-k8s.io",))
+    api.may = rights.may
+    with apiserver.serving(api) as url, contextlib.ExitStack() as open_:
+        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
+        world = World(api, lambda: open_.enter_context(contextlib.closing(kube.connect(namespace="default"))))
+        yield world
+        for number in range(len(world.running)):
+            world.stop(number)
