@@ -23,7 +23,7 @@ import pytest
 from PIL import Image
 
 from namespaces import Namespace
-from spark_clusters import accounts, submit
+from spark_files import accounts, submit
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 Outlast = Callable[..., tuple[int, str, str]]

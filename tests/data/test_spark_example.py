@@ -21,7 +21,7 @@ from outlast.job.contract import API_VERSION, KIND
 from outlast.kubernetes.manifests import volumes
 from outlast.kubernetes.manifests.scheduling import placement
 from published_schemas import closed
-from spark_examples import PROGRAM, SPARK
+from spark_files import PROGRAM, SPARK
 
 PUBLISHED = Path(__file__).parents[1] / "shared" / "published"
 NEWEST = max(schemas.all_versions(), key=lambda version: [int(part) for part in version.split(".")])

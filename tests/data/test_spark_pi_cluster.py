@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from namespaces import Namespace, made
-from spark_clusters import accounts, submit
+from spark_files import accounts, submit
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 SMALL = {

@@ -17,7 +17,7 @@ import apiserver
 from outlast.data import java
 from outlast.kubernetes.manifests import volumes
 from rights import Right, needed, rights
-from spark_examples import PROGRAM, SPARK
+from spark_files import PROGRAM, SPARK
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 Document = dict[str, Any]

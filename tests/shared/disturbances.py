@@ -60,7 +60,7 @@ def killed_20_times(
     rest = list(argv), tmp_path, ranks, random.Random(seed), tuple(logs), set(clocked)
     if not memory:
         return _in_nursery(preload, _killed_20_times, main, *rest)
-    from agents import Agents
+    from ranks import Agents
 
     agents = Agents(tmp_path / "killed")
     with contextlib.ExitStack() as stack:

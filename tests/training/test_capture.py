@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-from captured import Grown, Rank, a_model
 from outlast.job.contract import Env
 from outlast.job.ledger import Ledger
 from outlast.storage.snapshots import client
 from outlast.training.state import capture
 from outlast.training.state.snapshots import Place, Snapshots, longer, steady
+from ranks import Grown, Rank, a_model
 
 
 class Odd(torch.nn.Module):

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from captured import Grown, Rank, a_model, rank
 from outlast.training import device
+from ranks import Grown, Rank, a_model, rank
 
 __all__ = ["rank"]
 

@@ -232,7 +232,7 @@ def test_without_a_number_from_outside_the_generation_is_above_those_of_all_disk
 
 def test_sharded_models_resume_from_the_disk_that_is_left(tmp_path: Path):
     """FSDP2 in two workers, each of which has had a half."""
-    from sharded_model import sharded
+    from ranks import sharded
 
     whole = worlds.ended(worlds.started(sharded, tmp_path / "whole", 2), tmp_path / "whole")
     assert whole.codes == [0, 0], whole.errors

@@ -21,7 +21,6 @@ import torch
 
 import small_disks
 import worlds
-from agents import Agents
 from outlast.job import ledger
 from outlast.job.contract import END, Env
 from outlast.job.workerfiles import progress
@@ -32,6 +31,7 @@ from outlast.training import Stream, metrics, session
 from outlast.training.state import saver, snapshots
 from outlast.worker.agent import upload
 from outlast.worker.launch import rank
+from ranks import Agents
 from worlds import Ended
 
 EVERY = 5

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from agents import Agents, killed, restored, resumed
-from captured import Rank
 from outlast.job.status import State
 from outlast.training import Stream
 from outlast.training.state.saver import Copies
 from outlast.worker.launch import warm
+from ranks import Agents, Rank, killed, restored, resumed
 from worlds import Training, world
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

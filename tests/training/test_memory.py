@@ -10,9 +10,9 @@ import pytest
 from waits import until
 
 import worlds
-from agents import SELDOM, Agents, killed, restored, resumed, same
 from outlast.job import contract
 from outlast.job.contract import Env
+from ranks import SELDOM, Agents, killed, restored, resumed, same
 from worlds import LAST, Calm, Training
 
 PLANS = [

@@ -26,13 +26,13 @@ from pathlib import Path
 import pytest
 
 import worlds
-from agents import SELDOM, Agents, restored, same
 from outlast.job import contract
 from outlast.job.contract import Env, Exit
 from outlast.job.ledger import read
 from outlast.job.workerfiles import progress
 from outlast.job.workerfiles.progress import Progress
 from outlast.storage import checkpoints
+from ranks import SELDOM, Agents, restored, same
 from seeds import seeds
 from worlds import Calm, Training
 

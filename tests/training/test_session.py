@@ -28,7 +28,7 @@ from outlast.local import state_dir
 from outlast.storage import checkpoints
 from outlast.training import Batch, Stream, metrics, session
 from outlast.training.state import checkpoint, part_file
-from sharded_model import sharded
+from ranks import sharded
 from worlds import LAST, Calm, Training, damage, hashes, world
 
 
