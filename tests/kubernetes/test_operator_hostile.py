@@ -13,7 +13,7 @@ import pytest
 
 import apiserver
 import large_jobs
-from operators import World, world  # noqa: F401  # the fixture
+from operators import World
 from outlast.job import contract
 from outlast.kubernetes import api
 from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEGACY_JOB, Kind
@@ -40,14 +40,14 @@ def a_job(name: str, kind: Kind = ELASTIC_JOB, template: Any = None) -> Document
     return {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": meta, "spec": spec}
 
 
-def the_status(world: World, name: str, kind: Kind = ELASTIC_JOB) -> Document:  # noqa: F811
+def the_status(world: World, name: str, kind: Kind = ELASTIC_JOB) -> Document:
     with world.api.lock:
         return dict(world.api.documents[kind.resource, "default", name].get("status") or {})
 
 
 @pytest.mark.parametrize("kind", [ELASTIC_JOB, LEGACY_JOB], ids=lambda kind: kind.group)
 @pytest.mark.parametrize("template", [apiserver.DEEP, apiserver.FAT])
-def test_a_job_that_cannot_be_read_fails_and_the_others_go_on(world: World, kind: Kind, template: str) -> None:  # noqa: F811
+def test_a_job_that_cannot_be_read_fails_and_the_others_go_on(world: World, kind: Kind, template: str) -> None:
     sentence = SENTENCES[template]
     world.api.unserved = ("kueue.x-k8s.io", "scheduling.x-k8s.io", "scheduling.volcano.sh")
     world.api.put(a_job("bad", kind, template))
@@ -76,7 +76,7 @@ def test_a_job_that_cannot_be_read_fails_and_the_others_go_on(world: World, kind
 
 @pytest.mark.parametrize("kind", [ELASTIC_JOB, LEGACY_JOB], ids=lambda kind: kind.group)
 @pytest.mark.parametrize("template", [apiserver.DEEP, apiserver.FAT])
-def test_a_job_that_cannot_be_read_is_listed_among_the_others(world: World, kind: Kind, template: str) -> None:  # noqa: F811
+def test_a_job_that_cannot_be_read_is_listed_among_the_others(world: World, kind: Kind, template: str) -> None:
     world.api.put(a_job("bad", kind, template))
     world.api.put(a_job("good", kind))
     world.api.may = lambda *_: True  # a user asks, not the operator
@@ -88,7 +88,7 @@ def test_a_job_that_cannot_be_read_is_listed_among_the_others(world: World, kind
     }
 
 
-def test_a_job_that_becomes_unreadable_while_it_trains_keeps_its_pods(world: World) -> None:  # noqa: F811
+def test_a_job_that_becomes_unreadable_while_it_trains_keeps_its_pods(world: World) -> None:
     world.api.put(a_job("train"))
     world.start(reconcilers=reconcilers.of(Limits()))
     world.api.until(lambda: len(world.pods()) == 2 and the_status(world, "train").get("replicas") == 2)
@@ -100,7 +100,7 @@ def test_a_job_that_becomes_unreadable_while_it_trains_keeps_its_pods(world: Wor
 
 
 def test_a_bug_that_one_document_meets_keeps_no_other_from_being_heard(
-    world: World,  # noqa: F811
+    world: World,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from outlast.kubernetes.operator import cache
@@ -121,7 +121,7 @@ def test_a_bug_that_one_document_meets_keeps_no_other_from_being_heard(
     assert all(thread.is_alive() for thread in operator._threads)
 
 
-def test_a_bug_of_a_watch_is_said_and_the_watch_begun_anew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_bug_of_a_watch_is_said_and_the_watch_begun_anew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, broken = api.Cluster.watch, [True] * 3
 
     def watch(self: api.Cluster, kind: Kind, **how: Any) -> Any:
@@ -137,7 +137,7 @@ def test_a_bug_of_a_watch_is_said_and_the_watch_begun_anew(world: World, monkeyp
 
 
 @pytest.mark.slow
-def test_a_hundred_jobs_of_more_than_a_mib_fit_into_the_operators_memory(world: World, tmp_path: Path) -> None:  # noqa: F811
+def test_a_hundred_jobs_of_more_than_a_mib_fit_into_the_operators_memory(world: World, tmp_path: Path) -> None:
     """Its container may use 512 MiB; whole, they take 3.3 GiB."""
     for number in range(100):
         world.api.put(a_job(f"bad-{number}", template=apiserver.FAT))

@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any
 
-from operators import World, world  # noqa: F401  # the fixture
+from operators import World
 from outlast.kubernetes.api.kinds import ELASTIC_JOB, KINDS, LEGACY_JOB
 from outlast.kubernetes.operator import reconcilers
 from outlast.kubernetes.operator.snapshot import Limits
@@ -38,7 +38,7 @@ def an_old_job(name: str, **more: Any) -> Document:
     return {"apiVersion": LEGACY_JOB.api_version, "kind": "ElasticJob", "metadata": meta, "spec": {**replicas, **more}}
 
 
-def test_the_roles_allow_nothing_that_the_operator_does_not_do(world: World) -> None:  # noqa: F811
+def test_the_roles_allow_nothing_that_the_operator_does_not_do(world: World) -> None:
     api = world.api
     api.unserved = ()
 

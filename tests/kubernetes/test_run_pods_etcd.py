@@ -7,12 +7,10 @@ import time
 
 import pytest
 
-from bare_pods import ARGS, Final, Pods, pods
+from bare_pods import ARGS, Final, Pods
 from etcds import Server
 from outlast.job import contract
 from outlast.rendezvous.etcd import client as etcd
-
-__all__ = ["pods"]
 
 
 def by(server: Server) -> dict[str, str]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kubernetes_validate import utils as schemas
 
 from elastic_jobs import START, WORKSHOP, a_job, text
-from operators import World, world  # noqa: F401  # the fixture
+from operators import World
 from outlast.job.spec import job_file as job_files
 from outlast.kubernetes.api import kinds, ownership
 from outlast.kubernetes.operator import job_status, reconcilers
@@ -863,7 +863,7 @@ def test_workers_of_the_archived_controller_train_on_until_one_is_to_be_made() -
     assert not old & {pod["metadata"]["uid"] for pod in cluster.pods.values()}
 
 
-def test_running_pods_of_the_archived_controller_are_adopted_and_then_nothing_is_written(world: World) -> None:  # noqa: F811
+def test_running_pods_of_the_archived_controller_are_adopted_and_then_nothing_is_written(world: World) -> None:
     job = a_job()
     job["metadata"]["namespace"] = "default"
     world.api.put(job)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from here import Here, here, outlast  # noqa: F401  # the fixture
+from here import Here, outlast
 from outlast.base.errors import OutlastError
 from outlast.job import contract, spec
 from outlast.job.report import goodput
@@ -106,7 +106,7 @@ def test_a_job_that_asks_for_more_steps_and_nothing_else_is_longer(old: list[str
 # On this machine
 
 
-def test_a_run_that_succeeded_goes_on_when_its_job_asks_for_more_steps(here: Here) -> None:  # noqa: F811
+def test_a_run_that_succeeded_goes_on_when_its_job_asks_for_more_steps(here: Here) -> None:
     run = here.submit(args=["--steps=60"])
     here.leave(State.SUCCEEDED)
     assert here.submit(args=["--steps=90"]) != run, "it has saved nothing"
@@ -122,7 +122,7 @@ def test_a_run_that_succeeded_goes_on_when_its_job_asks_for_more_steps(here: Her
 
 
 @pytest.mark.parametrize("state", [State.FAILED, State.CANCELLED])
-def test_a_mended_run_goes_on_from_its_newest_checkpoint_and_says_so(here: Here, state: State) -> None:  # noqa: F811
+def test_a_mended_run_goes_on_from_its_newest_checkpoint_and_says_so(here: Here, state: State) -> None:
     run = here.submit(args=["--lr=0.1"])
     here.save(5, run)
     here.save(10, run)
@@ -141,7 +141,7 @@ def test_a_mended_run_goes_on_from_its_newest_checkpoint_and_says_so(here: Here,
 
 
 @pytest.mark.parametrize("verb", ["submit", "resume"])
-def test_what_counted_against_a_run_that_failed_is_forgotten_but_not_its_generation(here: Here, verb: str) -> None:  # noqa: F811
+def test_what_counted_against_a_run_that_failed_is_forgotten_but_not_its_generation(here: Here, verb: str) -> None:
     run = here.submit()
     here.save(10, run, generation=4)
     here.state_dir.recovery.write_text(
@@ -154,7 +154,7 @@ def test_what_counted_against_a_run_that_failed_is_forgotten_but_not_its_generat
     assert here.backend.notices[0].startswith("goes on from step 10 of the run that failed ")
 
 
-def test_only_a_run_that_has_succeeded_is_begun_anew(here: Here) -> None:  # noqa: F811
+def test_only_a_run_that_has_succeeded_is_begun_anew(here: Here) -> None:
     first = here.submit()
     here.leave(State.SUCCEEDED)
     with pytest.raises(OutlastError, match=r"job job has succeeded; `outlast run .*/job.yaml` starts it anew"):
@@ -165,7 +165,7 @@ def test_only_a_run_that_has_succeeded_is_begun_anew(here: Here) -> None:  # noq
     assert here.submit(fresh=True) not in (first, second)
 
 
-def test_a_run_whose_output_was_removed_is_begun_anew(here: Here) -> None:  # noqa: F811
+def test_a_run_whose_output_was_removed_is_begun_anew(here: Here) -> None:
     first = here.submit()
     here.leave(State.FAILED)
     shutil.rmtree(here.output)
@@ -174,7 +174,7 @@ def test_a_run_whose_output_was_removed_is_begun_anew(here: Here) -> None:  # no
     assert here.submit() != first
 
 
-def test_another_output_in_the_job_file_does_not_lose_the_run(here: Here, tmp_path: Path) -> None:  # noqa: F811
+def test_another_output_in_the_job_file_does_not_lose_the_run(here: Here, tmp_path: Path) -> None:
     run = here.submit()
     here.save(10, run)
     here.leave(State.FAILED)
@@ -220,7 +220,7 @@ def test_the_time_until_a_run_goes_on_is_idle_and_everything_sums_up() -> None:
 # With a store
 
 
-def ends(here: Here, store: str, state: State) -> None:  # noqa: F811
+def ends(here: Here, store: str, state: State) -> None:
     """What the launcher and the pusher leave in the store."""
     here.leave(state)
     place, record = open_(f"{store}/job"), Run.read(here.state_dir)
@@ -271,7 +271,7 @@ def test_a_run_that_another_has_replaced_in_the_store_is_left_alone(two: tuple[H
     assert two[1].submit(output=store) not in (first, second)
 
 
-def test_what_a_run_had_from_another_shell_is_named_and_not_shown(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_what_a_run_had_from_another_shell_is_named_and_not_shown(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"DATA_ROOT": "/first", "API_KEY": "hunter2", "KEPT": "1", "TERM": "xterm"}.items():
         monkeypatch.setenv(name, value)
     here.submit(env={"OF_THE_JOB": "1"})

@@ -21,7 +21,6 @@ from waits import until
 
 import ports
 import processes
-from bare_pods import pods  # noqa: F401 (fixture)
 from outlast.job import contract
 from outlast.job.contract import Env
 from tracked import shown
@@ -125,7 +124,7 @@ def test_a_job_whose_tracker_is_away_succeeds_and_its_status_says_what_is_not_th
 
 
 @pytest.mark.slow
-def test_pods_tell_the_trackers_that_their_run_has_failed(pods, monkeypatch):  # noqa: F811 (the fixture)
+def test_pods_tell_the_trackers_that_their_run_has_failed(pods, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     two = pods(args=("--fail-at=15",), restarts={"limit": 1})
     flow = two.directory / "mlruns"

@@ -16,9 +16,7 @@ import pytest
 import torch
 
 from outlast.training import device
-from ranks import Grown, Rank, a_model, rank
-
-__all__ = ["rank"]
+from ranks import Grown, Rank, a_model
 
 
 class Event:

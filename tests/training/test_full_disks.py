@@ -12,7 +12,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +106,6 @@ class World:
 
     def results(self) -> list[dict[str, object]]:
         return [json.loads((self.agents.output / f"workers/{rank}/result.json").read_text()) for rank in range(2)]
-
-
-@pytest.fixture
-def agents(tmp_path: Path) -> Iterator[Agents]:
-    agents = Agents(tmp_path)
-    yield agents
-    for each in agents.servers.values():
-        each.close()
 
 
 def test_the_first_start_of_a_run_on_a_disk_that_cannot_be_written_ends_with_one_sentence(small_disk: Path):

@@ -19,9 +19,8 @@ import socketserver
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from multiprocessing.context import ForkServerProcess
-from pathlib import Path
 
 import pytest
 
@@ -64,14 +63,6 @@ def drawn(rng: random.Random) -> Shape:
     sizes = rng.choice([(3, 3, 3, 3)] * 3 + [(3, 2, 3, 2), (2, 3, 2, 3)])
     twos = rng.choice([(2, 2, 2, 2), (2, 2, 2, 2), (2, 1, 2, 1)])
     return rng.choice([Shape(sizes), Shape(sizes, replicas=2), Shape(twos, local=2), Shape((4, 4, 4, 4), node=2)])
-
-
-@pytest.fixture
-def agents(tmp_path: Path) -> Iterator[Agents]:
-    agents = Agents(tmp_path)
-    yield agents
-    for each in agents.servers.values():
-        each.close()
 
 
 class Relay(socketserver.ThreadingTCPServer):

@@ -1,0 +1,205 @@
+"""Worlds of ranks whose agents live in this process: what is captured, lost and restored, and a sharded model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import worlds
+from outlast.job import contract
+from outlast.job.contract import Env
+from outlast.storage.snapshots import client, election, server
+from outlast.storage.snapshots.election import Held
+from outlast.storage.snapshots.parts import Part
+from outlast.training import Stream, device, session
+from outlast.training.state import capture, checkpoint
+from outlast.training.state.memory_reader import Reader
+from waits import until
+from worlds import Ended, Training
+
+SELDOM = {Env.CHECKPOINT_EVERY: "1000 steps"}
+"""No checkpoint while it lasts: what is resumed is in memory."""
+
+
+class Agents:
+    """What agents do for snapshots, in this process: one for each rank of the worlds in an output."""
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        self.servers: dict[int, server.Server] = {}
+        self.store_reads: list[int] = []
+
+    def start(self, worker: int, budget: int = 64 << 20, *, node: int | None = None) -> None:
+        state = self.output / "workers" / str(worker)
+        state.mkdir(parents=True, exist_ok=True)
+        place = {Env.NODE: f"n{worker if node is None else node}"}
+        environ = {Env.RUN: "r", Env.STATE: str(state), Env.RENDEZVOUS_KEY: "secret", **place}
+        self.servers[worker] = server.Server(environ, budget, lambda: self.store_reads.append(worker))
+        self.servers[worker].start()
+
+    def lose(self, worker: int) -> None:
+        """The memory of a worker is gone with it."""
+        self.servers.pop(worker).close()
+
+    def train(self, plan: Training, ranks: int, generation: int = 1, **env: str) -> Ended:
+        """Train with as many workers, each with an agent and one rank."""
+        for worker in range(ranks):
+            if worker not in self.servers:
+                self.start(worker)
+        return worlds.world(plan, self.output, ranks, generation=generation, **{**SELDOM, **env})
+
+    def newest(self, generation: int) -> election.Candidate:
+        """What is there to go on from."""
+        return self._elected(generation).candidates[0]
+
+    def has(self, generation: int) -> bool:
+        """Whether there is anything to go on from."""
+        return bool(self._elected(generation).candidates)
+
+    def _elected(self, generation: int) -> election.Election:
+        held = [Held(part, agent.address) for agent in self.servers.values() for part in agent.rooms.parts()]
+        return election.newest(held, "r", generation)
+
+    def settle(self) -> None:
+        """Wait until what ranks have left behind is held."""
+        until(lambda: not any(agent.rooms.busy() for agent in self.servers.values()))
+
+    def damage(self, worker: int, kind: str, step: int, *, replica: bool = False) -> None:
+        """Change a bit of the data of parts."""
+        for part in self.servers[worker].rooms.parts():
+            if (part.kind, part.step, part.replica) == (kind, step, replica):
+                with self.servers[worker].rooms.opened(part) as room:
+                    room.file.data[0] ^= 1
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[Agents]:
+    agents = Agents(tmp_path)
+    yield agents
+    for each in agents.servers.values():
+        each.close()
+
+
+def resumed(end: Ended) -> int:
+    assert end.codes == [0] * len(end.codes), end.errors
+    [step] = {result["resumed"] for result in end.results}
+    return int(step)
+
+
+def restored(end: Ended) -> dict[str, Any]:
+    """The last event of a restore."""
+    return [event for event in end.events if event["kind"] == "restored"][-1]
+
+
+def same(end: Ended, calm: Ended) -> bool:
+    """Whether every rank ends with the same bits and losses as undisturbed."""
+    since = end.results[0]["resumed"]
+    return all(
+        (a["hash"], a["losses"]) == (b["hash"], b["losses"][since:]) for a, b in zip(end.results, calm.results, strict=True)
+    )
+
+
+def killed(plan: Training, at: int) -> Training:
+    return dataclasses.replace(plan, kill_at=at, eager=True)
+
+
+class Rank:
+    """A world of one with an agent, whose state is captured again and again."""
+
+    def __init__(self, directory: Path) -> None:
+        environ = {Env.RUN: "r", Env.STATE: str(directory), Env.RENDEZVOUS_KEY: "secret"}
+        self.server = server.Server(environ, 64 << 20, lambda: None)
+        self.server.start()
+        connected = client.connect(environ)
+        assert connected is not None
+        self.client, self.step = connected, 0
+
+    def begin(self, state: dict[str, Any], rank: int = 0, accelerator: device.Device | None = None) -> None:
+        self.state, self.rank = state, rank
+        self.capture = capture.Capture(state, rank, (0, 1), accelerator)
+
+    def take(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Take a snapshot, and wait until it is held; `meanwhile` is what training does while it is copied."""
+        self.step += 1
+        at, before = (1, self.step), (1, self.step - 1)
+        contents = self.capture.prepare(b"{}")
+        rooms = [self.client.room(capture.size(content, objects), at, before) for content, objects in contents]
+        copied = self.capture.copy([(content, room) for (content, _), room in zip(contents, rooms, strict=True)])
+        meanwhile()
+        copied()
+        for (content, objects), room in zip(contents, rooms, strict=True):
+            index, size = capture.placed(content, objects, room)
+            part = Part("r", 1, self.step, 1, 0, 0, 0, 1, content.kind, bytes=size)
+            self.client.publish(room, part, index, complete=before)
+        while any(self.client.poll()[kind, self.step] == "" for kind in ("shared", "unique")):
+            pass
+        assert {self.client.poll()[kind, self.step] for kind in ("shared", "unique")} == {"held"}
+
+    def loaded(self, into: dict[str, Any]) -> dict[str, Any]:
+        """The newest snapshot, loaded into a state."""
+        held = [Held(part, self.client.address) for part in self.client.catalog()]
+        candidate = election.newest(held, "r", 1).candidates[0]
+        assert candidate.at == (1, self.step)
+        reader = Reader(candidate, self.client, 0, pytest.fail)
+        reader.learn()
+        wanted = checkpoint.wanted(reader.read_metadata(), into, 0)
+        assert reader.covers(wanted)
+        checkpoint.load(reader, "the snapshot", into, wanted)
+        checkpoint.put(into, wanted, "the snapshot", 0)
+        return into
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Rank]:
+    rank = Rank(tmp_path)
+    yield rank
+    rank.client.close()
+    rank.server.close()
+
+
+def a_model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+
+
+class Grown:
+    """A thing whose state grows."""
+
+    size = 1 << 10
+
+    def state_dict(self) -> dict[str, bytes]:
+        return {"data": bytes(self.size)}
+
+    def load_state_dict(self, state: dict[str, bytes]) -> None: ...
+
+
+def sharded(leave_at: int = 0) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with session.open(seed=1) as run:
+        net = nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 3))
+        fully_shard(net, mesh=init_device_mesh("cpu", (run.world_size,)))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        stream = Stream((torch.arange(448.0).reshape(64, 7) / 448,), 8, steps=12, microbatch=2)
+        step = run.resume({"net": net, "optimizer": optimizer, "stream": stream})
+        for batch in stream:
+            optimizer.zero_grad()
+            for (x,), share in batch.split(net):
+                (net(x).square().mean() * share).backward()
+            optimizer.step()
+            step += 1
+            if step == leave_at:
+                Path(os.environ[contract.Env.NOTICE]).write_text("{}")
+            if run.interrupted() or run.due(step):
+                run.save(step)
+        sums = [parameter.full_tensor().sum().item() for parameter in net.parameters()]
+        if run.rank == 0:
+            (run.output / "sums").write_text(json.dumps(sums))

@@ -1,0 +1,3 @@
+"""Fixtures of tests of training."""
+
+from ranks import agents, rank  # noqa: F401
