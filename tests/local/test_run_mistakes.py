@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import small_disks
-from outlast.base.errors import OutlastError
 from outlast.job.status import State
 
 
@@ -209,14 +208,6 @@ def test_the_restart_budget_ends_a_job_that_makes_no_progress(machine):
     assert "is used up" in status.reason
 
 
-def test_a_script_that_is_not_there_is_named_before_anything_starts(machine):
-    code = machine.directory / "code"
-    code.mkdir()
-    with pytest.raises(OutlastError, match=r"script \(gone.py\) is not in .*/code; correct it"):
-        machine.submit(machine.job(script="gone.py", code=str(code)))
-    assert not (machine.directory / "state").exists()
-
-
 @pytest.mark.slow
 def test_a_script_that_disappears_from_the_copy_of_the_code_is_named(machine):
     name = machine.submit(machine.job(args=("--steps=4000", "--pause=0.02", "--gate")))
@@ -228,17 +219,6 @@ def test_a_script_that_disappears_from_the_copy_of_the_code_is_named(machine):
     status = machine.end(name)
     assert (status.state, status.exit_code) == (State.FAILED, 78)
     assert "script: exact.py is not in" in status.reason
-
-
-def test_data_that_does_not_exist_is_named_before_anything_starts(machine):
-    with pytest.raises(OutlastError, match=r"data\[0\].from \(.*/nowhere\) does not exist; get the data, or correct the path"):
-        machine.submit(machine.job(data=[{"from": "nowhere", "to": "/data"}]))
-
-
-def test_an_output_that_cannot_be_written_is_refused_before_anything_starts(machine):
-    (machine.directory / "file").write_text("")
-    with pytest.raises(OutlastError, match=r"output: cannot write to .*/file/job"):
-        machine.submit(machine.job(output=str(machine.directory / "file")))
 
 
 @pytest.mark.slow

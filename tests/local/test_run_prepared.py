@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from outlast.base.errors import OutlastError
 from outlast.job.status import State
 from outlast.storage import store
 from packages import a_micromamba, a_wheel
@@ -230,49 +229,3 @@ def test_requirements_that_cannot_be_met_are_told_before_data_is_fetched(machine
     assert "environment.requirements (requirements.txt): " in status.reason
     assert "nosuch==1" in status.reason
     assert gate.count(r"a\.txt$") == 0
-
-
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({"code": "{url}/nothing"}, r"code \(s3://.*/nothing\) does not exist; put it there, or correct the URL"),
-        ({"code": "{url}/no.tgz"}, r"code \(s3://.*/no.tgz\) does not exist; put it there, or correct the URL"),
-        ({"code": "{url}/code"}, r"code \(s3://.*/code/exact.py\) does not exist; put it there, or correct the URL"),
-        ({"code": "{here}/code.tgz"}, r"script \(exact.py\) is not in code \(/.*/code.tgz\); correct it, or the archive"),
-        (
-            {"code": "{here}/code.tgz#sha256=" + "0" * 64},
-            r"has the checksum [0-9a-f]{64}, the job file says 0{64}; correct #sha256",
-        ),
-        ({"code": "{here}/bad.tgz"}, r"code \(/.*/bad.tgz\) is no tar archive, or is damaged: .*; make it again"),
-        (
-            {"code": "{here}/code.rar"},
-            r"code \(/.*/code.rar\) is neither a directory nor an archive \(.tar.gz, .tgz, .tar, .zip\); give",
-        ),
-        (
-            {"data": [{"from": "s3://no-such-bucket-here/x"}]},
-            r"data\[0\].from: .*no bucket s3://no-such-bucket-here .*; create it, or correct its name",
-        ),
-        (
-            {"models": [{"from": "nowhere", "name": "a"}]},
-            r"models\[0\].from \(/.*/nowhere\) does not exist; get the data, or correct",
-        ),
-        (
-            {"environment": {"conda": "environment.yml"}},
-            r"environment.conda: this machine has neither micromamba, mamba nor conda;",
-        ),
-        (
-            {"environment": {"requirements": "no.txt"}},
-            r"environment.requirements \(/.*/no.txt\) does not exist; correct the path",
-        ),
-    ],
-)
-def test_what_is_wrong_is_told_at_submission(machine, rclone: Place, fields: dict[str, object], sentence: str):
-    (machine.directory / "bad.tgz").write_bytes(b"<html>")
-    (machine.directory / "code.rar").touch()
-    (machine.directory / "code.tgz").write_bytes(a_tgz({"see.py": ""}))
-    upload(rclone, {"code/see.py": ""})
-    (machine.directory / "environment.yml").write_text("dependencies: [python]")
-    whole = json.loads(json.dumps(fields).replace("{url}", rclone.url).replace("{here}", str(machine.directory)))
-    with pytest.raises(OutlastError, match=sentence):
-        machine.submit(machine.job(**whole))
-    assert not (machine.directory / "state" / "jobs" / "job" / "run.json").exists()

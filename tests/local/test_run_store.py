@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from faults import Proxy, denied
+from faults import Proxy
 from outlast import cli
 from outlast.base.errors import OutlastError
 from outlast.cli import show
@@ -254,34 +254,6 @@ def test_a_zombie_is_ended_when_its_run_has_gone_on_elsewhere(machine, machine_i
     finally:
         elsewhere.kill_everything()
         elsewhere.kill_everything()
-
-
-@pytest.mark.parametrize(
-    ("env", "output", "sentence"),
-    [
-        ({}, "s3://no-such-bucket-here/runs", "no-such-bucket-here"),
-        ({"AWS_ACCESS_KEY_ID": "AKIDWRONG"}, None, "AKIDWRONG|access key"),
-        ({"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_EC2_METADATA_DISABLED": "true"}, None, "credentials"),
-        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:1", "OUTLAST_STORE_TIMEOUT": "1"}, None, "127.0.0.1:1"),
-    ],
-)
-def test_what_is_wrong_with_the_store_is_said_before_anything_starts(
-    machine, rclone: Place, monkeypatch, env: dict[str, str], output: str | None, sentence: str
-):
-    for name, value in env.items():
-        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
-    with pytest.raises(OutlastError, match=sentence) as raised:
-        machine.submit(machine.job(output=output or rclone.url))
-    assert "\n" not in str(raised.value)
-    assert not (machine.directory / "state" / "jobs" / "job").exists()
-
-
-def test_a_bucket_that_may_only_be_read_is_said_before_anything_starts(machine, moto_proxy: Proxy):
-    moto_proxy.fault = lambda request: denied if request.method == "PUT" else None
-    with pytest.raises(OutlastError, match="s3:PutObject") as raised:
-        machine.submit(machine.job(output=moto_proxy.url))
-    assert "\n" not in str(raised.value)
-    assert not (machine.directory / "state" / "jobs" / "job").exists()
 
 
 @pytest.mark.slow
