@@ -26,6 +26,7 @@ from outlast.base import file_locks
 from outlast.base.errors import OutlastError, Stopped
 from outlast.data import get, place, registry, stdlib
 from outlast.data.download import Options
+from tars import tar
 from web import Fault, Web
 
 
@@ -59,18 +60,13 @@ FILES = {"set/a.txt": b"a" * 10_000, "set/deep/b.bin": bytes(range(256)) * 300, 
 
 def packed(kind: str, files: dict[str, bytes] = FILES) -> bytes:
     """An archive."""
-    out = io.BytesIO()
     if kind == "zip":
+        out = io.BytesIO()
         with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, content in files.items():
                 archive.writestr(name, content)
         return out.getvalue()
-    with tarfile.open(fileobj=out, mode="w") as archive:
-        for name, content in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return compressed(kind.removeprefix("tar").removeprefix("."), out.getvalue())
+    return compressed(kind.removeprefix("tar").removeprefix("."), tar(files, "w"))
 
 
 def compressed(kind: str, content: bytes) -> bytes:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,22 +17,13 @@ import pytest
 
 from outlast.data import place
 from servers import Place
+from tars import tar
 from web import Fault, Web
 
 FILES = {f"set/{i:03}.bin": random.Random(i).randbytes(5_000) for i in range(300)}
 
 
-def a_tar(files: dict[str, bytes]) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w:gz", compresslevel=1) as archive:
-        for name, content in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return out.getvalue()
-
-
-ARCHIVE = a_tar(FILES)
+ARCHIVE = tar(FILES)
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -99,7 +88,7 @@ def test_what_is_interrupted_by_hand_says_how_to_go_on(web: Web, start: Start, t
 
 
 def test_a_dataset_goes_to_a_store_with_its_marker_last(web: Web, start: Start, rclone: Place, tmp_path: Path) -> None:
-    url = web.put("set.tar.gz", a_tar({"set/a.txt": b"a", "set/b.txt": b"b"}))
+    url = web.put("set.tar.gz", tar({"set/a.txt": b"a", "set/b.txt": b"b"}))
     code, out, err = ended(start(url, "--to", f"{rclone.url}/set"))
     assert (code, out) == (0, f"got {url}: 2 files, 2 B in {rclone.url}/set\n"), err
     assert "what came was not compared with any checksum; to have that done, append #sha256=" in err

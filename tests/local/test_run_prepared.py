@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import collections
-import io
 import json
 import os
 import re
 import socket
-import tarfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from outlast.job.status import State
 from outlast.storage import store
 from packages import a_micromamba, a_wheel
 from servers import Place
+from tars import tar
 
 SCRIPT = """
 import json, os, sys
@@ -107,16 +106,6 @@ def upload(place: Place, files: dict[str, str | bytes]) -> None:
         there.put(key, content if isinstance(content, bytes) else content.encode())
 
 
-def a_tgz(files: dict[str, str]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
-        for name, text in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(text.encode())
-            archive.addfile(info, io.BytesIO(text.encode()))
-    return buffer.getvalue()
-
-
 def seen(machine, name: str = "job") -> list[dict[str, object]]:
     """What each rank of a job has seen."""
     return [json.loads(path.read_text()) for path in sorted(machine.backend.output(name).glob("seen-*.json"))]
@@ -131,7 +120,7 @@ DATA = {f"digits/part {i}/ä#{i}.txt": f"content {i}" for i in range(25)}
 
 @pytest.mark.slow
 def test_two_workers_and_a_second_job_fetch_everything_once(machine, rclone: Place, gate: Gate):
-    upload(rclone, {**DATA, "code.tgz": a_tgz({"repo/see.py": SCRIPT}), "bert/config.txt": "{}"})
+    upload(rclone, {**DATA, "code.tgz": tar({"repo/see.py": SCRIPT}), "bert/config.txt": "{}"})
     fields = {
         "script": "see.py",
         "code": f"{rclone.url}/code.tgz",

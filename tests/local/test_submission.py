@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ from machines import Machine
 from outlast.base.errors import OutlastError
 from outlast.storage import store
 from servers import Place
+from tars import tar
 
 NO_KEYS = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_EC2_METADATA_DISABLED": "true"}
 CHECKSUM = "{here}/code.tgz#sha256=" + "0" * 64
@@ -62,8 +61,7 @@ def test_what_is_wrong_is_said_before_anything_starts(
     (here / "code").mkdir()
     (here / "code" / "see.py").touch()
     (here / "environment.yml").write_text("dependencies: [python]")
-    with tarfile.open(here / "code.tgz", "w:gz") as archive:
-        archive.addfile(tarfile.TarInfo("see.py"), io.BytesIO())
+    (here / "code.tgz").write_bytes(tar({"see.py": ""}))
     store.open_(rclone.url).put("code/see.py", b"")
     whole = json.loads(json.dumps(fields).replace("{url}", rclone.url).replace("{here}", str(here)))
     for name, value in whole.pop("environ", {}).items():

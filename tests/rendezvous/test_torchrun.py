@@ -5,26 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousTimeoutError
 
-import ports
-from outlast.base.errors import OutlastError
-from outlast.job import contract
-from outlast.rendezvous import entry_point, world
+from outlast.rendezvous import world
 from outlast.rendezvous.transports import sockets
-from outlast.worker.launch import elastic
 
 SCRIPT = """
 import os, sys, time, torch, torch.distributed as dist
@@ -117,53 +109,3 @@ def test_torchrun_finds_the_handler_and_recovers_from_a_killed_process(decider: 
         assert said[-1].startswith("generation 2 world 2")
         assert sum(line.startswith("generation 2") for line in said) == 3
     assert json.loads((tmp_path / "state-1" / "world.json").read_text())["generation"] == 2
-
-
-def test_an_endpoint_of_another_kind_is_refused_with_a_sentence():
-    asked = RendezvousParameters("outlast", "nowhere:1", "run", 1, 1)
-    with pytest.raises(OutlastError, match=r"^the rendezvous endpoint 'nowhere:1' is unknown; expected unix:///path"):
-        entry_point()(asked)
-
-
-class Offers:
-    """Who offers world after world, of which this member reaches none."""
-
-    id, called, closed, world = 1, None, None, None
-    generation = 0
-
-    def report(self, standing: str, **fields: object) -> None:
-        if standing == world.MemberState.WAITING:
-            self.generation += 1
-            self.world = world.World(self.generation, (0, 1), f"127.0.0.1:{ports.free()}", "")
-
-    def wait(self, timeout_s: float) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def test_a_member_that_reaches_no_world_gives_up_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from outlast.rendezvous import handler
-
-    monkeypatch.setenv(contract.Env.GENERATION, "0")  # put back what it sets
-    offers = Offers()
-    member = handler.Handler(offers, run_id="run", state=tmp_path, host="127.0.0.1", processes=1, join_s=0.2)
-    sentence = (
-        r"no world within join_timeout \(0.2 s\): worker 1 cannot reach the store of generation \d+ at 127.0.0.1:\d+: .*refused"
-    )
-    with pytest.raises(RendezvousTimeoutError, match=sentence):
-        member.next_rendezvous()
-    assert offers.generation > 1
-
-
-def test_a_process_that_was_stopped_on_its_way_out_is_a_cause_and_no_echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("OUTLAST_WORKER", "0")
-    said = {"rank": 1, "type": "ValueError", "message": "raised ValueError: a bug", "traceback": "", "time": 1.0, "code": 1}
-    (tmp_path / contract.ERROR.format(local_rank=1)).write_text(json.dumps(said))
-    handler: Any = SimpleNamespace(generation=1)
-
-    def failed(local_rank: int) -> tuple[int, bool]:
-        stopped = SimpleNamespace(local_rank=local_rank, exitcode=-signal.SIGTERM)
-        failure = elastic._failure(tmp_path, handler, local_rank, stopped)
-        return failure["code"], failure["echo"]
-
-    assert (failed(0), failed(1)) == ((143, True), (1, False))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import signal
 import subprocess
 import sys
-import tarfile
 import threading
 import time
 import uuid
@@ -29,6 +27,8 @@ from outlast.storage.sync import sync
 from outlast.worker.prepare import cache, code, fetch, room
 from outlast.worker.prepare.prepare import Preparation
 from servers import Place
+from tars import tar
+from waits import until
 
 
 def contents(directory: Path) -> dict[str, str]:
@@ -338,13 +338,7 @@ def test_the_cache_is_where_the_environment_says():
 
 
 def a_tgz(**files: str) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
-        for name, text in files.items():
-            info = tarfile.TarInfo(name.replace("__", "/").replace("_", "."))
-            info.size, info.mtime = len(text), 1_000_000_000
-            archive.addfile(info, io.BytesIO(text.encode()))
-    return buffer.getvalue()
+    return tar({name.replace("__", "/").replace("_", "."): text for name, text in files.items()})
 
 
 class Worker:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,17 +12,8 @@ import pytest
 from outlast.base.errors import InvalidJob, OutlastError
 from outlast.job import contract, spec
 from outlast.worker.prepare import prepare
+from tars import tar
 from web import Web
-
-
-def a_tgz(**files: str) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w:gz") as archive:
-        for name, text in files.items():
-            info = tarfile.TarInfo(f"{name}.csv")
-            info.size = len(text)
-            archive.addfile(info, io.BytesIO(text.encode()))
-    return out.getvalue()
 
 
 def pinned(url: str, content: bytes) -> str:
@@ -60,7 +49,7 @@ def prepared(tmp_path: Path) -> Prepared:
 
 
 def test_an_archive_is_fetched_once_for_all_runs_of_a_machine(web: Web, prepared: Prepared) -> None:
-    content = a_tgz(train="1,2", val="3")
+    content = tar({"train.csv": "1,2", "val.csv": "3"})
     url = pinned(web.put("set.tar.gz", content), content)
     tree = Path(prepared(url)["OUTLAST_DATA"])
     assert {path.name for path in tree.iterdir()} == {"train.csv", "val.csv", ".outlast-data.json"}
@@ -77,7 +66,7 @@ def test_two_files_lie_as_in_a_pod(web: Web, prepared: Prepared) -> None:
 
 
 def test_what_is_not_what_the_job_file_says_is_refused(web: Web, prepared: Prepared, tmp_path: Path) -> None:
-    url = f"{web.put('set.tar.gz', a_tgz(a='1'))}#sha256={'0' * 64}"
+    url = f"{web.put('set.tar.gz', tar({'a.csv': '1'}))}#sha256={'0' * 64}"
     with pytest.raises(OutlastError, match=r"has the SHA-256 [0-9a-f]{64}, and must have 0{64}; it is not the file that is want"):
         prepared(url)
     assert [path.name for path in (tmp_path / "cache").rglob("*") if path.is_file()] == ["lock"]
