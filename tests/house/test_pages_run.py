@@ -174,12 +174,6 @@ def type_in(line: str, more: Sequence[str], place: Path) -> None:
     assert ran.returncode == 0, f"{command}\n{ran.stdout[-4000:]}\n{ran.stderr[-4000:]}"
 
 
-@pytest.mark.jobs
-def test_a_command_of_a_page_trains_as_it_is_typed(place: Path) -> None:
-    for line, more in STORIES["images"][:1]:
-        type_in(line, more, place)
-
-
 @pytest.mark.slow
 @pytest.mark.jobs
 @pytest.mark.timeout(1500)

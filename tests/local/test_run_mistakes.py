@@ -55,9 +55,6 @@ def test_who_failed_first_and_ends_last_is_the_cause(machine, processes: int):
     assert status.failure.reason == f"rank 1 on worker {2 // processes - 1} raised ValueError: a bug"
 
 
-SLOW = pytest.mark.slow
-
-
 def a_script(machine, text: str) -> dict[str, str]:
     """The fields of a job that runs this text."""
     code = machine.directory / "code"
@@ -66,22 +63,19 @@ def a_script(machine, text: str) -> dict[str, str]:
     return {"script": "wrong.py", "code": str(code)}
 
 
+@pytest.mark.slow  # the rule: tests/rendezvous/test_restarts.py
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        pytest.param(
-            "import torch\nfor x in range(3)\n    pass\n", "raised SyntaxError: expected ':' (wrong.py, line 2)", marks=SLOW
-        ),
+        ("import torch\nfor x in range(3)\n    pass\n", "raised SyntaxError: expected ':' (wrong.py, line 2)"),
         ("import no_such_package\n", "raised ModuleNotFoundError: No module named 'no_such_package'"),
-        pytest.param(
+        (
             "from outlast.training import session\nwith session.open() as run:\n    run.resume(run.ddp())\n",
             "Session.ddp() missing 1 required positional argument: 'model' (wrong.py:3); write net = run.ddp(model)",
-            marks=SLOW,
         ),
-        pytest.param(
+        (
             "from outlast.training import session\nwith session.open() as run:\n    len(run.rank)\n",
             "raised TypeError: object of type 'int' has no len()",
-            marks=SLOW,
         ),
     ],
 )

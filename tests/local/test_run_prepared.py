@@ -209,6 +209,7 @@ def test_an_environment_of_conda_trains_without_outlast_in_it(machine, monkeypat
     assert "outlast | made environment.conda (environment.yml): Python 3.11" in logs(machine)
 
 
+@pytest.mark.slow
 def test_requirements_that_cannot_be_met_are_told_before_data_is_fetched(machine, rclone: Place, gate: Gate):
     upload(rclone, {"digits/a.txt": "x"})
     (machine.directory / "requirements.txt").write_text("--no-index\nnosuch==1")

@@ -151,7 +151,8 @@ def restored(machine, name: str) -> list[int]:
     return [event["step"] for event in machine.backend.events(name) if event["kind"] == "restored"]
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
 def test_the_elastic_agent_and_the_warm_process_may_die_and_the_snapshots_stay(machine, undisturbed: Final, workers: int):
     """Nothing is saved: the steps are in the memory of agents alone, of a single one where there is one worker."""
     ranks = {"workers": {"replicas": workers}, "processesPerWorker": 2 // workers}

@@ -495,7 +495,7 @@ every_moment = pytest.mark.parametrize(
         pytest.param(False, False, id="killed before", marks=pytest.mark.slow),  # as after the one before, but for the first
         pytest.param(False, True, id="killed after"),
         pytest.param(True, False, id="failed", marks=pytest.mark.slow),
-        pytest.param(True, True, id="answer lost"),
+        pytest.param(True, True, id="answer lost", marks=pytest.mark.slow),  # test_remote_races.py loses answers, too
     ],
 )
 each_register = pytest.mark.parametrize(

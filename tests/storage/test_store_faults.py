@@ -87,8 +87,8 @@ VERBS = {
 }
 
 
-def pairs(*faulty: Any, common: str) -> list[Any]:
-    """Operations with faults: reading and uploading with each, each with the `common` one; the other pairs are slow."""
+def pairs(*faulty: Any, common: str = "") -> list[Any]:
+    """Operations with faults: reading and uploading with each, each with the `common` one if any; the other pairs are slow."""
     made = []
     for name in OPERATIONS:
         for fault in faulty:
@@ -237,7 +237,7 @@ LASTING = [
 ]
 
 
-@pytest.mark.parametrize(("name", "fault", "why"), pairs(*LASTING, common="unavailable"))
+@pytest.mark.parametrize(("name", "fault", "why"), pairs(*LASTING))
 def test_what_lasts_is_said_after_a_while(moto_proxy: Proxy, file: Path, name: str, fault: faults.Fault | None, why: str) -> None:
     place = filled(moto_proxy, timeout_s=1)
     if fault:

@@ -954,7 +954,14 @@ def test_one_object_that_is_refused_fails_and_the_rest_goes_on(moto_proxy: Proxy
     assert counts(sync.pull(place, target, tmp_path / "pull")) == (2, 18, 0)
 
 
-@pytest.mark.parametrize("fault", [faults.unavailable, faults.broken, faults.reset, faults.lost, faults.truncated])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        faults.lost,
+        faults.truncated,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (faults.unavailable, faults.broken, faults.reset)),
+    ],
+)
 def test_a_bad_connection_loses_nothing(rclone_proxy: Proxy, tmp_path: Path, fault: faults.Fault) -> None:
     files = {f"{n}": b"%d" % n * 1000 for n in range(50)} | {"large": random.Random(0).randbytes(20 << 20)}
     source, target = a_tree(tmp_path / "source", files), tmp_path / "target"
