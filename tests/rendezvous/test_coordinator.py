@@ -209,3 +209,12 @@ def test_a_rank_that_left_the_others_of_its_own_worker_is_counted_each_time() ->
         run.report(0, "waiting", generation, failed=True, failure=ended(1, "rank 1 exited with 0", left=True, step=0))
         run.look() if generation < 3 else run.judge()
     assert (len(counted(run)), run.closed is not None) == (3, True)
+
+
+def test_a_failure_that_cannot_be_read_counts_and_is_decided_on() -> None:
+    run = Coordinating(2)
+    run.report(0, "waiting", 1, failed=True, failure={"code": "of another version"})
+    run.report(1, "waiting", 1)
+    run.look()
+    said = "worker 0 failed, and its report of how cannot be read: its agent is of another version"
+    assert (run.newest().generation, run.restarts, counted(run)) == (2, 1, [said])

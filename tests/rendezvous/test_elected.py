@@ -435,21 +435,6 @@ def test_what_members_have_repaired_is_counted_once_also_when_another_decides(be
     assert counted() == (1, (generation, 4), 1, None)
 
 
-def test_a_process_in_the_place_of_one_that_was_killed_counts_once(bench: Bench) -> None:
-    (decides, _), a, b = bench.candidate("d", limit=9), bench.member("a", 0), bench.member("b", 1)
-    bench.turn(decides, seconds=5, keep=(a, b))
-    trains(bench, a, b)
-    generation = bench.said().world.generation  # type: ignore[union-attr]
-    anew = bench.member("c", 1)
-    anew.report = dataclasses.replace(anew.report, generation=generation, again=True)
-    fails(anew, "the elastic agent of worker 1 was killed by SIGKILL")
-    a.report = dataclasses.replace(a.report, standing=MemberState.WAITING, unheard=(1,), refused=(1,))
-    bench.turn(decides, seconds=5, keep=(a, anew))
-    said = bench.said()
-    assert (said.world.generation, said.world.members) == (generation + 1, (0, 1))  # type: ignore[union-attr]
-    assert (said.restarts, said.counted, said.ended) == (1, generation, {})
-
-
 def test_a_process_that_the_others_do_not_hear_is_told_to_end_also_by_the_next_coordinator(bench: Bench) -> None:
     pods = {"limit": 9, "replicas": 3}
     decides, _ = bench.candidate("d", **pods)
@@ -506,19 +491,6 @@ def test_a_failure_that_is_none_of_an_echo_is_judged_at_once_and_said(bench: Ben
     decides.resign()
     bench.turn(bench.candidate("second", limit=9, replicas=2)[0], seconds=1, keep=(a, b))
     assert bench.said().failure == failure
-
-
-def test_a_failure_that_cannot_be_read_counts_and_is_decided_on(bench: Bench) -> None:
-    a, b = bench.member("a", 0), bench.member("b", 1)
-    candidate, _ = bench.candidate("a", limit=5)
-    bench.turn(candidate, keep=(a, b))
-    trains(bench, a, b)
-    a.report = dataclasses.replace(a.report, standing=MemberState.WAITING, failed=True, failure={"code": "of another version"})
-    a.publish()
-    bench.turn(candidate, keep=(a, b))
-    assert bench.said().restarts == 1
-    said = "worker 0 failed, and its report of how cannot be read: its agent is of another version"
-    assert (bench.said().failure or {})["reason"] == said
 
 
 def test_the_time_for_a_planned_call_counts_from_when_it_is_heard(bench: Bench) -> None:
