@@ -319,6 +319,7 @@ def test_the_best_checkpoint_is_measured_with_its_averages(
     assert (name, results.sha256(model)) == (last.path.name, said(tmp_path, "final.json")["weights_sha256"])
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_with_the_same_bits(
     alone: Callable[..., list[str]], images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
