@@ -150,7 +150,7 @@ class Rank:
         assert candidate.at == (1, self.step)
         reader = Reader(candidate, self.client, 0, pytest.fail)
         reader.learn()
-        wanted = checkpoint.wanted(reader.read_metadata(), into, 0)
+        wanted = checkpoint.targets_of(reader.read_metadata(), into, 0)
         assert reader.covers(wanted)
         checkpoint.load(reader, "the snapshot", into, wanted)
         checkpoint.put(into, wanted, "the snapshot", 0)
