@@ -20,7 +20,6 @@ from pathlib import Path
 import pytest
 import yaml
 from rich.console import Console
-from waits import until
 
 import fake
 from machines import PROGRAMS
@@ -42,6 +41,7 @@ from outlast.job.status import (
 )
 from outlast.local import backend as local
 from outlast.local.state_dir import Run
+from waits import until
 
 JOB = """\
 apiVersion: outlast.dev/v1alpha1

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from waits import until
 
 from outlast import cli
 from outlast.base.errors import OutlastError, Stopped
 from outlast.data.prepare import spark, work
 from outlast.data.prepare.plan import BadSource
 from sparks import CASES, Unit, digests, do, of_pyspark, prepare, results, times
+from waits import until
 
 Engines = Callable[..., spark.Engine]
 pytestmark = of_pyspark

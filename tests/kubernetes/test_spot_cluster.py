@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from waits import until
 
 import imds
 from imds import Imds
@@ -18,6 +17,7 @@ from outlast.kubernetes import api
 from outlast.kubernetes.nodewatch import notices
 from outlast.kubernetes.nodewatch.metadata import Metadata
 from outlast.kubernetes.nodewatch.watch import Watcher
+from waits import until
 
 pytestmark = pytest.mark.cluster
 

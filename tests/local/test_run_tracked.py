@@ -17,7 +17,6 @@ from typing import Any
 
 import psutil
 import pytest
-from waits import until
 
 import ports
 import processes

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from waits import until
 
 from outlast.rendezvous.handler import Handler
 from outlast.rendezvous.mesh import connection, peer_state
@@ -21,6 +20,7 @@ from outlast.rendezvous.mesh.exchange import Exchange
 from outlast.rendezvous.mesh.mesh import Mesh, Undelivered
 from outlast.rendezvous.mesh.peer_state import PeerState
 from outlast.rendezvous.vocabulary import World
+from waits import until
 
 KEY = b"key of the run"
 SOON_S = 30.0

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waits import until
 
 import ports
 from etcds import Server
@@ -27,6 +26,7 @@ from outlast.rendezvous.etcd import gateway, schema
 from outlast.rendezvous.etcd.election import ElectionConfig
 from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import MemberState
+from waits import until
 
 
 class Nodes:

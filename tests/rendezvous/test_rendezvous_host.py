@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waits import until
 
 import ports
 from outlast.job import contract, seal, spec
@@ -20,6 +19,7 @@ from outlast.job.ledger import Ledger
 from outlast.rendezvous import worker0, world
 from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import MemberState
+from waits import until
 
 KEY = b"the key of the run"
 JOB = spec.parse("""

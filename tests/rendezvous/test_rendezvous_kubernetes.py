@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waits import until
 
 import apiserver
 from outlast.base import errors
@@ -23,6 +22,7 @@ from outlast.kubernetes import api, board
 from outlast.rendezvous import transport
 from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import World
+from waits import until
 
 Document = dict[str, Any]
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
-from waits import until
 
 from outlast.job import contract
 from outlast.job.workerfiles import notice, progress
@@ -22,6 +21,7 @@ from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.transports.sockets import Called, Closed, Report
 from outlast.rendezvous.world import World
 from outlast.worker.launch import elastic
+from waits import until
 
 KILLED = {"rank": 1, "code": 137, "reason": "rank 1 on worker 1 was killed by SIGKILL", "time": 5.0, "echo": False}
 

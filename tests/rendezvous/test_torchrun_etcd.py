@@ -13,11 +13,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from waits import until
 
 import processes
 from etcds import Server
 from outlast.rendezvous.etcd import client as etcd
+from waits import until
 
 SCRIPT = """
 import json, os, sys, time, torch, torch.distributed as dist

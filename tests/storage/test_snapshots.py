@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from waits import until
 
 from outlast.base.errors import NotRestored, OutlastError, StoreError
 from outlast.job import contract
@@ -23,6 +22,7 @@ from outlast.storage.snapshots import client, parts, server, wire
 from outlast.storage.snapshots.client import Client
 from outlast.storage.snapshots.parts import Damaged, Item, Part
 from outlast.storage.snapshots.rooms import Refused, Room, Rooms
+from waits import until
 
 KEY = "secret of the run"
 LARGE = 64 << 20

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from waits import until
 
 import small_disks
 from faults import Proxy, always, hang, slow

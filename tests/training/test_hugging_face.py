@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from waits import until
 
 from outlast.base.backoff import RANDOM
 from outlast.job.status import State
 from outlast.local.backend import LocalBackend
+from waits import until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "hugging-face.md"

@@ -7,7 +7,6 @@ import json
 from collections import Counter
 
 import pytest
-from waits import until
 
 import worlds
 from outlast.job import contract

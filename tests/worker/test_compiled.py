@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from waits import until
 
 from outlast.base.errors import OutlastError, Stopped
 from outlast.job import spec
@@ -25,6 +24,7 @@ from outlast.worker.agent import upload
 from outlast.worker.prepare import compiled
 from outlast.worker.prepare.compiled import Cache
 from servers import Place
+from waits import until
 
 STOP = threading.Event()
 OLD = time.time() - 3600

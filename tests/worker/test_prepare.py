@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waits import until
 
 from outlast.base import file_locks
 from outlast.base.errors import OutlastError, Stopped

@@ -15,12 +15,12 @@ from unittest import mock
 
 import psutil
 import pytest
-from waits import until
 
 from outlast.job import contract
 from outlast.local.state_dir import StateDir
 from outlast.worker.agent import start
 from outlast.worker.launch import shim, sibling, system
+from waits import until
 
 OURS = {"PATH": "/bin", "OMP_NUM_THREADS": "1", "OUTLAST_WORKER": "0", "OUTLAST_STATE": "/s/0", "CUDA_VISIBLE_DEVICES": "0"}
 
