@@ -37,7 +37,6 @@ TINY = ["--model-local-dir=data/llm/model", "--tokenizer-local-dir=data/llm/mode
 
 STORIES: dict[str, list[tuple[str, Sequence[str]]]] = {
     "a script": [
-        ("run train.py --steps 2000", SHORT),
         ("run train.py", ["--fresh", *SHORT]),
         ("run --workers 2 train.py --steps 2000", ["--fresh", *SHORT]),
         ("run --workers 2 train.py --steps 60", ["--fresh", *SHORT]),
@@ -63,6 +62,8 @@ STORIES: dict[str, list[tuple[str, Sequence[str]]]] = {
         ("data get", []),
         ("data get digits", []),
         ("run examples/digits.yaml", DIGITS),
+        ("run examples/digits.yaml --name calm", DIGITS),
+        ("run examples/digits.yaml --name killed --chaos examples/chaos/demo.yaml", []),
         ("status -w", []),
         ("logs -f --worker 1", []),
         ("evaluate digits", []),

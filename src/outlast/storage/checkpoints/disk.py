@@ -49,11 +49,13 @@ class Checkpoint:
     step: int
     """Optimizer steps done when it was saved."""
     path: Path
+    """Its directory."""
     run: str = ""
     """The run that wrote it; "" if Outlast did not start that."""
     generation: int = 0
     """The generation that saved it; see `Session.generation`."""
     world_size: int = 0
+    """Number of ranks that saved it."""
     time: float = 0.0
     """Time of the commit, seconds since the epoch."""
     bytes: int = 0
@@ -61,6 +63,7 @@ class Checkpoint:
     problem: str = ""
     """Why its COMMIT cannot be read; empty if it can."""
     metric: Metric | None = None
+    """The metric of the model, if the script gave one."""
 
 
 def list_(directory: Path) -> list[Checkpoint]:
