@@ -1,4 +1,4 @@
-"""The rules of `.gitignore` files. Pure; called by `tree`.
+"""The rules of `.gitignore` files. Pure; called by `code_files`.
 
 A file's rules apply to its directory and below; later rules and deeper files take precedence, and nothing below an excluded
 directory can be included again (https://git-scm.com/docs/gitignore). A rule is matched against one name at a time, never against
