@@ -12,7 +12,7 @@ ROLES = {
     "follower": "outlast.worker.tracking.follower",
     "launcher": "outlast.local.launcher",
     "rank": "outlast.worker.launch.rank",
-    "shard": "outlast.training.samples.fetched",
+    "shard": "outlast.training.samples.stored_shards",
     "upload": "outlast.worker.agent.upload",
     "warm": "outlast.worker.launch.warm",
     "weights": "outlast.training.state.weights",

@@ -26,8 +26,8 @@ from outlast.base.errors import OutlastError
 from outlast.job import contract
 from outlast.training import Stream, calls, mistakes, session
 from outlast.training.samples import stream as streams
-from outlast.worker.hangs import stall
-from outlast.worker.hangs.stall import RankState
+from outlast.worker.hangs import deadlocks
+from outlast.worker.hangs.deadlocks import RankState
 
 HERE = r"\(test_script_mistakes.py:\d+\)"
 
@@ -71,7 +71,7 @@ def script(mistake: str) -> None:
             if mistake == "due":
                 continue
             if mistake == "" and step == 2 and first:
-                time.sleep(2.5 * stall.STILL_S)  # evaluates
+                time.sleep(2.5 * deadlocks.STILL_S)  # evaluates
             if mistake != "interrupted" or first:
                 run.interrupted()
             if mistake == "twice" and first and step == 2:
@@ -104,7 +104,7 @@ def test_ranks_in_different_calls_of_the_session_are_named_at_once(
 def test_a_call_in_the_line_of_an_if_is_named_without_it(tmp_path: Path) -> None:
     script = tmp_path / "one.py"
     script.write_text("if rank == 0: found = barrier()\nfound = found, barrier()\n")
-    names = {"rank": 0, "barrier": lambda: stall.where(sys._getframe(1))}
+    names = {"rank": 0, "barrier": lambda: deadlocks.where(sys._getframe(1))}
     exec(compile(script.read_text(), str(script), "exec"), names)
     assert names["found"] == (("", "barrier() (one.py:1)"), ("", "found = found, barrier() (one.py:2)"))
 
@@ -112,7 +112,7 @@ def test_a_call_in_the_line_of_an_if_is_named_without_it(tmp_path: Path) -> None
 def test_a_frame_between_two_lines_is_at_its_function() -> None:
     code = test_a_frame_between_two_lines_is_at_its_function.__code__
     frame = SimpleNamespace(f_lineno=None, f_code=code, f_lasti=0, f_globals={"__name__": "script"}, f_back=None)
-    assert stall.where(cast(FrameType, frame))[1].endswith(f"(test_script_mistakes.py:{code.co_firstlineno})")
+    assert deadlocks.where(cast(FrameType, frame))[1].endswith(f"(test_script_mistakes.py:{code.co_firstlineno})")
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def test_a_rank_that_takes_long_is_waited_for(tmp_path: Path):
 
 def plain(mistake: str) -> None:
     """A training loop without a session. Mistakes are on rank 0."""
-    stall.watch().start()  # as `launch.rank` does
+    deadlocks.watch().start()  # as `launch.rank` does
     dist.init_process_group("gloo")
     first = dist.get_rank() == 0
     net = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
@@ -178,7 +178,7 @@ def waiting(calls: int, waits: str = "backward", **begun: int) -> RankState:
 
 
 def test_a_call_and_a_collective_that_wait_for_each_other_are_a_deadlock():
-    assert stall.deadlock([in_call(7, default=5), waiting(6, default=6), waiting(6, default=6)]) == (
+    assert deadlocks.deadlock([in_call(7, default=5), waiting(6, default=6), waiting(6, default=6)]) == (
         "rank 0 is in run.save(20) (train.py:20), ranks 1 and 2 are in loss.backward() (train.py:12), and wait for each other; "
         "every rank must make the same calls in the same order"
     )
@@ -201,11 +201,11 @@ def test_a_call_and_a_collective_that_wait_for_each_other_are_a_deadlock():
     ],
 )
 def test_what_is_only_slow_is_no_deadlock(states: list[RankState]):
-    assert stall.deadlock(states) == ""
+    assert deadlocks.deadlock(states) == ""
 
 
 def test_different_collectives_of_one_number_are_a_deadlock():
-    assert stall.deadlock([waiting(0, "barrier", default=6), waiting(0, default=6)]).startswith(
+    assert deadlocks.deadlock([waiting(0, "barrier", default=6), waiting(0, default=6)]).startswith(
         "rank 0 is in barrier() of loss.backward() (train.py:12), rank 1 is in backward() of loss.backward() (train.py:12), and"
     )
 
@@ -234,11 +234,11 @@ class Words:
 
 def test_what_a_rank_said_before_it_moved_on_is_no_part_of_a_deadlock():
     """Rank 1 has waited for rank 0 in the forward pass, and goes on; rank 0 is stopped in its backward pass."""
-    watch, own = stall.Watch(), waiting(0, default=6)
+    watch, own = deadlocks.Watch(), waiting(0, default=6)
     watch._ranks, watch._store = 2, (words := Words(waiting(0, "forward", default=6)))
 
-    assert stall.Watch()._compare(own) == [], "there is nobody to ask"
-    alone = stall.Watch()
+    assert deadlocks.Watch()._compare(own) == [], "there is nobody to ask"
+    alone = deadlocks.Watch()
     alone._ranks, alone._store = 2, Words()
     assert alone._compare(own) is None, "the other moves"
 
@@ -255,7 +255,7 @@ def test_what_a_rank_said_before_it_moved_on_is_no_part_of_a_deadlock():
 
 
 def test_many_ranks_are_counted():
-    assert stall.listed(["a"] * 6 + ["b"], "in") == "6 ranks (0, 1, ...) are in a, rank 6 is in b"
+    assert deadlocks.listed(["a"] * 6 + ["b"], "in") == "6 ranks (0, 1, ...) are in a, rank 6 is in b"
 
 
 def test_positions_are_said_when_they_differ():
@@ -280,7 +280,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_a_rank_says_that_it_is_alive(run: Any):
-    watch = stall.watch()
+    watch = deadlocks.watch()
     before = watch._counts()
     run.alive()
     assert (watch._counts() != before, watch.held) == (True, 0)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from outlast.worker.hangs import motion, stall
+from outlast.worker.hangs import deadlocks, motion
 from outlast.worker.hangs.motion import Motion, Sample, Work
 from waits import until
 
@@ -87,6 +87,6 @@ def test_nothing_is_collected_while_frames_are_read(monkeypatch: pytest.MonkeyPa
     frames = {1: sys._getframe()}
     monkeypatch.setattr(sys, "_current_frames", noted("frames", frames))
     fake = SimpleNamespace(isenabled=lambda: collects, disable=noted("disable"), enable=noted("enable"))
-    monkeypatch.setattr(stall, "gc", fake)
-    assert stall._frame(1) is frames[1]
+    monkeypatch.setattr(deadlocks, "gc", fake)
+    assert deadlocks._frame(1) is frames[1]
     assert calls == ["disable", "frames", "enable"][: 2 + collects]

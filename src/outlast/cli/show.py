@@ -17,7 +17,7 @@ import typer
 from outlast.base import units
 from outlast.base.errors import NotFound
 from outlast.cli import terminal
-from outlast.job.workerfiles import saves
+from outlast.job.workerfiles import plain_scripts
 
 if TYPE_CHECKING:
     from outlast.job.failure import Failure
@@ -141,7 +141,7 @@ def state(status: JobStatus) -> str:
 def newest_checkpoint(status: JobStatus, now: float) -> str | None:
     """`step 800, 12s ago, 36 MiB; best: step 600, loss 1.47`; for a plain script the newest file that looks like a checkpoint."""
     if status.checkpoint is None:
-        return saves.sentence(status.saved, now) if status.saved else None
+        return plain_scripts.sentence(status.saved, now) if status.saved else None
     newest = status.checkpoint
     if not newest.time:
         return f"step {newest.step}"

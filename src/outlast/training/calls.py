@@ -2,7 +2,7 @@
 
 Every such call begins with the same small all-reduce, whatever it does afterwards. It carries a hash of the call's name, its step
 and the position of the stream, so ranks in different calls find out at once, instead of waiting for each other or mixing up their
-numbers. Sums that a call needs anyway (votes, losses) travel in the same message, so the check costs nothing. `hangs.stall`
+numbers. Sums that a call needs anyway (votes, losses) travel in the same message, so the check costs nothing. `hangs.deadlocks`
 handles ranks that are in no call of the session.
 """
 
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from outlast.base.errors import OutlastError
-from outlast.worker.hangs import stall
+from outlast.worker.hangs import deadlocks
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -45,7 +45,7 @@ def public(example: str) -> Callable[[Method], Method]:
                     raise  # from within the method
                 raise OutlastError(f"{error} ({place()}); write {example}") from None
             finally:
-                stall.watch().call = ""
+                deadlocks.watch().call = ""
 
         return cast(Method, called)
 
@@ -66,7 +66,7 @@ class Calls:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._message = torch.zeros(2 + _ROOM, dtype=torch.float64)
         self._numbers = self._message.numpy()
-        self._store = stall.store() if self._ranks > 1 else None
+        self._store = deadlocks.store() if self._ranks > 1 else None
 
     def meet(self, call: str, position: int, numbers: Sequence[float] = ()) -> list[float]:
         """Add up `numbers` over all ranks, which must all be in this call, at this position of their streams.
@@ -75,7 +75,7 @@ class Calls:
         """
         if self._ranks == 1:
             return list(numbers)
-        watch = stall.watch()
+        watch = deadlocks.watch()
         watch.calls += 1
         watch.call = f"{call} ({place()})"
         key = zlib.crc32(f"{call} {position}".encode()) & ((1 << _BITS) - 1)
@@ -125,4 +125,4 @@ def differing(calls: Sequence[tuple[str, int]]) -> str:
     """The error message about ranks in different calls, given each rank's (call, position of the stream)."""
     positions = {position for _, position in calls}
     places = [f"{call} after batch {position}" if len(positions) > 1 else call for call, position in calls]
-    return f"{stall.listed(places, 'in')}; {REMEDY}"
+    return f"{deadlocks.listed(places, 'in')}; {REMEDY}"

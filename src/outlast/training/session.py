@@ -52,7 +52,7 @@ from outlast.training.calls import Calls, public
 from outlast.training.state import checkpoint, disk_checkpoints, exchanged, parameters, resuming, saver, saves, snapshots, weights
 from outlast.training.state.disks import Disks
 from outlast.worker import tracking
-from outlast.worker.hangs import stall
+from outlast.worker.hangs import deadlocks
 
 log = logging.getLogger("outlast")
 
@@ -136,7 +136,7 @@ class Session:
         if dist.is_initialized():
             raise OutlastError("a process group exists already; session.open() joins it itself: remove init_process_group()")
         exchanged.keep_names()
-        stall.watch().start()
+        deadlocks.watch().start()
         self._report()
         accelerator = device.find()
         self.device = accelerator.bind(self.local_rank)
@@ -147,7 +147,7 @@ class Session:
             dist.init_process_group(accelerator.backend)
         else:
             dist.init_process_group(accelerator.backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined] # is public
-        self._group: dist.ProcessGroup | None = stall.watch().own(dist.new_group(backend="gloo"))
+        self._group: dist.ProcessGroup | None = deadlocks.watch().own(dist.new_group(backend="gloo"))
         self._calls = Calls(self._group)
         self._disks = Disks.find(self._directory, self._group)
         try:
@@ -165,7 +165,7 @@ class Session:
         self._client = client.connect(env)
         self._snapshots = snapshots.open_(self._client, self._place(), self._disks.gather, self._ledger, self._report)
         self._saves = saves.Saves(self._saver, self._disks, self._ledger, self._screen, self._meet, self._report)
-        stall.watch().last = lambda: self._saver.wait(_LAST_SAVE_S)
+        deadlocks.watch().last = lambda: self._saver.wait(_LAST_SAVE_S)
         self._ledger.write("session", generation=self.generation, rank=self.rank, world_size=self.world_size)
         _seed(self.seed)
         return self
@@ -226,7 +226,7 @@ class Session:
             # A group without references joins its threads. Otherwise one of them could release a tensor while the interpreter
             # shuts down, for which it needs the GIL, and the process would end in SIGABRT. For the same reason nothing here uses
             # the default group, which every DDP module refers to.
-            stall.watch().last = lambda: None
+            deadlocks.watch().last = lambda: None
             self._saver.close()
             self._disks.close()
             self._calls.close()
@@ -428,7 +428,7 @@ class Session:
         `run.alive()` is one sign of life. `with run.alive():` covers the whole block: use it while the script waits for something
         that Outlast cannot observe, e.g. a service that evaluates the model. Hangs in the block are not detected.
         """
-        return stall.watch().alive()
+        return deadlocks.watch().alive()
 
     @public("leaving = run.interrupted()")
     def interrupted(self) -> bool:

@@ -21,7 +21,7 @@ from pydantic_core import from_json
 from outlast.job import contract
 from outlast.job.contract import Annotation, Label
 from outlast.kubernetes.api.kinds import LEASE, NODE, POD, Kind
-from outlast.kubernetes.operator import leaving
+from outlast.kubernetes.operator import leaving_nodes
 
 Document = dict[str, Any]
 NamespacedName = tuple[str, str]
@@ -388,7 +388,7 @@ def _urgent(kind: Kind, document: Document, body: bytes) -> bytes:
         return _encoded([*told, meta.get("labels"), meta.get("deletionTimestamp")])
     if kind == NODE:
         conditions = (document.get("status") or {}).get("conditions") or ()
-        ready = [(each["type"], each["status"]) for each in conditions if each["type"] in ("Ready", *leaving.CONDITIONS)]
+        ready = [(each["type"], each["status"]) for each in conditions if each["type"] in ("Ready", *leaving_nodes.CONDITIONS)]
         said = [meta.get("labels"), meta.get("annotations"), meta.get("deletionTimestamp")]
         return _encoded([*said, spec.get("taints"), spec.get("unschedulable"), ready])
     return body

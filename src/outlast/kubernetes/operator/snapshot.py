@@ -17,10 +17,10 @@ from outlast.job.failure import Failure
 from outlast.kubernetes.api import ownership, wire
 from outlast.kubernetes.api import pods as podwords
 from outlast.kubernetes.manifests.scheduling import gang, kueue
-from outlast.kubernetes.operator import job_status, leaving, queues
+from outlast.kubernetes.operator import job_status, leaving_nodes, queues
 from outlast.kubernetes.operator.cache import CachedJob
 from outlast.kubernetes.operator.job_status import Status
-from outlast.kubernetes.operator.leaving import Leave
+from outlast.kubernetes.operator.leaving_nodes import Leave
 from outlast.kubernetes.operator.queues import ClusterFeatures
 from outlast.rendezvous import failures
 from outlast.rendezvous.transports.sockets import Report, is_count, is_number
@@ -327,7 +327,9 @@ def _pod(pod: Document, nodes: Mapping[str, Document]) -> Pod:
     lost = None
     if name and nodes:  # a node that has just joined is in its pods before the watch of nodes delivers it
         lost = podwords.bound(pod) if node is None else _silent_since(node)
-    return Pod(pod, podwords.index(pod), name, lost, leaving.soonest(leaving.of_node(node), leaving.of_pod(pod)))
+    return Pod(
+        pod, podwords.index(pod), name, lost, leaving_nodes.soonest(leaving_nodes.of_node(node), leaving_nodes.of_pod(pod))
+    )
 
 
 def _silent_since(node: Document) -> float | None:

@@ -19,7 +19,7 @@ from outlast.kubernetes import api
 from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEASE, NODE, POD, POD_GROUP, PRIORITY_CLASS, VOLCANO_GROUP, Kind
 from outlast.kubernetes.manifests.scheduling import kueue
 from outlast.kubernetes.operator import cache as caches
-from outlast.kubernetes.operator import leaving
+from outlast.kubernetes.operator import leaving_nodes
 from outlast.kubernetes.operator.cache import Cache, Document, Key
 from outlast.kubernetes.operator.metrics import Metrics
 from outlast.kubernetes.operator.queues import ClusterFeatures, KueueObjects
@@ -209,10 +209,10 @@ class Watches:
         if kind != NODE:
             return document
         name = document["metadata"]["name"]
-        if leaving.of_node(document) is None:
+        if leaving_nodes.of_node(document) is None:
             self._leaving.pop(name, None)
         else:
-            document = {**document, leaving.TAINTED: self._leaving.setdefault(name, self._clock())}
+            document = {**document, leaving_nodes.TAINTED: self._leaving.setdefault(name, self._clock())}
         if answers(document):
             self._unready.pop(name, None)
             return document

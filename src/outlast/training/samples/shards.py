@@ -3,7 +3,7 @@
     stream = Stream(Shards(run.data, block=1024), batch=480)             # tokens: `outlast data prepare text`, nanoGPT's *.bin
     stream = Stream(Shards("s3://bucket/pictures"), batch=256)           # columns: prepare images, jsonl, video
 
-`outlast.data.shards` knows the format. Shards are mapped into memory: nothing is copied before a batch is made. `fetched`
+`outlast.data.shards` knows the format. Shards are mapped into memory: nothing is copied before a batch is made. `stored_shards`
 downloads shards from a store; it is imported only for these.
 """
 
@@ -241,7 +241,7 @@ class Shards:
 def _opened(place: str, window: int, patience: float) -> Place:
     if "://" not in place:
         return Directory(Path(place).expanduser())
-    from outlast.training.samples.fetched import Fetched
+    from outlast.training.samples.stored_shards import Fetched
 
     return Fetched(place, window, patience)
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from outlast.base import crc32
-from outlast.worker.hangs import stall
+from outlast.worker.hangs import deadlocks
 
 BLOCK = 8 << 20
 _MARK = ".disk-"
@@ -76,7 +76,7 @@ class Disks:
     def connect(self) -> None:
         """Make new groups of the leaders. A collective."""
         if self.several:
-            own = stall.watch().own
+            own = deadlocks.watch().own
             self.leaders, self.savers = (own(dist.new_group(self.leading, backend="gloo")) for _ in range(2))
 
     @property

@@ -41,7 +41,7 @@ from outlast.storage.snapshots.election import Candidate, Holders
 from outlast.storage.snapshots.parts import Damaged, Item, OutOfReach, Part
 from outlast.training.state import capture
 from outlast.training.state.checkpoint import Flat
-from outlast.worker.hangs import stall
+from outlast.worker.hangs import deadlocks
 
 PATIENCE_S = 20.0
 """Retry timeout for a part of which no copy can be reached. Any other state costs minutes of training or a new start, and the
@@ -98,7 +98,7 @@ class _Part:
     def _read(self, chosen: Callable[[Source], Targets]) -> Targets:
         """Read the chosen items from the first readable copy. Raises Damaged if none is left, OutOfReach."""
         since = None
-        with stall.watch().alive():
+        with deadlocks.watch().alive():
             for attempt in itertools.count():
                 for holder in sorted(self._left, key=lambda each: each.address in self._reader.away):
                     where = f"(in the memory of worker {holder.part.worker}, at {holder.address})"

@@ -26,7 +26,7 @@ from outlast.storage.snapshots.election import At, Candidate, Held
 from outlast.storage.snapshots.parts import Damaged, OutOfReach, Part
 from outlast.training.state import checkpoint, disk_checkpoints, memory_reader
 from outlast.training.state.memory_reader import Reader
-from outlast.worker.hangs import stall
+from outlast.worker.hangs import deadlocks
 
 log = logging.getLogger("outlast")
 T = TypeVar("T")
@@ -157,7 +157,7 @@ class _Committed:
         if disks.rank == 0:
             assert self._client is not None
             try:
-                with stall.watch().alive():
+                with deadlocks.watch().alive():
                     self._client.restore()
             except StoreError as error:
                 problem, retry = str(error), error.retry

@@ -33,7 +33,7 @@ from outlast.training import device, metrics
 from outlast.training.state import copying, part_file
 from outlast.training.state.checkpoint import Flat
 from outlast.training.state.disks import Disks, Part
-from outlast.worker.hangs import stall
+from outlast.worker.hangs import deadlocks
 
 log = logging.getLogger("outlast")
 
@@ -156,7 +156,7 @@ class Saver:
     def begin(self, step: int, flat: Flat, metric: checkpoints.Metric | None = None) -> None:
         """Copy `flat` and start saving it; the previous save must have ended (`wait`). Rank 0's `metric` counts. A collective."""
         if self._group is None:
-            self._group = stall.watch().own(dist.new_group(backend="gloo"))
+            self._group = deadlocks.watch().own(dist.new_group(backend="gloo"))
         self._outcome = None
         self._hurry.clear()
         self._began = time.monotonic()

@@ -6,7 +6,7 @@
     /healthz of the worker fails      1.25 x limit, from the first step on
 
 `agent.ranks` observes, this module decides, `agent.agent` kills and writes a verdict file, from which `launch.elastic` reports
-the failure. `hangs.stall` detects deadlocks by a mistake in the script earlier, in seconds.
+the failure. `hangs.deadlocks` detects deadlocks by a mistake in the script earlier, in seconds.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def hung(processes: Sequence[Process], limit_s: float) -> list[tuple[Process, st
 
     All ranks of a world stand still together when one hangs. A rank that the kernel has stopped, or that cannot run Python, is
     the culprit; if this worker has none, another may have it, so its ranks count as stuck only after a longer time. Ranks that
-    wait for one that moves count as moving (`hangs.stall`).
+    wait for one that moves count as moving (`hangs.deadlocks`).
     """
     counted = [p for p in processes if p.progress.phase != "done" and (p.watched or p.progress.phase != "started")]
     stopped = [p for p in processes if p.stopped and p.silent_s > limit_s]

@@ -4,7 +4,7 @@
     python -m outlast rank -m MODULE [ARG ...]
 
 The environment is torchrun's. We add only a first progress record, so that the agent knows the process, a thread that detects
-deadlocks between ranks (`hangs.stall`), and after an exception a small file with its traceback, so that `outlast status` can show
+deadlocks between ranks (`hangs.deadlocks`), and after an exception a small file with its traceback, so that `outlast status` can show
 the first error of the first failing rank.
 """
 
@@ -27,7 +27,7 @@ from outlast.base import files
 from outlast.base.errors import NoRoom, NotRestored, NotSaved, OutlastError, Superseded, causes
 from outlast.job import accelerators, contract
 from outlast.job.workerfiles import progress
-from outlast.worker.hangs import stall
+from outlast.worker.hangs import deadlocks
 
 _began = time.monotonic()
 _COLLECTIVE = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "CheckpointException")
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
     state = os.environ.get(contract.Env.STATE)
     if state:
         _enter(Path(state))
-    watch = stall.watch()
+    watch = deadlocks.watch()
     watch.record = lambda sentence: _record(state, OutlastError(sentence), "", contract.Exit.MISCONFIGURED)
     watch.start()
     try:

@@ -25,7 +25,7 @@ from outlast.base.errors import Missing, OutlastError, StoreError
 from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.job.shipping import code_files
-from outlast.job.workerfiles import progress, saves
+from outlast.job.workerfiles import plain_scripts, progress
 from outlast.storage import runs, store
 from outlast.storage.runs.output import OWN, skipped
 from outlast.storage.store import Store
@@ -122,8 +122,8 @@ class Results:
         """Whether a missing result belongs to a checkpoint that the script has deleted in favour of a later one in the store. A
         checkpoint that this pass holds back is not in the store."""
         *above, name = path.split("/")
-        numbered = [(place, step) for place, part in enumerate(above) if (step := saves.step_of(part)) is not None]
-        of_file = saves.step_of_file(name)[1]
+        numbered = [(place, step) for place, part in enumerate(above) if (step := plain_scripts.step_of(part)) is not None]
+        of_file = plain_scripts.step_of_file(name)[1]
         numbered += [(len(above), of_file)] if of_file is not None else []
         if not numbered:
             return False
@@ -136,7 +136,7 @@ class Results:
         if parts[place] in names:
             return False
         whole = [name for name in names if not name.endswith(".tmp") and "/".join([*parts[:place], name]) not in self._waiting]
-        steps = (saves.step_of_file(other)[1] if place == len(above) else saves.step_of(other) for other in whole)
+        steps = (plain_scripts.step_of_file(other)[1] if place == len(above) else plain_scripts.step_of(other) for other in whole)
         return any(other is not None and other > step for other in steps)
 
     def unfinished(self, *, last: bool = False) -> Callable[[str], bool]:
@@ -161,7 +161,7 @@ class Results:
             try:
                 place = self._output / path
                 stat = place.stat()
-                if saves.step_of(place.parent.name) is not None:
+                if plain_scripts.step_of(place.parent.name) is not None:
                     return busy(place.parent)
             except OSError:
                 return True
@@ -284,7 +284,7 @@ def saves_itself(output: Path, place: Store) -> bool:
     """Whether the script also saves on this worker, without rank 0: it has saved here since the store's files were written.
     Raises StoreError."""
     try:
-        return saves.newest(output / contract.WORK, place.head(_IN_STORE).modified) is not None
+        return plain_scripts.newest(output / contract.WORK, place.head(_IN_STORE).modified) is not None
     except Missing:
         return True
 

@@ -25,8 +25,8 @@ from outlast.base.errors import OutlastError
 from outlast.data import shards as prepared
 from outlast.storage import store
 from outlast.training import Shards, Stream
-from outlast.training.samples import fetched
-from outlast.worker.hangs import stall
+from outlast.training.samples import stored_shards
+from outlast.worker.hangs import deadlocks
 from outlast.worker.prepare import cache, room
 from outlast.worker.prepare.room import Thing
 from texts import a_text
@@ -42,7 +42,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory = tmp_path / "cache"
     monkeypatch.setenv("OUTLAST_CACHE", str(directory))
     monkeypatch.setenv("OUTLAST_STORE_TIMEOUT", "1")
-    monkeypatch.setattr(fetched, "_LONGEST_POLL_S", 0.03)
+    monkeypatch.setattr(stored_shards, "_LONGEST_POLL_S", 0.03)
     return directory
 
 
@@ -212,7 +212,7 @@ def test_a_shard_that_is_not_what_the_manifest_says_is_refused(
 
 
 def test_a_fork_whose_fetching_process_dies_says_so(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fetched, "_forked", True)
+    monkeypatch.setattr(stored_shards, "_forked", True)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(OutlastError, match=r"manifest.json of file://\S+ cannot be fetched: the process .* ended with 1; see"):
         Shards(f"file://{a_text(tmp_path / 'data', 600, shard=100)}", block=10)
@@ -243,7 +243,7 @@ def uploaded(data: Path, url: str) -> str:
 def test_a_store_that_is_away_is_waited_for_with_signs_of_life(
     home: Path, tmp_path: Path, moto_proxy: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(fetched, "_TELL_S", 0.5)
+    monkeypatch.setattr(stored_shards, "_TELL_S", 0.5)
     data = a_text(tmp_path / "data", 4000, shard=100)
     url = uploaded(data, moto_proxy.place.url)
     expected = list(read(str(data), window=2))
@@ -255,7 +255,7 @@ def test_a_store_that_is_away_is_waited_for_with_signs_of_life(
 
     def return_() -> None:
         until(lambda: any(text.startswith("outlast: waiting for train-") for text in caplog.messages))
-        held.append(stall.watch().held)
+        held.append(deadlocks.watch().held)
         moto_proxy.up()
 
     returning = threading.Thread(target=return_)
@@ -272,13 +272,13 @@ def test_a_store_that_is_away_is_waited_for_with_signs_of_life(
         Shards(moto_proxy.place.url.replace("s3://", "s3://nowhere-"), block=10, patience=0.1)
 
 
-class Odd(fetched.Fetched):
+class Odd(stored_shards.Fetched):
     """A place whose threads that fetch ahead raise an error, or stand still, until `goes_on`."""
 
     error: Exception | None = None
     goes_on = threading.Event()
 
-    def _fetch(self, shard: prepared.Shard, now: bool) -> fetched.Held | None:
+    def _fetch(self, shard: prepared.Shard, now: bool) -> stored_shards.Held | None:
         if not now:
             if self.error is not None:
                 raise self.error
@@ -311,7 +311,7 @@ def test_what_is_read_ahead_gives_way_from_the_end_on_and_only_as_far_as_needed(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("OUTLAST_CACHE_SIZE", str(4 * SHARD))
-    place = fetched.Fetched(f"file://{a_text(tmp_path / 'data', 600, shard=100)}", 1, 0.0)
+    place = stored_shards.Fetched(f"file://{a_text(tmp_path / 'data', 600, shard=100)}", 1, 0.0)
     shards = place.manifest().part("train").shards
     for number in range(1, 5):
         place.want(shards[:number], 0)
@@ -324,7 +324,7 @@ def test_what_is_read_ahead_gives_way_from_the_end_on_and_only_as_far_as_needed(
 
 
 def test_a_shard_that_was_cut_off_is_replaced_and_never_removed(home: Path, tmp_path: Path):
-    place = fetched.Fetched(f"file://{a_text(tmp_path / 'data', 200, shard=100)}", 1, 0.0)
+    place = stored_shards.Fetched(f"file://{a_text(tmp_path / 'data', 200, shard=100)}", 1, 0.0)
     shard = place.manifest().part("train").shards[0]
     (home / "shards" / shard.sha256).write_bytes(b"cut")
     assert place._held(shard) is None
@@ -446,7 +446,7 @@ def test_what_a_worker_takes_while_it_is_being_removed_stays(tmp_path: Path, mon
 def test_a_full_disk_is_one_sentence_and_read_ahead_gives_way_to_what_is_needed_now(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_disk: Path
 ):
-    monkeypatch.setattr(fetched, "_TRY_S", 0.01)
+    monkeypatch.setattr(stored_shards, "_TRY_S", 0.01)
     monkeypatch.setenv("OUTLAST_CACHE", str(small_disk / "cache"))
     monkeypatch.setenv("OUTLAST_CACHE_SIZE", "1GiB")
     data = a_text(tmp_path / "data", 10 * 500_000, shard=500_000)

@@ -36,7 +36,7 @@ from outlast.data.shards import Manifest, Shard
 from outlast.storage import store
 from outlast.storage.store import Store
 from outlast.storage.sync import transfer
-from outlast.worker.hangs import stall
+from outlast.worker.hangs import deadlocks
 from outlast.worker.prepare import cache, room
 
 log = logging.getLogger("outlast")
@@ -250,7 +250,7 @@ class Fetched:
         OutlastError."""
         begun, tell = time.monotonic(), time.monotonic() + _TELL_S
         pause, tries = _POLL_S, 0
-        with stall.watch().alive():
+        with deadlocks.watch().alive():
             while True:
                 why = "another process fetches it"
                 try:

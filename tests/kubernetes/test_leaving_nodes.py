@@ -8,8 +8,8 @@ import pytest
 
 from outlast.job.contract import LEAVING, Annotation
 from outlast.kubernetes.api import kinds
-from outlast.kubernetes.operator import cache, job_status, leaving
-from outlast.kubernetes.operator.leaving import Leave
+from outlast.kubernetes.operator import cache, job_status, leaving_nodes
+from outlast.kubernetes.operator.leaving_nodes import Leave
 from simulated import Cluster, trains
 
 NOW = 1_700_000_000.0
@@ -20,7 +20,7 @@ def a_node(*taints: str, labels: dict[str, str] | None = None, **annotations: st
     found = [dict(zip(("key", "value"), taint.split("="), strict=False)) for taint in taints]
     names = {"at": Annotation.LEAVING_AT, "why": Annotation.LEAVING_REASON}
     meta = {"name": "n", "labels": labels or {}, "annotations": {names[key]: value for key, value in annotations.items()}}
-    return {"metadata": meta, "spec": {"taints": found}, leaving.TAINTED: NOW}
+    return {"metadata": meta, "spec": {"taints": found}, leaving_nodes.TAINTED: NOW}
 
 
 def cordoned(
@@ -71,14 +71,14 @@ SPOT = {"eks.amazonaws.com/capacityType": "SPOT"}
     ],
 )
 def test_a_taint_has_the_annotated_deadline_or_the_usual_one_of_its_kind(node: dict[str, Any], leave: Leave | None) -> None:
-    assert leaving.of_node(node) == leave
+    assert leaving_nodes.of_node(node) == leave
 
 
 def test_the_soonest_deadline_counts_and_none_is_the_latest() -> None:
     late, soon, open_ = Leave("a", NOW + 120), Leave("b", NOW + 15), Leave("c")
-    assert leaving.soonest(None, open_, late, soon) == soon
-    assert leaving.soonest(open_, None) == open_
-    assert leaving.soonest(None) is None
+    assert leaving_nodes.soonest(None, open_, late, soon) == soon
+    assert leaving_nodes.soonest(open_, None) == open_
+    assert leaving_nodes.soonest(None) is None
 
 
 @pytest.mark.parametrize(("left_s", "grace_s"), [(15, 13), (120, None), (108, None), (107, None), (106, 104), (1, 1), (-60, 1)])
