@@ -4,8 +4,8 @@
     python -m outlast rank -m MODULE [ARG ...]
 
 The environment is torchrun's. We add only a first progress record, so that the agent knows the process, a thread that detects
-deadlocks between ranks (`hangs.deadlocks`), and after an exception a small file with its traceback, so that `outlast status` can show
-the first error of the first failing rank.
+deadlocks between ranks (`hangs.deadlocks`), and after an exception a small file with its traceback, so that `outlast status` can
+show the first error of the first failing rank.
 """
 
 from __future__ import annotations
