@@ -1,4 +1,4 @@
-"""The operator: what it sees of a job (`observe`), what is to be done about it (`decide`), and the doing (`act`).
+"""The operator observes a job (`snapshot`), decides what to do (`decide`), and does it (`apply`).
 
-See docs/decisions/0013-the-operator.md. `plan` is the word between them; `operator` is the process.
+See docs/decisions/0013-the-operator.md. `decide` hands a `plan` to `apply`; `operator` is the process.
 """

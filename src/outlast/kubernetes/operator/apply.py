@@ -1,7 +1,8 @@
-"""Carrying out a plan, in its order; it may be broken off between any two writes.
+"""Carrying out a plan in order; the process may be killed between any two writes.
 
-Every write states what it is based on: a status on a resource version, a deletion on a uid, a creation on a free name. When that
-no longer holds, the object was changed by others; it is not overwritten, and the next reconcile pass decides again.
+Every write states its precondition: a status the resource version it is based on, a deletion a uid, a creation that the name is
+free. If the precondition no longer holds, somebody else has changed the object: it is not overwritten, and the next reconcile
+pass decides again.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from outlast.kubernetes.operator.writer import Parallel, Writer
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-"""Pause while another object that has a name we need is being deleted."""
+"""Pause before a creation is retried while another object with the same name is being deleted."""
 EVENT_WINDOW_S = 600
-"""The same sentence within this time is one Event with a count. The API server keeps Events for an hour."""
+"""Repetitions of a sentence within this time are one Event with a count. The API server keeps Events for an hour."""
 FAILED_CREATE = "FailedCreate"
-"""Reason of the Event when a pod cannot be created, as of Kubernetes' own controllers."""
+"""Reason of the Event when a pod cannot be created; Kubernetes' own controllers use the same."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,11 @@ class Done:
     """The outcome of carrying out a plan."""
 
     requeue_at: float | None
-    """When to reconcile again although nothing changes; seconds since the epoch."""
+    """When to reconcile again even if nothing changes; seconds since the epoch."""
     stale: str = ""
-    """A sentence: what had changed meanwhile, so that the rest of the plan was dropped."""
+    """A sentence about a changed job, or an object in the way, because of which the rest of the plan was dropped; else empty."""
     blocked: str = ""
-    """A sentence about an object that has the name of a pod and will keep it."""
+    """A sentence about another object that has the name of a pod to be created and will not go away by itself; else empty."""
 
 
 def act(
@@ -52,12 +53,12 @@ def act(
     later: Callable[[Callable[[], None]], None],
     written: Callable[[], None] = lambda: None,
 ) -> Done:
-    """Carry out a plan, unless the job has changed since it was decided.
+    """Carry out a plan, unless the job has changed since the plan was made.
 
     `each` may make the writes of one part of the plan in parallel; `later` may write Events in the background; `written` is
-    called once the status is written, whatever becomes of the rest. Raises ClusterError when a write has failed, with none in
-    flight; the next pass finds what is left. When the API server rejects pods, or what they need, it raises Refused or Forbidden
-    and writes an Event.
+    called once the status is written, whatever becomes of the rest. Raises ClusterError when a write has failed, once no other
+    write is in flight; the next pass completes the work. When the API server rejects pods, or objects that pods need, it raises
+    Refused or Forbidden and writes an Event.
     """
     applying = _Applying(cluster, job, now, each, later)
     try:
@@ -107,10 +108,10 @@ class _Applying:
         self.cluster, self.job, self.now, self._each, self._later = cluster, job, now, each, later
         self.namespace = job["metadata"].get("namespace")
         self._foreign: list[str] = []
-        """Sentences about objects that belong to somebody else and have names that this job's objects need."""
+        """Sentences about objects that do not belong to this job but have names that its objects need."""
 
     def event(self, note: Event) -> None:
-        """Write an Event, maybe later."""
+        """Write an Event, possibly in the background."""
         self._later(functools.partial(_write_event, self.cluster, self.job, note, self.now))
 
     def prerequisites(self, plan: Plan) -> str:
@@ -139,7 +140,7 @@ class _Applying:
         return Done(again, blocked=blocked)
 
     def _ensure(self, document: Document) -> str:
-        """Create an object unless one of that name exists. Returns and raises as `_others`."""
+        """Create an object unless one with its name exists. Returns and raises the same as `_others`."""
         refused: ClusterError | None = None
         try:
             if _create(self.cluster, document):
@@ -156,7 +157,7 @@ class _Applying:
         return self._others(document, existing) or ""
 
     def _change(self, document: Document) -> str:
-        """Apply a document if its object is the job's or does not exist. Returns and raises as `_others`."""
+        """Apply a document if its object belongs to the job or does not exist. Returns and raises the same as `_others`."""
         kind, meta = kind_of(document), document["metadata"]
         try:
             existing = self.cluster.get(kind, meta["name"], namespace=meta.get("namespace"))
@@ -168,9 +169,9 @@ class _Applying:
         return ""
 
     def _others(self, document: Document, existing: Document) -> str | None:
-        """None when the object that has a document's name is the job's. A sentence when it belongs to an earlier job of this name
-        and will be garbage-collected: it must go first. Otherwise it stays as it is, and is reported. Raises Refused for Roles:
-        the rights that others have granted are not handed to pods."""
+        """None if the existing object with a document's name belongs to the job. A sentence if the object belongs to an earlier
+        job of this name: it must be garbage-collected first. Any other object is left alone and reported; the result is empty.
+        Raises Refused if that is a Role or RoleBinding: pods must not get rights that somebody else has granted."""
         name = f"{kind_of(document)} {document['metadata']['name']}"
         if not document["metadata"].get("ownerReferences"):
             return ""
@@ -185,8 +186,9 @@ class _Applying:
         return ""
 
     def _create_pod(self, pod: Document) -> _Obstacle | None:
-        """Create a pod; returns the obstacle if another object has its name. A pod of the job that lacks our label, by which
-        pods are watched, gets it: a controller that we replace has created it, or its label was changed."""
+        """Create a pod; returns the obstacle if another object has its name. If the pod already exists and belongs to the job but
+        lacks the label by which pods are watched, the label is added: a controller that we replace has created the pod, or
+        somebody changed the label."""
         if _create(self.cluster, pod):
             return None
         kind, meta = kind_of(pod), pod["metadata"]
@@ -210,16 +212,16 @@ class _Applying:
 
 @dataclass(frozen=True)
 class _Obstacle:
-    """An object that has the name of a pod to be created."""
+    """Another object that has the name of a pod to be created."""
 
     sentence: str
     stays: bool = False
-    """Whether it will not go away by itself."""
+    """Whether the object will not go away by itself."""
 
 
 def _with_status(job: Mapping[str, Any], status: Mapping[str, Any]) -> Document:
-    """The job as it is written to its status subresource, by PUT: it replaces the status as a whole and so removes keys that
-    were left out, which a merge patch would keep. The resource version makes the write conditional."""
+    """The job as written to its status subresource with PUT, which replaces the whole status and so also removes missing keys; a
+    merge patch would keep them. The resource version makes the write conditional."""
     meta = {name: job["metadata"][name] for name in ("name", "namespace", "uid", "resourceVersion") if name in job["metadata"]}
     return {
         "apiVersion": job["apiVersion"],
@@ -239,7 +241,7 @@ def _create(cluster: Writer, document: Document) -> bool:
 
 
 def delete(cluster: Writer, deletion: Deletion, namespace: str | None) -> None:
-    """Delete an object, but not a newer one of its name."""
+    """Delete an object, but not a newer one with the same name."""
     try:
         cluster.delete(deletion.kind, deletion.name, namespace=namespace, grace_s=deletion.grace_s, uid=deletion.uid)
     except (Absent, Conflict):
@@ -248,8 +250,8 @@ def delete(cluster: Writer, deletion: Deletion, namespace: str | None) -> None:
 
 
 def _write_event(cluster: Writer, job: Mapping[str, Any], note: Event, now: float) -> None:
-    """Write an Event. Its name is a hash of its content and the time window, so that a repetition is counted on the existing one,
-    also after a restart of the operator. A failure is only logged, as nothing depends on Events."""
+    """Write an Event. Its name is a hash of its content and the time window, so that a repetition increments the count of the
+    existing Event, even after a restart of the operator. A failure is only logged, as nothing depends on Events."""
     made = event(job, note, now)
     try:
         if not _create(cluster, made):

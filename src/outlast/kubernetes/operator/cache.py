@@ -1,10 +1,11 @@
-"""The operator's cache of the cluster: documents from the watches, and the answers to its own writes since then.
+"""The operator's cache of the cluster: documents from the watches, and the responses to its own writes since then.
 
-A watch lags: an object that we have just created is not in it yet, and a decision from the watch alone would create it twice. So
-the answer to each of our writes is kept too and takes precedence, until the watch has reached its resource version; from then on
-the watch is right. There are no expectations to count, and nothing blocks.
+A watch lags: an object that we have just created is not in the watch yet, and a decision from the watch alone would create it
+twice. So the response to each of our writes is kept as well, and takes precedence until the watch has reached its resource
+version; from then on the watch is right. There are no expectations to count, and nothing blocks.
 
-Resource versions of one kind are numbers that grow (KEP-5504; in fact always). Pure but for a lock.
+Resource versions of one kind are increasing numbers (guaranteed by KEP-5504, and true in practice before it). Pure except for a
+lock.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ _OF_NODES = (Annotation.LEAVING_AT, Annotation.LEAVING_REASON)
 _REPEATED = (Annotation.JOB_FILE, "kubectl.kubernetes.io/last-applied-configuration")
 """Annotations that repeat other documents."""
 _WORKER = re.compile(re.escape(contract.worker_name("@", 0)).replace("@", "(?P<job>.+)").replace("0", "[0-9]+"))
-"""The name of a worker's Lease."""
+"""Pattern of the name of a worker's Lease."""
 Urgency = Literal["now", "later"]
-"""When a change is reconciled: now, or within seconds together with others."""
+"""When a change is reconciled: immediately, or within seconds together with other changes."""
 
 
 class Key(NamedTuple):
-    """A job."""
+    """Identifies a job."""
 
     kind: Kind
     namespace: str
@@ -46,31 +47,31 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class CachedJob:
-    """All objects of one job now. The documents are copies, except for the nodes, which must not be changed."""
+    """All objects of one job at one time. The documents are copies, except for the nodes, which must not be modified."""
 
     job: Document | None
     pods: list[Document]
     leases: list[Document]
     nodes: Mapping[str, Document]
     since: float
-    """Time from which all watches have been connected; now, while one is not."""
+    """Time since which all watches have been connected; the current time if one is not connected."""
     refused: str = ""
-    """Why its pods could not be created on the last attempt: a sentence."""
+    """A sentence about why the job's pods could not be created on the last attempt; else empty."""
     jobs: int = 1
-    """The number of jobs of its kind."""
+    """Number of jobs of the same kind."""
 
 
 class _Entry(NamedTuple):
-    """A document as JSON: dictionaries would take five times the memory."""
+    """A document as JSON: dictionaries would take five times as much memory."""
 
     body: bytes
-    """Without the resource version."""
+    """The document without its resource version."""
     uid: str
     version: int
     urgent_hash: int
-    """Hash of the fields whose change must be reconciled now."""
+    """Hash of the fields whose changes must be reconciled immediately."""
     progress_hash: int
-    """Hash of fields whose change may be handled late (step progress)."""
+    """Hash of the fields whose changes may be reconciled later (step progress)."""
     job: str
     node: str
 
@@ -80,26 +81,27 @@ class KindCache:
     kind: Kind
     watched: dict[NamespacedName, _Entry] = field(default_factory=dict)
     reached: int = 0
-    """The version up to which the watch has delivered everything."""
+    """The resource version up to which the watch has delivered everything."""
     connected: bool = False
     synced: bool = False
-    """Whether the watch has delivered everything once."""
+    """Whether the watch has ever delivered everything."""
     since: float = 0.0
-    """Time from which the watch has been connected."""
+    """Time since which the watch has been connected."""
     written: dict[NamespacedName, _Entry] = field(default_factory=dict)
-    """Answers to our own writes, of versions that the watch has not reached."""
+    """Responses to our own writes, as long as the watch has not reached their versions."""
     deleted_uids: set[str] = field(default_factory=set)
-    """Uids of objects that we have deleted and the watch still shows."""
+    """Uids of objects that we have deleted but that the watch still shows."""
     unconfirmed: set[NamespacedName] | None = None
-    """While a new watch lists: documents of the last one that this one has not delivered yet."""
+    """While a new watch lists all objects: the names from the previous watch that the new one has not delivered yet."""
     jobs: dict[NamespacedName, set[NamespacedName]] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """A new watch begins to list everything."""
+        """Note that a new watch starts to list all objects."""
         self.unconfirmed = set(self.watched)
 
     def set_version(self, version: str | None, now: float) -> list[_Entry]:
-        """The watch has delivered everything up to a version, or is lost (None). Returns what has vanished without an event."""
+        """Note that the watch has delivered everything up to a version, or that its connection is lost (None). Returns the
+        objects that have vanished without an event."""
         if version is None:
             self.connected = False
             return []
@@ -114,7 +116,7 @@ class KindCache:
         return vanished
 
     def put(self, document: Document) -> Urgency | None:
-        """A document from the watch; returns when to reconcile it."""
+        """Store a document from the watch; returns when to reconcile the change, or None for never."""
         name, new = _name_of(document), _entry(self.kind, document)
         previous = self.effective(name)
         if self.unconfirmed is not None:
@@ -130,7 +132,7 @@ class KindCache:
         return "later" if previous and after and previous.progress_hash != after.progress_hash else None
 
     def remove(self, document: Document) -> bool:
-        """The watch reports a deletion; returns whether that is news."""
+        """Remove a document that the watch reports as deleted; returns whether the deletion is news."""
         name, uid = _name_of(document), document["metadata"]["uid"]
         previous = self.effective(name)
         self._advance(int(document["metadata"]["resourceVersion"]))
@@ -140,7 +142,7 @@ class KindCache:
         return previous is not None and self.effective(name) is None
 
     def wrote(self, document: Document) -> None:
-        """The answer to one of our writes."""
+        """Store the response to one of our writes."""
         name, new = _name_of(document), _entry(self.kind, document)
         last = self.written.get(name)
         if new.version > self.reached and (last is None or last.version < new.version):
@@ -148,12 +150,12 @@ class KindCache:
             self._index(name, last)
 
     def deleted(self, name: NamespacedName, uid: str) -> None:
-        """We have deleted this, and it is gone."""
+        """Note that we have deleted an object and that it is gone."""
         if any(each is not None and each.uid == uid for each in (self.watched.get(name), self.written.get(name))):
             self.deleted_uids.add(uid)
 
     def effective(self, name: NamespacedName) -> _Entry | None:
-        """The newest known version of a document; None when there is none."""
+        """The newest known version of a document; None if there is none."""
         entry = self.written.get(name)
         if entry is not None and entry.version <= self.reached:
             del self.written[name]
@@ -165,12 +167,12 @@ class KindCache:
         return None if entry is None or entry.uid in self.deleted_uids else entry
 
     def of_job(self, job: NamespacedName) -> list[Document]:
-        """The documents of a job, by name."""
+        """The documents of a job, sorted by name."""
         found = [self.effective(name) for name in sorted(self.jobs.get(job, ()))]
         return [_decoded(each) for each in found if each is not None and each.job == job[1]]
 
     def _advance(self, version: int) -> None:
-        """Items of a list come in no order; only events of a connected watch tell its version."""
+        """Raise the version that the watch has reached, unless it is still listing: the items of a list come in no order."""
         if self.connected and self.unconfirmed is None:
             self.reached = max(self.reached, version)
 
@@ -180,7 +182,7 @@ class KindCache:
         self._index(name, old)
 
     def _index(self, name: NamespacedName, old: _Entry | None) -> None:
-        """Index a document under the jobs that it belongs to now, and no longer under its former one."""
+        """Index a document under the jobs to which it belongs now, and no longer under its former job."""
         now = {each.job for each in (self.watched.get(name), self.written.get(name)) if each is not None}
         for job in now:
             self.jobs.setdefault((name[0], job), set()).add(name)
@@ -192,7 +194,7 @@ class KindCache:
 
 
 class Cache:
-    """Jobs, their pods and Leases, and the nodes. Calls `changed` for every job that must be reconciled."""
+    """Cache of jobs, their pods and Leases, and the nodes. Calls `changed` for every job that must be reconciled."""
 
     def __init__(self, jobs: Iterable[Kind], changed: Callable[[Key, Urgency], None]) -> None:
         self.jobs = tuple(jobs)
@@ -203,19 +205,19 @@ class Cache:
         self._guard = threading.RLock()
 
     def add_kind(self, kind: Kind) -> None:
-        """Cache another kind, from empty. `unsynced` and `since` do not depend on it."""
+        """Start an empty cache of another kind. By default, `unsynced` ignores this kind, and so does `since`."""
         with self._guard:
             self._kinds[kind] = KindCache(kind)
 
-    # from the watches
+    # called by the watches
 
     def begin(self, kind: Kind) -> None:
-        """A watch of this kind begins, or begins again after it could not be resumed."""
+        """Note that a watch of this kind starts, or starts from scratch because it could not be resumed."""
         with self._guard:
             self._kinds[kind].begin()
 
     def set_version(self, kind: Kind, version: str | None, now: float) -> None:
-        """A watch has delivered everything up to this version, or is lost (None)."""
+        """Note that a watch has delivered everything up to this version, or that its connection is lost (None)."""
         with self._guard:
             kind_cache = self._kinds[kind]
             for each in kind_cache.set_version(version, now):
@@ -239,7 +241,7 @@ class Cache:
             if self._kinds[kind].remove(document):
                 self._notify(kind, _decoded(old) if old else document)
 
-    # from our own writes
+    # called after our own writes
 
     def wrote(self, kind: Kind, document: Document) -> None:
         with self._guard:
@@ -251,7 +253,7 @@ class Cache:
             if kind in self._kinds:
                 self._kinds[kind].deleted((namespace, name), uid)
 
-    # for the reconcilers
+    # called by the reconcilers
 
     def job(self, key: Key, now: float) -> CachedJob:
         name = (key.namespace, key.name)
@@ -264,7 +266,7 @@ class Cache:
             return CachedJob(_decoded(job) if job else None, pods, leases, self._nodes, since, jobs=jobs)
 
     def unsynced(self, kinds: Iterable[Kind] | None = None) -> list[Kind]:
-        """Kinds whose watch has not delivered everything once."""
+        """Kinds whose watch has never delivered everything."""
         with self._guard:
             return [kind for kind in kinds or self._needed if not self._kinds[kind].synced]
 
@@ -274,13 +276,13 @@ class Cache:
             return self._kinds[kind].of_job((key.namespace, key.name))
 
     def documents(self, kind: Kind) -> list[Document]:
-        """All documents of a kind; for kinds with few."""
+        """All documents of a kind; only for kinds with few documents."""
         with self._guard:
             kind_cache = self._kinds[kind]
             return [_decoded(each) for name in sorted(kind_cache.watched) if (each := kind_cache.effective(name)) is not None]
 
     def mark_unserved(self, kind: Kind, now: float) -> None:
-        """The cluster does not serve this kind: it has no documents, until a watch delivers some."""
+        """Note that the cluster does not serve this kind: there are no documents until a watch delivers some."""
         with self._guard:
             kind_cache = self._kinds[kind]
             if not kind_cache.connected:
@@ -295,7 +297,7 @@ class Cache:
             return len(self._kinds[kind].watched)
 
     def _notify(self, kind: Kind, document: Document, urgency: Urgency = "now") -> None:
-        """Report which jobs a change concerns."""
+        """Report the jobs that a change concerns."""
         namespace, name = _name_of(document)
         if kind in self.jobs:
             self.changed(Key(kind, namespace, name), urgency)
@@ -315,7 +317,7 @@ class Cache:
 
 
 def trimmed(kind: Kind, document: Document) -> Document:
-    """A document without the fields that the operator does not read; what a pod runs is in its job."""
+    """A document without the fields that the operator does not read; the contents of a pod follow from its job."""
     meta = {name: value for name, value in document["metadata"].items() if name not in ("managedFields", "selfLink")}
     meta["annotations"] = {name: value for name, value in (meta.get("annotations") or {}).items() if name not in _REPEATED}
     made: Document = {**document, "metadata": meta}
@@ -326,7 +328,7 @@ def trimmed(kind: Kind, document: Document) -> Document:
         made["spec"]["containers"] = [_container(each) for each in spec.get("containers") or ()]
     elif kind == NODE:
         spec, status = document.get("spec") or {}, document.get("status") or {}
-        # Neither heartbeats nor the images of a node are news.
+        # Heartbeats and the list of images on a node are ignored.
         conditions = [
             {name: value for name, value in each.items() if name != "lastHeartbeatTime"}
             for each in status.get("conditions") or ()
@@ -338,7 +340,7 @@ def trimmed(kind: Kind, document: Document) -> Document:
 
 
 def _container(container: Document) -> Document:
-    """A container's memory limit, for the sentence when it is OOMKilled."""
+    """A container reduced to its name and its memory limit, which the sentence about an OOMKilled container names."""
     limit = ((container.get("resources") or {}).get("limits") or {}).get("memory")
     return {"name": container["name"], **({"resources": {"limits": {"memory": limit}}} if limit else {})}
 
@@ -359,8 +361,8 @@ def _entry(kind: Kind, document: Document) -> _Entry:
 
 
 def _progress(progress: str | None) -> tuple[Any, bool, Any]:
-    """The progress that is written soon: the generation a member trains in, whether it has done a step, the goodput of the
-    run."""
+    """The parts of the progress whose changes are reconciled soon: the member's generation, whether it has completed a step, and
+    the goodput of the run."""
     try:
         progress_ = json.loads(progress or "{}")
         return progress_.get("generation"), progress_.get("step") is not None, progress_.get("whole") and progress_.get("goodput")
@@ -369,8 +371,8 @@ def _progress(progress: str | None) -> tuple[Any, bool, Any]:
 
 
 def _job_of(kind: Kind, document: Document) -> str:
-    """The name of the job that a document belongs to. For a Lease it is taken from the Lease's name, not from its labels: a
-    worker can change its own labels, but cannot write another worker's Lease."""
+    """The name of the job to which a document belongs. For a Lease, the job is taken from the Lease's name, not from its labels:
+    a worker can change the labels of its own Lease, but cannot write another worker's Lease."""
     meta = document["metadata"]
     if kind == LEASE:
         match = _WORKER.fullmatch(meta["name"])
@@ -379,8 +381,8 @@ def _job_of(kind: Kind, document: Document) -> str:
 
 
 def _urgent(kind: Kind, document: Document, body: bytes) -> bytes:
-    """The fields whose change must be reconciled now. Omits the fields of a Lease that change with each renewal and step; a
-    node's are only taints, readiness, notices and deletion."""
+    """The fields whose changes must be reconciled immediately. For a Lease, that excludes the fields that change with each
+    renewal and step; for a node, it is only taints, readiness, notices and deletion."""
     meta, spec = document["metadata"], document.get("spec") or {}
     if kind == LEASE:
         said = meta.get("annotations") or {}

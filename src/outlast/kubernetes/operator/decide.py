@@ -1,13 +1,13 @@
-"""The operator's decisions: an ordered table of rules, a pure function of one snapshot of a job.
+"""The operator's decisions: an ordered table of rules; a pure function of one snapshot of a job.
 
     plan = decide(snapshot)
 
-Each rule is named after a situation and writes a sentence, which is the status, the Event and the log line. Of several sentences
-in one pass the first is what people read; all rules may add to the plan. Who trains together is decided by
-`rendezvous.world.decide` and whether a failure is restarted by `rendezvous.failures`, as on one machine.
+Each rule is named after a situation and writes a sentence, which becomes the status, the Event and the log line. If several rules
+write one in a pass, people read the first; all rules may add to the plan. `rendezvous.world.decide` decides which workers train
+together, and `rendezvous.failures` whether a failure is restarted, as on one machine.
 
-Invariants: never more pods than are wanted, except those on their way out; never two pods of one index; no failure is counted
-twice; nothing is deleted before the status says why. For a job that has settled the plan is empty.
+Invariants: apart from terminating pods there are never more pods than desired, and never two with the same index; no failure is
+counted twice; nothing is deleted before the status says why. For a job in a steady state the plan is empty.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ RULES: tuple[Callable[[Reconcile], None], ...] = (
     workers.surplus_workers,
     workers.missing_workers,
 )
-"""In this order: what has become of pods is learned before the world is decided, and pods are created last."""
+"""The order matters: rules that observe pods run before the world is decided, and pods are created last."""
 PLAIN_RULES: tuple[Callable[[Reconcile], None], ...] = (
     end.finished,
     plain.taken_up,
@@ -72,4 +72,4 @@ PLAIN_RULES: tuple[Callable[[Reconcile], None], ...] = (
     plain.missing_workers,
     plain.pods_observed,
 )
-"""For a job whose workers have no agent: torchrun decides who trains together."""
+"""Rules for a job whose workers have no agent: torchrun decides which workers train together."""

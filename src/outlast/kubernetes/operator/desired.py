@@ -1,4 +1,4 @@
-"""The desired objects of a job: its workers' pods, and the objects that these need. Pure."""
+"""The desired objects of a job: the pods of its workers, and the objects that the pods need. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def prerequisites(snapshot: JobSnapshot) -> tuple[Document, ...]:
 
 
 def updated(snapshot: JobSnapshot) -> tuple[Document, ...]:
-    """Those prerequisites that change with the job's workers."""
+    """The prerequisites that change with the job's workers."""
     request = _request(snapshot)
     return (
         *(document for document in _members(snapshot, request) if document["kind"] == "Role"),
@@ -54,7 +54,7 @@ def workload(snapshot: JobSnapshot, kind: Kind, name: str, count: int, least: in
 
 
 def workers(snapshot: JobSnapshot, indices: Sequence[int], generation: int, avoided: Sequence[str]) -> Iterator[Document]:
-    """The pods of these workers, with a preference for other nodes than `avoided`."""
+    """The pods of these workers, which prefer nodes other than `avoided`."""
     if snapshot.plain is not None:
         yield from (snapshot.plain.pod(index) for index in indices)
         return
@@ -99,7 +99,7 @@ def _gang(snapshot: JobSnapshot, request: Request) -> gang.Gang:
 
 
 def _members(snapshot: JobSnapshot, request: Request, *, bearer: str = "") -> list[Document]:
-    # Workers that still save before they leave need their Leases, even if fewer workers are wanted now.
+    # Workers that are still saving before they leave need their Leases, even if fewer workers are desired now.
     world = snapshot.status.world.members if snapshot.status.world else ()
     most = max([request.spec.workers.max, *(1 + index for index in (*(pod.index for pod in snapshot.pods), *world))])
     return rbac.members(snapshot.name, _namespace(snapshot), most, labels.common(request.job), snapshot.owner, bearer=bearer)
@@ -120,11 +120,11 @@ def _owned(snapshot: JobSnapshot, document: Document) -> Document:
 
 
 _LOOSE_SKEW = 1000
-"""A large skew makes a difference in pods count less for the scheduler."""
+"""With a large maxSkew, the scheduler gives less weight to an uneven spread of pods."""
 
 
 def _avoid(pod: Document, nodes: Sequence[str]) -> None:
-    """Prefer other nodes. Not a requirement: the pod would stay pending if there are no others."""
+    """Make a pod prefer other nodes. This is no requirement, as the pod would stay pending if there are no other nodes."""
     fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
     affinity = pod.setdefault("affinity", {}).setdefault("nodeAffinity", {})
     preferred = affinity.setdefault("preferredDuringSchedulingIgnoredDuringExecution", [])

@@ -1,10 +1,10 @@
-"""The operator's memory of a job is the job's `.status`: its fields, and how they are read and written.
+"""The operator keeps its state of a job in the job's `.status`; this module defines the fields, and reads and writes them.
 
     job_status.read(status)      -> Status
     job_status.write(Status, ...) -> the new status
 
-Readers (`outlast status`, kubectl) find the fields of `outlast.job.status.JobStatus`; the job's agents watch `rendezvous`.
-Times in `rendezvous`, `failures`, `accounting` and `ledger` are seconds since the epoch, others as Kubernetes writes them. Pure.
+Readers (`outlast status`, kubectl) find the fields of `outlast.job.status.JobStatus`; the job's agents watch `rendezvous`. Times
+in `rendezvous`, `failures`, `accounting` and `ledger` are seconds since the epoch, all others are in Kubernetes' format. Pure.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CountedFailure:
-    """A failure that still counts against the budget of restarts."""
+    """A failure that still counts against the restart budget."""
 
     record: Record
     node: str
-    """Node of the failed worker; empty when unknown."""
+    """Node of the failed worker; empty if unknown."""
 
 
 @dataclass(frozen=True)
 class Silent:
-    """A pod that was deleted because it was silent; what becomes of it will show why."""
+    """A pod that was deleted because its worker was silent. How the pod ends will show why."""
 
     uid: str
     worker: int
     node: str
     since: float
     generation: int = 0
-    """Generation of its world; 0 for none."""
+    """Generation of the worker's world; 0 for none."""
     echo: bool = False
-    """Whether its failure is counted already."""
+    """Whether the failure is already counted."""
     after_s: float = LEASE_S
-    """Length of its silence."""
+    """Duration of the silence in seconds."""
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A worker that its peers could not reach: it is excluded from worlds for a while, see `rendezvous.partition.Loss`."""
+    """A worker that its peers could not reach. It is excluded from worlds for a while, see `rendezvous.partition.Loss`."""
 
     worker: int
     uid: str
-    """Uid of the pod that must go."""
+    """Uid of the pod to delete."""
     node: str
     at: float
     times: int = 1
@@ -71,7 +71,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Leaving:
-    """A worker that has to be gone by a deadline, for its agent."""
+    """A worker that must leave by a deadline; for the worker's agent."""
 
     worker: int
     uid: str
@@ -82,25 +82,26 @@ class Leaving:
 
 @dataclass(frozen=True)
 class Progress:
-    """The training progress that was written last."""
+    """The training progress as last written."""
 
     step: int = 0
     steps: int | None = None
     committed: int = 0
     committed_at: float = 0.0
-    """When that commit was first reported."""
+    """When the commit of that step was first reported."""
     rate: float | None = None
     """Steps per second of the current world."""
     time: float = 0.0
-    """In whole seconds, as it is read back."""
+    """In whole seconds, as the status stores it."""
     mark: tuple[int, float] | None = None
-    """Step and time, by its own clock, that rank 0 had reported when `rate` was measured."""
+    """The step that rank 0 had reported when `rate` was measured, and its time by rank 0's clock."""
     snapshot: tuple[int, int] = (0, 0)
-    """Step of the newest complete snapshot in memory, and steps between two; 0: none, or unknown."""
+    """Step of the newest complete snapshot in memory, and the number of steps between two snapshots; 0: none, or unknown."""
     bytes: int = 0
     """Size of the newest checkpoint; 0: unknown."""
     goodput: float | None = None
-    """Computed by the worker of rank 0 from the run's ledger; after the end from all of it. None: not reported."""
+    """Goodput that the worker of rank 0 computes from the run's ledger; after the end, from the whole ledger. None: not
+    reported."""
 
 
 @dataclass(frozen=True)
@@ -111,23 +112,23 @@ class Result:
 
 @dataclass(frozen=True)
 class Status:
-    """The operator's state of a job between two reconcile passes; the defaults are those of a new job."""
+    """The operator's state of a job, kept between reconcile passes; the defaults are those of a new job."""
 
     state: State | None = None
     reason: str = ""
     blocked: int | None = None
-    """The worker that cannot start and that `reason` names."""
+    """The worker that `reason` names because it cannot start."""
     run: str = ""
     world: World | None = None
     called: Call | None = None
     result: Result | None = None
-    """Set when there will be no further world."""
+    """Set once there will be no further world."""
     counted: tuple[int, int] = (0, 0)
-    """The newest start of processes (generation, attempt) whose failure is counted."""
+    """The newest start of processes (generation, attempt) whose failure is already counted."""
     handled_pods: tuple[str, ...] = ()
-    """Uids of pods that may still exist and whose end is counted."""
+    """Uids of pods whose end is already counted; the pods may still exist."""
     restarted: Mapping[str, int] = field(default_factory=dict)
-    """Restarts of containers by kubelets that are counted, by the uid of the pod; plain workers only."""
+    """Restarts of containers by kubelets that are already counted, by the uid of the pod; only for workers without an agent."""
     silent: tuple[Silent, ...] = ()
     lost: tuple[Lost, ...] = ()
     leaves: tuple[Leaving, ...] = ()
@@ -135,22 +136,22 @@ class Status:
     restarts: int = 0
     interruptions: int = 0
     elected: bool = False
-    """Whether an operator of the version before had agents elect a coordinator in an etcd."""
+    """Whether an operator of the previous version had the agents elect a coordinator through etcd."""
     failure: Mapping[str, Any] | None = None
     """The last failure: a `failure.Failure` with the node and the tail of the log."""
     started: float | None = None
     """When the job was first reconciled."""
     resumed: float | None = None
-    """Time of the last resumption: deadlines count from there, as those of a Kubernetes Job do."""
+    """Time of the last resumption: deadlines start again then, as for a Kubernetes Job."""
     finished: float | None = None
     formed: bool = False
     """Whether there has been a world since the job was started or resumed."""
     observed: int = 0
-    """The `metadata.generation` that was last acted on."""
+    """The newest `metadata.generation` that the operator has acted on."""
     queue: str = ""
-    """The queue of Kueue that it waits in, or was admitted by."""
+    """The Kueue queue in which the job waits, or that has admitted it."""
     gang: str = ""
-    """The gang scheduler of all its pods, whatever is installed later; empty for none."""
+    """The gang scheduler of all the job's pods, even if another one is installed later; empty for none."""
     progress: Progress = Progress()
     ledger: tuple[Mapping[str, Any], ...] = ()
     """The decisions, as events of the run's ledger: the first one and the newest."""
@@ -158,7 +159,7 @@ class Status:
 
     @property
     def generation(self) -> int:
-        """The newest generation that has existed or is called for."""
+        """The newest generation that has existed or was called for."""
         return max(self.world.generation if self.world else 0, self.called.generation if self.called else 0)
 
     @property
@@ -171,33 +172,35 @@ class Status:
 
 
 LEDGER = 32
-"""Entries of the ledger in the status. The worker of rank 0, which watches it, copies new ones into the run's own ledger."""
+"""Maximum number of ledger entries in the status. The worker of rank 0 watches them and copies new ones into the run's own
+ledger."""
 
 
 def noted(ledger: tuple[Mapping[str, Any], ...], t: float, kind: str, **fields: Any) -> tuple[Mapping[str, Any], ...]:
-    """The ledger with one more entry, unless it contains it. The first one, the submission, stays; the oldest others go."""
+    """The ledger with one more entry, unless the entry is already there. The first entry, the submission, is always kept; of the
+    others, the oldest are dropped."""
     entry = _without_none({"t": _ms(t), "kind": kind, "source": "operator", **fields})
     return ledger if entry in ledger else (*ledger[:1], *(*ledger[1:], entry)[1 - LEDGER :]) if ledger else (entry,)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Further values that the status shows, from the snapshot and the plan."""
+    """Values in the status that do not come from `Status` but from the snapshot and the plan."""
 
     job: str
     pods: int
     inside: int
-    """Workers in the current world."""
+    """Number of workers in the current world."""
     sizes: tuple[int, int]
-    """Smallest and largest number of workers."""
+    """Minimum and maximum number of workers."""
     checkpoint: str
-    """URL above the checkpoints, if they are in a store."""
+    """URL under which the checkpoints are, if they are in a store."""
     leave_s: float
-    """How long a planned re-rendezvous waits for training to save."""
+    """How long a planned re-rendezvous waits for workers to save, in seconds."""
 
 
 def read(status: Mapping[str, Any]) -> Status:
-    """The fields of a status; `{}` for a new job. Invalid parts, written by others or by another version, are dropped."""
+    """The fields of a status; `{}` for a new job. Invalid parts, from somebody else or from another version, are dropped."""
     rendezvous, counted = status.get("rendezvous") or {}, status.get("judged") or {}
     account = status.get("accounting") or {}
     world = _valid(World, rendezvous.get("world"))
@@ -273,7 +276,7 @@ def _read_progress(status: Mapping[str, Any], account: Mapping[str, Any]) -> Pro
 
 
 def _valid(type_: type[T], fields: object) -> T | None:
-    """A part of the status; None when it is missing or invalid."""
+    """A part of the status, parsed as this type; None if it is missing or invalid."""
     try:
         return None if fields is None else cast(T, _adapter(cast(Any, type_)).validate_python(fields))
     except ValidationError:
@@ -330,7 +333,8 @@ def write(status: Status, facts: Facts) -> Document:
 def conditioned(
     conditions: Sequence[Mapping[str, Any]], type_: str, reason: str, message: str, generation: int, now: float
 ) -> tuple[Document, ...]:
-    """The conditions once this one is true: all others but `Created` become false; those that never were true stay absent."""
+    """The conditions after this one has become true: all others but `Created` become false. A condition that has never been true
+    stays absent."""
     by_type = {each["type"]: dict(each) for each in conditions}
     if type_ not in by_type:
         by_type[type_] = {"type": type_, "status": "False", "lastTransitionTime": text(now), "reason": reason, "message": message}
@@ -346,7 +350,7 @@ def conditioned(
 
 
 def since(conditions: Sequence[Mapping[str, Any]], types: Collection[str]) -> float | None:
-    """The time from which one of these conditions has been true."""
+    """Time since which one of these conditions has been true."""
     begun = [
         podwords.seconds(each["lastTransitionTime"]) for each in conditions if each["type"] in types and each["status"] == "True"
     ]
@@ -354,12 +358,12 @@ def since(conditions: Sequence[Mapping[str, Any]], types: Collection[str]) -> fl
 
 
 def why(conditions: Sequence[Mapping[str, Any]], type_: str) -> str:
-    """The reason of a condition; empty when there is none of this type."""
+    """The reason of a condition; empty if there is none of this type."""
     return next((str(each["reason"]) for each in conditions if each["type"] == type_), "")
 
 
 def text(when: float) -> str:
-    """A time as Kubernetes writes it, in whole seconds."""
+    """A time in Kubernetes' format, in whole seconds."""
     return datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -405,12 +409,13 @@ def _rendezvous(status: Status, leave_s: float) -> Document:
 
 
 def _ms(when: float | None) -> float | None:
-    """A time to the millisecond, which is read back as it was written."""
+    """A time rounded to milliseconds, so that it is read back as it was written."""
     return None if when is None else round(when, 3)
 
 
 def _without_none(value: Any) -> Any:
-    """Drop values that are None, at any depth: API servers drop them, and a status must be read back as it was written."""
+    """The value without entries that are None, at any depth: API servers drop them, and a status must be read back as it was
+    written."""
     if isinstance(value, Mapping):
         return {key: _without_none(each) for key, each in value.items() if each is not None}
     return [_without_none(each) for each in value] if isinstance(value, list | tuple) else value

@@ -1,7 +1,7 @@
-"""Leader election: of several operators only the one that holds the Lease `outlast-operator` in its namespace acts. The leader
-renews it. A standby that sees it unchanged for its whole duration takes it over; it measures this on its own clock, so clocks
-of machines are not compared, and time while suspended counts. A leader that cannot renew stops acting before that, so two never
-act at once."""
+"""Leader election: if there are several operators, only the one that holds the Lease `outlast-operator` in its namespace acts.
+The leader renews the Lease. A standby takes the Lease over if it has seen no renewal for the whole duration, measured on its own
+clock: clocks of machines are not compared, and time while suspended counts. A leader that cannot renew stops acting before then,
+so two never act at once."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from outlast.kubernetes.api.kinds import LEASE
 Document = dict[str, Any]
 
 DURATION_S = 15.0
-"""Duration of the Lease after a renewal."""
+"""Duration of the Lease after a renewal, in seconds."""
 RENEW_S = 5.0
 """Interval between renewals."""
 LOST_S = 10.0
 """The leader stops acting this long after its last renewal: the rest of the duration is for requests in flight."""
 
 BREAK_S = 5.0
-"""An answer this overdue is a break: the API server was unavailable, even if no connection was lost."""
+"""If an answer is overdue by this much, the API server was unavailable, even if no connection was lost."""
 
 
 def asleep_or_awake() -> float:
-    """Monotonic seconds, including suspension: our Lease expires then, too. CLOCK_MONOTONIC stops, see clock_gettime(2)."""
+    """Monotonic seconds that include time while suspended, in which our Lease can expire. CLOCK_MONOTONIC stops then, see
+    clock_gettime(2)."""
     return time.clock_gettime(_CLOCK)
 
 
@@ -42,18 +43,18 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 @dataclass(frozen=True)
 class Seen:
-    """The Lease when it last changed."""
+    """The Lease as of its last change."""
 
     version: str
     at: float
-    """On our monotonic clock."""
+    """When we saw the change, on our monotonic clock."""
 
 
 Verdict = Literal["create", "renew", "take", "wait"]
 
 
 def judge(lease: Document | None, me: str, seen: Seen | None, clock: float) -> tuple[Verdict, Seen | None, str]:
-    """What to do with the Lease, what to remember of it, and why."""
+    """Decide what to do about the Lease. Returns the verdict, the state to pass as `seen` next time, and the reason."""
     if lease is None:
         return "create", None, "there was no Lease yet"
     spec = lease.get("spec") or {}
@@ -71,7 +72,7 @@ def judge(lease: Document | None, me: str, seen: Seen | None, clock: float) -> t
 
 
 class Leadership:
-    """Takes part in the election. `run` needs a thread of its own."""
+    """Takes part in the leader election. `run` needs a thread of its own."""
 
     def __init__(
         self,
@@ -95,8 +96,8 @@ class Leadership:
         self._unbroken = 0.0
 
     def answered_for(self) -> float:
-        """Seconds for which the API server has answered without a break. Watches do not show this: a server that hangs keeps its
-        connections, and delivers old events afterwards."""
+        """Seconds for which the API server has answered without interruption. Watches do not show this: a server that hangs keeps
+        its connections, and delivers old events afterwards."""
         now = self._clock()
         return 0.0 if self._broken(now) else now - self._unbroken
 
@@ -104,7 +105,7 @@ class Leadership:
         return self._answered is None or now - self._answered > self._every_s + BREAK_S
 
     def holds(self) -> bool:
-        """Whether we may act now."""
+        """Whether this operator may act now."""
         return self._renewed is not None and self._clock() - self._renewed < self._duration_s * LOST_S / DURATION_S
 
     @property
@@ -114,17 +115,17 @@ class Leadership:
 
     @property
     def lost(self) -> bool:
-        """Whether we have led and must not act any more."""
+        """Whether this operator has led and must no longer act."""
         return self._renewed is not None and not self.holds()
 
     def run(self, stop: threading.Event) -> None:
-        """Acquire and renew the Lease until `stop` is set or it is lost; release it at the end."""
+        """Acquire and renew the Lease until `stop` is set or the Lease is lost; release it at the end."""
         while not stop.is_set() and not self.lost:
             try:
                 self.step()
             except ClusterError as error:
                 self._log_once(f"the Lease {self.namespace}/{OPERATOR} cannot be acquired or renewed: {error}")
-            # A standby polls faster, to take over soon.
+            # A standby polls more often, to take over soon.
             stop.wait(self._every_s if self.holds() else self._every_s / 2)
         self.release()
 

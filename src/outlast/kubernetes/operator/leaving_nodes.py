@@ -1,7 +1,8 @@
-"""Nodes that are about to be terminated: which notices tell it, by when, and how long a pod there may take. Pure.
+"""Nodes that are about to be terminated: which notices announce it, the deadline, and how long a pod there may take. Pure.
 
-A deadline is annotated (`contract.Annotation.LEAVING_AT`) on the node or, by processes without rights to nodes, on a pod. Without
-an annotation the usual time of the notice counts, from when the operator first saw it; see docs/decisions/0045.
+The deadline is in an annotation (`contract.Annotation.LEAVING_AT`) on the node or, if the process that announces it has no rights
+to nodes, on a pod. Without an annotation, the usual time of the notice counts, starting when the operator first saw the notice;
+see docs/decisions/0045.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from outlast.kubernetes.manifests.scheduling.placement import SPOT
 Document = Mapping[str, Any]
 
 SPOT_NOTICE_S = 120.0
-"""From AWS's interruption notice to the end of the machine.
+"""Time from AWS's interruption notice to the end of the machine, in seconds.
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html"""
 
 
 class Usual(NamedTuple):
-    """Time until a node with a notice is gone, in seconds; None: no sooner than a pod's own grace period ends."""
+    """Time from a notice until the node is gone, in seconds; None: the pod's own grace period ends first."""
 
     any_s: float | None
     spot_s: float | None
-    """The same on a spot node, for notices that do not tell an interruption from a planned change."""
+    """The same on a spot node, since some notices do not distinguish an interruption from a planned change."""
     source: str
 
 
@@ -57,30 +58,32 @@ TAINTS: Mapping[str, Usual] = {
 CONDITIONS: Mapping[str, Usual] = {
     "VMEventScheduled": Usual(None, 30.0, "https://learn.microsoft.com/en-us/azure/aks/node-problem-detector"),
 }
-"""Conditions that count as notices while they are True and the node is cordoned: a node that still takes pods stays."""
+"""Conditions that count as notices while they are True and the node is cordoned: a node that still accepts pods is not
+leaving."""
 TAINTED = "tainted"
-"""Key of the time, by the operator's clock, at which a watch first delivered a node with one of these notices."""
+"""Key for the time, by the operator's clock, at which a watch first delivered a node with one of these notices."""
 RESERVED_S = 2.0
 """Time reserved for a deletion to reach the kubelet and for the pod to end."""
 
 
 @dataclass(frozen=True)
 class Leave:
-    """Why a worker has to go."""
+    """Why a worker has to leave, and by when."""
 
     cause: str
-    """The taint's key, with its value if it is ours, the condition's type, or the annotation's key."""
+    """The taint's key (with the value if the taint is `LEAVING`), the condition's type, or the annotation's key."""
     deadline: float | None = None
-    """Seconds since the epoch; None: no sooner than the pod's own grace period ends."""
+    """Seconds since the epoch; None: not before the pod's own grace period ends."""
     reason: str = ""
-    """The sentence that came with the annotated deadline, if any."""
+    """The reason annotated together with the deadline, if any."""
 
     def sentence(self, node: str) -> str:
-        """For the worker's log: the node it must leave, and why."""
+        """A sentence for the worker's log: the node that the worker must leave, and why."""
         return f"node {node} ({self.cause}{f', {self.reason}' if self.reason else ''})"
 
     def grace_s(self, pod: Document, now: float) -> int | None:
-        """The grace period to delete a pod with; None: its own, which ends sooner. At least 1: 0 would not wait for its node."""
+        """The grace period with which to delete a pod; None: the pod's own, which ends before the deadline. At least 1, since
+        with 0 the deletion would not wait for the node."""
         if self.deadline is None:
             return None
         left_s = max(1, math.floor(self.deadline - now - RESERVED_S))
@@ -89,7 +92,7 @@ class Leave:
 
 
 def of_node(node: Document | None) -> Leave | None:
-    """Why the workers of a node have to go; None for a node that stays."""
+    """Why the workers of a node have to leave; None for a node that stays."""
     notices = _notices(node or {})
     if node is None or not notices:
         return None
@@ -108,7 +111,7 @@ def of_node(node: Document | None) -> Leave | None:
 
 
 def _notices(node: Document) -> dict[str, LeavingKind]:
-    """The taints and conditions of a node that are notices, with the value of our own taint."""
+    """The notices among a node's taints and conditions, with the kind that the value of our own taint names."""
     spec, status = node.get("spec") or {}, node.get("status") or {}
     taints = {each["key"]: each.get("value") or "" for each in spec.get("taints") or () if each.get("key") in TAINTS}
     notices = {key: LeavingKind(value) if key == LEAVING else LeavingKind.UNKNOWN for key, value in taints.items()}
@@ -118,7 +121,7 @@ def _notices(node: Document) -> dict[str, LeavingKind]:
 
 
 def of_pod(pod: Document) -> Leave | None:
-    """Why this worker has to go although its node may stay."""
+    """Why this worker has to leave even if its node stays."""
     annotations = pod["metadata"].get("annotations") or {}
     if (deadline := _deadline(annotations)) is None:
         return None
@@ -126,7 +129,7 @@ def of_pod(pod: Document) -> Leave | None:
 
 
 def soonest(*leaves: Leave | None) -> Leave | None:
-    """The one with the earliest deadline; one without a deadline is the last."""
+    """The Leave with the earliest deadline; a Leave without a deadline counts as the latest."""
     given = [each for each in leaves if each is not None]
     return min(given, key=lambda each: math.inf if each.deadline is None else each.deadline, default=None)
 
@@ -139,7 +142,7 @@ def _usual(name: str, kind: LeavingKind, *, spot: bool) -> float | None:
 
 
 def _deadline(annotations: Mapping[str, str]) -> float | None:
-    """The annotated deadline; None when it is missing or cannot be read."""
+    """The annotated deadline; None if it is missing or invalid."""
     try:
         return podwords.seconds(annotations.get(Annotation.LEAVING_AT)) or None
     except (ValueError, TypeError, OverflowError):
@@ -151,4 +154,4 @@ def _reason(annotations: Mapping[str, str]) -> str:
 
 
 _LONGEST = 256
-"""Longest annotated sentence that is kept, in characters."""
+"""Maximum length of an annotated reason, in characters; the rest is cut off."""

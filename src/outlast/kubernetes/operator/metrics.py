@@ -1,4 +1,4 @@
-"""The operator's metrics for Prometheus. Times are arguments."""
+"""The operator's metrics for Prometheus. All times are passed in as arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INTERRUPTIONS = {
     "NodeLost": "node-lost",
     "NodeLeaving": "node-leaving",
 }
-"""Reasons of Events that report an interruption, and the value of the label `cause` for each."""
+"""Reasons of Events that report an interruption, with the value of the label `cause` for each."""
 _RECONCILE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 _RECOVERY_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
@@ -39,7 +39,7 @@ class _Job:
     step: int | None = None
     restarts: int = 0
     progressed: float | None = None
-    """When progress was last written; below, when the newest checkpoint was committed."""
+    """Time at which progress was last written; the next field is the time at which the newest checkpoint was committed."""
     committed: float | None = None
 
 
@@ -98,7 +98,7 @@ class Metrics:
         self._jobs.set((kind, namespace, name), None)
 
     def count_changes(self, old: Mapping[str, Any], new: Mapping[str, Any], events: Iterable[Event], now: float) -> None:
-        """Count what happened to a job between two of its statuses, and what its Events report."""
+        """Count what happened to a job between two statuses, and the interruptions that its Events report."""
         if (count := _more(old, new, "restarts")) > 0:
             self._restarts.labels(cause(new)).inc(count)
         for note in events:
@@ -108,7 +108,7 @@ class Metrics:
             self._recoveries.observe(max(0.0, now - since))
 
     def writes(self) -> dict[str, int]:
-        """Requests that changed something so far, by verb and kind: `create Pod`."""
+        """Number of write requests so far, by verb and kind: `create Pod`."""
         samples = [sample for metric in self._writes.collect() for sample in metric.samples]
         return {f"{each.labels['verb']} {each.labels['kind']}": int(each.value) for each in samples}
 
@@ -117,14 +117,15 @@ class Metrics:
         return int(self._registry.get_sample_value("outlast_reconcile_seconds_count") or 0)
 
     def text(self, *, leads: bool, now: float | None = None) -> str:
-        """All metrics in Prometheus' text format; ages only with the time, in seconds since the epoch."""
+        """All metrics in Prometheus' text format. `now`, in seconds since the epoch, is needed for ages; without it they are
+        omitted."""
         self._leader.set(leads)
         self._jobs.now = now
         return generate_latest(self._registry).decode()
 
 
 class _Jobs:
-    """Metrics of the jobs that exist, computed when Prometheus asks."""
+    """Metrics of the jobs that exist, computed at each scrape."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -139,7 +140,7 @@ class _Jobs:
                 self._jobs[key] = job
 
     def collect(self) -> Iterator[Metric]:
-        """As `prometheus_client.registry.Collector`."""
+        """Implements `prometheus_client.registry.Collector`."""
         with self._lock:
             jobs = dict(self._jobs)
         states = [job.state for job in jobs.values()]
@@ -163,7 +164,7 @@ class _Jobs:
 
 
 def _age(job: _Job, since: float | None, now: float | None) -> float | None:
-    """Seconds since a time, of a job that should make progress."""
+    """Seconds since a time, for a job that should be making progress; else None."""
     return max(0.0, now - since) if job.state in _TRAINING and since and now is not None else None
 
 
@@ -184,7 +185,7 @@ _PER_JOB: tuple[tuple[str, str, Callable[[_Job, float | None], float | None]], .
 
 
 def cause(status: Mapping[str, Any]) -> str:
-    """Category of the last failure: `oom`, `disk`, `hang`, `killed` or `error`. Kept few: each is a time series."""
+    """Category of the last failure: `oom`, `disk`, `hang`, `killed` or `error`. There are few because each is a time series."""
     failure = status.get("lastFailure") or status.get("failure") or {}
     if reported := FailureCause(failure.get("cause") or ""):
         return str(reported)
@@ -197,8 +198,8 @@ def _more(old: Mapping[str, Any], new: Mapping[str, Any], name: str) -> int:
 
 
 def _broken_since(old: Mapping[str, Any], new: Mapping[str, Any]) -> float | None:
-    """When the world failed or was lost that another has replaced now; None when none has, or the change was planned. One
-    reconcile pass may see both the failure and the next world."""
+    """When the previous world failed or was lost, if a new world has just replaced it; None if there is no new world, or the
+    change was planned. One reconcile pass may see both the failure and the new world."""
     if new.get("state") != "Running" or int(new.get("generation") or 0) <= int(old.get("generation") or 0):
         return None
     restarting, failure = old.get("state") == "Restarting", new.get("lastFailure") or {}

@@ -1,10 +1,10 @@
-"""The operator's process: watches fill a cache, changes queue jobs, worker threads reconcile one job each.
+"""The operator's process: watches fill a cache, changes put jobs into a queue, and worker threads reconcile one job each.
 
     Operator(cluster, {kinds.ELASTIC_JOB: reconciler}, ...).run(stop)
 
-A reconciler for each kind of job, a pure function, decides what to do. This process adds only that nothing is decided before all
-watches have delivered everything once, that only the leader writes, and that failures are retried with backoff. It may be killed
-between any two lines.
+A reconciler for each kind of job, which is a pure function, decides what to do. This process only ensures that nothing is decided
+before all watches have delivered everything once, that only the leader writes, and that failures are retried with backoff. It may
+be killed between any two lines.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ from outlast.kubernetes.operator.writer import Background, NotLeader, Parallel, 
 log = logging.getLogger(__name__)
 
 Reconciler = Callable[[CachedJob, float, ClusterFeatures], Plan]
-"""(the objects of a job, now, what the cluster offers) -> what to do. Pure."""
+"""(objects of a job, current time, features of the cluster) -> plan. Pure."""
 Orphans = Callable[[CachedJob, float], Plan]
-"""(the objects left of a job that is gone, now) -> which of its pods to delete. Pure."""
+"""(remaining objects of a job that is gone, current time) -> plan with the pods to delete. Pure."""
 
 LONGEST_BACKOFF_S = 60.0
-"""Longest pause before a failed reconcile pass is retried."""
+"""Maximum pause before a failed reconcile pass is retried."""
 STUCK_S = 300.0
-"""Timeout of a reconcile pass: the liveness probe fails then, and the kubelet restarts the process."""
+"""Timeout of a reconcile pass, after which the liveness probe fails and the kubelet restarts the process."""
 BUSY_PASSES = 30
-"""More passes in a row that found something to do than any change of a job needs; from then on they are slowed down."""
+"""Number of consecutive passes with something to do from which on a job is slowed down; no change of a job needs so many."""
 PROGRESS_DEBOUNCE_S = 2.0
-"""A job whose members only report progress is reconciled within this time, once for all of them."""
+"""If the members of a job only report progress, the job is reconciled within this time, once for all of them."""
 STOP_TIMEOUT_S = 6.0
-"""Timeout after SIGTERM for the reconcile passes that have begun; below the pod's terminationGracePeriodSeconds."""
+"""Timeout after SIGTERM for running reconcile passes; less than the pod's terminationGracePeriodSeconds."""
 WRITERS_PER_WORKER = 2
-"""Extra writer threads per concurrent reconcile."""
+"""Number of additional writer threads per concurrent reconcile pass."""
 PENDING_EVENTS = 1000
 """Maximum number of Events waiting to be written, as in client-go's recorder."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How the operator works."""
+    """Settings of the operator."""
 
     namespace: str | None = None
     """The only namespace that the operator serves. Default: all."""
     workers: int = 8
-    """Jobs that are reconciled concurrently."""
+    """Number of jobs that are reconciled concurrently."""
     host: str = ""
-    """Address of the probes. Default: all addresses."""
+    """Address on which the probes are served. Default: all addresses."""
     port: int = 0
     retry_s: float = 1.0
     """First pause before a failure is retried; doubled each time."""
@@ -75,7 +75,7 @@ class Settings:
 
 
 class Operator:
-    """The operator of one process. `run` returns the exit code."""
+    """The operator in this process. `run` returns the exit code."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Operator:
         self.settings = settings or Settings()
         self.metrics = Metrics()
         self.address = ""
-        """Address of the probes, from `run` on."""
+        """Address of the probes, once `run` has started."""
         self._clock = clock or Clock()
         self.queue: WorkQueue[Key] = WorkQueue(self._clock)
         self.cache = Cache(self.reconcilers, self._changed)
@@ -105,20 +105,20 @@ class Operator:
         self._parallel = Parallel(WRITERS_PER_WORKER * self.settings.workers)
         self._background = Background(PENDING_EVENTS)
         self._failures: dict[Key, int] = {}
-        """Failed passes in a row."""
+        """Number of consecutive failed passes."""
         self._busy: dict[Key, int] = {}
-        """Passes in a row that found something to do."""
+        """Number of consecutive passes that found something to do."""
         self._refused: dict[Key, str] = {}
-        """Why pods of a job could not be created on the last attempt."""
+        """Why the pods of a job could not be created on the last attempt."""
         self._deciding = threading.Lock()
-        """One decision is computed at a time: several would not be faster in Python, and would starve the watches, so that
+        """Only one decision is computed at a time: several would not be faster in Python, and would starve the watches, so that
         renewals of Leases would be read too late."""
         self._running: dict[Key, float] = {}
         """Start times of the running passes."""
         self._threads: list[threading.Thread] = []
 
     def run(self, stop: threading.Event) -> int:
-        """Work until `stop` is set, the lease is lost or a thread has ended. Returns 0 if `stop` was set, else 1."""
+        """Run until `stop` is set, the Lease is lost or a thread has ended. Returns 0 if `stop` was set, else 1."""
         self.address = probes.serve(self.health, {}, host=self.settings.host, port=self.settings.port)
         log.info("probes and metrics are served on %s", self.address)
         resign = threading.Event()
@@ -145,8 +145,8 @@ class Operator:
         return 0 if requested else 1
 
     def _until_stopped(self, stop: threading.Event, workers: list[threading.Thread]) -> None:
-        """Start the workers once the caches are synced and we lead; return when `stop` is set, the lease is lost or a thread
-        has ended."""
+        """Start the workers once the caches are synced and we lead; return when `stop` is set, the Lease is lost or a thread has
+        ended."""
         logged: list[Kind] | None = None
         while not stop.is_set() and not self.leadership.lost:
             if (missing := self.cache.unsynced()) and missing != logged:
@@ -189,7 +189,7 @@ class Operator:
                 self.queue.done(key)
 
     def reconcile(self, key: Key) -> None:
-        """One reconcile pass: decide about a job and carry the plan out. Raises ClusterError."""
+        """One reconcile pass: decide about a job and carry out the plan. Raises ClusterError."""
         with self._deciding:
             now = self._clock()
             cached = self.cache.job(key, now)
@@ -230,8 +230,8 @@ class Operator:
         return done
 
     def _requeue(self, key: Key, plan: Plan, done: apply.Done, now: float) -> None:
-        """Reconcile again after something was done: only a pass that finds nothing to do shows that a job has settled. A job that
-        never settles is slowed down and logged."""
+        """Reconcile the job again after a pass that did something: only a pass with nothing to do shows that a job is in a steady
+        state. A job that never reaches one is slowed down and logged."""
         if not plan:
             self._busy.pop(key, None)
             return
@@ -246,7 +246,8 @@ class Operator:
             self.queue.hold(key, now + pause)  # our own writes come back as changes and must not keep us busy
 
     def _gone(self, key: Key, cached: CachedJob, now: float) -> None:
-        """The job does not exist any more. Its objects are garbage-collected, but pods on nodes that do not answer need help."""
+        """Handle a job that no longer exists. Its objects are garbage-collected, but pods on nodes that do not answer must be
+        force-deleted."""
         self.metrics.remove_job(key.kind.resource, key.namespace, key.name)
         self._busy.pop(key, None)
         self._refused.pop(key, None)
@@ -259,7 +260,7 @@ class Operator:
             self.queue.add_at(key, plan.requeue_at)
 
     def _exists_otherwise(self, key: Key) -> bool:
-        """Whether a job of another kind has this name, and the pods."""
+        """Whether a job of another kind has this name and therefore these pods."""
         others = [Key(kind, key.namespace, key.name) for kind in self.reconcilers if kind != key.kind]
         return any(self.cache.job(other, self._clock()).job is not None for other in others)
 

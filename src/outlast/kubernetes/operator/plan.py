@@ -1,7 +1,7 @@
-"""A plan: what `decide` returns and `apply.act` carries out.
+"""A plan: `decide` returns it, and `apply.act` carries it out.
 
-In the order of the fields, each part only after the ones before. It may be broken off between any two writes: the next reconcile
-pass makes the rest of it, or a better plan.
+The fields are carried out in their order. The process may be killed between any two writes: the next reconcile pass then plans
+the remaining writes, or better ones.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Deletion:
     uid: str
     reason: str
     grace_s: int | None = None
-    """0: at once, without waiting for its node. Default: the pod's own grace period."""
+    """Grace period in seconds; 0: delete at once, without waiting for the node. Default: the pod's own grace period."""
     kind: Kind = POD
 
 
 @dataclass(frozen=True)
 class Event:
-    """An Event of the job; its message is the sentence of the status."""
+    """An Event of the job; its message is also the sentence in the status."""
 
     type: Literal["Normal", "Warning"]
     reason: str
@@ -39,24 +39,24 @@ class Event:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do about one job now; empty for a job that has settled."""
+    """The actions for one job now; empty for a job in a steady state."""
 
     prerequisites: tuple[Document, ...] = ()
-    """Objects to create unless they exist. While one of an earlier job of this name still exists, nothing else is done."""
+    """Objects to create unless they exist. While one that belongs to an earlier job of this name exists, nothing else is done."""
     apply: tuple[Document, ...] = ()
-    """Objects to change by server-side apply."""
+    """Objects to update by server-side apply."""
     status: Mapping[str, Any] | None = None
-    """The whole new `.status`, if it changes; a key that is missing is removed."""
+    """The whole new `.status`, if it changes; missing keys are removed."""
     deletes: tuple[Deletion, ...] = ()
     statuses: tuple[Document, ...] = ()
-    """Objects of others (Kueue's Workloads) with a new status, written only on this resource version."""
+    """Objects of other controllers (Kueue's Workloads) with a new status, written only if the resource version is unchanged."""
     creates: tuple[Document, ...] = ()
-    """Pods."""
+    """Pods to create."""
     remove: Deletion | None = None
-    """The job itself, when its TTL has passed."""
+    """The job itself, to be deleted once its TTL has passed."""
     events: tuple[Event, ...] = ()
     requeue_at: float | None = None
-    """When to reconcile again although nothing changes; seconds since the epoch."""
+    """When to reconcile again even if nothing changes; seconds since the epoch."""
 
     def __bool__(self) -> bool:
         ours = self.prerequisites or self.apply or self.status is not None or self.deletes or self.creates or self.remove

@@ -1,4 +1,4 @@
-"""The operator's process: configures an `Operator` from options and environment, handles signals, logs to standard output."""
+"""The operator's process: configures an `Operator` from options and environment, handles signals, and logs to standard output."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ from outlast.kubernetes.operator.snapshot import Limits
 log = logging.getLogger(__name__)
 
 OBJECTS = 100_000
-"""Threshold of the garbage collector. A reconcile pass allocates many objects, none of them in cycles; at Python's default of
+"""Threshold of the garbage collector. A reconcile pass allocates many objects, none of them in cycles; with Python's default of
 700, collections take a third of the time and free nothing."""
 LEAST_LOST_S = 5.0
 """Lower bound of --lost-after."""
 
 
 def identity(env: Mapping[str, str]) -> str:
-    """Our identity in the election: the pod, which keeps its name when its container restarts, else this process."""
+    """The operator's identity in the leader election: the name of the pod, which survives a restart of the container, or else
+    this process."""
     return env.get(Env.POD) or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
 
 
 def port(env: Mapping[str, str]) -> int:
-    """Port of the probes. Raises OutlastError."""
+    """Port for health probes and metrics. Raises OutlastError."""
     given = env.get(Env.PROBE_PORT, str(Pod.PROBE_PORT))
     if not given.isdecimal() or int(given) >= 2**16:
         raise OutlastError(f"{Env.PROBE_PORT} ({given}) is not a port; set it to one from 0 (any) to 65535")
@@ -63,7 +64,7 @@ def limits(lost_after: str) -> Limits:
 
 
 def clock(cluster: api.Cluster, wall: Callable[[], float] = time.time) -> Clock:
-    """The operator's clock: the API server's time at the start, and monotonic from then on, so that times in statuses and their
+    """The operator's clock: starts at the API server's time and is monotonic from then on, so that times in statuses and
     deadlines do not depend on this machine's wall clock."""
     try:
         ahead_s = cluster.time() - wall()
@@ -78,7 +79,7 @@ def clock(cluster: api.Cluster, wall: Callable[[], float] = time.time) -> Clock:
 
 
 def main(limits: Limits, *, namespace: str | None, workers: int, text: bool, context: str | None) -> NoReturn:
-    """Run the operator until SIGTERM or SIGINT, and exit. Raises OutlastError when it cannot begin."""
+    """Run the operator until SIGTERM or SIGINT, then exit. Raises OutlastError if the operator cannot start."""
     write_log(text=text)
     gc.set_threshold(OBJECTS)
     settings = Settings(namespace=namespace, workers=workers, port=port(os.environ))

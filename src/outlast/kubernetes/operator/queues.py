@@ -1,12 +1,13 @@
-"""Kueue: the Workloads of a job, what they have admitted, and how they are to change.
+"""Kueue: the Workloads of a job, the quota admitted for each, and the changes to be made to them.
 
-A job has a Workload for its first workers, and one more for each addition while it trains: for what was admitted in part, and for
-what `outlast scale` adds. So training goes on with what there is, and never asks for quota that it holds already. Each can be
-evicted by itself: the job shrinks by it, and stops only below `workers.min`. What a job needs no more it gives back: whole
-Workloads are deleted, of others a part is reclaimed (https://kueue.sigs.k8s.io/docs/concepts/workload/#dynamic-reclaim).
+A job has one Workload for its first workers, and one more for each addition during training: for workers that were not admitted
+at first, and for those that `outlast scale` adds. So training goes on with the workers that are admitted, and the job never
+requests quota that it already has. Each Workload can be evicted separately: the job shrinks by its workers, and stops only below
+`workers.min`. Quota that a job no longer needs is given back: Workloads are deleted as a whole, or part of their quota is marked
+as reclaimable (https://kueue.sigs.k8s.io/docs/concepts/workload/#dynamic-reclaim).
 
-An eviction is Kueue's wish. The quota is held until the pods have gone; whoever created the Workload releases it then, as
-Kueue's own integrations do. Nothing is remembered between reconcile passes. Pure.
+An eviction is a request by Kueue. The quota stays reserved until the pods are gone; then the creator of the Workload releases it,
+as Kueue's own integrations do. No state is kept between reconcile passes. Pure.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from outlast.kubernetes.operator.plan import Deletion
 
 Document = dict[str, Any]
 Make = Callable[[str, int, int, Priority], Document]
-"""(name, how many workers, the fewest, priority) -> a Workload."""
+"""(name, number of workers, minimum number of workers, priority) -> a Workload."""
 
 
 @dataclass(frozen=True)
 class KueueObjects:
-    """The objects of Kueue that matter to a job."""
+    """The Kueue objects that concern a job."""
 
     kind: Kind
     """The kind of Workloads, in the version that the cluster serves."""
@@ -44,10 +45,10 @@ class KueueObjects:
 
 @dataclass(frozen=True)
 class ClusterFeatures:
-    """What the cluster offers beside Kubernetes."""
+    """Optional features of the cluster."""
 
     groups: frozenset[str] = frozenset()
-    """API groups of Kueue and of gang schedulers."""
+    """Served API groups of Kueue and of gang schedulers."""
     kueue: KueueObjects | None = None
     """None until the watches of Kueue's objects are synced."""
 
@@ -68,12 +69,12 @@ class WorkloadSlice:
 
     @property
     def requested(self) -> int:
-        """Workers that it requests quota for."""
+        """Number of workers for which the Workload requests quota."""
         return int(self.document["spec"]["podSets"][0].get("count", 1))
 
     @property
     def count(self) -> int:
-        """Workers that it has quota for, once admitted."""
+        """Number of workers for which the Workload has quota, once admitted."""
         return kueue.admitted(self.document) - self.given_back
 
     @property
@@ -82,32 +83,32 @@ class WorkloadSlice:
 
     @property
     def over(self) -> bool:
-        """Whether it is finished or being deleted."""
+        """Whether the Workload is finished or being deleted."""
         return bool(self.document["metadata"].get("deletionTimestamp")) or self.true("Finished")
 
     @property
     def holds(self) -> bool:
-        """Whether it is admitted, so that its pods may exist."""
+        """Whether the Workload is admitted, so that its pods may exist."""
         return not self.over and self.true("Admitted") and not self.true("Evicted")
 
     @property
     def leaves(self) -> bool:
-        """Whether it is evicted and still has quota."""
+        """Whether the Workload is evicted but still has quota."""
         return not self.over and self.true("QuotaReserved") and self.true("Evicted")
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for quota; it can still be changed then."""
+        """Whether the Workload waits for quota. As long as it does, its requests can be changed."""
         return not self.over and not self.true("QuotaReserved")
 
     @property
     def checked(self) -> bool:
-        """Whether it has quota and waits for admission checks."""
+        """Whether the Workload has quota and waits for admission checks."""
         return not self.over and not self.holds and not self.leaves and not self.waits
 
     @property
     def reason(self) -> str:
-        """Why it is not admitted, in Kueue's words."""
+        """Why the Workload is not admitted, in Kueue's words."""
         order = ("Evicted", "QuotaReserved", "Admitted") if self.leaves else ("QuotaReserved", "Admitted")
         for type_ in order:
             condition = self.condition(type_)
@@ -126,10 +127,11 @@ class WorkloadSlice:
     def _status(self) -> Mapping[str, Any]:
         return self.document.get("status") or {}
 
-    # changes of it
+    # changed documents
 
     def with_status(self, now: float, conditions: Sequence[tuple[str, bool, str, str]], **fields: Any) -> Document:
-        """The Workload with other conditions (type, whether it is true, reason, message), and other fields of its status."""
+        """The Workload with these conditions (type, whether it is true, reason, message), and other fields of its status,
+        changed."""
         made = {each["type"]: each for each in self._status.get("conditions") or ()}
         for type_, holds, reason, message in conditions:
             status, previous = "True" if holds else "False", made.get(type_, {})
@@ -146,7 +148,7 @@ class WorkloadSlice:
         return {**self.document, "status": {key: value for key, value in status_.items() if value is not None}}
 
     def cleared(self, now: float) -> Document:
-        """Its pods are gone: it gives its quota back, and is queued again if Kueue allows."""
+        """The evicted Workload after its pods are gone: it gives its quota back, and Kueue may queue it again."""
         evicted = self.condition("Evicted")
         assert evicted is not None, "only what was evicted is cleared"
         reason, message = evicted["reason"], evicted.get("message", "")
@@ -165,15 +167,15 @@ class WorkloadSlice:
         return self.with_status(now, conditions, admission=None, reclaimablePods=None, **spent)
 
     def reduced(self, by: int, now: float) -> Document:
-        """Shrunk by this many workers: that part of its quota is reclaimable."""
+        """The Workload with the quota of this many more workers marked as reclaimable."""
         return self.with_status(now, (), reclaimablePods=[{"name": kueue.PODS, "count": self.given_back + by}])
 
     def trains(self, now: float) -> Document:
-        """With PodsReady true, so that Kueue's start timeout does not evict it."""
+        """The Workload with PodsReady true, so that Kueue's start timeout does not evict it."""
         return self.with_status(now, [("PodsReady", True, "Started", "Its workers train")])
 
     def finished(self, well: bool, reason: str, now: float) -> Document:
-        """With Finished true."""
+        """The Workload with Finished true."""
         return self.with_status(now, [("Finished", True, "Succeeded" if well else "Failed", reason)])
 
 
@@ -189,11 +191,11 @@ class Queue:
     """The queue of a job and its Workloads."""
 
     name: str
-    """Empty for a job that was taken out of its queue."""
+    """Name of the queue; empty for a job that was taken out of its queue."""
     job: Mapping[str, Any]
     objects: KueueObjects
     slices: tuple[WorkloadSlice, ...]
-    """Oldest first."""
+    """Sorted by age, the oldest first."""
 
     @property
     def holding(self) -> list[WorkloadSlice]:
@@ -201,11 +203,11 @@ class Queue:
 
     @property
     def admitted(self) -> int:
-        """The number of workers with quota."""
+        """The number of workers that have quota."""
         return sum(part.count for part in self.holding)
 
     def largest(self, desired: int, sizes: Sequence[int]) -> int:
-        """The largest allowed number of workers, up to `wanted`, that has quota; 0 when too few were admitted."""
+        """The largest allowed number of workers, up to `desired`, that has quota; 0 if too few workers are admitted."""
         if not self.name:
             return desired
         return max((size for size in sizes if size <= min(desired, self.admitted)), default=0)
@@ -232,7 +234,7 @@ class Queue:
         return priority if isinstance(priority, str) else ""
 
     def place(self, pod: Document, room: dict[str, int]) -> Document | None:
-        """A new pod, assigned to a Workload with room; None while none has room, or its flavor is missing."""
+        """The new pod assigned to a Workload with room; None if none has room, or a flavor is missing."""
         for part in self.holding:
             if room[part.name] > 0 and kueue.flavors(part.document) <= self.objects.flavors.keys():
                 room[part.name] -= 1
@@ -248,8 +250,9 @@ class Queue:
         make: Make,
         now: float,
     ) -> Changes:
-        """Compute the changes of the Workloads. `desired` is the number of workers in the job's specification, out of `sizes`;
-        `pods` are all that still use resources; `trains`: there is a world. `make` makes a Workload."""
+        """Compute the changes of the Workloads. `desired` is the number of workers in the job's specification, and `sizes` are
+        the allowed numbers; `pods` are all pods that still use resources; `trains` says whether there is a world; `make` makes a
+        Workload."""
         live = [part for part in self.slices if not part.over]
         if not self.name or not desired:  # quota is given back when the pods of a suspended job have gone
             return Changes(deletes=tuple(_delete(part, "the job needs no quota") for part in live if not self.name or not pods))
@@ -266,11 +269,11 @@ class Queue:
         return Changes(requested.apply, (*back.statuses, *ready), (*requested.deletes, *back.deletes))
 
     def ended(self, well: bool, reason: str, now: float) -> tuple[Document, ...]:
-        """The job has ended: its quota is free."""
+        """The Workloads marked as finished once the job has ended, which frees their quota."""
         return tuple(part.finished(well, reason, now) for part in self.slices if not part.over)
 
     def priority(self) -> Priority | str:
-        """The priority of its Workloads; a sentence when its class is missing."""
+        """The priority of the job's Workloads, or a sentence if its class is missing."""
         return kueue.priority(self.job, self.objects.classes)
 
     def _requests(self, desired: int, sizes: Sequence[int], pods: Sequence[Mapping[str, Any]], make: Make) -> Changes:
@@ -294,7 +297,7 @@ class Queue:
         return next(name for name in names if name not in taken)
 
     def _surplus(self, desired: int, pods: Sequence[Mapping[str, Any]], now: float) -> Changes:
-        """Give back surplus quota that no pods use, the newest Workload first."""
+        """Give back surplus quota that no pods use, starting with the newest Workload."""
         surplus, room = self.admitted - desired, self.room(pods)
         statuses, deletes = [], []
         for part in reversed(self.holding):
@@ -309,8 +312,8 @@ class Queue:
         return Changes((), tuple(statuses), tuple(deletes))
 
     def room(self, pods: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-        """Free quota of each Workload, in pods. Pods that name no Workload, created before there was a queue, use up free
-        quota."""
+        """Free quota of each Workload, in pods. Pods that name no Workload, as they were created before there was a queue, also
+        use up free quota."""
         room = {part.name: part.count for part in self.holding}
         nobodys = 0
         for pod in pods:
@@ -326,7 +329,7 @@ class Queue:
 
 
 def of(job: Mapping[str, Any], features: ClusterFeatures) -> Queue | None:
-    """The queue of a job; None without Kueue, or for a job without queue and Workloads."""
+    """The queue of a job; None without Kueue, or for a job that has neither a queue nor Workloads."""
     if features.kueue is None:
         return None
     own = (each for each in features.kueue.workloads if owned_by(each, job))
@@ -336,7 +339,7 @@ def of(job: Mapping[str, Any], features: ClusterFeatures) -> Queue | None:
 
 
 def unknown(job: Mapping[str, Any], features: ClusterFeatures) -> bool:
-    """Whether Kueue's objects are not synced yet for a job in a queue."""
+    """Whether a job is in a queue but Kueue's objects are not synced yet."""
     return kueue.GROUP in features.groups and features.kueue is None and bool(kueue.queue(job))
 
 
@@ -345,12 +348,12 @@ def _created(part: WorkloadSlice) -> str:
 
 
 def _workload(pod: Mapping[str, Any]) -> str:
-    """The Workload whose quota a pod uses; else empty."""
+    """Name of the Workload whose quota a pod uses; else empty."""
     return str((pod["metadata"].get("annotations") or {}).get(kueue.WORKLOAD) or "")
 
 
 def _requests_exactly(part: WorkloadSlice, queue: str, count: int, priority: Priority) -> bool:
-    """Whether it asks for exactly this. Ignores `minCount`, which Kueue drops where partial admission is off."""
+    """Whether a Workload already requests exactly this. Ignores `minCount`, which Kueue drops if partial admission is off."""
     fields = part.document["spec"]
     return (fields.get("queueName"), part.requested, fields.get("priority", 0)) == (queue, count, priority.value)
 

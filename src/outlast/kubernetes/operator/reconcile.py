@@ -1,4 +1,4 @@
-"""One reconcile pass over a job: the snapshot, the status so far and the plan so far, which the rules of `decide` share. Pure."""
+"""One reconcile pass over a job: the snapshot, and the status and plan as built so far, shared by the rules of `decide`. Pure."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ UNREACHABLE = "Unheard"
 
 
 class Reconcile:
-    """One reconcile pass: rules read `snapshot` and `status`, and add to the plan."""
+    """One reconcile pass: the rules read `snapshot` and `status`, and add to the plan."""
 
     def __init__(self, seen: JobSnapshot) -> None:
         self.snapshot, self.now = seen, seen.now
         self.status = dataclasses.replace(seen.status, run=seen.run)
         self.done = False
-        """True: no further rule runs."""
+        """Whether to skip the remaining rules."""
         self.deletes: dict[str, Deletion] = {}
-        """Keyed by uid."""
+        """Deletions by the uid of the pod."""
         self.creates: list[Document] = []
         self.prerequisites: tuple[Document, ...] = ()
         self.apply: tuple[Document, ...] = ()
@@ -40,11 +40,11 @@ class Reconcile:
         self.events: list[Event] = []
         self.state_set = False
         self.handled = dict.fromkeys(self.status.handled_pods)
-        """Uids of pods whose end is counted or expected: it changes nothing any more."""
+        """Uids of pods whose end is already counted or was expected, so that it has no further effect."""
         self.ended_pods = [pod for pod in seen.pods if pod.over]
         """Pods whose worker has ended for good."""
         self.ends = {pod.uid: end for pod in self.ended_pods if (end := pod.end) is not None}
-        """How their workers ended, by uid."""
+        """How the workers of these pods ended, by uid."""
         self._living = [pod for pod in seen.pods if pod.alive]
         self._times: list[float] = []
         self._members: tuple[world.World | None, frozenset[int]] = (None, frozenset())
@@ -56,7 +56,7 @@ class Reconcile:
 
     @property
     def desired(self) -> int:
-        """The number of workers to run now: the requested ones, as far as their queue has admitted them."""
+        """The number of workers to run now: the requested number, or fewer if the queue has admitted fewer."""
         if self.snapshot.queue is not None:
             return self.snapshot.queue.largest(self.requested, self.spec.workers.allowed())
         if queues.unknown(self.snapshot.document, self.snapshot.features) and not self.using:
@@ -78,7 +78,7 @@ class Reconcile:
 
     @property
     def alive(self) -> list[Pod]:
-        """Pods that train or will train, without those that this plan deletes."""
+        """Pods that train or will train, except those that this plan deletes."""
         return [pod for pod in self._living if pod.uid not in self.deletes]
 
     @property
@@ -91,14 +91,14 @@ class Reconcile:
 
     @functools.cached_property
     def succeeded(self) -> list[Pod]:
-        """Pods whose worker has ended with success."""
+        """Pods whose worker has succeeded."""
         return [pod for pod in self.ended_pods if pod.succeeded]
 
     @functools.cached_property
     def late(self) -> list[MemberReport]:
-        """The late workers, when most of them fell silent together though their nodes are ready: none has renewed its Lease for
-        longer than any renewal takes. Then the path to the API server is presumed broken, and no worker dead. They return one
-        by one, as each retries; until all have, the remaining ones are presumed alive too."""
+        """The late workers, if most workers fell silent together though their nodes are ready. A worker is late if its Lease has
+        not been renewed for longer than any renewal takes. The path to the API server is then presumed broken, and no worker
+        dead. Workers return one by one, as each retries; until all have returned, the silent ones are still presumed alive."""
         should = [report for pod in self._living if (report := self.snapshot.reports.get(pod.index)) and pod.node_lost is None]
         should = [report for report in should if report.member.standing is not MemberState.DONE]
         late = [report for report in should if self.until(self.last_seen(report), self.lease_s(report) / 2) is None]
@@ -116,27 +116,27 @@ class Reconcile:
 
     @property
     def committed(self) -> int:
-        """The newest committed step that is known."""
+        """The newest step known to be committed."""
         return max([self.status.progress.committed, *(report.committed for report in self.snapshot.reports.values())])
 
     @property
     def step(self) -> int:
-        """The newest step done in the current world."""
+        """The newest step completed in the current world."""
         world = self.status.world
         inside = [report for id, report in self.snapshot.reports.items() if id in self.members]
         now = [report for report in inside if world and report.generation in (None, world.generation)]
         return max((report.step for report in now if report.step is not None), default=self.status.progress.step)
 
     def until(self, at: float, wait_s: float) -> float | None:
-        """The end of a wait that began at this time; None once it is over. See `world.until` for clocks that jump."""
+        """The end of a wait that began at this time, or None once the wait is over. See `world.until` for clocks that jump."""
         return world.until(at, wait_s, self.now)
 
     def update(self, **fields: Any) -> None:
         self.status = dataclasses.replace(self.status, **fields)
 
     def set_state(self, state: State, reason: str, what: str, *, event: bool = False, warning: bool = False) -> None:
-        """Set state, sentence and condition; only the first call of a pass counts. `what` is the condition's reason; `event`
-        writes an Event even if the state stays the same."""
+        """Set the state, its sentence and the condition; only the first call in a pass counts. `what` is the condition's reason;
+        `event` writes an Event even if the state stays the same."""
         if self.state_set:
             return
         self.state_set = True
@@ -150,8 +150,8 @@ class Reconcile:
             self.events.append(Event("Warning" if warning or state is State.FAILED else "Normal", what, reason))
 
     def note(self, kind: str, t: float | None = None, **fields: Any) -> None:
-        """Write an event of the run's ledger into the status; before the first world also the time from which there were
-        pods."""
+        """Add an event of the run's ledger to the status. Before the first world, also record when the first pod was created and
+        when the first worker started."""
         if self.snapshot.plain is not None:
             return  # nobody copies it into a ledger
         ledger, now = self.status.ledger, self.now
@@ -171,7 +171,8 @@ class Reconcile:
         return self.by_index.get(index)
 
     def delete(self, pod: Pod, reason: str, *, grace_s: int | None = None) -> None:
-        """Delete a pod, unless its deletion was already requested with this grace period: finalizers or sidecars may keep it."""
+        """Delete a pod, unless its deletion was already requested with at most this grace period: finalizers or sidecars may
+        delay it."""
         requested_s = pod.document["metadata"].get("deletionGracePeriodSeconds")
         if pod.terminating and (grace_s is None or (requested_s is not None and requested_s <= grace_s)):
             return
@@ -183,7 +184,7 @@ class Reconcile:
             self._times.append(when)
 
     def finish(self, state: State, reason: str, code: int, end: End) -> None:
-        """The job has ended."""
+        """End the job in this final state."""
         self.stop_training()
         self.update(finished=self.now, result=job_status.Result(reason, code))
         self.note("finished", state=str(state), reason=reason, step=self.step, code=code)
@@ -192,11 +193,11 @@ class Reconcile:
         self.done = True
 
     def stop_training(self) -> None:
-        """The current world trains no more: its rate, snapshots and goodput do not count any longer."""
+        """Clear the rate, snapshot and goodput of the current world, which trains no more."""
         self.update(progress=dataclasses.replace(self.status.progress, rate=None, mark=None, snapshot=(0, 0), goodput=None))
 
     def plan(self) -> Plan:
-        """The plan of this pass; with a status only if that changes."""
+        """The plan of this pass; it contains the status only if the status changes."""
         if self.handled.keys() != set(self.status.handled_pods):  # uids of pods that are gone are dropped
             existing = {pod.uid for pod in self.snapshot.pods}
             self.update(handled_pods=tuple(uid for uid in self.handled if uid in existing))
@@ -216,8 +217,8 @@ class Reconcile:
         )
 
     def _pods(self) -> int:
-        """The number of workers, with those that this plan creates, unless the API server rejected some on the last attempt: then
-        they count once they exist."""
+        """The number of workers, including those that this plan creates. If the API server rejected some on the last attempt, new
+        ones count only once they exist."""
         return len(self.alive) + (0 if self.snapshot.refused else len(self.creates))
 
     def _status_document(self) -> Document:
@@ -232,7 +233,7 @@ class Reconcile:
         inside = [id for id in members if id in alive]
         facts = job_status.Facts(
             job=self.snapshot.name,
-            # 0 once the job has ended: its workers end one after another, and each would be a write.
+            # 0 once the job has ended: its workers end one after another, and each would cause a write.
             pods=self._pods() if self.status.finished is None else 0,
             inside=len(inside) if self.status.result is None else 0,
             sizes=sizes,
@@ -242,16 +243,16 @@ class Reconcile:
         return job_status.write(self.status, facts)
 
     def in_world(self, pod: Pod) -> bool:
-        """Whether a pod is, or was, a member of the newest world; a later pod may have the same index."""
+        """Whether a pod is, or was, a member of the newest world. A later pod with the same index is not."""
         world = self.status.world
         return world is not None and pod.index in self.members and pod.first_generation <= world.generation
 
     def generation_of(self, pod: Pod) -> int:
-        """The generation of the world that a pod is in; 0 for none."""
+        """The generation of a pod's world; 0 if the pod is in none."""
         return self.status.world.generation if self.status.world and self.in_world(pod) else 0
 
     def start_of(self, generation: int) -> tuple[int, int]:
-        """Identifies the newest start of a generation's processes: the generation, and the attempt that members have
+        """Identifies the newest start of a generation's processes: the generation, and the newest attempt that its members have
         reported."""
         return generation, self._attempts.get(generation, 0)
 
@@ -263,25 +264,26 @@ class Reconcile:
         return attempts
 
     def is_counted(self, generation: int) -> bool:
-        """Whether the failure of a generation's processes, as they were started last, is counted; generation 0 is no world."""
+        """Whether the failure of a generation's newest start is already counted. Generation 0 stands for no world."""
         return generation > 0 and self.status.counted >= self.start_of(generation)
 
     def silent_at(self, report: MemberReport) -> float | None:
-        """When a member will be presumed dead unless it renews; None when it is."""
+        """When a member will be presumed dead unless it renews its Lease; None if it already is."""
         pod, lasts = self.pod(report.member.id), self.lease_s(report)
         held = self.late and pod is not None and pod.node_lost is None
         return self.until(self.last_seen(report), max(lasts, self.snapshot.limits.held_s) if held else lasts)
 
     def lease_s(self, report: MemberReport) -> float:
-        """How long a member may be silent: the duration on its Lease, as members of large worlds renew less often."""
+        """How long a member may be silent: at least the duration of its Lease, as members of large worlds renew less often."""
         return max(self.snapshot.limits.silence_s, report.lasts)
 
     def most_are_silent(self) -> bool:
-        """Whether most workers are silent, and one of them for so long that, alone, it would be presumed dead."""
+        """Whether most workers are silent, and at least one for so long that it would be presumed dead if it were the only silent
+        one."""
         return any(self.until(self.last_seen(each), self.lease_s(each)) is None for each in self.late)
 
     def last_seen(self, report: MemberReport | None) -> float:
-        """Time of a member's last renewal, or from which we could have received one. A time in the future, after our clock went
-        back, does not count."""
+        """Time of a member's last renewal, but not before our watches were connected. A renewal in the future, after our clock
+        was set back, is ignored."""
         late = report is None or report.renewed > self.now + self.lease_s(report)
         return self.snapshot.since if late or report is None else max(report.renewed, self.snapshot.since)

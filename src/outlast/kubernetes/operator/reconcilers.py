@@ -1,4 +1,4 @@
-"""The reconciler of each kind of job: ours, and those of `api.dropins`."""
+"""The reconciler of each kind of job: of ElasticJobs, and of the kinds in `api.dropins`."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ WRITES_PER_S = 100
 
 
 def elastic_job(limits: Limits, cached: CachedJob, now: float, features: ClusterFeatures) -> Plan:
-    """The plan for one of our ElasticJobs."""
+    """The plan for an ElasticJob of Outlast."""
     if (interval_s := cached.jobs / WRITES_PER_S) > limits.progress_s:
         limits = dataclasses.replace(limits, progress_s=interval_s)
     return decide.decide(snapshot.take(cached, now, features, limits))
 
 
 def orphans(limits: Limits, cached: CachedJob, now: float) -> Plan:
-    """The plan for the pods of an ElasticJob that is gone."""
+    """The plan for the remaining pods of an ElasticJob that no longer exists."""
     made = [pod for pod in snapshot.pods_of(cached) if _of_an_elastic_job(pod)]
     return end.orphans(made, now, cached.since, limits)
 
 
 def _of_an_elastic_job(pod: snapshot.Pod) -> bool:
-    """Whether we have made it: pods of Jobs and StatefulSets have the label of their job too."""
+    """Whether the operator has created the pod: pods of Jobs and StatefulSets carry the label of their job too."""
     return any(owner["kind"] == ELASTIC_JOB.kind for owner in pod.document["metadata"].get("ownerReferences") or ())
 
 

@@ -1,4 +1,4 @@
-"""A snapshot of a job: the objects in the cache, read into the values that `decide` reads. Pure."""
+"""A snapshot of a job: the cached objects, parsed into the values on which `decide` bases its decisions. Pure."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from outlast.rendezvous.world import Member, MemberState
 Document = Mapping[str, Any]
 
 RECEIVED = "heard"
-"""Key of the time, by the operator's clock, at which a watch delivered a renewal of a Lease, or a node that is unready: clocks
-of other machines are not compared with ours."""
+"""Key for the time, by the operator's clock, at which a watch delivered a renewal of a Lease, or since which a node has been
+unready. Clocks of other machines are not compared with ours."""
 NNODES = f"{contract.GROUP}/nnodes"
-"""Annotation of a pod without an agent: --nnodes of its torchrun."""
+"""Annotation of a pod without an agent: the value of --nnodes for its torchrun."""
 LONGEST_S = 600.0
-"""Upper bound of a Lease's duration, whatever its worker wrote."""
+"""Upper bound in seconds for the duration of a Lease, whatever its worker wrote."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Limits:
     """Timeouts of the operator, in seconds."""
 
     silence_s: float = LEASE_S
-    """A member whose Lease has not been renewed for this long is dead."""
+    """A member whose Lease has not been renewed for this long is presumed dead."""
     held_s: float = 300.0
-    """Timeout when most workers fall silent at once though their nodes are ready: see decision 17. As long as Kubernetes
-    tolerates an unreachable node, and several times what a kubelet takes to kill an agent that hangs."""
+    """The same if most workers fall silent at once though their nodes are ready, see decision 17. It equals the time for which
+    Kubernetes tolerates an unreachable node, and is several times what a kubelet needs to kill an agent that hangs."""
     progress_s: float = 3.0
-    """Interval between writes of the step while nothing else is written, except for the first step of a world."""
+    """Minimum interval between writes of the step if nothing else is written. The first step of a world is written at once."""
     lost_s: float = 30.0
-    """A pod whose node has not answered for this long is lost and force-deleted."""
+    """A pod whose node has not answered for this long is presumed lost and force-deleted."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Pod:
     index: int
     node: str
     node_lost: float | None
-    """Time from which its node has not answered; if the node does not exist, from which the pod has been bound to it."""
+    """Time since which the pod's node has not answered. If the node does not exist: when the pod was bound to it."""
     leave: Leave | None = None
-    """Why it has to go: its node is about to be terminated, or the pod itself says so."""
+    """Why the worker has to leave: its node is about to be terminated, or the pod itself has a notice."""
 
     @property
     def name(self) -> str:
@@ -78,23 +78,23 @@ class Pod:
 
     @property
     def first_generation(self) -> int:
-        """The first generation that it may belong to."""
+        """The first generation to which the pod may belong."""
         label = (self.document["metadata"].get("labels") or {}).get(Label.GENERATION, "")
         return int(label) if label.isdecimal() else 0
 
     @property
     def terminating(self) -> bool:
-        """Whether it is being deleted."""
+        """Whether the pod is being deleted."""
         return podwords.leaves(self.document)
 
     @property
     def ends_at(self) -> float:
-        """When its kubelet kills it at the latest, if it is being deleted; else 0."""
+        """If the pod is being deleted, the latest time at which its kubelet kills it; else 0."""
         return podwords.seconds(self.document["metadata"].get("deletionTimestamp"))
 
     @property
     def lingering(self) -> bool:
-        """Whether its worker has ended and its phase does not say so: a sidecar still runs, or its sandbox is not gone."""
+        """Whether the worker has ended but the pod's phase does not say so: a sidecar still runs, or the sandbox is not gone."""
         if self.document["spec"].get("restartPolicy") != "Never":
             return False
         worker = podwords.container_status(self.document)
@@ -104,12 +104,12 @@ class Pod:
 
     @property
     def over(self) -> bool:
-        """Whether its worker has ended for good."""
+        """Whether the worker has ended for good."""
         return podwords.over(self.document) or self.lingering
 
     @property
     def end(self) -> podwords.End | None:
-        """How its worker ended, once it has ended for good."""
+        """How the worker ended, once it has ended for good."""
         return podwords.end(self.document) if self.over else None
 
     @property
@@ -120,17 +120,17 @@ class Pod:
 
     @property
     def waiting(self) -> str:
-        """Why it has not started."""
+        """Why the pod has not started."""
         return podwords.waits(self.document)
 
     @property
     def stuck(self) -> str:
-        """Why it cannot start, when people should know."""
+        """Why the pod cannot start, if that needs people's attention."""
         return podwords.stuck(self.document)
 
     @property
     def kept(self) -> str:
-        """A sentence about finalizers of others that keep a terminated pod; else empty."""
+        """A sentence if the finalizers of another controller keep a terminated pod; else empty."""
         meta = self.document["metadata"]
         gone = self.terminating and meta.get("deletionGracePeriodSeconds") == 0 and podwords.over(self.document)
         finalizers = ", ".join(meta.get("finalizers") or ()) if gone else ""
@@ -138,7 +138,7 @@ class Pod:
 
     @property
     def alive(self) -> bool:
-        """Whether it trains or will train."""
+        """Whether the worker trains or will train."""
         return not self.terminating and not self.over
 
     @property
@@ -150,35 +150,36 @@ class Pod:
 
 @dataclass(frozen=True)
 class MemberReport:
-    """A member's report on its Lease."""
+    """The report of a member on its Lease."""
 
     member: Member
     renewed: float
     """When the Lease was last renewed."""
     failure: Failure | None
-    """The failure in its generation, see `rendezvous.transports.sockets.Report`."""
+    """The failure in the member's generation, see `rendezvous.transports.sockets.Report`."""
     echo: bool = False
-    """Whether that failure is secondary: caused by another member's."""
+    """Whether that failure is secondary, that is, caused by the failure of another member."""
     step: int | None = None
     steps: int | None = None
     committed: int = 0
     generation: int | None = None
-    """The generation of that step, if reported."""
+    """The generation in which `step` was done, if reported."""
     time: float = 0.0
-    """Time of that step by the member's clock; 0 when not reported."""
+    """Time of `step` by the member's clock; 0 if not reported."""
     lasts: float = LEASE_S
     """Duration of the Lease in seconds, at most LONGEST_S."""
     snapshot: tuple[int, int] = (0, 0)
-    """Step of the newest complete snapshot in memory, and steps between two; 0: none, or unknown."""
+    """Step of the newest complete snapshot in memory, and the number of steps between two snapshots; 0: none, or unknown."""
     attempt: int = 0
     past: tuple[Mapping[str, Any], ...] = ()
-    """Restarts of their processes by the members themselves, and the failures repaired so, as in `sockets.Report`."""
+    """Restarts of processes that the members made on their own, and the failures repaired by these restarts, as in
+    `sockets.Report`."""
     mesh: bool = False
-    """Whether the members of its world watch one another."""
+    """Whether the members of the world watch each other."""
     bytes: int = 0
-    """Size of the newest committed checkpoint; 0: unknown."""
+    """Size of the newest committed checkpoint in bytes; 0: unknown."""
     goodput: float | None = None
-    """Goodput of the run, as the worker of rank 0 computes it."""
+    """Goodput of the run, as computed by the worker of rank 0."""
     whole: bool = False
     """Whether `goodput` covers the whole run, to its end."""
 
@@ -188,13 +189,15 @@ class Plain:
     """A job whose workers have no agent: their pods run plain torchrun."""
 
     job: Document
-    """Its equivalent ElasticJob: number of workers and restarts, deadlines."""
+    """The equivalent ElasticJob: number of workers and restarts, deadlines."""
     nnodes: str
-    """--nnodes of torchrun, `1:4`; pods carry it as the annotation `NNODES`. With different values they do not meet."""
+    """The value of --nnodes for torchrun, `1:4`; pods carry it in the annotation `NNODES`. Workers with different values cannot
+    train together."""
     policy: str
-    """Which failures are restarted: `Never` none, `ExitCode` those of pods that were killed, lost, or never started."""
+    """The failures after which workers are restarted. `Never`: none; `ExitCode`: only if the pod was killed, lost, or never
+    started."""
     service: Document
-    """The Service by which workers find worker 0."""
+    """The Service through which workers find worker 0."""
     pod: Callable[[int], dict[str, Any]]
 
 
@@ -204,27 +207,27 @@ class JobSnapshot:
 
     document: Document
     job: spec.Job | None
-    """None when it cannot be parsed; `problem` says why."""
+    """None if the job cannot be parsed; `problem` says why."""
     problem: str
     status: Status
     run: str
     pods: tuple[Pod, ...]
     """Sorted by index."""
     others: tuple[Pod, ...]
-    """Pods with the labels of this job that it does not own: left over from an earlier job of its name."""
+    """Pods with this job's labels that it does not own, such as those of an earlier job of the same name."""
     reports: Mapping[int, MemberReport]
     now: float
     since: float
-    """Time from which all watches have been connected: earlier silence is our own."""
+    """Time since which all watches have been connected: silence before then may be due to us."""
     features: ClusterFeatures = field(default_factory=ClusterFeatures)
-    """What the cluster offers beside Kubernetes."""
+    """Optional features of the cluster."""
     queue: queues.Queue | None = None
     limits: Limits = Limits()
     nodes: Mapping[str, Document] = field(default_factory=dict)
     refused: str = ""
-    """Why its pods could not be created on the last attempt: a sentence."""
+    """A sentence about why the job's pods could not be created on the last attempt; else empty."""
     plain: Plain | None = None
-    """Set if its workers have no agent."""
+    """Set if the workers have no agent."""
 
     @property
     def name(self) -> str:
@@ -236,7 +239,7 @@ class JobSnapshot:
 
     @property
     def gang(self) -> gang.Who:
-        """The gang scheduler of its pods: chosen when the job is first reconciled, and kept for all its pods."""
+        """The gang scheduler of the job's pods: chosen when the job is first reconciled, and kept from then on."""
         assert self.job is not None, "pods are only made for jobs that can be parsed"
         if self.status.started is None or self.job.spec.scheduling.gang != "auto":
             admitted = kueue.GROUP in self.features.groups and bool(kueue.queue(self.document))
@@ -245,12 +248,12 @@ class JobSnapshot:
 
     @property
     def generation(self) -> int:
-        """`metadata.generation`: grows with each change of the specification."""
+        """The job's `metadata.generation`, which grows with each change of the specification."""
         return int(self.document["metadata"].get("generation", 1))
 
     @property
     def owner(self) -> dict[str, Any]:
-        """The owner reference for objects made for it."""
+        """The owner reference to the job, for objects created for it."""
         return ownership.reference(self.document)
 
 
@@ -262,7 +265,7 @@ def take(
     *,
     plain: Plain | None = None,
 ) -> JobSnapshot:
-    """The snapshot of a job that exists; `plain`: one whose workers have no agent."""
+    """The snapshot of a job that exists; `plain` is for a job whose workers have no agent."""
     job, features = cached.job, features or ClusterFeatures()
     assert job is not None, "reconcilers are only called for jobs that exist"
     broken = str(job.get(wire.UNREADABLE) or "")
@@ -294,7 +297,7 @@ def take(
 
 
 def _document(job: Document) -> dict[str, Any]:
-    """The job as its author wrote it, without metadata that others have added."""
+    """The job as its author wrote it, without metadata added by others."""
     meta = job["metadata"]
     retained = {key: meta[key] for key in ("name", "namespace") if key in meta}
     labels = {key: value for key, value in (meta.get("labels") or {}).items() if not _is_ours(key)}
@@ -317,7 +320,7 @@ def _is_ours(label: str) -> bool:
 
 
 def pods_of(cached: CachedJob) -> list[Pod]:
-    """The pods with the job's label, by index, each with the state of its node."""
+    """The pods with the job's label, sorted by index, each with the state of its node."""
     return sorted((_pod(pod, cached.nodes) for pod in cached.pods), key=lambda pod: pod.index)
 
 
@@ -333,7 +336,7 @@ def _pod(pod: Document, nodes: Mapping[str, Document]) -> Pod:
 
 
 def _silent_since(node: Document) -> float | None:
-    """Time from which a node has not answered; None for one that answers."""
+    """Time since which a node has not answered; None if it answers."""
     for ready in podwords.conditions(node, "Ready"):
         if ready["status"] != "True":
             return node.get(RECEIVED) or podwords.seconds(ready.get("lastTransitionTime"))
@@ -345,8 +348,8 @@ def answers(node: Document) -> bool:
 
 
 def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> MemberReport | None:
-    """The report on a Lease; None when it is of an earlier pod of this name, or of another run. A worker writes its Lease's
-    labels, so only the name identifies the worker."""
+    """The report on a Lease; None if the Lease is that of an earlier pod of the same name, or of another run. Only the Lease's
+    name identifies the worker, as a worker can write the labels of its Lease."""
     meta, fields = lease["metadata"], lease.get("spec") or {}
     annotations = meta.get("annotations") or {}
     try:
@@ -405,5 +408,5 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
 
 
 def _count(value: object) -> int | None:
-    """A reported count; None when it is not a count."""
+    """A reported count; None if the value is not a count."""
     return value if is_count(value) and isinstance(value, int) else None

@@ -1,6 +1,6 @@
-"""The operator's watches: one thread for each kind of object fills the cache; another finds Kueue and gang schedulers.
+"""The operator's watches: for each kind of object a thread fills the cache; one more thread discovers Kueue and gang schedulers.
 
-A watch is never given up: errors are logged and counted, and the watch begins again after a pause.
+A watch is never given up: errors are logged and counted, and the watch is started again after a pause.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from outlast.kubernetes.operator.snapshot import RECEIVED, answers
 log = logging.getLogger(__name__)
 
 WATCH_RETRY_S = 10.0
-"""Longest pause before a watch begins again: a CRD that is installed now should be found within seconds."""
+"""Maximum pause before a watch is started again: a CRD that is being installed should be found within seconds."""
 _JOIN_S = 0.5
 _GANGS = (VOLCANO_GROUP, POD_GROUP)
 
 
 @dataclass(frozen=True)
 class Intervals:
-    """Times of the watches."""
+    """Intervals of the watches, in seconds."""
 
     retry_s: float = 1.0
-    """First pause before a failed watch begins again; doubled each time."""
+    """First pause before a failed watch is started again; doubled each time."""
     discovery_s: float = 60.0
-    """Interval between two looks for Kueue and gang schedulers."""
+    """Interval at which we look for Kueue and gang schedulers."""
 
 
 class Watches:
-    """Threads that fill `cache`. Calls `changed` when what the cluster offers has changed: every job must be reconciled then."""
+    """Threads that fill `cache`. Calls `changed` when the features of the cluster have changed: every job must be reconciled
+    then."""
 
     def __init__(
         self,
@@ -61,28 +62,28 @@ class Watches:
         self._namespace, self._intervals = namespace, intervals
         self._stop = api.Stop()
         self._served: tuple[Kind, ...] = ()
-        """The served kinds of Kueue and of gang schedulers."""
+        """Kinds of Kueue and of gang schedulers that the cluster serves."""
         self._discovering = threading.Lock()
         self._optional: dict[Kind, threading.Thread] = {}
         self._unready: dict[str, float] = {}
-        """Time from which each unready node has been unready, by our clock."""
+        """Time since which each unready node has been unready, by our clock."""
         self._leaving: dict[str, float] = {}
-        """Time from which each node has been about to be terminated, by our clock."""
+        """Time since which each node has been about to be terminated, by our clock."""
         kinds = (*cache.jobs, POD, LEASE, NODE)
         self.threads = [
             *(threading.Thread(target=self._watch, args=(kind,), name=f"watch {kind}", daemon=True) for kind in kinds),
             threading.Thread(target=self._discover_often, name="discovery", daemon=True),
         ]
-        """The process must end when one of these does."""
+        """The process must end when one of these threads ends."""
 
     def start(self) -> None:
-        """Find out what the cluster serves and start all threads."""
+        """Discover the features of the cluster and start all threads."""
         self.discover()
         for thread in self.threads:
             thread.start()
 
     def stop(self) -> None:
-        """Stop all threads; those that hang are left behind."""
+        """Stop all threads; threads that hang are left behind."""
         self._stop.set()
         for thread in (*self.threads, *self._optional.values()):
             thread.join(_JOIN_S)  # the connections are closed next: no thread may use them then
@@ -92,7 +93,7 @@ class Watches:
         return any(kind.group == group for kind in self._served)
 
     def features(self, key: Key) -> ClusterFeatures:
-        """What the cluster offers beside Kubernetes, and the Kueue objects of a job."""
+        """Optional features of the cluster, and the Kueue objects of a job."""
         groups = frozenset(kind.group for kind in self._served)
         queues = next((kinds for kinds in kueue.VERSIONS if kinds[0] in self._served), ())
         if not queues or self._cache.unsynced((*queues, PRIORITY_CLASS)):
@@ -103,7 +104,7 @@ class Watches:
         return ClusterFeatures(groups, KueueObjects(workload, self._cache.of_job(workload, key), flavors, classes))
 
     def discover(self) -> None:
-        """Find out which of Kueue and the gang schedulers the cluster serves, and watch Kueue's objects from then on."""
+        """Discover which of Kueue and the gang schedulers the cluster serves; from then on, watch Kueue's objects."""
         with self._discovering:
             try:
                 queues = next((kinds for kinds in kueue.VERSIONS if all(self._cluster.serves(kind) for kind in kinds)), ())
@@ -134,7 +135,7 @@ class Watches:
                 watch.start()
 
     def _watch(self, kind: Kind) -> None:
-        """Fill the cache with one kind until `stop`."""
+        """Keep the cache of one kind up to date until `stop` is called."""
         watch = _Watch(kind)
         while not self._stop.is_set():
             self._cache.begin(kind)
@@ -186,7 +187,7 @@ class Watches:
             self._changed()  # queues may be known now
 
     def _apply(self, kind: Kind, change: api.Change) -> None:
-        """Put one change of a watch into the cache. A bug with one document must not block the others."""
+        """Put one change from a watch into the cache. A bug with one document must not block the others."""
         try:
             if change.type == "deleted":
                 if kind == NODE:
@@ -202,8 +203,8 @@ class Watches:
             log.error("%s %s cannot be kept: %s", kind, meta.get("name"), error, extra=where, exc_info=error)
 
     def _stamped(self, kind: Kind, document: Document) -> Document:
-        """A Lease or an unready node stamped with the time, by our clock, from which its silence counts; a node about to be
-        terminated with the time from which its notice counts."""
+        """A Lease or an unready node, stamped with the time, by our clock, since which it has been silent; a node that is about
+        to be terminated, stamped with the time at which we first saw the notice."""
         if kind == LEASE:
             return {**document, RECEIVED: self._clock()}
         if kind != NODE:

@@ -1,7 +1,7 @@
-"""The operator's workqueue: keys of jobs to reconcile, each queued once, and never handed to two threads at a time.
+"""The operator's workqueue: keys of jobs to reconcile, each queued once, and never processed by two threads at a time.
 
-A key that is added while it is being processed is queued again afterwards. A key may also be added for a later time; of several
-times the earliest counts. Times are those of the given clock, which must never step.
+A key that is added while being processed is queued again afterwards. A key may also be added for a later time; if it is added for
+several times, the earliest counts. All times are those of the given clock, which must not jump.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class WorkQueue(Generic[K]):
-    """As client-go's workqueue. Safe to call from any thread."""
+    """A queue with the semantics of client-go's workqueue. Safe to call from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -51,14 +51,14 @@ class WorkQueue(Generic[K]):
                 self._changed.notify()
 
     def hold(self, key: K, until: float) -> None:
-        """Queue a key at this time and ignore `add` before."""
+        """Queue a key at this time, and ignore `add` for the key before then."""
         with self._changed:
             self._held[key] = until
             self._dirty.discard(key)
             self.add_at(key, until)
 
     def get(self) -> K | None:
-        """Wait for the next key; None after `shut_down`. The caller must call `done` with it."""
+        """Wait for the next key; None after `shut_down`. The caller must call `done` with the key."""
         with self._changed:
             while not self._shut_down:
                 wait = self._due()
@@ -91,7 +91,7 @@ class WorkQueue(Generic[K]):
             return not self._waiting and not self._processing
 
     def _due(self) -> float | None:
-        """Queue the keys that are due; seconds until the next one is, None when there is none."""
+        """Queue the keys that are due. Returns the seconds until the next key is due, or None if there is none."""
         while self._heap:
             when, _, key = self._heap[0]
             if self._later.get(key) != when:  # superseded by an earlier time

@@ -1,6 +1,6 @@
 """The operator's writes: fenced (only the leader writes), counted, and put into the cache before the next decision.
 
-They go in parallel for one part of a plan, in the background for Events.
+The writes of one part of a plan go in parallel; Events are written in the background.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ D = TypeVar("D")
 R = TypeVar("R")
 
 IN_FLIGHT = 8
-"""Most writes in flight per plan. If quota rejects one, the rest would be rejected too, so we stop there."""
+"""Maximum number of writes in flight per plan. If quota rejects one, it would also reject the rest, so we stop there."""
 
 
 class Parallel:
@@ -32,7 +32,7 @@ class Parallel:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="write")
 
     def __call__(self, do: Callable[[D], R], items: Sequence[D], /) -> list[R]:
-        """Call it for every item; the results in order. Raises the first failure, with no call still running."""
+        """Call `do` for every item; returns the results in order. Raises the first failure, once no call is running any more."""
         results: list[R] = []
         for begin in range(0, len(items), IN_FLIGHT):
             first, *others = items[begin : begin + IN_FLIGHT]
@@ -46,7 +46,7 @@ class Parallel:
 
 
 class Background:
-    """Calls without result, in order, in one thread. At most `limit` may be pending."""
+    """Runs calls in order in one thread and ignores their results. At most `limit` calls may be pending."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -54,7 +54,7 @@ class Background:
         self._pending: set[Future[None]] = set()
 
     def __call__(self, do: Callable[[], None]) -> None:
-        """Schedule a call; dropped with a warning when too many are pending."""
+        """Schedule a call. If too many are pending, the call is dropped with a warning."""
         if len(self._pending) > self._limit:
             return log.warning("an Event is dropped: %d are pending", self._limit)
         future = self._pool.submit(_logged, do)
@@ -62,7 +62,7 @@ class Background:
         future.add_done_callback(self._pending.discard)
 
     def finish(self, timeout_s: float) -> None:
-        """Wait until all calls are done, at most this long."""
+        """Wait until all calls are done, but no longer than this."""
         wait(list(self._pending), timeout_s)
 
 
@@ -77,17 +77,17 @@ Document = dict[str, Any]
 
 
 class NotLeader(ClusterError):
-    """This operator must not write any more: another has taken over, or may have."""
+    """This operator must no longer write: another one has taken over, or may have."""
 
 
 class Writer:
-    """The operator's writes to a cluster. All of them raise NotLeader when this operator does not lead."""
+    """The operator's writes to a cluster. All methods that write raise NotLeader when this operator does not lead."""
 
     def __init__(self, cluster: api.Cluster, cache: Cache, metrics: Metrics, leads: Callable[[], bool]) -> None:
         self._cluster, self._cache, self._metrics, self._leads = cluster, cache, metrics, leads
 
     def get(self, kind: Kind, name: str, *, namespace: str | None = None) -> Document:
-        """An object as the server has it."""
+        """Get an object from the server, not from the cache."""
         return self._cluster.get(kind, name, namespace=namespace)
 
     def create(self, document: Document) -> Document:
@@ -95,24 +95,24 @@ class Writer:
         return self._cached(kind, self._cluster.create(document))
 
     def apply(self, document: Document) -> Document:
-        """Server-side apply."""
+        """Apply a document on the server (server-side apply)."""
         kind = self._begin(kind_of(document), "apply")
         return self._cached(kind, self._cluster.apply(document))
 
     def replace(self, document: Document, *, subresource: str = "") -> Document:
-        """Replace an object, or its status, if its resource version is still this one."""
+        """Replace an object, or its status, if its resource version is unchanged."""
         kind = self._begin(kind_of(document), "update")
         return self._cached(kind, self._cluster.replace(document, subresource=subresource))
 
     def patch(self, kind: Kind, name: str, change: Document, *, namespace: str | None = None) -> Document:
-        """JSON merge patch."""
+        """Apply a JSON merge patch to an object."""
         self._begin(kind, "patch")
         return self._cached(kind, self._cluster.patch(kind, name, change, namespace=namespace))
 
     def delete(
         self, kind: Kind, name: str, *, namespace: str | None = None, grace_s: float | None = None, uid: str | None = None
     ) -> Document:
-        """Delete an object, if it has this uid."""
+        """Delete an object, if its uid is this one."""
         self._begin(kind, "delete")
         inside = (namespace or self._cluster.namespace) if kind.namespaced else ""
         try:

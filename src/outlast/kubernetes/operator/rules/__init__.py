@@ -1,1 +1,1 @@
-"""Rules of the operator's decision about a job, one module a situation."""
+"""Rules of the operator's decision about a job, one module per situation."""

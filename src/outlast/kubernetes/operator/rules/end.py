@@ -1,4 +1,4 @@
-"""A job is over: it has ended, its time is up, or it was deleted. Pure."""
+"""Rules for a job that has ended, exceeded a deadline, or was deleted. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FINAL = (State.SUCCEEDED, State.FAILED)
 
 
 def finished(rec: Reconcile) -> None:
-    """The job has ended: pods are deleted by `cleanPodPolicy`, and the job after `ttlSecondsAfterFinished`."""
+    """Clean up after a job that has ended: delete its pods by `cleanPodPolicy`, and the job after `ttlSecondsAfterFinished`."""
     status = rec.status
     if status.state not in _FINAL or status.finished is None:
         return
@@ -38,7 +38,7 @@ def finished(rec: Reconcile) -> None:
         elif policy == "All" and pod.uid in rec.ends:
             rec.delete(pod, "the job is over, cleanPodPolicy is All")
         elif policy != "None" and (pod.alive or pod.lingering):
-            # Its agent knows and flushes its uploads; the end of its log is worth waiting for.
+            # The pod's agent knows that the job has ended and flushes its uploads; the end of its log is worth waiting for.
             if rec.now >= status.finished + leave_s:
                 rec.delete(pod, f"the job is over, cleanPodPolicy is {policy}")
             rec.requeue_at(status.finished + leave_s)
@@ -51,14 +51,14 @@ def finished(rec: Reconcile) -> None:
 
 
 def workers_done(rec: Reconcile) -> None:
-    """All workers have exited with success without a final world: an earlier run was complete."""
+    """End the job if all workers have succeeded without forming a final world: an earlier run was already complete."""
     done = {pod.index for pod in rec.succeeded}
     if rec.desired and done and len(done) >= rec.desired and not rec.alive:
         rec.finish(State.SUCCEEDED, "all workers are done", contract.Exit.DONE, End.SUCCEEDED)
 
 
 def too_late(rec: Reconcile) -> None:
-    """`activeDeadlineSeconds` or `startupDeadlineSeconds` has passed."""
+    """Fail the job if `activeDeadlineSeconds` or `startupDeadlineSeconds` has passed."""
     started = rec.status.resumed or rec.status.started
     if started is None or not rec.desired:
         return
@@ -85,7 +85,7 @@ def force(rec: Reconcile, pod: Pod) -> None:
 
 
 def orphans(pods: Iterable[Pod], now: float, since: float, limits: Limits) -> Plan:
-    """The plan for terminating pods without a job: those on nodes that do not answer are force-deleted."""
+    """The plan for terminating pods whose job no longer exists: pods on nodes that do not answer are force-deleted."""
     going = [(pod, max(pod.node_lost, since)) for pod in pods if pod.terminating and pod.node_lost is not None]
     ends = [(pod, world.until(quiet, limits.lost_s, now)) for pod, quiet in going]
     deletes = tuple(

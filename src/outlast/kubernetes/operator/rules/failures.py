@@ -1,4 +1,4 @@
-"""Failures of workers and of their processes, each cause counted once against the restart budget. Pure."""
+"""Failures of workers and their processes; each cause is counted once against the restart budget. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from outlast.rendezvous.world import MemberState
 
 
 def reported(rec: Reconcile) -> list[Pending]:
-    """Failures that members report in the current world and that are not counted yet."""
+    """Failures that members of the current world report and that are not counted yet."""
     status = rec.status
     if status.world is None:
         return []
@@ -43,7 +43,7 @@ def reported(rec: Reconcile) -> list[Pending]:
 
 
 def explained(rec: Reconcile) -> bool:
-    """Whether a member of the world is gone or replaced: the failures of the others are secondary to that."""
+    """Whether a member of the world is gone or was replaced, so that the failures of the others are secondary."""
     world = rec.status.world
     here = {pod.index for pod in rec.alive}
     members = {id for id, report in rec.snapshot.reports.items() if world and report.member.generation >= world.generation}
@@ -51,7 +51,8 @@ def explained(rec: Reconcile) -> bool:
 
 
 def unanswered(rec: Reconcile) -> bool:
-    """Whether a member of the world still reports that it trains or is done although others have failed: it may be the cause."""
+    """Whether a member of the world still reports that it trains or is done although others have failed: that member may be the
+    cause."""
     current = rec.status.world
     members = [report.member for id, report in rec.snapshot.reports.items() if id in rec.members]
     return any(
@@ -62,7 +63,8 @@ def unanswered(rec: Reconcile) -> bool:
 
 
 def count_reported(rec: Reconcile, pending: list[Pending], new: world.World | None = None) -> None:
-    """Count the failures of one generation as their cause. A member missing from the new world explains secondary failures."""
+    """Count the failures of one generation as one, that of their cause. Secondary failures are explained by a member that is
+    missing from the new world."""
     echo, failure = judging.cause(pending)
     generation = failure.generation
     previous = rec.status.world
@@ -76,7 +78,7 @@ def count_reported(rec: Reconcile, pending: list[Pending], new: world.World | No
 
 
 def repaired(rec: Reconcile) -> None:
-    """Count failures that members have repaired by themselves, each once and in order."""
+    """Count failures that the members have repaired by themselves, each once and in order."""
     if rec.status.result is not None:
         return
     reports = [report for report in rec.snapshot.reports.values() if report.past]
@@ -92,7 +94,7 @@ def repaired(rec: Reconcile) -> None:
 
 
 def of_pod(rec: Reconcile, pod: Pod, end: pods.End) -> Failure:
-    """The failure of a pod. It can no longer tell its step; its peers were at the same one."""
+    """The failure of a pod. Its own step is unknown by now; its peers were at the same step."""
     world_now = rec.status.world
     inside = [each for each in rec.snapshot.reports.values() if world_now and each.member.generation == world_now.generation]
     steps = [step for each in inside for step in ((each.failure.step if each.failure else None), each.step) if step is not None]
@@ -118,8 +120,8 @@ def count(
     past: attempts.Past | None = None,
     ago_s: float = 0.0,
 ) -> None:
-    """Count a failure, and end the job if the budget is exhausted. `past` is a failure that the members have repaired, `ago_s`
-    before now; the newest committed step is that of the time."""
+    """Count a failure, and end the job if the budget is exhausted. `past` is a failure that the members repaired `ago_s` seconds
+    ago; the newest committed step at that time counts."""
     status, committed = rec.status, past.failure.get("committed", -1) if past else -1
     budget = judging.Budget(status.history, rec.policy, committed if is_count(committed) else rec.committed)
     members = status.world.members if status.world else ()
@@ -142,7 +144,7 @@ def count(
 
 
 def stored(rec: Reconcile, failure: Failure, node: str) -> Document:
-    """A failure as stored in the status, with the tail of its worker's log: from its agent, else from its pod."""
+    """A failure as stored in the status, with the tail of its worker's log, from the agent or else from the pod."""
     pod = rec.pod(failure.worker)
     words = failure.log_tail or (pod.log_tail if pod is not None else "")
     empty = {name for name in ("cause", "attempt") if not getattr(failure, name)}
@@ -150,8 +152,8 @@ def stored(rec: Reconcile, failure: Failure, node: str) -> Document:
 
 
 def cover_others(rec: Reconcile, generation: int) -> None:
-    """A counted failure covers all further failures of its world. One outside any world (generation 0) covers all workers that
-    are outside too, until they join one."""
+    """Treat all further failures of a world as covered by the counted one. A failure outside any world (generation 0) covers all
+    workers outside, until they join a world."""
     silent = (dataclasses.replace(each, echo=each.echo or each.generation == generation) for each in rec.status.silent)
     rec.update(counted=max(rec.status.counted, rec.start_of(generation)), silent=tuple(silent))
     if not generation:
@@ -159,7 +161,7 @@ def cover_others(rec: Reconcile, generation: int) -> None:
 
 
 def expect_others(rec: Reconcile, pod: Pod) -> None:
-    """A worker was interrupted: the failures of the others in its world are secondary to that."""
+    """Treat the failures of the other workers in an interrupted worker's world as secondary."""
     rec.handled[pod.uid] = None
     status = rec.status
     if status.world and rec.in_world(pod) and status.called is None:

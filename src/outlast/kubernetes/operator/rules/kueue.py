@@ -1,4 +1,4 @@
-"""A job waits in a queue of Kueue. Pure."""
+"""The rule for a job that waits in a queue of Kueue. Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from outlast.kubernetes.operator.reconcile import Reconcile
 from outlast.kubernetes.operator.rules import failures
 
 RECHECK_S = 10.0
-"""Poll interval for missing Kueue objects (we do not watch them)."""
+"""Poll interval for missing Kueue objects, which we do not watch."""
 
 
 def queued(rec: Reconcile) -> None:
-    """The queue has not admitted enough workers, or takes quota back."""
+    """Handle a job for which the queue has not admitted enough workers, or takes quota back."""
     queue, status = rec.snapshot.queue, rec.status
     if queue is None:
         if rec.requested and not rec.desired:

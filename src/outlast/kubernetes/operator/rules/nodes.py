@@ -1,4 +1,4 @@
-"""Nodes that do not answer, are gone, or are about to be terminated. Pure."""
+"""Rules for nodes that do not answer, are gone, or are about to be terminated. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outlast.kubernetes.operator.rules.workers import FAST_LOSS_S
 from outlast.rendezvous.partition import FORGIVEN_S, Loss
 
 _EARLIER_S = 2.0
-"""A deletion that others have begun is shortened if it would end later than this after the deadline: API servers keep whole
+"""Somebody else's deletion is shortened only if it would end later than this after the deadline: API servers keep whole
 seconds."""
 
 
@@ -28,7 +28,7 @@ def lost_workers(rec: Reconcile) -> None:
         gone = pod.node not in rec.snapshot.nodes
         report = rec.snapshot.reports.get(pod.index)
         quiet = rec.last_seen(report) if report and not gone else max(pod.node_lost, pod.created, rec.snapshot.since)
-        # It renews its Lease rarely: its peers would report if they could not reach it.
+        # The worker renews its Lease rarely: its peers would report if they could not reach it.
         limit_s = rec.lease_s(report) if report and report.mesh and not gone else rec.snapshot.limits.lost_s
         if (end := rec.until(quiet, limit_s)) is not None:
             rec.requeue_at(end)
@@ -47,8 +47,8 @@ def lost_workers(rec: Reconcile) -> None:
 
 
 def cut_off(rec: Reconcile, losses: Mapping[int, Loss]) -> None:
-    """Record the workers that their peers cannot reach: an interruption each, as a lost node is one. The status retains them as
-    long as it matters."""
+    """Record the workers that their peers cannot reach. Each is an interruption, like a lost node. The status keeps the records
+    for as long as they matter."""
     recorded = {each.worker: each for each in rec.status.lost}
     lost = []
     for id, loss in sorted(losses.items()):
@@ -79,8 +79,8 @@ def excluded(rec: Reconcile) -> dict[int, Loss]:
 
 
 def leaving_nodes(rec: Reconcile) -> None:
-    """A node is about to be terminated, or a worker must go for another reason: it saves and exits while there is time. Its
-    deadline is published before its pod is deleted, and shortens a deletion that others have begun."""
+    """Let workers save and exit in time if their node is about to be terminated, or if they must leave for another reason. The
+    deadline is published before the pod is deleted, and shortens a deletion that somebody else has requested."""
     leaves = {each.uid: each for each in rec.status.leaves}
     for pod in rec.snapshot.pods:
         leave = pod.leave

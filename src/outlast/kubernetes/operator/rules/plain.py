@@ -1,7 +1,7 @@
-"""Workers without an agent, which run plain torchrun: only their pods show how they are. Pure.
+"""Rules for workers without an agent, which run plain torchrun: their state shows only in their pods. Pure.
 
-Worker 0 hosts the store by which torchrun forms its worlds: once it is lost, torchrun exits with 1 in all other pods, through no
-fault of theirs. A worker that arrives when others are done finds nothing left to train.
+Worker 0 hosts the store through which torchrun forms its worlds: if worker 0 is lost, torchrun exits with 1 in all other pods
+although nothing is wrong with them. A worker that starts after others have succeeded has nothing left to train.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from outlast.rendezvous.failures import PLAIN_PODS
 from outlast.rendezvous.restarts import Record
 
 RETRYABLE = (130, 137, 138, 143)
-"""Exit codes after which `ExitCode` restarts a worker; all others are permanent."""
+"""Exit codes after which `ExitCode` restarts a worker; all other codes are permanent failures."""
 OVERDUE_S = 60.0
-"""Timeout of a deletion after the pod's grace period: then its node does not answer."""
+"""Time after a pod's grace period from which its node is presumed not to answer."""
 _NODE_STARTED = ("Unknown", "ContainerStatusUnknown")
-"""Reasons that containerd and the kubelet give for containers that did not survive a restart of their node."""
+"""Reasons that containerd and the kubelet report for containers that did not survive a restart of their node."""
 _REMEMBERED = 10
-"""Number of failures kept for computing the pause after the last one, which is at its maximum by then."""
+"""Number of failures remembered to compute the backoff, which is at its maximum by then."""
 
 
 def taken_up(rec: Reconcile) -> None:
-    """A job begins when workers are requested, and anew after a suspension."""
+    """Set the job's start time when workers are requested, and again after a suspension."""
     started = (rec.status.started or rec.now) if rec.desired else None
     rec.update(observed=rec.snapshot.generation, started=started)
 
 
 def restarted_containers(rec: Reconcile) -> None:
-    """Count containers that kubelets have restarted, which all policies but `Never` and `ExitCode` allow."""
+    """Count restarts of containers by kubelets, which all policies but `Never` and `ExitCode` allow."""
     counted, counts, more = rec.status.restarted, {}, 0
     for pod in rec.snapshot.pods:
         status = podwords.container_status(pod.document)
@@ -43,7 +43,7 @@ def restarted_containers(rec: Reconcile) -> None:
         previous = counted.get(pod.uid, 0)
         if count := max(previous, int(status.get("restartCount") or 0)):
             counts[pod.uid] = count
-        # When worker 0 is lost all others exit with 1; torchrun has retried their own errors with that code often.
+        # If worker 0 is lost, all others exit with 1; errors of their own have that code only after torchrun's retries.
         if not (pod.index > 0 and ended.get("exitCode") == 1) and ended.get("reason") not in _NODE_STARTED:
             more += counts.get(pod.uid, 0) - previous
     rec.update(restarted=counts, restarts=rec.status.restarts + more)
@@ -82,7 +82,7 @@ def ended_workers(rec: Reconcile) -> None:
 
 
 def done_workers(rec: Reconcile) -> None:
-    """The job is done when a worker is, and no other is left."""
+    """End the job once a worker has succeeded and no other is left."""
     done = [pod for pod in _done(rec) if pod.index < rec.desired]
     over = {pod.uid for pod in rec.ended_pods if pod.succeeded or pod.index >= rec.desired or _late(rec, pod)}
     if done and over >= {pod.uid for pod in rec.snapshot.pods}:
@@ -90,7 +90,7 @@ def done_workers(rec: Reconcile) -> None:
 
 
 def overdue_workers(rec: Reconcile) -> None:
-    """Force-delete pods that have not ended long after their grace period."""
+    """Force-delete pods that still exist long after their grace period."""
     for pod in rec.snapshot.pods:
         if pod.terminating and rec.now < pod.ends_at + OVERDUE_S:
             rec.requeue_at(pod.ends_at + OVERDUE_S)
@@ -99,7 +99,7 @@ def overdue_workers(rec: Reconcile) -> None:
 
 
 def needless_workers(rec: Reconcile) -> None:
-    """Delete surplus workers, those with nothing left to train, and those that new ones cannot meet."""
+    """Delete surplus workers, workers with nothing left to train, and workers that new ones cannot join."""
     for pod in rec.snapshot.pods:
         if pod.index >= rec.desired and not pod.succeeded:
             rec.delete(pod, f"{rec.desired} workers are wanted")
@@ -112,14 +112,14 @@ def needless_workers(rec: Reconcile) -> None:
 
 
 def missing_workers(rec: Reconcile) -> None:
-    """Create pods for free indices, once no worker is left that new ones cannot meet."""
+    """Create pods for free indices, but only once no worker is left that new ones cannot join."""
     if _missing(rec) and not any(_stale(rec, pod) for pod in rec.snapshot.pods):
         workers.missing_workers(rec)
         rec.prerequisites = (dict(_plain(rec).service),) if rec.creates else ()
 
 
 def pods_observed(rec: Reconcile) -> None:
-    """The state of a job that goes on: it runs when its workers do, or the fewest that it needs."""
+    """Set the state of a job that has not ended: it is Running if all its workers run, or at least the minimum number."""
     before = rec.status.state
     running = sum(podwords.phase(pod.document) == "Running" for pod in rec.alive)
     whole = len(rec.alive) == rec.desired or before in (State.RUNNING, State.SUSPENDED)
@@ -139,7 +139,8 @@ def _plain(rec: Reconcile) -> Plain:
 
 
 def _done(rec: Reconcile) -> list[Pod]:
-    """Pods whose worker has succeeded, and not after its deletion: scripts may exit with 0 on SIGTERM."""
+    """Pods whose worker has succeeded on its own. A success after the pod's deletion does not count: scripts may exit with 0 on
+    SIGTERM."""
     return [pod for pod in rec.succeeded if not _left(rec, pod)]
 
 
@@ -151,7 +152,7 @@ def _left(rec: Reconcile, pod: Pod) -> bool:
 
 
 def _late(rec: Reconcile, pod: Pod) -> bool:
-    """Whether a worker started when others were done."""
+    """Whether a worker started after others had succeeded."""
     if not (done := _done(rec)):
         return False
     if (began := podwords.started(pod.document)) is None:
@@ -160,31 +161,31 @@ def _late(rec: Reconcile, pod: Pod) -> bool:
 
 
 def _stale(rec: Reconcile, pod: Pod) -> bool:
-    """Whether a worker was started with another --nnodes than new ones get, or by another controller, so that none could meet
-    it."""
+    """Whether new workers cannot join a worker because it was started by another controller, or with another --nnodes than they
+    get."""
     nnodes = _nnodes(pod)
     return not pod.over and (nnodes != _plain(rec).nnodes if nnodes else _missing(rec))
 
 
 def _nnodes(pod: Pod) -> str | None:
-    """--nnodes of its torchrun; None if another controller has created it."""
+    """The value of --nnodes for the pod's torchrun; None if another controller has created the pod."""
     found: str | None = (pod.document["metadata"].get("annotations") or {}).get(NNODES)
     return found
 
 
 def _missing(rec: Reconcile) -> bool:
-    """Whether there are indices without a pod, for which one can be created. A pod that terminates or has failed keeps its
-    name."""
+    """Whether there are indices for which a pod can be created. The index of a pod that is terminating or has failed is not
+    free."""
     return not _done(rec) and len(rec.snapshot.name) <= names.LONGEST and not rec.by_index.keys() >= set(range(rec.desired))
 
 
 def _may_lack_its_store(pod: Pod) -> bool:
-    """Whether it ended as torchrun does when the store of worker 0 is gone: with exit code 1, whatever the script."""
+    """Whether a worker ended as torchrun does when the store of worker 0 is gone: with exit code 1, whatever the script."""
     return pod.index > 0 and podwords.terminated(podwords.container_status(pod.document)).get("exitCode") == 1
 
 
 def _host_is_lost(rec: Reconcile, host: Pod | None, pod: Pod) -> bool:
-    """Whether the worker 0 that hosted the store of this one is gone."""
+    """Whether the worker 0 that hosted the store of this pod is gone."""
     if host is None or host.terminating:
         return True
     if (end := rec.ends.get(host.uid)) is not None and not host.succeeded:
@@ -193,7 +194,7 @@ def _host_is_lost(rec: Reconcile, host: Pod | None, pod: Pod) -> bool:
 
 
 def _permanent(code: int) -> bool:
-    """Whether `ExitCode` does not restart it. Without an exit code (-1) a restart may succeed."""
+    """Whether `ExitCode` does not restart a worker after this exit code. A restart may succeed if there is none (-1)."""
     return code not in (-1, *RETRYABLE)
 
 
@@ -215,7 +216,7 @@ def _count(rec: Reconcile, pod: Pod, code: int, what: str) -> None:
 
 
 def _used_up(rec: Reconcile) -> str:
-    """The sentence that no restarts are left; empty while some are."""
+    """A sentence if no restarts are left; else empty."""
     restarts, limit = rec.status.restarts, rec.policy.limit
     return f"backoffLimit ({limit}) is used up by {restarts} restarts" if restarts > limit else ""
 

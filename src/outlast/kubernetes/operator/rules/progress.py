@@ -10,16 +10,17 @@ from outlast.kubernetes.operator.reconcile import Reconcile
 from outlast.rendezvous import sentences
 
 PROGRESS_BYTES_PER_S = 5e6
-"""Upper bound of what the API server sends to the agents of one job for progress: each watches the whole status."""
+"""Upper bound in bytes per second of what the API server sends to the agents of one job for progress: each agent watches the
+whole status."""
 BYTES = (10_000, 15)
-"""Size of a status in bytes: its base, mostly the ledger, and the share of each worker."""
+"""Size of a status in bytes: the base, mostly the ledger, and the share of each worker."""
 MEASURE_S = 5.0
-"""Shortest time over which a rate is measured."""
+"""Minimum time over which a rate is measured, in seconds."""
 
 
 def written(rec: Reconcile) -> None:
-    """Write progress with any other change, at the first step of a world, and at an interval. New steps alone trigger no
-    reconcile pass, so one is requested for when the interval ends."""
+    """Write progress together with any other change, at the first step of a world, and at an interval. New steps alone trigger no
+    reconcile pass, so we request one for the end of the interval."""
     last, mark = rec.status.progress, _mark(rec)
     pods, (whole, each) = len(rec.snapshot.pods), BYTES
     interval_s = max(rec.snapshot.limits.progress_s, pods * (whole + pods * each) / PROGRESS_BYTES_PER_S)
@@ -47,20 +48,22 @@ def written(rec: Reconcile) -> None:
 
 
 def _goodput(rec: Reconcile, *, trains: bool) -> float | None:
-    """Goodput as the worker of rank 0 reports it while it trains, and after the end once it covers the whole run."""
+    """Goodput as reported by the worker of rank 0 during training, and after the end by a worker whose value covers the whole
+    run."""
     first, over = rec.status.world.members[:1] if trains and rec.status.world else (), rec.status.finished is not None
     reported = [each.goodput for id, each in rec.snapshot.reports.items() if (each.whole if over else id in first)]
     return next((round(one, 6) for one in reported if one is not None), rec.status.progress.goodput)
 
 
 def _snapshot(rec: Reconcile) -> tuple[int, int]:
-    """The newest complete snapshot that a member of the current world reports, and the steps between two; none after a world."""
+    """The newest complete snapshot that a member of the current world reports, and the number of steps between two snapshots;
+    both are 0 outside a world."""
     inside = [report.snapshot for report in rec.snapshot.reports.values() if report.member.id in rec.members]
     return max(inside, default=(0, 0))
 
 
 def _mark(rec: Reconcile) -> tuple[int, float] | None:
-    """The newest step of rank 0 in the current world, and its time. Always rank 0, as the clocks of nodes differ."""
+    """The newest step of rank 0 in the current world, and its time. Always that of rank 0, as the clocks of nodes differ."""
     world = rec.status.world
     if world is None or rec.status.called is not None or rec.status.result is not None:
         return None
@@ -71,7 +74,7 @@ def _mark(rec: Reconcile) -> tuple[int, float] | None:
 
 
 def _rate(last: job_status.Progress, mark: tuple[int, float] | None) -> tuple[float | None, tuple[int, float] | None]:
-    """Steps per second since the last mark, and the mark to measure from next. None before there are two in one world."""
+    """Steps per second since the last mark, and the mark to measure from next. The rate is None until a world has two marks."""
     if mark is None or last.mark is None:
         return None, mark
     seconds = mark[1] - last.mark[1]

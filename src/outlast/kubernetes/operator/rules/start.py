@@ -1,4 +1,4 @@
-"""A job is new, its specification has changed, or it cannot be read. Pure."""
+"""Rules for a job that is new, has a changed specification, or cannot be read. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from outlast.rendezvous.world import Call, Cause
 
 
 def unreadable(rec: Reconcile) -> None:
-    """The API server has admitted an invalid job: it may be corrected while nothing runs. A job that cannot even be parsed has
-    failed, unless it could be parsed when its pods were made."""
+    """Handle an invalid job that the API server has admitted: it can be corrected as long as nothing runs. A job that cannot even
+    be parsed has failed, unless it has pods, so that it could be parsed when they were created."""
     if rec.snapshot.job is not None:
         return
     if wire.UNREADABLE in rec.snapshot.document and rec.status.started is None and not rec.snapshot.pods:
@@ -29,8 +29,8 @@ def unreadable(rec: Reconcile) -> None:
 
 
 def once_elected(rec: Reconcile) -> None:
-    """An operator of the version before left the decision to an etcd (`rendezvous.backend: etcd`). Its workers follow only that
-    etcd, so all of them save and make room for others."""
+    """Move a job off etcd: an operator of the previous version had the agents decide through etcd (`rendezvous.backend: etcd`).
+    Its workers follow only etcd, so all of them save and are replaced."""
     if not rec.status.elected or rec.status.result is not None:
         return
     newest = max([rec.status.generation, *(report.member.generation for report in rec.snapshot.reports.values())])
@@ -47,8 +47,8 @@ def once_elected(rec: Reconcile) -> None:
 
 
 def changed_or_new(rec: Reconcile) -> None:
-    """A new job gets the objects that its pods need; a changed one has them updated; a job that cannot be rendered as pods says
-    why."""
+    """Create the objects that the pods of a new job need, and update those of a changed job. For a job that cannot be rendered as
+    pods, report why."""
     status, generation = rec.status, rec.snapshot.generation
     if status.observed == generation and status.started is not None:
         return

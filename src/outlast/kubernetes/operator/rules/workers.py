@@ -1,4 +1,4 @@
-"""Workers have ended, are silent, too many or too few. Pure."""
+"""Rules for workers that have ended or are silent, and for too many or too few workers. Pure."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from outlast.kubernetes.operator.snapshot import Pod
 from outlast.rendezvous.world import MemberState
 
 FAST_LOSS_S = 10.0
-"""Lifetime below which the loss of a pod is followed by a pause: its node would reject the next one as well."""
+"""If a pod lives for less than this, a pause follows its loss: its node would reject the next pod as well."""
 SILENT_RECHECK_S = 10.0
 """Poll interval while most workers are silent: their return triggers no reconcile pass."""
 AVOID = 2
-"""Counted failures within the window from which on pods of this job avoid a node."""
+"""Number of counted failures on a node within the window from which on pods of this job avoid the node."""
 _LONGEST_PAUSE_S = 60.0
 
 
@@ -68,14 +68,14 @@ def ended_workers(rec: Reconcile) -> None:
 
 
 def lost_fast_at(pod: Pod, ended: float) -> float:
-    """Start of the pause after a pod that ended soon after its creation; a time long ago for others."""
+    """Start of the pause after a pod that ended soon after its creation; minus infinity for other pods, which need no pause."""
     return ended if ended - pod.created < FAST_LOSS_S else float("-inf")
 
 
 def silent_workers(rec: Reconcile) -> None:
-    """Delete a worker whose Lease has expired, and count the failure once it is gone: a ready node kills it, so it had hung or
-    was stopped; a node that does not answer has lost it, see `lost_workers`. Silence in one world has one cause and counts
-    once."""
+    """Delete a worker whose Lease has expired, and count the failure once the pod is gone. If a ready node has killed it, the
+    worker hung or was stopped; a worker whose node does not answer is lost, see `lost_workers`. Silence in one world has one
+    cause and is counted once."""
     existing = {pod.uid for pod in rec.snapshot.pods}
     gone = [each for each in rec.status.silent if each.uid not in existing]
     if gone:
@@ -116,7 +116,8 @@ def silent_workers(rec: Reconcile) -> None:
 
 
 def mass_silence(rec: Reconcile) -> None:
-    """Most workers are silent though their nodes are ready: they train on, and kubelets kill those that hang."""
+    """Report that most workers are silent though their nodes are ready: they go on training, and kubelets kill those that
+    hang."""
     if rec.most_are_silent() and rec.status.state is not None:
         silence_s, held_s = min(map(rec.lease_s, rec.late)), rec.snapshot.limits.held_s
         count = len(rec.snapshot.reports)
@@ -141,7 +142,7 @@ def surplus_workers(rec: Reconcile) -> None:
 
 
 def missing_workers(rec: Reconcile) -> None:
-    """Create pods for free indices, the smallest first; a terminating pod keeps its name until it is gone."""
+    """Create pods for free indices, the smallest first. The index of a terminating pod is not free until the pod is gone."""
     alive = rec.alive
     missing = rec.desired - len(alive) - len(rec.succeeded)
     if missing <= 0 or rec.status.result is not None:
@@ -163,19 +164,20 @@ def missing_workers(rec: Reconcile) -> None:
 
 
 def _by_worth(rec: Reconcile) -> list[Pod]:
-    """The live pods in order of retention: by rank in the world, then by index."""
+    """The live pods, those to retain first: by rank in the world, then by index."""
     order = {id: rank for rank, id in enumerate(rec.status.world.members)} if rec.status.world else {}
     return sorted(rec.alive, key=lambda pod: (order.get(pod.index, len(order)), pod.index))
 
 
 def desired_indices(rec: Reconcile) -> Iterable[int]:
-    """Indices of the members to be: of pods that are retained or will be created."""
+    """Indices of the members of the next world: those of pods that are retained or will be created."""
     retained = dict.fromkeys([pod.index for pod in _by_worth(rec)][: rec.desired])
     return [*retained, *[index for index in range(rec.desired) if index not in retained][: rec.desired - len(retained)]]
 
 
 def backoff_until(rec: Reconcile) -> float | None:
-    """When the next pod may be created: at once (None) after one failure, with exponential backoff while failures repeat."""
+    """When the next pod may be created: immediately (None) after one failure, with exponential backoff after repeated
+    failures."""
     recent = [counted.record.time for counted in rec.status.counted_failures if counted.record.committed_step >= rec.committed]
     if len(recent) < 2:
         return None
@@ -183,7 +185,7 @@ def backoff_until(rec: Reconcile) -> float | None:
 
 
 def _avoided(rec: Reconcile) -> tuple[str, ...]:
-    """Nodes with repeated failures, nodes about to be terminated, and nodes whose workers were unreachable for their peers."""
+    """Nodes to avoid: with repeated failures, about to be terminated, or with workers that their peers could not reach."""
     window = rec.policy.window.total_seconds()
     counts: dict[str, int] = {}
     for counted in rec.status.counted_failures:
@@ -195,5 +197,6 @@ def _avoided(rec: Reconcile) -> tuple[str, ...]:
 
 
 def _goes(rec: Reconcile, pod: Pod) -> bool:
-    """Whether a pod that is not of this job will go by itself: it terminates, or belongs to an earlier job of this name."""
+    """Whether a pod that does not belong to this job will go away by itself: it is terminating, or belongs to an earlier job of
+    this name."""
     return pod.terminating or ownership.owned_by_predecessor(pod.document, rec.snapshot.document)

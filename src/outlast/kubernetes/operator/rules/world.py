@@ -1,4 +1,4 @@
-"""Who trains together, as `rendezvous.world` decides. Pure."""
+"""Rules that decide, with `rendezvous.world`, which workers train together. Pure."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from outlast.rendezvous import world
 from outlast.rendezvous.world import Call, Cause, MemberState
 
 ARRIVE_S = 2.0
-"""Debounce: report who is missing only after no worker has joined for this long."""
+"""Debounce: missing workers are reported only once no worker has joined for this long."""
 _HELD = (State.SUSPENDED, State.QUEUED)
 
 
 def world_decided(rec: Reconcile) -> None:
-    """Decide who trains together, and publish it for the agents."""
+    """Decide which workers train together, and publish the world for the agents."""
     state = _state(rec)
     request = world.Desired(rec.desired, rec.spec.workers.allowed(), frozenset(desired_indices(rec)))
     pending = failures.reported(rec)
@@ -59,8 +59,8 @@ def world_decided(rec: Reconcile) -> None:
 
 
 def _state(rec: Reconcile) -> world.State:
-    """The input of `world.decide`. A world that resumed from an earlier step than its predecessor reached holds at most its own
-    last step."""
+    """The input of `world.decide`. The newest saved step is capped at the newest step of the current world, which may have
+    resumed from an earlier step than its predecessor had reached."""
     status = rec.status
     members = {}
     for id, report in rec.snapshot.reports.items():
@@ -99,7 +99,7 @@ def _formed(rec: Reconcile, new: world.World) -> None:
 
 
 def _waits(rec: Reconcile, state: world.State, reason: str) -> None:
-    """No decision: report the state, and why pods cannot start if that is the reason."""
+    """Report the state while there is no decision, and why pods cannot start, if that is the reason."""
     if state.world is not None and state.called is None:
         silence_over = job_status.why(rec.status.conditions, State.RUNNING) == reconcile.UNREACHABLE and not rec.most_are_silent()
         if rec.status.state is not State.RUNNING or silence_over:
@@ -126,7 +126,7 @@ def _waits(rec: Reconcile, state: world.State, reason: str) -> None:
 
 
 def _suspended(rec: Reconcile, reason: str) -> None:
-    """No workers are wanted: delete the pods. A later world gets a later generation."""
+    """Delete the pods, as no workers are desired. A later world gets a later generation."""
     for pod in rec.alive:
         rec.handled[pod.uid] = None
         rec.delete(pod, reason)
@@ -146,7 +146,7 @@ def _suspended(rec: Reconcile, reason: str) -> None:
 
 
 def resumed(rec: Reconcile) -> None:
-    """A suspended job is resumed: deadlines start again, and the published result is withdrawn."""
+    """Resume a suspended job: deadlines start again, and the published result is withdrawn."""
     if rec.desired and rec.status.result is not None:
         if any(pod.uid not in rec.ends for pod in rec.snapshot.pods):  # they have read the published result
             for pod in rec.alive:
