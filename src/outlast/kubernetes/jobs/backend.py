@@ -1,4 +1,4 @@
-"""The backend of a cluster: jobs of any topology, found by their labels. `workloads` finds and deletes documents, `submission`
+"""The backend for a cluster: jobs of any topology, found by their labels. `workloads` finds and deletes documents, `submission`
 applies them, `logs` reads pods, and `job_status`, which is pure, computes the status of a job."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Document = api.Document
 
 _AGENTS_S = 5.0
-"""Interval between requests to agents, while logs are followed, whether they are done."""
+"""Interval at which agents are asked whether they are done while logs are followed."""
 
 
 class KubernetesBackend:
@@ -48,10 +48,10 @@ class KubernetesBackend:
         self.workloads = Workloads(cluster)
         self.notices: list[str] = []
 
-    # Reading
+    # Reading jobs
 
     def list(self) -> Sequence[JobStatus]:
-        """All jobs of the namespace, the newest last. Agents are not queried, so steps are those that the operator has
+        """All jobs of the namespace, the newest last. Agents are not queried, so the steps are those that the operator has
         written."""
         by_name: dict[str, list[Document]] = {}
         for workload in self.workloads.list_():
@@ -61,14 +61,14 @@ class KubernetesBackend:
         return sorted(statuses, key=lambda status: status.submitted)
 
     def status(self, name: str) -> JobStatus:
-        """The status of a job; its agents are queried for their step."""
+        """The status of a job; its agents are queried for their current step."""
         return self.workloads.status(name)
 
     def output(self, name: str) -> str:
         return self.workloads.recorded(name).output
 
     def events(self, name: str) -> Events:
-        """The ledger of the run, as far as it is uploaded to the store, with events that the cluster itself knows."""
+        """The ledger of the run, as far as it has been uploaded to the store, and events that only the cluster has recorded."""
         workloads = self.workloads.existing(name)
         status = job_status.status(self.workloads.snapshot(name, workloads, (), ask=False))
         if not status.store:
@@ -78,7 +78,7 @@ class KubernetesBackend:
         return stored.events(store.open_(status.store.url)).and_(job_status.entries(workloads[0], status))
 
     def pods(self, name: str) -> Sequence[Document]:
-        """The pods of a job's workers, by index."""
+        """The pods of a job's workers, sorted by index."""
         self.workloads.existing(name)
         return sorted(self.workloads.pods(name), key=lambda pod: (pods.index(pod), pods.created(pod)))
 
@@ -95,9 +95,9 @@ class KubernetesBackend:
         raise self._unknown(name, worker, self.pods(name))
 
     def reader(self, name: str) -> Callable[[str, int], bytes]:
-        """Reads files of the output in the pod of rank 0: (path, first byte) -> the bytes from there on, none if the file is
-        missing. Needs a shell and `tail` in the image, and the right to run commands in pods, but no port of the pod. Raises
-        NotFound."""
+        """A function that reads files of the output in the pod of rank 0: (path, first byte) -> the content from that byte on,
+        empty if the file is missing. Needs a shell and `tail` in the image, and the right to run commands in pods, but no port of
+        the pod. Raises NotFound."""
         world = self.status(name).world
         pod = self.pod(name, world[0] if world else 0)
         meta, script = pod["metadata"], 'f="$OUTLAST_OUTPUT/$1"; if [ -f "$f" ]; then exec tail -c "+$2" "$f"; fi'
@@ -121,7 +121,7 @@ class KubernetesBackend:
         since_s: float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """The workers' lines, merged by time; without pods, the logs in the store."""
+        """The workers' log lines, merged by time; if there are no pods, the logs in the store."""
 
         def selected(pod: Document) -> bool:
             return worker is None or pods.index(pod) == worker
@@ -156,7 +156,7 @@ class KubernetesBackend:
         else:
             raise NotFound(f"{name} has no pods now, and its output is in no store: there are no logs to be had")
 
-    # Steering
+    # Changing jobs
 
     def submit(
         self,
@@ -169,9 +169,9 @@ class KubernetesBackend:
         command: str = "",
         say: Callable[[str], None] = lambda _: None,
     ) -> str:
-        """Apply a job's documents; the same file again changes nothing. `fresh` ends the job first.
+        """Apply a job's documents; submitting the same file again changes nothing. `fresh` ends the existing job first.
 
-        Raises AlreadyRunning when the job runs from another file.
+        Raises AlreadyRunning if the job already runs from another file.
         """
         if chaos is not None:
             raise OutlastError(f"`outlast submit` carries out no schedule of faults; submit, then: outlast chaos NAME {chaos}")
@@ -181,15 +181,15 @@ class KubernetesBackend:
         return str((workload["metadata"].get("labels") or {}).get(Label.RUN, workload["metadata"]["name"]))
 
     def apply(self, job: Job, *, source: Path, fresh: bool = False, take_over: bool = False) -> Iterator[str]:
-        """Submit a job, and yield each thing done, see `Submission.apply`."""
+        """Submit a job, and yield a sentence for each step, see `Submission.apply`."""
         return Submission(self.workloads, self.documents).apply(job, source=source, fresh=fresh, take_over=take_over)
 
     def make_room(self, name: str, documents: Sequence[Document], *, fresh: bool, dry_run: bool = False) -> List[str]:
-        """End or remove what must go before a job is created, see `Submission.make_room`."""
+        """End or remove workloads that are in the way of a new job, see `Submission.make_room`."""
         return Submission(self.workloads, self.documents).make_room(name, documents, fresh=fresh, dry_run=dry_run)
 
     def ensure(self, name: str) -> bool:
-        """False: nothing is started here, since controllers of the cluster drive the job."""
+        """Always False: nothing needs to be started on this machine, since controllers in the cluster drive the job."""
         self.workloads.existing(name)
         return False
 
@@ -215,11 +215,11 @@ class KubernetesBackend:
             raise OutlastError(f"{name} is one pod (topology job) and cannot be scaled; submit it as indexed-job or elasticjob")
 
     def steer(self, name: str, verb: str) -> None:
-        """Carry out a verb that needs nothing but the job's name; to interrupt a job in a cluster is to suspend it."""
+        """Carry out a verb that needs only the job's name. To interrupt a job in a cluster is to suspend it."""
         getattr(self, "suspend" if verb == "interrupt" else verb)(name)
 
     def suspend(self, name: str) -> None:
-        """Save, and release the pods until `resume`."""
+        """Let the workers save, and release their pods until `resume`."""
         self.workloads.set_suspended(self.workloads.active(name)[0], True)
 
     def resume(self, name: str) -> None:
@@ -234,7 +234,7 @@ class KubernetesBackend:
         self.workloads.set_suspended(workload, False)
 
     def cancel(self, name: str) -> None:
-        """End the job for good: its workload, configuration and Service are deleted, its claims and output stay."""
+        """End the job for good: its workload, configuration and Service are deleted; its claims and output are kept."""
         self.workloads.remove(name, grace_s=None)
 
     def kill(self, name: str) -> None:
@@ -257,7 +257,7 @@ class KubernetesBackend:
         """Run the job's module with `--evaluate` in one pod, show its log, and return its exit code."""
         return evaluation.evaluate(self.workloads, name, args, show=show)
 
-    # Requests
+    # Internal
 
     def _unknown(self, name: str, worker: int, workers: Sequence[Document]) -> NotFound:
         indices = ", ".join(str(index) for index in sorted({pods.index(pod) for pod in workers}))
@@ -265,7 +265,7 @@ class KubernetesBackend:
 
 
 class _Watched:
-    """Polls whether a job goes on, with few requests: its kind does not change, and agents are queried now and then."""
+    """Polls whether a job is over with few requests: once known, only its kind is queried, and agents only every `_AGENTS_S`."""
 
     def __init__(self, workloads: Workloads, name: str) -> None:
         self._workloads, self._name = workloads, name
@@ -273,10 +273,10 @@ class _Watched:
         self._queried_at = -_AGENTS_S
         self._workload: Document = {}
         self.done: set[str] = set()
-        """Pods whose workers have ended; a StatefulSet keeps them up."""
+        """Names of pods whose workers have ended; in a StatefulSet, these pods stay up."""
 
     def over(self) -> bool:
-        """Whether no more lines will come, unless the job is resumed or submitted again."""
+        """Whether no more log lines will come, unless the job is resumed or submitted again."""
         workloads = self._workloads.of(self._name, self._kinds) or self._workloads.of(self._name)
         if not workloads or job_status.over(workloads[0]) is not None:
             return True

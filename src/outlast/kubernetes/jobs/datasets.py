@@ -1,4 +1,4 @@
-"""Bringing a dataset to a claim or a store, in a pod of a cluster."""
+"""Downloading a dataset to a claim or a store, in a pod of a cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from outlast.kubernetes.manifests import dataset
 
 
 def get(workloads: Workloads, request: dataset.Download) -> str:
-    """Create the Job; returns a sentence about it. A Job that has ended is replaced. Raises OutlastError."""
+    """Create the Job that downloads a dataset; returns a sentence about it. A Job that has ended is replaced. Raises
+    OutlastError."""
     cluster, document = workloads.cluster, dataset.document(request)
     if not cluster.has_namespace():
         raise workloads.nowhere()

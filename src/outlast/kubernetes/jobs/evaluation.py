@@ -1,4 +1,4 @@
-"""Evaluating the model of a job on a cluster, in a pod of its own."""
+"""Evaluating the model of a job on a cluster, in a separate pod."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def evaluate(workloads: Workloads, name: str, args: Sequence[str], *, show: Call
 
 
 def _template(workloads: Workloads, workload: Document) -> Document:
-    """The template of its workers' pods. Raises OutlastError when an ElasticJob's job file is of another version."""
+    """The pod template of the job's workers. Raises OutlastError if an ElasticJob's job file is of another version."""
     if workload["kind"] != "ElasticJob":
         return kube_workloads.template(workload)
     if (job := workloads.job(workload)) is None:

@@ -1,9 +1,9 @@
-"""Injects a fault into one training process of this pod. `jobs.fault_injection` sends this text to the pod's own Python.
+"""Injects a fault into one training process of this pod. `jobs.fault_injection` sends this source to the Python in the pod.
 
     python3 - ACTION PICK TURNS STOPPED_S RUNNING_S      PICK in [0, 1) chooses the process
 
-Standard library only, Python 3.9 or newer: images of users have no Outlast, or another version of it. Prints which
-rank and pid it was; exit code 3 when there is no training process.
+Standard library only, Python 3.9 or newer: images of users have no Outlast, or another version of it. Prints rank and pid of the
+process; exits with 3 if there is no training process.
 """
 
 import glob
@@ -17,7 +17,7 @@ SIGNALS = {"kill-process": signal.SIGKILL, "stop": signal.SIGSTOP, "slow": signa
 
 
 def reported(state: str) -> dict[int, int]:
-    """Pids by rank, as the processes of an Outlast worker write them for their agent."""
+    """Pids by rank, as the processes of an Outlast worker report them to their agent."""
     pids = {}
     for path in glob.glob(os.path.join(state, "progress-*.json")):
         try:
@@ -31,8 +31,8 @@ def reported(state: str) -> dict[int, int]:
 
 
 def launched(proc: str = "/proc") -> dict[int, int]:
-    """Pids by rank of processes that plain torchrun started: those with a rank whose parents have none (data loaders inherit
-    it)."""
+    """Pids by rank of the processes started by plain torchrun: those that have a rank but whose parent has none, as data loaders
+    inherit the rank."""
     ranks, parents = {}, {}
     for entry in filter(str.isdecimal, os.listdir(proc)):
         try:

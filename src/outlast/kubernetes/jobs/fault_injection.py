@@ -1,7 +1,7 @@
-"""Fault injection for `outlast chaos`: `chaos.ACTIONS` on the pod of a worker.
+"""Fault injection for `outlast chaos`: applies `chaos.ACTIONS` to the pod of a worker.
 
-Pods are deleted or evicted. For training processes a program (`fault_in_pod`) runs in the pod's container, whose image must have
-Python. Raises the cluster's errors: `Forbidden` names the missing right.
+Pods are deleted or evicted. Faults of training processes are injected by a program (`fault_in_pod`) that runs in the pod's
+container, whose image must have Python. Raises the cluster's errors: `Forbidden` names the missing right.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from outlast.kubernetes.api import pods
 from outlast.kubernetes.jobs import fault_in_pod
 
 _NOBODY = 3
-"""Exit code of `fault_in_pod` when there is no training process."""
+"""Exit code of `fault_in_pod` if there is no training process."""
 _START = 'p=$(command -v python3 || command -v python) || { echo "it has no Python" >&2; exit 127; }; exec "$p" - "$@"'
 
 
 def inject(cluster: api.Cluster, pod: api.Document, action: str, rng: random.Random) -> str:
-    """Inject a fault into the worker of this pod; returns a sentence about what was done."""
+    """Inject a fault into the worker of this pod; returns a sentence about the fault."""
     meta, worker = pod["metadata"], f"worker {pods.index(pod)}"
     name, namespace = meta["name"], meta["namespace"]
     match chaos.check(action):

@@ -1,10 +1,11 @@
-"""Installing, upgrading and removing what Outlast keeps in a cluster, for `outlast install` and `uninstall`.
+"""Installing, upgrading and removing Outlast's objects in a cluster, for `outlast install` and `uninstall`.
 
-`manifests.install` renders the documents. Each is applied whole (server-side), so that installing again changes nothing, a newer
-version changes what is different, and an interrupted installation is completed by the next. The definition of ElasticJob comes
-before what needs it, and we wait for it. It is deleted last and only on demand: all jobs are deleted with it.
+`manifests.install` renders the documents. Each is applied as a whole (server-side), so that installing again changes nothing, a
+newer version changes only what differs, and an interrupted installation is completed by running it again. The definition of
+ElasticJob comes before the documents that need it, and we wait for it. It is deleted first and only on demand: all jobs are
+deleted with it.
 
-A namespace that existed before stays as it was. A cluster has one operator: its roles and their binding are cluster-wide, so
+A namespace that existed before stays as it was. A cluster has one operator, as its roles and their binding are cluster-wide:
 nothing is done while they serve an operator in another namespace.
 """
 
@@ -48,7 +49,7 @@ _PROTECTED_KINDS = (
     kinds.SECRET,
     kinds.CLAIM,
 )
-"""Kinds that must not be deleted with a namespace when they are not ours."""
+"""A namespace must not be deleted if it has objects of these kinds that are not ours."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def documents(
     watch: bool = False,
     on_demand: bool = False,
 ) -> list[Document]:
-    """All documents of an installation, in the order of creation; `watch` is for the node watcher, `on_demand`: see
+    """All documents of an installation, in the order of creation. `watch` includes the node watcher; for `on_demand` see
     `install.files`."""
     files = install.files(into=namespace, image=image, on_demand=on_demand)
     names = ["namespace.yaml", "crd.yaml", "rbac.yaml", "operator.yaml", *(["node-watch/node-watch.yaml"] if watch else [])]
@@ -84,10 +85,10 @@ def documents(
 
 
 def ensure(cluster: Cluster, desired: Sequence[Document], *, dry_run: bool = False) -> Iterator[Done]:
-    """Apply the documents, and yield what changed, one document after the other.
+    """Apply the documents one after the other, and yield the outcome for each.
 
-    Raises ClusterError; OutlastError before anything is changed, when the operator is in another namespace, or
-    another controller runs that makes the same pods.
+    Raises ClusterError; or OutlastError, before anything is changed, if the operator is in another namespace, or if another
+    controller that makes the same pods is running.
     """
     _check_rivals(cluster)
     shared = [kind.resource for kind in dropins.KINDS]  # another controller may have created the definition
@@ -97,7 +98,7 @@ def ensure(cluster: Cluster, desired: Sequence[Document], *, dry_run: bool = Fal
     own = [each for each in desired if each["kind"] != kinds.NAMESPACE.kind and each["metadata"]["name"] not in shared]
     applied.check(cluster, own, instead="have it renamed or removed, or install into another --namespace")
     created_namespace = ""
-    """The namespace that a dry run would create: the server cannot try to create anything in it."""
+    """The namespace that a dry run would create: the server cannot dry-run the creation of objects in it."""
     for document in desired:
         if dry_run and created_namespace and document["metadata"].get("namespace") == created_namespace:
             yield Done("created", document)
@@ -153,7 +154,7 @@ def _going(document: Document) -> str:
 
 
 def _wait_established(cluster: Cluster, name: str) -> None:
-    """Wait until the API server serves the kind of a definition. Raises ClusterError on timeout."""
+    """Wait until the API server serves the kind of a CustomResourceDefinition. Raises ClusterError on timeout."""
 
     def established(definition: Document) -> bool:
         if refused := pods.condition(definition, "NamesAccepted", "False"):
@@ -173,7 +174,7 @@ def await_(
     timeout_s: float,
     namespace: str | None = None,
 ) -> Document | None:
-    """The document as soon as `until` holds for it; None on timeout."""
+    """Wait until `until` holds for an object, and return it; None on timeout."""
     with within(timeout_s) as stop:
         for change in cluster.watch(kind, stop=stop, namespace=namespace, fields=f"metadata.name={name}"):
             if change.type != "deleted" and until(change.document):
@@ -182,7 +183,7 @@ def await_(
 
 
 def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Finding]:
-    """Wait until the operator or the node watcher runs; the findings about why it does not, on timeout."""
+    """Wait until the operator or the node watcher runs. On timeout, return findings about why it does not; otherwise none."""
     kind, meta = kind_of(workload), workload["metadata"]
     name, namespace = meta["name"], meta["namespace"]
 
@@ -205,8 +206,8 @@ def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Find
 
 
 def jobs(cluster: Cluster) -> list[str]:
-    """All ElasticJobs of definitions that are ours, as `namespace/name`. Raises Forbidden: a user who may not list jobs may not
-    delete them."""
+    """All ElasticJobs of the definitions that are ours, as `namespace/name`. Raises Forbidden: a user who may not list jobs may
+    not delete them."""
     jobs_: list[Document] = []
     for kind in _JOBS:
         definition = cluster.find(kinds.CRD, kind.resource)
@@ -221,15 +222,16 @@ _JOBS = (kinds.ELASTIC_JOB, *dropins.KINDS)
 
 
 def _named(kind: Kind, name: str, namespace: str = "") -> Document:
-    """A document with just its identity."""
+    """A document that only identifies an object."""
     where = {"namespace": namespace} if namespace else {}
     return {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": {"name": name, **where}}
 
 
 def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool = False) -> Iterator[Done]:
-    """Delete what `ensure` created, in reverse order; the definitions only with `crds`, since all jobs are deleted with them.
+    """Delete the objects that `ensure` created, in reverse order. The definitions are deleted first, and only with `crds`, since
+    all jobs are deleted with them.
 
-    Raises OutlastError before anything is changed, when the operator is in another namespace.
+    Raises OutlastError, before anything is changed, if the operator is in another namespace.
     """
     _check_alone(cluster, namespace)
     made = documents(namespace=namespace, watch=True)
@@ -267,7 +269,7 @@ def _delete(cluster: Cluster, document: Document) -> Done:
 
 
 def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Done]:
-    """Delete our namespace, and wait until it is gone: nothing can be installed there before."""
+    """Delete our namespace, and wait until it is gone: until then nothing can be installed there."""
     if not namespace["metadata"].get("deletionTimestamp"):  # it cannot be deleted twice
         if reason := _protected(cluster, namespace):
             yield Done("kept", namespace, reason)
@@ -279,12 +281,12 @@ def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Done]:
 
 
 def _installed(document: Document) -> bool:
-    """Whether `ensure` created this; documents of jobs have the same label, and that of their job."""
+    """Whether `ensure` created an object; objects of jobs have the same label, but also the label of their job."""
     return foreign.ours(document) and Label.JOB not in document["metadata"].get("labels", {})
 
 
 def _protected(cluster: Cluster, namespace: Document) -> str:
-    """Why a namespace must not be deleted; empty when all of its content is ours."""
+    """Why a namespace must not be deleted; empty if everything in it is ours."""
     if not foreign.ours(namespace):
         return "it was not made by `outlast install`"
     others = []
@@ -300,14 +302,14 @@ def _protected(cluster: Cluster, namespace: Document) -> str:
 
 
 def _by_cluster(kind: Kind, document: Document) -> bool:
-    """Whether the cluster itself creates such a document in each namespace."""
+    """Whether the cluster itself creates such an object in each namespace."""
     if kind == kinds.CONFIG_MAP:
         return document["metadata"]["name"] in ("kube-root-ca.crt", "openshift-service-ca.crt", "istio-ca-root-cert")
     return kind == kinds.SECRET and document.get("type") == "kubernetes.io/service-account-token"
 
 
 def check_namespace(name: str) -> str:
-    """The name, if the operator may be installed there. Raises OutlastError."""
+    """Check that the operator may be installed in a namespace, and return its name. Raises OutlastError."""
     if name in ("default", "kube-system", "kube-public", "kube-node-lease"):
         raise OutlastError(f"--namespace {name}: that one is the cluster's own; choose another")
     return name

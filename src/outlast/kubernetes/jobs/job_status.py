@@ -1,6 +1,6 @@
 """The status of a job on a cluster, from its workload, its pods and its agents' metrics. Pure: `status(snapshot)` is a function
-of documents and a time, which `KubernetesBackend` reads. The operator writes the status of an ElasticJob itself; that one is
-used then, and pods only add the places of workers."""
+of documents and a time, which `KubernetesBackend` reads. For an ElasticJob, the operator writes the status itself; that status is
+used then, and pods only add where the workers run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Document = Mapping[str, Any]
 Metrics = Mapping[str, float]
 
 REPLICAS = "outlast.dev/replicas"
-"""Annotation of a suspended StatefulSet: its former number of workers."""
+"""Annotation of a suspended StatefulSet: the number of workers before the suspension."""
 
 TAKEN_S = 15.0
-"""Longest time until an operator reconciles a new job: about a second, and this long when its leader has just gone."""
+"""Maximum time until an operator reconciles a new job: usually about a second, and this long if the leader has just failed."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Snapshot:
     workload: Document
     pods: Sequence[Document] = ()
     metrics: Mapping[str, Metrics] = field(default_factory=dict)
-    """Metrics of agents, by the name of their pod."""
+    """Metrics of agents, by the name of the agent's pod."""
     allowed: tuple[int, int] | None = None
-    """`workers.min` and `max` of the job file, if that could be read."""
+    """`workers.min` and `max` of the job file, if the file could be read."""
     processes: int = 1
     older: Sequence[str] = ()
-    """Names of workloads of earlier files of this job that are not over."""
+    """Names of workloads of this job that were made from earlier files and are not over."""
     unknown: str = ""
     """Why agents could not be queried."""
     now: float = float("inf")
@@ -46,7 +46,7 @@ class Snapshot:
 
 
 def metrics(exposition: str) -> dict[str, float]:
-    """The metrics in Prometheus' text format of one agent, without `outlast_` and labels."""
+    """The metrics of one agent, parsed from Prometheus' text format, without the prefix `outlast_` and without labels."""
     samples = re.findall(r"^outlast_(\w+)(?:\{[^}]*\})? (\S+)", exposition, re.MULTILINE)
     return {name: float(value) for name, value in samples}
 
@@ -98,7 +98,7 @@ def status(snapshot: Snapshot) -> JobStatus:
 
 
 def _as_written(observed: JobStatus, workload: Document) -> JobStatus:
-    """The status completed by an operator's status of the ElasticJob."""
+    """The observed status, completed by the one that the operator has written to the ElasticJob."""
     written = workload.get("status") or {}
     if workloads.agentless(workload):
         fields_ = {"restarts": written.get("restarts"), "started": pods.seconds(written.get("startTime")) or None}
@@ -122,7 +122,8 @@ def _as_written(observed: JobStatus, workload: Document) -> JobStatus:
 
 
 def entries(workload: Document, status: JobStatus) -> list[Event]:
-    """Events of a run that the cluster knows beside the run's ledger: the operator's notes, else its submission and its end."""
+    """Events of a run that the cluster has recorded in addition to the run's ledger: the operator's ledger entries and, unless
+    they are among these, the submission and the end."""
     noted = [dict(each) for each in (workload.get("status") or {}).get("ledger") or ()]
     kinds = {each.get("kind") for each in noted}
     if "submitted" not in kinds and status.submitted:
@@ -139,13 +140,13 @@ def _newest(documents: Sequence[Document]) -> dict[int, Document]:
 
 
 def _desired(workload: Document) -> int:
-    """The number of workers, or the number before it was suspended."""
+    """The number of workers; for a suspended workload, the number before the suspension."""
     held = (workload["metadata"].get("annotations") or {}).get(REPLICAS)
     return workloads.replicas(workload) or int(held or 0)
 
 
 def suspended(workload: Document) -> bool:
-    """Whether it should have no pods for now."""
+    """Whether a workload is suspended, so that it should have no pods."""
     spec = workload.get("spec") or {}
     if workload.get("kind") == "StatefulSet":
         return spec.get("replicas") == 0
@@ -207,12 +208,12 @@ def _state(snapshot: Snapshot, newest: Mapping[int, Document], desired: int) -> 
 
 
 def _brings_data(workload: Document) -> bool:
-    """Whether it is a Job of `outlast data get`, which trains nothing."""
+    """Whether a workload is a Job of `outlast data get`, which trains nothing."""
     return Label.DATASET in (workload["metadata"].get("labels") or {})
 
 
 def _unmade(snapshot: Snapshot) -> str:
-    """Why there are no pods."""
+    """Why a workload has no pods."""
     if held := pods.condition(snapshot.workload, "FailedCreate") or pods.condition(snapshot.workload, "ReplicaFailure"):
         return f"its pods cannot be created: {held.get('message')}"
     if broken := snapshot.workload.get(wire.UNREADABLE):
@@ -225,7 +226,7 @@ def _unmade(snapshot: Snapshot) -> str:
 
 
 def _stayed_up(snapshot: Snapshot, newest: Mapping[int, Document], desired: int) -> State | None:
-    """The state in which the workers of a StatefulSet, which stay up, have ended; None while not all have."""
+    """The state in which the workers of a StatefulSet have ended (their pods stay up); None until all have ended."""
     if snapshot.workload.get("kind") != "StatefulSet" or len(newest) < desired or not newest:
         return None
     reported = [snapshot.metrics.get(pod["metadata"]["name"], {}) for pod in newest.values()]
@@ -235,7 +236,7 @@ def _stayed_up(snapshot: Snapshot, newest: Mapping[int, Document], desired: int)
 
 
 def _ended(snapshot: Snapshot, state: State) -> str:
-    """Why it has ended."""
+    """Why a workload has ended in this state."""
     if state is State.SUCCEEDED:
         return "the data are complete" if _brings_data(snapshot.workload) else "all workers are done"
     if _brings_data(snapshot.workload):
@@ -249,7 +250,7 @@ def _ended(snapshot: Snapshot, state: State) -> str:
 
 
 def _failure(documents: Sequence[Document]) -> Failure | None:
-    """The last failure of a worker."""
+    """The latest failure of a worker."""
     failures = [(end.time, pods.index(pod), end) for pod in documents if (end := pods.end(pod)) is not None and end.counted]
     if not failures:
         return None
@@ -258,12 +259,12 @@ def _failure(documents: Sequence[Document]) -> Failure | None:
 
 
 def _earlier_restarts(pod: Document) -> int:
-    """Restarts of a container that its last termination does not show."""
+    """Number of restarts of a container before its last termination."""
     return max(0, int(pods.container_status(pod).get("restartCount", 0)) - 1)
 
 
 def _snapshot(reported: Collection[Metrics]) -> SnapshotStatus | None:
-    """The newest snapshot in memory that an agent of this generation reports."""
+    """The newest snapshot in memory that an agent of the newest generation reports."""
     newest: Metrics = max(reported, key=lambda m: (m.get("generation", 0), m.get("snapshot_step", 0)), default={})
     step = round(newest.get("snapshot_step", 0))
     return SnapshotStatus(step=step, every=round(newest.get("snapshot_every", 0))) if step else None
@@ -305,7 +306,7 @@ def _warnings(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _environment(workload: Document) -> dict[str, str]:
-    """The variables of the pods' container that have literal values."""
+    """The variables with literal values of the container in the pods."""
     containers = (workloads.template(workload).get("spec") or {}).get("containers") or ()
     return {each["name"]: each["value"] for c in containers for each in c.get("env") or () if "value" in each}
 

@@ -1,7 +1,7 @@
-"""The logs of a job's pods, merged; or followed through restarts and new pods, each line once.
+"""The logs of a job's pods: merged, or followed across restarts and new pods, with each line once.
 
-`KubernetesBackend.logs` calls it. Lines carry the time at which the node wrote them, so a reader that has lost its connection can
-continue: no line is lost while the node still has it, and none is repeated.
+Used by `KubernetesBackend.logs`. Each line carries the time at which the node wrote it, so a reader that has lost its connection
+can continue: no line is lost as long as the node still has it, and none is repeated.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from outlast.kubernetes import api
 from outlast.kubernetes.api import pods
 
 _QUEUE = 10_000
-"""Most lines in the queue to the reader."""
+"""Maximum number of lines in the queue to the reader."""
 _POLL_S = 1.0
-"""Interval between checks whether the job is over."""
+"""Interval at which we check whether the job is over."""
 _STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
-"""RFC 3339, as nodes write times."""
+"""RFC 3339, the format in which nodes write times."""
 _QUIET_S = 30.0
-"""Once the job has ended, we stop following a worker that writes nothing for this long. It may upload its output until then;
-the phase of its pod does not show the end, since its node may be lost and no controller may delete it."""
+"""After the job has ended, a worker that writes nothing for this long is no longer followed. Until then it may still be uploading
+its output. The phase of its pod does not show the end: its node may be lost, and no controller may delete the pod."""
 _LAST_S = 300.0
-"""Upper bound of following such a worker."""
+"""Maximum time for which such a worker is followed after the job has ended."""
 _PAUSE_S = 0.5
-"""Pause before reconnecting to a log whose connection has ended."""
+"""Pause before reconnecting to a log after its connection has ended."""
 
 
 def merged(
@@ -44,8 +44,8 @@ def merged(
     since_s: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[LogLine]:
-    """The lines of all pods, ordered by time; with `tail`, the last lines of the newest pod of each worker. `say` is called for
-    a pod whose node does not answer; if none answers, the error is raised."""
+    """The lines of all pods, ordered by time; with `tail`, the last lines of the newest pod of each worker. `say` is called for a
+    pod whose node does not answer; if no node answers, the error is raised."""
     begun = sorted((pod for pod in documents if pods.began(pod)), key=pods.created)
     if tail is not None:
         begun = list({pods.index(pod): pod for pod in begun}.values())
@@ -85,13 +85,13 @@ class Followed:
     """The pods of a job to follow, and callbacks about the job."""
 
     labels: str
-    """Selects the pods."""
+    """Label selector for the pods."""
     over: Callable[[], bool]
-    """Whether the job has ended; called every second by a thread of its own."""
+    """Whether the job has ended; called every second in a separate thread."""
     selected: Callable[[api.Document], bool] = lambda _: True
     """Whether to read the log of a pod."""
     finished: Callable[[str], bool] = lambda _: False
-    """Whether the pod of this name writes no more once the job has ended, although it stays up."""
+    """Whether the pod with this name has no more to write once the job has ended, although the pod stays up."""
     why: Callable[[], str] = lambda: "they are not made yet"
     """Why there are no pods."""
 
@@ -104,14 +104,15 @@ def follow(
     since_s: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[LogLine]:
-    """The lines of all present and future pods, until the job is over and everything has been read. `say` is called with the
-    reason for waiting whenever it changes, and when the cluster does not answer. Once the job is over this ends whatever
-    becomes of its pods: with those that end, or write nothing for `_QUIET_S`."""
+    """The lines of all present and future pods, until the job is over and all logs have been read. `say` is called with the
+    reason for waiting whenever it changes, and when the cluster does not answer. Once the job is over, the iteration ends even if
+    some pods do not: a pod that writes nothing for `_QUIET_S` is no longer waited for."""
     return _Follower(cluster, followed, say, tail, since_s).lines()
 
 
 class _Follower:
-    """Follows the logs of a job's pods: a thread watches the pods, one asks whether the job is over, and one reads each log."""
+    """Follows the logs of a job's pods: one thread watches the pods, one polls whether the job is over, and one per pod reads its
+    log."""
 
     def __init__(
         self, cluster: api.Cluster, followed: Followed, say: Callable[[str], None], tail: int | None, since_s: float | None
@@ -155,7 +156,8 @@ class _Follower:
                 reader.finish()
 
     def _all_read(self) -> bool:
-        """Whether the job is over and nothing is left to read; a thread may put its last line before it ends."""
+        """Whether the job is over and nothing is left to read. Threads are checked before the queue, as a thread puts its last
+        line before it ends."""
         reads = any(thread.is_alive() for thread in self._threads)
         return self._over.is_set() and not reads and self._news.empty()
 
@@ -191,7 +193,7 @@ class _Follower:
         waiting = ""
 
         def remaining() -> Sequence[api.Document] | None:
-            """All pods when the job is over: the watch may not have reported some of them yet."""
+            """All pods if the job is over, else None: the watch may not have reported some of them yet."""
             nonlocal waiting
             if self._stop.is_set():
                 return ()
@@ -208,7 +210,7 @@ class _Follower:
         self._over.set()
 
     def _look(self, pod: api.Document, *, first: bool) -> None:
-        """Read the log of a pod that has begun; report why another one waits."""
+        """Start to read the log of a pod that has started; report why a pod is still waiting."""
         self._pods_exist.set()
         uid = pod["metadata"]["uid"]
         if uid in self._readers or not self._followed.selected(pod):
@@ -223,7 +225,7 @@ class _Follower:
 
 
 class _Reader:
-    """Reads the log of one pod to its end, whatever happens to connections and containers."""
+    """Reads the log of one pod to its end, across lost connections and restarts of the container."""
 
     def __init__(
         self,
@@ -241,11 +243,11 @@ class _Reader:
         self.name, self.namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
         self._uid, self._container, self._index = pod["metadata"]["uid"], pods.container_name(pod), pods.index(pod)
         self._starts = int(pods.container_status(pod).get("restartCount", 0))
-        """How often the container had been restarted when this log was begun."""
+        """How often the container had been restarted when we started to read this log."""
         self._last_line_at = time.monotonic()
         self._last, self._same = "", 0
-        """Time of the newest line, and how many lines carry it. Kept when the container restarts: lines that were read before the
-        restart was known are not repeated."""
+        """Time of the newest line, and the number of lines with that time. Kept when the container restarts, so that lines that
+        were read before we learned of the restart are not repeated."""
 
     def read(self) -> None:
         if self._starts and self._tail is None:
@@ -266,14 +268,14 @@ class _Reader:
                 return
 
     def finish(self) -> None:
-        """Read what has been written, and wait for no more."""
+        """Read the lines that exist now, and wait for no more."""
         self._finished.set()
 
     def quiet_s(self) -> float:
         return time.monotonic() - self._last_line_at
 
     def _look(self) -> api.Document | None:
-        """The current pod; None when it is gone."""
+        """The current pod; None if it is gone."""
         while not self._stop.is_set():
             try:
                 pod = self._cluster.find(api.POD, self.name, namespace=self.namespace)
@@ -283,7 +285,7 @@ class _Reader:
         return None
 
     def _lines(self, *, follow: bool = False, previous: bool = False) -> None:
-        """Put the lines that have not been put yet."""
+        """Put the lines that have not been put into the queue yet."""
         skip, begin = self._same, self._last
         if self._stop.is_set():
             return
@@ -317,13 +319,13 @@ class _Reader:
 
 
 def _split(line: str) -> tuple[tuple[str, str], str] | None:
-    """The moment and the text of a line that begins with its time; None for the kubelet's own lines, such as that it has
-    forgotten the log of a container (`unable to retrieve container logs for containerd://...`)."""
+    """Time and text of a line that begins with a time; None for the kubelet's own messages, such as that the log of a container
+    no longer exists (`unable to retrieve container logs for containerd://...`)."""
     stamp, _, text = line.partition(" ")
     return (_moment(stamp), text) if _STAMP.fullmatch(stamp) else None
 
 
 def _moment(stamp: str) -> tuple[str, str]:
-    """A time that compares with others of its node: Go omits trailing zeros of fractions."""
+    """A time in a form that can be compared with other times of the same node: Go omits trailing zeros of fractions."""
     fraction = re.search(r"\.(\d+)", stamp)
     return stamp[:19], (fraction[1] if fraction else "").ljust(9, "0")

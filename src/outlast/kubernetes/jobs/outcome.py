@@ -1,7 +1,7 @@
-"""The outcome of a job as named values: the outputs of a step that trains.
+"""The outcome of a job as named values: the outputs of a pipeline step that trains.
 
-`outcome` is pure: a function of the job's status and of what its store says, which `read` brings. What is not known has a reason
-in its place.
+`outcome` is a pure function of the job's status and of the outputs from its store, which `read` fetches. Each unknown value has a
+reason.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ OUTPUTS = (
 )
 """Names of the outputs; docs/guide/pipelines.md explains each."""
 FILE = "outputs.json"
-"""The file with all outputs, beside the files with one output each."""
+"""The file with all outputs, next to the files with one output each."""
 _LINES = 500
-"""Number of lines to read from the end of the metrics: not every line has a loss."""
+"""Number of lines to read from the end of the metrics: not every line contains a loss."""
 _EVALUATIONS = ("evaluation.json", "final.json")
-"""Documents with metrics that the recipes write into their output, in order of precedence."""
+"""Files with metrics that the recipes write into their output, in order of precedence."""
 _ACCURACY = ("accuracy", "val_accuracy", "acc@1", "val_acc@1")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The values of outputs, and why some are not known."""
+    """The values of the outputs, and the reasons why some are unknown."""
 
     values: Mapping[str, str | int | float]
     missing: Mapping[str, str] = field(default_factory=dict)
 
     def texts(self) -> dict[str, str]:
-        """Every output as text; empty where it is not known."""
+        """Every output as text; empty if its value is unknown."""
         return {name: str(self.values.get(name, "")) for name in OUTPUTS}
 
     def json(self) -> str:
@@ -52,7 +52,7 @@ class Outcome:
         return json.dumps(_finite(document), indent=2) + "\n"
 
     def write(self, directory: Path) -> None:
-        """Write a file for each output, and one with all. Raises OSError."""
+        """Write one file per output, and one with all outputs. Raises OSError."""
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in self.texts().items():
             files.replace(directory / name, text)
@@ -60,7 +60,7 @@ class Outcome:
 
 
 def outcome(status: JobStatus, namespace: str, stored: Mapping[str, Any] | str, now: float) -> Outcome:
-    """The outputs of a job that has ended. `stored` are those known to its store, see `read`, or why the store cannot be
+    """The outputs of a job that has ended. `stored` has the outputs from its store, see `read`, or says why the store cannot be
     read."""
     found: dict[str, Any] = {
         "job": status.name,
@@ -93,14 +93,14 @@ def outcome(status: JobStatus, namespace: str, stored: Mapping[str, Any] | str, 
 
 
 def numbers(evaluations: Sequence[Mapping[str, Any]], logged: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The outputs with metrics, from the recipes' documents in order of precedence and from lines of metrics.jsonl."""
+    """The outputs with metrics, from the recipes' files in order of precedence and from lines of metrics.jsonl."""
     newest = [*evaluations, *reversed(logged)]
     values = {"loss": _first(newest, ("loss", "val_loss")), "accuracy": _first(newest, _ACCURACY)}
     return {**values, "metrics": json.dumps(_finite(logged[-1])) if logged else None}
 
 
 def _finite(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The value with null in place of infinite numbers and NaN, which JSON lacks."""
+    """The document with null in place of infinite numbers and NaN, which JSON lacks."""
     return {name: None if isinstance(each, float) and not math.isfinite(each) else each for name, each in document.items()}
 
 
@@ -114,7 +114,7 @@ def _first(documents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> floa
 
 
 def read(status: JobStatus) -> dict[str, Any] | str:
-    """The outputs that the store of a job knows, or why it cannot be read."""
+    """The outputs that are in the store of a job, or a sentence about why the store cannot be read."""
     if status.store is None:
         where = status.output or "wherever its script writes"
         return f"the output is in no store ({where}), and this step does not see it"
@@ -159,7 +159,7 @@ def _document(place: Any, name: str) -> Mapping[str, Any]:
 
 
 def _parsed(text: bytes) -> Mapping[str, Any]:
-    """A JSON object; empty for anything else."""
+    """A JSON object; empty if the text is anything else."""
     with contextlib.suppress(ValueError):
         value = json.loads(text)
         return value if isinstance(value, dict) else {}

@@ -1,14 +1,14 @@
-"""A job's code as it travels, and where to: into a ConfigMap when it is small, else into the store that the job writes to.
+"""Shipping a job's code to its pods: through a ConfigMap if the code is small, else through the store to which the job writes.
 
-`choose` decides, purely; `pack` packs local code and sets its location in the job. Nothing is written to a store before `put`,
-so `render` writes nothing.
+`choose` decides and is pure; `pack` packs local code and sets its location in the job. Nothing is written to a store before
+`put`, so `render` writes nothing.
 
     with pack(job, but=[job_file]) as parcel:
-        parcel.put()                                                     only what goes to a store
+        parcel.put()                                                     only if the code goes to a store
         documents = manifests.render(parcel.job, topology, code=parcel.code)
 
-A job whose code is in a store, in the image or on a volume passes through unchanged. An archive is named by its SHA-256, so what
-has been shipped once is not shipped again.
+A job whose code is in a store, in the image or on a volume is left unchanged. An archive is named by its SHA-256, so that an
+archive that has been shipped once is not shipped again.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SMALL = 700 << 10
-"""The largest archive that goes into a ConfigMap, which may hold 1 MiB; in JSON the archive is a third larger."""
+"""Maximum size of an archive for a ConfigMap, which may hold 1 MiB; in JSON the archive is a third larger."""
 APPLIED = 190 << 10
-"""The largest archive for kubectl's client-side apply, which stores a copy of the ConfigMap in an annotation of at most 256
-KiB."""
+"""Maximum size of an archive for kubectl's client-side apply, which stores a copy of the ConfigMap in an annotation of at most
+256 KiB."""
 BELOW = "code"
-"""Directory below the store that jobs write to: archives by their SHA-256, shared by all jobs."""
+"""Directory in the store to which jobs write: it has archives named by their SHA-256, shared by all jobs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Way:
 
 
 def choose(job: spec.Job, *, size: int, checksum: str, suffix: str, room: int = SMALL) -> Way | None:
-    """The destination of an archive of this size; None when it is too large for a ConfigMap, and the job names no store."""
+    """The destination of an archive of this size; None if the archive is too large for a ConfigMap and the job names no store."""
     if size <= room:
         return Way(config_map=Names(job.metadata.name).code(checksum))
     above = volumes.store_of_all(job.spec)
@@ -62,22 +62,22 @@ def choose(job: spec.Job, *, size: int, checksum: str, suffix: str, room: int = 
 
 @dataclasses.dataclass(frozen=True)
 class Parcel:
-    """Code on its way to pods. Made by `pack`."""
+    """Code to be shipped to pods. Made by `pack`."""
 
     job: spec.Job
-    """The job, with the location of its code in pods."""
+    """The job, with the location that its code has in pods."""
     code: bytes = b""
-    """The archive for the ConfigMap (`manifests.render(..., code=)`); empty when it does not go into one."""
+    """The archive for the ConfigMap (`manifests.render(..., code=)`); empty if no ConfigMap is used."""
     sentence: str = ""
     """`code: 41 files, 120 KiB -> ConfigMap train-code-1a2b3c4d`; empty when nothing is shipped."""
     url: str = ""
-    """URL of the archive in a store, where it must be before pods start; empty when it goes into no store."""
+    """URL of the archive in a store, where the archive must be before pods start; empty if no store is used."""
     archive: Path = Path()
     """Path of the archive, valid until the end of the `with` block of `pack`."""
 
     def put(self) -> bool:
-        """Put the archive into the store, if it goes there and is not there yet. Returns whether it was sent. Raises
-        StoreError."""
+        """Put the archive into the store, unless no store is used or the archive is already there. Returns whether it was
+        uploaded. Raises StoreError."""
         if not self.url:
             return False
         from outlast.storage import store
@@ -95,8 +95,8 @@ class Parcel:
 def pack(job: spec.Job, *, but: Collection[Path] = (), room: int = SMALL) -> Iterator[Parcel]:
     """The code of a job, packed if it is on this machine and pods cannot see it there.
 
-    `but`: paths in its directory that are not code, above all the job file: suspending a job must not change its code. The job's
-    data, models and output are not code either. `room`: the largest archive for a ConfigMap. Raises OutlastError.
+    `but`: paths in the code's directory that are not code, above all the job file: suspending a job must not change its code. The
+    job's data, models and output are not code either. `room`: maximum size of an archive for a ConfigMap. Raises OutlastError.
     """
     here = volumes.to_ship(job.spec)
     if here is None:
@@ -144,7 +144,7 @@ def _of_archive(job: spec.Job, path: Path, checksum: str, room: int) -> Parcel:
 
 
 def _ways(room: int) -> str:
-    """The limit of a ConfigMap, and the alternatives."""
+    """A phrase about the size limit of a ConfigMap, and the alternatives."""
     by_kubectl = " that kubectl apply takes" if room < SMALL else ""
     larger = f"add --server-side or use `outlast submit`, for up to {units.human_bytes(SMALL)}; " if room < SMALL else ""
     return (
@@ -162,7 +162,7 @@ def _too_large(root: Path, entries: Sequence[code_files.Entry], room: int) -> Ou
 
 
 def _shipped(job: spec.Job, archive: Path, what: str, room: int) -> Parcel | None:
-    """The parcel of an archive; None if neither a ConfigMap nor a store can take it."""
+    """The parcel for an archive; None if neither a ConfigMap nor a store can take the archive."""
     suffix = next(each for each in spec.ARCHIVES if archive.name.lower().endswith(each))
     checksum, size = archives.checksum(archive), archive.stat().st_size
     way = choose(job, size=size, checksum=checksum, suffix=suffix, room=room)
@@ -175,7 +175,7 @@ def _shipped(job: spec.Job, archive: Path, what: str, room: int) -> Parcel | Non
 
 
 def _in_code(environment: spec.Environment, root: Path, names: Collection[str]) -> Iterator[tuple[str, str]]:
-    """The files of the environment that travel in the code, by their names there."""
+    """The environment's files that are shipped with the code: (field, name of the file in the code)."""
     for field, file in environment:
         if file and Path(file).is_absolute() and root in Path(file).parents:
             name = Path(file).relative_to(root).as_posix()

@@ -1,4 +1,4 @@
-"""Submitting a job: its documents are applied, once earlier ones of this name have ended or were removed."""
+"""Submitting a job: its documents are applied once earlier jobs of the same name have ended or have been removed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 Document = api.Document
 
 FILE = "outlast.dev/file"
-"""Annotation of a submitted workload: the label `run` that its file would get if it were applied by itself."""
+"""Annotation of a submitted workload: the value that the label `run` would have if the file were applied by itself."""
 
 
 def rendered(job: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
-    """The documents of a job for the operator. `run` names the submission (None: a digest of the file); `fresh` starts a new
+    """The documents of a job for the operator. `run` identifies the submission (None: a digest of the file); `fresh` starts a new
     run."""
     from outlast.kubernetes import manifests
 
@@ -38,7 +38,7 @@ def rendered(job: Job, source: Path, run: str | None, fresh: bool) -> list[Docum
 
 
 def _released(url: str) -> str:
-    """Take the run in a store from its owner; returns a sentence about it."""
+    """Remove the owner of the unfinished run in a store; returns a sentence about it."""
     from outlast.storage import store
     from outlast.storage.runs import alive
 
@@ -47,7 +47,7 @@ def _released(url: str) -> str:
 
 
 def new_run(job: Job) -> str:
-    """A unique id of a submission: the same file may be submitted again."""
+    """A unique id for a submission: the same file may be submitted again."""
     return f"{job.metadata.name}-{RANDOM.getrandbits(32):08x}"
 
 
@@ -61,8 +61,9 @@ class Submission:
         self.workloads, self.documents, self.cluster = workloads, documents, workloads.cluster
 
     def apply(self, job: Job, *, source: Path, fresh: bool = False, take_over: bool = False) -> Iterator[str]:
-        """Submit a job, and yield each thing done: `Job train-0a1b2c3d created`. `take_over` stops the job that trains its run in
-        the store now, in another namespace for instance. Raises AlreadyRunning when that may be this job."""
+        """Submit a job, and yield a sentence for each step: `Job train-0a1b2c3d created`. `take_over` stops the job that
+        currently trains the run in the store, for instance in another namespace. Raises AlreadyRunning if that may be this
+        job."""
         url = self._to_take(job, fresh) if take_over else ""
         of_file = workload_in(self.documents(job, source, None, False))
         if not (fresh or take_over):
@@ -71,7 +72,7 @@ class Submission:
                 if ended is not State.FAILED and self._same(existing, of_file, ended):
                     yield self._again(existing, of_file, ended)
                     return
-        # Each submission is another owner of the run: an earlier one of the same file may have ended or be stopped.
+        # Each submission owns the run under a new id: an earlier one of the same file may have ended or be stopped.
         documents = self.documents(job, source, new_run(job), fresh)
         workload = workload_in(documents)
         if run := (of_file["metadata"].get("labels") or {}).get(Label.RUN):
@@ -106,7 +107,8 @@ class Submission:
                     self.workloads.adopt(each, done.new)
 
     def _continued(self, job: Job) -> Iterator[str]:
-        """Reopen the run of a job that has succeeded if it now asks for more steps or epochs, so that workers go on with it."""
+        """Reopen the run of a job that has succeeded if the job now requests more steps or epochs, so that workers continue the
+        run."""
         from outlast.job.spec import changes
         from outlast.kubernetes.manifests import volumes as places
         from outlast.storage import runs, store
@@ -133,7 +135,7 @@ class Submission:
             yield f"{name} has succeeded; as it asks for more now, its run goes on from step {newest.step}; --fresh starts anew"
 
     def _to_take(self, job: Job, fresh: bool) -> str:
-        """The store with the run to take over. Raises AlreadyRunning when this namespace has the job already."""
+        """The store with the run to take over. Raises AlreadyRunning if the job already exists in this namespace."""
         from outlast.kubernetes.manifests import volumes as places
 
         if not (url := places.store(job)):
@@ -147,7 +149,8 @@ class Submission:
         return url
 
     def _key(self, secret: Document, alive: AbstractSet[str]) -> tuple[list[Document], str]:
-        """Create the Secret by which workers know each other, unless a workload uses it already."""
+        """Create the Secret with which workers authenticate each other, unless it exists already. Returns the Secret, if the job
+        is to adopt it, and a sentence."""
         title = f"Secret {secret['metadata']['name']}"
         readable = True
         try:
@@ -167,14 +170,14 @@ class Submission:
             return [], f"you may not create {title}: anyone who knows the job file can connect to its workers; {remedy}"
 
     def _ended(self, workload: Document) -> State | None:
-        """The state in which a workload has ended; the agents of a StatefulSet are queried."""
+        """The state in which a workload has ended, None if it has not. For a StatefulSet the agents are queried."""
         if api.kind_of(workload) is api.STATEFUL_SET and not job_status.suspended(workload):
             state = self.workloads.status(job_name(workload)).state
             return state if state.final else None
         return job_status.over(workload)
 
     def _same(self, existing: Document, desired: Document, ended: State | None) -> bool:
-        """Whether a workload was made from the same file as another. False for an ElasticJob that has not ended."""
+        """Whether two workloads were made from the same file. False if the existing one is an ElasticJob that has not ended."""
         if existing["kind"] != "ElasticJob":
             return _same_file(existing, desired)
         if ended is None or desired["kind"] != "ElasticJob" or "deletionTimestamp" in existing["metadata"]:
@@ -183,13 +186,13 @@ class Submission:
         return _trained(new) == _trained(existing)
 
     def _onward(self, name: str) -> str:
-        """How the run of a failed job continues when it is submitted again."""
+        """A phrase about how the run of a failed job continues when it is submitted again."""
         if self.workloads.store_url(name) or has_claim(self.workloads.existing(name)[0]):
             return "goes on from its newest checkpoint"
         return "begins anew, since its output was in its pods"
 
     def _again(self, existing: Document, desired: Document, ended: State | None) -> str:
-        """Resume the submitted workload if it is suspended; returns a sentence about it."""
+        """Resume the existing workload if it is suspended; returns a sentence about it."""
         title = existing["metadata"]["name"]
         if ended is not None:
             return f"{existing['kind']} {title} has ended ({ended}) and is not run again; --fresh does"
@@ -199,8 +202,8 @@ class Submission:
         return f"{existing['kind']} {title} runs this very file already"
 
     def _existing(self, document: Document, alive: AbstractSet[str]) -> Document | None:
-        """The existing object of this name; None if absent or if its owners are gone. In the latter case it is deleted: garbage
-        collection may be about to, and would take it from the new workload."""
+        """The existing object with a document's name; None if there is none or if its owners are gone. In the latter case the
+        object is deleted: garbage collection may be about to delete it, and so take it away from the new workload."""
         if (found := applied.there(self.cluster, document)) is None:
             return None
         kind, meta, owners = api.kind_of(document), document["metadata"], ownership.owners(found)
@@ -215,7 +218,8 @@ class Submission:
         return None
 
     def make_room(self, name: str, documents: Sequence[Document], *, fresh: bool, dry_run: bool = False) -> list[str]:
-        """End or remove workloads in the way of a new job, or refuse; returns sentences about them."""
+        """End or remove workloads that are in the way of a new job, or refuse. Returns sentences about them. Raises
+        AlreadyRunning."""
         made = {(api.kind_of(document), document["metadata"]["name"]) for document in documents}
         done: list[str] = []
         for number, old in enumerate(self.workloads.of(name)):
@@ -239,13 +243,13 @@ class Submission:
 
 
 def _trained(elastic_job: Document) -> Document:
-    """The specification of an ElasticJob, without the number of workers, which may have been scaled."""
+    """The specification of an ElasticJob without the number of workers, which may have been changed by scaling."""
     spec = api.without_server_fields(elastic_job)["spec"]
     return {**spec, "workers": {**spec.get("workers", {}), "replicas": None}}
 
 
 def _same_file(existing: Document, desired: Document) -> bool:
-    """Whether a workload was made from the same file as another."""
+    """Whether two workloads were made from the same file."""
     meta, run = existing["metadata"], (desired["metadata"].get("labels") or {}).get(Label.RUN)
     if existing["kind"] != desired["kind"] or "deletionTimestamp" in meta:
         return False

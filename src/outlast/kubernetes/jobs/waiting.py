@@ -4,8 +4,8 @@
     waiter.submitted(lambda: backend.apply(job, source=file))
     ended = waiter.until_end()
 
-Nothing but the end of the job ends the wait: not an API server that is away, not a job that is suspended or queued. Time and
-sleep are given, so that tests need none.
+Only the end of the job ends the wait; the wait goes on while the API server is unavailable, or the job is suspended or queued.
+Clock and sleep are parameters, so that tests need not wait.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from outlast.kubernetes.jobs.workloads import Workloads
 T = TypeVar("T")
 
 EVERY_S = 5.0
-"""Interval between requests for the job."""
+"""Interval at which the job's status is requested."""
 PROGRESS_S = 60.0
-"""Interval of progress reports; a change of state is reported at once."""
+"""Interval between progress reports; a change of state is reported immediately."""
 _SUBMIT_S = 600.0
-"""Longest time to try to submit while the API server is away."""
+"""Maximum time for which to retry the submission while the API server is unavailable."""
 _UNSERVED_S = 300.0
-"""Longest time without the kind of the job: an API server that has just started may not know it yet."""
+"""Maximum time without the kind of the job: an API server that has just started may not serve it yet."""
 _CANCEL_S = 15.0
-"""Longest time to try to cancel: a pod has 30 s after SIGTERM."""
+"""Maximum time for which to retry the cancellation: a pod has 30 s after SIGTERM."""
 
 Look = Callable[[], tuple[api.Document | None, api.Document | None]]
-"""Reads the step's pod and the Workflow that owns it, as for `spared`."""
+"""Reads the step's pod and the Workflow that owns it; the arguments of `spared`."""
 
 
 class Code(enum.IntEnum):
-    """Exit codes of a wait, besides those of a refused request (1) and of a mistake (2)."""
+    """Exit codes of a wait. In addition, a refused request exits with 1 and a wrong command line with 2."""
 
     SUCCEEDED = 0
     FAILED = 3
     GONE = 4
     """Somebody else has cancelled or replaced the job."""
     TERMINATED = 143
-    """We got SIGTERM."""
+    """This process received SIGTERM."""
 
 
 @dataclass(frozen=True)
@@ -71,22 +71,23 @@ class Time:
 
 @dataclass
 class Waiter:
-    """Submits one job, and waits for its end."""
+    """Submits one job and waits for its end."""
 
     workloads: Workloads
     name: str
     say: Callable[[str], None]
     time: Time = field(default_factory=Time)
     owned: bool = False
-    """Whether we may cancel the job of this name: we have submitted it, or the name belongs to us alone."""
+    """Whether we may cancel the job of this name: either we have submitted it, or only we use the name."""
     held: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    """Defers SIGTERM in a block: a job must not exist before we have noted that it is ours."""
+    """A context manager that defers SIGTERM: once the job exists, SIGTERM must not arrive before we have noted that the job is
+    ours."""
     _kind: api.Kind = api.ELASTIC_JOB
     _title: str = ""
     _uid: str = ""
 
     def submitted(self, apply: Callable[[], Iterator[str]]) -> None:
-        """Submit, or attach to the submitted job, and report what was done. Raises OutlastError."""
+        """Submit the job, or attach to it if it is already submitted, and report each step. Raises OutlastError."""
 
         def attempt() -> None:
             with self.held():
@@ -118,7 +119,7 @@ class Waiter:
         return self._gone(None)
 
     def terminated(self, mode: str, look: Look) -> Ended:
-        """After SIGTERM: cancel the job, or leave it. `mode` is `cancel` or `leave`."""
+        """Cancel the job after SIGTERM, or leave it running. `mode` is `cancel` or `leave`."""
         why = "--on-terminate is leave" if mode == "leave" else "" if self.owned else "it was not submitted yet"
         try:
             done = f"is not cancelled: {why}" if why else self._answered(lambda: self._cancel(look), _CANCEL_S)
@@ -129,7 +130,7 @@ class Waiter:
         return Ended(Code.TERMINATED, f"SIGTERM: {self.name} {done}", JobStatus(name=self.name, run=""))
 
     def _cancel(self, look: Look) -> str:
-        """Cancel the job, unless it should go on or has ended; returns a phrase about it. Raises ClusterError."""
+        """Cancel the job, unless it should go on or has ended; returns a phrase about the result. Raises ClusterError."""
         if why := spared(*look()):
             return f"is not cancelled: {why}"
         if self._uid:
@@ -142,7 +143,7 @@ class Waiter:
         return "is cancelled; what it has saved stays"
 
     def _look(self, *, ask: bool) -> JobStatus | None:
-        """The status of the submitted job; None when it is gone. `ask`: query the agents, too, for their step."""
+        """The status of the submitted job; None if the job is gone. `ask`: also query the agents for their step."""
         try:
             workload = self.workloads.cluster.get(self._kind, self._title)
         except Absent:
@@ -155,7 +156,8 @@ class Waiter:
         return job_status.status(snapshot)
 
     def _answered(self, request: Callable[[], T], timeout_s: float = float("inf")) -> T:
-        """The answer to a request, repeated while the API server is away, or does not know the kind of a job that existed."""
+        """The answer to a request, which is repeated while the API server is unavailable or does not serve the kind of a job that
+        existed before."""
         since = self.time.now()
         unserved: float | None = None
 
@@ -178,7 +180,7 @@ class Waiter:
         return self._gone(status)
 
     def _why(self, status: JobStatus) -> str:
-        """The sentence of `outlast why`, if it has one, else that of the status."""
+        """The first problem that `outlast why` finds; if it finds none, the reason in the status."""
         from outlast.kubernetes import diagnosis
         from outlast.kubernetes.diagnosis import gather
 
@@ -189,7 +191,7 @@ class Waiter:
         return next((cause.what for cause in causes if cause.wrong), status.reason)
 
     def _gone(self, last: JobStatus | None) -> Ended:
-        """The job is gone: it was cancelled or replaced, unless its store shows that it had ended before."""
+        """The result for a job that is gone: it was cancelled or replaced, unless its store shows that it had ended before."""
         status = last or JobStatus(name=self.name, run="")
         if (recorded := _recorded(status)) is not None:
             return self._ended(recorded)
@@ -201,7 +203,7 @@ class Waiter:
 
 
 def _recorded(status: JobStatus) -> JobStatus | None:
-    """The status in the store, if the run has ended there as Succeeded or Failed."""
+    """The status according to the store, if the run has ended there as Succeeded or Failed."""
     if status.store is None or not status.run:
         return None
     from outlast.storage import runs, store
@@ -227,8 +229,8 @@ def progress(status: JobStatus) -> str:
 
 
 def spared(pod: api.Document | None, owner: api.Document | None) -> str:
-    """Why a job should go on although its step got SIGTERM; empty when the pipeline is being terminated. Pure. `pod` is that of
-    the step, None when it cannot be read; `owner` is the Workflow that owns it, None when that is gone."""
+    """Why a job should go on although its pipeline step received SIGTERM; empty if the pipeline is being terminated. Pure. `pod`
+    is the step's pod, None if it cannot be read; `owner` is the Workflow that owns it, None if the Workflow is gone."""
     spec = (owner or {}).get("spec") or {}
     over = owner is not None and "deletionTimestamp" in owner["metadata"]
     if pod is None or over or spec.get("shutdown") or spec.get("activeDeadlineSeconds") == 0:  # 0: Kubeflow Pipelines terminates
@@ -243,9 +245,9 @@ def spared(pod: api.Document | None, owner: api.Document | None) -> str:
 def own_pod(
     cluster: api.Cluster, environ: Mapping[str, str] = os.environ, *, last: api.Document | None = None
 ) -> tuple[api.Document | None, api.Document | None]:
-    """The pod that this process runs in, and the Workflow that owns it, as far as they exist and may be read. A pod that was
-    deleted by force is gone while its processes still end: then the result is `last`, marked as being deleted. Raises
-    Unanswered."""
+    """The pod in which this process runs, and the Workflow that owns it, as far as they exist and may be read. After a forced
+    deletion, a pod can be gone while its processes are still ending: then the pod returned is `last`, marked as being deleted.
+    Raises Unanswered."""
     name = next((environ[key] for key in (Env.POD, "KFP_POD_NAME", "HOSTNAME") if environ.get(key)), "")
     if not name or not kubeconfig.inside(environ):
         return None, None

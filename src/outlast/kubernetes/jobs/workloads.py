@@ -1,7 +1,7 @@
-"""The documents of jobs on a cluster: the workload of each, its pods, its job file, and what was created beside it.
+"""The documents of jobs on a cluster: each job's workload, pods and job file, and the objects created along with the workload.
 
-A job is the newest workload (ElasticJob, Job, StatefulSet) that carries its name; `name` is always that of the
-job file. Nothing is remembered here: any machine with the right to it may steer any job.
+A job is the newest workload (ElasticJob, Job, StatefulSet) that carries its name; `name` is always the name in the job file. No
+state is kept here: any machine with the necessary rights may control any job.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 Document = api.Document
 
 KINDS = (api.ELASTIC_JOB, *dropins.KINDS, api.JOB, api.STATEFUL_SET)
-"""Kinds of workloads that a job can be."""
+"""Kinds of workload that a job can be."""
 BESIDE = (api.CONFIG_MAP, api.SERVICE, api.POD_GROUP, api.VOLCANO_GROUP)
-"""Kinds of documents that are created beside a workload and go with it. Claims stay: they hold data and output."""
+"""Kinds of objects that are created along with a workload and deleted with it. Claims are kept: they hold data and output."""
 NAMED = (api.ELASTIC_JOB, *dropins.KINDS)
-"""Kinds of workloads that have the name of their job; the others carry its label."""
+"""Kinds of workload that have the name of their job; workloads of all other kinds only carry it as a label."""
 _WORKER = "app.kubernetes.io/component=worker"
 WORKERS = f"app.kubernetes.io/component!={evaluation.COMPONENT}"
-"""Selects the workers among the pods with a job's label: no evaluations. Pods of a drop-in have the labels of their template."""
+"""Label selector for workers, which excludes evaluations. Pods of a drop-in have the labels of their template."""
 _ASK_S = 3.0
 """Timeout of a request to an agent."""
 _CONCURRENT = 16
-"""Most concurrent requests to agents."""
+"""Maximum number of concurrent requests to agents."""
 
 
 class Workloads:
@@ -88,13 +88,13 @@ class Workloads:
         )
 
     def nowhere(self) -> Absent:
-        """The error for a namespace that does not exist."""
+        """The error to raise for a namespace that does not exist."""
         here, context = self.cluster.namespace, self.cluster.context
         instead = f"create it (kubectl create namespace {here}), or choose another with -n"
         return Absent(f"there is no namespace {here} in {context}; {instead}")
 
     def active(self, name: str) -> tuple[Document, api.Kind, str]:
-        """The current workload of a job. Raises OutlastError for a job that has ended."""
+        """The current workload of a job. Raises OutlastError if the job has ended."""
         workload = self.existing(name)[0]
         if (state := job_status.over(workload)) is not None:
             more = "goes on with it" if state is State.FAILED else "--fresh runs it again"
@@ -108,7 +108,7 @@ class Workloads:
         return [pod for pod in self.pods(job_name(workload)) if part_of(pod, workload)]
 
     def job(self, workload: Document) -> Job | None:
-        """The job file of a workload, as its pods read it; None when we may not read it, or it is of another version."""
+        """The job file of a workload, as its pods read it; None if we may not read it, or if it is of another version."""
         from outlast.job import spec
 
         try:
@@ -130,7 +130,7 @@ class Workloads:
         return sizes(job) if job else None
 
     def status(self, name: str) -> JobStatus:
-        """The status of a job; its agents are queried for their step."""
+        """The status of a job; its agents are queried for their current step."""
         return job_status.status(self.snapshot(name, self.existing(name), self.pods(name), ask=True))
 
     def recorded(self, name: str) -> JobStatus:
@@ -138,14 +138,14 @@ class Workloads:
         return job_status.status(self.snapshot(name, self.existing(name), (), ask=False))
 
     def store_url(self, name: str) -> str:
-        """The store with a job's output; empty when it is in no store."""
+        """URL of the store with a job's output; empty if the output is in no store."""
         stored = self.recorded(name).store
         return stored.url if stored else ""
 
     def snapshot(
         self, name: str, workloads: Sequence[Document], documents: Sequence[Document], *, ask: bool
     ) -> job_status.Snapshot:
-        """The snapshot of a job's newest workload and its pods; `ask`: query the agents, too."""
+        """The snapshot of a job's newest workload and its pods; `ask`: also query the agents."""
         current = max(workloads, key=lambda each: each["metadata"]["creationTimestamp"])
         older = [each["metadata"]["name"] for each in workloads if each is not current and job_status.over(each) is None]
         own = [pod for pod in documents if (pod["metadata"].get("labels") or {}).get(Label.JOB) == name and part_of(pod, current)]
@@ -159,7 +159,7 @@ class Workloads:
         return job_status.Snapshot(name, current, own, metrics, allowed, processes, older, unknown, time.time())
 
     def _metrics(self, documents: Sequence[Document]) -> tuple[Mapping[str, job_status.Metrics], str]:
-        """The metrics of agents by their pods' names, and why some may not be read."""
+        """The metrics of agents by the names of their pods, and the error if access to some was denied."""
         names = [pod["metadata"]["name"] for pod in documents if pods.running(pod)]
 
         def ask(name: str) -> job_status.Metrics | ClusterError:
@@ -176,7 +176,7 @@ class Workloads:
         return {name: answer for name, answer in answers.items() if not isinstance(answer, ClusterError)}, denied
 
     def set_suspended(self, workload: Document, value: bool) -> None:
-        """Suspend or resume a workload, in the way of its kind."""
+        """Suspend or resume a workload in the way that its kind requires."""
         kind, title = api.kind_of(workload), workload["metadata"]["name"]
         if kind not in (api.STATEFUL_SET, *dropins.KINDS):
             self.cluster.patch(kind, title, {"spec": {"suspend": value}})
@@ -189,13 +189,14 @@ class Workloads:
             self.set_replicas(kind, title, str(now), 0)
 
     def set_replicas(self, kind: api.Kind, title: str, before: str | None, replicas: int) -> None:
-        """Set the number of pods of a workload that has no field for suspension, and note the former number."""
+        """Set the number of pods of a workload that has no field for suspension, and record the former number in an
+        annotation."""
         drop_in = dropins.of({"apiVersion": kind.api_version, "kind": kind.kind})
         spec = drop_in.scaled(replicas) if drop_in else {"replicas": replicas}
         self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.REPLICAS: before}}, "spec": spec})
 
     def adopt(self, document: Document, workload: Document) -> None:
-        """Make a workload an owner of a document beside it, which is deleted with the last of its owners."""
+        """Make a workload an owner of an object; the object is deleted together with its last owner."""
         meta, uid = document["metadata"], workload["metadata"]["uid"]
         owners = meta.get("ownerReferences") or []
         if uid not in [owner["uid"] for owner in owners]:
@@ -212,7 +213,7 @@ class Workloads:
                 self.cluster.delete(kind, document["metadata"]["name"], uid=document["metadata"]["uid"])
 
     def beside(self, name: str) -> Iterator[tuple[api.Kind, Document]]:
-        """The documents beside the workloads of a job, which may outlive them."""
+        """The objects created along with a job's workloads, which may still exist when the workloads are gone."""
         component = f"app.kubernetes.io/component={evaluation.COMPONENT}"
         for kind, labels in [*((kind, "") for kind in BESIDE), (api.JOB, f",{component}")]:
             with contextlib.suppress(NotServed, Forbidden):
@@ -229,7 +230,8 @@ class Workloads:
                     self.cluster.delete(api.POD, pod["metadata"]["name"], grace_s=grace_s)
 
     def wait_until_gone(self, kind: api.Kind, workload: Document) -> None:
-        """Wait until a workload and its pods are gone, for at most their grace period and a minute."""
+        """Wait until a workload and its pods are gone, for at most their grace period plus a minute. Raises Unanswered on
+        timeout."""
         meta = workload["metadata"]
         graces = (pod["spec"].get("terminationGracePeriodSeconds", 30) for pod in self.own_pods(workload))
         deadline = time.monotonic() + 60 + max(graces, default=0)
@@ -248,7 +250,7 @@ def workload_in(documents: Sequence[Document]) -> Document:
 
 
 def has_claim(workload: Document) -> bool:
-    """Whether the workload's pods have a claim, where the output may be."""
+    """Whether the pods of a workload have a claim, which may hold the output."""
     if workload["kind"] == "ElasticJob":
         return bool(workload["spec"].get("volumes"))
     volumes = kube_workloads.template(workload)["spec"].get("volumes") or ()
@@ -256,16 +258,16 @@ def has_claim(workload: Document) -> bool:
 
 
 def sizes(job: Job) -> tuple[int, int]:
-    """The fewest and the most workers that a job may have."""
+    """The minimum and maximum number of workers that a job may have."""
     allowed = job.spec.workers.allowed()
     return allowed[0], allowed[-1]
 
 
 def job_name(workload: Document) -> str:
-    """The name of the job that a workload is."""
+    """The name of a workload's job."""
     return str((workload["metadata"].get("labels") or {}).get(Label.JOB) or workload["metadata"]["name"])
 
 
 def part_of(pod: Document, workload: Document) -> bool:
-    """Whether a pod is one of this workload's."""
+    """Whether a pod belongs to this workload."""
     return not ownership.owners(pod) or ownership.owned_by(pod, workload)

@@ -1,4 +1,5 @@
-"""ElasticJobs of `elastic.pytorch.org`, of torchelastic's archived controller. Nobody but the registry of drop-ins knows it.
+"""ElasticJobs of `elastic.pytorch.org`, the API of torchelastic's archived controller. Only the registry of drop-ins imports
+this package.
 
 https://github.com/pytorch/elastic/tree/master/kubernetes
 """

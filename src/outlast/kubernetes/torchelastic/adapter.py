@@ -1,7 +1,9 @@
-"""The functions that `api.dropins` asks for: an ElasticJob of `elastic.pytorch.org`, decided as one of ours without agents.
+"""Implements the functions of `api.dropins` for ElasticJobs of `elastic.pytorch.org`; `operator.decide` treats these as jobs
+without agents.
 
-Its fields are translated for `operator.decide`, and the status that this writes is kept under `job` in its own, which shows the
-same as the archived controller wrote it. Pods and Service belong to it, so that pods of that controller train on. Pure.
+The job's fields are translated for `operator.decide`. The resulting status is kept under `job` in the job's own status, whose
+other fields are those that the archived controller wrote. Pods and Service belong to the job, so pods of that controller go on
+training. Pure.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ __all__ = ["definition", "end", "processes", "reconcile", "rival", "scaled", "si
 
 Document = dict[str, Any]
 _CONTROLLER = re.compile(r"(^|/)torchelastic/(kubernetes|elasticjob-controller)\b")
-"""Images of https://github.com/pytorch/elastic/tree/master/kubernetes."""
+"""Images built from https://github.com/pytorch/elastic/tree/master/kubernetes."""
 
 
 def processes(job: Document) -> int:
-    """Processes per worker, from the arguments and variables of torchrun; else 1, its default."""
+    """Number of processes per worker, from the arguments and variables of torchrun; else 1, the default of torchrun."""
     container: Document = next((each for each in pods.containers(job) if each["name"] == pods.torchrun(job)), {})
     words = " ".join(map(str, [*(container.get("command") or ()), *(container.get("args") or ())]))
     told = re.search(r"--nproc[-_]per[-_]node[= ](\w+)", words)
@@ -48,19 +50,19 @@ def processes(job: Document) -> int:
 
 
 def end(job: Document) -> str | None:
-    """`Succeeded` or `Failed`; None while it has not ended. The archived controller wrote conditions only."""
+    """`Succeeded` or `Failed`; None if the job has not ended. The archived controller wrote only conditions."""
     status = job.get("status") or {}
     told = [each["type"] for each in status.get("conditions") or () if each["status"] == "True"]
     return next((each for each in ("Succeeded", "Failed") if each == status.get("state") or each in told), None)
 
 
 def scaled(replicas: int) -> Document:
-    """The merge patch of a job's spec for another number of workers."""
+    """The merge patch of a job's spec that changes the number of workers."""
     return {"replicaSpecs": {"Worker": {"replicas": replicas}}}
 
 
 def rival(deployment: Document) -> bool:
-    """Whether this Deployment is the archived controller."""
+    """Whether a Deployment is the archived controller."""
     images = [each.get("image") or "" for each in deployment["spec"]["template"]["spec"]["containers"]]
     return deployment["metadata"]["name"] == "elastic-job-k8s-controller" or any(map(_CONTROLLER.search, images))
 
@@ -86,14 +88,14 @@ def reconcile(limits: Limits, cached: CachedJob, now: float, _: ClusterFeatures)
 
 
 def plain(job: Document) -> Plain:
-    """The job as one of ours, without agents."""
+    """The job translated for the operator: an equivalent ElasticJob of Outlast whose workers have no agent."""
     least, wanted, most = (min(each, contract.MOST_WORKERS) for each in sizes(job))
     given = {
         "module": "torch.distributed.run",
         "workers": {"min": least, "replicas": wanted, "max": most},
         "restarts": {"limit": pods.count(job["spec"], "backoffLimit", pods.MAX_RESTARTS)},
         "cleanPodPolicy": "All" if job["spec"].get("cleanPodPolicy") == "All" else "Running",
-        # The archived controller's definition let a deadline of 0 in, which is none.
+        # The archived controller's definition accepted a deadline of 0, which means none.
         "activeDeadlineSeconds": job["spec"].get("activeDeadlineSeconds") or None,
         "ttlSecondsAfterFinished": job["spec"].get("ttlSecondsAfterFinished"),
     }
@@ -103,7 +105,7 @@ def plain(job: Document) -> Plain:
 
 
 def limits(job: Document) -> Iterator[str]:
-    """Sentences on what of a job cannot be honoured."""
+    """Sentences about features of a job that the operator cannot honour."""
     fields, worker, name = job["spec"], pods.worker(job), job["metadata"]["name"]
     if len(name) > names.LONGEST:
         has = f"the job's name has {len(name)} characters, and labels hold at most {names.LONGEST}"
@@ -143,7 +145,8 @@ def limits(job: Document) -> Iterator[str]:
 
 
 def _remembered(job: Document) -> Document:
-    """The status as one of ours: what was kept, else what the archived controller or an earlier operator has written."""
+    """The status as the operator last stored it, or else derived from a status by the archived controller or an earlier
+    operator."""
     told = job.get("status") or {}
     if "job" in told:
         return dict(told["job"])
@@ -161,7 +164,7 @@ def _remembered(job: Document) -> Document:
 
 
 def _status(job: Document, ours: Document, seen: snapshot.JobSnapshot) -> Document:
-    """The status as the archived controller wrote it, with ours."""
+    """The status in the form in which the archived controller wrote it, with the operator's own status under `job`."""
     told = job.get("status") or {}
     there = [pod for pod in seen.pods if not pod.terminating]
     counts = {"succeeded": sum(pod.succeeded for pod in there), "failed": sum(pod.over and not pod.succeeded for pod in there)}
@@ -182,7 +185,7 @@ def _status(job: Document, ours: Document, seen: snapshot.JobSnapshot) -> Docume
 
 
 def _conditions(told: Sequence[Document], ours: Document, seen: snapshot.JobSnapshot) -> list[Document]:
-    """`Limited`, and ours: the current one is the last that is true."""
+    """The operator's conditions, preceded by `Limited` if it applies: the current condition is the last that is true."""
     found = [each for each in ours["conditions"] if each["status"] == "True" or each["type"] == "Running"]
     limited = [*limits(dict(seen.document)), seen.refused] if seen.plain else []
     if message := "; ".join(filter(None, limited)):

@@ -1,4 +1,5 @@
-"""The CustomResourceDefinition: the archived controller's Go types as a structural schema, with checks in CEL that it lacked."""
+"""The CustomResourceDefinition: the archived controller's Go types as a structural schema, with CEL validation rules that it
+lacked."""
 
 from __future__ import annotations
 
@@ -102,7 +103,7 @@ def _worker() -> Schema:
 
 
 def _status() -> Schema:
-    """Without types, so that what earlier operators and the archived controller have written is kept."""
+    """A schema without types, so that a status written by an earlier operator or by the archived controller is kept."""
     return part(
         "What is known of the job, written by the operator: state (Created, Running, Restarting, Suspended, Succeeded, Failed), "
         "conditions (the same, and Limited for what cannot be honoured), replicaStatuses (pods that are active, have succeeded, "

@@ -1,7 +1,8 @@
-"""The pods and the Service of an ElasticJob of `elastic.pytorch.org`: its template, with variables (`PET_*`) for its torchrun.
+"""The pods and the Service of an ElasticJob of `elastic.pytorch.org`: the job's pod template, with variables (`PET_*`) for
+torchrun.
 
-Variables that the user has set stay. Worker 0 hosts torch's store, so no etcd is needed. A job whose image contains Outlast can
-use its etcd (`RENDEZVOUS`): torch's own back ends speak v2, which etcd 3.6 no longer has. Pure.
+Variables that the user has set are kept. Worker 0 hosts torch's store, so no etcd is needed. A job whose image contains Outlast
+can use etcd (`RENDEZVOUS`): torch's own back ends use API v2, which etcd 3.6 no longer has. Pure.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from outlast.kubernetes.operator.snapshot import NNODES
 
 Document = dict[str, Any]
 CONTAINER = "elasticjob-worker"
-"""Name of the container that runs torchrun, if there are several."""
+"""Name of the container that runs torchrun if the pod has several."""
 RENDEZVOUS = f"{contract.GROUP}/rendezvous"
-"""Annotation of a job: `etcd` for a rendezvous at its rdzvEndpoint, an etcd v3, with `--rdzv-backend=outlast`."""
+"""Annotation of a job: `etcd` for a rendezvous through the etcd v3 at its rdzvEndpoint, with `--rdzv-backend=outlast`."""
 WORKER0 = f"{contract.GROUP}/worker-0"
-"""Annotation of a job: `on-demand` for a worker 0, where the others meet, that runs on no spot machine."""
+"""Annotation of a job: `on-demand` keeps worker 0, which hosts the rendezvous, off spot machines."""
 MAX_RESTARTS = 100
-"""--max-restarts of torchrun, and the default of backoffLimit."""
+"""The value of --max-restarts for torchrun, and the default of backoffLimit."""
 _CONF = {
     "last_call_timeout": 5,  # s that a world of fewer than maxReplicas waits for more; torch: 30
     "join_timeout": 600,
@@ -34,11 +35,12 @@ _CONF = {
     "keep_alive_interval": 1,  # s; with the next line a lost worker is missed after 5 s and not 15
     "keep_alive_max_attempt": 5,
 }
-"""https://docs.pytorch.org/docs/stable/elastic/rendezvous.html; torch before 2.9 does not know the last two, and ignores them."""
+"""Options of torch's rendezvous; torch before 2.9 ignores the last two, which it does not know.
+https://docs.pytorch.org/docs/stable/elastic/rendezvous.html"""
 
 
 def worker(job: Document) -> Document:
-    """`replicaSpecs.Worker`; empty if the spec cannot be read (`wire.UNREADABLE`)."""
+    """`replicaSpecs.Worker` of the job; empty if the spec cannot be read (`wire.UNREADABLE`)."""
     found: Document = (job["spec"].get("replicaSpecs") or {"Worker": {"template": {"spec": {"containers": []}}}})["Worker"]
     return found
 
@@ -49,7 +51,7 @@ def containers(job: Document) -> Sequence[Document]:
 
 
 def torchrun(job: Document) -> str | None:
-    """The name of the container with torchrun; none when there are several and none has the usual name."""
+    """The name of the container that runs torchrun; None if there are several and none has the usual name."""
     there = [str(each["name"]) for each in containers(job)]
     return CONTAINER if CONTAINER in there else there[0] if len(there) == 1 else None
 
@@ -60,7 +62,8 @@ def annotation(job: Document, name: str) -> str | None:
 
 
 def count(fields: Mapping[str, Any], name: str, default: int) -> int:
-    """A number of the spec; null is absent, as the archived definition let it in. Raises OutlastError for anything else."""
+    """A number in the spec. Null counts as absent, as the archived definition accepted it. Raises OutlastError for anything
+    else."""
     found = fields.get(name)
     if found is not None and not isinstance(found, int):
         raise OutlastError(f"its {name} ({found!r}) is not a whole number; correct it")
@@ -68,7 +71,7 @@ def count(fields: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def sizes(job: Document) -> tuple[int, int, int]:
-    """Minimum, wanted (in between, or 0) and maximum number of workers."""
+    """Minimum, requested and maximum number of workers; the requested number is 0 or between the other two."""
     asked = count(worker(job), "replicas", 1)
     least = count(job["spec"], "minReplicas", 0) or max(1, asked)
     most = max(least, count(job["spec"], "maxReplicas", 0) or max(least, asked))
@@ -76,48 +79,48 @@ def sizes(job: Document) -> tuple[int, int, int]:
 
 
 def nnodes(job: Document) -> str:
-    """--nnodes of torchrun: `1:4`."""
+    """The value of --nnodes for torchrun: `1:4`."""
     least, _, most = sizes(job)
     return f"{least}:{most}"
 
 
 def policy(job: Document) -> str:
-    """Which failures are restarted."""
+    """The job's restartPolicy, which says after which failures workers are restarted."""
     return str(worker(job).get("restartPolicy") or "ExitCode")
 
 
 def restart_policy(job: Document) -> str:
-    """The policy of its pods: kubelets start no container again that the operator judges."""
+    """The restartPolicy of the job's pods: if the operator decides about failures, the kubelets must not restart containers."""
     return "Never" if policy(job) == "ExitCode" else policy(job)
 
 
 def selector(name: str) -> dict[str, str]:
-    """Selector of a job's pods, those of the archived controller included."""
+    """Label selector for a job's pods, including those that the archived controller created."""
     return {"group-name": LEGACY_JOB.group, "job-name": names.fit(name)}
 
 
 def etcd(job: Document) -> str:
-    """The rendezvous endpoint of a job that uses an etcd: `etcd://host:port`; else empty."""
+    """The rendezvous endpoint of a job that uses etcd: `etcd://host:port`; else empty."""
     scheme, _, place = str(job["spec"].get("rdzvEndpoint") or "").rpartition("://")
     wanted = annotation(job, RENDEZVOUS) == "etcd" and place
     return f"{'etcds' if scheme in ('https', 'etcds') else 'etcd'}://{place}" if wanted else ""
 
 
 def endpoint(job: Document) -> str:
-    """Rendezvous endpoint: worker 0 by its full name. The Service's own name resolves to any worker."""
+    """The rendezvous endpoint: worker 0 by its full DNS name, as the Service's own name resolves to any worker."""
     name, namespace = job["metadata"]["name"], job["metadata"]["namespace"]
     return f"{_host(name, 0)}.{_service(name)}.{namespace}.svc.{contract.CLUSTER_DOMAIN}:{contract.Pod.RENDEZVOUS_PORT}"
 
 
 def service(job: Document) -> Document:
-    """The headless Service that gives workers their DNS names, also before they are ready."""
+    """The headless Service that gives workers their DNS names even before they are ready."""
     name = job["metadata"]["name"]
     meta = _metadata(job, _service(name), selector(name))
     return objects.headless(meta, selector(name), contract.Pod.RENDEZVOUS_PORT)
 
 
 def pod(job: Document, index: int) -> Document:
-    """The pod of a worker: the user's template with its name, labels and the variables of torchrun."""
+    """The pod of a worker: the user's template with the worker's name, labels and the variables for torchrun."""
     name, template = job["metadata"]["name"], worker(job)["template"]
     given, spec = template.get("metadata") or {}, template["spec"]
     marks = {"replica-type": "worker", "replica-index": str(index), Label.WORKER: str(index)}
@@ -145,7 +148,7 @@ def _metadata(job: Document, name: str, labels: Mapping[str, str]) -> Document:
 
 
 def _env(job: Document, index: int, own: list[Document]) -> list[Document]:
-    """The container's variables: the user's, then those of torchrun that the user has not set."""
+    """The container's variables: the user's, then those for torchrun that the user has not set."""
     told = {
         "PET_NNODES": nnodes(job),
         "PET_RDZV_ID": f"{job['metadata']['name']}-{job['metadata']['uid'][:8]}",
@@ -157,7 +160,7 @@ def _env(job: Document, index: int, own: list[Document]) -> list[Document]:
     else:
         conf = {**_CONF, "is_host": "true" if index == 0 else "false"}
         told |= {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": endpoint(job)}
-        # A new worker would wait for ever for an address that rank 0 publishes in its first world only (torch 2.13).
+        # A new worker would wait forever for an address that rank 0 publishes in its first world only (torch 2.13).
         told["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     told["PET_RDZV_CONF"] = ",".join(f"{key}={value}" for key, value in conf.items())
     there = {each["name"] for each in own}

@@ -10,7 +10,7 @@ from outlast.kubernetes.operator.reconcile import Reconcile
 from outlast.rendezvous import sentences
 
 PROGRESS_BYTES_PER_S = 5e6
-"""Upper bound in bytes per second of what the API server sends to the agents of one job for progress: each agent watches the
+"""Maximum rate, in bytes per second, at which the API server should send progress to the agents of one job: each agent watches the
 whole status."""
 BYTES = (10_000, 15)
 """Size of a status in bytes: the base, mostly the ledger, and the share of each worker."""
