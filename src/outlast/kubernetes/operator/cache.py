@@ -54,7 +54,7 @@ class CachedJob:
     leases: list[Document]
     nodes: Mapping[str, Document]
     since: float
-    """Time since which all watches have been connected; the current time if one is not connected."""
+    """When the last of the watches was connected; the current time if one is not connected."""
     refused: str = ""
     """A sentence about why the job's pods could not be created on the last attempt; else empty."""
     jobs: int = 1
@@ -86,7 +86,7 @@ class KindCache:
     synced: bool = False
     """Whether the watch has ever delivered everything."""
     since: float = 0.0
-    """Time since which the watch has been connected."""
+    """When the watch was connected."""
     written: dict[NamespacedName, _Entry] = field(default_factory=dict)
     """Responses to our own writes, as long as the watch has not reached their versions."""
     deleted_uids: set[str] = field(default_factory=set)

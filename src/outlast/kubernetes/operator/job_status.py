@@ -350,7 +350,7 @@ def conditioned(
 
 
 def since(conditions: Sequence[Mapping[str, Any]], types: Collection[str]) -> float | None:
-    """Time since which one of these conditions has been true."""
+    """The latest time at which one of these conditions became true; None if none is true."""
     begun = [
         podwords.seconds(each["lastTransitionTime"]) for each in conditions if each["type"] in types and each["status"] == "True"
     ]

@@ -29,8 +29,8 @@ from outlast.rendezvous.world import Member, MemberState
 Document = Mapping[str, Any]
 
 RECEIVED = "heard"
-"""Key for the time, by the operator's clock, at which a watch delivered a renewal of a Lease, or since which a node has been
-unready. Clocks of other machines are not compared with ours."""
+"""Key for the time, by the operator's clock, at which a watch delivered a renewal of a Lease, or at which a node became unready.
+Clocks of other machines are not compared with ours."""
 NNODES = f"{contract.GROUP}/nnodes"
 """Annotation of a pod without an agent: the value of --nnodes for its torchrun."""
 LONGEST_S = 600.0
@@ -60,7 +60,7 @@ class Pod:
     index: int
     node: str
     node_lost: float | None
-    """Time since which the pod's node has not answered. If the node does not exist: when the pod was bound to it."""
+    """When the pod's node stopped answering. If the node does not exist: when the pod was bound to it."""
     leave: Leave | None = None
     """Why the worker has to leave: its node is about to be terminated, or the pod itself has a notice."""
 
@@ -218,7 +218,7 @@ class JobSnapshot:
     reports: Mapping[int, MemberReport]
     now: float
     since: float
-    """Time since which all watches have been connected: silence before then may be due to us."""
+    """When the last of the watches was connected: silence before then may be due to us."""
     features: ClusterFeatures = field(default_factory=ClusterFeatures)
     """Optional features of the cluster."""
     queue: queues.Queue | None = None
@@ -336,7 +336,7 @@ def _pod(pod: Document, nodes: Mapping[str, Document]) -> Pod:
 
 
 def _silent_since(node: Document) -> float | None:
-    """Time since which a node has not answered; None if it answers."""
+    """When a node stopped answering; None if it answers."""
     for ready in podwords.conditions(node, "Ready"):
         if ready["status"] != "True":
             return node.get(RECEIVED) or podwords.seconds(ready.get("lastTransitionTime"))

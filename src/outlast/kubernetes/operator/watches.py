@@ -66,9 +66,9 @@ class Watches:
         self._discovering = threading.Lock()
         self._optional: dict[Kind, threading.Thread] = {}
         self._unready: dict[str, float] = {}
-        """Time since which each unready node has been unready, by our clock."""
+        """When each unready node became unready, by our clock."""
         self._leaving: dict[str, float] = {}
-        """Time since which each node has been about to be terminated, by our clock."""
+        """When we first saw a notice on each node that is about to be terminated, by our clock."""
         kinds = (*cache.jobs, POD, LEASE, NODE)
         self.threads = [
             *(threading.Thread(target=self._watch, args=(kind,), name=f"watch {kind}", daemon=True) for kind in kinds),
@@ -203,8 +203,8 @@ class Watches:
             log.error("%s %s cannot be kept: %s", kind, meta.get("name"), error, extra=where, exc_info=error)
 
     def _stamped(self, kind: Kind, document: Document) -> Document:
-        """A Lease or an unready node, stamped with the time, by our clock, since which it has been silent; a node that is about
-        to be terminated, stamped with the time at which we first saw the notice."""
+        """A Lease stamped with the current time, an unready node with the time at which it became unready, or a node that is
+        about to be terminated with the time at which we first saw the notice; all by our clock."""
         if kind == LEASE:
             return {**document, RECEIVED: self._clock()}
         if kind != NODE:

@@ -14,8 +14,8 @@ from outlast.kubernetes.operator.rules.workers import FAST_LOSS_S
 from outlast.rendezvous.partition import FORGIVEN_S, Loss
 
 _EARLIER_S = 2.0
-"""Somebody else's deletion is shortened only if it would end later than this after the deadline: API servers keep whole
-seconds."""
+"""A deletion requested by somebody else is shortened only if it would end later than the deadline by more than this: API servers
+keep whole seconds."""
 
 
 def lost_workers(rec: Reconcile) -> None:

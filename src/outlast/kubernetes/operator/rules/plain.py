@@ -194,7 +194,7 @@ def _host_is_lost(rec: Reconcile, host: Pod | None, pod: Pod) -> bool:
 
 
 def _permanent(code: int) -> bool:
-    """Whether `ExitCode` does not restart a worker after this exit code. A restart may succeed if there is none (-1)."""
+    """Whether `ExitCode` does not restart a worker after this exit code. Without an exit code (-1), a restart may succeed."""
     return code not in (-1, *RETRYABLE)
 
 

@@ -10,8 +10,8 @@ from outlast.kubernetes.operator.reconcile import Reconcile
 from outlast.rendezvous import sentences
 
 PROGRESS_BYTES_PER_S = 5e6
-"""Maximum rate, in bytes per second, at which the API server should send progress to the agents of one job: each agent watches the
-whole status."""
+"""Maximum rate, in bytes per second, at which the API server should send progress to the agents of one job: each agent watches
+the whole status."""
 BYTES = (10_000, 15)
 """Size of a status in bytes: the base, mostly the ledger, and the share of each worker."""
 MEASURE_S = 5.0
