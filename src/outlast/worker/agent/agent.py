@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from outlast.worker.agent import run_ownership
 
 LOOK_INTERVAL_S = 0.1
-"""Longest time between two looks at the training processes."""
+"""Interval at which the agent looks at the training processes."""
 LEAST_S = 1.0
-"""Least time to leave, even after the deadline: the clock of the machine that wrote it may be ahead."""
+"""Minimum time to leave, even after the deadline: the clock of the machine that wrote the deadline may be ahead."""
 PREPARATION_STOP_TIMEOUT_S = 5.0
 
 
@@ -78,9 +78,9 @@ class Agent:
         self.reporter = reporter.Reporter(self.state, log, self.hang_limit_s, pod=contract.Env.ADDRESS in environ)
         self._looked_at = self.clock()
         self._kill_at = float("inf")
-        """Deadline of training that was asked to leave; then it is killed."""
+        """When training that was asked to leave is killed."""
         self._published = ""
-        """The operator's last deadline, as JSON."""
+        """The last deadline that the operator published, as JSON."""
         self._warm = warm
         self._stop_preparing = threading.Event()
         from outlast.worker.prepare import prepare
@@ -90,7 +90,7 @@ class Agent:
         self._elastic: socket.socket | None = None
         self._launch_at = float("inf")
         self._lost: dict[str, Any] = {}
-        """How the last elastic agent ended; the next one reports it."""
+        """How the last elastic agent ended, which the next one reports."""
         self._events: queue.SimpleQueue[lifecycle.Event] = queue.SimpleQueue()
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_w, False)
@@ -101,7 +101,7 @@ class Agent:
         self._launcher = LauncherWatch(environ)
         self._signalled = threading.Event()
         self._printed_end: tuple[int | None, str] = (None, "")
-        """Exit code and reason in the log's last line, once it is printed."""
+        """Exit code and reason in the log's last line, once that line is printed."""
         self._ranks = ranks.Ranks(self.state, self.processes, self.clock)
         labels = {"job": job.metadata.name, "worker": str(self.index)}
         port = int(environ.get(contract.Env.PROBE_PORT, "0"))
@@ -116,7 +116,7 @@ class Agent:
         return self.coordination.mode is Mode.LAUNCHER
 
     def run(self) -> lifecycle.Exit:
-        """Live from the first event to the exit."""
+        """Run the worker from the first event to the exit."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
@@ -159,7 +159,7 @@ class Agent:
 
     @functools.cached_property
     def ledger(self) -> Ledger:
-        """This agent's ledger. Opened at the first event, after its earlier lines were fetched from the store."""
+        """This agent's ledger. It is opened at the first event, after its earlier lines have been fetched from the store."""
         return Ledger(self.output / contract.LEDGER, f"agent-{self.index}")
 
     def _kill_training(self) -> None:
@@ -251,7 +251,7 @@ class Agent:
             self._put(lifecycle.Prepared(phase))
 
     def _do(self, phase: Phase) -> run_ownership.Ended | None:
-        """Carry out a preparing phase. Returns the end of the run if that has ended already."""
+        """Carry out a preparing phase. Returns the end of the run if the run has ended already."""
         match phase:
             case Phase.RUN:
                 return self.coordination.claim(self._log)
@@ -281,7 +281,7 @@ class Agent:
         return None
 
     def _restore(self) -> None:
-        """Fetch the newest checkpoint of the store, if there is one. Also called by a thread of `snapshots`."""
+        """Fetch the newest checkpoint in the store, if there is one. Also called by a thread of `snapshots`."""
         if self._store:
             from outlast.storage import store
             from outlast.storage.checkpoints import restore
@@ -290,7 +290,7 @@ class Agent:
             restore.restore(self.output, place, run, self._preparation.say)
 
     def _newest(self) -> tuple[int, int] | None:
-        """(generation, step) of the newest checkpoint of the store, if there is one. Called by a thread of `snapshots`."""
+        """(generation, step) of the newest checkpoint in the store, if there is one. Called by a thread of `snapshots`."""
         if not self._store:
             return None
         from outlast.storage import store
@@ -309,7 +309,8 @@ class Agent:
         self._put(lifecycle.Superseded(reason or "the run goes on elsewhere"))
 
     def _launch(self) -> None:
-        """Have the warm process fork the elastic agent. It listens soon after its start, and answers once torch is imported."""
+        """Have the warm process fork the elastic agent. The warm process listens soon after its start, and answers once torch is
+        imported."""
         try:
             self._warm = self._warm or sibling.start_warm(self._preparation.python, self.environ)
             sock = shim.connect(str(self.state / shim.SOCKET))
@@ -338,7 +339,7 @@ class Agent:
         self._events.put(lifecycle.Interrupted(f"received {signal.Signals(number).name}", self._looked_at, grace))
 
     def _ordered(self, headers: Mapping[str, str], body: bytes) -> tuple[int, str]:
-        """Answer `POST /leave`; called by a thread of the probes."""
+        """Answer `POST /leave`; called by a thread of the probe server."""
         answer = self._orders.judge(headers, body, time.time())
         if answer.status != HTTPStatus.ACCEPTED:
             return answer.status, answer.text
@@ -348,7 +349,7 @@ class Agent:
         return answer.status, answer.text
 
     def _look_for_deadline(self) -> None:
-        """Leave by the operator's deadline for this worker, if it has published a new one."""
+        """Leave by the deadline that the operator has published for this worker, if it is new."""
         try:
             text = (self.state / contract.LEAVE).read_text()
             if text == self._published:
@@ -361,7 +362,7 @@ class Agent:
             print(f"outlast | {contract.LEAVE} cannot be read: {problem!r}", flush=True)
 
     def _leave_until(self, deadline: float | None, reason: str) -> None:
-        """Leave before a deadline, seconds since the epoch; None: within the job's grace."""
+        """Leave before `deadline`, in seconds since the epoch; None: within the job's grace period."""
         grace_s, now = self.job.spec.interruption.grace.total_seconds(), self._looked_at
         if deadline is None:
             self._put(lifecycle.Interrupted(reason, now, grace_s))
@@ -404,7 +405,7 @@ class Agent:
             self._ended("warm process", min(status, 0) or os.EX_SOFTWARE)
 
     def _ended(self, process: str, status: int, why: str | None = None) -> None:
-        """Handle the end of the elastic agent, or of the warm process and with it all its forks."""
+        """Handle the end of the elastic agent, or of the warm process, with which all its forks end."""
         broken, reached, start, self._launch_at = status == os.EX_SOFTWARE, self._ranks.newest(), None, float("inf")
         code = contract.Exit.FAILED if broken else contract.exit_code(status)
         if (status < 0 or broken) and reached:
@@ -438,7 +439,7 @@ class Agent:
             os._exit(contract.Exit.FAILED)
 
     def _end_hang(self, victims: Sequence[tuple[rule.Process, str]], processes: Sequence[rule.Process]) -> None:
-        """Dump the stacks of all `processes`, write the verdict for the elastic agent, kill the `victims`."""
+        """Dump the stacks of all `processes`, write the verdict for the elastic agent, and kill the `victims`."""
         file = self.output / contract.LOGS / f"stacks-worker-{self.index}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         stacks.dump([process.progress.pid for process in processes], file)
         for process, reason in victims:
@@ -460,7 +461,7 @@ def print_end(worker: int | str, code: int | None, reason: str) -> None:
 
 
 def main(warm: subprocess.Popen[bytes] | sibling.Forked | None, environ: dict[str, str], log: Output) -> NoReturn:
-    """Run the agent of this process and exit with its code."""
+    """Run this process's agent and exit with its code."""
     try:
         from outlast.job import spec
         from outlast.job.spec import substitution

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from outlast.worker.agent import run_ownership
 
 RECORD_TIMEOUT_S = 10.0
-"""How long a worker that ends waits for the end of the run to be recorded."""
+"""How long a worker that is ending waits for the end of the run to be recorded."""
 
 
 class Coordination:
-    """The part of one worker's agent that concerns the whole run. `environ` is the worker's; `claim` completes it.
+    """The part of one worker's agent that concerns the whole run. `environ` is the worker's environment, which `claim` completes.
 
     `lost(reason)` is called when another machine takes the run, `broken(reason)` when coordinating fails for good.
     """
@@ -57,7 +57,7 @@ class Coordination:
         self._reporting: threading.Thread | None = None
 
     def claim(self, log: Output) -> run_ownership.Ended | None:
-        """Find out which run this worker trains, and continue its `log`. Returns the end of the run if that has ended."""
+        """Find out which run this worker trains, and continue that run's `log`. Returns the end of the run if it has ended."""
         if self.mode is Mode.LAUNCHER:
             return None
         from outlast.storage import runs
@@ -91,7 +91,7 @@ class Coordination:
         return store.open_(self._store or f"file://{self.output}")
 
     def begin(self) -> None:
-        """Start coordinating, if this worker's part in the run includes that."""
+        """Start coordinating, if this worker is to coordinate the run."""
         if self.mode in (Mode.OPERATOR, Mode.ELECTED):
             from outlast.worker.agent import run_ownership
 
@@ -158,7 +158,7 @@ class Coordination:
         self._recording.start()
 
     def record_end_from_operator(self) -> None:
-        """Record the end of the run on the operator's behalf, which has no access to stores."""
+        """Record the end of the run on behalf of the operator, which has no access to stores."""
         try:
             end = json.loads((Path(self._environ[Env.STATE]) / contract.END).read_text())
         except FileNotFoundError:
@@ -166,7 +166,7 @@ class Coordination:
         self.record_end("Failed" if end["code"] else "Succeeded", end["reason"], end["code"])
 
     def tell_goodput(self, goodput: float | None) -> None:
-        """Report the goodput of the whole run to the operator, once the run has ended and if it is known here."""
+        """Report the goodput of the whole run to the operator, if the run has ended and this worker knows its goodput."""
         if goodput is None or not (Path(self._environ[Env.STATE]) / contract.END).exists():
             return
         from outlast.base.errors import ClusterError
@@ -177,7 +177,7 @@ class Coordination:
             _say(f"the goodput of the run could not be told: {problem}")
 
     def end_for_others(self, code: int) -> str:
-        """The answer to workers that ask how the run has ended; empty if only this worker could not continue."""
+        """The answer to workers that ask how the run has ended; empty if only this worker was unable to continue."""
         if self.mode is Mode.LAUNCHER or code == contract.Exit.MISCONFIGURED:
             return ""
         from outlast.worker.agent import run_ownership
@@ -186,7 +186,7 @@ class Coordination:
         return run_ownership.Ended(self._owner, reason, code).dumps()
 
     def close(self) -> None:
-        """Wait until the other workers know of the end and it is recorded."""
+        """Wait until the other workers know of the end and the end is recorded."""
         if self._coordinator:
             self._coordinator.wait()
         for thread in filter(None, (self._recording, self._reporting)):
@@ -198,7 +198,7 @@ class Coordination:
 
     @functools.cached_property
     def _ledger(self) -> Ledger:
-        """The coordinator's ledger. Opened only if one runs here."""
+        """The coordinator's ledger. It is opened only if a coordinator runs here."""
         return Ledger(self.output / contract.LEDGER, "decider" if self.mode is Mode.WORKER_0 else f"decider-{self.index}")
 
     def say(self, text: str) -> None:

@@ -1,7 +1,7 @@
 """Evaluates a job's model in a pod of its own: the cluster side of `outlast evaluate`.
 
-The environment is a worker's. If the output is in a store, the newest committed checkpoint, the requested one and the files that
-the training wrote are fetched from there. Code and data are prepared as for a worker, and the job's module runs with
+The environment is that of a worker. If the output is in a store, the newest committed checkpoint, the requested one and the files
+that the training wrote are fetched from the store. Code and data are prepared as for a worker, and the job's module runs with
 `--evaluate`. Its standard output becomes the pod's log; new files, such as evaluation.json, are uploaded.
 """
 
@@ -24,7 +24,7 @@ from outlast.storage.sync.index import Stat
 from outlast.worker.prepare import prepare
 
 _NO_RESULTS = (CHECKPOINTS, LOGS, LEDGER, METRICS, runs.PREVIOUS)
-"""Outlast's own files in the output."""
+"""Outlast's own files in the output, which an evaluation does not need."""
 
 
 def main(args: Sequence[str]) -> int:
@@ -64,7 +64,7 @@ def _fetch_results(place: store.Store, output: Path) -> None:
 
 
 def _upload(place: store.Store, output: Path, fetched: dict[str, Stat]) -> None:
-    """Upload the files that the evaluation wrote, but not the `fetched` ones: the store may have newer ones. Raises
+    """Upload the files that the evaluation wrote, but not the `fetched` ones, of which the store may have newer versions. Raises
     StoreError."""
     new = {path for path, stat in _results(output).items() if fetched.get(path) != stat}
     if not new:

@@ -15,14 +15,15 @@ from outlast.worker.launch import shim, system
 
 CHECK_INTERVAL_S = 1.0
 UNREACHABLE_S = 1.5
-"""How long it may be unreachable before it is restarted. Doubles with each restart: its imports take long on a busy machine."""
+"""How long the launcher may be unreachable before it is restarted. Doubles with each restart: imports take long on a busy
+machine."""
 LONGEST_S = 60.0
 STAGGER_S = 0.2
-"""Additional delay per worker index: one new launcher is enough, and later ones find its lock held."""
+"""Additional delay per worker index: one new launcher is enough, and any later one finds the launcher's lock held."""
 
 
 class LauncherWatch:
-    """Watches the launcher of the worker with this environment; does nothing where there is no launcher."""
+    """Watches this machine's launcher for the worker with this environment; does nothing where there is no launcher."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._command = environ.get(Env.REVIVE, "")
@@ -34,7 +35,7 @@ class LauncherWatch:
         self._patience_s = UNREACHABLE_S
 
     def look(self) -> None:
-        """Check the launcher if that is due, and restart it if it has been unreachable for too long."""
+        """Check the launcher if a check is due, and restart it if it has been unreachable for too long."""
         now = time.monotonic()
         if not self._command or now < self._check_at:
             return

@@ -5,7 +5,7 @@
                            an elastic agent that is killed, or fails itself: launched again, the snapshots stay)
 
 This file decides what a worker does next, `hangs.rule` when its processes hang, `rendezvous.transport` who coordinates the run.
-`agent.agent` carries out the effects and reports the events. There is no clock, file or process here; times are read from the
+`agent.agent` carries out the effects and reports the events. This file uses no clock, file or process: times are read from the
 agent's own clock and arrive with the events.
 """
 
@@ -43,35 +43,35 @@ class Worker:
 
     phase: Phase = Phase.STARTING
     leaving: str = ""
-    """Why it is interrupted; empty if it is not."""
+    """Why the worker is interrupted; empty if it is not."""
     leave_by: float | None = None
-    """Deadline of its training, if it is interrupted: the earliest of all. Then it is killed."""
+    """Deadline of an interrupted worker's training, after which it is killed: the earliest of all interruptions."""
     late: bool = False
-    """Whether that time is over."""
+    """Whether that deadline has passed."""
     gone_by: float | None = None
-    """When its machine goes away; None if that is unknown."""
+    """When the worker's machine goes away; None if that is unknown."""
     code: int | None = None
     reason: str = ""
     stay: bool = False
-    """Whether its pod stays up after a final end, so that other pods can ask how the run ended."""
+    """Whether the worker's pod stays up after a final end, so that other pods can ask how the run ended."""
     start: tuple[int, int] | None = None
-    """(generation, attempt) of its processes when the elastic agent was last relaunched."""
+    """(generation, attempt) of the worker's processes when the elastic agent was last relaunched."""
     relaunches: int = 0
-    """Relaunches since then, none of which started a process."""
+    """Number of relaunches since then, none of which started a process."""
 
 
 FINAL = (contract.Exit.DONE, contract.Exit.MISCONFIGURED, contract.Exit.GIVEN_UP)
-"""Exit codes after which a restarted worker has nothing to do."""
+"""Exit codes that leave a restarted worker nothing to do."""
 DONE_FLUSH_S = 1800.0
-"""Timeout of the last upload after training is done. Long, since nothing repeats it; a failed worker is restarted and uploads
-again."""
+"""Timeout of the last upload after training is done. Long, since nothing repeats that upload; a failed worker is restarted and
+uploads again."""
 LAST_FLUSH_S = 10.0
-"""Least timeout of the last upload of an interrupted worker, even when its grace period is over."""
+"""Minimum timeout of the last upload of an interrupted worker, even when its grace period is over."""
 LEAST_FLUSH_S = 1.0
-"""The same if the time at which the machine goes away is known."""
+"""Minimum timeout of that upload if the time at which the machine goes away is known."""
 RELAUNCHES, PAUSE_S, LONGEST_PAUSE_S = 10, 1.0, 30.0
-"""Limit of consecutive relaunches that start no process, and the backoff between them; arbitrary. Together three minutes, in
-which a machine at its process limit may free some."""
+"""Maximum number of consecutive relaunches that start no process, and the first and longest backoff between them; arbitrary.
+Together they take three minutes, in which a machine at its process limit may free some."""
 
 
 # Events
@@ -79,7 +79,7 @@ which a machine at its process limit may free some."""
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """The agent runs."""
+    """The agent has started."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Prepared:
 
 @dataclasses.dataclass(frozen=True)
 class PreparationFailed:
-    """A preparing phase failed; `retry`: a restart of the worker could help."""
+    """A preparing phase has failed. `retry`: whether a restart of the worker could help."""
 
     phase: Phase
     reason: str
@@ -104,13 +104,13 @@ class Trained:
 
     code: int
     start: tuple[int, int] | None = None
-    """(generation, attempt) of its newest processes if it was killed or failed itself; None if it started none, or ended with the
-    run."""
+    """(generation, attempt) of the elastic agent's newest processes if it was killed or failed itself; None if it started none,
+    or ended with the run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Interrupted:
-    """SIGTERM, a spot notice, a drain: training has to leave within `grace_s` from `now`. If several arrive, the earliest
+    """A SIGTERM, a spot notice or a drain: training has to leave within `grace_s` from `now`. If several arrive, the earliest
     deadline counts."""
 
     reason: str
@@ -127,7 +127,7 @@ class GraceOver:
 
 @dataclasses.dataclass(frozen=True)
 class Flushed:
-    """Output and logs are uploaded, or cannot be (`problem`)."""
+    """Output and logs are uploaded, or cannot be uploaded because of `problem`."""
 
     problem: str = ""
 
@@ -182,12 +182,12 @@ class Kill:
 
 @dataclasses.dataclass(frozen=True)
 class Flush:
-    """Upload the rest, logs included."""
+    """Upload the rest of the output, including the logs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Exit:
-    """End the agent. With `stay` only once its pod is deleted, and then with code 0: the real end is recorded."""
+    """End the agent. With `stay`, it ends only once its pod is deleted, and then with code 0: the real end is recorded."""
 
     code: int
     reason: str
@@ -224,7 +224,7 @@ def step(worker: Worker, event: Event) -> tuple[Worker, tuple[Effect, ...]]:
         case Flushed(problem) if worker.phase is Phase.FLUSHING and worker.code is not None:
             if not problem:
                 return _end(worker, worker.code, worker.reason)
-            # Have a worker that is done but for the upload restarted: it only uploads again.
+            # Have a worker that has done everything but the upload restarted: it then only uploads again.
             code = contract.Exit.INTERRUPTED if worker.code == contract.Exit.DONE else worker.code
             return _end(worker, code, f"{worker.reason}; {problem}")
         case Superseded(reason) if worker.phase not in (Phase.STARTING, Phase.ENDED):
@@ -262,7 +262,8 @@ def _end(worker: Worker, code: int, reason: str) -> tuple[Worker, tuple[Effect, 
 
 
 def flush_timeout_s(code: int | None, worker: Worker, now: float) -> float:
-    """Timeout of the last upload of a worker that ends with this code: until its machine goes away, if that time is known."""
+    """Timeout of the last upload of a worker that ends with this code. It ends before the worker's machine goes away, if that
+    time is known."""
     grace_left_s = worker.leave_by - now if worker.leave_by is not None else 0.0
     timeout_s = DONE_FLUSH_S if code == contract.Exit.DONE else max(LAST_FLUSH_S, grace_left_s)
     if worker.gone_by is None:

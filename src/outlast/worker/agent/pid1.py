@@ -1,9 +1,9 @@
 """Process 1 of a pod: runs the agent as its child, forwards signals, and reaps orphans.
 
-Orphans become children of process 1, e.g. the data loaders of a killed rank. Unless it waits for them they stay zombies until the
-pod's pid limit is reached and nothing can be forked. The agent cannot reap them itself: waiting for *any* child would take away
-the exit codes of its own children. So process 1 does nothing else, and forks before the agent has threads, files or children. If
-something else is process 1 (a shared process namespace, `docker run --init`, this machine), this module does nothing.
+Orphans, e.g. the data loaders of a killed rank, become children of process 1. Unless it waits for them, they stay zombies until
+the pod's pid limit is reached and nothing can be forked. The agent cannot reap them itself: waiting for *any* child would take
+away the exit codes of its own children. So process 1 only does this, and forks before the agent has threads, files or children.
+If something else is process 1 (a shared process namespace, `docker run --init`, this machine), this module does nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outlast.job import contract
 from outlast.worker.launch import system
 
 FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
-"""Signals that a fault of the process itself raises; they cannot be blocked."""
+"""Signals that are raised by a fault of the process itself and cannot be blocked."""
 
 
 def stand_by() -> None:
@@ -26,7 +26,7 @@ def stand_by() -> None:
 
 
 def split() -> None:
-    """Fork, and return in the child; the parent reaps until the child ends, and exits with its code."""
+    """Fork, and return in the child; the parent reaps processes until the child ends, and exits with the child's code."""
     signals = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP} - FAULTS
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # so that none is lost between fork and wait
     child = os.fork()
@@ -38,7 +38,7 @@ def split() -> None:
 
 
 def _attend(child: int, signals: set[signal.Signals]) -> int:
-    """Reap until `child` has ended. Returns its exit code."""
+    """Reap processes until `child` has ended. Returns the exit code of `child`."""
     while True:
         number = signal.sigwait(signals)
         if number != signal.SIGCHLD:

@@ -1,8 +1,9 @@
 """The training processes of one worker as its agent observes them: which are alive, and for how long each has been silent.
 
-A process is identified by its pid *and* its start time, which it records itself: pids are reused, and a hung process is killed.
-It is silent since the agent last saw its progress or its heartbeat change (`workerfiles.progress`). The clock stops when the
-agent does (`clock.Awake`): neither a step of the wall clock nor a machine that slept makes a process silent.
+A process is identified by its pid *and* its start time, both of which it records itself: a hung process is killed, and its pid
+may have been reused. A process is silent from the time at which the agent last saw its progress or heartbeat change
+(`workerfiles.progress`). The clock stops when the agent does (`clock.Awake`): neither a step of the wall clock nor a machine that
+slept makes a process silent.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from outlast.job.workerfiles import progress
 from outlast.worker.hangs.rule import Process
 
 FROZEN_S = 10.0
-"""Time without a heartbeat after which a process counts as unable to run Python, because native code holds the GIL. It is not
-silent while it uses CPU time."""
+"""Time without a heartbeat after which a process counts as unable to run Python, because native code holds the GIL. A process
+that uses CPU time meanwhile does not count as silent."""
 
 
 class Ranks:
@@ -30,7 +31,7 @@ class Ranks:
         self._state, self._count = state, count
         self._seen = Seen(clock)
         self._condemned: set[tuple[int, int]] = set()
-        """Pid and start time of killed processes, which may take a while to die."""
+        """Pid and start time of each process that was killed and may take a while to die."""
 
     def forget(self) -> None:
         """Remove the records of an earlier agent's processes: a new container may reuse their pids."""
@@ -39,7 +40,8 @@ class Ranks:
                 (self._state / name.format(local_rank=local_rank)).unlink(missing_ok=True)
 
     def look(self, written: int = 0) -> list[Process]:
-        """The live processes by local rank. `written` is the number of bytes that all of them have written to the log."""
+        """The live processes by local rank. `written` is the number of bytes that all of them together have written to the
+        log."""
         processes = []
         for local_rank in range(self._count):
             record = progress.read(self._state, local_rank)
@@ -52,7 +54,7 @@ class Ranks:
         return processes
 
     def newest(self) -> progress.Progress | None:
-        """The newest record, even if its process has ended."""
+        """The newest record, even if the process that wrote it has ended."""
         records = filter(None, (progress.read(self._state, local_rank) for local_rank in range(self._count)))
         return max(records, key=lambda record: (record.generation, record.attempt, record.step), default=None)
 
@@ -75,7 +77,7 @@ class Ranks:
         return Process(local_rank, record, stopped, silent_s, frozen, age_s, watched=watched, where=where, alone=alone)
 
     def kill(self, process: Process) -> None:
-        """Kill a process that hangs, if the pid is still its own."""
+        """Kill a process that hangs, unless its pid now belongs to another process."""
         record = process.progress
         self._condemned.add((record.pid, record.started))
         if _state(record):
@@ -84,6 +86,6 @@ class Ranks:
 
 
 def _state(record: progress.Progress) -> str:
-    """The state letter (proc(5)) of the process that wrote a record; "" if it has ended."""
+    """The state letter (proc(5)) of the process that wrote a record; "" if the process has ended."""
     state, started = progress.kernel(record.pid)
     return state if record.started in (0, started) else ""

@@ -1,16 +1,16 @@
 """Decides which run a worker's pod belongs to. The record is `run.json` in the job's output.
 
-All pods of a job share a name, the digest of their job file or the name of a submission: it is the owner of a run, and the id of
-a run that they begin. Every pod decides by itself, and all reach the same decision:
+All pods of a job share a name, which is the digest of their job file or the name of a submission. That name is recorded as the
+owner of a run, and is the id of a run that the pods begin. Every pod decides by itself, and all reach the same decision:
 
     no record, or another owner's run that has succeeded            begin a run
     a run that has not succeeded                                    continue it: a changed file is still the same training
-    the same, and another namespace or cluster trains it now        that one keeps it; we end with an error
+    the same, and another namespace or cluster trains it now        it stays there; we end with an error
     the same, and we were submitted with --fresh                    begin a run; files of the old one go to `previous/`
     a run that has not ended, and a later file has taken it from us we are zombies
     our run, and it has ended                                       nothing is left to do
 
-If the output is lost with a pod, so is the record. A new worker then asks those that stay up after the end (`ask_end`).
+If the output is lost with a pod, so is the record. A new worker then asks the workers that stay up after the end (`ask_end`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ADVICE = (
 _AUTHORITIES = Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt")
 _ANSWER_S = 3.0
 _ASKED = 8
-"""Maximum number of workers to ask; one that knows is enough."""
+"""Maximum number of workers to ask: a single answer is enough."""
 _CODES = {"Succeeded": contract.Exit.DONE, "Failed": contract.Exit.GIVEN_UP, "Cancelled": contract.Exit.GIVEN_UP}
 
 
@@ -62,7 +62,7 @@ class Ended:
 
 
 def ask_end(others: Sequence[str], run: str) -> Ended | None:
-    """Ask the workers at these `host:port`, which stay up, how the run has ended; None if none knows."""
+    """Ask the workers at these `host:port`, which stay up after the end, how the run has ended; None if none of them knows."""
 
     def ask(address: str) -> Ended | None:
         try:
@@ -89,9 +89,9 @@ def others(endpoint: str, me: str, index: int, workers: int) -> list[str]:
 
 
 def home(environ: Mapping[str, str], authorities: Path = _AUTHORITIES) -> str:
-    """The identity of the place that trains this pod's job, see `runs.alive`; the same for all its pods. Jobs of an operator are
-    identified by their run, others by the cluster's certificate authorities, if pods can read them: if those change, pods from
-    before and after count as two owners."""
+    """The identity of the place that trains this pod's job, see `runs.alive`; the same for all pods of the job. Jobs of an
+    operator are identified by their run, other jobs by the cluster's certificate authorities, if pods can read them: if the
+    authorities change, pods from before and after the change count as two owners."""
     name = f"{environ.get(contract.Env.NAMESPACE) or 'default'}/{environ[contract.Env.JOB]}"
     if contract.Env.MEMBER in environ:
         return f"{name} ({environ[contract.Env.RUN]})"
@@ -103,8 +103,8 @@ def home(environ: Mapping[str, str], authorities: Path = _AUTHORITIES) -> str:
 def take(
     where: store.Store, new: runs.Run, *, home: str = "", fresh: bool = False, say: Callable[[str], None] = lambda _: None
 ) -> str | Ended:
-    """Continue the run in this place, or begin `new`. Returns its id. Waits while another `home` may train it. Raises
-    AlreadyRunning if it does, Superseded if a later owner has taken it from us, and StoreError."""
+    """Continue the run in this place, or begin `new`. Returns the id of the run. Waits while another `home` may be training it.
+    Raises AlreadyRunning if another `home` does train it, Superseded if a later owner has taken it from us, and StoreError."""
     current = runs.read(where)
     if current and current.ended and current.owner == new.owner:
         reason = f"run {current.run} has ended before ({current.state}: {current.reason}); nothing is left to do"
@@ -126,8 +126,8 @@ def take(
 
 
 def set_aside(output: Path, run: str, say: Callable[[str], None] = lambda _: None) -> None:
-    """Move another run's files in this directory to `previous/`, as in the store. Happens on volumes that outlive pods, and that
-    workers may share."""
+    """Move another run's files in this directory to `previous/`, as in the store. Such files are found on volumes that outlive
+    pods, and that workers may share."""
     directory = output / contract.CHECKPOINTS
     if checkpoints.owner(directory) in ("", run):
         return
@@ -153,7 +153,8 @@ def generation(where: store.Store, output: Path, run: str, *, stored: bool) -> i
 
 
 def newest_generation(where: store.Store, output: Path, run: str, *, stored: bool) -> int:
-    """The newest generation of the run in the output, 0 for none. Acquires none: that generation may still commit."""
+    """The newest generation of the run in the output, 0 for none. This acquires no generation: the newest one may still
+    commit."""
     here = checkpoints.generation(output / contract.CHECKPOINTS, run)
     latest = register.read(where, run) if stored else None
     return max(here, latest.generation if latest else 0)

@@ -1,14 +1,14 @@
 """The upload process: uploads a job's output to its store, beside the training. Started by `agent.upload_handle`.
 
-    python -m outlast upload              until standard input is closed, whose other end the agent holds
-    python -m outlast upload --rest S     once, all that is left, retrying for S seconds; exit code 0 when all is uploaded
+    python -m outlast upload              until standard input, the other end of which the agent holds, is closed
+    python -m outlast upload --rest S     once, everything left, retrying for S seconds; exit code 0 if all is uploaded
 
-Configured by the environment of the worker's agent (`contract.Env`). One process uploads a directory: others wait for its lock
-and take over when it dies. Workers that share no disk all have the same checkpoints and metrics: the process of rank 0's
-directory uploads those (`checkpoints.first`), and each process the files that only its directory has, such as logs. Progress is
-recorded in `.push/` after an upload is complete, so a kill costs at most a repetition. A committed checkpoint is uploaded at
-once, newest first, the ledger with each event, everything else every `sync.every`. While the store is unreachable the backlog is
-retained and retried. Each line on standard output is a `Report` as JSON.
+Configured by the environment of the worker's agent (`contract.Env`). Only one process uploads a directory: other upload processes
+wait for its lock and take over when it dies. Workers that share no disk all have the same checkpoints and metrics: the process of
+rank 0's directory uploads them (`checkpoints.first`), and each process uploads the files that only its directory has, such as
+logs. Progress is recorded in `.push/` after an upload is complete, so a kill costs at most a repetition. A committed checkpoint
+is uploaded at once, newest first, the ledger with each event, and everything else every `sync.every`. While the store is
+unreachable the backlog is retained and retried. Each line on standard output is a `Report` as JSON.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from outlast.worker.launch import rank0_files, system
 from outlast.worker.prepare import compiled, workdir
 
 POLL_INTERVAL_S = 1.0
-"""Poll interval for new checkpoints and events."""
+"""Interval at which we look for new checkpoints and events."""
 EVENTS_S, STEPS_S = 3.0, 120.0
-"""Least intervals between two uploads of the ledger: with an event in it, and with steps only. An upload takes two requests, so
-without events this is one request a minute; if a worker is lost, its last steps are known from the state that the others
-restore."""
+"""Minimum intervals between two uploads of the ledger: with an event in it, and with steps only. An upload takes two requests, so
+without events there is one request a minute. If a worker is lost, its last steps are known from the state from which the other
+workers resume."""
 LOCK_TIMEOUT_S = 3.0
-"""How long a flush waits for another process that uploads the same directory, which then uploads the rest, too."""
+"""How long a flush waits for another process that uploads the same directory. That process then uploads the rest, too."""
 MAX_PASSES = 3
-"""Attempts of a flush if single files fail, which the user has to repair."""
+"""Maximum number of passes of a flush in which single files fail, which the user has to repair."""
 COUNT_S, COUNT_SHARE = 10.0, 0.02
-"""Least interval between two computations of the goodput, and their largest share of the time."""
+"""Minimum interval between two computations of the goodput, and the maximum share of the time that they may take."""
 RETRY_S = (2.0, 60.0)
 """First and longest backoff after the store has failed."""
 
@@ -62,15 +62,15 @@ class Report:
     step: int = 0
     """Step of the newest checkpoint in the store."""
     since: float | None = None
-    """Time since which uploads fail; None while they work."""
+    """When uploads began to fail, seconds since the epoch; None while they work."""
     error: str = ""
     backlog: int = 0
-    """Bytes of committed checkpoints that are not in the store yet."""
+    """Total size in bytes of the committed checkpoints that are not in the store yet."""
     doing: str = ""
     seconds: float | None = None
     """Duration of the last checkpoint's upload; None before the first."""
     goodput: float | None = None
-    """Goodput of the run so far, computed beside rank 0; None elsewhere, and before the first step."""
+    """Goodput of the run so far, computed by the process beside rank 0; None elsewhere, and before the first step."""
 
 
 class SomeFailed(store.StoreError):
@@ -91,16 +91,16 @@ class Uploader:
         *,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        """`environ` is the worker's, if this runs for one."""
+        """`environ` is the worker's environment, if this process runs for a worker."""
         self.output, self._place, self._owner = output, place, owner
         self._checkpoints = remote.Checkpoints(place, run)
         self._run, self._retention, self._publish = run, retention, publish
         self._acquired = 0
-        """The newest generation for which we write checkpoints to the store."""
+        """The newest generation that this process has acquired to write checkpoints to the store."""
         self._left_behind = 0
-        """Our last generation before rank 0 moved to another disk; 0 if it has not moved."""
+        """Newest generation on this disk when rank 0 moved to another disk; 0 if rank 0 has not moved."""
         self._uploaded: set[tuple[int, int]] = set()
-        """Step and generation of checkpoints that are in the store, or damaged."""
+        """Step and generation of each checkpoint that is in the store, or damaged."""
         self._journals = output / OWN / "checkpoints"
         self._checked = False
         self._growing = growing.Sender(place, output)
@@ -110,11 +110,11 @@ class Uploader:
         self._environ = environ or {}
         self.compiled: compiled.Cache | None = None
         self._read: dict[str, int] = {}
-        """Bytes of each ledger that have been read."""
+        """Number of bytes read from each ledger so far."""
         self._unsent, self._sent_at = "", 0.0
-        """The kind of ledger lines not sent yet, "event", "steps" or none; and when the ledgers were sent last."""
+        """The kind of ledger lines not sent yet ("event", "steps" or ""), and when the ledgers were sent last."""
         self._have_ledgers, self._count_at = False, 0.0
-        """Whether the ledgers of all workers up to now are here, and when to compute the goodput next."""
+        """Whether the ledgers of all workers up to now are on this disk, and when to compute the goodput next."""
         self.ended: float | None = None
         """When training ended, seconds since the epoch."""
         self.report = Report()
@@ -142,8 +142,8 @@ class Uploader:
         )
 
     def upload(self, stop: threading.Event, *, last: bool = False) -> None:
-        """Upload everything; results that may be unfinished wait for a later pass, unless it is the `last`. Raises StoreError,
-        Stopped, Superseded, OSError; completed uploads stay."""
+        """Upload everything; results that may be unfinished wait for a later pass, unless this is the `last` one. Raises
+        StoreError, Stopped, Superseded, OSError; completed uploads stay."""
         runs.check(self._place, self._run, self._owner)
         if not self._index.exists():  # in the first pass the job file and logs go before the first checkpoint
             with contextlib.suppress(SomeFailed, OSError):  # raised again below
@@ -198,7 +198,8 @@ class Uploader:
             raise SomeFailed(f"{path} could not be pushed: {reason}{more}")
 
     def upload_ledger(self, stop: threading.Event, now: float) -> None:
-        """Upload the new lines of this worker's ledgers, if that is due. Raises as `upload`, which comes first."""
+        """Upload the new lines of this worker's ledgers, if an upload is due. Raises the exceptions of `upload`, which has to be
+        called first."""
         ledgers = [path for path in self._grown() if path.startswith(f"{contract.LEDGER}/")]
         for path in ledgers:
             with contextlib.suppress(OSError), (self.output / path).open("rb") as file:
@@ -214,7 +215,7 @@ class Uploader:
 
     def count(self, now: float, stop: threading.Event) -> None:
         """Compute the goodput from the ledgers of the whole run, periodically and after its end, for the operator. No upload
-        depends on it; after a failure it is computed again later."""
+        depends on the goodput; after a failure it is computed again later."""
         if not (first := self._first()):
             self._have_ledgers = False
         if contract.Env.MEMBER not in self._environ or now < self._count_at or not first:
@@ -241,7 +242,8 @@ class Uploader:
                 self.update(goodput=round(account.goodput, 6))
 
     def _upload_compiled(self, stop: threading.Event) -> None:
-        """Upload compiled code, after the output. Without it another machine compiles again, so failures are only logged."""
+        """Upload compiled code, after the output. Without compiled code in the store another machine only compiles again, so
+        failures are just logged."""
         if not self.compiled:
             return
         before = time.time() - compiled.SETTLED_S if self.ended is None else self.ended - compiled.KILLED_S
@@ -308,7 +310,7 @@ def locked(output: Path, give_up: Callable[[], bool]) -> Iterator[bool]:
 
 
 def run(uploader: Uploader, interval_s: float, stop: threading.Event) -> None:
-    """Upload until `stop`: each checkpoint when it is committed, everything each interval. Raises Superseded."""
+    """Upload until `stop` is set: each checkpoint when it is committed, everything else at each interval. Raises Superseded."""
     due, failures = 0.0, 0
     while not stop.is_set():
         requested = rank0_files.requested(uploader.output)
@@ -338,7 +340,7 @@ def run(uploader: Uploader, interval_s: float, stop: threading.Event) -> None:
 
 
 def flush(uploader: Uploader, deadline: float) -> str:
-    """Upload the rest, retrying until `deadline` (monotonic). Returns why something is missing, or an empty string."""
+    """Upload the rest, retrying until `deadline` (monotonic). Returns the reason if anything is missing, or an empty string."""
     stop = threading.Event()
     uploader.ended = time.time()
     timer = threading.Timer(max(0.0, deadline - time.monotonic()), stop.set)

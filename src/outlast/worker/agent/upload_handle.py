@@ -1,4 +1,4 @@
-"""The handle of the upload process (`agent.upload`): starts it beside training, reads its reports, flushes at the end."""
+"""The handle of the upload process (`agent.upload`): starts it beside training, reads its reports, and flushes at the end."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from outlast.worker.launch import rank0_files
 
 RESTART_DELAY_S = 5.0
 AHEAD_S = 2.0
-"""The first upload process starts this long after the first training process, or after its first step: its imports take half a
-second of a core, which training should have first."""
+"""Delay of the first upload process after the start of the first training process or after its first step: its imports take half
+a second of a core, which training should have first."""
 WAIT_S = 30.0
-"""The same without a training process, counted from when training should have begun: logs are uploaded anyway."""
+"""The same delay without a training process, counted from when training should have begun: logs are uploaded anyway."""
 NICENESS = 10
 """Added to the niceness of the upload process, since training goes first."""
 BEFORE_STEPS = ("started", "open", "restore", "first step")
-"""Phases of a training process before the end of its first step, as far as we know."""
+"""Phases of a training process up to the end of its first step, as far as we know."""
 STOP_TIMEOUT_S = 10.0
 SUPERSEDED = 3
 """Exit code of the upload process if it found a newer generation in the store."""
 _TIMES = ("pushed", "since")
-"""Fields of its reports that are wall-clock times."""
+"""Fields of a report that are wall-clock times."""
 
 
 class UploadProcess:
-    """The upload process of one worker, a child of this process. `environ` is the worker's; it is read at each start."""
+    """The upload process of one worker, a child of this process. `environ` is the worker's environment, which is read at each
+    start."""
 
     def __init__(self, environ: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:
         self._environ = environ
@@ -46,7 +47,7 @@ class UploadProcess:
         """Earliest time of the next start; None until there is something to upload."""
         self._waits = Seen(clock)
         self.report: dict[str, Any] = {}
-        """Its last report (`upload.Report`); empty while another worker of this machine uploads."""
+        """Last report of the upload process (`upload.Report`); empty while another worker of this machine uploads."""
         self._seen = Seen(time.monotonic)
 
     def ensure_running(self, processes: Sequence[Process] = ()) -> bool:
@@ -83,7 +84,7 @@ class UploadProcess:
         )
 
     def stop(self) -> None:
-        """Stop the upload process, if it runs. The next one resumes unfinished uploads."""
+        """Stop the upload process, if it is running. The next one resumes unfinished uploads."""
         if self._child is None:
             return
         assert self._child.stdin is not None
@@ -97,7 +98,7 @@ class UploadProcess:
         self._child = None
 
     def flush(self, timeout_s: float) -> tuple[int, str]:
-        """Upload the rest, retrying until the timeout. Returns the exit code and, unless that is 0, the reason."""
+        """Upload the rest, retrying until the timeout. Returns the exit code and, unless the code is 0, the reason."""
         self.stop()
         child = self._start("--rest", str(timeout_s))
         try:
@@ -124,7 +125,7 @@ class UploadProcess:
                 os.write(2, line)
 
     def received(self, report: dict[str, Any]) -> None:
-        """Store a report. The ages of its times count from now, see `metrics`."""
+        """Store a report. The ages of its times are counted from now, see `metrics`."""
         for key in _TIMES:
             self._seen.age(key, report.get(key))
         self.report = report
@@ -136,7 +137,8 @@ class UploadProcess:
         return float(seconds) if isinstance(seconds, int | float) else None
 
     def metrics(self) -> dict[str, float]:
-        """Its last report as metrics. Ages count from the arrival of the report: the wall clock may be set meanwhile."""
+        """The last report as metrics. Ages are counted from the arrival of the report, since the wall clock may be set
+        meanwhile."""
         if not (report := self.report):
             return {}
         uploaded_s, failing_s = (self._seen.age(key, report[key]) for key in _TIMES)

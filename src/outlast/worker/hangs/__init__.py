@@ -1,1 +1,1 @@
-"""Hang detection: whether a rank still moves, and which ranks wait for each other."""
+"""Hang detection: whether a rank makes progress, and which ranks wait for each other."""

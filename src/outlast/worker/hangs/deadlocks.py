@@ -1,14 +1,15 @@
 """Detects deadlocks between ranks in seconds, and writes the heartbeat of each rank, by which hangs are detected.
 
-A thread of every training process samples its main thread about once a second (`hangs.motion`) and writes to a small file
-whether it moves: the heartbeat for the agent (`progress.Pulse`). If it has not moved for a while, the thread publishes its state
-in the store of the process group: the call of the session that it is in, its place in the script, and the number of collectives
-begun in each group. While another rank moves, those that wait for it count as moving. If none moves, each compares all states. If
-rank A waits in a call that rank B has not begun, and B in a collective that A has not begun, neither can ever continue: this is a
-mistake in the script, which ends with an error message. With a slow rank, network or disk, the others have begun the operation
-that one waits for. Everything else is a hang after `hang.limit` (`hangs.rule`).
+A thread of every training process samples its main thread about once a second (`hangs.motion`) and writes to a small file whether
+the main thread moves: the heartbeat for the agent (`progress.Pulse`). If the main thread has not moved for a while, the sampling
+thread publishes the state of the rank in the store of the process group: the session's call that the main thread is in, its place
+in the script, and the number of collectives begun in each group. While another rank moves, the ranks that wait for it count as
+moving. If no rank moves, each rank compares the states of all. If rank A waits in a call that rank B has not begun, and B in a
+collective that A has not begun, neither can ever continue: this is a mistake in the script, which ends with an error message. If
+a rank, the network or a disk is merely slow, the operation that one rank waits for has been begun by the others. Everything else
+is a hang after `hang.limit` (`hangs.rule`).
 
-Works with sessions and with plain scripts. While all ranks move, nothing is sent.
+This works with sessions and with plain scripts. While all ranks move, nothing is sent.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ from outlast.worker.hangs import motion
 
 LOOK_S = 1.0
 STILL_S = 3.0
-"""Time without motion of the main thread after which it publishes its state."""
+"""Time without motion of the main thread after which the rank publishes its state."""
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _STILL = "outlast/still"
-"""Key of the number of ranks that stand still; the state of each is below it."""
+"""Key of the number of ranks that do not move; each rank's state is stored below this key."""
 PATIENCE = 3.0
-"""Longest interval between two comparisons with the others, for long waits."""
+"""Longest interval between two comparisons with the other ranks, reached in long waits."""
 _ANSWER_S = 10.0
 """Timeout of requests to the store."""
 _WHERE_LIMIT = 600
-"""Limit of characters for the places of all ranks."""
+"""Maximum number of characters for the places of all ranks."""
 _COUNTED = frozenset(
     [
         *("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast"),
         *("gather", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter"),
     ]
 )
-"""Functions of torch.distributed that every rank calls, and that are counted before they wait."""
+"""Functions of torch.distributed that every rank calls; each call is counted before it waits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,34 +61,34 @@ class RankState:
     """The state of a rank whose main thread does not move."""
 
     calls: int = 0
-    """Calls of the session begun so far."""
+    """Number of calls of the session begun so far."""
     call: str = ""
-    """The current call, with its place: `run.save(20) (train.py:20)`; empty outside of calls."""
+    """The current call of the session, with its place: `run.save(20) (train.py:20)`; empty outside of calls."""
     waits: str = ""
-    """The current collective outside of calls: `all_reduce`; empty if it does something else."""
+    """The current collective outside of calls: `all_reduce`; empty if the rank does something else."""
     at: str = ""
     """The current line of the script: `loss.backward() (train.py:12)`."""
     begun: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Collectives begun in each group that the script has made; empty if they are not counted."""
+    """Number of collectives begun in each group that the script has made; empty if they are not counted."""
     looks: int = 0
-    """Number of its reports: a state that is not reported again may be over."""
+    """Number of reports of this rank so far: if a state is not reported again, it may be over."""
     blocks: bool = True
-    """Whether the main thread in `waits` waits for the collective begun last; not in a GPU's backward pass, which runs in other
-    threads."""
+    """Whether the main thread in `waits` waits for the collective begun last. It does not in a GPU's backward pass, which runs in
+    other threads."""
 
 
 def deadlock(states: Sequence[RankState]) -> str:
-    """The error message if no rank moves and they wait for each other by mistake; empty if that is not certain."""
+    """The error message if no rank moves and the ranks wait for each other by mistake; empty if that is not certain."""
     calling = [each for each in states if each.call]
     others = [each for each in states if not each.call]
     if not others or not all(each.waits for each in others):
         return ""
     if calling:
-        # One waits in a call, the other in a collective, and neither has begun the other's operation.
+        # One rank waits in a call, the other in a collective, and neither has begun the other's operation.
         certain = all(any(one.calls > other.calls and _ahead(other, one) for one in calling) for other in others)
     else:
         names = {each.waits for each in others}
-        # With different numbers of collectives, some ranks are only late.
+        # If ranks have begun different numbers of collectives, some are only late.
         same = all(each.blocks and each.begun and each.begun == others[0].begun for each in others)
         certain = same and len(names) > 1
     if not certain:
@@ -104,7 +105,7 @@ def _ahead(one: RankState, other: RankState) -> bool:
 
 
 def listed(places: Sequence[str], word: str, *, first: int = 0) -> str:
-    """`rank 0 is in this, ranks 1 and 2 are in that`."""
+    """The places of ranks as text: `rank 0 is in this, ranks 1 and 2 are in that`."""
     ranks: dict[str, list[int]] = {}
     for rank, place in enumerate(places, first):
         ranks.setdefault(place, []).append(rank)
@@ -120,8 +121,9 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _frame(thread: int) -> FrameType | None:
-    """The current frame of a thread. Garbage collection is off meanwhile: in older Pythons a finalizer that runs then may wait
-    for ever for the lock that this call holds, and the process with it (https://github.com/python/cpython/issues/106883)."""
+    """The current frame of a thread. Garbage collection is off meanwhile: in older Pythons a finalizer that runs during this call
+    may wait forever for the lock that the call holds, and so block the process
+    (https://github.com/python/cpython/issues/106883)."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -132,22 +134,22 @@ def _frame(thread: int) -> FrameType | None:
 
 
 class Watch:
-    """Watches the main thread of this process. There is one, see `watch`."""
+    """Watches the main thread of this process. There is one watch per process, see `watch`."""
 
     def __init__(self) -> None:
         self.call = ""
         """The main thread's current call of the session, with its place."""
         self.calls = 0
-        """Calls of the session begun so far."""
+        """Number of calls of the session begun so far."""
         self.signs = 0
         self.held = 0
-        """Number of open `alive` contexts: while there is one, it counts as moving."""
+        """Number of open `alive` contexts: while any is open, the process counts as moving."""
         self.broken = False
-        """Whether a collective has broken, and with it perhaps the store."""
+        """Whether a collective has failed, and with it perhaps the store."""
         self.record: Callable[[str], object] = lambda _: None
         """Called with the error message before a deadlocked process ends."""
         self.last: Callable[[], object] = lambda: None
-        """Called after `record`: waits for the save in progress."""
+        """Called after `record` to wait for the save in progress."""
         self._own_groups: set[str] = set()
         self._store: Any = None
         self._rank, self._ranks, self._group = 0, 1, 0
@@ -158,15 +160,15 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._looks = 0
         self._suspected: list[tuple[RankState, int]] = []
-        """The reports of all ranks in a suspected deadlock, and each rank's number of reports at that time."""
+        """The reports of all ranks in a suspected deadlock, each with the rank's number of reports at that time."""
 
     def own(self, group: Any) -> Any:
-        """Mark a group as Outlast's own, whose collectives are not counted. Returns it."""
+        """Mark a group as Outlast's own, so that its collectives are not counted. Returns the group."""
         self._own_groups.add(sys.modules["torch.distributed"].distributed_c10d._world.pg_names.get(group, ""))
         return group
 
     def start(self) -> None:
-        """Start watching, once; not if this is the only rank and has no agent."""
+        """Start watching, once. Does nothing if this is the only rank and has no agent."""
         state = os.environ.get(contract.Env.STATE)
         if self._thread is None and (state or int(os.environ.get("WORLD_SIZE", "1")) > 1):
             self._rank = int(os.environ.get("RANK", "0"))
@@ -175,7 +177,7 @@ class Watch:
             self._thread.start()
 
     def alive(self) -> contextlib.AbstractContextManager[None]:
-        """Count as moving now, and until the returned context is closed."""
+        """Count as moving from now until the returned context is closed."""
         self.signs += 1
         return self._hold()
 
@@ -218,8 +220,8 @@ class Watch:
             time.sleep(pause)
 
     def _on_standstill(self, main: int, frame: FrameType, sample: motion.Sample) -> tuple[bool, str]:
-        """Publish a main thread that does not move. Returns whether it waits for a rank that moves, and the place of it or of all
-        ranks.
+        """Publish that the main thread does not move. Returns whether it waits for a rank that moves, and the place of this rank
+        or the places of all.
 
         Ends this process if the ranks wait for each other.
         """
@@ -236,7 +238,7 @@ class Watch:
         return states is None, listed([each.call or each.at for each in states], "in")[:_WHERE_LIMIT] if states else at
 
     def _sample(self, frame: FrameType) -> motion.Sample:
-        """Take a sample. Cheap, since it runs once a second beside the training."""
+        """Take a sample. This has to be cheap, since it runs once a second beside the training."""
         spins = motion.accelerator() is not None or where(frame)[0] in _COUNTED
         return motion.Sample(motion.place(frame), self._counts(), motion.cpu_s(), spins)
 
@@ -244,11 +246,11 @@ class Watch:
         return self.calls, self.signs, *self._begun().items()
 
     def _still(self, main: int, sample: motion.Sample) -> bool:
-        """Whether the main thread has not moved since the sample, so that everything read of it is consistent."""
+        """Whether the main thread has not moved since the sample, so that everything read from it is consistent."""
         return motion.place(_frame(main)) == sample.place and self._counts() == sample.counts
 
     def _connect(self) -> None:
-        """Open an own connection to the process group's store as soon as there is one; it may be gone later."""
+        """Open our own connection to the process group's store as soon as there is a store; it may be gone later."""
         dist: Any = sys.modules.get("torch.distributed")
         with contextlib.suppress(Exception):  # the group is being made or destroyed at this moment
             if dist is None or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -259,14 +261,15 @@ class Watch:
                 self._store.set_timeout(datetime.timedelta(seconds=_ANSWER_S))
 
     def _withdraw(self) -> None:
-        """Withdraw this rank's report, since it moves again."""
+        """Withdraw this rank's report, since the rank moves again."""
         if self._published:
             with contextlib.suppress(Exception):  # the store is gone
                 self._store.add(_STILL, -1)
                 self._published = False
 
     def _leave(self) -> None:
-        """Publish the end of the script: ranks that wait for this one wait for ever. If the store is gone, they notice that."""
+        """Publish that the script has ended: ranks that wait for this one would wait forever. If the store is gone, they notice
+        by themselves."""
         # The lock stays acquired: a thread that returns from torch during interpreter shutdown would end the process with
         # SIGABRT.
         if self._lock.acquire(timeout=_ANSWER_S) and self._store is not None and not self.broken:
@@ -287,9 +290,9 @@ class Watch:
 
     def _compare(self, own: RankState) -> list[RankState] | None:
         """Publish our own state. Returns the states of all ranks if none moves, None if some move, and an empty list if there are
-        no others.
+        no other ranks.
 
-        A report stays while its rank is stopped, and for up to PATIENCE after it has moved on.
+        A report stays in the store while its rank is stopped by the kernel, and for up to PATIENCE after the rank has moved on.
         """
         if self._store is None:
             return []
@@ -300,7 +303,8 @@ class Watch:
         return [RankState(**json.loads(text)) for text in texts]
 
     def _deadlock(self, states: Sequence[RankState]) -> str:
-        """The error message, once all ranks have repeated the same report: then all were in these places at the same time."""
+        """The error message, once all ranks have repeated the same report, which means that all were in these places at the same
+        time."""
         sentence, last = deadlock(states), self._suspected
         if not sentence or [dataclasses.replace(each, looks=0) for each in states] != [state for state, _ in last]:
             self._suspected = [(dataclasses.replace(each, looks=0), each.looks) for each in states] if sentence else []
@@ -308,7 +312,7 @@ class Watch:
         return sentence if all(each.looks > looks for each, (_, looks) in zip(states, last, strict=True)) else ""
 
     def _begun(self) -> dict[str, int]:
-        """Collectives begun, by group; empty if they cannot all be counted."""
+        """Number of collectives begun, by group; empty if not all of them can be counted."""
         begun: dict[str, int] = {}
         dist: Any = sys.modules.get("torch.distributed")
         try:
@@ -330,7 +334,7 @@ def watch() -> Watch:
 
 
 def store() -> Any:
-    """An own connection to the process group's store, since the script's may be blocked; None if there is no store."""
+    """Our own connection to the process group's store, since the script's may be blocked; None if there is no store."""
     dist = sys.modules["torch.distributed"]
     try:
         return dist.distributed_c10d._get_default_store().clone()
@@ -339,7 +343,7 @@ def store() -> Any:
 
 
 def where(frame: FrameType | None) -> tuple[str, str]:
-    """The collective that a thread waits in, if any, and its line of the script."""
+    """The collective that a thread waits in, if any, and the thread's line of the script."""
     waits = ""
     if frame is not None:
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
@@ -359,12 +363,12 @@ def where(frame: FrameType | None) -> tuple[str, str]:
 
 
 def _line(frame: FrameType) -> int:
-    """The current line of a frame; the first line of its function between two lines, where a running frame has none."""
+    """The current line of a frame. A running frame has none between two lines; then it is the first line of the function."""
     return frame.f_lineno or frame.f_code.co_firstlineno  # typed as int, but may be None
 
 
 def _call(frame: FrameType) -> str:
-    """The current call of a frame, if it follows an `if` on the same line; otherwise empty."""
+    """The current call of a frame, if its line starts with `if`; otherwise empty."""
     first, last, start, end = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
     text = linecache.getline(frame.f_code.co_filename, _line(frame))
     if first is None or first != last or start is None or not text.lstrip().startswith("if "):
@@ -373,7 +377,7 @@ def _call(frame: FrameType) -> str:
 
 
 def _foreign(frame: FrameType) -> bool:
-    """Whether this is library code rather than the script's."""
+    """Whether a frame runs library code rather than the script's."""
     name = frame.f_globals.get("__name__", "")
     file = frame.f_code.co_filename
     return name.split(".")[0] in ("torch", "outlast") or "site-packages" in file or file.startswith((_STDLIB, "<frozen"))

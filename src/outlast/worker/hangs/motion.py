@@ -1,9 +1,10 @@
 """Detects whether a training process makes progress, by comparing samples of its main thread.
 
-It moves if it is at another place in the code, has begun another call or collective, or uses CPU time, its own or that of its
-child processes. Some waits spin: a process that waits for a GPU, and some backends inside a collective, use a whole core and do
-nothing. There CPU time counts only if the main thread is at another place than before; allocations on the GPU count as well. A
-polling loop shows the same few places again and again, with hardly any CPU time: it does not move.
+A process moves if its main thread is at another place in the code or has begun another call or collective, or if the process or
+its child processes use CPU time. Some waits spin: a process that waits for a GPU, and some backends inside a collective, use a
+whole core and do nothing. In such a wait CPU time counts only if the main thread is at another place than before; allocations on
+the GPU count as well. A polling loop shows the same few places again and again, with hardly any CPU time, and counts as not
+moving.
 
 `stall.Watch` takes the samples, `hangs.rule` decides. Docs: docs/decisions/0022-what-is-a-hang.md.
 """
@@ -25,10 +26,10 @@ from outlast.job import accelerators
 from outlast.job.workerfiles import progress
 
 BUSY = 0.01
-"""Share of a core above which this process counts as working. A training loop uses more, a loop that polls ten times a second
-less."""
+"""Share of a core above which this process counts as working. A training loop uses more; a loop that polls ten times a second
+uses less."""
 CHILDREN_BUSY = 0.2
-"""The same for its child processes. Higher, since services that only record metrics run all the time."""
+"""The same share for its child processes. It is higher, since services that only record metrics run all the time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,30 +37,30 @@ class Sample:
     place: Hashable
     """The stack of the main thread: code and instruction of each frame."""
     counts: Hashable = 0
-    """Calls and collectives begun: they change only if the process moves."""
+    """Number of calls and collectives begun, which changes only if the process moves."""
     cpu_s: float = 0.0
-    """CPU seconds of all threads so far, except the one that samples."""
+    """CPU seconds that all threads except the sampling one have used so far."""
     spins: bool = False
-    """Whether waiting uses CPU time here."""
+    """Whether this process uses CPU time while it waits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Work that child processes and GPUs do for this process. More expensive to measure."""
+    """Work that child processes and GPUs do for this process. It is more expensive to measure than a `Sample`."""
 
     children_s: float = 0.0
     """CPU seconds of its child processes."""
     allocated: tuple[int, ...] = ()
-    """Number of allocations on each GPU so far; operations on tensors allocate, a wait does not."""
+    """Number of allocations on each GPU so far: operations on tensors allocate, whereas waiting does not."""
 
 
 class Motion:
-    """Compares each sample with the ones before."""
+    """Compares each sample with earlier ones."""
 
     def __init__(self) -> None:
         self._last = Sample(None)
         self._work: Work | None = None
-        """None unless the last sample needed it."""
+        """The work at the last sample; None unless that sample needed it."""
         self._places: set[Hashable] = set()
         """Places of the main thread since it last showed any other sign of motion."""
 
@@ -92,7 +93,7 @@ def place(frame: FrameType | None) -> Hashable:
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process without the calling thread."""
+    """CPU seconds that this process has used, without the calling thread."""
     return time.process_time() - time.thread_time()
 
 

@@ -6,7 +6,7 @@
     /healthz of the worker fails      1.25 x limit, from the first step on
 
 `agent.ranks` observes, this module decides, `agent.agent` kills and writes a verdict file, from which `launch.elastic` reports
-the failure. `hangs.deadlocks` detects deadlocks by a mistake in the script earlier, in seconds.
+the failure. Deadlocks that are a mistake in the script are detected earlier, within seconds, by `hangs.deadlocks`.
 """
 
 from __future__ import annotations
@@ -25,40 +25,41 @@ class Process:
     local_rank: int
     progress: Progress
     stopped: bool
-    """Whether the kernel has stopped it (SIGSTOP, a debugger)."""
+    """Whether the kernel has stopped the process (SIGSTOP, a debugger)."""
     silent_s: float
     """Time without progress: no step, no activity of its main thread, no output of a plain script. Excludes time in which the
     agent itself did not run."""
     frozen: bool = False
-    """Whether it cannot run Python, because native code holds the GIL."""
+    """Whether the process cannot run Python, because native code holds the GIL."""
     age_s: float = math.inf
-    """Time since the agent first saw it."""
+    """Time since the agent first saw the process."""
     watched: bool = True
-    """Whether it reports the activity of its main thread; false after execv."""
+    """Whether the process reports the activity of its main thread; false after execv."""
     where: str = ""
-    """Its place in the script, or the places of all ranks if none moves."""
+    """The process's place in the script, or the places of all ranks if none moves."""
     alone: int = 0
     """See `progress.Pulse.alone`."""
 
     @property
     def early(self) -> bool:
-        """Whether it has been silent for longer than it was active."""
+        """Whether the process has been silent for longer than it was active."""
         return self.silent_s > self.age_s / 2
 
 
 OTHERS_FIRST = 1.25
-"""Factor on the limit for processes that may be waiting for another worker's culprit, so that the worker of the culprit acts
+"""Factor on the limit for processes that may be waiting for a culprit on another worker, so that the culprit's worker acts
 first."""
 START_LIMIT_S = 600.0
-"""Least limit before the first step, since imports, compilation and restores may be slow."""
+"""Minimum limit before the first step, since imports, compilation and restores may be slow."""
 
 
 def hung(processes: Sequence[Process], limit_s: float) -> list[tuple[Process, str]]:
-    """The hung processes of this worker, which are to be killed, with a sentence for each. `limit_s` is the job's `hang.limit`.
+    """The hung processes of this worker, which are to be killed, each with a sentence that says why. `limit_s` is the job's
+    `hang.limit`.
 
     All ranks of a world stand still together when one hangs. A rank that the kernel has stopped, or that cannot run Python, is
-    the culprit; if this worker has none, another may have it, so its ranks count as stuck only after a longer time. Ranks that
-    wait for one that moves count as moving (`hangs.deadlocks`).
+    the culprit; if this worker has no culprit, another worker may have it, so the ranks here count as stuck only after a longer
+    time. Ranks that wait for a rank that moves count as moving (`hangs.deadlocks`).
     """
     counted = [p for p in processes if p.progress.phase != "done" and (p.watched or p.progress.phase != "started")]
     stopped = [p for p in processes if p.stopped and p.silent_s > limit_s]
@@ -85,5 +86,6 @@ def _at(process: Process) -> str:
 
 
 def unhealthy(process: Process, silent_s: float, limit_s: float) -> bool:
-    """Whether `/healthz` fails: training has begun, and is silent beyond the limit at which its agent should have killed it."""
+    """Whether `/healthz` fails: training has begun, and has been silent for longer than the limit at which its agent should have
+    killed it."""
     return process.progress.phase in ("train", "save") and silent_s > OTHERS_FIRST * limit_s

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 DUMP_TIMEOUT_S = 10.0
-"""Timeout of py-spy. The agent has no heartbeat meanwhile, and counts as stuck after 20 s without one."""
+"""Timeout of py-spy. The agent writes no heartbeat meanwhile, and counts as stuck after 20 s without a heartbeat."""
 
 
 def dump(pids: list[int], path: Path) -> None:
-    """Write the Python stacks of processes to `path`, dumped in parallel. If py-spy fails, its error is written instead."""
+    """Write the Python stacks of processes, dumped in parallel, to `path`. If py-spy fails, its error is written instead."""
     py_spy = Path(sys.executable).with_name("py-spy")
     end = time.monotonic() + DUMP_TIMEOUT_S
     with ThreadPoolExecutor(max(1, len(pids))) as pool:

@@ -8,7 +8,7 @@ import sys
 
 
 def warning(*, image: bool) -> str:
-    """A warning about slow starts of training processes in this Python, with its remedy; empty if there is no reason."""
+    """A warning that training processes start slowly in this Python, with a remedy; empty if there is nothing to warn of."""
     found = missing("torch", "outlast")
     if not found:
         return ""
@@ -17,7 +17,7 @@ def warning(*, image: bool) -> str:
 
 
 def missing(*packages: str) -> dict[str, str]:
-    """Packages whose bytecode is missing or stale and cannot be written, with the directory of each."""
+    """Packages whose bytecode is missing or stale and cannot be written, with the directory of each package."""
     found = {}
     for package in packages:
         spec = importlib.util.find_spec(package)
@@ -31,7 +31,7 @@ def missing(*packages: str) -> dict[str, str]:
 
 
 def _valid(source: str, cached: str) -> bool:
-    """Whether Python would use this bytecode: made by this Python, from this source (PEP 552)."""
+    """Whether Python would use this bytecode, that is, whether this Python made it from this source (PEP 552)."""
     try:
         with open(cached, "rb") as file:
             head = file.read(16)

@@ -1,8 +1,8 @@
 """The worker's elastic agent: torchrun's agent class, kept alive from one world to the next.
 
 torchrun ends when its processes fail for good, and its next start imports torch again. Here the same agent class runs in a loop:
-it reports the end of each world (which process failed first, and how) and waits for the next world. Forked from `launch.warm` by
-the worker's agent. Exits with a code of `contract.Exit`, or with the code that the coordinator has published.
+it reports how each world ended (which process failed first, and why) and waits for the next world. Forked from `launch.warm` at
+the request of the worker's agent. It exits with a code of `contract.Exit`, or with the code that the coordinator has published.
 
     elastic PROCESSES GRACE_S RESTARTS COMMAND [ARG ...]        COMMAND as for `launch.rank`
 """
@@ -38,23 +38,23 @@ from outlast.worker.launch.rank import is_secondary
 
 MONITOR_INTERVAL_S = 0.05
 EXIT_TIMEOUT_S = 5.0
-"""Longest time from the error record of a process to its end."""
+"""Longest time between the error record of a process and the end of that process."""
 MAX_BACKOFF_S = 30.0
 """Longest delay before a script that exits as if interrupted, although nobody interrupted it, is restarted."""
 EARLY_S = 30.0
-"""A script that does not report its steps counts as before its first step for this long; arbitrary."""
+"""How long a script that does not report its steps counts as before its first step; arbitrary."""
 _SCRIPT_ERRORS = (
     *("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"),
     *("TypeError", "NameError", "UnboundLocalError", "AttributeError", "SystemExit"),
 )
 """Errors of a script that is wrong, does not fit the installed packages, or rejects its arguments."""
 _MEMORY = ("OutOfMemoryError", "MemoryError")
-"""Errors of torch, for any accelerator, and of Python."""
+"""Out-of-memory errors of torch, for any accelerator, and of Python."""
 _LOADER = "killed by signal: Killed"
-"""torch's message about a data loader process that the kernel has killed."""
+"""torch's message when the kernel has killed a data loader process."""
 _STEPS = ("first step", "train")
-"""Phases in which a hang is charged to the step. While it opens, restores or saves, a process waits for a store or a disk.
-A plain script that reports no steps counts as being at step 0 if it was silent for longer than it was active."""
+"""Phases in which a hang is blamed on the step. In the other phases (opening, restoring, saving) a process waits for a store or a
+disk. A plain script that reports no steps counts as being at step 0 if it was silent for longer than it was active."""
 
 
 def main(argv: list[str], *, ready_fd: int | None = None) -> None:
@@ -120,8 +120,8 @@ def main(argv: list[str], *, ready_fd: int | None = None) -> None:
 
 
 def _left(handler: Handler) -> int:
-    """Leave once the others can resume from the state that was saved here. Returns the exit code. The agent kills this process if
-    that takes too long."""
+    """Leave once the other workers can resume from the state that was saved here. Returns the exit code. The agent kills this
+    process if that takes too long."""
     handler.left(reached=False)
     if handler.rank == 0:
         rank0_files.leave(os.environ, handler.generation, over=lambda: handler.closed is not None)
@@ -130,7 +130,7 @@ def _left(handler: Handler) -> int:
 
 
 def _replace(handler: Handler, client: transport.Client, generation: int, attempt: int, failure: dict[str, Any]) -> None:
-    """Take the place of an elastic agent that was killed, and report that its processes have ended with it."""
+    """Take the place of an elastic agent that was killed, and report that its training processes have ended with it."""
     handler.world, handler.attempt = World(generation, (client.id,), "", ""), attempt
     client.amend(generation=generation, attempt=attempt, again=True)
     handler.failed(failure)
@@ -139,7 +139,7 @@ def _replace(handler: Handler, client: transport.Client, generation: int, attemp
 def _train(
     handler: Handler, state: Path, host: str, processes: int, grace_s: float, shim_args: list[str]
 ) -> list[dict[str, Any]]:
-    """Join a world and run the training processes until they end. Returns the failures, none on success."""
+    """Join a world and run the training processes until they end. Returns their failures; the list is empty on success."""
     from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
@@ -154,17 +154,18 @@ def _train(
                 )
 
         def _exit_barrier(self) -> None:
-            """Not needed: workers that are done wait at the rendezvous, which notices the death of another."""
+            """No barrier is needed: workers that are done wait at the rendezvous, which notices the death of another worker."""
 
         def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
-            """Training that saves on SIGTERM has the job's grace period, not torch's 30 s; `launch.shim` kills other
+            """Training that saves on SIGTERM has the job's grace period rather than torch's 30 s; `launch.shim` kills other
             processes."""
             if self._pcontext:
                 self._pcontext.close(death_sig, math.ceil(grace_s) + 5)
             super()._shutdown(death_sig)
 
     class NoFiles(LogsSpecs):
-        """Ranks inherit our output, and `launch.rank` records errors: a full disk cannot prevent a start."""
+        """Creates no log files: ranks inherit our output, and `launch.rank` records errors, so a full disk cannot prevent a
+        start."""
 
         root_log_dir = ""
 
@@ -185,7 +186,7 @@ def _train(
     kills = memory.Machine().oom_kills()
     result = Agent(spec, NoFiles()).run()
     oom = memory.Machine().oom_kills() > kills
-    # The process that failed first may end last: it made others fail, and torch's agent then stopped all of them.
+    # The process that failed first may be the last to end: it made others fail, and then torch's agent stopped all of them.
     ended = {process.local_rank for process in result.failures.values()}
     causes = _causes(state, processes) if ended else {}
     stopped = {
@@ -204,7 +205,7 @@ def _forget(state: Path, processes: int) -> None:
 
 
 def _repaired(past: Past, *, first: bool) -> None:
-    """Log that the members restart the processes of this world; the worker of rank 0 records it in the ledger, too."""
+    """Log that the members restart the processes of this world; the worker of rank 0 also records the restart in the ledger."""
     reason = str(past.failure.get("reason", ""))
     print(f"outlast | attempt {past.attempt} of generation {past.generation}: {reason}", file=sys.stderr, flush=True)
     if first:
@@ -221,7 +222,8 @@ def _causes(state: Path, processes: int) -> dict[int, dict[str, Any]]:
 
 
 def _first(failures: list[dict[str, Any]], state: Path, processes: int) -> dict[str, Any]:
-    """The failure that led to the others. If all are secondary, a rank of this worker that exited with 0 may be the cause."""
+    """The failure that led to the others. If all are secondary, a rank of this worker that exited with code 0 may be the
+    cause."""
     first = min(failures, key=lambda failure: (not _is_cause(failure), failure["time"]))
     records = (_read(state / contract.ERROR.format(local_rank=each)) for each in range(processes))
     rank = next((record["rank"] for record in records if record.get("left")), None)
@@ -232,8 +234,8 @@ def _first(failures: list[dict[str, Any]], state: Path, processes: int) -> dict[
 
 
 def _failure(state: Path, handler: Handler, rank: int, process: Any, *, oom: bool = False) -> dict[str, Any]:
-    """The failure of one training process, as the rendezvous reports it. `oom`: the kernel's OOM killer has killed a process of
-    this worker meanwhile."""
+    """The failure of one training process, as the rendezvous reports it. `oom`: whether the kernel's OOM killer has killed a
+    process of this worker meanwhile."""
     record = _read(state / contract.ERROR.format(local_rank=process.local_rank))
     verdict = _read(state / contract.VERDICT.format(local_rank=process.local_rank))
     # The error record wins: threads of torch may end the process with SIGABRT while it exits.
@@ -270,8 +272,8 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any, *, oom: boo
 
 
 def _cause(record: dict[str, Any]) -> FailureCause:
-    """Tell whether a script ran out of memory or disk space. A driver's error is a RuntimeError, recognised only by CUDA's
-    text."""
+    """The cause of a failure: whether a script ran out of memory or disk space. A driver's error is a RuntimeError, which only
+    CUDA's text distinguishes."""
     kind, message = record.get("type"), record.get("message", "")
     if kind == "OSError" and any(f"[Errno {number}]" in message for number in (errno.ENOSPC, errno.EDQUOT)):
         return FailureCause.DISK_FULL
@@ -280,7 +282,7 @@ def _cause(record: dict[str, Any]) -> FailureCause:
 
 
 def _early(record: dict[str, Any], reached: progress.Progress | None) -> bool:
-    """Whether the script, not the machine, failed before its first step, as far as we know."""
+    """Whether the script itself, not the machine, failed before its first step, as far as we know."""
     began = record.get("age_s", math.inf) < EARLY_S if reached is None else reached.phase in ("open", "restore", "first step")
     return began and record.get("type") in _SCRIPT_ERRORS
 

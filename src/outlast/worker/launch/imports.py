@@ -1,10 +1,10 @@
-"""Preloads a script's imports in the warm process, so that a restart finds them: `import transformers` takes seconds.
+"""Preloads a script's imports in the warm process, so that a restart need not repeat them: `import transformers` takes seconds.
 
-A rank reports to the warm process, some seconds after its last import, which modules it has loaded. A fork of the warm process
-imports those of installed packages in a trial, and checks that they do nothing but import. Environment variables that a package
-reads must be equal in both processes; a package that starts threads or processes, opens devices or connections, writes files,
-draws random numbers or crashes is left to the script. The warm process imports the others while it is idle.
-Docs: docs/decisions/0042-starting.md.
+Some seconds after its last import, a rank reports to the warm process which modules it has loaded. In a trial, a fork of the warm
+process imports the modules that belong to installed packages, and checks that importing them has no side effects. Environment
+variables that a package reads must be equal in both processes; a package that starts threads or processes, opens devices or
+connections, writes files, draws random numbers or crashes is left to the script. The warm process imports all other packages
+while it is idle. Docs: docs/decisions/0042-starting.md.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from typing import Any
 from outlast.job import accelerators
 
 SETTLED_S = 5.0
-"""A rank that has imported nothing for this long has begun to train; arbitrary."""
+"""A rank that has imported nothing for this long counts as training; arbitrary."""
 LEAST = 20
-"""Fewer modules are not worth a trial; arbitrary."""
+"""Minimum number of modules that are worth a trial; arbitrary."""
 TRIALS = 5
-"""Most trials, each without the package that failed the last one."""
+"""Maximum number of trials, each without the package that failed the previous one."""
 TRIAL_S = 120
 _NEVER = {
     *("mpi4py", "horovod", "deepspeed", "jax", "jaxlib", "tensorflow", "cupy"),
     *(accelerator.package.partition(".")[0] for accelerator in accelerators.TABLE if accelerator.package),
 }
-"""Packages that acquire a device or other processes when they are imported."""
+"""Packages that acquire a device or start other processes when they are imported."""
 _SPOILS = {
     *("os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.system", "subprocess.Popen", "pty.spawn"),
     *("socket.connect", "os.putenv", "os.unsetenv", "os.chdir", "tempfile.mkdtemp", "tempfile.mkstemp"),
 }
-"""Audit events of more than an import. https://docs.python.org/3/library/audit_events.html"""
+"""Audit events that show that an import has side effects. https://docs.python.org/3/library/audit_events.html"""
 _OF_A_RANK = re.compile(r"(LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|OUTLAST_)\w*|RANK|WORLD_SIZE")
-"""Variables that differ between ranks or worlds."""
+"""Environment variables that differ between ranks or worlds."""
 _TORCHS = "TORCHINDUCTOR_CACHE_DIR"
 """Set by torch itself on first use, always to the same value."""
 _ALONE = ("OPENBLAS_NUM_THREADS", "1")
-"""Set in trials: otherwise OpenBLAS, which scipy brings, starts threads, although it stops them around a fork."""
+"""Set in trials: otherwise OpenBLAS, a dependency of scipy, starts threads, although it stops them around a fork."""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """A rank's report: the modules that it has imported itself, in order, each with its file, and its environment."""
+    """A rank's report: its environment, and the modules that it has imported itself, in order, each with its file."""
 
     modules: Mapping[str, str]
     environ: Mapping[str, str]
@@ -102,7 +102,7 @@ def places() -> list[str]:
 
 
 def chosen(imported: Imported, *, loaded: Collection[str], tried: Collection[str], where: Sequence[str]) -> list[str]:
-    """The modules worth a trial: not those of the script's own code, which may differ at the next start."""
+    """The modules worth a trial. Modules of the script's own code are not, since that code may differ at the next start."""
     names = [
         name
         for name, origin in imported.modules.items()
@@ -115,7 +115,8 @@ def chosen(imported: Imported, *, loaded: Collection[str], tried: Collection[str
 
 
 def trial(names: Sequence[str], imported: Imported) -> Iterator[str]:
-    """Import modules in a process that is thrown away. Yields the packages that may be preloaded, until one may not."""
+    """Import modules in a process that is thrown away. Yields the packages that may be preloaded, up to the first that may
+    not."""
     sys.dont_write_bytecode = True
     tempfile.gettempdir()  # writes a file the first time
     watch = _Watch(imported.environ)
@@ -137,11 +138,11 @@ def trial(names: Sequence[str], imported: Imported) -> Iterator[str]:
 
 
 class _Watch:
-    """Observes a trial by audit hooks, which cannot be removed: the process is thrown away."""
+    """Watches a trial through audit hooks. These cannot be removed, but the process is thrown away."""
 
     def __init__(self, rank_environ: Mapping[str, str]) -> None:
         self.spoilt = ""
-        """The first side effect."""
+        """The first side effect that was seen; empty if none was."""
         own = dict(os.environ)
         os.environ[_ALONE[0]] = _ALONE[1]
         read, all_ = os._Environ.__getitem__, os._Environ.__iter__
@@ -168,7 +169,7 @@ class _Watch:
 
 
 def _state() -> tuple[object, ...]:
-    """The state of the process that an import must not change."""
+    """The parts of the process's state that an import must not change."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     handlers = tuple(signal.getsignal(number) for number in sorted(signal.valid_signals()))
     state: list[object] = [len(os.listdir("/proc/self/task")), sorted(os.listdir("/proc/self/fd")), handlers, random.getstate()]
@@ -182,7 +183,7 @@ def _state() -> tuple[object, ...]:
 
 
 def attempt(names: Sequence[str], imported: Imported, pipe: int) -> None:
-    """Run a trial in a fresh fork: write a line for each good package to `pipe`, and end this process."""
+    """Run a trial in a fresh fork: write a line for each package that may be preloaded to `pipe`, and end this process."""
     with contextlib.suppress(OSError):
         os.nice(19)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -198,24 +199,24 @@ def attempt(names: Sequence[str], imported: Imported, pipe: int) -> None:
 
 
 class Preloader:
-    """The part of the warm process: reads the reports of ranks, starts trials, imports. `detach` makes a fork a process of its
-    own."""
+    """The warm process's part in preloading: it reads the reports of ranks, starts trials, and imports. `detach` makes a fork a
+    process of its own."""
 
     def __init__(self, selector: selectors.BaseSelector, detach: Callable[[int], None]) -> None:
         self._selector, self._detach = selector, detach
         self._reading: dict[int, bytearray] = {}
-        """Received bytes by descriptor."""
+        """Received bytes, by descriptor."""
         self._trial: tuple[int, list[str], Imported] | None = None
-        """The descriptor, modules and origin of the running trial."""
+        """The descriptor and the modules of the running trial, and the report that led to it."""
         self._trials_left = 0
         self._tried: set[str] = set()
         self._environ: dict[str, str] = {}
-        """Variables that packages may read: those that all ranks share."""
+        """Environment variables that packages may read: those that all ranks share."""
         self.modules: list[str] = []
-        """Modules to import when idle."""
+        """Modules to import when the warm process is idle."""
 
     def pipe(self, environ: Mapping[str, str]) -> int:
-        """The descriptor for the `report` of a rank that starts with this environment."""
+        """The descriptor to which a rank that starts with this environment writes its `report`."""
         read, write = os.pipe()
         self._reading[read] = bytearray()
         self._environ = {name: value for name, value in environ.items() if not _OF_A_RANK.fullmatch(name)}
@@ -223,12 +224,12 @@ class Preloader:
         return write
 
     def close(self) -> None:
-        """Close all descriptors, in a fork."""
+        """Close all descriptors; called in a fork."""
         for fd in self._reading:
             os.close(fd)
 
     def read(self, fd: int) -> None:
-        """Read from a descriptor if it is one of ours. Never returns in a fork."""
+        """Read from a descriptor if it is one of ours. Does not return in a fork."""
         if fd not in self._reading:
             return
         data = os.read(fd, 1 << 16)

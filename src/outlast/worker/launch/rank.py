@@ -3,9 +3,9 @@
     python -m outlast rank SCRIPT.py [ARG ...]
     python -m outlast rank -m MODULE [ARG ...]
 
-The environment is torchrun's. We add only a first progress record, so that the agent knows the process, a thread that detects
-deadlocks between ranks (`hangs.deadlocks`), and after an exception a small file with its traceback, so that `outlast status` can
-show the first error of the first failing rank.
+The environment is the one that torchrun sets. We add only a first progress record, so that the agent knows the process, a thread
+that detects deadlocks between ranks (`hangs.deadlocks`), and after an exception a small file with its traceback, so that `outlast
+status` can show the first error of the first failing rank.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _SECONDARY = re.compile(
     r"no route to host|unreachable|" + "|".join(accelerators.LIBRARIES),
     re.IGNORECASE,
 )
-"""Errors of collectives after another process has died: a secondary failure, not the cause."""
+"""Errors of collectives after another process has died: such an error is a secondary failure, not the cause."""
 _USAGE = 2
-"""The exit code of argparse, and of most commands, for wrong arguments."""
+"""The exit code with which argparse and most commands reject wrong arguments."""
 
 
 def main(argv: list[str]) -> None:
@@ -107,7 +107,8 @@ def _below_runpy(error: BaseException) -> TracebackType | None:
 
 
 def _hint(error: BaseException) -> str:
-    """The remedy for a file that is missing only because the job runs in a copy of its code; empty for other reasons."""
+    """The remedy for a file that is missing only because the job runs in a copy of its code; empty if the file is missing for
+    another reason."""
     code, file = os.environ.get(contract.Env.CODE), os.environ.get(contract.Env.JOB_FILE)
     names = [cause.filename for cause in causes(error) if isinstance(cause, FileNotFoundError)]
     if not names or not isinstance(names[0], str) or not code or not file:
@@ -122,7 +123,7 @@ def _hint(error: BaseException) -> str:
 
 
 def missing_hint(name: str, code: Path, origin: Path | None) -> str:
-    """The hint for a missing file. `code` is the copy, `origin` the directory that was copied, if that is on this machine."""
+    """The hint for a missing file. `code` is the copy; `origin` is the directory that was copied, if it is on this machine."""
     if os.path.isabs(name) and not name.startswith(f"{code.parent if origin else code}/"):
         return ""
     below = os.path.relpath(name, code) if os.path.isabs(name) else os.path.normpath(name)
@@ -141,7 +142,7 @@ def missing_hint(name: str, code: Path, origin: Path | None) -> str:
 
 
 def is_secondary(record: dict[str, Any]) -> bool:
-    """Whether an error record is from a collective that broke because another rank ended."""
+    """Whether an error record comes from a collective that broke because another rank ended."""
     if record.get("type") not in _COLLECTIVE:
         return False
     # The message of a failed save names only the ranks; the reason is in its traceback.

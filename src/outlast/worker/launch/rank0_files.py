@@ -1,11 +1,10 @@
 """Distributes rank 0's files for plain scripts in pods: all pods begin a world with the same files.
 
-Pods share no directory. A surviving pod has the files of its own ranks, a replaced one those of the store: a script that saves on
-rank 0 and loads on all ranks would resume at a different step on each. So before the processes of a world start, rank 0's pod
-requests an upload of the script's files from its upload process, announces it in the world's TCPStore, and the others fetch them
-(`prepare.workdir`). Scripts with a session need none of this. When rank 0's worker leaves, it requests the same upload before it
-ceases to be a member (`leave`).
-Docs: docs/decisions/0023-the-working-directory.md.
+Pods share no directory. A surviving pod has the files of its own ranks, a replaced pod has the files of the store: a script that
+saves on rank 0 and loads on all ranks would resume at a different step on each. So before the processes of a world start, rank
+0's pod requests an upload of the script's files from its upload process, announces the upload in the world's TCPStore, and the
+other pods fetch the files (`prepare.workdir`). Scripts with a session do not need this. When rank 0's worker leaves, it requests
+the same upload before it ceases to be a member (`leave`). Docs: docs/decisions/0023-the-working-directory.md.
 """
 
 from __future__ import annotations
@@ -27,15 +26,16 @@ from outlast.job.workerfiles import progress
 _KEY = "outlast/files"
 _NOTHING, _SENT, _IN_STORE = b"nothing", b"sent", b"in the store"
 _REQUEST, _REPORT = ".push/wanted", ".push/given"
-"""In the output: the generation (and attempt) for which an upload is requested, and the one for which it succeeded or failed."""
+"""Names of two files in the output: they hold the generation (and attempt) for which an upload is requested, and the one for
+which it succeeded or failed."""
 _TIMEOUT_S = 300.0
 """How long the start of a world waits for the files; arbitrary."""
 _POLL_INTERVAL_S = 0.05
 
 
 def share(tcp_store: Any, *, first: bool, called: Callable[[], bool], environ: Mapping[str, str]) -> None:
-    """On the `first` worker, send rank 0's files to the other workers; on those, fetch them. Ends early once the workers are
-    `called` to form another world. A failure is printed, and the world begins with the files that each pod has."""
+    """On the `first` worker, send rank 0's files to the other workers; on the other workers, fetch them. Ends early once the
+    workers are `called` to form another world. A failure is printed, and the world begins with the files that each pod has."""
     if not _stored(environ):
         return
     until = time.monotonic() + _TIMEOUT_S
@@ -60,7 +60,7 @@ def share(tcp_store: Any, *, first: bool, called: Callable[[], bool], environ: M
 
 
 def _send(environ: Mapping[str, str], over: Callable[[], bool]) -> bytes:
-    """Have rank 0's files uploaded from here. Returns the announcement for the others."""
+    """Have rank 0's files uploaded from this worker. Returns the announcement for the other workers."""
     record = progress.read(Path(environ[Env.STATE]), 0)
     output, generation = Path(environ[Env.OUTPUT]), environ[Env.GENERATION]
     if environ.get(Env.ATTEMPT, "0") != "0":  # an earlier attempt's upload is outdated
@@ -77,7 +77,7 @@ def _send(environ: Mapping[str, str], over: Callable[[], bool]) -> bytes:
 
 def leave(environ: Mapping[str, str], generation: int, over: Callable[[], bool]) -> None:
     """Wait, as rank 0's leaving worker, until its files up to this `generation` are in the store, or until `over()`. The worker
-    stays a member meanwhile, so that the others do not train from an older step."""
+    stays a member meanwhile, so that the other workers do not resume from an older step."""
     if not _stored(environ):
         return
     for number in itertools.takewhile(lambda _: not over(), itertools.count(1)):
@@ -93,7 +93,8 @@ def _stored(environ: Mapping[str, str]) -> bool:
 
 
 def _uploaded(output: Path, generation: str, over: Callable[[], bool]) -> str | None:
-    """Have everything uploaded. Returns why it failed, or an empty string; None if it was `over()` before."""
+    """Have everything uploaded. Returns why the upload failed, or an empty string on success; None if `over()` became true
+    first."""
     files.replace(output / _REQUEST, generation)
     while not over():
         number, _, problem = _read(output / _REPORT).partition(" ")
@@ -109,7 +110,7 @@ def requested(output: Path) -> str:
 
 
 def report(output: Path, generation: str, problem: str = "") -> None:
-    """Report the requested upload as complete, or why it failed."""
+    """Report that the requested upload is complete, or why it failed."""
     if generation:
         files.replace(output / _REPORT, f"{generation} {problem}")
         (output / _REQUEST).unlink(missing_ok=True)
@@ -123,7 +124,7 @@ def _read(path: Path) -> str:
 
 
 def _fetch(announced: bytes, environ: Mapping[str, str], over: Callable[[], bool]) -> None:
-    """Fetch in a process of its own: this one is a fork, in which the store client's threads do not exist."""
+    """Fetch rank 0's files in a separate process: this one is a fork, in which the store client's threads do not exist."""
     command = [sys.executable, "-m", "outlast", "workdir", *(["--newer"] if announced == _SENT else [])]
     child = subprocess.Popen(command, env=dict(environ))
     while child.poll() is None:

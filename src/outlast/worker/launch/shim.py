@@ -2,11 +2,11 @@
 
 torchrun's agent starts, watches and signals *its* child; the process that trains is a fork of `launch.warm`, which has imported
 torch already. This small program is the child: it requests a fork from the warm process, hands over its own stdin, stdout and
-stderr, forwards signals, and ends exactly as the training process ends.
+stderr, forwards signals, and ends in the same way as the training process.
 
-If there are several processes, it also copies their output, to prefix each line with the rank; files would fill a disk.
+If there are several processes, it also copies the output, to prefix each line with the rank. Log files would fill a disk.
 
-Run by path with `python -I -S` (starts in some 15 ms), so it imports only the standard library.
+It is run by path with `python -I -S`, which starts in about 15 ms, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ import time
 from types import FrameType
 
 SOCKET = "warm.sock"
-"""The warm process's socket, in the directory of its worker."""
+"""Name of the warm process's socket, in the directory of its worker."""
 CONNECT_TIMEOUT_S = 5.0
-"""Applies if the listener is stopped, and its queue full."""
+"""Timeout of a connection, which is reached if the listener is stopped and its queue is full."""
 PIECE = 65536
-"""Most bytes read at once, the capacity of a pipe, and of a line: a longer one is split."""
+"""Maximum number of bytes read at once, which is the capacity of a pipe, and in a line: a longer line is split."""
 PREFIX = "[rank {}] "
 """Prefix of each line if there are several processes."""
 AGAIN_S = 1.0
-"""Pause after a failed fork, at the limit of processes or descriptors."""
+"""Pause after a fork that failed at the limit of processes or descriptors."""
 KILL_DELAY_S = 5.0
-"""From SIGTERM to SIGKILL if training has not been given a grace period to save."""
+"""Time from SIGTERM to SIGKILL if training has not been given a grace period in which to save."""
 
 
 class Lines:
-    """Copies the output of a process, which it writes to `write`, line by line, each with its rank as a prefix."""
+    """Copies the output of a process to `write`, line by line, each with the process's rank as a prefix."""
 
     def __init__(self) -> None:
         self.read, self.write = os.pipe()
@@ -44,7 +44,8 @@ class Lines:
         self._rest = b""
 
     def copy(self, *, last: bool = False) -> bool:
-        """Copy the lines of the next piece, and an unfinished one if it is the `last` piece. Returns whether more may follow."""
+        """Copy the lines of the next piece, and after the `last` piece also an unfinished line. Returns whether more may
+        follow."""
         more, data = True, b""
         with contextlib.suppress(BlockingIOError):
             data = os.read(self.read, PIECE)
@@ -145,8 +146,8 @@ def error_path() -> str:
 
 
 def record_death(number: int, when: float, why: str = "") -> None:
-    """Record that a signal ended the training process, or `why` it could not be started. An error record of its own stays:
-    threads of torch may end a process with SIGABRT while it exits by an exception."""
+    """Record that a signal ended the training process, or `why` it could not be started. An error record that the process has
+    written itself stays: threads of torch may end a process with SIGABRT while it exits by an exception."""
     path = error_path()
     if os.path.exists(path):
         return
@@ -156,7 +157,7 @@ def record_death(number: int, when: float, why: str = "") -> None:
 
 
 def record(fields: dict[str, object]) -> None:
-    """Write the error record; on a full disk there is none."""
+    """Write the error record. If the disk is full, nothing is written."""
     path = error_path()
     with contextlib.suppress(OSError):
         with open(path + ".tmp", "w") as file:

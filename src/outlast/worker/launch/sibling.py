@@ -1,12 +1,12 @@
 """Starts a new worker on this machine as a fork of another worker's warm process, which has imported torch and shares its memory.
 
-    launcher      asks the warm process of a training worker (`ask`); without an answer it starts the worker the usual way
+    launcher      asks the warm process of a training worker (`ask`); if none answers, it starts the worker the usual way
     warm process  forks a process that is not its child (`orphan`), which becomes the agent of the new worker
     agent         forks a warm process of its own before it has threads, and continues as `python -m outlast agent`
 
-So no process of a worker depends on another worker. We find out which worker a process belongs to from its environment in /proc,
-which a fork inherits: it is overwritten in place (`show`), so only values of equal length may differ. Linux only.
-Docs: docs/decisions/0042-starting.md.
+In this way no process of a worker depends on another worker. We find out which worker a process belongs to from its environment
+in /proc, which a fork inherits: it is overwritten in place (`show`), so only values of equal length may differ. Linux only. Docs:
+docs/decisions/0042-starting.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from outlast.worker.launch import shim, system
 KIND = "agent"
 """Kind of the request, and role (`outlast.__main__`) of the forked process."""
 ANSWER_S = 1.0
-"""Timeout of the answer. Arbitrary: it takes 10 ms, longer while the warm process imports something."""
+"""How long to wait for the answer. Arbitrary: an answer takes 10 ms, or longer while the warm process imports something."""
 _GO = b"go\n"
 
 
@@ -43,7 +43,7 @@ class Forked:
         return self._reap(os.WNOHANG)
 
     def wait(self) -> int:
-        """Wait for its end. Returns the same as `poll`."""
+        """Wait for the end of the child. Returns the same as `poll`."""
         code = self._reap(0)
         assert code is not None
         return code
@@ -72,8 +72,8 @@ def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes] 
 
 
 def ask(path: str, environ: Mapping[str, str], cwd: str, log: int) -> int | None:
-    """Have the warm process that listens at `path` fork an agent with this environment, directory and log. Returns its process
-    id; None if it cannot, and then no agent starts later either."""
+    """Have the warm process that listens at `path` fork an agent with this environment, directory and log. Returns the agent's
+    process id. None if the warm process cannot do so; then no agent starts later, either."""
     if sys.platform != "linux":
         return None
     environ = {**environ, **system.streaming(environ)}  # as an agent does for its warm process
@@ -88,8 +88,8 @@ def ask(path: str, environ: Mapping[str, str], cwd: str, log: int) -> int | None
 
 
 def differing(own: Mapping[str, str], new: Mapping[str, str]) -> dict[str, str] | None:
-    """The variables of the `new` worker's environment that differ from our `own`; None if it must be started the usual way:
-    libraries have read other variables already, and a longer value does not fit."""
+    """The variables of the `new` worker's environment that differ from our `own`. None if the worker must be started the usual
+    way: libraries have read other variables already, and a longer value does not fit."""
     devices = {row.visible for row in accelerators.TABLE}
     changed = {name: value for name, value in new.items() if own.get(name) != value}
     if own.keys() != new.keys() or not all(name.startswith("OUTLAST_") or name in devices for name in changed):
@@ -99,8 +99,8 @@ def differing(own: Mapping[str, str], new: Mapping[str, str]) -> dict[str, str] 
 
 
 def orphan(connection: socket.socket, changed: Mapping[str, str]) -> bool:
-    """Fork again, so that the new process is not the warm process's child, and return there whether the caller still wants it. In
-    this process, the first fork, it does not return."""
+    """Fork again, so that the new process is not the warm process's child, and return in the new process whether the caller still
+    wants it. In the current process, the first fork, this function does not return."""
     if os.fork():
         os._exit(0)
     os.setsid()
@@ -113,7 +113,7 @@ def orphan(connection: socket.socket, changed: Mapping[str, str]) -> bool:
 
 
 def show(changed: Mapping[str, str]) -> None:
-    """Overwrite these variables in this process's /proc/<pid>/environ, and with it in the environment that C code reads."""
+    """Overwrite these variables in this process's /proc/<pid>/environ, and so in the environment that C code reads."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])  # env_start and env_end, proc(5)
     block = b"\0" + ctypes.string_at(start, end - start)

@@ -1,7 +1,7 @@
 """The warm process: imports torch once, then forks training processes that start in milliseconds.
 
-Importing torch takes 1-3 s of a core, for each restart of each rank. So each worker has one process that has imported it and
-holds nothing else: no threads, no CUDA context, no process group. On request it forks a child, which takes over the caller's
+Importing torch would take 1-3 s of a core for each restart of each rank. So each worker has one process that has imported torch
+and holds nothing else: no threads, no CUDA context, no process group. On request it forks a child, which takes over the caller's
 streams, environment and directory and becomes a training process (`launch.rank`) or the worker's elastic agent
 (`launch.elastic`).
 
@@ -9,8 +9,9 @@ streams, environment and directory and becomes a training process (`launch.rank`
 
 Protocol, per connection: a request (`shim.request`), then lines from the caller, each a signal number for the child; one JSON
 line back when the child has ended: `{"status": exit code or -signal, "time": seconds since the epoch}`, with `why` if the fork
-failed. A caller that hangs up kills its child. Ranks die with their elastic agent, and none starts without it; children die with
-the warm process, and the warm process with its agent. The agent of another worker is not a child (`launch.sibling`).
+failed. A caller that hangs up kills its child. Ranks die with their elastic agent, and no rank starts without an elastic agent;
+children die with the warm process, and the warm process dies with its agent. The agent of another worker is not a child
+(`launch.sibling`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from outlast.rendezvous import transport
 from outlast.worker.launch import imports, shim, sibling, system
 
 END_S = 60
-"""Longest wait for the ends of ranks killed with their elastic agent; freeing a large memory takes seconds. Arbitrary."""
+"""Longest wait until the ranks that were killed with their elastic agent have ended; freeing a large memory takes seconds.
+Arbitrary."""
 
 
 @dataclasses.dataclass
@@ -56,7 +58,7 @@ class Request:
     imports_fd: int | None = None
     """The descriptor to which a rank reports its imports, see `imports.report`."""
     ready_fd: int | None = None
-    """A pipe that is closed once ranks can be forked, for an elastic agent; None if they can be already."""
+    """A pipe for an elastic agent that is closed once ranks can be forked; None if they can be forked already."""
 
 
 @dataclasses.dataclass
@@ -65,7 +67,7 @@ class _Child:
     connection: socket.socket
     kind: str
     end: dict[str, float] | None = None
-    """The answer for its caller, once it has ended."""
+    """The answer for the child's caller, once the child has ended."""
 
 
 def _receive(connection: socket.socket) -> Request:
@@ -91,7 +93,7 @@ class Server:
     """Forks on request until this process is killed."""
 
     def __init__(self, listener: socket.socket, environ: Mapping[str, str]) -> None:
-        """`environ` is the environment that this process shows in /proc."""
+        """`environ` is the environment that /proc shows for this process."""
         self._listener, self._environ = listener, environ
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_r, False)
@@ -103,17 +105,17 @@ class Server:
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._wake_r, selectors.EVENT_READ)
         self._children: dict[int, _Child] = {}
-        """By the descriptor of the caller's connection."""
+        """Children by the descriptor of their caller's connection."""
         self._preloader = imports.Preloader(self._selector, self._detach)
         self._ready_pipe: tuple[int, int] | None = None
-        """A pipe that we close once the `modules` of `run` are imported."""
+        """A pipe that is closed once the `modules` of `run` are imported."""
 
     def run(self, modules: Sequence[str]) -> Request:
-        """Serve; returns only in forked children, with their request. Ranks need these `modules`."""
+        """Serve requests. Returns only in forked children, with the request of each. `modules` are those that ranks need."""
         self._ready_pipe = os.pipe() if modules else None
         for module in modules:
-            # Our first child, the elastic agent, joins the rendezvous meanwhile. Ranks start later, and need these modules
-            # anyway.
+            # Our first child, the elastic agent, joins the rendezvous meanwhile. Ranks, which need these modules anyway, start
+            # later.
             if request := self._turn(0.0, accept=not self._children):
                 return request
             preload([module])
@@ -127,7 +129,7 @@ class Server:
                 self._preloader.import_next()
 
     def _turn(self, timeout_s: float | None, *, accept: bool = True) -> Request | None:
-        """Handle all pending events, new callers included if we `accept` any. Returns a request only in its fork."""
+        """Handle all pending events, including new callers if `accept`. Returns a request only in the process forked for it."""
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._listener:
                 if accept and (request := self._accept()):
@@ -146,7 +148,7 @@ class Server:
         return None
 
     def _accept(self) -> Request | None:
-        """Fork for a caller. Returns its request in the child, None in this process."""
+        """Fork for a caller. Returns the caller's request in the child, None in this process."""
         try:
             connection, _address = self._listener.accept()
         except OSError:  # the descriptor limit: the caller waits
@@ -188,7 +190,8 @@ class Server:
         return None
 
     def _fork_sibling(self, request: Request, connection: socket.socket) -> Request | None:
-        """Fork the agent of another worker, unless its environment does not fit. Returns its request in that process."""
+        """Fork the agent of another worker, unless that worker's environment does not fit. Returns the request in the forked
+        process."""
         changed, pid = sibling.differing(self._environ, request.env), -1
         if changed is not None:
             gc.freeze()
@@ -205,12 +208,12 @@ class Server:
         return None
 
     def _detach(self, parent: int) -> None:
-        """Make this fork a process of its own, which dies with its `parent`."""
+        """Detach this fork from the warm process, and have it die with its `parent`."""
         self._close()
         system.die_with(parent)
 
     def _close(self) -> None:
-        """Close all descriptors, in a fork."""
+        """Close all descriptors; called in a fork."""
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
@@ -222,7 +225,8 @@ class Server:
             os.close(fd)
 
     def _reap(self) -> None:
-        """Report ended children to their callers; an elastic agent only after its ranks, which are killed with it."""
+        """Report ended children to their callers. The end of an elastic agent is reported only after the end of its ranks, which
+        are killed with it."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 for child in self._children.values():
@@ -256,7 +260,7 @@ def _close(*fds: int | None) -> None:
 
 
 def _signal(child: _Child) -> None:
-    """Forward a caller's signals to its child. A caller that hangs up kills it."""
+    """Forward the signals that a caller sends to its child. The child is killed if the caller hangs up."""
     try:
         lines = child.connection.recv(4096)
     except OSError:
@@ -280,7 +284,7 @@ def enter(request: Request) -> None:
 
 
 def become(request: Request) -> None:
-    """Run a request in this fork. Returns at its end, or raises SystemExit."""
+    """Run a request in this fork. Returns when the request is done, or raises SystemExit."""
     os.setsid()
     enter(request)
     system.be_traced()  # py-spy, a sibling, may read the stacks of a hung process
@@ -313,8 +317,8 @@ def title(request: Request) -> str:
 
 
 def leave(code: int) -> NoReturn:
-    """End an interrupted training process as Python does, but without finalizing the interpreter: running threads of torch may
-    end the process with SIGABRT there, which looks like a failure. multiprocessing ends its forks in the same way."""
+    """End an interrupted training process as Python does, but without finalizing the interpreter: there, running threads of torch
+    may end the process with SIGABRT, which looks like a failure. multiprocessing ends its forks in the same way."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for each in gc.get_objects():
@@ -329,13 +333,13 @@ MEETING = (
     "outlast.rendezvous.handler",
     "outlast.worker.launch.elastic",
 )
-"""Imports of the elastic agent."""
+"""Modules that the elastic agent imports."""
 TRAINING = (
     *("torch.nn.parallel", "outlast.worker.launch.rank", "torch.distributed.checkpoint"),
     "torch._dynamo",  # torch's first optimizer or DDP imports it: 0.5 s
     "outlast.training.session",
 )
-"""Imports of nearly every training process."""
+"""Modules that nearly every training process imports."""
 PRELOADED = (*MEETING, *TRAINING)
 
 
@@ -360,10 +364,10 @@ def begin(child: sibling.Forked) -> NoReturn:
 
 
 def main(argv: list[str]) -> None:
-    """Import, listen, fork.
+    """Import the modules, listen for requests, and fork.
 
-    Without the garbage collector, imports take a quarter less time, and forks do not write to, and so copy, shared pages. Imports
-    produce hardly any garbage.
+    Without the garbage collector, imports take a quarter less time, and forks do not copy shared pages by writing to them.
+    Imports produce hardly any garbage.
     """
     system.die_with(int(argv[1]))
     gc.disable()

@@ -5,12 +5,12 @@
         <version>/tree/                          the files at one point in time; files that versions share are hard links
         <version>/listing.json                   their names, sizes and etags; written last: marks a version complete
         <version>/listing.partial                the same during a fetch, which resumes after a kill
-        <version>/lock                           shared by the workers that use it now
-        <version>/runs/                          paths of the pins of the runs that use it
+        <version>/lock                           held, shared, by the workers that use this version now
+        <version>/runs/                          paths of the pins of the runs that use this version
 
 A version is named by the hash of the store's listing, so it never changes. A run records the version that it began with (its
 *pin*) in its own directory: a restarted worker gets the same data even if the store has changed. A version is removed once a
-newer one has been fetched, no worker uses it, and no pin names it; also when something else needs the space (`room`).
+newer one has been fetched, no worker uses it, and no pin names it, or when something else needs the space (`room`).
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class _Row(NamedTuple):
     size: int
     etag: str
     mtime_ns: int
-    """On this machine; 0 during the fetch."""
+    """Time of the last change of the file on this machine; 0 during the fetch."""
 
 
 def writable(environ: Mapping[str, str]) -> Path:
-    """The cache directory, created if missing; raises OutlastError if it is not writable."""
+    """The cache directory, created if missing. Raises OutlastError if it is not writable."""
     directory = room.cache(environ)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ class Version:
     """A version of a place in a store, protected from removal until it is closed."""
 
     tree: Path
-    """The files, shared by all jobs of this machine: read only."""
+    """The files, which all jobs of this machine share and may only read."""
     version: str
     _lock: int
 
@@ -84,7 +84,7 @@ def _pin(url: str, pins: Path) -> Path:
 
 
 class Source:
-    """The cache of one place of a store. `pins` is a directory of the run, shared by its workers of this machine."""
+    """The cache of one place of a store. `pins` is a directory of the run, shared by the run's workers on this machine."""
 
     def __init__(self, cache: Path, url: str, *, field: str, pins: Path, say: Say, stop: threading.Event | None = None) -> None:
         self._url, self._field, self._pin = url, field, _pin(url, pins)
@@ -96,7 +96,7 @@ class Source:
     def acquire(self) -> Version:
         """The version that this run uses, fetched if missing, and protected from removal until it is closed.
 
-        Raises OutlastError if the store fails, or no longer has the version that the run began with; OSError.
+        Raises OutlastError if the store fails, or no longer has the version that the run began with, and OSError.
         """
         if version := self._lock_version(_pinned(self._pin)):  # needs no store
             return version
@@ -116,7 +116,7 @@ class Source:
             return version
 
     def _fetch(self, pinned: str) -> str:
-        """Fetch the store's current version, unless another one is pinned. Returns its name."""
+        """Fetch the store's current version, unless another version is pinned. Returns the name of the version."""
         listing = fetch.look(self._url, self._field)
         if pinned in ("", listing.version):
             listing = fetch.consistent(listing, self._begin, say=self._say, stop=self._stop)
@@ -129,7 +129,7 @@ class Source:
         return listing.version
 
     def _lock_version(self, version: str) -> Version | None:
-        """Lock a complete version and register our pin in its `runs/`; None if it is missing."""
+        """Lock a complete version and register our pin in the version's `runs/`; None if the version is missing."""
         directory = self._home / version
         if not version or not (directory / _LISTING).is_file():
             return None
@@ -148,7 +148,7 @@ class Source:
         return None
 
     def _begin(self, listing: Listing) -> Path:
-        """Make the directory for a version, with hard links to the files that it shares with other versions."""
+        """Make the directory for a version, with hard links to the files that this version shares with others."""
         directory = self._home / listing.version
         tree = directory / "tree"
         tree.mkdir(parents=True, exist_ok=True)
@@ -207,7 +207,7 @@ class Source:
         (directory / _PARTIAL).unlink(missing_ok=True)
 
     def _sweep(self) -> None:
-        """Remove versions that are neither locked nor pinned by a run, and leftovers of abandoned fetches."""
+        """Remove versions that are neither locked nor pinned by a run, and the leftovers of abandoned fetches."""
         pinned = _pinned(self._pin)
         for directory in self._home.iterdir():
             if directory.is_dir() and directory.name != pinned:
@@ -229,18 +229,19 @@ def things(cache: Path) -> list[room.Thing]:
 
 @functools.lru_cache
 def _size(listing: Path, _mtime_ns: int) -> int:
-    """The bytes of a version. Cached, since listings are long and hardly ever change."""
+    """Size of a version in bytes. The result is cached, since listings are long and hardly ever change."""
     return sum(row.size for row in _read(listing))
 
 
 def _remove(directory: Path) -> bool:
-    """Remove a version unless it is in use. Returns whether it did."""
+    """Remove a version unless it is in use. Returns whether it was removed."""
     with file_locks.attempted(directory.parent / "lock") as acquired:  # otherwise a fetch is running there
         return acquired and _remove_locked(directory)
 
 
 def _remove_locked(directory: Path) -> bool:
-    """Remove a version unless a worker uses it, or a run has pinned it. Returns whether it did. Needs the lock of its place."""
+    """Remove a version unless a worker uses it or a run has pinned it. Returns whether it was removed. The caller must hold the
+    lock of the version's place."""
     with file_locks.attempted(directory / "lock") as acquired:  # held to the end: nobody begins to use it meanwhile
         notes = (directory / "runs").glob("*")
         if not acquired or any(_pinned(Path(_read_text(note))) == directory.name for note in notes):
@@ -252,7 +253,7 @@ def _remove_locked(directory: Path) -> bool:
 
 
 class Web(Source):
-    """The cache of one file on a web server, unpacked if it is an archive. Its checksum is its only version."""
+    """The cache of one file on a web server, unpacked if it is an archive. Its checksum names its only version."""
 
     def _fetch(self, pinned: str) -> str:
         from outlast.data import get, registry

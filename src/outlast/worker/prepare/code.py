@@ -1,7 +1,7 @@
 """Puts a job's code into the directory that it runs in: from a directory, an archive, or a store.
 
     copy(directory, entries, into, ...)              at submission, for code on this machine
-    place("s3://bucket/code.tar.gz", into, ...)      by the first worker of a machine, for the others as well
+    place("s3://bucket/code.tar.gz", into, ...)      by the first worker of a machine, also on behalf of the others
 
 The directory belongs to the run: the job may write there. Newer code replaces the run's files, except those that the job has
 written to since; files that are not code stay.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from outlast.job.shipping import code_files
 
 _INCOMING = ".outlast-code"
-"""Below the run's directory: code that is being fetched."""
+"""Directory below the run's directory that holds code while it is fetched."""
 
 
 # From a directory
@@ -44,8 +44,8 @@ _INCOMING = ".outlast-code"
 def copy(code: Path, entries: Sequence[code_files.Entry], into: Path, submitted: float) -> list[str]:
     """Copy the code in a directory (`shipping.tree.listed`) to the run's; returns the files that were missing or different.
 
-    `submitted` is when the run began. Files that the job has written since are retained: they differ from the copy that was made
-    or, if that is unknown, are newer.
+    `submitted` is when the run began. Files that the job has written since then are retained: such a file differs from the copy
+    that was made or, if nothing is known about the copy, is newer.
     """
     replaced = []
     try:
@@ -91,7 +91,8 @@ def _partial(old: Path) -> Path:
 
 
 def _replace(new: Path, old: Path, submitted: float, put: Callable[[Path, Path], object]) -> bool:
-    """Replace `old`, in the run's directory, by `new` from the code. Returns whether it did. Never writes through a link."""
+    """Replace `old`, a file in the run's directory, by `new` from the code. Returns whether it was replaced. Never writes through
+    a link."""
     mode = new.lstat().st_mode
     if old.is_dir() and not old.is_symlink() and not stat.S_ISDIR(mode):
         raise IsADirectoryError(f"{old} is a directory, {new} is not")
@@ -113,16 +114,16 @@ def _replace(new: Path, old: Path, submitted: float, put: Callable[[Path, Path],
 
 @dataclasses.dataclass(frozen=True)
 class _Note:
-    """The version of the code in the run's directory."""
+    """A note of the version of the code in the run's directory."""
 
     code: str
     """The job file's `code`."""
     version: str
-    """Changes with the code; empty during the first fetch."""
+    """Changes whenever the code does; empty during the first fetch."""
     time: float
-    """When it was fetched."""
+    """When the code was fetched."""
     current: bool
-    """Whether it was fetched for the newest submission; if not, the source is checked for changes."""
+    """Whether the code was fetched for the newest submission; if not, the source is checked for changes."""
 
     @classmethod
     def read(cls, path: Path) -> _Note | None:
@@ -136,17 +137,17 @@ class _Note:
 
 
 def submitted_again(shared: Path) -> None:
-    """Have the next worker check whether the code has changed. Until then, a run uses the code that it began with."""
+    """Have the next worker check whether the code has changed. Otherwise, a run uses the code that it began with."""
     path = shared / "code.json"
     if note := _Note.read(path):
         dataclasses.replace(note, current=False).write(path)
 
 
 def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: threading.Event) -> None:
-    """Fetch code from an archive or a store to the directory that the job runs in, unless it is current there.
+    """Fetch code from an archive or a store to the directory that the job runs in, unless the code there is current.
 
     `shared` is the run's directory for notes. `runs`, a script's path or a module's top-level package, locates the code in an
-    archive: if an archive holds a single directory that contains it, that directory is the code. Raises OutlastError, OSError.
+    archive: if an archive holds a single directory that contains it, that directory is the code. Raises OutlastError and OSError.
     """
     path, incoming = shared / "code.json", into / _INCOMING
     with file_locks.exclusive(
@@ -177,7 +178,7 @@ def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: thr
 
 
 _Fetch = Callable[[Path, str, Say, threading.Event], tuple[Path, str]]
-"""Takes an empty directory, `runs`, `say` and `stop`; returns the code's place below the directory, and its version."""
+"""Takes an empty directory, `runs`, `say` and `stop`; returns the path of the code in that directory, and its version."""
 
 
 def _look(code: str) -> tuple[str, _Fetch]:

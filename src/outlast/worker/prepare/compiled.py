@@ -1,14 +1,14 @@
 """The cache of compiled code: one directory per job, shared by all jobs with the same output through the store.
 
-    cache = Cache.of(environ)           # <output>/.compiled; with a store, a directory of this machine's cache and that place
+    cache = Cache.of(environ)           # <output>/.compiled; with a store, also a directory in this machine's cache
     cache.fetch(stop)                   # before training
     environ |= cache.variables(environ)
     cache.push(stop, before=...)        # beside training, by the upload process
 
-Compilers name an entry after everything that it depends on, so equal names mean equal contents. This makes it simple: nothing is
-ever overwritten or deleted, on either side, so any number of jobs may use it, and a kill costs at most a repetition. An entry may
-have several files, of which the compiler writes a marker last: the newest file of each directory is sent, and fetched, after all
-others. Only files that have not changed for a while are sent, and no library that a killed linker has left. Decision 0031.
+Compilers name an entry after everything that it depends on, so equal names mean equal contents. So nothing is ever overwritten or
+deleted, on either side, any number of jobs may use the cache, and a kill costs at most a repetition. An entry may have several
+files, of which the compiler writes a marker last: the newest file of each directory is sent, and fetched, after all others. Files
+that have changed recently, and libraries that a killed linker has left incomplete, are not sent. Decision 0031.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ if TYPE_CHECKING:
     from outlast.worker.prepare.fetch import Say
 
 NAME = ".compiled"
-"""Directory below an output, beside its jobs."""
+"""Name of the cache's directory below an output, beside the directories of its jobs."""
 VARIABLES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",  # torch.compile
     "TRITON_CACHE_DIR": "triton",
     "TORCH_NEURONX_NEFF_CACHE_DIR": "neff",  # TorchNeuron
     "NEURON_COMPILE_CACHE_URL": "neuron",  # neuronx-cc, on XLA
 }
-"""Directories of compilers, by the variable that names them."""
+"""Directories of compilers, by the environment variable that sets each."""
 SETTLED_S = 30.0
 """A file that has not changed for this long counts as complete. Arbitrary."""
 KILLED_S = 2.0
-"""The same after the end of training or the warm-up: a file that a killed compiler was writing is younger. Arbitrary."""
+"""The same for the time after the end of training or of the warm-up: a file that a killed compiler was writing is younger.
+Arbitrary."""
 _SHARE = 0.5
 """Share of the free disk that the cache may fill: the rest is for data and checkpoints. Arbitrary."""
 _PASSED = (Env.DATA, Env.MODELS, Env.CACHE)
@@ -60,14 +61,14 @@ _PASSED = (Env.DATA, Env.MODELS, Env.CACHE)
 
 @dataclass(frozen=True)
 class Cache:
-    """The directory, and its place in a store if the output is in one."""
+    """The directory of compiled code, and its place in a store if the output is in a store."""
 
     directory: Path
     place: Store | None = None
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Cache:
-        """The cache of the job whose agent has this environment. Raises OutlastError if it cannot be written."""
+        """The cache of the job whose agent has this environment. Raises OutlastError if the cache is not writable."""
         if not environ.get(Env.STORE):
             return cls(Path(environ[Env.OUTPUT]).absolute().parent / NAME)
         from outlast.storage import store
@@ -77,11 +78,11 @@ class Cache:
         return cls(machine.writable(environ) / "compiled" / digest, store.open_(url))
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """The variables that make compilers use it, except those that are set already."""
+        """The variables that make compilers use the cache, except those that are set already."""
         return {name: str(self.directory / below) for name, below in VARIABLES.items() if name not in environ}
 
     def fetch(self, stop: threading.Event) -> int:
-        """Fetch the missing files. Returns their number. Raises StoreError, Stopped, OSError."""
+        """Fetch the files that are missing here. Returns their number. Raises StoreError, Stopped and OSError."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if self.place is None:
             return 0
@@ -103,8 +104,8 @@ class Cache:
         return len(missing)
 
     def push(self, stop: threading.Event, *, before: float = math.inf) -> int:
-        """Send the files that the store lacks and that last changed `before` a time, seconds since the epoch. Returns their
-        number. Raises StoreError, Stopped, OSError."""
+        """Send the files that the store lacks and whose last change is before the time `before`, seconds since the epoch. Returns
+        the number of files. Raises StoreError, Stopped and OSError."""
         if self.place is None or not self.directory.is_dir():
             return 0
         from outlast.storage.sync import transfer
@@ -119,7 +120,7 @@ class Cache:
         return len(missing)
 
     def mend(self) -> None:
-        """Remove the incomplete libraries of killed linkers: torch would load them."""
+        """Remove the incomplete libraries that killed linkers have left: torch would load them."""
         for path in self.directory.rglob("*.so"):
             with contextlib.suppress(FileNotFoundError):
                 if not _linked(path) and path.stat().st_mtime <= time.time() - KILLED_S:
@@ -138,7 +139,7 @@ class Cache:
 
 
 def _linked(path: Path) -> bool:
-    """Whether a file is complete, if it is a library: GNU's linker, which inductor runs, writes the first bytes last."""
+    """Whether a file, if it is a library, is complete: GNU's linker, which inductor runs, writes the first bytes last."""
     if path.suffix != ".so":
         return True
     with path.open("rb") as file:
@@ -146,7 +147,7 @@ def _linked(path: Path) -> bool:
 
 
 def waves(times: Mapping[str, float]) -> tuple[list[str], list[str]]:
-    """Split keys into two waves: the newest file of each directory comes second, all others first."""
+    """Split keys into two waves: the newest file of each directory is in the second, all others are in the first."""
     newest = {posixpath.dirname(key): key for key in sorted(times, key=lambda key: (times[key], key))}
     last = set(newest.values())
     return [key for key in times if key not in last], sorted(last)
@@ -156,7 +157,7 @@ def prepare(cache: Cache, warm_up: Sequence[str], environ: dict[str, str], pytho
     """Fetch the cache, add its variables to `environ`, and run the command `warm_up` if it has not run in this run.
 
     If the store fails, training starts without the cache. `$(NAME)` in the command is replaced. Raises OutlastError if the
-    command fails or the directory cannot be written, Stopped soon after `stop` is set.
+    command fails or the directory cannot be written, and Stopped soon after `stop` is set.
     """
     try:
         cache.directory.mkdir(parents=True, exist_ok=True)
@@ -184,7 +185,7 @@ def prepare(cache: Cache, warm_up: Sequence[str], environ: dict[str, str], pytho
 def _run_once(
     cache: Cache, command: Sequence[str], environ: dict[str, str], python: str, say: Say, stop: threading.Event
 ) -> None:
-    """Run the warm-up unless its marker exists. Workers of one machine wait for the first."""
+    """Run the warm-up unless its marker exists. The workers of a machine wait for the first one to run it."""
     digest = hashlib.sha256(json.dumps([environ[Env.RUN], *command]).encode()).hexdigest()[:16]
     marker = cache.directory / "warm-up" / digest
     waiting = partial(say, "waits for another worker of this machine, which runs compile.warmUp")

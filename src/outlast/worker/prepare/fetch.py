@@ -1,10 +1,10 @@
 """Fetches a tree of files from a store, all of one version.
 
     listing = look(url, "data[0].from")         the objects in the store now
-    missing(listing, tree, ...)                 fetches those that are missing on this machine
+    missing(listing, tree, ...)                 fetches the objects that are missing on this machine
     consistent(listing, into, ...)              the same, repeated if the store changes meanwhile
 
-Called by `cache` for data and models, by `code` for code. Files get their names when they are complete.
+`cache` uses this module for data and models, and `code` uses it for code. Files get their final names once they are complete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from outlast.storage.sync import pool, sync
 
 PROGRESS_S = 5.0
 _ATTEMPTS = 5
-"""Attempts at a place that changes while it is fetched."""
+"""Maximum number of attempts at a place that changes while it is fetched."""
 
 Say = Callable[[str], None]
 
@@ -41,7 +41,7 @@ class Listing:
 
     url: str
     field: str
-    """The job file's field with this URL: `data[0].from`."""
+    """The job file's field that has this URL, such as `data[0].from`."""
     place: Store
     """The keys of the entries are relative to this place."""
     entries: tuple[Entry, ...]
@@ -63,10 +63,10 @@ class Listing:
 
 
 def look(url: str, field: str) -> Listing:
-    """List the place at `url`, which the job file names in `field`. Raises StoreError, and OutlastError if it is empty or not
-    complete, or its names cannot form a directory tree."""
+    """List the place at `url`, which the job file names in `field`. Raises StoreError, and OutlastError if the place is empty or
+    incomplete, or if its names cannot form a directory tree."""
     place, name = store.open_(url), f"{field} ({url})"
-    # Consoles make a directory by an object with the name of the prefix.
+    # Consoles create a directory as an object with the name of the prefix.
     entries = tuple(_files(place, [entry for entry in place.entries() if entry.key and entry.key != sync.MANIFEST]))
     if not entries and "/" in place.url.partition("://")[2]:
         above, _, key = place.url.rpartition("/")
@@ -90,7 +90,7 @@ def look(url: str, field: str) -> Listing:
 
 
 def _files(place: Store, entries: list[Entry]) -> Iterator[Entry]:
-    """The entries without directory markers: empty objects `directory/` from consoles, which are listed without their slash."""
+    """The entries without directory markers: consoles create empty objects `directory/`, which are listed without the slash."""
     empty = (pool.Job(entry, 0, partial(place.head, entry.key)) for entry in entries if entry.size == 0)
     absent = set()
     with contextlib.closing(pool.work(empty, threading.Event())) as outcomes:
@@ -103,7 +103,7 @@ def _files(place: Store, entries: list[Entry]) -> Iterator[Entry]:
 
 
 def missing(listing: Listing, tree: Path, *, say: Say, stop: threading.Event) -> None:
-    """Fetch the files of a listing that are missing in `tree` or have another size there. Raises StoreError, OSError."""
+    """Fetch the files of a listing that are missing in `tree` or have a different size there. Raises StoreError and OSError."""
     entries = [entry for entry in listing.entries if _size(tree / entry.key) != entry.size]
     if not entries:
         return
@@ -123,7 +123,7 @@ def missing(listing: Listing, tree: Path, *, say: Say, stop: threading.Event) ->
 def consistent(listing: Listing, into: Callable[[Listing], Path], *, say: Say, stop: threading.Event) -> Listing:
     """Fetch a listing to the directory that `into` returns for it. Returns the listing that was fetched.
 
-    If files change meanwhile, it lists and fetches again, so that all files belong to one version.
+    If files change meanwhile, the place is listed and fetched again, so that all files belong to one version.
     """
     problem: StoreError | None
     for attempt in range(_ATTEMPTS):
@@ -154,7 +154,8 @@ class Pace:
         self._reported = clock()
 
     def reached(self, done: int, total: int) -> None:
-        """Called often, from several threads; `total` is 0 if it is unknown."""
+        """Report that `done` bytes of `total` have been received; `total` is 0 if it is unknown. Called often, from several
+        threads."""
         if (now := self._clock()) - self._reported >= PROGRESS_S:
             self._reported = now
             of = f" of {units.human_bytes(total)}" if total else ""

@@ -1,4 +1,5 @@
-"""Runs installers (pip, uv, conda) and compilers: logs their output, kills them on shutdown, extracts their error."""
+"""Runs installers (pip, uv, conda) and compilers: logs their output, kills them on shutdown, and extracts their error
+messages."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ _NETWORK = re.compile(
 """Transient errors of pip, uv and conda."""
 _PROGRESS_S = 5.0
 _LAST = 20
-"""Lines of output shown when an installer fails."""
+"""Number of lines of output that are shown when an installer fails."""
 
 
 class Unavailable(OutlastError):
@@ -44,16 +45,16 @@ class Shell:
 
     environ: Mapping[str, str]
     lock: int
-    """Descriptor of the lock, which the installer inherits, and so holds if it outlives us."""
+    """Descriptor of the lock. The installer inherits it, so that it holds the lock even if it outlives us."""
     say: Say
     stop: threading.Event
     log: Path
-    """Receives all output; `say` receives a line every few seconds, and the last ones after a failure."""
+    """File that receives all output; `say` receives a line every few seconds, and the last lines after a failure."""
     cwd: Path | None = None
     remedy: str = "correct the file"
 
     def run(self, argv: Sequence[str], name: str) -> None:
-        """Run a program; raises OutlastError with its error if it fails."""
+        """Run a program. Raises OutlastError with the program's error message if it fails."""
         env = {**self.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_USER": "0", "PYTHONUNBUFFERED": "1"}
         lines: list[str] = []
         reported_at = time.monotonic()

@@ -1,7 +1,7 @@
 """Prepares a worker for training: code, environment, data, models. Files of this machine are linked; `code`, `cache` and
-`python_env` fetch from stores and archives, nothing twice.
+`python_env` fetch from stores and archives, each file only once.
 
-Each method of a `Preparation` carries out one preparing phase of `agent.lifecycle`, and raises OutlastError if it cannot.
+Each method of a `Preparation` carries out one preparing phase of `agent.lifecycle`, and raises OutlastError if that fails.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 
 
 PINS = "pins"
-"""Directory of the pins (`cache.Source`), below the one that the workers of a run share."""
+"""Directory of the pins (`cache.Source`), below the directory that the workers of a run share."""
 REACH_S = 10.0
 """How long a submission waits for stores to answer."""
 
 
 def check(job: spec.Job, pins: Path) -> None:
-    """Find mistakes at submission: files that are missing here or in a store, no conda. Raises OutlastError.
+    """Find mistakes at submission, such as files that are missing here or in a store, or conda not being installed. Raises
+    OutlastError.
 
     An unreachable store is not a mistake: workers retry. Data that a run has pinned in `pins` needs no store.
     """
@@ -62,7 +63,7 @@ def check(job: spec.Job, pins: Path) -> None:
 
 
 def _check_remote(places: Sequence[tuple[str, str]], script: str | None, pins: Path) -> None:
-    """Raise OutlastError if a place is empty, missing or unreadable. Takes one or two requests each."""
+    """Raise OutlastError if a place is empty, missing or unreadable. This takes one or two requests per place."""
     from outlast.storage import store
     from outlast.worker.prepare import cache
 
@@ -105,7 +106,7 @@ def _layered(job: spec.Job) -> bool:
 
 
 def _runs(job: spec.Job) -> str:
-    """The entry point in the code: a script's path, or a module's top-level package."""
+    """The job's entry point in its code: a script's path, or a module's top-level package."""
     return job.spec.script or str(job.spec.module).partition(".")[0]
 
 
@@ -119,7 +120,7 @@ def place_code(job: spec.Job, into: Path, shared: Path, *, say: Say, stop: threa
 class Preparation:
     """Prepares one worker, and adds the environment variables for training to `environ`.
 
-    Its data stays in the cache until `close` or the end of this process.
+    The worker's data stays in the cache until `close` or the end of this process.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class Preparation:
                 )
 
     def environment(self) -> None:
-        """Make the job's environment, if it has one, and set `python` to its interpreter."""
+        """Make the job's Python environment, if the job has one, and set `python` to its interpreter."""
         if not _layered(self._job):
             if importlib.util.find_spec("torch") is None:
                 raise OutlastError(f"PyTorch is not installed for {sys.executable}; pip install 'outlast[train]'")
@@ -185,10 +186,10 @@ class Preparation:
             raise OutlastError(f"module: Python finds no {package!r} from {code} and in the environment; {remedy}")
 
     def data(self) -> None:
-        """Make data and models visible: local ones in place, those in a store after a fetch.
+        """Make data and models visible: local files are used in place, files in a store are fetched first.
 
-        A single data entry is used in place. Several are linked into one directory, laid out like their `to` in pods; models are
-        linked by name. In pods, where the directories of `to` exist, everything is linked there.
+        A single data entry is used in place. Several entries are linked into one directory, laid out like their `to` in pods;
+        models are linked by name. In pods, where the directories of `to` exist, everything is linked there.
         """
         fields = self._job.spec
         before = substitution.values(fields.env, self._environ)
@@ -239,7 +240,7 @@ class Preparation:
 
 
 def _copied_at_submission(code: str) -> bool:
-    """Whether code was copied to this machine at submission: it is in neither a store nor a ConfigMap."""
+    """Whether code was copied to this machine at submission, because it is in neither a store nor a ConfigMap."""
     path = spec.local(spec.pinned(code)[0])
     return path is not None and Path(Pod.SHIPPED) not in path.parents
 
@@ -269,7 +270,8 @@ def evaluate(job: spec.Job, environ: dict[str, str], args: Sequence[str], *, say
 
 
 def command(job: spec.Job, environ: Mapping[str, str]) -> list[str]:
-    """The training command for `launch.rank`, with `$(NAME)` in arguments replaced from the environment, as in Kubernetes."""
+    """The training command for `launch.rank`, with each `$(NAME)` in an argument replaced from the environment, as in
+    Kubernetes."""
     args = [substitution.replaced(arg, environ) for arg in job.spec.args]
     if job.spec.module:
         return ["-m", job.spec.module, *args]

@@ -1,13 +1,13 @@
 """Makes the Python environment of a job with packages of its own, once for all workers and jobs of a machine.
 
-    <cache>/environments/<digest>/               a virtual or conda environment, at its final path: neither can be moved
-    <cache>/environments/<digest>/outlast.json   written last: marks it complete
-    <cache>/environments/<digest>.lock           held by its maker
+    <cache>/environments/<digest>/               a virtual or conda environment, at its final path, since neither can be moved
+    <cache>/environments/<digest>/outlast.json   written last; marks the environment complete
+    <cache>/environments/<digest>.lock           held by the process that makes the environment
     <cache>/environments/<digest>.log            output of pip, uv or conda
 
 `requirements` become a virtual environment on top of our own Python, whose packages stay visible behind the new ones; the digest
-covers the requirements, this Python and its packages. `conda` files become environments of their own, which see only our package.
-Training processes run there, the agent does not.
+covers the requirements, this Python and its packages. `conda` files become separate environments, which see only our own package.
+Training processes run in the environment; the agent does not.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 MARKER = "outlast.json"
 _STUB = "outlast\n"
-"""INSTALLER of the stubs that show uv the packages of the base Python."""
+"""Content of the file INSTALLER in the stubs that show uv the packages of the base Python."""
 _PROBE = """
 import importlib, json, sys
 found = {"version": list(sys.version_info[:3])}
@@ -56,20 +56,20 @@ except BaseException as problem:
     found["problem"] = "%s: %s" % (type(problem).__name__, problem)
 print(json.dumps(found))
 """
-"""Runs in the new environment, so it must work in any Python, even one that is too old."""
+"""This code runs in the new environment, so it must work in any Python, even one that is too old."""
 
 
 @dataclass(frozen=True)
 class Made:
     python: str
     variables: Mapping[str, str]
-    """Environment variables of a process that runs in it."""
+    """Environment variables for a process that runs in the environment."""
 
 
 def check(environment: spec.Environment, code: Path | None = None) -> None:
     """Check the environment's file, and that conda is installed if needed, without the network. Raises OutlastError.
 
-    A relative path is below `code`, and not checked without that.
+    A relative path is below `code`; it is not checked if `code` is None.
     """
     if environment.conda:
         _conda_tool(os.environ)
@@ -148,7 +148,7 @@ def _read(environment: spec.Environment, path: Path) -> requirements.Requirement
 
 
 def _probe(made: Made, name: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Find the versions of Python and torch in a new environment. Raises OutlastError if training cannot run there."""
+    """Get the versions of Python and torch in a new environment. Raises OutlastError if training cannot run there."""
     argv, env = [made.python, "-c", _PROBE], {**environ, **made.variables}
     done = subprocess.run(argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     try:
@@ -223,7 +223,7 @@ def _pip(python: str, shell: Shell, name: str) -> list[str]:
 
 @contextlib.contextmanager
 def _stubs(packages: Path) -> Iterator[None]:
-    """Make the base Python's packages visible to uv by stubs of their metadata, without files.
+    """Make the base Python's packages visible to uv by stubs that contain only their metadata.
 
     If uv replaces such a package, it removes only the files that the stub lists, so the base Python stays intact.
     """
@@ -311,7 +311,7 @@ def _conda_file(path: Path) -> dict[str, Any]:
 
 
 def _package(cache: Path) -> Path:
-    """A directory that contains only a link to our package, for the PYTHONPATH of other Pythons."""
+    """A directory that contains only a link to our package, for use in the PYTHONPATH of other Pythons."""
     package = Path(outlast.__file__).resolve().parent
     directory = cache / "outlast" / hashlib.sha256(str(package).encode()).hexdigest()[:16]
     link = directory / "outlast"

@@ -1,4 +1,5 @@
-"""Flattens a pip requirements file: includes are inlined, paths made absolute, comments dropped, so it can be stored anywhere.
+"""Flattens a pip requirements file: includes are inlined, paths are made absolute, and comments are dropped, so that the result
+can be stored anywhere.
 
 A run stores the requirements that it was submitted with, and their fingerprint identifies the environment. Format:
 https://pip.pypa.io/en/stable/reference/requirements-file-format/
@@ -18,7 +19,7 @@ _COMMENT = re.compile(r"(^|\s+)#.*$")
 _OPTION = re.compile(r"(-r|--requirement|-c|--constraint|-e|--editable|-f|--find-links)(?:\s*=\s*|\s+|(?<=-[rcef]))(.+)")
 _WHEELS = (".whl", ".tar.gz", ".zip")
 _LISTED = 10_000
-"""Most files of a local package that count in its fingerprint."""
+"""Maximum number of files of a local package that count in its fingerprint."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Requirements:
     lines: tuple[str, ...]
     constraints: tuple[str, ...]
     paths: tuple[Path, ...]
-    """Packages on this machine, installed from their files."""
+    """Local packages, which are installed from their files on this machine."""
 
     def names(self, package: str) -> bool:
         """Whether a package is required by name."""
@@ -41,11 +42,11 @@ class Requirements:
         return any("--hash=" in line or line == "--require-hashes" for line in self.lines)
 
     def fingerprint(self) -> list[object]:
-        """Changes if an environment made from these requirements would change."""
+        """A value that changes if an environment made from these requirements would change."""
         return [self.lines, self.constraints, [list(_stat(path)) for path in self.paths]]
 
     def write(self, path: Path) -> Path:
-        """Write the file, and one beside it for the constraints, if any; `read` reads both. Returns the path."""
+        """Write the file, and beside it another one for the constraints, if any; `read` reads both. Returns the path."""
         lines = list(self.lines)
         if self.constraints:
             beside = path.with_name("constraints.txt")
@@ -56,7 +57,7 @@ class Requirements:
 
 
 def read(path: Path, field: str) -> Requirements:
-    """Parse a file, which the job file names in `field`. Raises OutlastError for files that cannot be read."""
+    """Parse the requirements file that the job file names in `field`. Raises OutlastError for files that cannot be read."""
     parser = _Parser(field)
     parser.file(path, parser.lines, ())
     return parser.result()

@@ -1,11 +1,11 @@
 """The directory and size limit of this machine's cache, and the eviction of its entries.
 
-    <cache>/shards/<sha256>             a complete, verified shard; its readers hold a shared lock
+    <cache>/shards/<sha256>             a complete, verified shard, on which its readers hold a shared lock
     <cache>/coming/<sha256>.<bytes>/    the directory into which a shard is fetched; locked by the fetching process
 
-Entries are evicted least recently used first: shards that no process reads, and versions of data and models (`cache`) that no
-worker uses and no run has pinned. OUTLAST_CACHE_SIZE limits all of these together; Python environments do not count. Call `make`
-before writing, or `claimed` for a shard.
+The least recently used entries are evicted first. Only shards that no process reads, and versions of data and models (`cache`)
+that no worker uses and no run has pinned, are evicted. OUTLAST_CACHE_SIZE limits the total size of shards and versions; Python
+environments do not count. Call `make` before writing, or `claimed` for a shard.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from outlast.job.contract import Env
 log = logging.getLogger("outlast")
 
 _STILL_S = 60.0
-"""Time without a write after which another process fetches the same shard, too; longer than the retries of a store."""
+"""Time without a write after which another process fetches the same shard as well; longer than the retries of a store."""
 _SHARE = 0.5
-"""The share of the disk that the cache may use if OUTLAST_CACHE_SIZE is not set; arbitrary."""
+"""Share of the disk that the cache may use if OUTLAST_CACHE_SIZE is not set; arbitrary."""
 _SPARE = 0.05
-"""The share of the disk that it leaves free then; arbitrary."""
+"""Share of the disk that the cache leaves free in this case; arbitrary."""
 _LEAST_SPARE = 1 << 20
-"""Bytes that it always leaves free: files take whole blocks."""
+"""Number of bytes that the cache always leaves free: files take whole blocks."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Thing:
     used: float
     """Time of the last use, seconds since the epoch."""
     remove: Callable[[], bool]
-    """Removes it unless it is in use; returns whether it did."""
+    """Removes the entry unless it is in use; returns whether the entry was removed."""
 
 
 def cache(environ: Mapping[str, str]) -> Path:
@@ -59,8 +59,8 @@ def cache(environ: Mapping[str, str]) -> Path:
 
 
 def limit(cache: Path, environ: Mapping[str, str], used: int) -> int:
-    """Bytes that the cache may hold if it holds `used` now: OUTLAST_CACHE_SIZE, or else half of the disk; less if the disk is
-    fuller. Raises OutlastError."""
+    """Maximum size of the cache in bytes, given that `used` bytes are in use now: OUTLAST_CACHE_SIZE, or else half of the disk;
+    less if the disk is fuller. Raises OutlastError."""
     disk = shutil.disk_usage(cache)
     if text := environ.get(Env.CACHE_SIZE):
         try:
@@ -77,16 +77,16 @@ Things = Callable[[Path], Sequence[Thing]]
 
 
 def make(cache: Path, needed: int, things: Things, environ: Mapping[str, str]) -> int:
-    """Evict entries until `needed` more bytes fit below the limit. Returns the bytes that are still missing."""
+    """Evict entries until `needed` more bytes fit below the limit. Returns the number of bytes that are still missing."""
     with file_locks.attempted(cache / ".room", wait=True):
         return _evict(cache, needed, things, environ)
 
 
 @contextlib.contextmanager
 def claimed(cache: Path, sha256: str, size: int, things: Things, environ: Mapping[str, str]) -> Iterator[tuple[Path | None, int]]:
-    """Make room for a shard, and keep other processes from fetching it meanwhile. Yields the path to write it to, and the bytes
-    that are still missing. The path is None if another process is fetching it, or just did; one that has not written for
-    `_STILL_S` does not count."""
+    """Make room for a shard, and keep other processes from fetching it meanwhile. Yields the path to write it to, and the number
+    of bytes that are still missing. The path is None if another process is fetching the shard or has just done so; a process that
+    has not written for `_STILL_S` does not count."""
     with contextlib.ExitStack() as claim:
         with file_locks.attempted(cache / ".room", wait=True):  # so that nobody removes the directory before it is locked
             home = cache / "coming" / f"{sha256}.{size}"
@@ -103,7 +103,7 @@ def claimed(cache: Path, sha256: str, size: int, things: Things, environ: Mappin
 
 
 def _still(home: Path) -> bool:
-    """Whether the process that fetches a shard has stopped writing, e.g. by SIGSTOP."""
+    """Whether the process that fetches a shard has stopped writing, e.g. because of SIGSTOP."""
     newest = home.stat().st_mtime
     for path in home.iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -127,7 +127,7 @@ def _evict(cache: Path, needed: int, things: Things, environ: Mapping[str, str])
 
 
 def _coming(cache: Path) -> int:
-    """The bytes of the shards that are being fetched. Removes the leftovers of killed processes."""
+    """Total size in bytes of the shards that are being fetched. Removes the leftovers of killed processes."""
     size = 0
     for home in cache.glob("coming/*"):
         if not (match := re.fullmatch(r"[0-9a-f]+\.(\d+)", home.name)):
@@ -147,7 +147,7 @@ def shards(cache: Path) -> Iterator[Thing]:
 
 
 def _remove(path: Path) -> bool:
-    """Remove a shard unless a process reads it. Returns whether it did."""
+    """Remove a shard unless a process reads it. Returns whether it was removed."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         if not file_locks.acquire(file.fileno()):
             return False

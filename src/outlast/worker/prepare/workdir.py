@@ -1,5 +1,5 @@
-"""The working directory of training processes: `work/` in the job's output. It holds a copy of the code, so scripts find the
-files beside them, and files that they write to relative paths are part of the output.
+"""The working directory of training processes: `work/` in the job's output. It holds a copy of the code, so that scripts find the
+files beside themselves, and files that they write to relative paths are part of the output.
 
     work/.outlast-files         size and mtime of each file of code when it was copied; all other files are the job's
     work/.outlast-generation    the last generation whose rank 0 worked here
@@ -36,20 +36,20 @@ _RUN = ".outlast-run"
 _IN_STORE = ".outlast-work"
 """Key of the object that holds the generation of the files in the store."""
 _LOCK, _INDEX = f"{OWN}/working", f"{OWN}/fetched"
-"""In the output: a lock, and a directory for the indices of fetches."""
+"""Paths in the output: a lock, and a directory for the indices of fetches."""
 _MOST = (64 << 20, 10_000)
 """Maximum size in bytes and number of files of code in an image that we copy; larger code runs in place."""
 _QUIET_S = 2.0
 """Debounce: a file written in place more recently may be incomplete."""
 _SMALL = 1 << 20
-"""Bytes; a smaller file is written within milliseconds."""
+"""Size in bytes below which a file is written within milliseconds."""
 
 Listed = Mapping[str, tuple[int, int] | None]
-"""Size and mtime (ns) of files of code, by their path in the directory; None for a link."""
+"""Size and mtime (ns) of files of code, by their path in the directory; None stands for a link."""
 
 
 def note_code(directory: Path, code: Listed) -> None:
-    """Record which files in `directory` are code, before they are copied there. Earlier ones stay code."""
+    """Record which files in `directory` are code, before they are copied there. Files recorded earlier still count as code."""
     files.replace(directory / _FILES, json.dumps({**listed(directory), **code}))
 
 
@@ -61,7 +61,7 @@ def forget_code(directory: Path) -> None:
 
 
 def listed(directory: Path) -> dict[str, tuple[int, int] | None]:
-    """The record of `note_code`; empty if it cannot be read."""
+    """The record written by `note_code`; empty if it cannot be read."""
     try:
         record = json.loads((directory / _FILES).read_text())
         return {name: tuple(stat) if stat else None for name, stat in record.items()}
@@ -79,7 +79,8 @@ def fingerprint(path: Path) -> tuple[int, int] | None:
 
 
 class Results:
-    """Decides which files of a working directory are results, and which of them are complete. `output` is the job's."""
+    """Decides which files of a working directory are results, and which of the results are complete. `output` is the job's
+    output."""
 
     def __init__(self, output: Path) -> None:
         self._output = output
@@ -92,7 +93,7 @@ class Results:
         """Paths that this pass holds back, and their directories."""
 
     def skipped(self, path: str) -> bool:
-        """Whether a path in the output is in the working directory, but not a result: code, hidden or compiled files."""
+        """Whether a path in the output is in the working directory but is not a result: code, hidden files or compiled files."""
         first, _, inside = path.partition("/")
         if first != contract.WORK:
             return False
@@ -140,12 +141,12 @@ class Results:
         return any(other is not None and other > step for other in steps)
 
     def unfinished(self, *, last: bool = False) -> Callable[[str], bool]:
-        """Begin a pass. Returns its test whether a result may be incomplete, so that it must not replace a complete one in the
-        store. The `last` pass takes all as complete.
+        """Begin a pass. Returns a function that tells whether a result may be incomplete and so must not replace a complete one
+        in the store. The `last` pass treats every result as complete.
 
-        A file that was renamed after its last byte (ctime after mtime) is complete. One written in place must be quiet for a
-        while, but a small one is held back in one pass only. A checkpoint's directory, also outside of the working directory,
-        is held back until all of it is quiet.
+        A file that was renamed after its last byte (ctime after mtime) is complete. A file written in place must be unchanged for
+        a while, but a small file is held back in one pass only. A checkpoint's directory, also outside of the working directory,
+        is held back until none of its files changes.
         """
         last_sizes, self._sizes, self._waiting = self._sizes, {}, set()
         now = time.time()
@@ -185,7 +186,7 @@ class Results:
 
 
 def generation(output: Path) -> int:
-    """The last generation whose rank 0 worked in this output, or whose files were fetched; 0 for none."""
+    """The last generation whose rank 0 worked in this output, or whose files were fetched; 0 if there is none."""
     try:
         return int((output / contract.WORK / contract.WORKED).read_text())
     except (OSError, ValueError):
@@ -281,8 +282,8 @@ def _inside(path: str) -> bool:
 
 
 def saves_itself(output: Path, place: Store) -> bool:
-    """Whether the script also saves on this worker, without rank 0: it has saved here since the store's files were written.
-    Raises StoreError."""
+    """Whether the script also saves on this worker, although rank 0 is elsewhere: it has saved here since the store's files were
+    written. Raises StoreError."""
     try:
         return plain_scripts.newest(output / contract.WORK, place.head(_IN_STORE).modified) is not None
     except Missing:
@@ -290,8 +291,8 @@ def saves_itself(output: Path, place: Store) -> bool:
 
 
 def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threading.Event, *, newer: bool = False) -> None:
-    """Fetch the job's files if those in the store are of a later generation, or are known to be `newer`. Outside of the working
-    directory, only missing files are fetched. Raises StoreError, OutlastError."""
+    """Fetch the job's files if the store's are of a later generation, or are known to be `newer`. Outside of the working
+    directory, only missing files are fetched. Raises StoreError and OutlastError."""
     here = generation(output)
     try:
         stored = _in_store(place)
@@ -322,7 +323,7 @@ def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threadin
 
 
 def main(argv: list[str]) -> int:
-    """Fetch the job's files if those in the store are newer, or are known to be (`--newer`). Returns the exit code. Run by
+    """Fetch the job's files if the store's are newer, or are known to be newer (`--newer`). Returns the exit code. Run by
     `launch.rank0_files`."""
     output = Path(os.environ[Env.OUTPUT])
 

@@ -22,7 +22,7 @@ PREFIX = "events.out.tfevents.outlast"
 
 
 class EventFile:
-    """A sink that writes event files into `directory`, and its position into the file `position`."""
+    """A sink that writes event files into `directory` and keeps its position in the file `position`."""
 
     pause_s = 3.0
 
@@ -77,10 +77,10 @@ class EventFile:
         self._settings = table
 
     def checkpoints(self, places: Mapping[str, str]) -> None:
-        """Does nothing: the checkpoints are beside the event files."""
+        """Do nothing: the checkpoints are beside the event files."""
 
     def end(self, status: Status | None) -> None:
-        """Does nothing: event files have no end record."""
+        """Do nothing: event files have no record of a run's end."""
 
     def _write(self, events: Sequence[Any]) -> None:
         with self._path.open("ab") as file:

@@ -1,7 +1,8 @@
-"""The follower of a run's metrics: the process that feeds all trackers.
+"""The follower of a run's metrics: the process that sends them to all trackers.
 
 It ends after a line on standard input, `{"status": ..., "within": seconds}`, or soon after the death of its parent, rank 0. With
-`--end STATUS` it sends the rest and the run's end, once. A lock makes it the only one of its output; the next one waits.
+`--end STATUS` it sends the rest and the run's end, then exits. A lock ensures that an output has only one follower; the next one
+waits.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def refresh(copy: Path, read: Callable[[int], bytes]) -> None:
     """Make `copy` equal to the complete lines of a growing file; `read(offset)` returns its bytes from there (none beyond its
     end).
 
-    The last line is read again to check that it is the same file: lines contain the time. Raises the exceptions of `read`.
+    The last line is read again to check that the file is still the same: lines contain the time. Raises the exceptions of `read`.
     """
     old = copy.read_bytes() if copy.exists() else b""
     mark = old[old.rfind(b"\n", 0, len(old) - 1) + 1 :] if old else b""
@@ -57,9 +58,9 @@ class Ending(NamedTuple):
     """The training session's final message."""
 
     status: Status | None
-    """How the run has ended; None: it goes on."""
+    """How the run has ended; None: the run goes on."""
     within: float
-    """Seconds for sending the rest."""
+    """Number of seconds in which to send the rest."""
 
 
 class Session:
@@ -73,7 +74,7 @@ class Session:
         self._received = b""
 
     def ending(self, timeout_s: float) -> Ending | None:
-        """The final message; None if it has not ended within `timeout_s`."""
+        """The final message; None if the session has not ended within `timeout_s`."""
         if self._ending is None:
             if os.getppid() != self._parent:
                 self._ending = self._orphaned
@@ -92,7 +93,7 @@ class Session:
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Follow until the run ends, and exit: with 0 if everything has arrived, or the rest was reported."""
+    """Follow until the run ends, and exit: with code 0 if everything has arrived, or if missing metrics were reported."""
     os.nice(19)  # before the libraries of trackers are imported, which is most of the work
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -155,7 +156,7 @@ def follow(output: Path, directory: Path, session: Session, environ: Mapping[str
 
 
 def lost(forwarder: Forwarder) -> str:
-    """A sentence about the metrics that a tracker lacks at our end."""
+    """A sentence about the metrics that a tracker lacks when we end; empty if it lacks none."""
     what = forwarder.missing()
     why = forwarder.problem.removeprefix(f"{forwarder.sink.title}: ") or "there was no time"
     lacks = f"{what} of the metrics are not there" if what else "it does not know how the run has ended"
@@ -177,8 +178,8 @@ def sinks(run: Run, environ: Mapping[str, str]) -> list[Sink]:
 
 
 def identity(output: Path) -> str:
-    """An id for a run without one, under plain python and torchrun. It is stored beside the checkpoints: without these a run
-    begins again, and is a new one."""
+    """An id for a run that has none, under plain python and torchrun. It is stored beside the checkpoints: without checkpoints a
+    run begins again, and is a new run."""
     path = output / contract.CHECKPOINTS / ".tracking"
     try:
         return path.read_text()

@@ -1,4 +1,5 @@
-"""Feeds one tracker from the output of a run, in a thread: sends new values at an interval, and retries until they have arrived.
+"""Feeds one tracker from the output of a run, in a thread that sends new values at an interval and retries until they have
+arrived.
 
 An unreachable tracker is logged once, and once more when it works again; nothing is lost meanwhile, since the file is the buffer.
 """
@@ -20,7 +21,7 @@ from outlast.worker.tracking.sinks import Run, Sink, Status
 RETRY_S = (1.0, 60.0)
 """First and longest backoff after a failure."""
 LAST_RETRY_S = 0.5
-"""Longest backoff once the run is over and its session waits for us."""
+"""Longest backoff once the run is over and its session is waiting for us."""
 
 
 class Forwarder(threading.Thread):
@@ -32,7 +33,7 @@ class Forwarder(threading.Thread):
         self._run, self._say, self._changed = run, say, changed
         self._reader = lines.Reader(run.output / contract.METRICS)
         self._position: lines.Position | None = None
-        """None until the sink is open."""
+        """The sink's position; None until the sink is open."""
         self._reached: lines.Position = {}
         self._parameters: dict[str, Any] = {}
         self._places: dict[str, str] | None = None
@@ -40,7 +41,7 @@ class Forwarder(threading.Thread):
         self._ending = threading.Event()
         self._status: Status | None = None
         self.complete = False
-        """Whether everything has arrived there, including the end."""
+        """Whether everything, including the end, has arrived in the tracker."""
 
     def forward(self) -> None:
         """Send everything new. Raises the sink's exceptions; the next call then opens it again."""
@@ -107,7 +108,7 @@ class Forwarder(threading.Thread):
             self._changed()
 
     def missing(self) -> str:
-        """The steps that have not arrived, as text; empty if there are none as far as we know."""
+        """The steps that have not arrived, as text; empty if none are missing as far as we know."""
         reader = lines.Reader(self._reader.path)
         lost: set[int] = set()
         with contextlib.suppress(OSError):

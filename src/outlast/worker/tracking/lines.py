@@ -1,8 +1,9 @@
 """Finds the values of `metrics.jsonl` that a tracker does not have yet.
 
-A tracker's *position* is the last step that it has of each name. A value is new if its step is greater, so a tracker sees steps
-increase, whatever happens to the file. Steps that are repeated after a resume are skipped: their values are the same, bit for
-bit. A file that was truncated and has grown since is read again from its beginning; so is a copy on another disk.
+A tracker's *position* is the last step of each name that it has received. A value is new if its step is greater, so the steps
+that a tracker receives always increase, whatever happens to the file. Steps that are repeated after a resume are skipped: their
+values are the same, bit for bit. A file that was truncated and has grown since is read again from its beginning; so is a copy on
+another disk.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def same(name: str) -> str:
 
 
 def points(lines: bytes, position: Mapping[str, int], rename: Callable[[str], str] = same) -> list[Point]:
-    """The values in `lines` that are new at `position`, in order; each step of a name once. `rename` makes a name that the
-    tracker accepts."""
+    """The values in `lines` that are new at `position`, in order; each step of a name occurs once. `rename` maps a name to one
+    that the tracker accepts."""
     last = dict(position)
     new = []
     for line in lines.splitlines():
@@ -60,8 +61,8 @@ def advanced(position: Mapping[str, int], sent: Iterable[Point]) -> Position:
 
 
 class PositionFile:
-    """A position in a file of ours, for a tracker that cannot report its own. Written after the values, so a kill may repeat
-    some."""
+    """A position that we keep in a file, for a tracker that cannot report its own. The file is written after the values are sent,
+    so a kill may repeat some."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

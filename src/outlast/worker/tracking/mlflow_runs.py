@@ -1,7 +1,7 @@
 """MLflow: one MLflow run per run, found again by a tag, below a run for the job.
 
 Works with any server, database or directory that MLflow's client supports. Metrics are sent in batches; the position is the last
-step of each name that MLflow has. Checkpoints are tags with their locations. Needs `mlflow-skinny` (extra `tracking`).
+step of each name in MLflow. Checkpoints are tags with their locations. Needs `mlflow-skinny` (extra `tracking`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHECKPOINT, CHANGED = "checkpoint.", "changed."
 MOST_METRICS, MOST_OTHERS = 1000, 100
 """Limits per request: https://mlflow.org/docs/latest/rest-api.html#request-limits"""
 MOST_TEXT = 500
-"""Length of a parameter that every server accepts."""
+"""Maximum length of a parameter that every server accepts."""
 _REFUSED = re.compile(r"[^\w\-. /]")
 
 DEFAULTS = {
@@ -39,12 +39,12 @@ DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "GIT_PYTHON_REFRESH": "quiet",
 }
-"""Variables for MLflow's client, unless the user has set them: directories are allowed, retries are ours
-(`forwarding`), and the client reports nothing about itself."""
+"""Variables for MLflow's client, unless the user has set them: directories are allowed, `forwarding` retries instead of the
+client, and the client sends no telemetry."""
 
 
 class MLflow:
-    """A sink that writes into the MLflow at `uri`."""
+    """A sink that writes to the MLflow at `uri`."""
 
     pause_s = 5.0
 
@@ -92,8 +92,8 @@ class MLflow:
         return str(self._client.create_experiment(self._experiment))
 
     def _ensure_run(self, experiment: str, tag: str, value: str, tags: Mapping[str, str]) -> str:
-        """The id of the run with this tag, created if missing. Run and tag are created at once, so there is never a second
-        one."""
+        """The id of the run with this tag, created if missing. Run and tag are created in one request, so there is never a second
+        run with the tag."""
         if runs := self._client.search_runs([experiment], f"tags.`{tag}` = '{value}'", max_results=1):
             return str(runs[0].info.run_id)
         return str(self._client.create_run(experiment, run_name=self._run.name, tags={tag: value, **tags}).info.run_id)

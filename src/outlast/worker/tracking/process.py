@@ -1,6 +1,6 @@
 """The follower's interface for other processes: rank 0's session starts one, reads its problems and waits for its end.
 
-Starting costs a fork; after that a file is read every few seconds. The follower ends with its parent.
+Starting a follower costs a fork; after that a file is read every few seconds. The follower ends with its parent.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ log = logging.getLogger("outlast")
 FLUSH_S = 10.0
 """How long the end of a run waits for trackers."""
 LEAVE_S = 2.0
-"""The same if the run goes on elsewhere, where another follower sends the rest."""
+"""How long it waits if the run goes on elsewhere, where another follower sends the rest."""
 LOOK_S = 5.0
 IMPORTS_S = 20.0
-"""Added to FLUSH_S for a follower that has just been started, on a busy machine; arbitrary."""
+"""Added to FLUSH_S for the imports of a follower that has just been started on a busy machine; arbitrary."""
 PROBLEM, ENDED, LOCK = "problem", "ended", "lock"
 """Files in `.tracking/`: the current problem, the reported end of the run, and the lock of the follower."""
 
@@ -38,7 +38,7 @@ class Follower:
         self._looked, self._problem = time.monotonic(), ""
 
     def news(self) -> str | None:
-        """The trackers' problem if it has changed, "" when they work again; None in most calls, which cost nothing."""
+        """The trackers' problem if it has changed, "" when they work again. None in most calls, which cost nothing."""
         now = time.monotonic()
         if now - self._looked < LOOK_S:
             return None
@@ -49,8 +49,8 @@ class Follower:
         return self._problem if self._problem != last else None
 
     def finish(self, status: Status | None, *, goes_on: bool = False) -> str:
-        """Have it send the rest, and wait for a bounded time. Returns a sentence about metrics that have not arrived, or an empty
-        string."""
+        """Have the follower send the rest, and wait for a bounded time. Returns a sentence about metrics that have not arrived,
+        or an empty string."""
         within = LEAVE_S if goes_on else FLUSH_S
         at_most = LEAVE_S + 1.0 if goes_on else FLUSH_S + IMPORTS_S
         assert self._process.stdin is not None
@@ -98,7 +98,7 @@ class Trackers:
         return {"warning": problem}
 
     def end(self, error: BaseException | None, *, leaving: bool) -> dict[str, str]:
-        """Have the rest sent, for a bounded time. Returns a warning about metrics that have not arrived."""
+        """Have the rest of the metrics sent, within a bounded time. Returns a warning about metrics that have not arrived."""
         if self._follower is None:
             return {}
         status, goes_on = outcome(error, leaving=leaving, restarted=Env.JOB in os.environ)
@@ -109,7 +109,7 @@ class Trackers:
 def outcome(error: BaseException | None, *, leaving: bool, restarted: bool) -> tuple[Status | None, bool]:
     """The status of a run for its trackers, and whether it goes on. `error` is the exception that ended its session, if any.
 
-    `restarted`: Outlast decides whether a failed run has ended.
+    `restarted`: whether Outlast, rather than this process, decides if a failed run has ended.
     """
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return (None, True) if leaving else (Status.FINISHED, False)
@@ -119,7 +119,7 @@ def outcome(error: BaseException | None, *, leaving: bool, restarted: bool) -> t
 
 
 def problem(directory: Path) -> str:
-    """The problem that the follower reports now; empty if there is none."""
+    """The problem that the follower currently reports; empty if there is none."""
     try:
         return (directory / PROBLEM).read_text()
     except OSError:
@@ -127,7 +127,8 @@ def problem(directory: Path) -> str:
 
 
 def start(output: Path, environ: Mapping[str, str] | None = None) -> Follower | None:
-    """Start the follower of the run in `output` if this process's environment asks for trackers; else None. Raises OSError."""
+    """Start the follower of the run in `output` if this process's environment asks for trackers; otherwise returns None. Raises
+    OSError."""
     environ = os.environ if environ is None else environ
     if not settings(environ):
         return None
@@ -141,14 +142,15 @@ def _process(output: Path, environ: Mapping[str, str], *words: str, stdin: int) 
 
 
 _STATUS = {"Failed": Status.FAILED, "Cancelled": Status.KILLED}
-"""By the job's final state (`status.State`). The session itself has reported success."""
+"""Trackers' status by the job's final state (`status.State`). Success is missing, since the session itself has reported it."""
 
 
 def end(output: Path, environ: Mapping[str, str], state: str) -> str:
     """Report the job's final state to the trackers, after its training processes are gone. Returns a sentence if that fails,
     otherwise an empty string.
 
-    Does nothing if the job goes on, if no follower has run, and if the last one has reported the same. Waits for a bounded time.
+    Does nothing if the job goes on, if no follower has run, or if the last follower has reported the same state. Waits for a
+    bounded time.
     """
     directory, status = output / contract.TRACKING, _STATUS.get(state)
     if status is None or not settings(environ) or not directory.is_dir():

@@ -1,7 +1,7 @@
 """The interface of a tracker, the settings that choose a run's trackers, and the run as they see it.
 
-The job file's `tracking` (`contract.Env`) wins. Without it, MLFLOW_TRACKING_URI turns MLflow on, and WANDB_API_KEY or WANDB_MODE
-Weights & Biases, under plain python and torchrun, too.
+The job file's `tracking` (`contract.Env`) takes precedence. Without it, MLFLOW_TRACKING_URI turns MLflow on, and WANDB_API_KEY or
+WANDB_MODE Weights & Biases, under plain python and torchrun, too.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Status(enum.StrEnum):
 @dataclass(frozen=True)
 class Run:
     id: str
-    """The same across kills and resizes, and unique."""
+    """The run's identity, which is unique and stays the same across kills and resizes."""
     name: str
-    """The job's name, or the output directory's if there is no job."""
+    """The job's name, or the output directory's name if there is no job."""
     job: str
     """The job's name; empty under plain python and torchrun."""
     output: Path
@@ -65,22 +65,22 @@ class Sink(Protocol):
     pause_s: float
 
     def open(self) -> Position:
-        """Find or create the run in the tracker. Returns the last step that it has of each name."""
+        """Find or create the run in the tracker. Returns the last step of each name that the tracker has."""
 
     def rename(self, name: str) -> str:
-        """The tracker's name for a value."""
+        """The name under which the tracker stores a value."""
 
     def send(self, points: Sequence[Point]) -> None:
-        """Add values. They have arrived when this returns."""
+        """Add values. They have arrived in the tracker when this call returns."""
 
     def parameters(self, values: Mapping[str, Any]) -> None:
-        """Show the settings of the run."""
+        """Show the settings of the run in the tracker."""
 
     def checkpoints(self, places: Mapping[str, str]) -> None:
-        """Show the places of the checkpoints, by name, without copying them."""
+        """Show the locations of the checkpoints, by name, without copying the checkpoints."""
 
     def end(self, status: Status | None) -> None:
-        """Show the run's final status; None: it goes on, or its end is unknown."""
+        """Show the run's final status. None: the run goes on, or its end is unknown."""
 
 
 def text(value: Any) -> str:
@@ -103,7 +103,7 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Settings:
-    """The requested trackers of a run."""
+    """The trackers of a run that the user has requested, and their settings."""
 
     tensorboard: bool = False
     mlflow: str = ""

@@ -1,6 +1,7 @@
-"""Weights & Biases: one run, resumed by its id, configured by its own variables (WANDB_API_KEY, WANDB_MODE, WANDB_PROJECT ...).
+"""Weights & Biases: one run, resumed by its id and configured by the client's own variables (WANDB_API_KEY, WANDB_MODE,
+WANDB_PROJECT ...).
 
-Its client has a process and a buffer of its own, part of which a kill may lose. The position is the one in our own file,
+The client has its own process and buffer, part of which a kill may lose. The position is taken from our own file,
 `.tracking/wandb.json`, written once the client has accepted the values, or the server's last step if that is smaller.
 """
 
@@ -18,7 +19,7 @@ from outlast.worker.tracking.sinks import Run, Status
 
 
 class WandB:
-    """A sink that writes into Weights & Biases."""
+    """A sink that writes to Weights & Biases."""
 
     title = "Weights & Biases"
     pause_s = 3.0
