@@ -1,7 +1,7 @@
 """A job as Kubernetes objects: `render(job, "indexed-job")`. Pure.
 
-Used by `outlast render`, the operator (`pods.pod`) and `deploy/render.py` (`install`, `crd`). The contract of a worker's pod:
-`docs/decisions/0009-the-workers-pod.md`.
+Used by `outlast render`, the operator (`pods.pod`) and `deploy/render.py` (`install`, `crd`). The contract of a worker's pod is
+in `docs/decisions/0009-the-workers-pod.md`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A Job of one pod that brings a dataset to a claim or a store. It has the labels of a job, so that `outlast list`, `status`,
-`logs`, `why` and `cancel` know it."""
+"""A Job of one pod that downloads a dataset to a claim or a store. It has the labels of a job, so `outlast list`, `status`,
+`logs`, `why` and `cancel` work on it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from outlast.kubernetes.manifests.installed import install
 from outlast.kubernetes.manifests.request import Document
 
 IMAGE = install.IMAGE
-"""Outlast without torch."""
+"""An image with Outlast but without torch."""
 _KEEP_S = 86_400
-"""TTL after its end, for its log."""
+"""TTL of the Job after its end, during which its log can be read."""
 _TRIES = 3
-"""Pods that may fail; each continues from the files on the claim."""
+"""Maximum number of retries; each continues from the files on the claim."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,23 +28,24 @@ class Download:
     """A dataset and its destination."""
 
     dataset: str
-    """As on the command line: a name or a URL."""
+    """Name or URL of the dataset, as on the command line."""
     directory: str
-    """Its name as a directory."""
+    """The dataset's name as a directory name."""
     to: str = ""
-    """A directory on the claim, or a place in a store."""
+    """Directory on the claim, or URL of a place in a store. Default: `directory`, on the claim."""
     claim: str = ""
-    """`NAME:/PATH`: the claim, and where it is mounted."""
+    """`NAME:/PATH`: the claim's name, and the path at which it is mounted."""
     image: str = IMAGE
     secrets: Sequence[str] = ()
-    """Names of Secrets whose keys become variables, above all the credentials of a store."""
+    """Names of Secrets whose keys become environment variables, mostly credentials of a store."""
 
     @property
     def name(self) -> str:
         return names.fit(f"data-{re.sub(r'[^a-z0-9]+', '-', self.directory.lower()).strip('-')}", names.LONGEST - 6)
 
     def target(self) -> tuple[str, str, str]:
-        """The destination; the claim's name and mount path, or two empty strings. Raises OutlastError."""
+        """The destination, and the claim's name and mount path, both empty without a claim. Raises OutlastError if the
+        destination is missing or not on the claim."""
         if not self.claim:
             if "://" not in self.to or self.to.startswith("file://"):
                 raise OutlastError(
@@ -61,7 +62,7 @@ class Download:
 
 
 def claimed(option: str) -> tuple[str, str]:
-    """The claim's name and the mount path of `--claim NAME:/PATH`. Raises OutlastError."""
+    """The claim's name and the mount path in `--claim NAME:/PATH`. Raises OutlastError if the option has another form."""
     claim, colon, path = option.partition(":")
     if not colon or not re.fullmatch(r"(/[^/:.][^/:]*)+", path) or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", claim):
         raise OutlastError(f"--claim {option} is no claim with a path; write --claim NAME:/PATH, e.g. efs-pvc:/data")
@@ -69,7 +70,7 @@ def claimed(option: str) -> tuple[str, str]:
 
 
 def job(name: str, metadata: Document, pod: Document) -> Document:
-    """A Job of one pod, kept for a day after its end. `metadata` is the pod's; its labels are the Job's, too."""
+    """A Job of one pod, kept for a day after its end. `metadata` is the pod's metadata; the Job gets its labels, too."""
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -93,7 +94,8 @@ def job(name: str, metadata: Document, pod: Document) -> Document:
 
 
 def document(download: Download) -> Document:
-    """The Job. Raises OutlastError without a destination."""
+    """The Job that downloads the dataset. Raises OutlastError if the destination is missing or not on the claim, or if a URL
+    contains credentials."""
     for url in (download.dataset, download.to):
         if problem := url_logins.exposed(url, "whoever may view the Job reads its command"):
             raise OutlastError(f"{url_logins.hidden(url)} {problem}; a pod has the variables of the Secrets that --secret names")

@@ -1,4 +1,4 @@
-"""A Job of one pod that evaluates a job's model: a worker's pod with another command."""
+"""A Job of one pod that evaluates a job's model. The pod is a worker's pod with another command."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from outlast.kubernetes.manifests.scheduling import gang
 
 COMPONENT = "evaluation"
 _KEEP_S = 3600
-"""TTL after its end, for its log."""
+"""TTL of the Job after its end, during which its log can be read."""
 
 
 def _of_the_workload(label: str) -> bool:
-    """Whether a label identifies a pod or its workload; the API server adds some of these to a Job's template."""
+    """Whether a label identifies a pod or its workload. The API server adds some of these labels to a Job's template."""
     return label in (Label.WORKER, gang.GROUP_LABEL, "controller-uid", "job-name") or label.startswith("batch.kubernetes.io/")
 
 
 def document(job: str, template: Document, args: Sequence[str], *, unique: str) -> Document:
-    """The Job, from the template of the workers' pods. `unique` distinguishes it from other evaluations."""
+    """The Job that evaluates a model, made from the template of the workers' pods. `unique` distinguishes it from other
+    evaluations."""
     name = names.fit(f"{job}-evaluation-{unique}", names.LONGEST - 6)
     pod: dict[str, Any] = copy.deepcopy(template)
     labels = {**pod["metadata"]["labels"], "app.kubernetes.io/component": COMPONENT}

@@ -1,4 +1,4 @@
-"""Labels of a job's objects: origin, job, run, and the settings that it trains with."""
+"""Labels of a job's objects: origin, job, run, and the settings of the training."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from outlast.kubernetes.manifests import names
 from outlast.kubernetes.manifests.request import Document, Request, wrong
 
 UNMESHED = {"sidecar.istio.io/inject": "false"}
-"""Label of pods that run to an end: Istio puts no proxy beside them, in namespaces whose pods get one, such as Kubeflow's. Such a
-proxy outlives the training, so that a Job never completes, and rejects what workers send to one another's ports.
+"""Label that keeps Istio from adding a proxy to pods that run to completion, in namespaces where Istio adds one, such as
+Kubeflow's. The proxy would outlive the training, so that a Job never completes, and would reject connections of other workers.
 https://istio.io/latest/docs/setup/additional-setup/sidecar-injection/"""
 _VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 _NAME = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
@@ -21,20 +21,20 @@ _OPTION = re.compile(r"--?([A-Za-z][A-Za-z0-9_-]*)=(.+)")
 
 _RESERVED = ("job-name", "controller-uid", "controller-revision-hash", "pod-template-hash")
 _RESERVED_GROUPS = ("batch.kubernetes.io", "apps.kubernetes.io", "statefulset.kubernetes.io")
-"""Labels that Kubernetes' controllers set and select by: a Job whose template has another value is rejected (422).
+"""Prefixes of labels that Kubernetes' controllers set and select by: a Job whose template has another value is rejected (422).
 https://kubernetes.io/docs/reference/labels-annotations-taints/"""
 
 _SECRET = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
-"""Names of arguments that may be secrets, which must not be in labels."""
+"""Pattern for names of arguments that may be secrets, which must not become labels."""
 
 
 def selector(job: str) -> dict[str, str]:
-    """Selector of a job's workers, of all its runs. Selectors are immutable, so it never changes."""
+    """Selector of a job's workers, in all runs of the job. It never changes, since Kubernetes' selectors are immutable."""
     return {"app.kubernetes.io/instance": job, "app.kubernetes.io/component": "worker", Label.JOB: job}
 
 
 def common(job: spec.Job) -> dict[str, str]:
-    """Labels of all objects of a job: the user's, then ours. Raises InvalidJob for invalid labels."""
+    """Labels of all objects of a job: the user's labels, then Outlast's. Raises InvalidJob for invalid labels."""
     return {
         **_users(job),
         "app.kubernetes.io/name": "outlast",
@@ -58,7 +58,7 @@ def worker(request: Request) -> dict[str, str]:
 def settings(args: Sequence[str]) -> dict[str, str]:
     """The arguments as labels, so that pods can be found by them: `--batch=128` is `args.outlast.dev/batch: "128"`.
 
-    Names and values that are not valid labels, and possible secrets, are left out.
+    Arguments whose name or value is invalid in a label, and possible secrets, are left out.
     """
     found = {f"{Label.SETTING}{name}": value for name, value in _options(args) if not _SECRET.search(name)}
     return {name: value for name, value in found.items() if _NAME.fullmatch(name) and _VALUE.fullmatch(value)}
@@ -73,7 +73,7 @@ def metadata(request: Request, name: str) -> Document:
 
 
 def workload(request: Request, name: str, *, annotations: Mapping[str, str] | None = None) -> Document:
-    """The metadata of the owner of the pods: with the user's annotations, and Kueue's queue if there is one."""
+    """The metadata of the owner of the pods, with the user's annotations, and Kueue's queue if there is one."""
     found = metadata(request, name)
     found["labels"] |= {"app.kubernetes.io/component": "worker", Label.RUN: names.fit(request.run), **kueue(request.spec)}
     if more := {**request.job.metadata.annotations, **(annotations or {})}:
@@ -82,8 +82,8 @@ def workload(request: Request, name: str, *, annotations: Mapping[str, str] | No
 
 
 def kueue(fields: spec.Spec) -> dict[str, str]:
-    """Kueue's label, https://kueue.sigs.k8s.io/docs/reference/labels-and-annotations/; none without a queue, or when it is
-    Volcano's."""
+    """Kueue's label, https://kueue.sigs.k8s.io/docs/reference/labels-and-annotations/; empty if the job has no queue or its queue
+    is Volcano's."""
     if not fields.scheduling.queue or fields.scheduling.gang == "volcano":
         return {}
     return {"kueue.x-k8s.io/queue-name": fields.scheduling.queue}

@@ -1,7 +1,7 @@
 """Names of Kubernetes objects, within the limits on length.
 
-Jobs and ConfigMaps are immutable. Their names end with a digest of the content, so that applying a changed file creates new ones,
-and applying the same file changes nothing.
+Jobs and ConfigMaps are immutable. Their names end with a digest of the content, so that applying a changed file creates new
+objects, and applying the same file changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def digest(value: Any, digits: int = _DIGITS) -> str:
 
 
 def fit(name: str, longest: int = LONGEST) -> str:
-    """The name; if it is too long, its beginning and a digest."""
+    """The name, or its beginning and a digest if it is too long."""
     if len(name) <= longest:
         return name
     return f"{name[: longest - _DIGITS - 1].rstrip('-.')}-{digest(name)}"
@@ -43,14 +43,15 @@ class Names:
         return fit(f"{self.job}-{self.digest}")
 
     def code(self, checksum: str) -> str:
-        """The ConfigMap with the archive of code that has this SHA-256."""
+        """Name of the ConfigMap that contains the archive of code with this SHA-256."""
         return fit(f"{self.job}-code-{checksum[:_DIGITS]}")
 
     @property
     def service(self) -> str:
-        """The headless Service for the workers' host names. The same for all runs: it selects by the job."""
+        """Name of the headless Service for the workers' host names. It is the same for all runs, since the Service selects by the
+        job."""
         return fit(f"{self.job}-rdzv")
 
     def workload(self, suffix: str = "") -> str:
-        """The owner of the pods, whose longest host name adds `suffix` to it."""
+        """Name of the owner of the pods. The longest host name of a pod is this name and `suffix`."""
         return fit(f"{self.job}-{self.digest}", LONGEST - len(suffix))

@@ -1,4 +1,4 @@
-"""The objects beside the workload: ConfigMaps with job file and code, the headless Service, claims."""
+"""The objects besides the workload: ConfigMaps with the job file and the code, the headless Service, and claims."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outlast.kubernetes.manifests.request import Document, Request
 
 
 def config(request: Request) -> Document:
-    """The ConfigMap with the job file. It is immutable: its name changes with its content."""
+    """The ConfigMap with the job file. It is immutable: another content has another name."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -24,7 +24,7 @@ def config(request: Request) -> Document:
 
 
 def code(request: Request) -> list[Document]:
-    """The ConfigMap with the archive of code, if there is one; its name has the archive's checksum."""
+    """The ConfigMap with the archive of code, if there is one. Its name contains the archive's checksum."""
     checksum = volumes.checksum(request.spec.code)
     if not (request.code and checksum):
         return []
@@ -40,12 +40,13 @@ def code(request: Request) -> list[Document]:
 
 
 def service(request: Request) -> Document:
-    """The headless Service for the workers' DNS names, also before they are ready: they are only in a world."""
+    """The headless Service for the workers' DNS names. It includes pods that are not ready, since pods become ready only in a
+    world."""
     return headless(labels.metadata(request, request.names.service), labels.selector(request.job.metadata.name), "rendezvous")
 
 
 def headless(meta: Document, selector: dict[str, str], target: str | int) -> Document:
-    """A headless Service for the rendezvous of pods, also before they are ready; `target` is their port."""
+    """A headless Service for the rendezvous of pods, including pods that are not ready; `target` is their port."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -60,7 +61,7 @@ def headless(meta: Document, selector: dict[str, str], target: str | int) -> Doc
 
 
 def key(job: spec.Job, workload: Document, value: str) -> Document | None:
-    """The Secret by which the workers of a workload authenticate one another; None for a single worker."""
+    """The Secret with which the workers of a workload authenticate one another; None for a single worker."""
     if not (name := _secret(job, workload)):
         return None
     meta: Document = {"name": name, "labels": labels.common(job)}
@@ -70,7 +71,7 @@ def key(job: spec.Job, workload: Document, value: str) -> Document | None:
 
 
 def _secret(job: spec.Job, workload: Document) -> str:
-    """The name of the Secret that the pods refer to; an ElasticJob's pods will."""
+    """The name of the Secret to which the pods refer, or to which an ElasticJob's pods will refer; empty for a single worker."""
     if workload["kind"] == contract.KIND:
         return Names(job.metadata.name).service if job.spec.workers.max > 1 else ""
     fields = workload["spec"]
@@ -81,7 +82,7 @@ def _secret(job: spec.Job, workload: Document) -> str:
 
 
 def claims(request: Request, *, mode: str = "ReadWriteMany") -> list[Document]:
-    """The PersistentVolumeClaims to create: those with a size. `mode`: default access mode."""
+    """The PersistentVolumeClaims to create, for volumes that have a size. `mode` is the default access mode."""
     return [
         {
             "apiVersion": "v1",
@@ -94,14 +95,14 @@ def claims(request: Request, *, mode: str = "ReadWriteMany") -> list[Document]:
 
 
 def kept(desired: Document, existing: Document) -> str:
-    """A sentence about a claim that exists: it may hold data, so it is used and never changed."""
+    """A sentence about a claim that exists. As the claim may hold data, it is used and never changed."""
     asked, has = _storage(desired), _storage(existing)
     differ = [f"its {name} is {has[name] or 'none'}, not {each}" for name, each in asked.items() if each and each != has[name]]
     return "; ".join([f"PersistentVolumeClaim {existing['metadata']['name']} exists and is used as it is", *differ])
 
 
 def _storage(claim: Document) -> dict[str, str]:
-    """The storage that a claim requests."""
+    """The size, StorageClass and access mode that a claim requests."""
     size = claim["spec"].get("resources", {}).get("requests", {}).get("storage")
     return {
         "size": units.memory_text(units.memory(size)) if size else "",

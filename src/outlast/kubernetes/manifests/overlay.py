@@ -1,8 +1,9 @@
-"""Strategic merge of a patch into a pod template, as `kubectl patch --type strategic`.
+"""Strategic merge of a patch into a pod template, as `kubectl patch --type strategic` does it.
 
 Mappings merge key by key, and `null` removes a key. Lists whose items have a name (containers, volumes, variables, ports) merge
-item by item; other lists are replaced. `$patch: delete` in an item removes it, `$patch: replace` in a mapping puts it in place
-of what was there. https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/
+item by item; other lists are replaced. `$patch: delete` in an item removes it, `$patch: replace` in a mapping replaces the whole
+mapping in the base.
+https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ KEYS = {
     "hostAliases": "ip",
     "topologySpreadConstraints": "topologyKey",
 }
-"""Merge keys of lists (`patchMergeKey` of the Kubernetes API)."""
+"""Merge keys (`patchMergeKey` of the Kubernetes API), by the name of the list."""
 _ONE_OF = ("volumes", "env")
-"""Lists whose items are unions: a claim replaces an emptyDir (`retainKeys`)."""
+"""Lists whose items are unions (`retainKeys`): a claim replaces an emptyDir, for example."""
 _WAYS = ("merge", "replace", "delete")
 
 
 def merge(base: dict[str, Any], patch: dict[str, Any], at: str = "template") -> dict[str, Any]:
-    """`base` merged with `patch`; neither is changed. Raises ValueError with a sentence about what cannot be merged."""
+    """`base` merged with `patch`; neither is changed. Raises ValueError with a sentence that says which part cannot be merged."""
     if _way(patch, at) == "replace":
         return _bare(patch)
     result = dict(base)
@@ -54,7 +55,7 @@ def merge(base: dict[str, Any], patch: dict[str, Any], at: str = "template") -> 
 
 
 def _items(base: list[Any], patch: list[Any], name: str, at: str) -> list[Any]:
-    """The merged lists: items in both are merged in place, new ones come last."""
+    """The merged list: items in both lists are merged in place, and new items come last."""
     key = KEYS[name]
     for index, item in enumerate(patch):
         if not isinstance(item, dict) or not isinstance(item.get(key, "" if "$patch" in item else None), str | int):

@@ -4,8 +4,8 @@ It satisfies the restricted Pod Security Standard (https://kubernetes.io/docs/co
 root, no escalation, no capabilities, the runtime's seccomp profile; and a read-only root file system. The user's `template` is
 merged over it last.
 
-The agent answers the probes. It is alive while a step or a phase of the start makes progress, and ready while it is in a world.
-It ends a hang itself, with stacks in the log; the liveness probe is for an agent that does not answer.
+The agent answers the probes. A worker is alive while a step or a phase of its start makes progress, and ready while it is in a
+world. The agent ends a hang itself, with stacks in the log; the liveness probe is for an agent that does not answer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outlast.kubernetes.manifests.request import Document, Request, wrong
 from outlast.kubernetes.manifests.scheduling import disruption, gang, placement
 
 START_S = 120
-"""Timeout of the startup probe, for a busy machine."""
+"""Timeout of the startup probe, long enough for a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -31,24 +31,25 @@ class Worker:
     """The parameters of a worker's pod that depend on the topology."""
 
     index: variables.Source
-    """Where the worker's index comes from."""
+    """Source of the worker's index."""
     rendezvous: str
     restart: Literal["Never", "Always"] = "Never"
     subdomain: str = ""
-    """The headless Service for the pod's DNS name."""
+    """Name of the headless Service for the pod's DNS name."""
     several: bool = True
     """Whether the job may have more workers than this one."""
     stay: bool = False
-    """Whether a worker that has succeeded keeps running; see `contract.Env.STAY`."""
+    """Whether the worker keeps running after it has succeeded; see `contract.Env.STAY`."""
     account: str = ""
-    """ServiceAccount, if the worker uses the API server. Default: no token."""
+    """ServiceAccount, if the worker uses the API server. Default: none, and no token."""
     gang: gang.Gang = gang.NONE
     on_demand: bool = False
-    """Whether it runs on no spot machine, whatever the job specifies."""
+    """Whether the worker avoids spot machines, whatever the job specifies."""
 
 
 def template(request: Request, worker: Worker) -> Document:
-    """The PodTemplateSpec of a job's workers. Raises InvalidJob without an image, or if `template` cannot be merged."""
+    """The PodTemplateSpec of a job's workers. Raises InvalidJob if the job has no image, or if its `template` cannot be
+    merged."""
     volumes, mounts = places.volumes(request)
     made: Document = {
         "metadata": {"labels": {**labels.UNMESHED, **labels.worker(request), **worker.gang.labels}},
@@ -72,26 +73,26 @@ def template(request: Request, worker: Worker) -> Document:
 
 
 def pod(request: Request, worker: Worker, *, index: int, generation: int, file: str) -> Document:
-    """The pod of one worker, for the operator. It carries its job file, see `Request.carried`."""
+    """The pod of one worker, for the operator. The pod carries its job file, see `Request.carried`."""
     request = dataclasses.replace(request, carried=True)
     made = template(request, worker)
     meta = labels.metadata(request, contract.worker_name(request.job.metadata.name, index))
     meta["labels"] = {**made["metadata"].pop("labels"), Label.WORKER: str(index), Label.GENERATION: str(generation)}
     own = made["metadata"].pop("annotations", {})
     meta["annotations"] = {**disruption.UNDISTURBED, **own, Annotation.JOB_FILE: file}
-    # `name` of a template has no meaning, as in Kubernetes.
+    # As in Kubernetes, the `name` of a template is ignored.
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {**made["metadata"], **meta}, "spec": made["spec"]}
 
 
 def grace_s(fields: spec.Spec) -> int:
-    """terminationGracePeriodSeconds: the job's grace, and the last upload."""
+    """terminationGracePeriodSeconds: the job's grace period, and time for the last upload."""
     return math.ceil(fields.interruption.grace.total_seconds()) + Pod.LAST_PUSH_S
 
 
 def failure_policy() -> Document:
-    """A Job ignores interruptions, and fails at once on misconfiguration or when workers have given up.
+    """The rules by which a Job ignores interruptions, and fails at once on misconfiguration or when workers have given up.
 
-    143 is SIGTERM before the agent handled it. Everything else counts towards `backoffLimit`.
+    143 is the exit code for a SIGTERM before the agent could handle it. All other failures count towards `backoffLimit`.
     https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy
     """
 
@@ -108,7 +109,7 @@ def failure_policy() -> Document:
 
 
 def job_limits(fields: spec.Spec) -> Document:
-    """The fields of a `batch/v1` Job for failures and its end."""
+    """The fields of a `batch/v1` Job that suspend it, limit its failures and its duration, and delete it after its end."""
     found: Document = {
         **({"suspend": True} if fields.suspend else {}),  # never false: Kueue sets it for jobs in its queues
         "backoffLimit": fields.restarts.limit,
@@ -147,7 +148,8 @@ def _container(request: Request, worker: Worker, mounts: list[Document]) -> Docu
 
 
 def probes(*, start: int, live: int) -> Document:
-    """The probes of our processes: `tries` to start, two seconds apart, and the liveness probe, ten seconds apart."""
+    """The probes of our processes. `start` and `live` are the failure thresholds of the startup and the liveness probe, which are
+    sent every two and every ten seconds."""
     return {
         "startupProbe": probe("/healthz", every=2, tries=start),
         "livenessProbe": probe("/healthz", every=10, tries=live),
@@ -156,7 +158,7 @@ def probes(*, start: int, live: int) -> Document:
 
 
 def probe(path: str, *, every: int, tries: int, port: str = "probes") -> Document:
-    """An HTTP probe at an interval of `every` seconds; `tries` is the failure threshold."""
+    """An HTTP probe, sent every `every` seconds; `tries` is the failure threshold."""
     return {
         "httpGet": {"path": path, "port": port},
         "periodSeconds": every,
@@ -166,7 +168,8 @@ def probe(path: str, *, every: int, tries: int, port: str = "probes") -> Documen
 
 
 def overlaid(job: spec.Job, made: Document, kept: dict[str, str]) -> Document:
-    """The template with the user's merged over it; the labels `kept` stay. Raises InvalidJob if it cannot be merged."""
+    """The template with the user's template merged over it; the labels in `kept` win. Raises InvalidJob if it cannot be
+    merged."""
     try:
         result = overlay.merge(made, job.spec.template)
     except ValueError as error:

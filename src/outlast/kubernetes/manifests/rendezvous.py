@@ -1,7 +1,7 @@
-"""Rendezvous endpoints without an operator: an etcd, or worker 0.
+"""Rendezvous endpoints without an operator: etcd, or worker 0.
 
-Worker 0 has its full name here. The name of the headless Service resolves to every pod: each would take itself for the host of
-the store, and wait for ever.
+Worker 0 is addressed by its full name. The name of the headless Service resolves to every pod: each pod would take itself for the
+host of the store, and wait forever.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from outlast.kubernetes.manifests.request import Request, wrong
 
 
 def endpoint(request: Request, pod0: str, service: str) -> str:
-    """`c10d://host:port`, `etcd://host:port,...` or `etcds://`, as in OUTLAST_RENDEZVOUS; see `rendezvous.etcd.gateway.address`.
+    """The endpoint as in OUTLAST_RENDEZVOUS: `c10d://host:port`, `etcd://host:port,...` or `etcds://...`; see
+    `rendezvous.etcd.gateway.address`.
 
     Raises InvalidJob.
     """
@@ -32,13 +33,13 @@ def endpoint(request: Request, pod0: str, service: str) -> str:
 
 
 def alone(request: Request) -> str:
-    """The endpoint of a job of one worker."""
+    """The endpoint of a job with one worker."""
     if request.spec.rendezvous.endpoint is not None:
         return endpoint(request, "", "")
     return f"c10d://localhost:{Pod.RENDEZVOUS_PORT}"
 
 
 def fqdn(pod: str, service: str) -> str:
-    """The full name of a pod behind a headless Service, in the namespace that it is applied to.
+    """The full DNS name of a pod behind a headless Service, in the namespace to which it is applied.
     https://kubernetes.io/docs/concepts/services-networking/dns-pod-service/"""
     return f"{pod}.{service}.$({Env.NAMESPACE}).svc.{contract.CLUSTER_DOMAIN}"

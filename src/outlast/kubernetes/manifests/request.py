@@ -12,25 +12,25 @@ from outlast.job import spec
 from outlast.kubernetes.manifests.names import Names
 
 Document = dict[str, Any]
-"""One document for Kubernetes; its keys are in the order in which they are written."""
+"""One Kubernetes document, with its keys in the order in which they are written."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One job to be rendered."""
+    """A job to render."""
 
     job: spec.Job
     names: Names
     run: str
     """Unique id of this submission; see `contract.Env.RUN`."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Contents of local files that pods need, by path; see `volumes.files`."""
+    """Contents of the local files that pods need, by path; see `volumes.files`."""
     code: bytes = b""
-    """The archive of code for the ConfigMap; empty if that exists already."""
+    """The archive of code for the ConfigMap; empty if there is none or the ConfigMap already exists."""
     fresh: bool = False
     """Whether to ignore checkpoints; see `contract.Env.FRESH`."""
     carried: bool = False
-    """Whether each pod has the job file in an annotation, instead of a ConfigMap."""
+    """Whether each pod has the job file in an annotation instead of in a ConfigMap."""
 
     @property
     def spec(self) -> spec.Spec:
@@ -42,17 +42,17 @@ class Request:
         return dataclasses.replace(self, job=self.job.model_copy(update={"spec": changed}))
 
     def held(self) -> Request:
-        """A job with 0 workers as a suspended job with the fewest allowed workers."""
+        """The request, with a job of 0 workers turned into a suspended job with the smallest allowed number of workers."""
         workers = self.spec.workers
         if workers.replicas:
             return self
         return self.but(suspend=True, workers=workers.model_copy(update={"replicas": workers.allowed()[0]}))
 
     def at_most(self, workers: int) -> Request:
-        """The request with at most as many workers as there will be pods, so that none waits for more."""
+        """The request limited to `workers`, the number of pods that there will be, so that no worker waits for more."""
         return self.but(workers=self.spec.workers.model_copy(update={"replicas": workers, "max": workers}))
 
 
 def wrong(job: spec.Job, *sentences: str) -> InvalidJob:
-    """An InvalidJob for a valid job that cannot run on Kubernetes."""
+    """An InvalidJob error for a valid job that cannot run on Kubernetes."""
     return InvalidJob([(None, sentence) for sentence in sentences], source=job.metadata.name)

@@ -1,7 +1,7 @@
 """Requests, limits, processes and threads of a worker's container.
 
-Memory and accelerators are both requested and limited. Cores are only requested, unless the job has a limit: it would throttle
-data loaders while other cores are idle.
+Memory and accelerators are both requested and limited. Cores are only requested, unless the job limits them: a limit would
+throttle data loaders while other cores are idle.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ class Share:
     limits: Quantities
     processes: int
     threads: int
-    """Of each process (OMP_NUM_THREADS). Results depend on it, so it must be the same on every machine."""
+    """Number of threads per process (OMP_NUM_THREADS). Results depend on it, so it must be the same on every machine."""
     shared_memory: int | None
-    """Bytes of `/dev/shm`; None: up to the memory."""
+    """Size of `/dev/shm` in bytes; None: limited only by the memory."""
 
     def container(self) -> dict[str, Quantities]:
-        """A container's `resources`."""
+        """The `resources` of a container."""
         return {key: value for key, value in (("requests", self.requests), ("limits", self.limits)) if value}
 
 
 def accelerator(wanted: spec.Resources) -> str:
-    """Resource name of the accelerators; empty for none."""
+    """Resource name of the accelerators; empty if there are none."""
     return accelerators.resource(wanted.accelerator) if wanted.gpu else ""
 
 
 def share(job: spec.Job) -> Share:
-    """The share of each worker. Raises InvalidJob if its shared memory exceeds its memory, or its cores their limit."""
+    """The share of each worker. Raises InvalidJob if shared memory leaves nothing of the memory, if cores exceed their limit, or
+    if EFA is requested without memory or cores."""
     wanted, count = job.spec.resources, job.spec.processes()
     if wanted.shared_memory and wanted.memory and wanted.shared_memory >= wanted.memory:
         said = f"{units.memory_text(wanted.shared_memory)}), which counts as memory, leaves nothing of resources.memory"
@@ -70,7 +71,7 @@ def _cores(count: float | None) -> Quantities:
 
 
 def times(fields: spec.Spec, count: int) -> Quantities:
-    """Total requests of `count` workers."""
+    """The resources that `count` workers request in total."""
     wanted = fields.resources
     total = _cores((wanted.cpu or wanted.cpu_limit or 0) * count)
     if wanted.memory:

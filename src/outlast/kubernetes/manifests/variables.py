@@ -1,4 +1,5 @@
-"""The environment of a worker's container. Order matters: a variable comes after those that it refers to by `$(NAME)`."""
+"""The environment of a worker's container. The order matters: a variable comes after the variables to which it refers by
+`$(NAME)`."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from outlast.kubernetes.manifests import resources, volumes
 from outlast.kubernetes.manifests.request import Document, Request
 
 KEY = "key"
-"""Key of the Secret by which the workers of a job know each other."""
+"""Key in the Secret with which the workers of a job authenticate one another."""
 Source = dict[str, object]
-"""Source of a variable's value: `{"value": "0"}`, or `{"valueFrom": ...}` as in a container."""
+"""Source of a variable's value, as in a container: `{"value": "0"}`, or `{"valueFrom": ...}`."""
 
 
 def plain(value: str) -> Source:
@@ -22,20 +23,20 @@ def plain(value: str) -> Source:
 
 
 def of_field(path: str) -> Source:
-    """A field of the pod itself (https://kubernetes.io/docs/concepts/workloads/pods/downward-api/)."""
+    """The value of a field of the pod itself (https://kubernetes.io/docs/concepts/workloads/pods/downward-api/)."""
     return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
 def several(request: Request, rendezvous: str) -> bool:
-    """Whether there may be several workers, which have to authenticate one another."""
+    """Whether there may be several workers, which must authenticate one another."""
     if rendezvous.startswith("c10d://"):
         return not rendezvous.startswith("c10d://localhost:")
     return request.spec.workers.max > 1
 
 
 def container(request: Request, *, index: Source, rendezvous: str, stay: bool) -> list[Document]:
-    """The container's `env`. The job's own values are literal: the agent substitutes references that are unknown here, from its
-    environment."""
+    """The container's `env`. The job's own values are literal: the agent substitutes references to variables that are unknown
+    here, from its environment."""
     ours = {**_contract(request, index=index, rendezvous=rendezvous, stay=stay), **_process(request)}
     known = {name: str(source["value"]) for name, source in ours.items() if "value" in source}
     found = {**ours, **own(request.spec, known)}
@@ -43,22 +44,22 @@ def container(request: Request, *, index: Source, rendezvous: str, stay: bool) -
 
 
 def own(fields: spec.Spec, defined: Mapping[str, str]) -> dict[str, Source]:
-    """The job's own variables, which may refer to those that are `known`."""
+    """The job's own variables, which may refer to the variables in `defined`."""
     return {name: plain(literal(value)) for name, value in substitution.values(fields.env, defined).items()}
 
 
 def from_secrets(fields: spec.Spec) -> list[Document]:
-    """The container's `envFrom`: Secrets as variables. `env` takes precedence."""
+    """The container's `envFrom`: Secrets as environment variables. Variables in `env` take precedence."""
     return [{"secretRef": {"name": secret.name}} for secret in fields.secrets if not secret.to]
 
 
 def literal(value: str) -> str:
-    """A value escaped for Kubernetes, where `$$` means `$`, and `$(NAME)` a variable."""
+    """A value escaped for Kubernetes, in which `$$` means `$`, and `$(NAME)` refers to a variable."""
     return value.replace("$", "$$") if "$(" in value or "$$" in value else value
 
 
 def of_secret(name: str, key: str) -> Source:
-    """A key of a Secret, optional."""
+    """The value of a key in a Secret, either of which may be missing."""
     return {"valueFrom": {"secretKeyRef": {"name": name, "key": key, "optional": True}}}
 
 

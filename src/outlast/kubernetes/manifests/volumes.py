@@ -1,7 +1,7 @@
 """The volumes of a worker's pod, and the job file with paths as in the pod.
 
 A pod sees stores, its image and its volumes, but not the machine that submits the job. A local path in a job must be on a volume
-at its place in the pod, or be a file that is sent along (`files`); else it is an error (see `document`).
+that is mounted at that place in the pod, or be a file that is sent along (`files`); otherwise it is an error (see `document`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from outlast.kubernetes.manifests import resources
 from outlast.kubernetes.manifests.request import Document, Request, wrong
 
 _STATE_SIZE = "256Mi"
-"""Size limit of the state directory, which is in memory; it holds some kilobytes."""
-"""User and group of the pod: any but root, see `pods`."""
+"""Size limit of the state directory, which is in memory and contains some kilobytes."""
 
 
 def document(job: spec.Job) -> spec.Job:
     """The job with paths as in its pods. Raises InvalidJob with every path that pods cannot see.
 
-    `suspend` is left out: it is not for the pods.
+    `suspend` is left out, since pods do not need it.
     """
     fields = job.spec
     if broken := list(_unseen(job)):
@@ -45,18 +44,18 @@ def document(job: spec.Job) -> spec.Job:
 
 
 def to_ship(fields: spec.Spec) -> str | None:
-    """The local directory of code that must be shipped; None if pods have it, or there is none."""
+    """The local directory of code that must be shipped; None if pods have the code already, or if there is none."""
     code = fields.code
     return code if code and _here(code) and not checksum(code) and not _in_pod(fields, spec.pinned(code)[0]) else None
 
 
 def shipped(archive: str, checksum: str) -> str:
-    """The URL in a job file of code in a ConfigMap."""
+    """The URL in a job file for code in a ConfigMap."""
     return f"file://{Pod.SHIPPED}/{archive}#sha256={checksum}"
 
 
 def checksum(code: str | None) -> str:
-    """The SHA-256 of code in a ConfigMap; empty for other code."""
+    """The SHA-256 of code in a ConfigMap; empty for code in other places."""
     place, digits = spec.pinned(code or "")
     path = spec.local(place)
     return digits if path is not None and PurePosixPath(Pod.SHIPPED) in PurePosixPath(path).parents else ""
@@ -73,12 +72,12 @@ def files(fields: spec.Spec) -> list[str]:
 
 
 def lost(job: spec.Job) -> bool:
-    """Whether the job's output is lost with its pods: it is neither in a store nor on a volume."""
+    """Whether the job's output is lost with its pods, being neither in a store nor on a volume."""
     return _here(job.spec.output) and not _on_volume(job.spec, output(job.spec))
 
 
 def without_credentials(fields: spec.Spec) -> list[str]:
-    """The places in S3 that a job names although its pods get no credentials."""
+    """URLs in S3 that a job names although its pods have no credentials for S3."""
     pod = str(fields.template.get("spec") or "")
     own = any(
         name.startswith("AWS_") and name not in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL") for name in fields.env
@@ -90,20 +89,20 @@ def without_credentials(fields: spec.Spec) -> list[str]:
 
 
 def output(fields: spec.Spec, name: str = "") -> str:
-    """The output directory in a pod: on a volume if there is one at its path, else below `/out`."""
+    """The output directory in a pod: at the job's path if that is on a volume, else below `/out`."""
     path = str(spec.local(fields.output) or "") if fields.output else ""
     root = path if path and _on_volume(fields, path) else Pod.OUTPUT
     return f"{root}/{name}" if name else root
 
 
 def store(job: spec.Job) -> str:
-    """URL of the job's output in a store; empty if it is not in one."""
+    """URL of the job's output in a store; empty if the output is not in a store."""
     above = store_of_all(job.spec)
     return f"{above}/{job.metadata.name}" if above else ""
 
 
 def store_of_all(fields: spec.Spec) -> str:
-    """Parent URL of the outputs of jobs in a store; empty if they are not in one."""
+    """Parent URL of the outputs of jobs in a store; empty if the outputs are not in a store."""
     return "" if fields.output is None or _here(fields.output) else fields.output.rstrip("/")
 
 
@@ -119,9 +118,9 @@ def file(job: spec.Job) -> str:
 
 
 def volumes(request: Request) -> tuple[list[Document], list[Document]]:
-    """The volumes of a pod, and the mounts of its container: one per path."""
+    """The volumes of a pod, and the mounts of its container, with one mount per path."""
     found: dict[str, tuple[Document, Document]] = {}
-    """By mount path."""
+    """Volumes and mounts, by mount path."""
     for place, name, source in _own(request):
         found[place] = {"name": name, **source}, {"name": name, "mountPath": place}
     for place, volume, mount in users(request.spec):
@@ -148,7 +147,7 @@ def confined() -> dict[str, Any]:
 
 
 def claims(fields: spec.Spec, mode: str) -> dict[str, Document]:
-    """The specs of the claims to create; `mode` is the default access mode."""
+    """The specs of the claims to create, by name; `mode` is the default access mode."""
     return {
         volume.claim: {
             "accessModes": [volume.access_mode or mode],
@@ -164,7 +163,7 @@ def claims(fields: spec.Spec, mode: str) -> dict[str, Document]:
 
 
 def _own(request: Request) -> Iterator[tuple[str, str, Document]]:
-    """Mount path, name and source of the volumes of every worker: the image is read-only."""
+    """Mount path, name and source of the volumes that every worker has, since its image is read-only."""
     share = resources.share(request.job)
     limit = {"sizeLimit": units.memory_text(share.shared_memory)} if share.shared_memory else {}
     carried = [
@@ -194,7 +193,7 @@ def _own(request: Request) -> Iterator[tuple[str, str, Document]]:
 
 
 def users(fields: spec.Spec) -> Iterator[tuple[str, Document, Document]]:
-    """Mount path, volume and mount of the user's claims and Secrets; one volume per claim."""
+    """Mount path, volume and mount of each of the user's claims and Secrets; all mounts of a claim share one volume."""
     order = list(dict.fromkeys(volume.claim for volume in fields.volumes))
     for volume in fields.volumes:
         name = f"claim-{order.index(volume.claim)}"
@@ -238,12 +237,12 @@ def _absent(field: str, place: str, to: str) -> str:
 
 
 def _here(place: str | None) -> bool:
-    """Whether a path or URL is local, not in a store; also None."""
+    """Whether a path or URL is local rather than in a store; True for None."""
     return place is None or spec.local(spec.pinned(place)[0]) is not None
 
 
 def _in_pod(fields: spec.Spec, place: str) -> bool:
-    """Whether a directory of code is a path in the pod: of the image or a volume."""
+    """Whether a directory of code is in the pod, in its image or on a volume."""
     return str(spec.local(place)) == Pod.CODE or (_on_volume(fields, Pod.CODE) and not spec.archive(place))
 
 
@@ -254,7 +253,7 @@ def _on_volume(fields: spec.Spec, place: str) -> bool:
 
 
 def _carried(fields: spec.Spec) -> list[tuple[str, str, str]]:
-    """Field, key in the ConfigMap, and local path of the files to send along: those outside the code."""
+    """Field, key in the ConfigMap, and local path of each file to send along: a file that is outside the code."""
     found: Mapping[str, str | None] = dict(fields.environment)
     keys = {"requirements": "requirements.txt", "conda": "environment.yml"}
     return [(name, keys[name], path) for name, path in found.items() if path and PurePosixPath(path).is_absolute()]

@@ -1,1 +1,1 @@
-"""Documents that a cluster gets once: definitions, rights, the operator, the node watcher."""
+"""Documents that are installed once per cluster: definitions, rights, the operator and the node watcher."""

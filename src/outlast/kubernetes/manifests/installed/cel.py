@@ -2,11 +2,11 @@
 
     {"Workers": [{"rule": ..., "message": ...}, ...]}        by the name of the model in `spec`
 
-A rule is a condition and the same message as in `spec`. The API server rejects rules that it estimates to be expensive, so
-the lists that rules iterate over are bounded (`BOUNDS`).
+A rule consists of a condition and the message that `spec` has for it. The API server rejects rules that it estimates to be
+expensive, so the lists that rules iterate over are bounded (`BOUNDS`).
 
-What a job runs is immutable (`FIXED`): pods of the old and the new specification would train together. The number of workers,
-the deadlines and what happens at the end are mutable.
+The fields that define the training itself are immutable (`FIXED`): otherwise, pods of the old and the new specification would
+train together. The number of workers, the deadlines and the settings for the job's end are mutable.
 https://kubernetes.io/docs/reference/using-api/cel/ https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/#validation-rules
 """
 
@@ -37,12 +37,12 @@ TEXT_BOUNDS = {
 
 
 def rule(holds: str, message: str, *, at: str = "") -> Rule:
-    """A rule. Its message is constant: the API server estimates the cost of `messageExpression` too high."""
+    """A rule with a constant message: the API server estimates the cost of `messageExpression` too high."""
     return {"rule": holds, "message": message, **({"fieldPath": at} if at else {})}
 
 
 def _fixed(name: str, *, within: str = "") -> Rule:
-    """An immutable field of the specification, or of its section `within`."""
+    """A rule that a field of the specification, or of its section `within`, is immutable."""
     new, old = (f"{each}.{within}" if within else each for each in ("self", "oldSelf"))
     has_new, has_old = (f"has({each}) && has({each}.{name})" if within else f"has({each}.{name})" for each in (new, old))
     holds = f"({has_new}) == ({has_old}) && (!({has_new}) || {new}.{name} == {old}.{name})"
@@ -51,14 +51,14 @@ def _fixed(name: str, *, within: str = "") -> Rule:
 
 
 def _all_different(lists: str, field: str, sentence: str) -> Rule:
-    """This field is unique among the items of a list; items without it do not count."""
+    """A rule that this field is unique among the items of a list; items without the field are ignored."""
     given = f"self.{lists}.filter(x, has(x.{field}))"
     same = f"self.{lists}.exists_one(y, has(y.{field}) && y.{field} == x.{field})"
     return rule(f"!has(self.{lists}) || {given}.all(x, {same})", sentence, at=f".{lists}")
 
 
 def _apart(left: str, left_place: str, right: str, right_place: str, sentence: str, *, but: str = "") -> Rule:
-    """No item of the left list (x) has the place of an item of the right list (y), except where `but` holds."""
+    """A rule that no item of the left list (x) has the same place as an item of the right list (y), except where `but` holds."""
     meet = f"has(y.to) && {left_place} == {right_place}" if right == "secrets" else f"{left_place} == {right_place}"
     unless = f"!({but}) && " if but else ""
     return rule(
@@ -69,7 +69,7 @@ def _apart(left: str, left_place: str, right: str, right_place: str, sentence: s
 
 
 def _elsewhere(lists: str) -> Rule:
-    """No item of a list is mounted over a directory of Outlast or of the system."""
+    """A rule that no item of a list is mounted over a directory of Outlast or of the system."""
     return rule(
         f"!has(self.{lists}) || !self.{lists}.exists(x, has(x.to) && x.to.matches('^({spec.OWN})$'))",
         f"{lists} has a place (to) of Outlast or of the system; choose another, e.g. /mnt/data",
@@ -78,7 +78,7 @@ def _elsewhere(lists: str) -> Rule:
 
 
 _HERE = "!x.from.contains('://') || x.from.startsWith('file://')"
-"""Whether data is on the machine that submits the job; a volume may have the same place then."""
+"""Whether data is on the machine that submits the job; if so, a volume may have the same place."""
 _DATA_TO = "(has(x.to) ? x.to : '/data')"
 
 _MUTABLE = {
@@ -92,9 +92,9 @@ _MUTABLE = {
     "cleanPodPolicy",
 }
 FIXED = tuple(name for name in spec.schema()["$defs"]["Spec"]["properties"] if name not in _MUTABLE)
-"""Fields of the specification that cannot change."""
+"""Immutable fields of the specification."""
 FIXED_SCHEDULING = ("queue", "gang", "spot", "worker0")
-"""Immutable fields of `scheduling`; its priority can change, for pods that are created later."""
+"""Immutable fields of `scheduling`. Its priority is mutable; a change affects pods that are created later."""
 
 NAME = rule(
     f"size(self.metadata.name) <= {contract.LONGEST_NAME}",
@@ -102,8 +102,8 @@ NAME = rule(
     f"{contract.worker_name('NAME', contract.MOST_WORKERS - 1)}, in at most {contract.LONGEST_HOST}",
     at=".metadata.name",
 )
-"""A rule on the whole document. A `maxLength` would keep all other rules from being evaluated, and its message is less
-clear."""
+"""A rule on the whole document. A `maxLength` in the schema would keep all other rules from being evaluated, and its message
+would be less clear."""
 
 RULES: dict[str, list[Rule]] = {
     "Workers": [

@@ -3,10 +3,10 @@
 The API server requires a structural schema
 (https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/#specifying-a-structural-schema):
 one type for every part, no references, and `anyOf` only for numbers or strings. This module converts pydantic's schema to that
-form. Field docstrings become what `kubectl explain` shows, rules between fields are in `cel`.
+form. `kubectl explain` shows the docstrings of fields; rules between fields are in `cel`.
 
-Only the number of workers has a default in the schema, for `kubectl scale`. Other defaults are in the descriptions: fields that
-the user did not set stay unset.
+Only the number of workers has a default in the schema, for `kubectl scale`. Other defaults are only in the descriptions, so that
+fields that the user did not set stay unset.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def definition() -> Document:
 
 
 def resource(kind: Kind, schema: Schema, columns: list[Document], wanted: str, there: str, names: Document) -> Document:
-    """A CustomResourceDefinition with the subresources status and scale; `wanted` and `there` are the paths of the latter."""
+    """A CustomResourceDefinition with the subresources status and scale. `wanted` and `there` are the paths of the desired and
+    the current number of workers."""
     group, version = kind.api_version.split("/")
     scale = {"specReplicasPath": wanted, "statusReplicasPath": there, "labelSelectorPath": ".status.selector"}
     return {
@@ -104,7 +105,7 @@ def _model(name: str, named: dict[str, Schema]) -> Schema:
 
 
 def _field(model: str, name: str, field: Schema, named: dict[str, Schema]) -> Schema:
-    """The schema of a field, with the field's own description instead of its model's, and its default added to that."""
+    """The schema of a field: its own description instead of its model's, followed by its default."""
     result = _structural(field, named)
     described = _text(field["description"])
     default = _shown(field.get("default"))
@@ -118,7 +119,8 @@ def _field(model: str, name: str, field: Schema, named: dict[str, Schema]) -> Sc
 
 
 def _structural(part: Schema, named: dict[str, Schema]) -> Schema:
-    """One part of pydantic's schema. Raises ValueError if it has no structural schema, after a change of the model."""
+    """The structural schema of a part of pydantic's schema. Raises ValueError if there is none, which a change of the model may
+    cause."""
     if "$ref" in part:
         return _model(part["$ref"].removeprefix("#/$defs/"), named)
     if "const" in part:
@@ -144,7 +146,8 @@ _LIMITS = ("pattern", "minLength", "maxLength", "minimum", "maximum", "minItems"
 
 
 def _choice(options: list[Schema], named: dict[str, Schema]) -> Schema:
-    """An optional part, or a number or string. Fractions are strings, or in a smaller unit: `500m`."""
+    """The schema of an optional part, or of a number or string. Fractions are written as strings, or in a smaller unit:
+    `500m`."""
     if len(options) == 1:
         return _structural(options[0], named)
     numbers = [option for option in options if option.get("type") in ("integer", "number")]
@@ -165,15 +168,16 @@ def _text(description: str) -> str:
 
 
 def _shown(default: Any) -> str:
-    """A default as in a job file; empty for none."""
+    """A default as written in a job file; empty if there is none."""
     if default in (None, "") or isinstance(default, dict | list | tuple):
         return ""
     return str(default).lower() if isinstance(default, bool) else str(default)
 
 
 def _overlay() -> Schema:
-    """The parts of a template, untyped: CEL compares each as a whole. CEL takes two objects for equal if they have as many
-    fields that the schema does not know, and none in common (Kubernetes 1.36)."""
+    """The schemas of the parts of a pod template. They are untyped, so that CEL compares each part as a whole. CEL considers two
+    objects equal if they have the same number of fields that the schema does not know, and no field in common (Kubernetes
+    1.36)."""
     return {
         part: {"description": f"Laid over {what} of the pods.", "x-kubernetes-preserve-unknown-fields": True}
         for part, what in (("metadata", "the metadata"), ("spec", "the PodSpec"))
@@ -184,7 +188,7 @@ def _overlay() -> Schema:
 
 
 def _status() -> Schema:
-    """Fields that the operator writes; there may be others. See `outlast.job.status`."""
+    """The schema of the status: the fields that the operator writes; a status may have others. See `outlast.job.status`."""
     return {
         "type": "object",
         "description": "What is known of the job, written by the operator.",
@@ -277,7 +281,7 @@ def _failures() -> Schema:
 
 
 def _failure() -> Schema:
-    """As `failure.Failure`, with node and log tail, which only pods have."""
+    """The schema of `failure.Failure`, with the node and the log tail, which only pods have."""
     return part(
         "The last failure: the first process that failed.",
         worker=known("integer", "Its worker."),
@@ -296,7 +300,7 @@ def _failure() -> Schema:
 
 
 def _rendezvous() -> Schema:
-    """As `rendezvous.world.World`, and `Called` and `Closed` of `rendezvous.transports.sockets`."""
+    """The schema of `rendezvous.world.World`, and of `Called` and `Closed` in `rendezvous.transports.sockets`."""
     return part(
         "What the operator publishes for the workers, which watch it.",
         run=known("string", "Id of the run."),
@@ -365,7 +369,8 @@ def part(description: str, **fields: Schema) -> Schema:
 
 
 def _conditions() -> Schema:
-    """https://github.com/kubernetes/community/blob/master/contributors/devel/sig-architecture/api-conventions.md"""
+    """The schema of the conditions in the status.
+    https://github.com/kubernetes/community/blob/master/contributors/devel/sig-architecture/api-conventions.md"""
     return {
         "type": "array",
         "description": "Created, Queued, Running, Resizing, Restarting, Suspended, Succeeded, Failed.",
@@ -387,7 +392,7 @@ def _conditions() -> Schema:
 
 
 def _columns() -> list[Document]:
-    """Columns of `kubectl get ej`; the reason with `-o wide` only."""
+    """Columns of `kubectl get ej`; the reason is shown only with `-o wide`."""
     return [
         column("State", ".status.state"),
         column("Workers", ".status.workersText"),

@@ -1,9 +1,9 @@
 """The objects of an installation: namespace, CRDs, the operator and its rights, and optionally the node watcher.
 
-    files()   {"operator.yaml": [documents], ...}    as `deploy/` holds them, and `outlast install` applies them
+    files()   {"operator.yaml": [documents], ...}    as in `deploy/`, and as `outlast install` applies them
 
-The operator has exactly the rights that it uses: no wildcards, no Secrets. It may create Roles with rights that it has itself,
-for the workers of a job, and none beyond (no `escalate`, no `bind`).
+The operator has exactly the rights that it uses: no wildcards, no Secrets. It may create Roles for the workers of a job, but only
+with rights that it has itself (no `escalate`, no `bind`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outlast.kubernetes.manifests.request import Document
 from outlast.kubernetes.manifests.scheduling import placement
 
 IMAGE = "ghcr.io/outlast/operator:0.1"
-"""The operator's image: Outlast without torch."""
+"""The operator's image, with Outlast but without torch."""
 LABELS = {
     "app.kubernetes.io/name": "outlast",
     "app.kubernetes.io/part-of": "outlast",
@@ -25,8 +25,8 @@ LABELS = {
 
 
 def files(*, into: str = OPERATOR_NAMESPACE, image: str = IMAGE, on_demand: bool = False) -> dict[str, list[Document]]:
-    """The objects by file name, as below `deploy/`; `into` is the operator's namespace.
-    `on_demand`: the operator runs on no spot machine."""
+    """The objects, by the name of their file in `deploy/`. `into` is the operator's namespace; `on_demand`: whether the operator
+    avoids spot machines."""
     base = {
         "namespace.yaml": [namespace(into)],
         "crd.yaml": [crd.definition(), *(each.functions.definition() for each in dropins.DROP_INS)],
@@ -58,7 +58,7 @@ def namespace(name: str = OPERATOR_NAMESPACE) -> Document:
 
 
 def operator(into: str = OPERATOR_NAMESPACE, image: str = IMAGE) -> Document:
-    """The operator's Deployment: one replica leads, holding a Lease, the other is a standby."""
+    """The operator's Deployment, with two replicas: the leader, which holds a Lease, and a standby."""
     labels = _selected("operator")
     return {
         "apiVersion": "apps/v1",
@@ -110,8 +110,8 @@ def _selected(component: str) -> dict[str, str]:
 
 
 def _pods(labels: dict[str, str], spec: Document) -> Document:
-    """A pod template: restricted, spread over nodes, without variables of Services: one called outlast-... would set
-    OUTLAST_..._PORT."""
+    """A pod template: restricted, spread over nodes, and without environment variables for Services, since a Service called
+    outlast-... would set OUTLAST_..._PORT."""
     ours: Document = {
         "enableServiceLinks": False,
         "securityContext": volumes.security(),

@@ -1,5 +1,5 @@
-"""The objects of the node watcher: a DaemonSet in a namespace of its own, and its rights. It needs the host's network: AWS's
-metadata service answers only there (a hop limit of 1). The operator's namespace forbids that."""
+"""The objects of the node watcher: a DaemonSet in its own namespace, and its rights. The watcher needs the host's network, since
+AWS's metadata service answers only there (a hop limit of 1), and the operator's namespace forbids the host's network."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from outlast.kubernetes.manifests.installed import rbac
 from outlast.kubernetes.manifests.request import Document
 
 NAME = "outlast-node-watch"
-"""The DaemonSet, its account, its role and its namespace."""
+"""Name of the DaemonSet, its account, its role and its namespace."""
 _CRITICAL = "system-node-critical"
 _LEVELS = {f"pod-security.kubernetes.io/{mode}": "privileged" for mode in ("enforce", "audit", "warn")}
 
 
 def documents(labels: dict[str, str], image: str) -> list[Document]:
-    """All of them, in the order of creation."""
+    """The node watcher's objects, in the order of creation."""
     meta: Document = {"name": NAME, "labels": dict(labels)}
     here = {**meta, "namespace": NAME}
     return [

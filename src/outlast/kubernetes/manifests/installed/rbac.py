@@ -13,7 +13,7 @@ from outlast.kubernetes.manifests.scheduling import kueue
 
 _RBAC, _LEASES = "rbac.authorization.k8s.io", "coordination.k8s.io"
 _GROUPS = (contract.GROUP, *(kind.group for kind in dropins.KINDS))
-"""API groups of our ElasticJobs and of the drop-ins' jobs."""
+"""API groups of ElasticJobs and of the drop-ins' jobs."""
 _READ = ["get", "list", "watch"]
 _WATCHED = ["list", "watch"]
 _LABELS = {"app.kubernetes.io/name": "outlast", "app.kubernetes.io/part-of": "outlast"}
@@ -58,9 +58,9 @@ def operator(meta: Document, namespace: str) -> list[Document]:
 
 
 def node_watch(meta: Document, namespace: str) -> list[Document]:
-    """The node watcher's ServiceAccount, with exactly the rights that it uses: it marks nodes, and evicts their pods.
+    """The node watcher's ServiceAccount, with exactly the rights that it uses: to mark nodes, and to evict their pods.
 
-    RBAC cannot limit an account to its own node, so these are rights to all nodes.
+    RBAC cannot limit an account to its own node, so the rights apply to all nodes.
     """
     rules = [
         _rule("", ["nodes"], ["get", "patch"]),
@@ -75,7 +75,7 @@ def node_watch(meta: Document, namespace: str) -> list[Document]:
 
 
 def users() -> list[Document]:
-    """ElasticJobs for all who may view, edit or administer a namespace; these roles add themselves to the cluster's own.
+    """Roles for ElasticJobs, for everyone who may view, edit or administer a namespace: the cluster's own roles aggregate them.
 
     https://kubernetes.io/docs/reference/access-authn-authz/rbac/#aggregated-clusterroles
     """
@@ -98,8 +98,8 @@ def account(job: str) -> str:
 
 def members(job: str, namespace: str, most: int, labels: dict[str, str], owner: Document, *, bearer: str = "") -> list[Document]:
     """The rights of one job's workers: to create and change their Leases, each by its name, and to read their job. `most` is
-    `workers.max`. Creation by a server-side apply is authorized with the object's name, which a POST is not. `bearer` is the
-    account of their pods; default: the one that is created here."""
+    `workers.max`. Rights to create objects by name work because the workers use server-side apply, which is authorized with the
+    object's name, unlike a POST. `bearer` is the account of the workers' pods; default: the account that is created here."""
     name = account(job)
     meta = {"name": name, "namespace": namespace, "labels": dict(labels), "ownerReferences": [owner]}
     rules = [
@@ -126,7 +126,7 @@ def _role(kind: str, meta: Document, rules: list[Document]) -> Document:
 
 
 def _binding(kind: str, meta: Document, role: str, account: str, namespace: str) -> Document:
-    """The binding of a role to an account; it has the role's name."""
+    """The binding of a role to an account; it has the same name as the role."""
     return {
         "apiVersion": f"{_RBAC}/v1",
         "kind": kind,

@@ -1,1 +1,1 @@
-"""Which nodes pods go to, when, and what may evict them: placement, gangs, queues of Kueue, disruption budgets."""
+"""When and on which nodes pods run, and what may evict them: placement, gangs, Kueue's queues, disruption budgets."""

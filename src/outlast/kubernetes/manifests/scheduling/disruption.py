@@ -10,23 +10,24 @@ UNDISTURBED = {
     "karpenter.sh/do-not-disrupt": "true",
     "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
 }
-"""Annotations that keep autoscalers from removing a pod's node just to save costs: neither Karpenter's consolidation nor the
-cluster autoscaler's scale-down may take it. Pods exist only while the job runs, so they always have them. Interruptions and
-drains are not prevented.
+"""Annotations that keep autoscalers (Karpenter's consolidation, the cluster autoscaler's scale-down) from removing a pod's node
+just to save costs. Pods exist only while the job runs, so they always have these annotations. Interruptions and drains are not
+prevented.
 https://karpenter.sh/docs/concepts/disruption/#pod-level-controls
-https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/FAQ.md#what-types-of-pods-can-prevent-ca-from-removing-a-node"""
+https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/FAQ.md#what-types-of-pods-can-prevent-ca-from-removing-a-node
+"""
 
 
 def least(workers: spec.Workers) -> int:
-    """Smallest number of workers that evictions must leave: `workers.min`, but one may always be evicted, or a drain of its node
-    would never end. A job that needs all of them saves, and waits for the replacement."""
+    """Minimum number of workers that evictions must leave: `workers.min`, but one worker may always be evicted, since otherwise a
+    drain of its node would never end. A job that needs all its workers saves, and waits for the replacement."""
     return max(0, min(workers.min, workers.replicas - 1))
 
 
 def budget(job: str, namespace: str, least: int, labelled: dict[str, str], owner: Document) -> Document:
-    """The PodDisruptionBudget; `owner` is an ownerReference.
+    """The PodDisruptionBudget of a job; `owner` is an ownerReference.
 
-    A worker that is not ready does not train and may always be evicted, or a job that waits would block a drain for ever.
+    A worker that is not ready does not train and may always be evicted; otherwise, a job that waits would block a drain forever.
     https://kubernetes.io/docs/tasks/run-application/configure-pdb/#unhealthy-pod-eviction-policy
     """
     return {

@@ -1,7 +1,7 @@
 """Gang scheduling of the workers: none, the coscheduling plugin, or Volcano.
 
-`of` gives the pods' labels and the PodGroup. `auto` is what the cluster has: the operator calls `choose`; without a cluster it is
-none. Kueue admits whole jobs by itself, see `labels.kueue`.
+`of` returns the pods' labels and the PodGroup. With `auto`, the operator chooses the scheduler that the cluster has (`choose`);
+without a cluster, `auto` means none. Kueue admits whole jobs by itself, see `labels.kueue`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ GROUP_LABEL = "scheduling.x-k8s.io/pod-group"
 GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
 """Annotation of the pods of a gang, for Volcano."""
 SCHEDULERS = {"coscheduling": "scheduler-plugins-scheduler", "volcano": "volcano"}
-"""Name of the scheduler."""
+"""Names of the schedulers."""
 GROUPS = {"volcano": kinds.VOLCANO_GROUP.group, "coscheduling": kinds.POD_GROUP.group}
-"""The API group by which a cluster shows that it has the scheduler; the first one wins."""
+"""API groups by which a cluster shows that it has a scheduler; the first group that exists wins."""
 
 Who = Literal["none", "coscheduling", "volcano"]
 
 
 @dataclass(frozen=True)
 class Gang:
-    """What gang scheduling requires of the pods."""
+    """The scheduler of a gang, and the labels, annotations and documents that it needs."""
 
     scheduler: str = ""
-    """Name of the scheduler. Default: the cluster's."""
+    """Name of the scheduler; empty for the cluster's default."""
     labels: dict[str, str] = field(default_factory=dict)
     annotations: dict[str, str] = field(default_factory=dict)
     documents: list[Document] = field(default_factory=list)
@@ -45,8 +45,8 @@ NONE = Gang()
 def choose(fields: spec.Spec, groups: Collection[str], *, admitted: bool = False) -> Who:
     """The gang scheduler of a job in a cluster with these API groups.
 
-    `auto` is none for a job that may train with one worker, where a gang has no meaning, and for one that Kueue admits
-    (`admitted`): Kueue waits for quota for all its workers, and its queue is not one of Volcano's.
+    `auto` means none for a job that may train with one worker, which makes a gang pointless, and for a job that Kueue admits
+    (`admitted`): Kueue waits until there is quota for all workers, and its queue is not one of Volcano's.
     """
     wish = fields.scheduling.gang
     if wish != "auto":
@@ -57,7 +57,7 @@ def choose(fields: spec.Spec, groups: Collection[str], *, admitted: bool = False
 
 
 def missing(who: Who, groups: Collection[str]) -> str:
-    """A sentence if the cluster lacks the gang's scheduler; else empty."""
+    """A sentence if the cluster lacks the gang's scheduler; otherwise empty."""
     group = GROUPS.get(who, "")
     if not group or group in groups:
         return ""
@@ -65,7 +65,8 @@ def missing(who: Who, groups: Collection[str]) -> str:
 
 
 def of(request: Request, name: str, who: Who | None = None) -> Gang:
-    """The gang of a job with several workers; its PodGroup is called `name`. `who`: by default that of the job file."""
+    """The gang of a job with several workers. `name` is the name of its PodGroup, and `who` the scheduler; default: the job
+    file's."""
     match who or request.spec.scheduling.gang:
         case "coscheduling":  # https://scheduler-plugins.sigs.k8s.io/docs/plugins/coscheduling/
             group: Document = {
@@ -89,7 +90,7 @@ def of(request: Request, name: str, who: Who | None = None) -> Gang:
 
 
 def volcano_queue(fields: spec.Spec) -> dict[str, str]:
-    """Volcano's queue and priority."""
+    """Volcano's queue and priority class, as far as the job names them."""
     found = {"queue": fields.scheduling.queue, "priorityClassName": fields.scheduling.priority_class_name}
     return {key: value for key, value in found.items() if value}
 

@@ -1,6 +1,6 @@
-"""Kueue's Workloads for a job, and what an admission means for its pods. Pure.
+"""Kueue's Workloads for a job, and the effects of an admission on the job's pods. Pure.
 
-Kueue manages quotas and the Workloads that request them; pods are up to the Workload's creator
+Kueue manages quotas and the Workloads that request them; the creator of a Workload manages the pods
 (https://kueue.sigs.k8s.io/docs/concepts/workload/). `operator.queues` decides what to request.
 """
 
@@ -17,43 +17,43 @@ from outlast.kubernetes.manifests.request import Document
 
 GROUP = kinds.WORKLOAD.group
 QUEUE = "kueue.x-k8s.io/queue-name"
-"""Label of a job: its queue."""
+"""Label of a job that names its queue."""
 PRIORITY = "kueue.x-k8s.io/priority-class"
-"""Label of a job: its WorkloadPriorityClass."""
+"""Label of a job that names its WorkloadPriorityClass."""
 JOB_UID = "kueue.x-k8s.io/job-uid"
-"""Label of a Workload: its job. Kueue's own tools use it."""
+"""Label of a Workload with its job's UID. Kueue's own tools use it."""
 WORKLOAD = "kueue.x-k8s.io/workload"
-"""Annotation of a pod: the Workload whose quota it uses."""
+"""Annotation of a pod that names the Workload whose quota the pod uses."""
 PODS = "main"
-"""Name of the pod set of our Workloads."""
+"""Name of the pod set in our Workloads."""
 
 VERSIONS: tuple[tuple[Kind, Kind, Kind], ...] = (
     (kinds.WORKLOAD_V1BETA2, kinds.FLAVOR_V1BETA2, kinds.WORKLOAD_PRIORITY_V1BETA2),
     (kinds.WORKLOAD, kinds.FLAVOR, kinds.WORKLOAD_PRIORITY),
 )
-"""Workloads, ResourceFlavors and WorkloadPriorityClasses in the supported versions, newest first."""
+"""Kinds of Workload, ResourceFlavor and WorkloadPriorityClass in the supported versions, newest first."""
 
 
 @dataclass(frozen=True)
 class Priority:
-    """Priority of a Workload. Kueue does not look up the value of a name."""
+    """Priority of a Workload. A Workload needs the value as well as the name, since Kueue does not look the value up."""
 
     value: int
     name: str = ""
     group: str = ""
-    """API group of the class: Kueue's, or that of pods."""
+    """API group of the priority class: Kueue's group, or the group of pods' priority classes."""
 
 
 def queue(job: Mapping[str, Any]) -> str:
-    """Kueue's queue of an ElasticJob: from its label, else from `scheduling`; empty for none."""
+    """Kueue's queue for an ElasticJob: from the job's label, else from `scheduling`; empty if there is none."""
     label = (job["metadata"].get("labels") or {}).get(QUEUE)
     scheduling = job["spec"].get("scheduling") or {}
     return str(label or (scheduling.get("queue") if scheduling.get("gang") != "volcano" else "") or "")
 
 
 def priority(job: Mapping[str, Any], classes: Iterable[Mapping[str, Any]]) -> Priority | str:
-    """The priority of a job, by Kueue's rules: of the label's class, else of the pods' class, else the cluster's default. A
-    sentence if its class does not exist."""
+    """The priority of a job, by Kueue's rules: from the class that the label names, else from the class of the pods, else from
+    the cluster's default class. Returns a sentence if the class does not exist."""
     label = (job["metadata"].get("labels") or {}).get(PRIORITY)
     named = label or (job["spec"].get("scheduling") or {}).get("priorityClassName")
     kind = kinds.WORKLOAD_PRIORITY.kind if label else kinds.PRIORITY_CLASS.kind
@@ -74,7 +74,7 @@ def workload(
     least: int,
     priority: Priority,
 ) -> Document:
-    """A Workload for `count` pods of this template, or fewer, down to `least`."""
+    """A Workload for `count` pods of this template, or for fewer, down to `least`."""
     pods: Document = {"name": PODS, "count": count, "template": template}
     if least < count:
         pods["minCount"] = least
@@ -91,7 +91,7 @@ def workload(
 
 
 def name(job: str, uid: str, number: int) -> str:
-    """The name of a job's Workload; unique to the job's uid."""
+    """The name of a job's Workload; it is unique to the job's UID."""
     return names.fit(f"{job}-{uid[:8]}-{number}")
 
 
@@ -101,13 +101,14 @@ def flavors(workload: Mapping[str, Any]) -> set[str]:
 
 
 def admitted(workload: Mapping[str, Any]) -> int:
-    """The number of pods that it was admitted with."""
+    """The number of pods for which a Workload was admitted."""
     asked = workload["spec"]["podSets"][0].get("count", 1)
     return int(next((each["count"] for each in _assigned(workload) if each.get("count") is not None), asked))
 
 
 def placed(pod: Mapping[str, Any], workload: Mapping[str, Any], flavors_: Mapping[str, Mapping[str, Any]]) -> Document:
-    """The pod with the node labels of its Workload's flavors (`found`, by name), and the updates of admission checks."""
+    """The pod with the node labels of its Workload's flavors (`flavors_`, by name), and with the updates that admission checks
+    require."""
     parts = [flavors_[flavor].get("spec") or {} for flavor in sorted(flavors(workload))]
     for check in (workload.get("status") or {}).get("admissionChecks") or ():
         parts += [update for update in check.get("podSetUpdates") or () if update["name"] == PODS]

@@ -15,7 +15,7 @@ SPOT = {
     "kubernetes.azure.com/scalesetpriority": "spot",
     "lifecycle": "Ec2Spot",
 }
-"""Label and value of spot nodes: Karpenter, EKS, GKE, AKS, self-managed groups on AWS."""
+"""Labels of spot nodes, with their values: Karpenter, EKS, GKE, AKS, self-managed groups on AWS."""
 _SPOT_TAINTS = (
     "karpenter.sh/capacity-type",
     "cloud.google.com/gke-spot",
@@ -28,15 +28,16 @@ _OLD_NAMES = {
     "beta.kubernetes.io/arch": "kubernetes.io/arch",
     "beta.kubernetes.io/os": "kubernetes.io/os",
 }
-"""Deprecated labels of nodes, and their replacements."""
+"""Deprecated labels of nodes, with their replacements."""
 
 
 ON_DEMAND = "on-demand"
-"""Value of `scheduling.worker0` by which worker 0 runs on no spot machine."""
+"""Value of `scheduling.worker0` that keeps worker 0 off spot machines."""
 
 
 def pod(job: spec.Job, *, several: bool, on_demand: bool = False) -> Document:
-    """The scheduling part of a PodSpec. `several`: the job has more than this pod; `on_demand`: it runs on no spot machine."""
+    """The scheduling part of a PodSpec. `several`: whether the job has more pods than this one; `on_demand`: whether the pod
+    avoids spot machines."""
     fields = job.spec
     if on_demand:
         fields = fields.model_copy(update={"scheduling": fields.scheduling.model_copy(update={"spot": "avoid"})})
@@ -93,7 +94,8 @@ def _affinity(fields: spec.Spec) -> Document:
 
 
 def off_spot(affinity: Document) -> Document:
-    """A pod's affinity with the requirement that its node is no spot machine. A node without any of the labels is none."""
+    """A pod's affinity with the requirement that its node is no spot machine. A node without any of the labels of spot nodes is
+    not a spot machine."""
     nodes = affinity.get("nodeAffinity") or {}
     terms = (nodes.get(_REQUIRED) or {}).get("nodeSelectorTerms") or [{}]
     limited = [{**term, "matchExpressions": [*(term.get("matchExpressions") or ()), *_no_spot()]} for term in terms]
@@ -101,7 +103,7 @@ def off_spot(affinity: Document) -> Document:
 
 
 def refuse_pin(request: Request, kind: str) -> None:
-    """Raise InvalidJob if worker 0 is to be pinned although its pod is like all others."""
+    """Raise InvalidJob if worker 0 is to be kept off spot machines although all pods are made from one template."""
     if request.spec.scheduling.worker0 == ON_DEMAND:
         remedy = "submit it as an ElasticJob, whose pods are made one by one, or set scheduling.spot to avoid"
         raise wrong(request.job, f"scheduling.worker0 ({ON_DEMAND}) cannot be had in {kind}, whose pods are all alike; {remedy}")
@@ -116,14 +118,14 @@ def _is(label: str, value: str, operator: str = "In") -> Document:
 
 
 def _tolerations(fields: spec.Spec) -> list[Document]:
-    """The user's tolerations, then those of the accelerator's nodes and of spot machines."""
+    """The user's tolerations, then the tolerations for nodes with accelerators and for spot machines."""
     found = [each.model_dump(mode="json", by_alias=True, exclude_defaults=True) for each in fields.tolerations]
     device = resources.accelerator(fields.resources)
     return found + tolerated([device] if device else [], spot=fields.scheduling.spot != "avoid")
 
 
 def tolerated(devices: Iterable[str], *, spot: bool = True) -> list[Document]:
-    """Tolerations of the taints of nodes with these accelerators, and of spot nodes."""
+    """Tolerations for the taints of nodes with these accelerators, and for those of spot nodes."""
     taints: dict[str, None] = {}
     for device in devices:
         taints |= dict.fromkeys(accelerators.taints(device))

@@ -5,8 +5,8 @@
     indexed-job    one pod per worker, an Indexed Job
     statefulset    one pod per worker, a StatefulSet: for clusters without Jobs
 
-All but the first need no operator. They do not scale by themselves. Failures are counted by Kubernetes, from exit codes:
-progress does not reset the budget, and `restarts.window` has no effect.
+Only the first needs an operator. The others do not scale by themselves, and Kubernetes counts their failures, by exit codes:
+progress does not reset the budget for restarts, and `restarts.window` has no effect.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _IGNORED = {
     "indexed-job": _OPERATORS,
     "statefulset": (*_OPERATORS, "active_deadline_seconds", "ttl_seconds_after_finished"),
 }
-"""Fields that a topology ignores; only the operator reads the first ones."""
+"""Fields that each topology ignores; of these, the first ones are read only by the operator."""
 
 
 def render(
@@ -49,10 +49,10 @@ def render(
 ) -> list[Document]:
     """The objects of a job, in the order in which to apply them.
 
-    `run` is the id of this submission; default: a digest of the job, so that the same file is the same run. `files` are the texts
-    of the files in `volumes.files`, `code` is the archive of a job whose code is in a ConfigMap. A `fresh` run ignores
-    checkpoints, even if another run has not ended. Raises InvalidJob if the topology cannot render the job, OutlastError for
-    an unknown topology.
+    `run` is the id of this submission; default: a digest of the job, so that the same file is the same run. `files` are the
+    contents of the files in `volumes.files`, and `code` is the archive of a job whose code is in a ConfigMap. A `fresh` run
+    ignores checkpoints, even if another run has not ended. Raises InvalidJob if the topology cannot render the job, OutlastError
+    for an unknown topology.
     """
     if topology == "volcano":
         raise OutlastError("Jobs of Volcano are no more; --as elasticjob with scheduling.gang: volcano has its gangs and queues")
@@ -62,7 +62,7 @@ def render(
     if namespace:
         wanted = wanted.model_copy(update={"metadata": wanted.metadata.model_copy(update={"namespace": namespace})})
     request = Request(wanted, Names(wanted.metadata.name), run or _run(wanted), files or {}, code, fresh)
-    # `suspend` may change during a run; its names must not.
+    # `suspend` may change during a run, but the names of the objects must not.
     draft = make(request.but(suspend=False))
     named = dataclasses.replace(request, names=Names(wanted.metadata.name, digest(draft)))
     return [*objects.code(named), *make(named)]
@@ -88,5 +88,5 @@ def warnings(wanted: spec.Job, topology: str) -> list[str]:
 
 
 def _run(wanted: spec.Job) -> str:
-    """A digest of the job as pods see it: the same on every machine, suspended or not."""
+    """A digest of the job as its pods see it: the same on every machine, whether the job is suspended or not."""
     return f"{wanted.metadata.name}-{digest(spec.dump(volumes.document(wanted)))}"

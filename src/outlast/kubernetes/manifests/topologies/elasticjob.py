@@ -1,4 +1,4 @@
-"""The ElasticJob itself, for the operator: the job file with paths as in its pods."""
+"""The ElasticJob itself, for the operator: the job file with paths as in the job's pods."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outlast.kubernetes.manifests.request import Document, Request, wrong
 
 
 def documents(request: Request) -> list[Document]:
-    """The ElasticJob and its claims. Raises InvalidJob if the operator could not render its pods."""
+    """The ElasticJob and its claims. Raises InvalidJob if the operator would be unable to render its pods."""
     job = request.job
     if job.spec.image is None:
         raise wrong(job, "image is missing; say which one pods run, e.g. image: ghcr.io/outlast/outlast:0.1")

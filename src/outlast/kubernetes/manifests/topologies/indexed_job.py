@@ -1,7 +1,7 @@
 """One pod per worker: an Indexed Job, and a headless Service.
 
-A worker that fails is replaced with the same index. `backoffLimitPerIndex` is not used: it would end one index, and with it the
-world of all others.
+A worker that fails is replaced by a worker with the same index. `backoffLimitPerIndex` is not used: it would end one index, and
+with it the world of all other workers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
 def documents(request: Request) -> list[Document]:
-    """The Job, its ConfigMap, its Service, and a PodGroup for a gang."""
+    """The Job, its ConfigMap and its Service, and the PodGroup of a gang."""
     placement.refuse_pin(request, "an Indexed Job")
     request = request.held()
     replicas = request.spec.workers.replicas
@@ -49,7 +49,8 @@ def documents(request: Request) -> list[Document]:
 
 
 def _partly(fields: spec.Spec) -> dict[str, str]:
-    """Partial admission by Kueue, down to `min`: https://kueue.sigs.k8s.io/docs/tasks/run/jobs/."""
+    """The annotation with which Kueue may admit a part of the workers, down to `min`:
+    https://kueue.sigs.k8s.io/docs/tasks/run/jobs/."""
     if not labels.kueue(fields) or fields.workers.min == fields.workers.replicas:
         return {}
     return {

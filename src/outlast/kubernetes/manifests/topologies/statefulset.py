@@ -1,9 +1,9 @@
 """One pod per worker: a StatefulSet, for clusters whose users may not create Jobs.
 
 Its pods restart whatever their exit code, so a worker that has succeeded keeps running (`contract.Env.STAY`). All pods start at
-once: if they started in order, the first would wait for the others to form a world with it, and they would not start before it is
-ready. A change takes effect when the pods are deleted (`kubectl delete pods -l outlast.dev/job=NAME`), all together: a rolling
-update would wait for the readiness of one new pod, which needs a world with the others.
+once: if they started in order, the first would wait for the others to form a world with it, and the others would not start before
+the first is ready. A change takes effect when the pods are deleted, all together (`kubectl delete pods -l outlast.dev/job=NAME`):
+a rolling update would wait until one new pod is ready, and that pod needs a world with the others to become ready.
 
 `kubectl scale` works from `workers.min` to `workers.max`.
 """
@@ -18,7 +18,7 @@ _INDEX = "metadata.labels['apps.kubernetes.io/pod-index']"
 
 
 def documents(request: Request) -> list[Document]:
-    """The StatefulSet, its ConfigMap, its Service and claims, and a PodGroup for a gang."""
+    """The StatefulSet, its ConfigMap, its Service and claims, and the PodGroup of a gang."""
     placement.refuse_pin(request, "a StatefulSet")
     request = request.held()
     name = request.job.metadata.name  # at most 51 characters, and no digest: a StatefulSet is mutable
