@@ -1,15 +1,16 @@
-"""The rendezvous transport by which a worker in a pod of an ElasticJob and the operator speak to each other
-(`kubernetes://<job>`): both write into the API server, and neither needs the other to be there.
+"""The rendezvous transport between a worker in a pod of an ElasticJob and the operator (`kubernetes://<job>`): both write to the
+API server, and either works while the other is away.
 
     member -> operator   the Lease <job>-worker-<id>: its report and its progress as annotations, renewed every RENEW_S
     operator -> member   .status.rendezvous of the ElasticJob: {run, world, called, closed}, by a watch
 
-A report is whole, the newest wins, and writing it twice does no harm. The pod that began last has the Lease: one on a node that
-was lost, and comes back, sees that another has written there, and ends. While the API server or the operator is away, what was
-heard last stays true and training goes on; nothing of it is raised here. Docs: docs/decisions/0013-the-operator.md.
+A report is complete, the newest report wins, and writing a report twice does no harm. The pod that started last owns the Lease:
+if a pod on a lost node comes back, it sees that another pod has written the Lease, and ends. While the API server or the operator
+is away, the last state received stays valid and training goes on; the client raises no error for that. Docs:
+docs/decisions/0013-the-operator.md.
 
-Found by its scheme in `rendezvous.transport`. Nothing connects before the first report: the process that makes a client may be a
-fork.
+`rendezvous.transport` selects this transport by its scheme. No connection is made before the first report, since the process that
+creates a client may be a fork.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ if TYPE_CHECKING:
 
 RENEW_S = contract.RENEW_S
 PROGRESS_S = 3.0
-"""Interval of progress reports from the worker of rank 0, whose steps people follow."""
+"""Interval between progress reports of rank 0's worker, whose steps people follow."""
 LONGEST_PAUSE_S = 1.0
-"""Longest pause between two attempts to send a report with news, or to watch; RENEW_S for a renewal."""
+"""Maximum pause between two attempts to send a report with news, or to watch; for a renewal, it is RENEW_S."""
 ANSWER_S = 10.0
-"""Timeout of the API server's answer to a report. Arbitrary; by then there is a newer report to send."""
+"""Timeout for the API server's answer to a report. Arbitrary; by then there is a newer report to send."""
 LAST_S = 1.0
 """Timeout for the last report of a leaving member."""
 
@@ -65,12 +66,12 @@ def preload() -> None:
 
 
 def every_s(workers: int, *, rarely: bool) -> float:
-    """Renewal interval of a Lease in a job of this many workers; `rarely` where peers watch one another."""
+    """Renewal interval of a Lease in a job with this many workers; `rarely`: whether peers watch one another."""
     return max(contract.MESH_RENEW_S if rarely else RENEW_S, workers / contract.RENEWALS_PER_S)
 
 
 class Client:
-    """A member's side: keeps its Lease, and holds the newest state that the operator published."""
+    """The member's side of the transport: renews the member's Lease, and keeps the newest state that the operator published."""
 
     def __init__(self, job: str, member: Member) -> None:
         environ = member.environ
@@ -84,21 +85,22 @@ class Client:
         self._min_generation = member.generation
         self._report = Report(run=run, id=member.id, standing="waiting", since=time.time())
         self._written, self._taken = 0, 0
-        """How often the report has changed, and which of these versions the API server has."""
+        """Number of changes of the report, and the number of these changes that the API server has."""
         self._owner: dict[str, Any] | None = None
-        """A reference to the ElasticJob, once it has been seen; nothing is reported before."""
+        """Owner reference to the ElasticJob, once the job has been seen; no report is sent before that."""
         self._workers = 1
         """Number of workers of the job."""
         self._previous_generation = 0
-        """The generation that existed before us: we are in none of its worlds, even if it names us."""
+        """The generation that existed before this member started: the member is in no world up to that generation, even if a
+        world names it."""
         self._version = ""
-        """Version of our Lease as we wrote it last."""
+        """Version of our Lease as we last wrote it."""
         self._changed_at = 0.0
         """Time of the last change of our report."""
         self._noted = ""
-        """The deadline for this pod that the agent was last notified of, as JSON."""
+        """The last deadline for this pod of which the agent was notified, as JSON."""
         self.gone = False
-        """The run, the job or our place in it is no longer ours: nothing is reported any more."""
+        """Whether the run, the job or our place in it has been lost: no more reports are sent then."""
         self._reachable = True
         self._changed = threading.Condition()
         self._stop = threading.Event()
@@ -112,7 +114,8 @@ class Client:
         ]
 
     def report(self, standing: str, **fields: Any) -> None:
-        """Report the state of this member; fields as in `Report`, the others stay. Returns before it has been sent."""
+        """Report the state of this member; fields are those of `Report`, and omitted fields keep their values. Returns before the
+        report has been sent."""
         with self._changed:
             self._report = self._report.changed(standing, **fields)
             self._written, self._changed_at = self._written + 1, time.monotonic()
@@ -122,7 +125,7 @@ class Client:
                 thread.start()
 
     def amend(self, **fields: Any) -> None:
-        """Change other fields of the report than the standing; nothing is sent before the first `report`."""
+        """Change fields of the report other than the standing. Nothing is sent before the first `report`."""
         with self._changed:
             self._report = dataclasses.replace(self._report, **fields)
             self._written, self._changed_at = self._written + 1, time.monotonic()
@@ -134,7 +137,8 @@ class Client:
             self._changed.wait(timeout_s)
 
     def close(self) -> None:
-        """Close, once the last report has been accepted if the API server is there. The Lease stays: its holder is gone."""
+        """Close, after waiting until the last report has been accepted if the API server is reachable. The Lease stays until it
+        expires."""
         with self._changed:
             if self._owner and self._reachable and not self._stop.is_set():
                 self._changed.wait_for(lambda: self._taken == self._written or self.gone or not self._reachable, LAST_S)
@@ -231,7 +235,7 @@ class Client:
             print(f"outlast | how the run has ended cannot be noted in {self._state}: {problem}", flush=True)
 
     def _note_leave(self, leaving: object) -> None:
-        """Write the deadline of this pod, if the operator has published one, for the agent (`contract.LEAVE`)."""
+        """If the operator has published a deadline for this pod, write it for the agent (`contract.LEAVE`)."""
         for each in leaving if isinstance(leaving, list) else ():
             if not isinstance(each, Mapping) or each.get("uid") != self._member or not sockets.is_number(each.get("deadline")):
                 continue
@@ -244,7 +248,7 @@ class Client:
                     print(f"outlast | the time left cannot be noted in {self._state}: {problem}", flush=True)
 
     def _keep(self, entries: object, world: object) -> None:
-        """Copy the operator's entries into the run's ledger, as the worker of rank 0. Existing entries are skipped."""
+        """On the worker of rank 0, copy the operator's entries into the run's ledger. Existing entries are skipped."""
         first = next(iter(world.get("members") or ()), None) if isinstance(world, Mapping) else None
         if self._output is None or first != self.id or not isinstance(entries, list):
             return
@@ -256,7 +260,7 @@ class Client:
             book.close()
 
     def _leave(self, reason: str, code: int) -> None:
-        """No further world includes this member, and it reports no more; the run may go on without it."""
+        """Exclude this member from further worlds and stop its reports; the run may go on without it."""
         with self._changed:
             self.gone = True
             if not self.closed:
@@ -300,7 +304,8 @@ class Client:
                 self._changed.wait_for(lambda: self._written != self._taken or self._stop.is_set() or self.gone, self._every_s())
 
     def _renew(self, cluster: api.Cluster, lease: dict[str, Any]) -> None:
-        """Write the Lease: the first time unconditionally, then only if no other process has written it. Raises Superseded."""
+        """Write the Lease: the first time unconditionally, after that only if no other process has written it. Raises
+        Superseded."""
         meta = lease["metadata"]
         while True:
             known = {"resourceVersion": self._version} if self._version else {}
@@ -320,8 +325,8 @@ class Client:
                 self._version = there["metadata"]["resourceVersion"]  # we wrote it, and the answer was lost
 
     def _every_s(self) -> float:
-        """The renewal interval of the Lease: long where peers watch this member, but short after a change, so that the first
-        steps of a world are seen."""
+        """The renewal interval of the Lease: long where peers watch this member, but short after a change, so that the operator
+        sees the first steps of a world."""
         if self.world is not None and self.world.members[:1] == (self.id,):
             return min(PROGRESS_S, RENEW_S)
         rarely = self._report.mesh and time.monotonic() - self._changed_at > contract.MESH_RENEW_S / 2
@@ -354,8 +359,8 @@ class Client:
         }
 
     def _progress(self) -> dict[str, Any] | None:
-        """Progress of this worker's training processes; None for plain scripts that do not call `training.progress`, and until
-        a step is restored: a step of 0 would mean that steps are lost."""
+        """Progress of this worker's training processes. None for plain scripts that do not call `training.progress`, and until
+        the checkpoint is restored, since step 0 would look like lost steps."""
         found = [progress.read(self._state, local_rank) for local_rank in range(self._processes)]
         records = [record for record in found if record and (record.phase not in ("started", "open", "restore") or record.step)]
         if not records:
@@ -394,8 +399,8 @@ def tell_goodput(job: str, worker: int, environ: Mapping[str, str], goodput: flo
 
 
 class Connection:
-    """A thread's own client of the API server: no other thread uses it, so it can be closed as soon as its login has expired.
-    The token of a pod's account is replaced in its file before it expires; a new login reads it there.
+    """A thread's own client of the API server. No other thread uses the client, so it can be closed as soon as its login has
+    expired. The token of a pod's account is replaced in its file before it expires; a new login reads the new token.
     https://kubernetes.io/docs/reference/access-authn-authz/service-accounts-admin/"""
 
     def __init__(self, namespace: str) -> None:
@@ -403,13 +408,13 @@ class Connection:
         self._cluster: api.Cluster | None = None
 
     def cluster(self) -> api.Cluster:
-        """The client; logs in when there is none. Raises ClusterError."""
+        """The client; logs in if there is none. Raises ClusterError."""
         if self._cluster is None:
             self._cluster = api.connect(namespace=self._namespace or None, own=True)
         return self._cluster
 
     def close(self) -> None:
-        """Log out; `cluster` logs in again."""
+        """Log out; the next call of `cluster` logs in again."""
         if self._cluster is not None:
             self._cluster.close()
             self._cluster = None

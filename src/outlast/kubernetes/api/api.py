@@ -1,4 +1,4 @@
-"""The address of an API server, and what requests, watches and streams have in common: paths and pages of documents."""
+"""The address of an API server, and the common parts of requests, watches and streams: paths and pages of documents."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from outlast.kubernetes.api.kinds import Kind
 from outlast.kubernetes.api.requests import Document, Request
 
 _PAGE = 500
-"""Documents per page of `list_`, as kubectl requests."""
+"""Number of documents per page of `list_`, the same as kubectl's."""
 _FIRST = 20
-"""The same for the first page of a kind whose documents may be of any size, such as jobs: an API server needs minutes for 500
-of a MiB each. Each next page has twice as many, as long as pages are short."""
+"""Number of documents in the first page for a kind whose documents may be of any size, such as jobs: an API server needs minutes
+for 500 documents of a MiB each. Each following page has twice as many documents, as long as pages are short."""
 _PAGE_BYTES = 8 * 2**20
-"""Limit of a page in bytes. A longer one is requested again with a quarter of the documents."""
+"""Maximum size of a page in bytes. A longer page is requested again with a quarter of the documents."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which documents a list or a watch selects."""
+    """The documents that a list or a watch selects."""
 
     kind: Kind
     namespace: str | None = None
@@ -31,14 +31,14 @@ class Selection:
     fields: str = ""
 
     def selectors(self) -> dict[str, str]:
-        """Parameters of the request."""
+        """The selectors as parameters of the request."""
         parameters = {"labelSelector": self.labels, "fieldSelector": self.fields}
         return {key: value for key, value in parameters.items() if value}
 
 
 @dataclass
 class Api:
-    """An API server, and the namespace of documents that name none."""
+    """An API server, and the namespace for documents that name none."""
 
     connection: requests.Connection = field(repr=False)
     context: str
@@ -50,13 +50,13 @@ class Api:
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings from the server, each once."""
+        """Warnings from the server, each of them once."""
         return self.connection.warnings
 
     def address(
         self, verb: str, kind: Kind, name: str, namespace: str | None, *, everywhere: bool = False, subresource: str = ""
     ) -> tuple[Subject, str]:
-        """The request in words, for its errors, and its path."""
+        """The subject of a request, for its errors, and the request's path."""
         inside = (namespace or self.namespace) if kind.namespaced and not everywhere else ""
         parts = [kind.root, *(["namespaces", quote(inside, safe="")] if inside else []), kind.plural]
         parts += [quote(name, safe=":")] if name else []
@@ -65,8 +65,8 @@ class Api:
         return Subject(verb, kind, shown, inside, self.server, subresource), "/".join(parts)
 
     def pages(self, selection: Selection) -> Iterator[tuple[Iterator[Document], str]]:
-        """The pages of a list, each with its version; documents are parsed one at a time. Raises `requests.Expired` when the
-        list has expired: the pages before are useless then."""
+        """The pages of a list, each with its version; documents are parsed one at a time. Raises `requests.Expired` if the list
+        has expired, which makes the earlier pages useless."""
         kind = selection.kind
         asked, path = self.address("list", kind, "", selection.namespace, everywhere=selection.everywhere)
         token, limit = "", _FIRST if kind in wire.FREE else _PAGE
@@ -93,7 +93,7 @@ class Api:
 
 
 def _items(items: Iterable[Document], kind: Kind, content: bytes, asked: Subject) -> Iterator[Document]:
-    """The documents of a page, with their kind, which a page does not repeat."""
+    """The documents of a page, completed with their kind, which a page does not repeat for each."""
     with requests.reading(content, asked):
         for item in items:
             yield {"apiVersion": kind.api_version, "kind": kind.kind, **item}

@@ -1,6 +1,6 @@
-"""Documents brought to a cluster: whose is what is there, and what became of each.
+"""Apply documents to a cluster: who owns existing objects of these names, and whether each was created or changed.
 
-applied.check(cluster, documents, instead="choose another name")     nothing has changed when one is somebody else's
+applied.check(cluster, documents, instead="choose another name")     if one is somebody else's, nothing has changed
 done = applied.apply(cluster, document, old=applied.there(cluster, document))
 done.what                                                            created, changed or unchanged
 """
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Applied:
-    """The outcome for one document, or what it would be in a dry run."""
+    """The outcome for one document; in a dry run, the outcome that it would have."""
 
     old: Document | None
-    """The object before; None when there was none."""
+    """The object before; None if there was none."""
     new: Document
-    """The object now."""
+    """The object after."""
 
     @property
     def what(self) -> str:
-        """created | changed | unchanged"""
+        """`created`, `changed` or `unchanged`."""
         if self.old is None:
             return "created"
         return "unchanged" if without_server_fields(self.old) == without_server_fields(self.new) else "changed"
 
 
 def there(cluster: Cluster, document: Document) -> Document | None:
-    """The existing object; None if it is absent, or its kind is not served."""
+    """The existing object; None if it is absent, or if its kind is not served."""
     meta = document["metadata"]
     try:
         return cluster.find(kind_of(document), meta["name"], namespace=meta.get("namespace"))
@@ -48,15 +48,15 @@ def there(cluster: Cluster, document: Document) -> Document | None:
 
 
 def check(cluster: Cluster, documents: Iterable[Document], labels: Mapping[str, str] = {}, *, instead: str) -> None:
-    """Raise Taken for the first document whose name belongs to an object that we have not made with these labels; `instead` is
-    the remedy."""
+    """Raise Taken for the first document whose name belongs to an object that Outlast has not made with these labels; `instead`
+    is the remedy in the error."""
     for document in documents:
         foreign.check(there(cluster, document), labels, instead=instead)
 
 
 def apply(cluster: Cluster, document: Document, *, old: Document | None, dry_run: bool = False) -> Applied:
-    """Server-side apply to `old` as it was read, and once more if it has changed since. Raises ClusterError: Conflict when it
-    may belong to somebody else by now."""
+    """Apply a document server-side to `old` as it was read, and once more if it has changed since. Raises ClusterError, and
+    Conflict if the object may belong to somebody else by now."""
 
     def applied(old: Document | None) -> Applied:
         seen = {name: old["metadata"][name] for name in ("uid", "resourceVersion")} if old else {}

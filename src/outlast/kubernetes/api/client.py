@@ -22,7 +22,7 @@ from outlast.kubernetes.api.streams import Ended
 from outlast.kubernetes.api.watch import Change
 
 MANAGER = "outlast"
-"""Our name in `managedFields`."""
+"""Outlast's name in `managedFields`."""
 _WRITTEN_BY_SERVER = ("managedFields", "resourceVersion", "uid", "creationTimestamp", "generation", "selfLink")
 """Metadata that the API server writes."""
 _WRITE = {"fieldManager": MANAGER, "fieldValidation": "Strict"}
@@ -35,17 +35,17 @@ class LogOptions:
     container: str = ""
     follow: bool = False
     since_s: float | None = None
-    """Only the lines of the last seconds."""
+    """Only the lines of the last `since_s` seconds."""
     since: str = ""
-    """Only lines after this time, written as `timestamps` shows it."""
+    """Only lines after this time, which is written as `timestamps` shows it."""
     tail: int | None = None
     previous: bool = False
-    """The log of the container before its last restart."""
+    """Whether to read the log of the container before its last restart."""
     timestamps: bool = False
-    """Begin each line with its time."""
+    """Whether each line begins with its time."""
 
     def params(self) -> dict[str, str]:
-        """Parameters of the request."""
+        """The options as parameters of the request."""
         flags = {"follow": self.follow, "previous": self.previous, "timestamps": self.timestamps}
         given = {name: "true" for name, value in flags.items() if value}
         given |= {"container": self.container} if self.container else {}
@@ -56,17 +56,17 @@ class LogOptions:
 
 
 class Cluster(Api):
-    """The API server of a cluster, and the namespace of documents that name none."""
+    """The API server of a cluster, and the namespace for documents that name none."""
 
     # Documents
 
     def get(self, kind: Kind, name: str, *, namespace: str | None = None, subresource: str = "") -> Document:
-        """A document. Raises Absent."""
+        """Return a document. Raises Absent."""
         asked, path = self.address("get", kind, name, namespace, subresource=subresource)
         return self.document(Request(asked, "GET", path, repeat=True))
 
     def find(self, kind: Kind, name: str, *, namespace: str | None = None) -> Document | None:
-        """A document; None when it does not exist."""
+        """Return a document, or None if it does not exist."""
         try:
             return self.get(kind, name, namespace=namespace)
         except Absent:
@@ -75,7 +75,7 @@ class Cluster(Api):
     def list_(
         self, kind: Kind, *, namespace: str | None = None, everywhere: bool = False, labels: str = "", fields: str = ""
     ) -> list[Document]:
-        """All documents of a kind that the selectors find, in one namespace or `everywhere`."""
+        """All documents of a kind that the selectors match, in one namespace or `everywhere`."""
         selection = Selection(kind, namespace, everywhere, labels, fields)
         try:
             return [document for page, _ in self.pages(selection) for document in page]
@@ -83,7 +83,7 @@ class Cluster(Api):
             return [document for page, _ in self.pages(selection) for document in page]
 
     def create(self, document: Document, *, dry_run: bool = False) -> Document:
-        """Create a document. Raises Taken when one of its name exists."""
+        """Create a document. Raises Taken if a document of this name exists."""
         kind, name, namespace = _named(document)
         at, path = self.address("create", kind, "", namespace)
         asked = replace(at, name=name)
@@ -92,7 +92,7 @@ class Cluster(Api):
     def apply(
         self, document: Document, *, dry_run: bool = False, tries: int | None = None, timeout_s: float | None = None
     ) -> Document:
-        """Create a document, or change its fields to the given ones (server-side apply). Unknown fields are an error. Set
+        """Create a document, or change its fields to the given values (server-side apply). Unknown fields are an error. Set
         `tries=1` if the caller retries with fresher data."""
         kind, name, namespace = _named(document)
         asked, path = self.address("apply", kind, name, namespace)
@@ -112,13 +112,14 @@ class Cluster(Api):
         subresource: str = "",
         type: Literal["merge", "strategic", "json"] = "merge",
     ) -> Document:
-        """Change some fields. A `metadata.resourceVersion` in the change makes it a condition: raises Conflict."""
+        """Change some fields. With a `metadata.resourceVersion` in the change, raises Conflict if the document has another
+        version."""
         content_type = {"merge": "merge-patch", "strategic": "strategic-merge-patch", "json": "json-patch"}[type]
         asked, path = self.address("patch", kind, name, namespace, subresource=subresource)
         return self.document(Request(asked, "PATCH", path, _WRITE, change, f"application/{content_type}+json"))
 
     def replace(self, document: Document, *, subresource: str = "") -> Document:
-        """Replace a document that was read before. Raises Conflict when it has been written in between."""
+        """Replace a document that was read before. Raises Conflict if it has been written since."""
         kind, name, namespace = _named(document)
         asked, path = self.address("update", kind, name, namespace, subresource=subresource)
         return self.document(Request(asked, "PUT", path, _WRITE, document))
@@ -134,9 +135,9 @@ class Cluster(Api):
         uid: str | None = None,
         timeout_s: float | None = None,
     ) -> Document:
-        """Delete a document, and what it owns; the answer is the document with its deletion time, or a Status.
+        """Delete a document and its dependents. Returns the document with its deletion time, or a Status.
 
-        Raises Absent; Conflict when the document has another uid by now.
+        Raises Absent, and Conflict if the document has another uid by now.
         """
         options: Document = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": propagation}
         if grace_s is not None:
@@ -155,7 +156,7 @@ class Cluster(Api):
         grace_s: float | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """Evict a pod, as draining its node does. Raises Refused when a PodDisruptionBudget forbids it."""
+        """Evict a pod, as draining its node does. Raises Refused if a PodDisruptionBudget forbids the eviction."""
         name = {"name": pod, "namespace": namespace or self.namespace}
         options: Document = {"preconditions": {"uid": uid}} if uid else {}
         if grace_s is not None:
@@ -180,11 +181,12 @@ class Cluster(Api):
         fields: str = "",
         pace: watch.Pace = watch.PACE,
     ) -> Iterator[Change]:
-        """All documents as they are, then every change, until `stop` is set.
+        """All existing documents, then every change, until `stop` is set.
 
-        No state is missed for good: when the server no longer has the changes since the last connection, everything is listed
-        again, and documents that have vanished are reported as deleted. While the server is away we retry with growing pauses.
-        A refusal is raised, and so is the first failure to reach the server. Documents are parsed one at a time.
+        No state is missed permanently: if the server no longer has the changes since the last connection, everything is listed
+        again, and documents that have vanished are reported as deleted. While the server is away, the watch retries with growing
+        pauses. Raises refusals, and a failure to reach the server before the first list is complete. Documents are parsed one at
+        a time.
         """
         return watch.changes(self, Selection(kind, namespace, everywhere, labels, fields), stop, pace)
 
@@ -193,7 +195,7 @@ class Cluster(Api):
     def logs(
         self, pod: str, options: LogOptions | None = None, *, namespace: str | None = None, stop: Stop | None = None
     ) -> Iterator[str]:
-        """The lines of a container's log, without their ends. Raises Refused for a container that has not begun."""
+        """The lines of a container's log, without line ends. Raises Refused for a container that has not started."""
         options = options or LogOptions()
         asked, path = self.address("log", POD, pod, namespace, subresource="log")
         silence_s = None if options.follow else requests.READ_S
@@ -202,7 +204,7 @@ class Cluster(Api):
                 yield line.decode(errors="replace")
 
     def proxy(self, pod: str, port: int, path: str, *, namespace: str | None = None, timeout_s: float | None = None) -> str:
-        """The response of a server in a pod to GET, through the API server. Raises Unanswered."""
+        """The response to a GET request of a server in a pod, sent through the API server. Raises Unanswered."""
         asked, base = self.address("proxy", POD, f"{pod}:{port}", namespace, subresource="proxy")
         return self.connection.answer(Request(asked, "GET", f"{base}/{path.lstrip('/')}", timeout_s=timeout_s)).text
 
@@ -224,7 +226,7 @@ class Cluster(Api):
         namespace: str | None = None,
         everywhere: bool = False,
     ) -> bool:
-        """Whether we have the right to do something (SelfSubjectAccessReview)."""
+        """Whether we have the right to do an action (SelfSubjectAccessReview)."""
         attributes = {"verb": verb, "group": kind.group, "resource": kind.plural, "name": name, "subresource": subresource}
         if kind.namespaced and not everywhere:
             attributes["namespace"] = namespace or self.namespace
@@ -238,11 +240,11 @@ class Cluster(Api):
         return bool(self.document(request)["status"].get("allowed"))
 
     def version(self) -> str:
-        """The server's version: `v1.36.2`."""
+        """The server's version, such as `v1.36.2`."""
         return str(self.raw("version")["gitVersion"])
 
     def time(self) -> float:
-        """The server's time, to half a second. Raises Refused if its answers carry none."""
+        """The server's time, to half a second. Raises Refused if its answers carry no time."""
         request = Request(Subject("get", server=self.server), "GET", "version", repeat=True)
         date = self.connection.answer(request).headers.get("date", "")
         try:
@@ -251,7 +253,7 @@ class Cluster(Api):
             raise Refused(f"the API server says no time (Date: {date!r}); a proxy before it may remove that header") from error
 
     def serves(self, kind: Kind) -> bool:
-        """Whether the cluster knows a kind of document."""
+        """Whether the cluster serves a kind of document."""
         try:
             found = self.raw(kind.root)
         except (Absent, NotServed):
@@ -259,7 +261,7 @@ class Cluster(Api):
         return any(resource["name"] == kind.plural for resource in found.get("resources", ()))
 
     def has_namespace(self, namespace: str | None = None) -> bool:
-        """Whether a namespace exists; True when we may not read it."""
+        """Whether a namespace exists; True if we may not read it."""
         try:
             self.get(NAMESPACE, namespace or self.namespace)
         except Absent:
@@ -269,7 +271,7 @@ class Cluster(Api):
         return True
 
     def raw(self, path: str) -> Document:
-        """The document at a path: discovery and the server's version have no kind."""
+        """The document at a path, for discovery and the server's version, which have no kind."""
         return self.document(Request(Subject("get", server=self.server), "GET", path, repeat=True))
 
     def close(self) -> None:

@@ -1,10 +1,11 @@
-"""Kinds of jobs that are not ours and that we run in place of another controller: one entry for each package that brings one.
+"""Kinds of jobs that are not Outlast's and that the operator runs in place of another controller: one entry for each package that
+adds such a kind.
 
     if (drop_in := dropins.of(workload)) is not None:
         drop_in.sizes(workload)
 
-The rest of Outlast knows a drop-in by this module alone, and none by name: delete its package and its entry here, and its kind is
-gone.
+The rest of Outlast uses drop-ins only through this module, and names none: to remove a kind, delete its package and its entry
+here.
 """
 
 from __future__ import annotations
@@ -23,38 +24,38 @@ class Functions(Protocol):
     """The functions of a drop-in's `registration` module."""
 
     def sizes(self, job: Document, /) -> tuple[int, int, int]:
-        """The fewest, the desired and the most workers."""
+        """The minimum, desired and maximum number of workers."""
 
     def processes(self, job: Document, /) -> int:
-        """Processes in each worker."""
+        """Number of processes in each worker."""
 
     def end(self, job: Document, /) -> str | None:
         """`Succeeded` or `Failed`; None while the job has not ended."""
 
     def scaled(self, replicas: int, /) -> dict[str, Any]:
-        """The merge patch of a job's spec for another number of workers."""
+        """The merge patch that gives a job's spec another number of workers."""
 
     def rival(self, deployment: Document, /) -> bool:
-        """Whether this Deployment is the controller that we replace."""
+        """Whether this Deployment is the controller that the operator replaces."""
 
     def definition(self) -> dict[str, Any]:
-        """The CustomResourceDefinition."""
+        """The CustomResourceDefinition of this kind of job."""
 
     def reconcile(self, limits: Any, known: Any, now: float, features: Any, /) -> Any:
-        """A reconciler of the operator, see `operator.reconcilers`."""
+        """A reconciler for the operator, see `operator.reconcilers`."""
 
 
 @dataclass(frozen=True)
 class DropIn:
-    """One kind of job and the package that knows it."""
+    """One kind of job, and the package that implements it."""
 
     kind: Kind
     container: str
-    """The container of a pod that runs the training, if there are several."""
+    """Name of the container that runs the training, in pods with several containers."""
     index: str
-    """Label with the index of a worker, on pods that we have not made."""
+    """Label with the index of a worker, on pods that Outlast has not made."""
     rival: str
-    """Namespace and usual name of the Deployment of the controller that it replaces: `namespace/name`."""
+    """Namespace and usual name (`namespace/name`) of the Deployment of the controller that the operator replaces."""
     module: str
 
     @property

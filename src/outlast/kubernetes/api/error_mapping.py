@@ -1,6 +1,6 @@
-"""Errors of an API server, from its Status to our errors with a remedy.
+"""Errors of an API server, mapped from its Status to Outlast's errors with a remedy.
 
-The only place where answers become errors. Pure; tests/kubernetes/test_kube.py tries it on answers of real servers.
+This is the only place where answers become errors. Pure; tests/kubernetes/test_kube.py checks it with answers of real servers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outlast.base.errors import Absent, ClusterError, Conflict, Forbidden, NotSe
 from outlast.kubernetes.api.kinds import INSTALLED_BY, Kind
 
 _LONGEST = 600
-"""Longest part of a server's message that is passed on: some messages quote whole documents."""
+"""Maximum length of the part of a server's message that is passed on, since some messages quote whole documents."""
 _DONE = {
     "get": "read",
     "list": "listed",
@@ -40,10 +40,10 @@ _POLICY = re.compile(r"ValidatingAdmissionPolicy '(?P<name>[^']+)'.* denied requ
 
 @dataclass(frozen=True)
 class Subject:
-    """The subject of a request, in words for its errors."""
+    """The subject of a request, for its error messages."""
 
     verb: str
-    """get, list, watch, create, apply, patch, update, delete, or of a pod: log, exec, proxy."""
+    """get, list, watch, create, apply, patch, update or delete; for a pod also log, exec or proxy."""
     kind: Kind | None = None
     name: str = ""
     namespace: str = ""
@@ -52,7 +52,7 @@ class Subject:
 
     @property
     def thing(self) -> str:
-        """`Pod train-0 in namespace team-a`."""
+        """The subject in words: `Pod train-0 in namespace team-a`."""
         words = [str(self.kind) if self.kind else "it", self.name]
         words += [f"in namespace {self.namespace}"] if self.namespace else []
         return " ".join(filter(None, words))
@@ -102,7 +102,7 @@ def _status(body: bytes) -> Mapping[str, Any]:
 
 
 def _forbidden(found: re.Match[str]) -> str:
-    """The sentence about a missing right: verb, resource and namespace."""
+    """A sentence about a missing right, with its verb, resource and namespace."""
     resource = f"{found['resource']}.{found['group']}" if found["group"] else found["resource"]
     where = f" in namespace {found['namespace']}" if found["namespace"] else " in the whole cluster" if found["scope"] else ""
     return (
@@ -124,7 +124,7 @@ def _absent(details: Mapping[str, Any], message: str, asked: Subject) -> Cluster
 
 
 def _refused(message: str, details: Mapping[str, Any]) -> str:
-    """The server's sentence, without the parts of the document that it repeats."""
+    """The server's message, without the parts of the document that it repeats."""
     if found := _WEBHOOK.search(message):
         return f"the admission webhook {found['name']} denied it: {found['said'] or 'it does not say why'}"
     if found := _POLICY.search(message):
@@ -137,8 +137,8 @@ def _refused(message: str, details: Mapping[str, Any]) -> str:
 
 
 def _cause(message: str) -> str:
-    """The cause within a message: `field is immutable` of `Invalid value: {a whole pod}: field is immutable`; of a rule in CEL,
-    its whole message."""
+    """The cause in a message: `field is immutable` for `Invalid value: {a whole pod}: field is immutable`; for a CEL rule, the
+    whole message."""
     said = message.removeprefix("Invalid value: ")
     if len(message) < 120 or said == message:
         return message

@@ -1,6 +1,6 @@
-"""The kinds of documents that we use, and the address of each.
+"""The kinds of documents that Outlast uses, and the address of each.
 
-`kind_of` finds the kind of a document. Pure.
+`kind_of` returns the kind of a document. Pure.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from outlast.job import contract
 @dataclass(frozen=True)
 class Kind:
     api_version: str
-    """`v1`, `batch/v1`."""
+    """Such as `v1` or `batch/v1`."""
     kind: str
     plural: str
-    """As in paths: `pods`."""
+    """The name in paths, such as `pods`."""
     namespaced: bool = True
 
     @property
     def group(self) -> str:
-        """`batch`; empty for the core group."""
+        """The API group, such as `batch`; empty for the core group."""
         return self.api_version.rpartition("/")[0]
 
     @property
     def root(self) -> str:
-        """The address of its group and version: `apis/batch/v1`."""
+        """The path of the group and version, such as `apis/batch/v1`."""
         return f"apis/{self.api_version}" if "/" in self.api_version else f"api/{self.api_version}"
 
     @property
     def resource(self) -> str:
-        """As Kubernetes names it in sentences: `jobs.batch`."""
+        """The name that Kubernetes uses in messages, such as `jobs.batch`."""
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
     def __str__(self) -> str:
@@ -68,10 +68,10 @@ CRD = Kind("apiextensions.k8s.io/v1", "CustomResourceDefinition", "customresourc
 
 ELASTIC_JOB = Kind(contract.API_VERSION, contract.KIND, "elasticjobs")
 LEGACY_JOB = Kind("elastic.pytorch.org/v1alpha1", "ElasticJob", "elasticjobs")
-"""Kind of the archived controller of torchelastic, which the operator replaces."""
+"""Kind of job of the archived controller of torchelastic, which the operator replaces."""
 VOLCANO_GROUP = Kind("scheduling.volcano.sh/v1beta1", "PodGroup", "podgroups")
 POD_GROUP = Kind("scheduling.x-k8s.io/v1alpha1", "PodGroup", "podgroups")
-"""Kind of the coscheduling plugin."""
+"""PodGroup of the coscheduling plugin."""
 WORKLOAD = Kind("kueue.x-k8s.io/v1beta1", "Workload", "workloads")
 WORKLOAD_V1BETA2 = Kind("kueue.x-k8s.io/v1beta2", "Workload", "workloads")
 FLAVOR = Kind("kueue.x-k8s.io/v1beta1", "ResourceFlavor", "resourceflavors", namespaced=False)
@@ -94,11 +94,11 @@ INSTALLED_BY = {
     "metrics.k8s.io": "ask the cluster's administrator for metrics-server",
     "argoproj.io": "ask the cluster's administrator for Argo Workflows (https://argoproj.github.io/workflows)",
 }
-"""How the kinds of a group are installed in a cluster."""
+"""How to install the kinds of a group in a cluster."""
 
 
 def kind_of(document: Mapping[str, Any]) -> Kind:
-    """The kind of a document; raises OutlastError for an unknown kind."""
+    """The kind of a document. Raises OutlastError for an unknown kind."""
     wanted = (document.get("apiVersion"), document.get("kind"))
     for kind in KINDS:
         if (kind.api_version, kind.kind) == wanted:

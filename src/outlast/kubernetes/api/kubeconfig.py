@@ -1,7 +1,7 @@
-"""The kubeconfig, found and read as kubectl does.
+"""The kubeconfig, found and read as kubectl does it.
 
-`$KUBECONFIG` (several files are merged, the first that sets something wins), else `~/.kube/config`, else the account of the pod
-that this runs in. Called by `api.connect`. Reads files, and asks no server.
+The configuration is `$KUBECONFIG` (several files are merged, and the first file that sets a value wins), else `~/.kube/config`,
+else the account of the pod in which this process runs. Called by `api.connect`. Only reads files, without asking a server.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from urllib.parse import quote
 from outlast.base.errors import NoCluster
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Directory of a pod's token."""
+"""Directory with the token of a pod's account."""
 _PATHS = {
     "clusters": ("cluster", ("certificate-authority",)),
     "users": ("user", ("client-certificate", "client-key", "tokenFile")),
     "contexts": ("context", ()),
 }
-"""Sections of a kubeconfig; the key of an entry's value, and its fields that are paths relative to the file's directory."""
+"""By section of a kubeconfig: the key of an entry's value, and the fields of the value that are paths relative to the file's
+directory."""
 
 
 def files(environ: Mapping[str, str]) -> list[Path]:
-    """The existing kubeconfigs; raises NoCluster when `$KUBECONFIG` names none that exists."""
+    """The existing kubeconfigs. Raises NoCluster if `$KUBECONFIG` names none that exists."""
     named = [Path(part).expanduser() for part in environ.get("KUBECONFIG", "").split(os.pathsep) if part]
     if not named:
         usual = Path("~/.kube/config").expanduser()
@@ -43,12 +44,12 @@ def inside(environ: Mapping[str, str]) -> bool:
 
 
 def any_(environ: Mapping[str, str]) -> bool:
-    """Whether any configuration names a cluster; raises NoCluster when `$KUBECONFIG` is wrong."""
+    """Whether any configuration names a cluster. Raises NoCluster if `$KUBECONFIG` is wrong."""
     return bool(files(environ)) or inside(environ)
 
 
 def read(paths: list[Path]) -> dict[str, Any]:
-    """The merged kubeconfigs. Raises NoCluster for one that cannot be read."""
+    """The merged kubeconfigs. Raises NoCluster if a file cannot be read."""
     import yaml
 
     whole: dict[str, Any] = {"current-context": None, **{section: [] for section in _PATHS}}
@@ -71,7 +72,7 @@ def read(paths: list[Path]) -> dict[str, Any]:
 
 
 def chosen(whole: Mapping[str, Any], context: str | None) -> str:
-    """The name of the selected context; raises NoCluster with the existing names."""
+    """The name of the selected context. Raises NoCluster, with the existing names, if there is none."""
     known = [entry["name"] for entry in whole["contexts"]]
     selected = context or whole["current-context"]
     names = f"there are {', '.join(known)}" if known else "the kubeconfig has none"
@@ -90,7 +91,7 @@ def chosen(whole: Mapping[str, Any], context: str | None) -> str:
 
 
 def impersonated(whole: Mapping[str, Any], context: str) -> list[tuple[str, str]]:
-    """The headers with which the user of a context acts as another user.
+    """The headers by which the user of a context impersonates another user.
 
     https://kubernetes.io/docs/reference/access-authn-authz/user-impersonation/
     """

@@ -1,6 +1,6 @@
-"""How a cluster is reached: the kubeconfig or the account of this pod, and HTTP clients that log in with it.
+"""The connection to a cluster: the kubeconfig or the account of this pod, and HTTP clients that log in with them.
 
-lightkube reads the certificates and tokens and runs the login programs of clouds; only this module and `requests` know it.
+lightkube reads certificates and tokens and runs the login programs of clouds; only this module and `requests` import it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from lightkube.config.kubeconfig import SingleConfig
 
 _IDLE_S = 30.0
-"""Idle timeout of kept connections: less than the API server's (90 s), more than the interval between two renewals of a Lease."""
+"""Idle timeout of connections: less than the API server's (90 s), more than the interval between two renewals of a Lease."""
 
 
 def not_installed(error: ImportError) -> NoCluster:
-    """The error for a missing library that access to clusters needs."""
+    """The error for a missing library that is needed for access to clusters."""
     library = (error.name or "").partition(".")[0]
     return NoCluster(f"{library} is not installed; for clusters: pip install 'outlast[kubernetes]'")
 
 
 def connect(context: str | None = None, namespace: str | None = None, *, own: bool = False) -> Cluster:
-    """The cluster of a context of the kubeconfig (default: its current one), or the one that this pod runs in.
+    """The cluster of a context of the kubeconfig (default: its current context), or the cluster in which this pod runs.
 
-    `own`: a pod that has an account uses that, whatever `$KUBECONFIG` says: it may be meant for the script that is trained.
-    Asks the server nothing. Raises NoCluster.
+    `own`: whether a pod that has an account uses that account whatever `$KUBECONFIG` says, since the variable may be meant for
+    the training script. Sends no request to the server. Raises NoCluster.
     """
     try:
         import httpx2
@@ -45,7 +45,7 @@ def connect(context: str | None = None, namespace: str | None = None, *, own: bo
     paths = [] if own and kubeconfig.inside(os.environ) else kubeconfig.files(os.environ)
     try:
         config, proxy, headers = _of_kubeconfig(paths, context) if paths else (_of_pod(context), None, [])
-        # A pod's $HTTPS_PROXY is for addresses outside the cluster, unlike its API server.
+        # In a pod, $HTTPS_PROXY is for addresses outside the cluster, and the API server is inside.
         timeout = httpx2.Timeout(READ_S, connect=CONNECT_S, pool=None)
         params = ConnectionParams(timeout=timeout, proxy=proxy, trust_env=bool(paths))
         arguments = {**params.httpx_params(config), "headers": headers}
@@ -54,14 +54,14 @@ def connect(context: str | None = None, namespace: str | None = None, *, own: bo
     except (ConfigError, OSError, ValueError, KeyError, TypeError) as error:
         place = ", ".join(map(str, paths)) or "the account of this pod"
         raise NoCluster(f"{place} cannot be used: {error or type(error).__name__}; log in to the cluster again") from error
-    # A connection that becomes a websocket must not be kept for other requests, and refusals must be read before it closes.
+    # A connection that becomes a websocket must not be reused for other requests, and refusals must be read before it closes.
     tunnel = lambda: httpx2.Client(**arguments, event_hooks={"response": [_read_refusal]})  # noqa: E731
     connection = Connection(clients, tunnel, config.cluster.server)
     return Cluster(connection, context=config.context_name, namespace=namespace or config.namespace)
 
 
 def _of_kubeconfig(paths: list[Any], context: str | None) -> tuple[SingleConfig, str | None, list[tuple[str, str]]]:
-    """The configuration of a context, its proxy, and headers that name another user to act as."""
+    """The configuration of a context, its proxy, and the headers that impersonate another user."""
     from lightkube.config.kubeconfig import KubeConfig
     from lightkube.config.models import User
 
@@ -75,7 +75,7 @@ def _of_kubeconfig(paths: list[Any], context: str | None) -> tuple[SingleConfig,
 
 
 def _of_pod(context: str | None) -> SingleConfig:
-    """The configuration of the account of this pod. Raises NoCluster outside of pods."""
+    """The configuration for the account of this pod. Raises NoCluster outside of pods."""
     from lightkube.config.kubeconfig import KubeConfig
     from lightkube.config.models import User
 
@@ -92,7 +92,7 @@ def _of_pod(context: str | None) -> SingleConfig:
 
 
 def load() -> None:
-    """Import what `connect` needs, for a process that forks before it connects. Raises ImportError."""
+    """Import the libraries that `connect` needs, for a process that forks before it connects. Raises ImportError."""
     import httpx2  # noqa: F401
     import lightkube.config.client_adapter
     import lightkube.config.kubeconfig
@@ -105,7 +105,7 @@ def _read_refusal(answer: httpx2.Response) -> None:
 
 
 def _for_lightkube(whole: Mapping[str, Any]) -> dict[str, Any]:
-    """The kubeconfig with login programs as lightkube can run them: it sets no KUBERNETES_EXEC_INFO, and refuses version v1 of
+    """The kubeconfig with its login programs adapted to lightkube, which sets no KUBERNETES_EXEC_INFO, and refuses version v1 of
     their answers, which is the same as v1beta1."""
 
     def user(entry: Mapping[str, Any]) -> dict[str, Any]:

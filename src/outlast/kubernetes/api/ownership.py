@@ -1,4 +1,4 @@
-"""Which documents own a document, so that it is deleted with them. Pure."""
+"""Ownership between documents: a document is deleted with its owner. Pure."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ def owned_by(document: Mapping[str, Any], owner: Mapping[str, Any]) -> bool:
 
 
 def owned_by_predecessor(document: Mapping[str, Any], owner: Mapping[str, Any]) -> bool:
-    """Whether an earlier object of this group, kind and name owns the document: garbage that is not collected yet."""
+    """Whether an earlier object of this group, kind and name owns the document, which is then garbage that is not collected
+    yet."""
     same = (_group(owner), owner["kind"], owner["metadata"]["name"])
     references = document["metadata"].get("ownerReferences") or ()
     return not owned_by(document, owner) and any((_group(each), each["kind"], each["name"]) == same for each in references)
 
 
 def reference(owner: Mapping[str, Any]) -> dict[str, Any]:
-    """The owner reference for objects that this object controls."""
+    """The owner reference for objects that `owner` controls."""
     return {
         "apiVersion": owner["apiVersion"],
         "kind": owner["kind"],

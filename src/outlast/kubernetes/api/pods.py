@@ -1,7 +1,7 @@
-"""The one reader of pods: which worker a pod is, its phase, its containers, why it waits and how it ended.
+"""The only reader of pods: which worker a pod runs, the pod's phase and containers, and why it waits or how it ended.
 
-Pure: pods are documents as the API server has them, and any part of their status may be missing. The operator, `jobs` and
-`diagnosis` read pods through these functions. The sentences are those that users see in `status`, `logs` and `list`.
+Pure: pods are documents as the API server returns them, and any part of their status may be missing. The operator, `jobs` and
+`diagnosis` read pods through these functions. `status`, `logs` and `list` show the sentences to users.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from outlast.kubernetes.api import dropins
 Document = Mapping[str, Any]
 
 CONTAINERS = (*contract.Pod.AGENT, *(each.container for each in dropins.DROP_INS))
-"""Names of the container with the worker, if a pod has several."""
+"""Possible names of the worker's container, if a pod has several containers."""
 _INDICES = (
     Label.WORKER,
     "batch.kubernetes.io/job-completion-index",
     "apps.kubernetes.io/pod-index",
     *(each.index for each in dropins.DROP_INS),
 )
-"""Labels or annotations that carry a worker's index, most telling first."""
+"""Labels or annotations that carry a worker's index; the first that is set wins."""
 _DISRUPTIONS = {
     "PreemptionByScheduler": "was preempted by a pod of higher priority",
     "DeletionByTaintManager": "was removed because its node is tainted",
@@ -35,7 +35,7 @@ _DISRUPTIONS = {
     "DeletionByPodGC": "was lost with its node",
     "TerminationByKubelet": "was ended by its node: shutdown, preemption or lack of resources",
 }
-"""Reasons of the condition DisruptionTarget:
+"""Phrases for the reasons of the condition DisruptionTarget.
 https://kubernetes.io/docs/concepts/workloads/pods/disruptions/#pod-disruption-conditions"""
 _ORDINARY = {"ContainerCreating", "PodInitializing"}
 
@@ -45,11 +45,11 @@ class End:
     """How a worker's container ended."""
 
     code: int
-    """Exit code; -1 when there is none: the container was lost, or never began."""
+    """Exit code; -1 if there is none, because the container was lost or never started."""
     sentence: str
-    """Phrase after the name of the worker: `was killed (exit code 137)`."""
+    """Phrase that follows the name of the worker: `was killed (exit code 137)`."""
     counted: bool
-    """Whether it is a failure rather than an interruption."""
+    """Whether the end is a failure rather than an interruption."""
     time: float
     out_of_memory: bool = False
 
@@ -58,12 +58,12 @@ class End:
 
 
 def name(document: Document) -> str:
-    """The name of a document; empty without one."""
+    """The name of a document; empty if it has none."""
     return str((document.get("metadata") or {}).get("name", ""))
 
 
 def labelled_index(pod: Document) -> int | None:
-    """The index of the pod's worker; None for a pod without one."""
+    """The index of the pod's worker; None if the pod has none."""
     meta = pod["metadata"]
     marks = {**(meta.get("annotations") or {}), **(meta.get("labels") or {})}
     values = next((str(marks[key]) for key in _INDICES if marks.get(key)), "")
@@ -71,12 +71,12 @@ def labelled_index(pod: Document) -> int | None:
 
 
 def index(pod: Document) -> int:
-    """The index of the pod's worker; 0 for a pod without one."""
+    """The index of the pod's worker; 0 if the pod has none."""
     return labelled_index(pod) or 0
 
 
 def seconds(time: str | None) -> float:
-    """Seconds since the epoch of a time as Kubernetes writes it; 0 for None."""
+    """A time as Kubernetes writes it, in seconds since the epoch; 0 for None."""
     return datetime.fromisoformat(time).timestamp() if time else 0.0
 
 
@@ -102,36 +102,36 @@ def over(pod: Document) -> bool:
 
 
 def conditions(document: Document, kind: str = "") -> Iterator[Document]:
-    """The conditions in the status of a pod, a Job or a node; only those of one type, if it is given."""
+    """The conditions in the status of a pod, a Job or a node; only those of type `kind`, if it is given."""
     for each in (document.get("status") or {}).get("conditions") or ():
         if not kind or each.get("type") == kind:
             yield each
 
 
 def condition(document: Document, kind: str, status: str = "True") -> dict[str, Any] | None:
-    """The condition of this type that has this status."""
+    """The condition of type `kind` that has this status, if any."""
     return next((dict(each) for each in conditions(document, kind) if each.get("status") == status), None)
 
 
 def bound(pod: Document) -> float:
-    """When the pod was bound to its node; its creation time, as long as its status does not say."""
+    """The time when the pod was bound to its node; its creation time while its status does not show the binding."""
     return max((seconds(each.get("lastTransitionTime")) for each in conditions(pod, "PodScheduled")), default=created(pod))
 
 
 def disruption(pod: Document) -> dict[str, Any] | None:
-    """The condition by which the cluster reports that it ends the pod, through no fault of the pod's."""
+    """The condition by which the cluster reports that it ends the pod for no fault of the pod."""
     return condition(pod, "DisruptionTarget")
 
 
 def disrupted(pod: Document) -> bool:
-    """Whether the pod was ended from outside: by the cluster, or by its kubelet."""
+    """Whether the pod was ended from outside, by the cluster or by its kubelet."""
     why = (pod.get("status") or {}).get("reason") or ""
     return disruption(pod) is not None or why == "Evicted" or refused(why)
 
 
 def unreachable(pod: Document) -> bool:
-    """Whether the pod's node does not answer: the node controller then sets Ready to False and leaves the containers as they were
-    seen last (kubernetes/pkg/controller/util/node, MarkPodsNotReady)."""
+    """Whether the pod's node does not answer. In that case, the node controller sets Ready to False and leaves the last reported
+    state of the containers (kubernetes/pkg/controller/util/node, MarkPodsNotReady)."""
     gated = pod["spec"].get("readinessGates") or leaves(pod)
     contradiction = condition(pod, "Ready", "False") and condition(pod, "ContainersReady", "True")
     return bool(contradiction and not gated) or phase(pod) == "Unknown" or (pod.get("status") or {}).get("reason") == "NodeLost"
@@ -148,7 +148,8 @@ def statuses(pod: Document) -> Iterator[Document]:
 
 
 def container_status(pod: Document) -> Document:
-    """The status of the worker's container, else of the first that failed, else of the first; empty when there is none."""
+    """The status of the worker's container, else of the first container that failed, else of the first container; empty if there
+    is none."""
     statuses_ = (pod.get("status") or {}).get("containerStatuses") or ()
     named = [each for each in statuses_ if each["name"] in CONTAINERS]
     failed = [each for each in statuses_ if ((each.get("state") or {}).get("terminated") or {}).get("exitCode")]
@@ -156,18 +157,18 @@ def container_status(pod: Document) -> Document:
 
 
 def container(pod: Document) -> Document:
-    """The specification of the worker's container, else of the first."""
+    """The specification of the worker's container, else of the first container."""
     found = pod["spec"].get("containers") or ()
     return next((each for each in found if each.get("name") in CONTAINERS), found[0] if found else {})
 
 
 def container_name(pod: Document) -> str:
-    """The name of the container whose log is the worker's."""
+    """The name of the container that writes the worker's log."""
     return str(container(pod).get("name", ""))
 
 
 def requested(pod: Document, resource: str) -> float:
-    """How much of a resource the pod's containers request together."""
+    """The amount of a resource that the pod's containers request in total."""
     requests = [(each.get("resources") or {}).get("requests") or {} for each in pod["spec"].get("containers") or ()]
     return sum(units.quantity(each.get(resource, 0)) for each in requests)
 
@@ -180,12 +181,12 @@ def waiting(pod: Document) -> Iterator[tuple[str, str]]:
 
 
 def terminated(status: Document) -> dict[str, Any]:
-    """How a container ended: now, or before it was restarted; empty when it has not ended yet."""
+    """The termination of a container, current or before its last restart; empty if it has never ended."""
     return (status.get("state") or {}).get("terminated") or (status.get("lastState") or {}).get("terminated") or {}
 
 
 def termination(pod: Document) -> dict[str, Any] | None:
-    """How the pod's first failing container ended, else its worker's; None when none has ended."""
+    """The termination of the pod's first failed container, else of its worker's container; None if neither exists."""
     found = [
         {**over, "container": each.get("name")}
         for each in statuses(pod)
@@ -195,17 +196,18 @@ def termination(pod: Document) -> dict[str, Any] | None:
 
 
 def running(pod: Document) -> bool:
-    """Whether the worker runs now."""
+    """Whether the worker is running."""
     return "running" in (container_status(pod).get("state") or {})
 
 
 def any_running(pod: Document) -> bool:
-    """Whether any container runs now, init containers included."""
+    """Whether any container is running, including init containers."""
     return any((each.get("state") or {}).get("running") for each in statuses(pod))
 
 
 def all_ended(pod: Document) -> bool:
-    """Whether none of its containers runs or will. Kubelets write the phase seconds later, once the sandbox is gone."""
+    """Whether no container of the pod runs or will run. Kubelets write the pod's phase seconds later, once the sandbox is
+    gone."""
     status = pod.get("status") or {}
     found = [*statuses(pod), *(status.get("ephemeralContainerStatuses") or ())]
     known = len(status.get("containerStatuses") or ()) == len(pod["spec"].get("containers") or ())
@@ -218,13 +220,13 @@ def ready(pod: Document) -> bool:
 
 
 def began(pod: Document) -> bool:
-    """Whether the worker has begun, so that it has a log."""
+    """Whether the worker has started, so that it has a log."""
     status = container_status(pod)
     return bool({"running", "terminated"} & set(status.get("state") or {})) or bool(status.get("restartCount"))
 
 
 def started(pod: Document) -> float | None:
-    """Start time of the worker's container; None before."""
+    """Start time of the worker's container; None before it starts."""
     state = container_status(pod).get("state") or {}
     return seconds((state.get("running") or state.get("terminated") or {}).get("startedAt")) or None
 
@@ -233,7 +235,7 @@ WITHOUT_OUTLAST = (
     "install it there (pip install 'outlast[train,store]', with the directory of `outlast` on PATH), or build on Outlast's own "
     "image (docs/guide/kubernetes.md, Images)"
 )
-"""The remedy for an image that has torch but not Outlast."""
+"""The remedy for an image that has torch but lacks Outlast."""
 _MISSING = re.compile(
     r"exec: \"(?P<runc>[^\"]+)\": (?:executable file not found|.*no such file or directory)"
     r"|executable file [`'\"](?P<crun>[^`'\"]+)[`'\"] not found"
@@ -243,8 +245,8 @@ _MISSING = re.compile(
 
 
 def command_missing(message: str) -> str | None:
-    """The command that an image lacks, according to runc, crun or gVisor, which could not start a container; empty when they do
-    not name it; None when the message is about something else."""
+    """The command that an image lacks, according to runc, crun or gVisor, which could not start a container. Empty if the message
+    does not name the command; None if the message is about something else."""
     found = _MISSING.search(message)
     return next((name for name in (found["runc"], found["crun"], found["gvisor"]) if name), "") if found else None
 
@@ -253,7 +255,7 @@ def command_missing(message: str) -> str | None:
 
 
 def waits(pod: Document) -> str:
-    """Why a worker has not begun; empty when it has: `waits to be scheduled`."""
+    """The reason why a worker has not started, such as `waits to be scheduled`; empty if it has started."""
     if phase(pod) not in ("Pending", "Running") or running(pod):
         return ""
     ordinary = f"is being started on {pod['spec']['nodeName']}" if "nodeName" in pod["spec"] else "waits to be scheduled"
@@ -261,7 +263,8 @@ def waits(pod: Document) -> str:
 
 
 def stuck(pod: Document) -> str:
-    """Why a worker does not begin by itself; empty when nothing keeps it: `cannot be scheduled: 0/3 nodes are available`."""
+    """The reason why a worker cannot start by itself, such as `cannot be scheduled: 0/3 nodes are available`; empty if there is
+    none."""
     if phase(pod) not in ("Pending", "Running") or running(pod):
         return ""
     if unscheduled := condition(pod, "PodScheduled", "False"):
@@ -280,13 +283,14 @@ def stuck(pod: Document) -> str:
 
 
 def _unfinished_init(pod: Document) -> Document:
-    """The status of the first init container that has not succeeded yet."""
+    """The status of the first init container that has not succeeded yet; empty if there is none."""
     found = (pod.get("status") or {}).get("initContainerStatuses") or ()
     return next((each for each in found if (each["state"].get("terminated") or {}).get("exitCode") != 0), {})
 
 
 def _failed_init(pod: Document) -> Document | None:
-    """The status of the init container that failed: the last, since sidecars before it end with it."""
+    """The status of the init container that failed. It is the last one with an exit code, since sidecars before it end with
+    it."""
     found = (pod.get("status") or {}).get("initContainerStatuses") or ()
     return next((each for each in reversed(found) if terminated(each).get("exitCode")), None)
 
@@ -304,7 +308,7 @@ _REFUSALS = (
 
 
 def end(pod: Document) -> End | None:
-    """How its worker ended last; None when it has not ended yet."""
+    """How the pod's worker ended last; None if it has not ended yet."""
     status = pod.get("status") or {}
     state = container_status(pod)
     ended = terminated(state)
@@ -345,29 +349,30 @@ def end(pod: Document) -> End | None:
 
 
 def last_error(pod: Document) -> str:
-    """The sentence with which a command of Outlast ended in it, from its termination message; empty without one."""
+    """The error message with which a command of Outlast ended in the pod, from the termination message; empty if there is
+    none."""
     lines = str(terminated(container_status(pod)).get("message") or "").splitlines()
     return next((line.removeprefix("Error: ") for line in reversed(lines) if line.startswith("Error: ")), "")
 
 
 def refused(reason: str) -> bool:
-    """Whether this is a kubelet's reason to reject or remove a pod: no fault of the pod's."""
+    """Whether this is a reason for which a kubelet rejects or removes a pod that is not at fault."""
     return reason in _REFUSALS or reason.startswith("OutOf")
 
 
 def lost(pod: Document) -> str:
-    """A phrase for a pod whose node does not answer; else empty."""
+    """A phrase for a pod whose node does not answer; otherwise empty."""
     return f"is on {pod['spec'].get('nodeName', 'a node')}, which does not answer" if unreachable(pod) else ""
 
 
 def memory_field(pod: Document) -> str:
-    """The field of its job that sets the memory of its container."""
+    """The field of the pod's job that sets the memory of its container."""
     theirs = any(dropins.has(owner) for owner in pod["metadata"].get("ownerReferences") or ())
     return f"resources.limits.memory of its container {container_name(pod)}" if theirs else "resources.memory"
 
 
 def out_of_memory(pod: Document) -> str:
-    """Why a container was OOMKilled: it exceeded its limit or, without one, the memory of its node."""
+    """A phrase about an OOMKilled container, which exceeded its limit or, without a limit, the memory of its node."""
     limit = ((container(pod).get("resources") or {}).get("limits") or {}).get("memory")
     return f"was OOMKilled: it used more than {f'its limit of {limit}' if limit else 'its node had left'}"
 

@@ -1,6 +1,6 @@
-"""Requests to an API server: sent, retried and read, and answers as a stream of lines or a websocket.
+"""Requests to an API server: how they are sent, retried and read, and answers as a stream of lines or a websocket.
 
-Every error is a `ClusterError` of `error_mapping`. Everything here may be called from several threads.
+Every error is a `ClusterError` of `error_mapping`. All functions here may be called from several threads.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
 Document = dict[str, Any]
 
 CONNECT_S = 10.0
-"""Timeout of connecting to the API server."""
+"""Timeout for connecting to the API server."""
 READ_S = 65.0
-"""Timeout of an answer: the API server ends ordinary requests after 60 s."""
+"""Timeout for an answer: the API server ends ordinary requests after 60 s."""
 _MESSAGE = 2**20
-"""Limit of a message over a websocket in bytes; a kubelet's are 32 KiB."""
+"""Maximum size of a websocket message in bytes; messages of a kubelet have 32 KiB."""
 _LAST_S = 1.0
-"""Timeout for the reader of a websocket to see its end."""
+"""Time that the reader of a websocket has to see the websocket's end."""
 _CLIENTS = 32
-"""Maximum number of HTTP clients of a cluster. Each takes some kilobytes, and the connections of its threads."""
+"""Maximum number of HTTP clients per cluster. Each client takes some kilobytes, plus the connections of its threads."""
 _TRIES = 4
-"""Attempts of a request that cannot have done anything, or may be repeated."""
+"""Number of attempts for a request that had no effect or that may be repeated."""
 LONGEST_PAUSE_S = 30.0
-"""Longest pause between two attempts."""
+"""Maximum pause between two attempts."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request."""
+    """A request to the API server."""
 
     asked: Subject
     method: str
@@ -54,19 +54,20 @@ class Request:
     body: Any = None
     content_type: str = "application/json"
     repeat: bool = False
-    """Whether it may be repeated although the server may have handled it."""
+    """Whether the request may be repeated although the server may have handled it."""
     tries: int | None = None
     """Number of attempts; None: the default."""
     timeout_s: float | None = None
     most: int | None = None
-    """Limit in bytes for the body of a good answer, which becomes the extension `whole`. A longer one raises TooLong."""
+    """Maximum size in bytes of the body of a successful answer, which becomes the extension `whole`. A longer body raises
+    TooLong."""
 
 
 class Clients:
     """HTTP clients, one for each thread up to a limit.
 
-    Before each request a client checks all of its idle connections under a lock: with one client for twenty threads, most of them
-    would wait for that.
+    Before each request, a client checks all its idle connections under a lock. With one client for twenty threads, most threads
+    would wait for the lock.
     """
 
     def __init__(self, make: Callable[[], httpx2.Client]) -> None:
@@ -76,7 +77,7 @@ class Clients:
         self._guard = threading.Lock()
 
     def for_thread(self) -> httpx2.Client:
-        """The client of this thread; threads share clients only when there are many."""
+        """The client of this thread; threads share clients only if there are many threads."""
         found: httpx2.Client | None = getattr(self._of_thread, "client", None)
         if found is None:
             with self._guard:
@@ -97,14 +98,14 @@ class Connection:
 
     clients: Clients = field(repr=False)
     tunnel: Callable[[], httpx2.Client] = field(repr=False)
-    """Makes the client of one websocket."""
+    """Makes the HTTP client of one websocket."""
     server: str
     warnings: list[str] = field(default_factory=list)
-    """Warnings from the server, each once: about a policy that will be enforced, or a version that will be removed."""
+    """Warnings from the server, each of them once: about a policy that will be enforced, or a version that will be removed."""
 
     def answer(self, request: Request) -> httpx2.Response:
-        """The server's answer; raises its refusals. A request that the server has not accepted is retried a few times; so is
-        one that it may have accepted, if it may be repeated."""
+        """The server's answer; raises its refusals. A request that the server has not accepted is retried a few times; a request
+        that the server may have accepted is retried only if it may be repeated."""
         import httpx2
 
         timeout = httpx2.USE_CLIENT_DEFAULT if request.timeout_s is None else httpx2.Timeout(request.timeout_s)
@@ -147,7 +148,7 @@ class Connection:
     def stream(
         self, asked: Subject, path: str, params: Mapping[str, str], stop: Stop, *, silence_s: float | None
     ) -> Generator[Iterator[bytes], None, None]:
-        """The lines of an answer as they arrive, without their ends; they end when `stop` is set."""
+        """The lines of an answer as they arrive, without line ends, until `stop` is set."""
         import httpx2
 
         timeout = httpx2.Timeout(READ_S, connect=CONNECT_S, pool=None)
@@ -186,15 +187,15 @@ class Connection:
                 yield connection
             finally:
                 end(connection)
-                # Its reader must have seen the end: a socket must not be closed while it is read from. When the server has
-                # ended the connection, the reader is gone and nothing more comes.
+                # The reader must have seen the end, since a socket must not be closed while it is read from. If the server has
+                # ended the connection, the reader is gone and no more messages come.
                 with contextlib.suppress(HTTPXWSException, TimeoutError):
                     while True:
                         connection.receive_bytes(timeout=_LAST_S)
                 opened.__exit__(None, None, None)
 
     def _note(self, answer: httpx2.Response) -> None:
-        """Keep the server's warnings: https://kubernetes.io/blog/2020/09/03/warnings/."""
+        """Record the server's warnings: https://kubernetes.io/blog/2020/09/03/warnings/."""
         for value in answer.headers.get_list("warning"):
             said = value.partition('"')[2].rpartition('"')[0].replace('\\"', '"')
             if said and said not in self.warnings:
@@ -202,7 +203,7 @@ class Connection:
 
 
 class Gone(Exception):
-    """The server no longer has the changes after the requested version (410)."""
+    """The server no longer has the changes since the requested version (410)."""
 
 
 class Expired(Refused):
@@ -223,7 +224,7 @@ def mistake(status: int, body: bytes, asked: Subject) -> ClusterError:
 
 
 def unreached(error: Exception, asked: Subject) -> ClusterError:
-    """The error for a request without an answer."""
+    """The error for a request that got no answer."""
     import httpx2
     from lightkube.core.exceptions import ConfigError
 
@@ -252,21 +253,21 @@ def unreached(error: Exception, asked: Subject) -> ClusterError:
 
 
 def pause(attempt: int, answer: httpx2.Response | None = None) -> float:
-    """Seconds before the next attempt: growing, random, and at least as long as the server demands."""
+    """Seconds until the next attempt: growing, random, and at least the time that the server demands, up to LONGEST_PAUSE_S."""
     demanded = answer.headers.get("retry-after", "") if answer is not None else ""
     least = float(demanded) if demanded.isdecimal() else 0.0
     return min(LONGEST_PAUSE_S, max(least, backoff.jittered(backoff.exponential(attempt, 0.25, 256.0))))
 
 
 def parsed(content: bytes, asked: Subject) -> Document:
-    """The document in an answer. Raises Unanswered when it contains none."""
+    """The document in an answer. Raises Unanswered if the answer contains none."""
     with reading(content, asked):
         return wire.document(content, asked.kind)
 
 
 @contextlib.contextmanager
 def reading(content: bytes, asked: Subject) -> Iterator[None]:
-    """Raises Unanswered for content that no API server writes."""
+    """Raise Unanswered for content that no API server writes."""
     try:
         yield
     except ValueError as error:
@@ -275,7 +276,7 @@ def reading(content: bytes, asked: Subject) -> Iterator[None]:
 
 
 def _read(answer: httpx2.Response, asked: Subject, most: int | None) -> None:
-    """Read an answer to its end, unless it is good and too long."""
+    """Read an answer to its end. Raises TooLong if a successful answer has more than `most` bytes."""
     if most is None or not answer.is_success:
         answer.read()
         return
@@ -305,6 +306,6 @@ def _lines(answer: httpx2.Response, asked: Subject, stop: Stop) -> Iterator[byte
 
 
 def end(connection: WebSocketSession) -> None:
-    """End a websocket: its reader sees the end, and closes it."""
+    """End a websocket; its reader sees the end, and closes the websocket."""
     if (there := connection.stream.get_extra_info("socket")) is not None:
         hang_up(there, socket.SHUT_RD)

@@ -1,4 +1,4 @@
-"""An Event that also ends connections: whatever waits for the API server returns when it is set."""
+"""An Event that also ends connections: when it is set, every function that waits for the API server returns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Stop(threading.Event):
 
     @contextlib.contextmanager
     def holding(self, connection: socket.socket | None) -> Iterator[None]:
-        """Close the connection when the Event is set."""
+        """During the block, shut the connection down as soon as the Event is set."""
         if connection is None:
             yield
             return
@@ -41,7 +41,7 @@ class Stop(threading.Event):
 
 @contextlib.contextmanager
 def within(timeout_s: float) -> Iterator[Stop]:
-    """A Stop that is set after this time, and at the end of the block."""
+    """A Stop that is set after the timeout or at the end of the block, whichever is first."""
     stop = Stop()
     clock = threading.Timer(timeout_s, stop.set)
     clock.daemon = True
@@ -54,6 +54,6 @@ def within(timeout_s: float) -> Iterator[Stop]:
 
 
 def hang_up(connection: socket.socket, way: int = socket.SHUT_RDWR) -> None:
-    """Shut a connection down: its reader sees the end."""
+    """Shut a connection down, so that its reader sees the end."""
     with contextlib.suppress(OSError):  # it is closed already
         socket.socket.shutdown(connection, way)  # with TLS, the reader has to see the end by itself

@@ -26,7 +26,7 @@ class Ended:
 
     @property
     def error_line(self) -> str:
-        """The last line of stderr; the exit code when there is none."""
+        """The last line of stderr; the exit code if stderr is empty."""
         lines = self.error.decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit code {self.code}"
 
@@ -52,7 +52,7 @@ def execute(api: Api, pod: str, command: Sequence[str], *, namespace: str | None
 
 
 def _messages(connection: WebSocketSession, asked: Subject) -> Iterator[bytes]:
-    """Messages of a websocket until it is closed."""
+    """Messages of a websocket until it is closed. Raises Unanswered if the connection is lost."""
     from httpx2.websockets import WebSocketDisconnect, WebSocketNetworkError
 
     while True:
@@ -67,7 +67,7 @@ def _messages(connection: WebSocketSession, asked: Subject) -> Iterator[bytes]:
 
 
 def _exit_code(content: bytes, asked: Subject) -> int:
-    """The exit code in the Status with which a command ends. Raises Refused when it could not be started."""
+    """The exit code in the Status with which a command ends. Raises Refused if the command could not be started."""
     status = requests.parsed(content, asked)
     if status.get("status") == "Success":
         return 0

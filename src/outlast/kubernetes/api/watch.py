@@ -1,4 +1,4 @@
-"""Watches: all existing documents of a kind, then every change, over as many connections as it takes."""
+"""Watches: all existing documents of a kind, then every change, across as many connections as needed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from outlast.kubernetes.api.requests import Document
 from outlast.kubernetes.api.stop import Stop
 
 _WATCH_S = 140
-"""Timeout that we request for one watch; the next one continues where it ended. It is less than `_SILENCE_S`: for a kind
-without any change since the server began, it sends no bookmarks, so only the end shows that the server lives."""
+"""Timeout that we request for one watch; the next watch continues where it ended. It is less than `_SILENCE_S` because the server
+sends no bookmarks for a kind without any change since its start: only the end of the watch shows that the server is alive."""
 _SILENCE_S = 150.0
 """Timeout of a watch without any event, bookmark or end."""
 _STOOD_S = 30.0
-"""A watch that lasted this long before the server ended it has not failed, even without events."""
+"""Duration after which a watch that the server ended does not count as failed, even without events."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Change:
 
     type: Literal["added", "modified", "deleted"]
     document: Document
-    """Its current state, or its last one. A document that vanished between two connections has only kind, apiVersion and
-    metadata without annotations."""
+    """The document's current state, or its last state if it was deleted. A document that vanished between two connections has
+    only kind, apiVersion and metadata without annotations."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Pace:
     """Settings of a watch: the longest pause before it reconnects, and a callback that follows the state of its connection."""
 
     listening: Callable[[str | None], None] = lambda version: None
-    """Called with the version up to which everything has been reported, when a connection is made and now and then after that;
-    with None when it is lost."""
+    """Called with the version up to which everything has been reported, when a connection is made and from time to time after
+    that; called with None when the connection is lost."""
     longest_pause_s: float = requests.LONGEST_PAUSE_S
-    """Longest pause between two attempts to connect."""
+    """Maximum pause between two attempts to connect."""
 
 
 PACE = Pace()
@@ -85,7 +85,7 @@ def changes(api: Api, selection: Selection, stop: Stop, pace: Pace) -> Iterator[
 def _one_connection(
     api: Api, selection: Selection, version: str, stop: Stop, listening: Callable[[str | None], None]
 ) -> Iterator[tuple[str, Change | None]]:
-    """Versions after the given one, each with its change (None: a bookmark), over one connection."""
+    """The versions after `version`, each with its change (None for a bookmark), from one connection."""
     params = {
         **selection.selectors(),
         "watch": "true",
@@ -109,12 +109,11 @@ def _one_connection(
 
 
 class _Reported:
-    """The state that a watch has reported: a new list is compared with it, and documents that have vanished are reported by
-    name."""
+    """The state that a watch has reported. A new list is compared with it, in order to report documents that have vanished."""
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[str, tuple[str, str], bytes]] = {}
-        """Version, place and text by uid: parsed documents take ten times the memory of their text."""
+        """Version, place (namespace and name) and JSON text by uid: parsed documents take ten times the memory of their text."""
 
     def note(self, change: Change) -> None:
         """Record a change that the watch reports."""
@@ -124,8 +123,8 @@ class _Reported:
             self._hold(change.document)
 
     def differences(self, pages: Iterable[tuple[Iterable[Document], str]]) -> Generator[Change, None, str]:
-        """The changes between the reported state and a new list; returns its version. A document whose name now belongs to
-        another vanished before that one was created."""
+        """The changes between the reported state and a new list; returns the list's version. If another document now has the name
+        of a vanished document, the deletion comes before the creation."""
         places = {place: uid for uid, (_, place, _) in self._held.items()}
         present: set[str] = set()
         version = ""

@@ -1,9 +1,9 @@
-"""Parsing documents of an API server within bounds, since users choose the shape of their JSON.
+"""Parsing of documents from an API server within limits, since users choose the shape of their JSON.
 
 A job may be nested 10,000 levels deep, which Python's parser cannot read, or hold a million empty objects, which take 25 times
-the memory of their text once they are parsed. So the text is measured first, without recursion: a value that is nested too deep
-or is too long is left out, and the document says so under `UNREADABLE`. Its name, uid and version are always kept. `kube` calls
-it for everything that it receives. Pure.
+the memory of their text once they are parsed. The text is therefore measured first, without recursion: a value that is nested too
+deep or is too long is left out, and the document has a message about that under `UNREADABLE`. The document's name, uid and
+version are always kept. `kube` calls this module for everything that it receives. Pure.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEASE, POD, Kind
 Document = dict[str, Any]
 
 UNREADABLE = "unreadable"
-"""Top-level key of a document with something left out: a sentence. The API server prunes unknown keys: no user can write it."""
+"""Top-level key for a message in a document from which a value was left out. The API server prunes unknown keys, so no user can
+write it."""
 DEEPEST = 100
-"""Deepest nesting that is read. A PodSpec has 12 levels."""
+"""Maximum nesting depth that is read. A PodSpec has 12 levels."""
 LARGEST = 128 * 1024
-"""Largest spec of a job that is read, in bytes of JSON."""
+"""Maximum size in bytes of JSON of a job's spec that is read."""
 _ANNOTATED = 3
-"""Largest metadata, as a multiple of that: Kubernetes accepts 256 KiB of annotations."""
+"""Maximum size of metadata, as a multiple of the maximum size of the document: Kubernetes accepts 256 KiB of annotations."""
 FREE = (ELASTIC_JOB, *dropins.KINDS)
-"""Kinds with fields of any shape, which may be nested deeply. Typed kinds are as deep as their type."""
+"""Kinds with fields of any shape, which may be nested deeply. The nesting of other kinds is bounded by their type."""
 _BOUNDED: dict[Kind, int] = {**dict.fromkeys((*FREE, LEASE), LARGEST), POD: 4 * LARGEST}
-"""Largest document that is read, for kinds that users create and the operator caches. A pod contains its job's file."""
+"""Maximum size in bytes of a document that is read, for kinds that users create and the operator caches. A pod contains its job's
+file."""
 _IDENTITY = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
-"""Metadata that the API server writes or bounds."""
+"""Metadata that the API server writes or whose size it limits."""
 _ALWAYS = ("apiVersion", "kind", "metadata", "status")
-"""Keys that only the API server and controllers write: they are read whatever their length."""
+"""Keys that only the API server and controllers write; they are read whatever their length."""
 _SHORT = 256
-"""Longest scalar that is retained of an object that is left out."""
+"""Maximum length of a scalar that is retained from an object that is left out."""
 _SCALARS = 32
 
 _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
@@ -43,31 +45,31 @@ _PLAIN = rb"[^\"{}\[\]]*+(?:" + _STRING + rb"[^\"{}\[\]]*+)*+"
 
 
 def _flat(inside: bytes) -> bytes:
-    """The expression for texts that match `inside`, and for up to 1,000 objects and lists of them.
+    """The expression for text that matches `inside`, and for up to 1,000 objects and lists of such text.
 
-    An atomic group: before Python 3.11.5 a possessive quantifier goes wrong over alternatives (cpython#106052). Bounded, since it
-    takes memory for each repetition.
+    The group is atomic because a possessive quantifier over alternatives is wrong before Python 3.11.5 (cpython#106052). The
+    number of repetitions is limited because each takes memory.
     """
     return _PLAIN + rb"(?>(?:(?:\{" + inside + rb"\}|\[" + inside + rb"\])" + _PLAIN + rb"){0,1000})"
 
 
-# Three levels are skipped in one match, such as a list of a million empty objects: a step of our own for each would take seconds.
+# One match skips three levels: a Python step for each of a million empty objects in a list would take seconds.
 _STEP = re.compile(_flat(_flat(_flat(_PLAIN))) + rb"(?:(?P<open>[{\[]++)|(?P<close>[}\]]++))?", re.DOTALL)
 _SCALAR = re.compile(_STRING + rb"|[^\s,\]}\"{\[]++", re.DOTALL)
 _SPACE = re.compile(rb"[ \t\r\n]*+")
 
 
 class _Span(NamedTuple):
-    """The place of a value in the text."""
+    """The position of a value in the text."""
 
     begin: int
     end: int
     depth: int
-    """Nesting depth, or up to three less; 0 for a scalar."""
+    """Nesting depth, or up to three less than that; 0 for a scalar."""
 
 
 def document(text: bytes, kind: Kind | None = None) -> Document:
-    """The document in an answer. Raises ValueError for anything but a JSON object."""
+    """The document in an answer. Raises ValueError unless the text is a JSON object."""
     if _quick(len(text), kind):
         try:
             found = json.loads(text)
@@ -84,7 +86,7 @@ def document(text: bytes, kind: Kind | None = None) -> Document:
 
 
 def event(text: bytes, kind: Kind) -> tuple[str, Document]:
-    """Type and object of a line of a watch. Raises ValueError."""
+    """Type and object in a line of a watch. Raises ValueError."""
     found: dict[str, Any] = {}
     if _quick(len(text), kind):
         found = document(text)
@@ -97,7 +99,8 @@ def event(text: bytes, kind: Kind) -> tuple[str, Document]:
 
 
 def page(text: bytes, kind: Kind) -> tuple[Document, Iterator[Document]]:
-    """The metadata of a list, and its documents, each parsed when it is asked for. Raises ValueError, also later."""
+    """The metadata of a list, and its documents, each parsed when the iterator reaches it. Raises ValueError, also during the
+    iteration."""
     meta: Document = {}
     items: _Span | None = None
     for key, span in _members(text, _skipped(text, 0)):
@@ -109,7 +112,7 @@ def page(text: bytes, kind: Kind) -> tuple[Document, Iterator[Document]]:
 
 
 def _quick(size: int, kind: Kind | None) -> bool:
-    """Whether a text of this size need not be measured."""
+    """Whether a text of this size can be parsed without measuring it."""
     return kind not in FREE and (kind is None or size <= _BOUNDED.get(kind, size))
 
 
@@ -141,7 +144,7 @@ def _outline(text: bytes, whole: _Span, largest: int | None) -> Document:
 
 
 def _metadata(text: bytes, whole: _Span, largest: int | None, problems: list[str]) -> Document:
-    """Metadata without `managedFields`, which are as deep and long as the fields they describe."""
+    """Metadata without `managedFields`, which are as deep and long as the fields that they describe."""
     spans = {key: span for key, span in _members(text, whole.begin) if key != "managedFields"}
     size = sum(span.end - span.begin for span in spans.values())
     depth = 1 + max((span.depth for span in spans.values()), default=0)
@@ -152,7 +155,7 @@ def _metadata(text: bytes, whole: _Span, largest: int | None, problems: list[str
 
 
 def _problem(name: str, span: _Span, largest: int | None) -> str:
-    """Why a value is not read: a sentence; else empty."""
+    """A sentence that says why a value is not read; empty if it is read."""
     if span.depth > DEEPEST:
         return f"its {name} is nested more than {DEEPEST} levels deep; make it flatter"
     if largest is not None and span.end - span.begin > largest:
@@ -175,7 +178,7 @@ def _scalars(text: bytes, whole: _Span) -> Document:
 
 
 def _members(text: bytes, at: int) -> Iterator[tuple[str, _Span]]:
-    """Keys and values of the object that begins here."""
+    """Keys and values of the object that begins at `at`."""
     at = _passed(text, at, b"{")
     if text[at : at + 1] == b"}":
         return
@@ -190,7 +193,7 @@ def _members(text: bytes, at: int) -> Iterator[tuple[str, _Span]]:
 
 
 def _elements(text: bytes, at: int) -> Iterator[_Span]:
-    """The values of the list that begins here."""
+    """The values of the list that begins at `at`."""
     at = _passed(text, at, b"[")
     if text[at : at + 1] == b"]":
         return
@@ -204,7 +207,7 @@ def _elements(text: bytes, at: int) -> Iterator[_Span]:
 
 
 def _value(text: bytes, begin: int) -> _Span:
-    """The value that begins here."""
+    """The value that begins at `begin`."""
     if text[begin : begin + 1] not in (b"{", b"["):
         scalar = _SCALAR.match(text, begin)
         if scalar is None:
@@ -236,7 +239,7 @@ def _skipped(text: bytes, at: int) -> int:
 
 
 def _passed(text: bytes, at: int, mark: bytes) -> int:
-    """Skip an expected mark and the white space after it."""
+    """Position after an expected mark and the white space that follows it."""
     at = _skipped(text, at)
     if text[at : at + 1] != mark:
         raise _broken(text, at)

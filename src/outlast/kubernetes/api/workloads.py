@@ -1,4 +1,4 @@
-"""Workloads, the documents of jobs: their number of workers and the template of their pods, whatever their kind. Pure."""
+"""Workloads, which are the documents of jobs: their number of workers and the template of their pods, for all kinds. Pure."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def replicas(workload: Mapping[str, Any]) -> int:
 
 
 def template(workload: Mapping[str, Any]) -> dict[str, Any]:
-    """The template of a workload's pods; for an ElasticJob, only the fields in its file."""
+    """The template of a workload's pods; for an ElasticJob, only the fields that its job file sets."""
     spec = workload.get("spec") or {}
     found: dict[str, Any] = spec.get("template") or {}
     return found
 
 
 def agentless(workload: Mapping[str, Any]) -> bool:
-    """Whether its pods run without our agent, because a drop-in runs it."""
+    """Whether the workload's pods run without Outlast's agent, because a drop-in runs the workload."""
     return dropins.has(workload)

@@ -1,2 +1,4 @@
 """The node watcher: marks a node whose AWS machine is about to be terminated, and evicts its pods.
-docs/decisions/0046-node-watch.md."""
+
+See docs/decisions/0046-node-watch.md.
+"""

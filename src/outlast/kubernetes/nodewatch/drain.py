@@ -1,7 +1,8 @@
-"""Which pods of a node that is about to go are evicted now, and with how much time to end. Pure.
+"""Which pods are evicted now from a node that is about to be terminated, and how much time they get to end. Pure.
 
-Pods of DaemonSets, the kubelet's own, and pods that have ended stay. A worker that the operator runs leaves by itself, on the
-node's taint, until shortly before the deadline; Outlast's own pods go after the workers, which need them. All others go at once.
+Pods of DaemonSets, the kubelet's own pods, and pods that have ended stay. A worker that the operator runs leaves by itself
+because of the node's taint, unless the deadline is near; Outlast's own pods leave after the workers, which need them. All other
+pods are evicted at once.
 """
 
 from __future__ import annotations
@@ -15,26 +16,26 @@ from outlast.job.contract import Label
 from outlast.kubernetes.api import pods as podwords
 
 LAST_S = 2.0
-"""Margin before the deadline by which a pod must have ended: the kubelet has to report it."""
+"""Margin before the deadline by which a pod must have ended, since the kubelet has to report the end."""
 RESERVE_S = 30.0
-"""Time before the deadline at which workers are evicted that have not left by themselves."""
+"""Time before the deadline at which workers that have not left by themselves are evicted."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """The eviction of one pod, due now."""
+    """The eviction of one pod that is due now."""
 
     pod: Mapping[str, Any]
     grace_s: int
-    """Seconds to end: the pod's own grace period, or the remaining time."""
+    """Seconds that the pod has to end: its own grace period, or the remaining time if that is shorter."""
     last: bool = False
-    """The remaining time is shorter than the pod's own grace period: if a PodDisruptionBudget forbids the eviction, the pod is
-    deleted, as it would be lost with the machine."""
+    """Whether the remaining time is shorter than the pod's own grace period. If a PodDisruptionBudget then forbids the eviction,
+    the pod is deleted, as it would be lost with the machine."""
 
 
 def plan(pods: Sequence[Mapping[str, Any]], deadline: float | None, now: float) -> tuple[list[Step], list[str]]:
-    """The evictions that are due, and the pods waited for, as `namespace/name`. Without a deadline each pod has its own grace
-    period."""
+    """The evictions that are due, and the pods that are still awaited, as `namespace/name`. Without a deadline, each pod has its
+    own grace period."""
     movable = [pod for pod in pods if _movable(pod)]
     left_s = math.inf if deadline is None else max(0.0, deadline - LAST_S - now)
     workers = [operated(pod) or Label.JOB in _labels(pod) for pod in movable]
@@ -51,12 +52,12 @@ def plan(pods: Sequence[Mapping[str, Any]], deadline: float | None, now: float) 
 
 
 def full_name(pod: Mapping[str, Any]) -> str:
-    """`namespace/name`."""
+    """The name of a pod with its namespace: `namespace/name`."""
     return f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
 
 
 def operated(pod: Mapping[str, Any]) -> bool:
-    """Whether the operator runs the job of a pod: it moves the pod when it sees the node's taint."""
+    """Whether the operator runs the job of a pod. The operator moves such a pod when it sees the node's taint."""
     return any(each.get("kind") == "ElasticJob" for each in pod["metadata"].get("ownerReferences") or ())
 
 

@@ -1,4 +1,5 @@
-"""The metadata service of an AWS machine, with the tokens of IMDSv2. Nothing is repeated here: the watcher asks again soon.
+"""The metadata service of an AWS machine, with IMDSv2 tokens. Requests are not retried here, since the watcher soon sends
+another.
 
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/instance-metadata-v2-how-it-works.html
 """
@@ -17,7 +18,7 @@ _REMEDY = "see that the machine's metadata is switched on, and that the pod has 
 
 
 class MetadataAway(OutlastError):
-    """The metadata service does not answer properly; a retry may help."""
+    """The metadata service gives no valid answer; a retry may help."""
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Metadata:
     _token: str = field(default="", repr=False)
 
     def read(self, now: float) -> list[Notice]:
-        """The current notices; an interruption hides all others. Raises MetadataAway."""
+        """The current notices; an interruption hides all other notices. Raises MetadataAway."""
         spot = self._get("/latest/meta-data/spot/instance-action")
         if spot is not None:
             return [notices.spot(spot, now)]

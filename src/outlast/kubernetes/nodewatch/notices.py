@@ -1,4 +1,4 @@
-"""Notices from AWS about a machine, and how its node repeats them. Pure; times are whole seconds since the epoch.
+"""Notices from AWS about a machine, and how they are written on its node. Pure; times are whole seconds since the epoch.
 
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/rebalance-recommendations.html
@@ -18,11 +18,11 @@ from typing import Any
 from outlast.job.contract import LEAVING, Annotation, LeavingKind
 
 SPOT_S = 120.0
-"""Time between an interruption notice and the end, when the notice cannot be read."""
+"""Time from an interruption notice to the machine's end, used if the notice cannot be read."""
 AHEAD_S = 900.0
-"""Maintenance is announced days in advance; we act this long before it begins."""
+"""How long before the start of a maintenance we act; AWS announces maintenance days in advance."""
 SURVIVED_S = 60.0
-"""A machine that still runs this long after its deadline has survived it: stopped and started again, for example."""
+"""Time after its deadline from which a machine that still runs has survived it, for example by a stop and a start."""
 _ACTIONS = {"terminate": "terminates", "stop": "stops", "hibernate": "hibernates"}
 
 
@@ -32,7 +32,7 @@ class Notice:
 
     kind: LeavingKind
     deadline: float | None
-    """When the machine may be gone; None: AWS sets no time."""
+    """Time when the machine may be gone; None if AWS sets no time."""
     reason: str
 
 
@@ -40,8 +40,8 @@ REBALANCE = Notice(LeavingKind.REBALANCE, None, "AWS recommends to leave this sp
 
 
 def spot(text: str, now: float) -> Notice:
-    """`spot/instance-action`: `{"action": "terminate", "time": "2026-01-01T00:02:00Z"}`. A notice that cannot be read still
-    counts."""
+    """The notice in `spot/instance-action`: `{"action": "terminate", "time": "2026-01-01T00:02:00Z"}`. A notice that cannot be
+    read still counts."""
     try:
         fields = dict(json.loads(text))
     except (ValueError, TypeError):
@@ -51,9 +51,10 @@ def spot(text: str, now: float) -> Notice:
 
 
 def scheduled(text: str, now: float) -> list[Notice]:
-    """`events/maintenance/scheduled`: a list of events with a code, a window and a state. Raises ValueError for anything else.
+    """The notices in `events/maintenance/scheduled`: a list of events with a code, a window and a state. Raises ValueError for
+    any other text.
 
-    Maintenance that has begun has until the end of its window, and no deadline once that has passed.
+    The deadline of maintenance that has begun is the end of its window; once that has passed, there is no deadline.
     """
     found = json.loads(text)
     if not isinstance(found, list) or not all(isinstance(event, dict) for event in found):
@@ -69,9 +70,9 @@ def scheduled(text: str, now: float) -> list[Notice]:
 
 
 def due(current: Sequence[Notice], written: Notice | None, now: float) -> Notice | None:
-    """The notice to act on, given AWS's current notices and the one written on the node: the one with the earliest deadline. AWS
-    may withdraw a recommendation or maintenance, but never an interruption: an answer that lacks a known one is taken as a
-    mistake until some time after its deadline."""
+    """The notice to act on: the one with the earliest deadline among AWS's current notices and the notice written on the node.
+    AWS may withdraw a recommendation or maintenance, but never an interruption: if an answer lacks a known interruption, we
+    assume a mistake until some time after the deadline."""
     near = [each for each in current if each.deadline is None or each.deadline - now <= AHEAD_S]
     if written and written.kind is LeavingKind.SPOT and written.deadline is not None and now < written.deadline + SURVIVED_S:
         near.append(written)
@@ -79,7 +80,8 @@ def due(current: Sequence[Notice], written: Notice | None, now: float) -> Notice
 
 
 def marked(node: Mapping[str, Any], notice: Notice | None) -> dict[str, Any]:
-    """The patch that writes this notice on a node, or removes it. Other taints stay, and so does a cordon that is not ours."""
+    """The patch that writes this notice on a node, or removes it. Other taints stay, and so does a cordon that the watcher has
+    not made."""
     meta, spec = node["metadata"], node["spec"]
     taints = [each for each in spec.get("taints") or () if each["key"] != LEAVING]
     change: dict[str, Any] = {"taints": taints or None}
@@ -96,7 +98,8 @@ def marked(node: Mapping[str, Any], notice: Notice | None) -> dict[str, Any]:
 
 
 def read(node: Mapping[str, Any]) -> Notice | None:
-    """The notice that a watcher has written on a node. A taint without a reason is somebody else's, and stays."""
+    """The notice that a watcher has written on a node; None if there is none. A taint without a reason belongs to somebody else,
+    and stays."""
     taint = next((each for each in node["spec"].get("taints") or () if each["key"] == LEAVING), None)
     said = node["metadata"].get("annotations") or {}
     if taint is None or Annotation.LEAVING_REASON not in said:

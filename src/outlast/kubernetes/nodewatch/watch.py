@@ -1,4 +1,4 @@
-"""The watcher of one node: polls for notices, marks the node, evicts its pods."""
+"""The watcher of one node: it polls for notices, marks the node, and evicts its pods."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from outlast.kubernetes.nodewatch.notices import Notice
 log = logging.getLogger(__name__)
 LONGEST_BACKOFF_S = 30.0
 PASS_S = 2.0
-"""Interval of attempts to mark a node and to evict its pods."""
+"""Interval between attempts to mark a node and to evict its pods."""
 EVICT_S = 5.0
-"""Timeout of an eviction: one that hangs must not cost the other pods their time."""
+"""Timeout of an eviction: an eviction that hangs must not cost the other pods their time."""
 
 
 class Watcher:
@@ -35,7 +35,7 @@ class Watcher:
         self._logged: set[str] = set()
 
     def tick(self) -> float:
-        """One round; seconds until the next."""
+        """Run one round. Returns the seconds until the next."""
         now = self.clock()
         if now >= self._next:
             self._ask(now)
@@ -61,7 +61,7 @@ class Watcher:
             self._failures += 1
 
     def _mark(self, notice: Notice | None, now: float, tries: int = 5) -> bool:
-        """Write this notice on the node, or remove it; whether that worked."""
+        """Write this notice on the node, or remove the node's notice if it is None. Returns whether this succeeded."""
         try:
             self.cluster.patch(NODE, self.name, notices.marked(self.cluster.get(NODE, self.name), notice))
         except Conflict:
@@ -77,7 +77,7 @@ class Watcher:
         return True
 
     def _drain(self, notice: Notice, now: float) -> bool:
-        """Evict the pods that are due; whether none is left."""
+        """Evict the pods that are due. Returns whether no pod is left."""
         try:
             found = self.cluster.list_(POD, everywhere=True, fields=f"spec.nodeName={self.name}")
         except ClusterError as error:
@@ -108,7 +108,7 @@ class Watcher:
         self._once(f"evicts {name}, which has {step.grace_s} s to end", name)
 
     def _once(self, sentence: str, key: str = "") -> None:
-        """Log a sentence about the present notice, once."""
+        """Log a message about the current notice, but only once."""
         if sentence and (key or sentence) not in self._logged:
             self._logged.add(key or sentence)
             log.warning("%s", sentence)
