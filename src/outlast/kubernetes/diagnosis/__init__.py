@@ -1,15 +1,16 @@
-"""Findings, each with what to do: why a job does not train (`outlast why`), and whether one would (`outlast doctor`).
+"""Findings, each with its remedy: why a job does not train (`outlast why`), and whether jobs would train (`outlast doctor`).
 
     gather.job(cluster, name) -> Snapshot        reads what a cluster shows of a job
     causes(snapshot, now)     -> [Finding]       why it does not train; pure
-    local_job.causes(status, events, now)        the same for a job of this machine
+    local_job.causes(status, events, now)        the same for a job on this machine
 
     gather.place(cluster)     -> Snapshot        reads what a cluster shows of a place for jobs
     cluster.checks(snapshot)  -> [Finding]       whether jobs would train there; pure
-    machine.checks(), inside.checks(cluster)     the same of this machine, and seen from pods that are deleted again
+    machine.checks(), inside.checks(cluster)     the same for this machine, and from inside temporary pods
 
-A rule is a function from a `Snapshot` to findings; `RULES` is their order: first what ended the job, then what keeps workers from
-being made, from getting a node, from starting, from training. What others' messages mean stands in messages.yaml.
+A rule is a function from a `Snapshot` to findings. `RULES` has them in order: first causes that ended the job, then causes that
+keep pods from being created, from getting a node, from starting, and from training. messages.yaml has the meanings of messages
+from Kubernetes.
 """
 
 from __future__ import annotations
@@ -48,12 +49,13 @@ RULES: tuple[Rule, ...] = (
     job.others,
 )
 _FOLLOWS = ("failed", "gang", "others")
-"""Findings that follow from others, which come first if there are any."""
+"""Names of findings that follow from other findings, which are listed first if there are any."""
 _WIDTH = 110
 
 
 def causes(snapshot: Snapshot, now: float) -> list[Finding]:
-    """The causes that keep a job on a cluster from training, most important first; for a job that trains, that fact."""
+    """The causes that keep a job on a cluster from training, the most important first; for a job that trains, a single finding
+    that says so."""
     if done := job.finished(snapshot):
         return [done]
     found = [each for rule in RULES for each in rule(snapshot, now)]
@@ -92,7 +94,7 @@ def text(findings: Iterable[Finding], *, unseen: Iterable[str] = ()) -> str:
 
 
 def line(check: Finding) -> str:
-    """Outcome, name and sentence in one line, as far as it goes, and the remedy below."""
+    """A check as text: outcome, name and sentence, wrapped if necessary, and the remedy below."""
     head = f"{check.outcome}  {check.name:<18}  "
     deep = " " * len(head)
     return "\n".join([*_wrapped(check.what, head, deep), *_wrapped(check.remedy, f"{deep}→ ", f"{deep}  ")])

@@ -1,4 +1,4 @@
-"""Would jobs train in this cluster? The checks of `outlast doctor` on a snapshot of it. Pure."""
+"""Whether jobs would train in this cluster: the checks of `outlast doctor` on a snapshot of it. Pure."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from outlast.kubernetes.diagnosis.storage import default_class
 from outlast.kubernetes.manifests.request import Document
 
 LEAST_MINOR, TESTED_MINOR = 29, 34
-"""Kubernetes 1.29 takes the rules of the definition; from 1.34 on all that we render is a stable feature."""
+"""Kubernetes 1.29 is the first that accepts the rules of the CRD; from 1.34 on, all features that we render are stable."""
 _WITHOUT = "`outlast submit --as indexed-job` works without"
 
 
 def minor(version: str) -> int:
-    """`v1.36.2` -> 36. Raises ClusterError for anything but a version."""
+    """The minor version: 36 for `v1.36.2`. Raises ClusterError if `version` is no version."""
     match = re.match(r"v?1\.(\d+)", version)
     if not match:
         raise ClusterError(f"the API server says that its version is {version!r}; expected v1.N")
@@ -33,7 +33,7 @@ def minor(version: str) -> int:
 
 
 def server(it: Snapshot) -> Iterator[Finding]:
-    """Whether the server has all features that we need."""
+    """Whether the API server has all features that we need."""
     version = f"Kubernetes {it.version}"
     if minor(it.version) < LEAST_MINOR:
         yield Finding("server", f"{version} is too old", f"upgrade it to 1.{LEAST_MINOR} or newer")
@@ -45,7 +45,8 @@ def server(it: Snapshot) -> Iterator[Finding]:
 
 
 def namespace(it: Snapshot) -> Iterator[Finding]:
-    """The namespace and its Pod Security level, https://kubernetes.io/docs/concepts/security/pod-security-admission/."""
+    """Whether the namespace exists, and its Pod Security level,
+    https://kubernetes.io/docs/concepts/security/pod-security-admission/."""
     name, meta = it.namespace, (it.home or {}).get("metadata", {})
     level = (meta.get("labels") or {}).get("pod-security.kubernetes.io/enforce")
     if "namespaces" in it.unseen:
@@ -61,7 +62,7 @@ def namespace(it: Snapshot) -> Iterator[Finding]:
 
 
 def rights(it: Snapshot) -> Iterator[Finding]:
-    """Whether we have the rights that our verbs need."""
+    """Whether we have the rights that our commands need."""
     missing = [right for right in it.lacking if right.kind != kinds.ELASTIC_JOB]
     if hard := [right for right in missing if right.needed]:
         remedy = "ask the cluster's administrator for the role `edit` in this namespace"
@@ -74,7 +75,7 @@ def rights(it: Snapshot) -> Iterator[Finding]:
 
 
 def definition(it: Snapshot) -> Iterator[Finding]:
-    """Whether ElasticJobs are defined, and may be used."""
+    """Whether the CRD of ElasticJob is installed, and we may use it."""
     if kinds.ELASTIC_JOB not in it.served:
         yield warned("ElasticJob", "is not defined here", f"outlast install; {_WITHOUT}")
     elif lacking := [right.verb for right in it.lacking if right.kind == kinds.ELASTIC_JOB]:
@@ -104,7 +105,7 @@ def operator(it: Snapshot) -> Iterator[Finding]:
 
 
 def rivals(it: Snapshot) -> Iterator[Finding]:
-    """Whether a controller that the operator replaces runs too."""
+    """Whether a controller that the operator replaces runs, too."""
     if it.rivals:
         yield Finding("controller", f"{joined(it.rivals)} runs too and makes the same pods", stop(it.rivals))
 
@@ -116,7 +117,7 @@ def stop(controllers: Sequence[str]) -> str:
 
 
 def nodes(it: Snapshot) -> Iterator[Finding]:
-    """Whether there are nodes that take pods."""
+    """Whether there are nodes that accept pods."""
     ready = [node for node in it.nodes if usable(node)]
     out = joined(sorted(kube_pods.name(node) for node in it.nodes if not usable(node)))
     if "nodes" in it.unseen:
@@ -136,7 +137,7 @@ def _size(node: Document) -> str:
 
 
 def devices(it: Snapshot) -> Iterator[Finding]:
-    """Which accelerators the device plugins offer."""
+    """Which accelerators the nodes offer through their device plugins."""
     if "nodes" in it.unseen:
         remedy = "a job with resources.gpu that waits is explained by `outlast why`"
         yield warned("accelerators", "you may not list nodes", remedy)
@@ -160,7 +161,7 @@ def devices(it: Snapshot) -> Iterator[Finding]:
 
 
 def storage(it: Snapshot) -> Iterator[Finding]:
-    """Whether a claim without a class gets a volume."""
+    """Whether a claim that names no storage class gets a volume."""
     names = joined(sorted(map(kube_pods.name, it.classes)))
     if "storageclasses.storage.k8s.io" in it.unseen:
         remedy = "name storageClass in the job file if a claim stays pending"
@@ -175,7 +176,7 @@ def storage(it: Snapshot) -> Iterator[Finding]:
 
 
 def optional(it: Snapshot) -> Iterator[Finding]:
-    """Optional add-ons: metrics, queues and gangs."""
+    """Which optional add-ons are installed: metrics, queues and gangs."""
     if kinds.POD_METRICS in it.served:
         yield passed("metrics", "served")
     else:
@@ -187,7 +188,7 @@ def optional(it: Snapshot) -> Iterator[Finding]:
 
 
 def quotas(it: Snapshot) -> Iterator[Finding]:
-    """Quotas of the namespace that are used up."""
+    """Whether quotas of the namespace are used up."""
     for quota in it.quotas:
         status = quota.get("status", {})
         for resource, hard in status.get("hard", {}).items():
@@ -198,7 +199,7 @@ def quotas(it: Snapshot) -> Iterator[Finding]:
 
 
 def worker(it: Snapshot) -> Iterator[Finding]:
-    """Whether the server would admit a small worker."""
+    """Whether the API server would admit a small worker."""
     error, said = it.trial, str(it.trial)
     if error is None:
         yield passed("worker", f"one with {sample.LITTLE} would be let in")

@@ -1,4 +1,4 @@
-"""Why a pod with a node does not train: its image, its start, its end and its probes."""
+"""Why a pod that has a node does not train: its image, its start, its end and its probes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NEVER_RAN = ("StartError", "ContainerCannotRun")
 
 @of_pods
 def images(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
-    """Images that cannot be pulled. The kubelet repeats the runtime's message in several places."""
+    """Images that cannot be pulled. The kubelet repeats the container runtime's message in several places."""
     for status in kube_pods.statuses(pod):
         waits = status.get("state", {}).get("waiting") or {}
         if (reason := waits.get("reason")) in _IMAGE:
@@ -35,7 +35,7 @@ def images(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
 
 
 def _without_image(message: str) -> str:
-    """The message without names of images and URLs, which may contain numbers such as 404."""
+    """The message without image names and URLs, which may contain numbers such as 404."""
     return re.sub(r'"[^"]*"|https?://\S+|\S+/\S+:\S+', "", message)
 
 
@@ -59,13 +59,13 @@ def starts(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
 # Ends
 
 _RAISED = re.compile(r"(?:^|[\]:|] )((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning)\b(?:: .*)?)$")
-"""`ValueError: no labels`, perhaps after torchrun's prefix of the line."""
+"""`ValueError: no labels`, optionally after the prefix that torchrun adds to a line."""
 _LAST_LINES = 12
 _SIGNALS = {each.value: each.name for each in signal.Signals}
 
 
 def ends(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """Workers whose container failed: out of memory, misconfigured, or any other failure."""
+    """Workers whose container failed: out of memory, misconfiguration, or any other failure."""
     found = grouped(
         ("OOMKilled" if how.get("reason") == "OOMKilled" else str(how["exitCode"]), pod)
         for pod in snapshot.pods
@@ -83,7 +83,8 @@ def ends(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def stayed(snapshot: Snapshot, pod: Document) -> Document | None:
-    """How the worker in a pod that stays up has ended, as in a StatefulSet, according to the last line of its log."""
+    """How the worker ended in a pod that keeps running, as in a StatefulSet, according to the log if its last line shows that the
+    pod stays."""
     lines = [line for line in snapshot.logs.get(kube_pods.name(pod), ()) if line.strip()]
     if not lines or not lines[-1].endswith(contract.STAYS):
         return None
@@ -92,7 +93,7 @@ def stayed(snapshot: Snapshot, pod: Document) -> Document | None:
 
 
 def _recovered(snapshot: Snapshot, pod: Document) -> bool:
-    """Whether this worker trains again, in this pod or a later one."""
+    """Whether this worker trains again, in this pod or in a later one."""
     return any(
         kube_pods.created(other) >= kube_pods.created(pod) and kube_pods.condition(other, "Ready")
         for other in snapshot.of_worker(pod)
@@ -100,7 +101,8 @@ def _recovered(snapshot: Snapshot, pod: Document) -> bool:
 
 
 def _bad(snapshot: Snapshot, pod: Document, how: Document) -> bool:
-    """Whether this termination is a failure of its own, not requested, a failed start or an eviction, and not recovered from."""
+    """Whether this termination counts as a failure: not a requested end, a failed start or probe, or an eviction, and the worker
+    has not recovered."""
     code = how.get("exitCode", 0)
     return (
         code not in (0, contract.Exit.INTERRUPTED, 143)
@@ -129,7 +131,7 @@ _REMEDIES = {
     137: "see whether the node ran out of memory or somebody deleted the pod; if it recurs, set resources.memory",
     **dict.fromkeys((132, 134, 135, 136, 139), _CRASHED),
 }
-"""Remedies for exit codes that are not the script's own."""
+"""Remedies for exit codes that do not come from the script."""
 
 
 def _failed(snapshot: Snapshot, pods: Sequence[Document], code: int) -> Finding:
@@ -143,7 +145,7 @@ def _failed(snapshot: Snapshot, pods: Sequence[Document], code: int) -> Finding:
 
 
 def _reason(snapshot: Snapshot, pods: Sequence[Document]) -> str:
-    """The reason in the agent's last line."""
+    """The reason in the last line of the agent about an end; empty if there is none."""
     for pod in pods:
         for line in reversed(snapshot.logs.get(kube_pods.name(pod), ())):
             if end := contract.ended(line):
@@ -152,7 +154,7 @@ def _reason(snapshot: Snapshot, pods: Sequence[Document]) -> str:
 
 
 def _exception(snapshot: Snapshot, pods: Sequence[Document]) -> str:
-    """The last line of the first traceback: later ones are usually secondary failures."""
+    """The last line of the first traceback; later tracebacks usually show secondary failures."""
     for pod in pods:
         inside = False
         for line in snapshot.logs.get(kube_pods.name(pod), ()):
@@ -163,7 +165,7 @@ def _exception(snapshot: Snapshot, pods: Sequence[Document]) -> str:
 
 
 def _last_lines(snapshot: Snapshot, pods: Sequence[Document]) -> tuple[str, ...]:
-    """The last lines of the first log that has any, without empty lines."""
+    """The last non-empty lines of the first log that has any."""
     for pod in pods:
         lines = [line for line in snapshot.logs.get(kube_pods.name(pod), ()) if line.strip()]
         if lines:
@@ -187,14 +189,14 @@ def probing(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
 
 
 def _failing(snapshot: Snapshot, pod: Document) -> list[Document]:
-    """Events of failed probes that may end a container."""
+    """Events of failed probes, limited to probes that may end a container."""
     return [each for each in snapshot.about(pod, "Unhealthy") if str(each.get("message")).startswith(("Startup", "Liveness"))]
 
 
 def _killed_by_probe(snapshot: Snapshot, pod: Document) -> str:
-    """`Startup` or `Liveness` if the kubelet ended the container because of that probe; else empty. The probe's event names it
-    only for containers that are restarted. Otherwise a container of a pod that was deleted or evicted was stopped for that
-    reason."""
+    """`Startup` or `Liveness` if the kubelet ended the container because of that probe; otherwise empty. The kubelet's event
+    names the probe only for containers that are restarted. If a container without such an event is in a pod that was deleted or
+    evicted, the deletion or eviction counts as the cause."""
     killing, asked = snapshot.about(pod, "Killing"), _failing(snapshot, pod)
     if not killing or not asked or (kube_pods.termination(pod) or {}).get("reason") == "OOMKilled":
         return ""

@@ -1,4 +1,4 @@
-"""The findings of `outlast why` and `outlast doctor`, and the words for several workers and quantities. Pure."""
+"""The findings of `outlast why` and `outlast doctor`, and functions that put lists and quantities into words. Pure."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ class Finding:
     """One fact about a job, a cluster or a machine."""
 
     name: str
-    """For programs: `image`, `unschedulable`, `out-of-memory`, ..."""
+    """Name for programs: `image`, `unschedulable`, `out-of-memory`, ..."""
     what: str
-    """One sentence."""
+    """The finding in one sentence."""
     remedy: str = ""
-    """The remedy; empty when there is nothing to do."""
+    """The remedy; empty if there is nothing to do."""
     evidence: tuple[str, ...] = ()
-    """The words of the API server, the scheduler, the kubelet or the log, as they were."""
+    """Unchanged messages of the API server, the scheduler or the kubelet, or lines of the log."""
     outcome: Outcome = "fail"
-    """`fail`: it keeps jobs from training; `warn`: it may, or costs something; `pass`: no problem."""
+    """`fail`: the finding keeps jobs from training; `warn`: it may keep them, or has a cost; `pass`: there is no problem."""
 
     @property
     def wrong(self) -> bool:
-        """Whether it keeps jobs from training."""
+        """Whether the finding keeps jobs from training."""
         return self.outcome == "fail"
 
 
 def passed(name: str, what: str, remedy: str = "", evidence: tuple[str, ...] = ()) -> Finding:
-    """A fact without a problem: a job that is finished, suspended, training; a check that passes."""
+    """A finding without a problem: a job that is finished, suspended or training, or a check that passes."""
     return Finding(name, what, remedy, evidence, "pass")
 
 
 def warned(name: str, what: str, remedy: str) -> Finding:
-    """A problem that does not keep jobs from training."""
+    """A finding about a problem that does not keep jobs from training."""
     return Finding(name, what, remedy, outcome="warn")
 
 
@@ -49,7 +49,7 @@ def warned(name: str, what: str, remedy: str) -> Finding:
 
 
 def repeated_failures(same: Sequence[int | None], failures: int, cause: str) -> str:
-    """A sentence about failures without progress; `same`: the last ones failed at the same step."""
+    """A sentence about failures without progress. `same`: the steps of the last failures, which are all equal."""
     how = "hung" if cause == FailureCause.HANG else "failed"
     if len(same) < 2:
         return f"it has failed {failures} times without a new checkpoint"
@@ -61,7 +61,7 @@ _SEVERAL = {"is": "are", "was": "were"}
 
 
 def workers(pods: Iterable[Document], verb: str = "") -> str:
-    """`worker 0 waits`, `workers 0 and 2 wait`, or names of pods without an index; `verb` is in the singular."""
+    """`worker 0 waits`, `workers 0 and 2 wait`, or the names of pods without an index; `verb` is given in the singular."""
     found = list(pods)
     numbers = sorted({number for pod in found if (number := kube_pods.labelled_index(pod)) is not None})
     names = list(map(str, numbers)) or sorted(map(kube_pods.name, found))
@@ -71,7 +71,7 @@ def workers(pods: Iterable[Document], verb: str = "") -> str:
 
 
 def joined(words: Iterable[str], last: str = "and") -> str:
-    """`a, b and c`; of more than six the first five."""
+    """`a, b and c`; for more than six words, the first five and the number of the rest."""
     found = list(words)
     if len(found) > 6:
         found = [*found[:5], f"{len(found) - 5} more"]
@@ -79,7 +79,7 @@ def joined(words: Iterable[str], last: str = "and") -> str:
 
 
 def grouped(pairs: Iterable[tuple[str, Document]]) -> dict[str, list[Document]]:
-    """Pods by a fact about them."""
+    """Pods grouped by the first item of each pair."""
     groups: dict[str, list[Document]] = {}
     for key, pod in pairs:
         groups.setdefault(key, []).append(pod)
@@ -87,5 +87,5 @@ def grouped(pairs: Iterable[tuple[str, Document]]) -> dict[str, list[Document]]:
 
 
 def amount_text(resource: str, amount: float) -> str:
-    """`16 GiB` of memory, `4` of other resources."""
+    """An amount of a resource in words: `16 GiB` of memory, `4` of other resources."""
     return units.human_bytes(amount) if resource.endswith(("memory", "storage")) else f"{amount:.3g}"

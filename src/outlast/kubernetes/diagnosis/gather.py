@@ -1,6 +1,6 @@
-"""Reads the documents of a `Snapshot` from a cluster: each kind that we may read, once.
+"""Reads the documents of a `Snapshot` from a cluster, with one list for each kind that we may read.
 
-A list that is forbidden, or of a kind that is not installed, is left out.
+A list that is forbidden, or whose kind is not installed, is left out.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from outlast.kubernetes.manifests.request import Document
 _LINES = 40
 """Number of lines to read from the end of each log."""
 _LOGS = 6
-"""Maximum number of logs to read; those of failed pods come first, newest first."""
+"""Maximum number of logs to read. Logs of failed pods come first, and newer logs before older ones."""
 _NAMED = (kinds.ELASTIC_JOB, *dropins.KINDS)
-"""Workloads that have the name of their job; the others carry its label."""
+"""Kinds of workloads that have the name of their job; other workloads carry the job's label."""
 
 RIGHTS = (
     *(Right(verb, kinds.JOB) for verb in ("create", "list", "delete", "patch")),
@@ -38,32 +38,32 @@ RIGHTS = (
     *(Right(verb, kinds.SECRET, needed=False) for verb in ("get", "create", "patch")),  # the key of workers at worker 0
     *(Right("list", kind, needed=False) for kind in (kinds.EVENT, kinds.CLAIM, kinds.QUOTA, kinds.NODE, kinds.STORAGE_CLASS)),
 )
-"""Requests that our commands send in a namespace."""
+"""Requests that our commands send in a namespace, as rights."""
 _ELASTIC = tuple(Right(verb, kinds.ELASTIC_JOB) for verb in ("create", "list", "patch", "delete"))
 _OPTIONAL = (kinds.ELASTIC_JOB, kinds.POD_METRICS, kinds.LOCAL_QUEUE, kinds.VOLCANO_GROUP, kinds.POD_GROUP)
 
 
 class _Reader:
-    """Lists kinds of one namespace, and notes in `unseen` what is forbidden."""
+    """Lists kinds in one namespace, and records in `unseen` the kinds that are forbidden."""
 
     def __init__(self, cluster: api.Cluster, namespace: str) -> None:
         self.cluster, self.namespace = cluster, namespace
         self.unseen: dict[str, str] = {}
 
     def __call__(self, kind: Kind, labels: str = "") -> tuple[Document, ...]:
-        """The documents of a kind; none when it is forbidden or not installed."""
+        """The documents of a kind; none if the kind is forbidden or not installed."""
         try:
             return tuple(self.cluster.list_(kind, namespace=self.namespace, labels=labels))
         except (NotServed, Absent):
             return ()
         except Forbidden as error:
-            # rights are asked for before the kind: to one that the cluster lacks, too
+            # The server checks rights before the kind: it also forbids kinds that the cluster lacks.
             if kind.group not in kinds.INSTALLED_BY or self.cluster.serves(kind):
                 self.unseen[kind.resource] = str(error)
             return ()
 
     def one(self, kind: Kind, name: str, namespace: str | None = None) -> Document | None:
-        """One document; None when it is absent or forbidden."""
+        """One document; None if it is absent or forbidden."""
         try:
             return self.cluster.find(kind, name, namespace=namespace)
         except NotServed:
@@ -73,16 +73,16 @@ class _Reader:
             return None
 
 
-# Of a job
+# For a job
 
 
 def job(cluster: api.Cluster, name: str) -> Snapshot:
-    """The snapshot of a job. Raises NotFound when nothing of it exists, ClusterError when the cluster cannot be queried."""
+    """The snapshot of a job. Raises NotFound if nothing of the job exists, and ClusterError if the cluster cannot be queried."""
     where, selector = cluster.namespace, f"{Label.JOB}={name}"
     read = _Reader(cluster, where)
     found = [each for kind in _NAMED for each in read(kind) if kube_pods.name(each) == name]
     found += [each for kind in (kinds.JOB, kinds.STATEFUL_SET) for each in read(kind, selector)]
-    # the newest, but an ElasticJob before objects that its operator has created
+    # The newest is used, but an ElasticJob comes before objects that its operator has created.
     found.sort(key=lambda each: (each.get("kind") == kinds.ELASTIC_JOB.kind, each["metadata"]["creationTimestamp"]))
     workload = found[-1] if found else {}
     run = workload.get("metadata", {}).get("labels", {}).get(Label.RUN)
@@ -97,17 +97,17 @@ def job(cluster: api.Cluster, name: str) -> Snapshot:
 
 
 def workload(cluster: api.Cluster, name: str, namespace: str, *, labels: str, kind: Kind) -> Snapshot:
-    """The snapshot of a workload that is no job, of this kind and name, and of the pods with these labels."""
+    """The snapshot of a workload that is not a job: the workload of this kind and name, and the pods with these labels."""
     read = _Reader(cluster, namespace)
     found = next((each for each in read(kind) if kube_pods.name(each) == name), {})
     return _snapshot(read, name, found, read(kinds.POD, labels))
 
 
 def _snapshot(read: _Reader, name: str, workload: Document, pods: Iterable[Document]) -> Snapshot:
-    """A workload and its pods, with objects that may keep them from running."""
+    """The snapshot of a workload and its pods, with the objects that may keep the pods from running."""
     pods = tuple(pods)
     groups = [*read(kinds.POD_GROUP), *read(kinds.VOLCANO_GROUP)]
-    # A list of Secrets contains their data: it is read only while pods wait for some.
+    # A list of Secrets contains their data, so it is read only while pods wait on a node, possibly for a Secret.
     waiting = any(kube_pods.phase(pod) == "Pending" and pod["spec"].get("nodeName") for pod in pods)
     queue = workload.get("metadata", {}).get("labels", {}).get("kueue.x-k8s.io/queue-name")
     found = Snapshot(
@@ -135,12 +135,12 @@ def _labels(document: Document) -> Mapping[str, Any]:
 
 
 def _made_by_users(documents: Iterable[Document]) -> frozenset[str]:
-    """Names of objects that users have made, rather than Outlast."""
+    """Names of objects that were made by users rather than by Outlast."""
     return frozenset(kube_pods.name(each) for each in documents if _labels(each).get("app.kubernetes.io/managed-by") != "outlast")
 
 
 def _logs(cluster: api.Cluster, namespace: str, pods: Iterable[Document]) -> dict[str, list[str]]:
-    """The last lines of pods whose worker runs or has ended, failed ones first."""
+    """The last lines of the logs of pods whose worker runs or has ended, failed pods first."""
 
     def order(pod: Document) -> tuple[bool, str]:
         return bool((kube_pods.termination(pod) or {}).get("exitCode")), str(pod["metadata"].get("creationTimestamp", ""))
@@ -158,12 +158,12 @@ def _logs(cluster: api.Cluster, namespace: str, pods: Iterable[Document]) -> dic
     return found
 
 
-# Of a place for jobs
+# For a place for jobs
 
 
 def place(cluster: api.Cluster) -> Snapshot:
-    """The snapshot of the cluster's namespace, without changing anything. Raises Unanswered or Unauthorized when the cluster
-    cannot be queried."""
+    """The snapshot of the cluster's namespace; nothing is changed. Raises Unanswered or Unauthorized if the cluster cannot be
+    queried."""
     read = _Reader(cluster, cluster.namespace)
     served = frozenset(kind for kind in _OPTIONAL if cluster.serves(kind))
     rights = (*RIGHTS, *(_ELASTIC if kinds.ELASTIC_JOB in served else ()))
@@ -184,27 +184,27 @@ def place(cluster: api.Cluster) -> Snapshot:
 
 
 def holder(binding: Document) -> str:
-    """The namespace of the operator that has the rights of a binding; empty without one."""
+    """The namespace of the operator to which a binding gives rights; empty if there is none."""
     accounts = [each for each in binding.get("subjects") or () if each.get("name") == OPERATOR]
     return str(accounts[0].get("namespace", "")) if accounts else ""
 
 
 def _operator(read: _Reader) -> Document | None:
-    """The operator's Deployment: in the namespace that its rights name, or in any, as far as we may read."""
+    """The operator's Deployment: in the namespace of its binding, else in any namespace, as far as we may read Deployments."""
     where = holder(read.one(kinds.CLUSTER_ROLE_BINDING, OPERATOR) or {})
     named = [each for each in _deployments(read.cluster) if kube_pods.name(each) == OPERATOR] if not where else []
     return named[0] if named else read.one(kinds.DEPLOYMENT, OPERATOR, where or OPERATOR_NAMESPACE)
 
 
 def rivals(cluster: api.Cluster) -> list[str]:
-    """Running Deployments of controllers that the operator replaces, as `namespace/name`; as far as we may read."""
+    """Running Deployments of controllers that the operator replaces, as `namespace/name`, as far as we may read Deployments."""
     running = [each for each in _deployments(cluster) if each["spec"].get("replicas", 1)]
     theirs = [each["metadata"] for each in running if any(one.functions.rival(each) for one in dropins.DROP_INS)]
     return [f"{meta['namespace']}/{meta['name']}" for meta in theirs]
 
 
 def _deployments(cluster: api.Cluster) -> list[Document]:
-    """All Deployments of the cluster; if these may not be listed, those under the rivals' usual names."""
+    """All Deployments in the cluster; if we may not list them, the Deployments with the rivals' usual names."""
     with contextlib.suppress(Forbidden):
         return cluster.list_(kinds.DEPLOYMENT, everywhere=True)
     found = []
@@ -215,7 +215,8 @@ def _deployments(cluster: api.Cluster) -> list[Document]:
 
 
 def _trial(cluster: api.Cluster) -> ClusterError | None:
-    """The API server's answer to a small worker: it reflects quotas, LimitRanges, Pod Security, policies, webhooks."""
+    """The API server's refusal of a small worker, for quotas, LimitRanges, Pod Security, policies or webhooks; None if it admits
+    the worker."""
     try:
         cluster.apply(sample.worker(namespace=cluster.namespace), dry_run=True)
     except (Absent, Forbidden, Refused) as error:

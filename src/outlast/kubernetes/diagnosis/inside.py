@@ -1,7 +1,7 @@
 """Checks from inside of pods: the image, DNS, the network between pods, and a store.
 
-One or two small pods run `diagnosis.inspection`, as restricted as workers. They are always deleted, and end by themselves after
-the time limit, also when we are killed.
+One or two small pods, as restricted as workers, run `diagnosis.inspection`. The pods are always deleted; if we are killed before
+that, they end by themselves after the time limit.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ if TYPE_CHECKING:
 LABEL = f"{contract.GROUP}/doctor"
 _LABELS = {f"app.kubernetes.io/{key}": value for key, value in (("name", "outlast"), ("part-of", "outlast"))}
 NAMES = (f"kubernetes.default.svc.{contract.CLUSTER_DOMAIN}",)
-"""Names that every pod of a cluster must resolve."""
+"""Names that every pod in a cluster must be able to resolve."""
 _HOPELESS = ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError", "CreateContainerError")
 _PORT = 29400
 _MEMORY = "2Gi"
-"""Memory limit of a pod: torch takes a third of it."""
+"""Memory limit of a pod; importing torch takes a third of it."""
 DEVICES = [
     *{row.device: f"{row.device}:{row.package}:{row.files}" for row in reversed(accelerators.TABLE) if row.device}.values()
 ]
-"""Accelerators, as `inspection.torch` takes them."""
+"""Accelerators, in the format of `inspection.torch`."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """The checks of the pods."""
+    """The options of the checks in pods."""
 
     image: str
     store: str = ""
     secrets: Sequence[str] = ()
-    """Names of Secrets whose entries the pods get as variables, for the store."""
+    """Names of Secrets whose entries the pods get as environment variables, for access to the store."""
     network: bool = True
-    """Whether two pods test the network between them."""
+    """Whether two pods test the network between each other."""
     timeout_s: float = 300.0
 
 
 def checks(cluster: Cluster, options: Options) -> Iterator[Finding]:
-    """The checks of pods in the cluster's namespace. Raises ClusterError when none can be created."""
+    """The findings of pods in the cluster's namespace. Raises ClusterError if no pod can be created."""
     try:
         ready = [node for node in cluster.list_(kinds.NODE) if usable(node)]
         two = options.network and len(ready) > 1
@@ -87,7 +87,7 @@ def checks(cluster: Cluster, options: Options) -> Iterator[Finding]:
 
 
 def _on_two(nodes: Sequence[Document]) -> Accelerator | None:
-    """The first accelerator that two nodes offer and torch itself supports, so that two pods can test its backend."""
+    """The first accelerator that two nodes offer and that torch supports by itself, so that two pods can test its backend."""
     offered = [node["status"].get("allocatable", {}) for node in nodes]
     rows = (row for row in accelerators.TABLE if row.backend and not row.package)
     return next((row for row in rows if sum(each.get(row.resource, "0") != "0" for each in offered) > 1), None)
@@ -102,8 +102,8 @@ def pod(
     on: Accelerator | None = None,
     address: str = "$(OUTLAST_ADDRESS)",
 ) -> Document:
-    """A pod like a worker's, with the inspection in place of the agent. With `rank` it connects to the other one, which listens
-    on `address`, each with one device of `on`."""
+    """A pod like a worker's, with the inspection in place of the agent. With `rank`, the pod tests the connection with the other
+    pod, and each of the two uses one device of `on`; the first pod listens on `address`."""
     made = sample.worker(options.image, options.secrets)
     made["metadata"] = {"name": f"{name}-{index}", "labels": {**_LABELS, "app.kubernetes.io/component": "doctor", LABEL: name}}
     spec, container = made["spec"], made["spec"]["containers"][0]
@@ -125,7 +125,7 @@ def pod(
 
 
 def calls(index: int, options: Options, peer: dict[str, Any], on: Accelerator | None) -> list[tuple[str, dict[str, Any]]]:
-    """The checks that a pod makes; the first pod also checks the image and the store."""
+    """The checks that a pod runs; the first pod also checks the image and the store."""
     asked: list[tuple[str, dict[str, Any]]] = [("dns", {"names": NAMES})]
     if index == 0:
         asked.insert(0, ("image", {"asking": __version__, "accelerators": DEVICES}))
@@ -137,13 +137,13 @@ def calls(index: int, options: Options, peer: dict[str, Any], on: Accelerator | 
 
 
 def source() -> str:
-    """The program that a pod runs. It is sent along, so that any image can be checked, without Outlast or with another version.
-    It contains no `$(...)`, which Kubernetes would take for a variable."""
+    """The source of the program that a pod runs. The source is sent along, so that images without Outlast, or with another
+    version of it, can be checked. It contains no `$(...)`, which Kubernetes would expand as a variable."""
     return resources.files("outlast.kubernetes.diagnosis").joinpath("inspection.py").read_text()
 
 
 def answers(lines: Sequence[str]) -> list[Finding]:
-    """The checks in the log of a pod."""
+    """The findings in the log of a pod."""
     return [found(json.loads(line.removeprefix(MARK))) for line in lines if line.startswith(MARK)]
 
 
@@ -154,7 +154,7 @@ def found(check: inspection.Check) -> Finding:
 
 
 def _answers(cluster: Cluster, pods: Sequence[str]) -> list[Finding]:
-    """Findings of the pods so far; repetitions by the second are left out."""
+    """The findings of the pods so far, without the second pod's repetitions."""
     checks: list[Finding] = []
     for pod in pods:
         told = {(check.name, check.outcome) for check in checks}
@@ -175,7 +175,7 @@ def _unfinished(cluster: Cluster, name: str, options: Options) -> Iterator[Findi
 
 
 def _until(cluster: Cluster, name: str, done: Callable[[list[Document]], bool], timeout_s: float) -> list[Document] | None:
-    """Our pods as soon as `done` holds for them; None on timeout, or when it cannot hold any more."""
+    """Our pods as soon as `done` is true for them; None on timeout, or if a pod can no longer start."""
     pods: dict[str, Document] = {}
     with within(timeout_s) as stop:
         for change in cluster.watch(kinds.POD, stop=stop, labels=f"{LABEL}={name}"):

@@ -1,10 +1,11 @@
-"""What a Python, an image or a pod has and can reach: run by `outlast doctor` alone, on this machine or inside a pod.
+"""Checks of Python, of an image, and of everything that a pod must reach. Only `outlast doctor` runs them, on this machine or in
+a pod.
 
     python -c SOURCE '[["image", {"asking": "0.1"}], ["dns", {"names": ["kubernetes.default"]}]]'
 
-Each check is a line of JSON on standard output, after MARK: name, outcome (pass, warn, fail), what, remedy. The text of this file
-is sent along, so that an image may be asked that has an older Outlast and Python, or none: nothing is imported at the top but the
-standard library, and everything else where it is tried.
+Each check is a line of JSON on standard output, after MARK: name, outcome (pass, warn, fail), what, remedy. The source of this
+file is sent along, so that images with an older Outlast or Python, or without Outlast, can be checked. At the top, it therefore
+imports only the standard library; other packages are imported in the checks that try them.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 MARK = "outlast-doctor "
-"""Prefix of the lines with checks."""
+"""Prefix of output lines that contain a check."""
 LEAST_PYTHON = (3, 11)
 SEND_S = 2.0
-"""Duration of the bandwidth measurement."""
+"""Duration of the bandwidth measurement in seconds."""
 REDUCED = 4 * 2**20
-"""Numbers in the tensor of the all-reduce: 16 MiB."""
+"""Number of elements in the tensor of the all-reduce, which takes 16 MiB."""
 ROUNDS = 5
 if TYPE_CHECKING:
     Check = tuple[str, str, str, str]
@@ -40,12 +41,13 @@ if TYPE_CHECKING:
 
 
 def judged(name: str, good: bool, what: str, remedy: str, otherwise: str = "fail") -> Check:
-    """A check that passes if `good`."""
+    """A check that passes if `good`, and otherwise has the outcome `otherwise`."""
     return (name, "pass", what, "") if good else (name, otherwise, what, remedy)
 
 
 def tried(name: str, remedy: str, check: Callable[[], str], otherwise: str = "fail") -> Iterator[Check]:
-    """A check that passes with a function's result, if it has any, and fails with its exception."""
+    """A check that passes with the text that `check` returns, or has the outcome `otherwise` if `check` raises. An empty text
+    yields no check."""
     try:
         if what := check():
             yield name, "pass", what, ""
@@ -57,7 +59,7 @@ def tried(name: str, remedy: str, check: Callable[[], str], otherwise: str = "fa
 
 
 def image(asking: str, accelerators: Sequence[str] = ()) -> Iterator[Check]:
-    """Checks of Python, Outlast, whose version should be `asking`, torch and the command; `accelerators` as for `torch`."""
+    """Checks of Python, Outlast (whose version should be `asking`), torch and the command; `accelerators` as for `torch`."""
     yield python()
     yield from outlast(asking)
     yield from torch(accelerators)
@@ -86,7 +88,7 @@ def package(name: str, remedy: str, otherwise: str = "fail") -> Iterator[Check]:
 
 
 def outlast(asking: str) -> Iterator[Check]:
-    """Check that Outlast is installed, in the version that is asking."""
+    """Check that Outlast is installed, in the same version as the Outlast that is asking."""
     for check in package("outlast", "install Outlast in the image: pip install outlast[train,store]"):
         what = f"{check[2]}, and the one asking has {asking}: what one writes the other may not read"
         other = check[1] == "pass" and check[2] != f"outlast {asking}"
@@ -95,7 +97,7 @@ def outlast(asking: str) -> Iterator[Check]:
 
 def torch(accelerators: Sequence[str] = ()) -> Iterator[Check]:
     """Check torch and the GPUs that it can use. Each accelerator is given as torch's device type, the package that adds it to
-    torch, and, if files in /dev show that there is one, their pattern: `cuda::nvidia[0-9]*`."""
+    torch, and the pattern of files in /dev that show such a device, if there are any: `cuda::nvidia[0-9]*`."""
     found = list(package("torch", "pip install 'outlast[train]'"))
     yield from found
     if found[0][1] != "pass":
@@ -127,7 +129,8 @@ def torch(accelerators: Sequence[str] = ()) -> Iterator[Check]:
 def runs_on(capability: tuple[int, int], built: Sequence[str]) -> bool:
     """Whether a build of torch (`torch.cuda.get_arch_list()`) has kernels for a GPU of this compute capability.
 
-    `sm_80` runs on 8.0 and higher of its generation, `compute_90`, which the driver compiles, on 9.0 and all that is newer.
+    `sm_80` runs on capability 8.0 and higher capabilities of the same generation; `compute_90`, which the driver compiles, runs
+    on 9.0 and all newer capabilities.
     """
     found = re.findall(r"\b(sm|compute)_(\d+)(\d)[af]?\b", " ".join(built))
     pairs = [(kind, (int(major), int(minor))) for kind, major, minor in found]
@@ -135,7 +138,8 @@ def runs_on(capability: tuple[int, int], built: Sequence[str]) -> bool:
 
 
 def bytecode() -> Iterator[Check]:
-    """Check that torch and Outlast have bytecode. Runs after the imports above: a module that has none now cannot get any."""
+    """Check that torch and Outlast have bytecode. This check runs after the imports above, which would have written missing
+    bytecode if they could."""
     try:
         from outlast.worker.launch import bytecode
     except ImportError:  # `outlast` has reported that
@@ -158,8 +162,7 @@ def command() -> Check:
 
 
 def memory(group: str = "/sys/fs/cgroup/memory.oom.group") -> Iterator[Check]:
-    """Check whether the kernel kills all processes of our cgroup at once, as kubelets request from Kubernetes 1.28 on, with
-    cgroup v2."""
+    """Check whether the kernel kills all processes of our cgroup (v2) at once, as kubelets request since Kubernetes 1.28."""
     with contextlib.suppress(OSError), open(group) as file:
         if file.read().strip() == "1":
             what = "when this container's memory runs out, all its processes are killed: "
@@ -172,7 +175,7 @@ def memory(group: str = "/sys/fs/cgroup/memory.oom.group") -> Iterator[Check]:
 
 
 def dns(names: Sequence[str]) -> Iterator[Check]:
-    """Names that must resolve inside a cluster."""
+    """Check that these names resolve inside a cluster."""
 
     def resolve(name: str) -> str:
         began = time.monotonic()
@@ -187,7 +190,8 @@ def dns(names: Sequence[str]) -> Iterator[Check]:
 
 
 def peer(rank: int, address: str, port: int, backend: str, timeout_s: float, device: str = "cpu") -> Iterator[Check]:
-    """Bandwidth between two pods, and an all-reduce of them, of tensors on `device`. Rank 0 listens on `address`."""
+    """Check the bandwidth between two pods, and an all-reduce between them of tensors on `device`. Rank 0 listens on
+    `address`."""
     remedy = f"let pods reach each other on all ports (network policies, security groups, the network plugin); {port} was tried"
     yield from tried("network", remedy, lambda: _send(address, port, timeout_s) if rank else _take(port, timeout_s))
     remedy = f"see the network above; {backend} needs all ports between pods, and the same interface on both"
@@ -211,7 +215,7 @@ def _take(port: int, timeout_s: float) -> str:
 
 
 def _send(address: str, port: int, timeout_s: float) -> str:
-    """Send as much as possible, and report the speed."""
+    """Send as much data as possible, and return the bandwidth as text."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -236,7 +240,7 @@ def _send(address: str, port: int, timeout_s: float) -> str:
 
 
 def _all_reduce(rank: int, address: str, port: int, backend: str, timeout_s: float, device: str) -> str:
-    """Rank 0 reports the speed."""
+    """All-reduce between the two pods. Rank 0 returns the bandwidth as text, rank 1 an empty text."""
     from datetime import timedelta
 
     import torch
@@ -265,7 +269,7 @@ def _all_reduce(rank: int, address: str, port: int, backend: str, timeout_s: flo
 
 
 def store(url: str) -> Iterator[Check]:
-    """Put, get, list, conditional put and delete, of a small object below a URL."""
+    """Check put, get, list, conditional put and delete, with a small object below a URL."""
     name, key = "store", f".outlast-doctor-{uuid.uuid4().hex}"
     done: list[str] = []
     place: Any = None

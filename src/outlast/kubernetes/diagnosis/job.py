@@ -1,4 +1,5 @@
-"""The job as a whole: suspended, not admitted, in a queue, waiting for a gang or for other workers; and how jobs end."""
+"""Findings about the job as a whole: suspended, not admitted, in a queue, waiting for a gang or for other workers; and how jobs
+end."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _QUEUE = "kueue.x-k8s.io/queue-name"
 
 
 def absent(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """An ElasticJob that no operator has reconciled, and what `outlast doctor` reports of the operator."""
+    """An ElasticJob that no operator has reconciled, with the finding of `outlast doctor` about the operator."""
     if snapshot.untaken():
         (there,) = cluster.operator(snapshot)
         remedy = there.remedy or "see what it says: `kubectl logs` of its pods"
@@ -46,7 +47,7 @@ def failing(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def cut_off(snapshot: Snapshot, now: float) -> Iterator[Finding]:
-    """Workers of an ElasticJob that are excluded from worlds for a while, because their peers could not reach them."""
+    """Workers of an ElasticJob that are excluded from worlds for a while because their peers could not reach them."""
     status = snapshot.workload.get("status", {})
     left_s: dict[int, float] = {}
     times, nodes = 1, set[str]()
@@ -70,7 +71,7 @@ def cut_off(snapshot: Snapshot, now: float) -> Iterator[Finding]:
 
 
 def creations(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """Pods that could not be created, while there are fewer than the job requests."""
+    """Pods that could not be created, while there are fewer pods than the job requests."""
     alive = [pod for pod in snapshot.pods if kube_pods.phase(pod) in ("Pending", "Running", "Succeeded")]
     missing, wanted = snapshot.wanted() - len(alive), snapshot.wanted()
     if missing <= 0:
@@ -86,7 +87,7 @@ def creations(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def _failed_to_make(event: Document, snapshot: Snapshot) -> bool:
-    """Whether an event is about a pod of the workload that could not be created; ReplicaSets create those of a Deployment."""
+    """Whether an event says that a pod of the workload could not be created; for a Deployment, its ReplicaSets report that."""
     about, name = event.get("involvedObject", {}), kube_pods.name(snapshot.workload)
     mine = about.get("name") == name or (about.get("kind") == "ReplicaSet" and str(about.get("name")).startswith(f"{name}-"))
     return bool(event.get("reason") == "FailedCreate" and name and mine)
@@ -136,7 +137,7 @@ def _told(condition: Document | None) -> tuple[str, ...]:
 
 
 def gangs(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """A gang that has not started: its PodGroup waits for its queue, or for room for all of its workers."""
+    """A gang that has not started because its PodGroup waits for its queue, or for room for all its workers."""
     pods = [pod for pod in snapshot.pods if kube_pods.phase(pod) == "Pending"]
     for group in snapshot.groups:
         least = group.get("spec", {}).get("minMember", 1)
@@ -157,7 +158,7 @@ def gangs(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 @of_pods
 def gates(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
-    """Pods that no scheduler looks at."""
+    """Pods that no scheduler considers, since their scheduler does not run or their scheduling gates are not removed."""
     if kube_pods.phase(pod) != "Pending":
         return
     scheduler = pod["spec"].get("schedulerName", "default-scheduler")
@@ -168,11 +169,11 @@ def gates(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
         yield Finding("gate", f"is held back by {joined(names)}", "wait for whoever removes it")
 
 
-# Workers that wait for others
+# Workers that wait for other workers
 
 
 def others(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """Workers that run, but are too few for a world."""
+    """Workers that are running but are too few for a world."""
     ready = [pod for pod in snapshot.pods if kube_pods.condition(pod, "Ready")]
     running = [pod for pod in snapshot.pods if kube_pods.phase(pod) == "Running"]
     wanted = snapshot.wanted()
@@ -191,7 +192,7 @@ def others(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def beginning(snapshot: Snapshot, now: float) -> Iterator[Finding]:
-    """Pods that are being started: their image is pulled, their volumes are mounted."""
+    """Pods that are starting: their images are being pulled, or their volumes mounted."""
     for pod in snapshot.pods:
         if kube_pods.phase(pod) != "Pending" or not pod["spec"].get("nodeName"):
             continue
@@ -205,7 +206,7 @@ def beginning(snapshot: Snapshot, now: float) -> Iterator[Finding]:
         yield passed("starting", what, "wait", tuple(map(event_text, last)))
 
 
-# Ends, and suspension
+# Ends and suspension
 
 
 def stopped(snapshot: Snapshot, _: float) -> Iterator[Finding]:
@@ -226,7 +227,7 @@ def stopped(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def finished(snapshot: Snapshot) -> Finding | None:
-    """Findings about a job that has finished; there are no others."""
+    """The finding about a job that has finished, which is then its only finding; None if it has not finished."""
     status = snapshot.workload.get("status", {})
     well = "it is finished, and all is well"
     done = kube_pods.condition(snapshot.workload, {"Job": "Complete", "ElasticJob": "Succeeded"}.get(snapshot.kind, "none"))
@@ -253,7 +254,7 @@ _REASONS = {
 
 
 def given_up(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """A Job or ElasticJob that has failed for good."""
+    """A Job or ElasticJob that has failed permanently."""
     if (failed := _failed(snapshot)) is None:
         return
     reason = str(failed.get("reason", ""))
@@ -273,7 +274,7 @@ def given_up(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def _failed(snapshot: Snapshot) -> Document | None:
-    """The condition of a workload that has failed; its pods may still be ending."""
+    """The condition of a workload that has failed, or None; its pods may still be ending."""
     if snapshot.kind not in ("Job", "ElasticJob"):
         return None
     return kube_pods.condition(snapshot.workload, "Failed") or kube_pods.condition(snapshot.workload, "FailureTarget")

@@ -1,4 +1,4 @@
-"""Why a job of this machine does not train, from its status and its ledger."""
+"""Why a job on this machine does not train, according to its status and its ledger."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from outlast.job.status import JobStatus, State
 from outlast.kubernetes.diagnosis.finding import Finding, passed, repeated_failures
 
 _LAST = 3
-"""Number of incidents, the newest, that are given as evidence."""
+"""Number of the newest incidents that are given as evidence."""
 _SLOW_START_S = 120.0
 _USED = ("launcher", "submitted", "resumed", "hang", "failure", "committed")
-"""Kinds of events that the rules use; a ledger has many others."""
+"""Kinds of events that the rules use; a ledger has many other kinds."""
 
 
 def causes(status: JobStatus, events: Iterable[Event], now: float) -> list[Finding]:
-    """Causes that keep the job from training, most important first; a job that trains has one cause that is not wrong."""
+    """Causes that keep the job from training, the most important first. For a job that trains, a finding says so."""
     told = [event for event in events if event["kind"] in _USED]
     found = [each for rule in (_state, _store, _warnings) for each in rule(status, told, now)]
     return sorted(found, key=lambda each: not each.wrong)
@@ -97,7 +97,7 @@ def _failed(status: JobStatus, events: Sequence[Event]) -> Finding:
 
 
 def _repeated(status: JobStatus, events: Sequence[Event], now: float) -> str:
-    """A sentence if it has failed several times without progress; else empty."""
+    """A sentence if the job has failed several times without progress; otherwise empty."""
     told = [event for event in events if event["kind"] == "committed" or (event["kind"] == "failure" and event.get("counted"))]
     since = list(takewhile(lambda event: event["kind"] == "failure", reversed(told)))
     last = [event.get("step") or 0 for event in since]
@@ -114,7 +114,7 @@ def _stacks(events: Sequence[Event]) -> str:
 
 
 def _evidence(failure: Failure | None, events: Sequence[Event]) -> tuple[str, ...]:
-    """The first failing rank with its traceback, else the newest failures of the ledger."""
+    """The first failing rank with its traceback, or else the newest failures in the ledger."""
     if failure is not None:
         at = f" at step {failure.step}" if failure.step is not None and failure.cause is not FailureCause.HANG else ""
         return (f"{failure.reason}{at}", *(f"    {line}" for line in failure.traceback.rstrip().splitlines()))

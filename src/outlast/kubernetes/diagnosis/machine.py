@@ -20,16 +20,16 @@ from outlast.kubernetes.diagnosis import cluster, inside, inspection
 from outlast.kubernetes.diagnosis.finding import Finding, passed, warned
 
 _LEAST_FREE = 10 * 2**30
-"""Bytes; a few checkpoints of a small model."""
+"""Minimum free disk space in bytes, enough for a few checkpoints of a small model."""
 _LEAST_SHARED = 2**30
-"""Bytes of /dev/shm: data loader workers pass samples in it."""
+"""Minimum free space in /dev/shm in bytes, in which workers of data loaders pass samples."""
 _TORCH_S = 120
 
 EXTRAS = (
     ("store", ("obstore", "botocore"), "outputs, code and data in a store"),
     ("kubernetes", ("lightkube",), "clusters"),
 )
-"""Extras of the package: their modules, and the features that need them."""
+"""Extras of the package, with their modules and the features that need them."""
 
 
 def checks() -> Iterator[Finding]:
@@ -49,7 +49,7 @@ def checks() -> Iterator[Finding]:
 
 
 def torch(interpreter: str) -> list[Finding]:
-    """torch, imported in a process of its own: it is heavy, and may crash."""
+    """Check torch by importing it in a separate process, since the import is heavy and may crash."""
     command = [interpreter, "-c", inside.source(), json.dumps([("torch", {"accelerators": inside.DEVICES})])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TORCH_S)
@@ -72,7 +72,7 @@ def installed(name: str, modules: Sequence[str], needed_for: str) -> Finding:
 
 
 def devices() -> Finding:
-    """The accelerators that drivers report; one that torch does not see is a mistake of the installation."""
+    """The accelerators that drivers report. If torch does not see such an accelerator, the installation is at fault."""
     rows = [row for row in accelerators.TABLE if row.query]
     row = next((row for row in rows if shutil.which(row.query[0])), None)
     if row is None:
@@ -86,7 +86,7 @@ def devices() -> Finding:
 
 
 def kubectl(version: str) -> Iterator[Finding]:
-    """Whether this machine's kubectl, which we do not need ourselves, fits an API server of this version:
+    """Whether this machine's kubectl, which Outlast does not need, is compatible with an API server of this version:
     https://kubernetes.io/releases/version-skew-policy/#kubectl"""
     if (program := shutil.which("kubectl")) is None:
         return
@@ -102,7 +102,7 @@ def kubectl(version: str) -> Iterator[Finding]:
 
 
 def free(place: Path, name: str, least: int, remedy: str) -> Finding:
-    """Free space of a file system."""
+    """Whether a file system has at least `least` bytes of free space."""
     room = shutil.disk_usage(place).free
     said = f"{units.human_bytes(room)} free on {place}"
     return passed(name, said) if room >= least else warned(name, f"only {said}", remedy)

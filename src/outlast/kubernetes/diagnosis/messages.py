@@ -1,4 +1,4 @@
-"""Meanings of messages of API servers, schedulers, queues, kubelets and container runtimes; messages.yaml has them. Pure."""
+"""Meanings of messages of API servers, schedulers, queues, kubelets and container runtimes, as listed in messages.yaml. Pure."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from outlast.kubernetes.diagnosis.finding import Finding
 
 @functools.cache
 def tables() -> dict[str, Any]:
-    """The meanings of messages, by their authors."""
+    """The meanings of messages, by the component that writes them."""
     text = resources.files("outlast.kubernetes.diagnosis").joinpath("messages.yaml").read_text()
     return dict(yaml.safe_load(text))
 
 
 def knows(speaker: str, message: str) -> bool:
-    """Whether the message has a meaning in the tables."""
+    """Whether the tables have a specific meaning for the message."""
     return any(re.search(each["says"], message) for each in tables()[speaker]["meanings"] if "says" in each)
 
 
 def meaning(speaker: str, message: str, evidence: tuple[str, ...] = (), **words: Any) -> Finding:
-    """The meaning of a message. Raises KeyError for a value that a sentence needs and that is missing."""
+    """The meaning of a message. Raises KeyError if a value that the sentence needs is missing."""
     table = tables()[speaker]
     each, found = next(
         (each, found) for each in table["meanings"] if (found := re.search(each.get("says", ""), message, re.DOTALL))
@@ -37,12 +37,13 @@ def meaning(speaker: str, message: str, evidence: tuple[str, ...] = (), **words:
 
 
 def refusal(namespace: str, message: str) -> Finding:
-    """The meaning of a refusal of the API server."""
+    """The meaning of a refusal by the API server."""
     return meaning("admission", message, namespace=namespace, amounts=_amounts(message))
 
 
 def _amounts(message: str) -> str:
-    """`pods: a pod asks for 1, 3 of 3 are used`, from `requested: pods=1, used: pods=3, limited: pods=3`."""
+    """The amounts in a message about a quota: `pods: a pod asks for 1, 3 of 3 are used` for `requested: pods=1, used: pods=3,
+    limited: pods=3`."""
     if (found := re.search(r"requested: (\S+), used: (\S+), limited: (\S+)", message)) is None:
         return ""
     asked, used, limit = (dict(part.partition("=")[::2] for part in text.split(",")) for text in found.groups())

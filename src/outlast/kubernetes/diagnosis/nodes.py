@@ -1,8 +1,8 @@
-"""Nodes: which take workers and what they offer; why pods find none; workers that lost theirs.
+"""Nodes: which of them accept workers and what resources they offer; why pods find no node; workers that lost their node.
 
 The scheduler's message is `0/3 nodes are available: 1 Insufficient cpu, 2 node(s) had untolerated taint {key: value}. preemption:
-...` (kubernetes/pkg/scheduler/framework/types.go, FitError). What it says about resources, labels and taints is compared with the
-nodes; `messages` knows the rest.
+...` (kubernetes/pkg/scheduler/framework/types.go, FitError). Its parts about resources, labels and taints are compared with the
+nodes; `messages` has the meanings of the other parts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outlast.kubernetes.manifests.request import Document
 from outlast.kubernetes.manifests.scheduling import placement
 
 TOLERATED = placement.tolerated(accelerators.RESOURCES.values())
-"""Taints that workers tolerate by default: those of the accelerators that they request."""
+"""Default tolerations of workers: for nodes with the accelerators that they request, and for spot nodes."""
 _LOST = ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", "node.cloudprovider.kubernetes.io/shutdown")
 
 
@@ -31,30 +31,30 @@ def offered(node: Document) -> dict[str, float]:
 
 
 def usable(node: Document) -> bool:
-    """Whether workers may be scheduled there: ready, not cordoned, no taint that keeps them off."""
+    """Whether workers may be scheduled on the node: it is ready and not cordoned, and has no taint that keeps them off."""
     taints = [taint for taint in node["spec"].get("taints", []) if taint.get("effect") != "PreferNoSchedule"]
     ready = bool(kube_pods.condition(node, "Ready")) and not node["spec"].get("unschedulable")
     return ready and all(any(_covers(each, taint) for each in TOLERATED) for taint in taints)
 
 
 def _covers(toleration: Document, taint: Document) -> bool:
-    """Whether one of our tolerations, which name no value, covers this taint."""
+    """Whether a toleration of ours, which names no value, covers this taint."""
     return bool(toleration["key"] == taint["key"] and toleration.get("effect") in (None, taint.get("effect")))
 
 
-# Pods that find none
+# Pods that find no node
 
 _HEAD = re.compile(r"\s*\d+/(\d+) nodes are available: ")
 _PART = re.compile(r"(\d+) (.*)")
 _OF_OTHERS = re.compile(r"[Pp]ersistent[Vv]olume|storage|pod group|PodGroup|[Gg]ang")
-"""Messages that other rules report: claims, and gangs."""
+"""Pattern for messages that other rules report: about claims and gangs."""
 
 
 def parts(message: str) -> list[tuple[int, str]]:
-    """The parts of a message, each with its number of nodes; 0 for a part about the pod.
+    """The parts of a message, each with its number of nodes; the number is 0 for a part about the pod.
 
-    `0/3 nodes are available: 1 Insufficient cpu, 2 Too many pods. preemption: ...` gives
-    (1, Insufficient cpu), (2, Too many pods).
+    `0/3 nodes are available: 1 Insufficient cpu, 2 Too many pods. preemption: ...` gives (1, Insufficient cpu), (2, Too many
+    pods).
     """
     found = _HEAD.match(message)
     if not found:
@@ -83,7 +83,7 @@ def unschedulable(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
 
 
 def _blocked(snapshot: Snapshot, pod: Document, count: int, text: str) -> Finding | None:
-    """The meaning of one part of a message, about `count` nodes; None when another rule reports it."""
+    """The meaning of one part of a message, which is about `count` nodes; None if another rule reports it."""
     if found := re.search(r"Insufficient (\S+)", text):
         return _resource(snapshot, pod, found[1])
     if re.search(r"didn't match Pod's node affinity/selector|didn't match node selector", text):
@@ -143,7 +143,7 @@ def _selector(snapshot: Snapshot, pod: Document) -> Finding:
 
 
 def _values(snapshot: Snapshot, key: str) -> str:
-    """The values of a label on the nodes; empty when nodes may not be read."""
+    """The values that nodes have for a label; empty if we may not read nodes."""
     if "nodes" in snapshot.unseen:
         return ""
     found = sorted({node["metadata"].get("labels", {}).get(key) for node in snapshot.nodes} - {None})
@@ -167,7 +167,7 @@ def _taint(snapshot: Snapshot, count: int, key: str, value: str) -> Finding:
 
 
 def lost(snapshot: Snapshot, now: float) -> Iterator[Finding]:
-    """Nodes that do not answer, or are gone, with pods that have not ended."""
+    """Nodes that are gone or do not answer, with their pods that have not ended."""
     nodes = {kube_pods.name(node): node for node in snapshot.nodes}
     alive = [pod for pod in snapshot.pods if not kube_pods.over(pod) and pod["spec"].get("nodeName")]
     for where, group in grouped((pod["spec"]["nodeName"], pod) for pod in alive).items():
@@ -197,7 +197,8 @@ def lost(snapshot: Snapshot, now: float) -> Iterator[Finding]:
 
 
 def _back(pods: list[Document]) -> str:
-    """The remedy for pods on lost nodes: controllers create no second pod of a worker that may still run."""
+    """The remedy for pods on lost nodes, which is needed because controllers create no second pod for a worker that may still
+    run."""
     nodes = " ".join(sorted({str(pod["spec"].get("nodeName", "")) for pod in pods}))
     return (
         f"bring the node back, or, when it is gone for good, kubectl delete node {nodes}, or kubectl delete pod --force "

@@ -1,4 +1,4 @@
-"""The pod of a worker with small requests: `outlast doctor` tries it, in a dry run, or with an inspection in it. Pure."""
+"""A worker's pod with small requests. `outlast doctor` creates it in a dry run, or with the inspection in it. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ LITTLE = f"{CORES} cores and {MEMORY}"
 
 
 def worker(image: str = "ghcr.io/outlast/outlast:0.1", secrets: Sequence[str] = (), **where: str) -> Document:
-    """The pod as the operator or a Job would make it; `secrets` are names of Secrets that become variables; `where` may hold
-    its namespace. Raises InvalidJob for values that no worker may have."""
+    """The pod as the operator or a Job would make it. `secrets` are names of Secrets that become environment variables; `where`
+    may contain the pod's namespace. Raises InvalidJob for values that no worker may have."""
     fields = {"image": image, "module": "train", "resources": {"cpu": CORES, "memory": MEMORY}}
     asked = {**fields, "secrets": [{"name": each} for each in secrets]}
     meta = {"name": NAME, **where}

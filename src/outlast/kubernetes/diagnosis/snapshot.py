@@ -1,7 +1,7 @@
-"""The view of a job on a cluster, or of a place for jobs, as the rules of `outlast why` and `outlast doctor` read it.
+"""The view of a job on a cluster, or of a place for jobs, on which the rules of `outlast why` and `outlast doctor` are based.
 
-A `Snapshot` holds plain documents of the API server, read by `diagnosis.gather`; the rules read nothing else. Any of them may be
-missing: a controller may be older, a list may have been forbidden (then it is empty and named in `unseen`), and an event may
+A `Snapshot` holds plain documents of the API server, read by `diagnosis.gather`; the rules read nothing else. Any document or
+field may be missing, since a controller may be older. A list that is forbidden is empty, and its kind is in `unseen`. An event may
 outlive its pod.
 """
 
@@ -27,7 +27,7 @@ class Right:
     kind: Kind
     subresource: str = ""
     needed: bool = True
-    """False: `submit` works without it."""
+    """Whether `submit` needs the right."""
 
     def __str__(self) -> str:
         return f"{self.verb} {self.kind.resource}" + (f"/{self.subresource}" if self.subresource else "")
@@ -35,7 +35,8 @@ class Right:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The documents of one job or one namespace, in no order; kinds that could not be read are empty and in `unseen`."""
+    """The documents of one job or one namespace, in no particular order; kinds that could not be read are empty and listed in
+    `unseen`."""
 
     name: str = ""
     namespace: str = "default"
@@ -44,10 +45,10 @@ class Snapshot:
     unseen: Mapping[str, str] = field(default_factory=dict)
     """Kinds that could not be read (`jobs.batch`), and why."""
 
-    # Of a job
+    # For a job
 
     workload: Document = field(default_factory=dict)
-    """The ElasticJob, Job or StatefulSet; empty when there is none."""
+    """The ElasticJob, Job or StatefulSet; empty if there is none."""
     pods: tuple[Document, ...] = ()
     events: tuple[Document, ...] = ()
     claims: tuple[Document, ...] = ()
@@ -60,9 +61,9 @@ class Snapshot:
     configs: frozenset[str] = frozenset()
     """Names of ConfigMaps."""
     logs: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """The last lines of pods that failed, by the pod's name."""
+    """The last lines of logs, by the pod's name."""
 
-    # Of a place for jobs
+    # For a place for jobs
 
     version: str = ""
     """The version of the API server."""
@@ -70,15 +71,15 @@ class Snapshot:
     """The namespace itself."""
     quotas: tuple[Document, ...] = ()
     served: frozenset[Kind] = frozenset()
-    """Kinds of optional add-ons that are installed, among those that we can use."""
+    """Kinds of optional add-ons that are installed, among the kinds that Outlast can use."""
     lacking: tuple[Right, ...] = ()
-    """Rights that our commands need but that we lack."""
+    """Rights that our commands need but that we do not have."""
     operator: Document | None = None
     """The operator's Deployment."""
     rivals: tuple[str, ...] = ()
-    """Running controllers that the operator replaces: `namespace/name`."""
+    """Running Deployments of controllers that the operator replaces: `namespace/name`."""
     trial: ClusterError | None = None
-    """The API server's refusal of a small worker on trial; None: it would be admitted."""
+    """The API server's refusal of a small worker in a dry run; None if it would be admitted."""
 
     @property
     def kind(self) -> str:
@@ -86,11 +87,11 @@ class Snapshot:
 
     @property
     def agentless(self) -> bool:
-        """Whether its pods run without our agent."""
+        """Whether the workload's pods run without Outlast's agent."""
         return workloads.agentless(self.workload)
 
     def about(self, document: Document, *reasons: str) -> list[Document]:
-        """The events about a document, the newest last; only of these reasons, if any are given."""
+        """The events about a document, the newest last; if `reasons` are given, only events with one of them."""
         meta = document.get("metadata", {})
         found = [
             event
@@ -102,12 +103,12 @@ class Snapshot:
         return sorted(found, key=event_time)
 
     def of_worker(self, pod: Document) -> list[Document]:
-        """All pods of this pod's worker; none for a pod without an index."""
+        """All pods of this pod's worker; empty for a pod without an index."""
         index = kube_pods.labelled_index(pod)
         return [other for other in self.pods if kube_pods.labelled_index(other) == index is not None]
 
     def untaken(self) -> bool:
-        """Whether it is an ElasticJob that no operator has acted on."""
+        """Whether the workload is an ElasticJob on which no operator has acted."""
         return self.kind == "ElasticJob" and not self.workload.get("status") and not self.pods
 
     def wanted(self) -> int:
@@ -116,12 +117,12 @@ class Snapshot:
 
 
 Rule = Callable[[Snapshot, float], Iterator[Finding]]
-"""The findings on a snapshot at a time, in seconds since the epoch."""
+"""A function that yields the findings on a snapshot, given the time in seconds since the epoch."""
 
 
 def of_pods(rule: Callable[[Snapshot, Document], Iterator[Finding]]) -> Rule:
-    """A rule about all pods, from one about a single pod. Its sentences begin with their verb; pods with the same sentence are
-    named together, with the evidence of the first."""
+    """A rule about all pods, made from a rule about a single pod, whose sentences begin with a verb. Pods with the same sentence
+    share one finding, which has the evidence of the first pod."""
 
     @functools.wraps(rule)
     def of_all(snapshot: Snapshot, _: float) -> Iterator[Finding]:
@@ -137,14 +138,14 @@ def of_pods(rule: Callable[[Snapshot, Document], Iterator[Finding]]) -> Rule:
 
 
 def event_time(event: Document) -> str:
-    """The time of an event's last occurrence, in RFC 3339, which sorts."""
+    """The time of an event's last occurrence, in RFC 3339, so that texts sort by time."""
     series = event.get("series") or {}
     times = (series.get("lastObservedTime"), event.get("lastTimestamp"), event.get("eventTime"), event.get("firstTimestamp"))
     return next((str(time) for time in times if time), "")
 
 
 def event_text(event: Document) -> str:
-    """`FailedScheduling (12 times): 0/3 nodes are available`."""
+    """An event as text: `FailedScheduling (12 times): 0/3 nodes are available`."""
     count = (event.get("series") or {}).get("count") or event.get("count") or 1
     often = f" ({count} times)" if count > 1 else ""
     return f"{event.get('reason')}{often}: {str(event.get('message', '')).strip()}"

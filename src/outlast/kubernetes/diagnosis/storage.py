@@ -1,4 +1,4 @@
-"""Claims, Secrets and ConfigMaps that a pod waits for; the storage class of new claims."""
+"""Claims, Secrets and ConfigMaps for which a pod waits, and the default storage class."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outlast.kubernetes.manifests.request import Document
 
 
 def default_class(snapshot: Snapshot) -> str:
-    """The storage class of a claim that names none; empty when there is no default."""
+    """The storage class of a claim that names none; empty if there is no default."""
     key = "storageclass.kubernetes.io/is-default-class"
     annotated = [each for each in snapshot.classes if (each["metadata"].get("annotations") or {}).get(key) == "true"]
     return kube_pods.name(annotated[0]) if annotated else ""
@@ -21,7 +21,7 @@ def default_class(snapshot: Snapshot) -> str:
 
 @of_pods
 def claims(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
-    """Claims that pods wait for: missing, or without a volume."""
+    """Claims for which pods wait because they are missing or have no volume."""
     known = {kube_pods.name(claim): claim for claim in snapshot.claims}
     for name in claimed(pod) if kube_pods.phase(pod) == "Pending" else ():
         claim, what = known.get(name), f"waits for the claim {name}"
@@ -76,7 +76,8 @@ _WORDS = {"secret": "Secret", "configmap": "ConfigMap"}
 
 
 def missing(message: str) -> tuple[str, str, str] | None:
-    """Kind, name and key of the Secret or ConfigMap that is missing, according to a kubelet; without key: all of it."""
+    """Kind, name and key of a missing Secret or ConfigMap, according to a kubelet's message; the key is empty if the whole object
+    is missing. None if the message is about something else."""
     if (found := _MISSING.search(message)) is None:
         return None
     return (found["kind"] or found["of"]).lower(), found["name"] or found["its"], found["key"] or ""

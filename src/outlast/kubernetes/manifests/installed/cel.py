@@ -33,7 +33,7 @@ TEXT_BOUNDS = {
     ("Secret", "name"): 253,
     ("Secret", "to"): 256,
 }
-"""Maximum length of strings in those lists."""
+"""Maximum length of strings in these lists."""
 
 
 def rule(holds: str, message: str, *, at: str = "") -> Rule:

@@ -34,7 +34,7 @@ _IGNORED = {
     "indexed-job": _OPERATORS,
     "statefulset": (*_OPERATORS, "active_deadline_seconds", "ttl_seconds_after_finished"),
 }
-"""Fields that each topology ignores; of these, the first ones are read only by the operator."""
+"""Fields that each topology ignores. The first fields of each list are read only by the operator."""
 
 
 def render(
