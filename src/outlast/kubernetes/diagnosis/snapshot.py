@@ -1,8 +1,8 @@
 """The view of a job on a cluster, or of a place for jobs, on which the rules of `outlast why` and `outlast doctor` are based.
 
 A `Snapshot` holds plain documents of the API server, read by `diagnosis.gather`; the rules read nothing else. Any document or
-field may be missing, since a controller may be older. A list that is forbidden is empty, and its kind is in `unseen`. An event may
-outlive its pod.
+field may be missing, since a controller may be older. A list that is forbidden is empty, and its kind is in `unseen`. An event
+may outlive its pod.
 """
 
 from __future__ import annotations
