@@ -1,1 +1,1 @@
-"""Mechanics that know nothing of jobs: errors, units, files, locks, sockets, clocks, pauses, checksums, archives."""
+"""Utilities that know nothing about jobs: errors, units, files, locks, sockets, clocks, pauses, checksums, archives."""

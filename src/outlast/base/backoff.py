@@ -1,12 +1,12 @@
 """Retry pauses, and requests that are repeated until they succeed or time out.
 
-Every retry takes its pause from here: `exponential` grows it, `jittered` spreads clients that failed at the same moment.
-obstore and botocore retry on their own, for up to half of the timeout; `retried` covers the remaining cases: writes whose answer
-was lost, bodies that end early, conflicts.
+All retries take their pauses from this module: `exponential` lengthens a pause with each failure, and `jittered` spreads clients
+that failed at the same moment. obstore and botocore retry by themselves, for up to half of the timeout; `retried` covers the
+remaining cases: writes whose answer was lost, bodies that end early, conflicts.
 
 tenacity and stamina would replace some 25 lines. They cannot be interrupted by a signal while a library waits, and they draw
-jitter from Python's shared generator, whose state belongs to the training script: a script that seeds it would train on something
-else.
+jitter from Python's shared generator, whose state belongs to the training script: a script that seeds it would train with other
+random numbers.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from outlast.base.errors import ClusterError, Stopped, StoreError, Unanswered, U
 T = TypeVar("T")
 
 RANDOM = random.SystemRandom()
-"""The system's generator: forks share no state of it, and training scripts do not seed it."""
+"""The system's random generator: forks share no state of it, and training scripts do not seed it."""
 DEFAULT_S = 60.0
-"""Timeout of a store's requests."""
+"""Default timeout of requests to a store."""
 
 
 def exponential(attempt: int, first_s: float, longest_s: float) -> float:
@@ -99,7 +99,8 @@ def until_answered(
 
 
 def interruptibly(attempt: Callable[[], T]) -> T:
-    """The result of `attempt`, run in another thread if this is the main thread: foreign code ignores signals."""
+    """The result of `attempt`. If called from the main thread, `attempt` runs in another thread, since native code would delay
+    signals."""
     if threading.current_thread() is not threading.main_thread():
         return attempt()
     result: Future[T] = Future()
@@ -133,31 +134,32 @@ FIRST_PAUSE_S = 0.1
 
 
 class Line:
-    """Prints once when a connection breaks, and once when it is back."""
+    """Prints a message once when a connection breaks, and once when it is back."""
 
     def __init__(self, broken: str, well: str) -> None:
         self._sentences = broken, well
         self._problem: type[Exception] | None = None
 
     def broken(self, problem: Exception) -> None:
-        """The connection is broken."""
+        """Note that the connection is broken."""
         if type(problem) is not self._problem:
             _say(f"{self._sentences[0]}; it goes on as it was and tries again: {problem}")
         self._problem = type(problem)
 
     def well(self) -> None:
-        """The connection works."""
+        """Note that the connection works."""
         if self._problem:
             _say(self._sentences[1])
         self._problem = None
 
 
 def pause(failures: int, longest_s: float) -> float:
-    """Seconds until the next attempt: growing, with jitter, since all workers lose the same server."""
+    """Seconds until the next attempt: longer after each failure, and jittered, since all workers lose a server at the same
+    moment."""
     return jittered(exponential(failures, FIRST_PAUSE_S, longest_s))
 
 
 def _say(sentence: str) -> None:
-    # `file` keeps a reference: print() of Python 3.11 holds none to sys.stdout, and crashes if another thread replaces that
+    # `file` keeps a reference: print() of Python 3.11 holds none to sys.stdout, and crashes if another thread replaces it
     # meanwhile.
     print(f"outlast | {sentence}", file=sys.stdout, flush=True)

@@ -1,13 +1,13 @@
-"""Clocks that never step, for timeouts of silence, turns and hangs; and detection of steps of the machine's wall clock.
+"""Clocks that never step, for timing silence, turns of a loop and hangs, and for detecting steps of the machine's wall clock.
 
     clock = Clock()
     clock()          seconds since the epoch, monotonic from the creation of the clock on
-    clock.broken_at  time of the last step of the wall clock: silence from before it proves nothing
+    clock.broken_at  time of the last step of the wall clock: silence before that time proves nothing
 
 The wall clock steps when NTP corrects it and when a suspended machine wakes up. Use these clocks for times that are compared
 within one process, and `time.time` for times that people read or that outlive the process.
 
-    clock = Awake()  for a loop: time in which it did not run does not pass, whatever the reason
+    clock = Awake()  for a loop: the clock stands still while the loop does not run, whatever the reason
     Seen(clock)      how long each of several values has stayed the same
 """
 
@@ -22,7 +22,8 @@ from collections.abc import Callable, Hashable
 log = logging.getLogger(__name__)
 
 BREAK_S = 2.0
-"""NTP slews smaller differences, by 0.5 ms a second at most: never this much between two readings of a running process."""
+"""Difference between the two clocks that counts as a step. NTP slews smaller differences by at most 0.5 ms per second, which
+never adds up to this much between two readings of a running process."""
 
 
 class Clock:
@@ -33,7 +34,7 @@ class Clock:
         self._started = self._apart = wall() - monotonic()
         self._lock = threading.Lock()
         self.broken_at = -math.inf
-        """The steady time of the last break; count silence from then."""
+        """The steady time at which the wall clock last stepped or the machine last slept; count silence from then on."""
 
     def __call__(self) -> float:
         """The steady time now. Records a break if the wall clock stepped, or the machine slept, since the last reading."""
@@ -49,17 +50,17 @@ class Clock:
 
 
 STEP_S = 1.0
-"""The largest advance of `Awake` between two readings; loops read it ten times a second."""
+"""Maximum advance of `Awake` between two readings; loops read it ten times a second."""
 STOOD_S = 10.0
-"""A loop that stood still for longer logs it."""
+"""Pauses of a loop that are longer than this are logged."""
 
 
 class Awake:
-    """Begins at the current time and advances only while its loop runs.
+    """A clock that begins at the current time and advances only while its loop runs.
 
     A suspended machine stops the monotonic clock; a paused virtual machine, a frozen container and a stopped process do not. By
-    this clock no member becomes silent and no deadline passes in such a pause. Needs a reading at least every `STEP_S`. Safe to
-    call from any thread.
+    this clock, no member becomes silent and no deadline passes during such a pause. It must be read at least every `STEP_S`. Safe
+    to call from any thread.
     """
 
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -81,9 +82,9 @@ class Awake:
 
 
 class Seen:
-    """How long each of several values has stayed the same.
+    """Measures how long each of several values has stayed the same.
 
-    For times written by other processes, whose clocks are not ours: a changed value is a sign of life, whatever it is.
+    For times written by other processes, whose clocks differ from ours: any change of the value is a sign of life.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -91,7 +92,7 @@ class Seen:
         self._seen: dict[Hashable, tuple[object, float]] = {}
 
     def age(self, key: Hashable, value: object) -> float:
-        """Seconds since `key` was first seen with this value; 0 if that is now."""
+        """Seconds since `key` was first seen with this value; 0 if this is the first time."""
         now = self._clock()
         last = self._seen.get(key)
         if last is None or last[0] != value:
@@ -105,10 +106,11 @@ class Seen:
 
 
 def until(at: float, timeout: float, now: float) -> float | None:
-    """The end of a timeout that began at `at`; None when it is over.
+    """The end of a timeout that began at `at`; None if it is over.
 
-    If `at` is in the future, the clock was set back. By less than the timeout: no time has passed yet. By more: it is unknown how
-    much has passed, and the timeout is over. So no wait is longer than twice its timeout, however the clock jumps.
+    If `at` is in the future, the clock was set back. If it is ahead by less than the timeout, no time counts as passed yet. If it
+    is ahead by more, nobody knows how much time has passed, and the timeout is over. So no wait is longer than twice its timeout,
+    however the clock jumps.
     """
     end = at + timeout
     return None if now >= end or at > now + timeout else end

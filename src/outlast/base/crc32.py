@@ -1,11 +1,11 @@
 """The crc32 of memory and files, and of a file from the checksums of its parts.
 
-All data that is saved, kept in memory or sent is checksummed, mostly beside the training. ISA-L is five times as fast as zlib,
-with the same result; zlib is used if ISA-L is not installed. Both release the interpreter's lock.
+All data that is saved, kept in memory or sent is checksummed, mostly while training runs. ISA-L is five times as fast as zlib,
+with the same result; zlib is used if ISA-L is not installed. Both release the GIL.
 
-`combine` makes it unnecessary to read a file again that arrives in pieces, in any order. A crc32 is a polynomial over GF(2)
-modulo P; appending n bytes multiplies it by x^(8n). Powers are computed by squaring, so a combination takes 0.2 ms for any
-length. The method is that of `crc32_combine` in zlib 1.2.12 (crc32.c), which Python does not expose.
+With `combine`, a file that arrives in pieces, in any order, need not be read again. A crc32 is a polynomial over GF(2) modulo P;
+appending n bytes multiplies it by x^(8n). Powers are computed by squaring, so a combination takes 0.2 ms for any length. The
+method is that of `crc32_combine` in zlib 1.2.12 (crc32.c), which Python does not expose.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BLOCK = 256 << 10  # fits a cache
 
 
 def combine(first: int, second: int, length: int) -> int:
-    """The crc32 of two pieces, one after the other; `length` is that of the second, in bytes."""
+    """The crc32 of two consecutive pieces, from the crc32 of each; `length` is the length of the second piece in bytes."""
     shift, power = _ONE, 3  # x^(2^3): a byte
     while length:
         if length & 1:

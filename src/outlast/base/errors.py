@@ -1,7 +1,7 @@
 """Errors that users can correct.
 
-An `OutlastError` is a mistake of the user or a fault of the machine: the command line prints its message without a traceback and
-exits with `exit_code`. Any other exception is a bug and keeps its traceback. A message holds the value, the expectation and the
+An `OutlastError` is a user's mistake or a fault of the machine: the command line prints its message without a traceback and exits
+with `exit_code`. Any other exception is a bug and keeps its traceback. A message names the wrong value, the expectation and the
 remedy.
 """
 
@@ -12,19 +12,19 @@ from collections.abc import Iterator, Sequence
 
 
 class OutlastError(Exception):
-    """A mistake that its reader can correct."""
+    """An error that the user can correct."""
 
     exit_code = 2
 
     def _render_traceback_(self) -> list[str]:
-        """Text that IPython prints instead of a traceback, as in a notebook."""
+        """The text that IPython shows instead of a traceback, as in a notebook."""
         return [f"{type(self).__name__}: {self}"]
 
 
 class InvalidJob(OutlastError):
     """The job file is wrong.
 
-    `problems` are (line or None, sentence) pairs in file order; the message joins them, one a line.
+    `problems` are (line or None, sentence) pairs in file order; the message joins them, one per line.
     """
 
     def __init__(self, problems: Sequence[tuple[int | None, str]], *, source: str = "job") -> None:
@@ -35,7 +35,7 @@ class InvalidJob(OutlastError):
 
 
 class NotFound(OutlastError):
-    """Something that was named does not exist."""
+    """Something that the user named does not exist."""
 
 
 class AlreadyRunning(OutlastError):
@@ -43,15 +43,15 @@ class AlreadyRunning(OutlastError):
 
 
 class NoRoom(OutlastError):
-    """A disk of this world is full. Counts as a failure: a retry or another world may succeed."""
+    """A disk of this world is full. This counts as a failure: a retry or another world may succeed."""
 
 
 class NotRestored(OutlastError):
-    """The newest state cannot be read now. Counts as a failure: a retry may succeed."""
+    """The newest state cannot be read now. This counts as a failure: a retry may succeed."""
 
 
 class NotSaved(OutlastError):
-    """The last step could not be saved. Counts as a failure: the next start goes on from memory and tries again."""
+    """The last step could not be saved. This counts as a failure: the next start continues from memory and tries again."""
 
 
 class Superseded(OutlastError):
@@ -65,25 +65,25 @@ class ClusterError(OutlastError):
 
 
 class NoCluster(ClusterError):
-    """There is no kubeconfig, or no such context in it."""
+    """There is no kubeconfig, or it has no such context."""
 
     exit_code = 2
 
 
 class Absent(ClusterError, NotFound):
-    """The cluster has no such document, or no such namespace."""
+    """The cluster has no such object, or no such namespace."""
 
     exit_code = 2
 
 
 class Taken(ClusterError):
-    """The document that was to be created exists already."""
+    """The object to create exists already."""
 
     exit_code = 2
 
 
 class Conflict(ClusterError):
-    """The document has been changed since it was read."""
+    """The object has been changed since it was read."""
 
 
 class Forbidden(ClusterError):
@@ -95,11 +95,11 @@ class Unauthorized(ClusterError):
 
 
 class Refused(ClusterError):
-    """The cluster rejects the document: its schema, a quota, a policy or a webhook."""
+    """The cluster rejects the object because of its schema, a quota, a policy or a webhook."""
 
 
 class NotServed(ClusterError):
-    """The cluster does not serve this kind of document: something has to be installed."""
+    """The cluster does not serve this kind of object: something has to be installed."""
 
 
 class Unanswered(ClusterError):
@@ -123,7 +123,7 @@ class EtcdRefused(EtcdError):
 
 
 class StoreError(OutlastError):
-    """A store did not do what was requested. `retry`: whether a retry can help."""
+    """A store did not do what was requested. `retry` says whether a retry can help."""
 
     def __init__(self, message: str, *, retry: bool = False) -> None:
         super().__init__(message)
@@ -139,11 +139,11 @@ class NoBucket(StoreError):
 
 
 class Exists(StoreError):
-    """The object that was to be created exists already."""
+    """The object to create exists already."""
 
 
 class Changed(StoreError):
-    """The object to replace, or the file being uploaded, has been changed meanwhile."""
+    """The object to replace, or the file being uploaded, has changed in the meantime."""
 
 
 class Denied(StoreError):
@@ -165,7 +165,7 @@ class Unreachable(StoreError):
 
 @contextlib.contextmanager
 def importing(purpose: str, extra: str) -> Iterator[None]:
-    """Import libraries of an extra in this context. Raises OutlastError if one is not installed."""
+    """A context in which to import libraries of an extra. Raises OutlastError if one of them is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -174,7 +174,7 @@ def importing(purpose: str, extra: str) -> Iterator[None]:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """An exception and its chain of causes, each once: after `raise error from error` it is its own cause."""
+    """An exception and its chain of causes, each once: after `raise error from error` an exception is its own cause."""
     seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in seen:

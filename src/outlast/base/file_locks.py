@@ -1,7 +1,7 @@
 """File locks (flock): exclusive and shared, on files that stay where they are.
 
 The kernel releases a lock when its last holder dies, so nothing stays locked by accident. A lock belongs to an open file: a child
-process that inherits the descriptor (`pass_fds`) keeps it when we die first. The only module that calls flock.
+process that inherits the descriptor (`pass_fds`) keeps the lock if we die first. This is the only module that calls flock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _POLL_S = 0.1
 
 
 def acquire(fd: int, *, share: bool = False, wait: bool = False) -> bool:
-    """Lock an open file or directory until it is closed; False if it is taken. With `wait`, blocks until it is free."""
+    """Lock an open file or directory until it is closed; returns False if it is locked already. With `wait`, blocks until the
+    lock is free."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if share else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -29,7 +30,7 @@ def acquire(fd: int, *, share: bool = False, wait: bool = False) -> bool:
 
 @contextlib.contextmanager
 def exclusive(path: Path, *, waiting: Callable[[], None], stop: threading.Event) -> Iterator[int]:
-    """Hold the lock of a file alone; yields the descriptor. If it is taken, calls `waiting` once and waits.
+    """Hold the exclusive lock of a file; yields the descriptor. If the lock is taken, calls `waiting` once and waits.
 
     Raises Stopped soon after `stop` is set while we wait.
     """
@@ -47,16 +48,16 @@ def exclusive(path: Path, *, waiting: Callable[[], None], stop: threading.Event)
 
 
 def release(fd: int) -> None:
-    """Unlock and close, even if a fork of this process still has the file open."""
+    """Unlock and close a file, even if a fork of this process still has it open."""
     fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
 
 @contextlib.contextmanager
 def attempted(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Hold the exclusive lock of a file or directory; yields False if it is taken. With `wait`, blocks until it is free.
+    """Hold the exclusive lock of a file or directory; yields False if the lock is taken. With `wait`, blocks until it is free.
 
-    A file is created if there is none.
+    The file is created if it does not exist.
     """
     fd = os.open(path, (os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT) | os.O_CLOEXEC, 0o666)
     try:
@@ -66,7 +67,7 @@ def attempted(path: Path, *, wait: bool = False) -> Iterator[bool]:
 
 
 def shared(path: Path) -> int | None:
-    """Hold the shared lock of a file until the returned descriptor is closed; None if it is locked exclusively."""
+    """Hold the shared lock of a file until the returned descriptor is closed; None if the file is locked exclusively."""
     fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     if acquire(fd, share=True):
         return fd

@@ -1,4 +1,4 @@
-"""Files replaced as a whole: a reader sees the old text or the new one, never a part, even after a crash."""
+"""Atomic replacement of files: a reader sees the old content or the new content, never a part, even after a crash."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def beside(path: Path) -> Path:
 
 
 def replace(path: Path, text: str | bytes, *, durable: bool = False) -> None:
-    """Write a file beside `path` and rename it over; if `durable`, it is whole after a power loss, too. Raises OSError."""
+    """Write a file beside `path` and rename it to `path`. If `durable`, it is complete even after a power loss. Raises
+    OSError."""
     partial = beside(path)
     try:
         with open(partial, "wb") as file:
@@ -30,7 +31,7 @@ def replace(path: Path, text: str | bytes, *, durable: bool = False) -> None:
 
 
 def sync(directory: Path) -> None:
-    """Make the names in a directory durable."""
+    """Flush the entries of a directory to disk, so that new names survive a power loss."""
     fd = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -39,7 +40,7 @@ def sync(directory: Path) -> None:
 
 
 def flush(directory: Path) -> None:
-    """Flush the file system of a directory to disk: everything that was written there, cheaper than file by file."""
+    """Flush the whole file system of a directory to disk, which is cheaper than flushing file by file."""
     if sys.platform != "linux":
         os.sync()
         return

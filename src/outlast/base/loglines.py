@@ -1,4 +1,4 @@
-"""The log of a process that runs in a cluster: lines of JSON for collectors, or text for people, on standard output."""
+"""Logging of a process that runs in a cluster, to standard output: lines of JSON for collectors, or text for people."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Lines(logging.Formatter):
-    """One JSON document per line: time, level, namespace, job, message, and the traceback of a bug."""
+    """Formats each log record as one line of JSON: time, level, namespace, job, message, and the traceback of a bug."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {"time": _time(record.created), "level": record.levelname.lower()}
@@ -22,7 +22,7 @@ class Lines(logging.Formatter):
 
 
 class Text(logging.Formatter):
-    """Log lines for people."""
+    """Formats log records for people."""
 
     def format(self, record: logging.LogRecord) -> str:
         job = f"{record.namespace}/{record.job}: " if hasattr(record, "job") and hasattr(record, "namespace") else ""
@@ -32,7 +32,7 @@ class Text(logging.Formatter):
 
 
 def write_log(*, text: bool) -> None:
-    """Log to standard output."""
+    """Log to standard output, as text or as JSON."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(Text() if text else Lines())
     logger = logging.getLogger("outlast")

@@ -6,9 +6,9 @@ import contextlib
 from pathlib import Path
 
 _RESERVE = 10
-"""One part in this many stays free."""
+"""A tenth of the memory stays free."""
 _UNLIMITED = 1 << 60
-"""cgroup v1 writes nearly 2^63 if there is no limit."""
+"""Limit in bytes from which a cgroup counts as unlimited: cgroup v1 reports nearly 2^63 if there is no limit."""
 
 
 class Machine:
@@ -19,7 +19,8 @@ class Machine:
 
     @property
     def headroom(self) -> int:
-        """Bytes that can be taken now so that a tenth stays free, of the machine and of each cgroup; not negative."""
+        """Bytes that can be allocated now while a tenth of the machine's memory, and of each cgroup's, stays free; not
+        negative."""
         machine = self.machine()
         free = [machine.get("MemAvailable", 0) - machine.get("MemTotal", 0) // _RESERVE]
         free += [limit - used - limit // _RESERVE for limit, used in self.groups()]

@@ -1,9 +1,9 @@
-"""`/healthz`, `/readyz` and `/metrics` of a worker, for kubelets, Prometheus and people; `/end` for other workers; `/leave` for
-holders of the run's key.
+"""The HTTP endpoints of a worker: `/healthz`, `/readyz` and `/metrics` for kubelets, Prometheus and people; `/end` for other
+workers; `/leave` for holders of the run's key.
 
 A worker is healthy while it makes progress (a step, or a phase of the start), and ready while it is in a world. The port is open
-to everyone in the cluster, so connections are limited in number and time: silent ones are closed, the oldest first, and a kubelet
-gets its answer under any load.
+to everyone in the cluster, so connections are limited in number and time: silent connections are closed, the oldest first, and a
+kubelet gets its answer under any load.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ class Health:
     ready: bool = False
     reason: str = "starting"
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Name without prefix -> value."""
+    """Values by the metric's name without its prefix."""
     text: str = ""
-    """Metrics in Prometheus' format, instead of `metrics`."""
+    """Metrics in Prometheus' text format, used instead of `metrics`."""
     end: str = ""
-    """The end of the run, while its worker stays up; see `ownership.Ended`."""
+    """The end of the run, reported while the worker stays up; see `ownership.Ended`."""
 
 
 MOST = 32
-"""Most connections, and so threads; beyond that the oldest is closed."""
+"""Maximum number of connections, and so of threads; beyond that the oldest connection is closed."""
 IDLE_S = 5.0
-"""Timeout of a silent connection."""
+"""Time after which a silent connection is closed."""
 LONGEST_BODY = 4096
-"""Most bytes of a request's body."""
+"""Maximum number of bytes in a request's body."""
 _DIGITS = 6
-"""Most digits of a Content-Length that is parsed."""
+"""Maximum number of digits of a Content-Length that is parsed."""
 BACKLOG = 128
 HELP = {
     "step": "Optimizer steps done",
@@ -77,16 +77,17 @@ def exposition(health: Health, labels: Mapping[str, str]) -> str:
 
 
 _ESCAPED = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
-"""Escapes in the values of labels."""
+"""Escape sequences in label values."""
 
 
 def _exact(value: float) -> str:
-    """A number with every digit: steps of long runs have more than six."""
+    """A number with all its digits: step counts of long runs have more than six."""
     return str(int(value)) if float(value).is_integer() else repr(float(value))
 
 
 Order = Callable[[Mapping[str, str], bytes], tuple[int, str]]
-"""Handles a POST: takes its headers (`Content-Type`) and body, returns status and sentence. Called by several threads."""
+"""A handler of POST requests: takes the headers (`Content-Type`) and the body; returns the status and a sentence. Called from
+several threads."""
 
 
 def serve(
@@ -97,10 +98,10 @@ def serve(
     port: int = 0,
     orders: Mapping[str, Order] | None = None,
 ) -> str:
-    """Answer probes in a background thread; returns the address `host:port`. Port 0 takes a free one, host "" all addresses of
-    the machine. `orders` handle POSTs, by path.
+    """Answer probes in a background thread; returns the address `host:port`. Port 0 picks a free port; host "" listens on all
+    addresses of the machine. `orders` are the handlers of POST requests, by path.
 
-    Raises OutlastError when the port is taken.
+    Raises OutlastError if the port is taken.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -137,7 +138,7 @@ def serve(
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Logs nothing: probes come every few seconds."""
+            """Log nothing: probes come every few seconds."""
 
     class Server(_Bounded):
         address_family = socket.AF_INET if host or not socket.has_dualstack_ipv6() else socket.AF_INET6
@@ -152,13 +153,14 @@ def serve(
 
 
 class _Bounded(ThreadingHTTPServer):
-    """At most `MOST` connections. A whole request is answered in milliseconds: the oldest connection is not sending one."""
+    """A server with at most `MOST` open connections. A complete request is answered in milliseconds, so the oldest connection is
+    not one that is sending a request."""
 
     request_queue_size = BACKLOG
 
     def __init__(self, *args: Any) -> None:
         self._open: dict[socket.socket, None] = {}
-        """Open connections, oldest first."""
+        """The open connections, oldest first."""
         self._lock = threading.Lock()
         super().__init__(*args)
 

@@ -16,8 +16,8 @@ def host_port(address: str) -> tuple[str, int]:
 
 def ends_when_lost(sock: socket.socket, lost_s: float, *, idle_s: int = 0, probe_s: int = 1) -> None:
     """Send without delay, and break the connection when data has not been acknowledged for `lost_s`. With `idle_s`, a connection
-    that has been idle for so long is probed every `probe_s`, and broken by the first probe at which nothing has been acknowledged
-    for `lost_s` (tcp(7): TCP_USER_TIMEOUT overrides the number of probes)."""
+    that has been idle for that long is probed every `probe_s`, and broken by the first probe at which nothing has been
+    acknowledged for `lost_s` (tcp(7): TCP_USER_TIMEOUT overrides the number of probes)."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * lost_s))
     if idle_s:

@@ -6,9 +6,10 @@ people.
     "500m", "2", 0.5     <->  cores (float)      cores, cores_text
     "5m", "200 steps"    <->  Every              Every.parse, str()
 
-`x` parses the text of `x_text` to the same value. Quantities are those of Kubernetes
-(https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/). Parsers raise ValueError with a sentence
-that continues the value: `5 min` *is not a duration; write 90s, 5m, 1h30m or 2d*. Imports only the standard library.
+`x` parses the text that `x_text` returns to the same value. Quantities are those of Kubernetes
+(https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/). Parsers raise ValueError with the rest of a
+sentence that begins with the value: `5 min` *is not a duration; write 90s, 5m, 1h30m or 2d*. This module imports only the
+standard library.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from decimal import Decimal
 
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 DURATION_PATTERN = rf"^(?:{_NUMBER}[dhms])+$|^{_NUMBER}$"
-"""A duration as text, for schemas. All patterns here are valid in RE2, too: the API server of Kubernetes must read them."""
+"""A duration as text, for schemas. All patterns here are valid in RE2, too, since the API server of Kubernetes must compile
+them."""
 QUANTITY_PATTERN = rf"^{_NUMBER}(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][+-]?[0-9]{{1,2}})?$"
 """A quantity of Kubernetes as text, for schemas."""
 EVERY_PATTERN = rf"{DURATION_PATTERN}|^[0-9]+ ?steps?$"
@@ -33,7 +35,7 @@ _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei"
 
 
 def duration(value: str | int | float | timedelta) -> timedelta:
-    """`90s`, `5m`, `1h30m`, `2d`, or a bare number of seconds. Not negative; exact to the microsecond."""
+    """A duration from `90s`, `5m`, `1h30m`, `2d`, or a bare number of seconds. Not negative; exact to the microsecond."""
     if isinstance(value, timedelta):
         return value
     text = _plain(value).replace(" ", "")
@@ -66,7 +68,7 @@ def quantity(value: str | int | float) -> float:
 
 
 def memory(value: str | int | float) -> int:
-    """`16Gi`, `2G` or a bare number of bytes, in bytes; fractions are rounded up, as Kubernetes does."""
+    """Bytes from `16Gi`, `2G` or a bare number; fractions are rounded up, as Kubernetes does."""
     return math.ceil(_quantity(value, "16Gi"))
 
 
@@ -79,26 +81,26 @@ def memory_text(value: int) -> str:
 
 
 def cores(value: str | int | float) -> float:
-    """`2`, `0.5` or `500m` cores, rounded up to a thousandth, as Kubernetes does."""
+    """Cores from `2`, `0.5` or `500m`, rounded up to a thousandth, as Kubernetes does."""
     return math.ceil(_quantity(value, "500m or 2") * 1000) / 1000
 
 
 def cores_text(value: float) -> str:
-    """`2` for whole cores, else thousandths: `500m`."""
+    """`2` for whole cores, otherwise thousandths: `500m`."""
     thousandths = round(value * 1000)
     return f"{thousandths}m" if thousandths % 1000 else str(thousandths // 1000)
 
 
 @dataclass(frozen=True)
 class Every:
-    """An interval: in time or in steps. Exactly one of the two is set."""
+    """An interval in time or in steps; exactly one of the two is set."""
 
     duration: timedelta | None = None
     steps: int | None = None
 
     @classmethod
     def parse(cls, value: str | int | float | Every) -> Every:
-        """`5m`, `200 steps`, or a bare number of seconds; positive."""
+        """An interval from `5m`, `200 steps`, or a bare number of seconds. It must be positive."""
         if isinstance(value, Every):
             return value
         if match := re.fullmatch(r"([0-9]{1,18}) ?steps?", _plain(value)):
@@ -113,14 +115,14 @@ class Every:
         return every
 
     def __str__(self) -> str:
-        """`300s` or `200 steps`; `parse` reads it back."""
+        """`300s` or `200 steps`, which `parse` reads back."""
         if self.duration is not None:
             return f"{_seconds(self.duration // timedelta(microseconds=1))}s"
         return f"{self.steps} step" if self.steps == 1 else f"{self.steps} steps"
 
 
 def human_bytes(value: float) -> str:
-    """Bytes for people, not to be read back: `512 B`, `1.5 KiB`, `139 GiB`."""
+    """A size for people to read, not for parsing: `512 B`, `1.5 KiB`, `139 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1023.5:
             return f"{value:.0f} {unit}" if unit == "B" or value >= 9.95 else f"{value:.1f} {unit}"
@@ -129,12 +131,12 @@ def human_bytes(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """`94.1 %`: a share with one decimal; never 100.0 % of something incomplete."""
+    """`94.1 %`: a share with one decimal; never 100.0 % for something incomplete."""
     return f"{100 * share if share >= 1 else min(99.9, 100 * share):.1f} %"
 
 
 def human_seconds(value: float) -> str:
-    """A time for people, not to be read back: `7ms`, `3.2s`, `42s`, `1m05s`, `2h03m`, `4d01h`."""
+    """A time for people to read, not for parsing: `7ms`, `3.2s`, `42s`, `1m05s`, `2h03m`, `4d01h`."""
     if value < 0.9995:
         return f"{max(value, 0) * 1000:.0f}ms"
     if value < 9.95:
@@ -147,7 +149,7 @@ def human_seconds(value: float) -> str:
 
 
 def _quantity(value: str | int | float, example: str) -> Decimal:
-    """A quantity of Kubernetes, exactly; not negative."""
+    """A quantity of Kubernetes as an exact number; not negative."""
     text = _plain(value)
     match = re.fullmatch(rf"({_NUMBER})([A-Za-z]{{0,2}}|[eE][+-]?[0-9]{{1,2}})", text)
     if match:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def connect(path: str | Path, timeout_s: float = 5.0) -> socket.socket:
-    """A connection to the socket at `path`, without a timeout from then on. Raises OSError."""
+    """Connect to the socket at `path`; the timeout applies to connecting only. Raises OSError."""
     directory = os.open(os.path.dirname(path), os.O_RDONLY)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(timeout_s)
@@ -40,7 +40,7 @@ def listening(path: Path) -> socket.socket:
 
 
 def process_of(sock: socket.socket) -> int:
-    """The process at the other end of a Unix socket; 0 if unknown."""
+    """Pid of the process at the other end of a Unix socket; 0 if unknown."""
     try:
         pid: int = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[0]
     except OSError:  # a closed socket, or one of another kind

@@ -1,11 +1,11 @@
-"""Safe unpacking of archives: a hostile or damaged one does no harm.
+"""Safe unpacking of archives: a hostile or damaged archive does no harm.
 
     extract(path, directory, name="code (s3://bucket/code.tar.gz)", limits=...)      tar and zip, compressed or not
     decompress(path, file, ...)                                                      one compressed file
 
-An archive may hold files, directories and links that stay inside it; one that holds anything else is refused as a whole. Nothing
-is written through a link: links are created last. Owners and special bits are dropped; times and the executable bit are kept. The
-caller passes a new directory and removes it if this raises.
+An archive may hold files, directories and links that stay inside it; an archive that holds anything else is refused as a whole.
+Nothing is written through a link: links are created last. Owners and special bits are dropped; times and the executable bit are
+kept. The caller passes a new directory and removes it if unpacking fails.
 
 Compression is recognised by a file's first bytes, not by its name: gzip, bzip2, xz, Zstandard.
 """
@@ -37,11 +37,12 @@ from outlast.base.errors import OutlastError, Stopped
 TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _HEADER_BYTES = 1 << 20
-"""Longest header of a tar archive. tarfile reads a header into memory as a whole, whatever length it declares."""
+"""Maximum length of a header in a tar archive, in bytes: tarfile reads a header into memory as a whole, whatever length it
+declares."""
 _CHUNK = 1 << 20
 _LINK_BYTES = 4096
 _HELD = 1_000_000
-"""Most directories and symbolic links, whose names stay in memory until the end, some hundred bytes each."""
+"""Maximum number of directories and symbolic links, whose names stay in memory until the end, some hundred bytes each."""
 _DAMAGED = (
     tarfile.TarError,
     zipfile.BadZipFile,
@@ -58,22 +59,22 @@ _DAMAGED = (
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits of an archive, and the remedies in sentences about it."""
+    """Limits for unpacking an archive, and words for error messages about it."""
 
     what: str
-    """Its content: `code`, `data`."""
+    """The archive's content: `code`, `data`."""
     entries: int
     size: int
-    """Bytes that any archive may unpack to."""
+    """Maximum number of bytes that any archive may unpack to."""
     ratio: int = 0
-    """Bytes for each byte of the archive, if that is more than `size`."""
+    """Maximum number of unpacked bytes per byte of the archive, if that allows more than `size`."""
     instead: str = "keep data elsewhere"
     """Remedy for an archive that is too large."""
     again: str = "make it again"
     """Remedy for a damaged archive."""
 
     def bytes(self, packed: int) -> int:
-        """Most bytes that an archive of `packed` bytes may unpack to."""
+        """Maximum number of bytes that an archive of `packed` bytes may unpack to."""
         return max(self.size, self.ratio * packed)
 
 
@@ -86,17 +87,17 @@ def kind(name: str) -> str:
 
 
 def checksum(path: Path, algorithm: str = "sha256") -> str:
-    """The SHA-256 of a file, as sha256sum prints it, or its MD5."""
+    """The checksum of a file (SHA-256, or MD5) in hexadecimal digits, as sha256sum or md5sum prints it."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, algorithm).hexdigest()
 
 
 def extract(archive: Path, into: Path, *, name: str, limits: Limits, kind: str = "", stop: threading.Event | None = None) -> None:
-    """Unpack an archive into an empty directory. `name` is its name in sentences; `kind` is `zip` or `tar`, by default taken from
-    the file's name.
+    """Unpack an archive into an empty directory. `name` is the archive's name in error messages; `kind` is `zip` or `tar`, by
+    default taken from the file's name.
 
-    Raises OutlastError for an archive that is damaged, too large, or holds entries that may not be unpacked; Stopped soon after
-    `stop` is set; OSError for a fault of the disk.
+    Raises OutlastError if the archive is damaged, too large, or holds entries that may not be unpacked; Stopped soon after `stop`
+    is set; OSError for a fault of the disk.
     """
     kind = kind or ("zip" if archive.name.lower().endswith(".zip") else "tar")
     with _sentences(name, f"is no {kind} archive, or is damaged", limits), open(archive, "rb") as file:
@@ -151,7 +152,7 @@ class _Budget:
         self._bytes = self._entries = self._held = 0
 
     def bytes(self, count: int) -> None:
-        """Count bytes; raises OutlastError when there are too many."""
+        """Count bytes. Raises OutlastError if there are too many."""
         self._bytes += count
         if self._stop.is_set():
             raise Stopped(f"unpacking {self.name} was stopped")
@@ -162,13 +163,13 @@ class _Budget:
             )
 
     def held(self) -> None:
-        """Count a directory or symbolic link, in memory; raises OutlastError when there are too many."""
+        """Count a directory or symbolic link, whose name is kept in memory. Raises OutlastError if there are too many."""
         self._held += 1
         if self._held > _HELD:
             raise OutlastError(f"{self.name} holds more than {_HELD:,} directories and links; {self.limits.instead}")
 
     def entry(self) -> None:
-        """Count a file, directory or link; raises OutlastError when there are too many."""
+        """Count a file, directory or link. Raises OutlastError if there are too many."""
         self._entries += 1
         if self._entries > self.limits.entries:
             raise OutlastError(
@@ -192,7 +193,7 @@ class _Tree:
         self._make(self._place(member))
 
     def file(self, member: str, content: IO[bytes], *, mode: int, modified: float) -> None:
-        """Write a file; it replaces an earlier one of the same name."""
+        """Write a file, replacing any earlier file or link of the same name."""
         path = self._new(member)
         with open(path, "xb") as file:
             while data := content.read(_CHUNK):
@@ -203,7 +204,7 @@ class _Tree:
         os.utime(path, (modified, modified))
 
     def hard_link(self, member: str, target: str) -> None:
-        """Link to an earlier file."""
+        """Create a hard link to a file that was unpacked earlier."""
         source = self._place(target)
         if source.is_symlink() or not source.is_file():
             self.refuse(member, f"a link to {target}, which is no file of it")
@@ -211,7 +212,7 @@ class _Tree:
             os.link(source, self._new(member))
 
     def link(self, member: str, target: str) -> None:
-        """Remember a symbolic link, created by `finish`."""
+        """Note a symbolic link, which `finish` creates."""
         path = self._new(member)
         lexical = os.path.normpath(os.path.join(path.parent.relative_to(self._root), target))
         if os.path.isabs(target) or lexical.split("/")[0] == "..":
@@ -220,7 +221,7 @@ class _Tree:
         self._links[path] = target
 
     def finish(self) -> None:
-        """Create the symbolic links; refuses links that lead outside through others."""
+        """Create the symbolic links. Raises OutlastError for links that lead outside by way of other links."""
         for path, target in self._links.items():
             path.symlink_to(target)
         root = os.path.realpath(self._root)
@@ -246,7 +247,7 @@ class _Tree:
         return self._root / path
 
     def _new(self, member: str) -> Path:
-        """The path of a new file or link; an earlier entry of that name is removed."""
+        """The path of a new file or link; any earlier file or link of that name is removed."""
         path = self._place(member)
         if path == self._root:
             self.refuse(member, "a file without a name")
@@ -358,12 +359,12 @@ def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 
 
 class _Bounded(io.RawIOBase):
-    """The input of tarfile, without long headers or endless streams."""
+    """An input for tarfile that rejects long headers and endless streams."""
 
     def __init__(self, stream: IO[bytes], limit: int) -> None:
         self._stream, self._limit = stream, limit
         self.last = b""
-        """The last block read."""
+        """The last block that was read."""
 
     def read(self, size: int = -1) -> bytes:
         if size < 0 or size > _HEADER_BYTES:
