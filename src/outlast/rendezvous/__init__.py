@@ -1,4 +1,4 @@
-"""Rendezvous: the decision which workers train together (`world`), the transports that carry it, and torchrun's handler."""
+"""Rendezvous: the decision on which workers train together (`world`), the transports that carry it, and torchrun's handler."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 
 def entry_point() -> Any:
-    """The function that torch's registry loads from `torchrun.handlers`; it returns the creator of handlers.
+    """The function that torch's registry loads from `torchrun.handlers`; it returns the function that creates handlers.
 
-    `handler` is imported only when one is created: torch loads its entry points while it is itself half imported.
+    The module `handler` is imported only when a handler is created: torch loads its entry points while torch itself is half
+    imported.
     """
 
     def create(params: Any) -> Any:

@@ -9,9 +9,10 @@ asks the others to stop, collects their answers, and starts the attempt.
     Go      leader -> members    everybody is ready: the store is here
     No      both ways            not this time: the coordinator decides
 
-A `Participant` is one member's part in it; it takes messages and the time, and returns messages. Invariants, whatever is lost,
-doubled, late or reordered: a member takes up an attempt only after every member has reported that its processes of the previous
-one are gone; an attempt has one store; a participant that has refused never goes. Unanswered messages are repeated, seldom.
+A `Participant` is one member's side of the attempts; it takes messages and the time, and returns messages. Invariants, whichever
+messages are lost, duplicated, late or reordered: a member takes up an attempt only after every member has reported that its
+processes of the previous attempt are gone; an attempt has one store; a participant that has refused never starts. Unanswered
+messages are repeated, but rarely.
 
 The coordinator always wins: when it calls the members, publishes a world or ends the run, `refuse` ends the attempts of that
 world. If some members have started by then, the call brings them back as it would from any attempt.
@@ -34,27 +35,27 @@ from outlast.rendezvous import failures, restarts
 from outlast.rendezvous.transports.sockets import is_count, is_number
 
 REPEAT_S = 5.0
-"""Interval at which unanswered messages are repeated. The mesh delivers each or reports that it could not; stopping processes
-takes seconds, and a thousand members must not be asked for it all the time."""
+"""Interval at which unanswered messages are repeated. The mesh delivers each message or reports that it could not; stopping
+processes takes seconds, so a thousand members must not be asked again too soon."""
 LATE_S = 2.0
 """Time after which a member that waits for the others also reports to the coordinator."""
 TRIES, KILLED_TRIES = restarts.SAME_STEP - 1, 10
-"""Maximum number of attempts in a row without progress: after an error or a hang at one step (the next one ends the job); after a
-kill."""
+"""Maximum number of attempts in a row without progress: after an error or a hang at one step (the next error or hang ends the
+job), and after a kill."""
 PAST = 20
 """Maximum number of attempts that a report lists."""
 _MOST_TEXT = 1000
-"""Maximum number of characters of a traceback or a log in a message, and in the newest attempt of a report. Older ones have
-none."""
+"""Maximum number of characters of a traceback or a log in a message, and in the newest attempt of a report. Older attempts have
+neither text."""
 
 
 @dataclass(frozen=True)
 class Past:
-    """A failure that the members have repaired themselves."""
+    """A failure that the members have repaired by themselves."""
 
     generation: int
     attempt: int
-    """The attempt that repaired it, counted from 1 in each generation; the failure was in the previous one."""
+    """The attempt that repaired the failure, counted from 1 in each generation; the failure was in the previous attempt."""
     worker: int
     failure: Mapping[str, Any]
     """As `sockets.Report.failure`."""
@@ -63,54 +64,54 @@ class Past:
 
     @property
     def start(self) -> tuple[int, int]:
-        """The start of processes that failed, as `failure.Failure.start`."""
+        """The start of the processes that failed, as in `failure.Failure.start`."""
         return self.generation, self.attempt - 1
 
     @property
     def sentence(self) -> str:
-        """The beginning of a sentence on this repair."""
+        """The beginning of a sentence about this repair."""
         return f"repaired by its workers, attempt {self.attempt} of generation {self.generation}"
 
     @classmethod
     def of(cls, value: object) -> Self:
-        """From untrusted JSON. Raises ValueError."""
+        """Parse untrusted JSON. Raises ValueError."""
         return cls(**_fields(cls, value))
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The processes of the sender are gone."""
+    """Message: the sender's processes are gone."""
 
     generation: int
     attempt: int
-    """The attempt that it is ready for."""
+    """The attempt that the sender is ready for."""
     address: str
-    """`host:port` where it would host the store."""
+    """`host:port` at which the sender would host the store."""
     step: int = 0
-    """The last step of its processes."""
+    """The last step of the sender's processes."""
     failure: Mapping[str, Any] | None = None
-    """How they failed; None if they were stopped."""
+    """How the processes failed; None if they were stopped."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Stop the training processes."""
+    """Request to stop the training processes."""
 
     generation: int
     attempt: int
-    """The attempt to be ready for."""
+    """The attempt to get ready for."""
 
 
 @dataclass(frozen=True)
 class Go:
-    """Everybody is ready."""
+    """Message: all members are ready, so the attempt starts."""
 
     generation: int
     attempt: int
     address: str
     """`host:port` of the store."""
     worker: int
-    """The worker that failed."""
+    """Id of the worker that failed."""
     failure: Mapping[str, Any]
 
     @property
@@ -120,7 +121,7 @@ class Go:
 
 @dataclass(frozen=True)
 class No:
-    """The coordinator must decide."""
+    """Message: there is no attempt, and the coordinator must decide."""
 
     generation: int
     attempt: int
@@ -179,7 +180,7 @@ def shortened(failure: Mapping[str, Any], most: int = _MOST_TEXT) -> dict[str, A
 
 
 def listed(past: Iterable[Past]) -> list[dict[str, Any]]:
-    """The newest repairs for a report, which has a maximum size: only the newest one keeps its texts."""
+    """The newest repairs, for a report, whose size is limited: only the newest repair keeps its texts."""
     newest = list(past)[-PAST:]
     return [
         {**dataclasses.asdict(each), "failure": shortened(each.failure, _MOST_TEXT if each is newest[-1] else 0)}
@@ -188,14 +189,15 @@ def listed(past: Iterable[Past]) -> list[dict[str, Any]]:
 
 
 def previous_start(generation: int, attempt: int) -> tuple[int, int]:
-    """The last possible start of processes before this one; no generation has a billion attempts."""
+    """An upper bound of the start of processes (generation, attempt) right before this one; no generation has a billion
+    attempts."""
     return (generation, attempt - 1) if attempt else (generation - 1, 10**9)
 
 
 def uncounted(reports: Iterable[Iterable[object]], counted: tuple[int, int], generation: int) -> list[tuple[Past, float]]:
     """Reported repairs up to `generation` that are not counted yet, in the order in which to count them, each with its age in
-    seconds relative to the newest: the counter may have been away for days. `counted` is the last start of processes whose
-    failure was counted. Invalid entries are left out."""
+    seconds relative to the newest repair: the coordinator may have been away for days. `counted` is the last start of processes
+    whose failure was counted. Invalid entries are left out."""
     repairs: dict[tuple[int, int], tuple[Past, float]] = {}
     for report in reports:
         valid: list[Past] = []
@@ -210,22 +212,22 @@ def uncounted(reports: Iterable[Iterable[object]], counted: tuple[int, int], gen
 
 
 class Stage(enum.Enum):
-    """The stage of a member in an attempt."""
+    """A member's stage in an attempt."""
 
     TRAINING = enum.auto()
     STOPPING = enum.auto()
     """The member was asked to stop its processes."""
     READY = enum.auto()
-    """Its processes are gone, and the member waits for the others."""
+    """The member's processes are gone, and it waits for the other members."""
     GOES = enum.auto()
-    """All have agreed: the member takes up `Participant.go` next."""
+    """All members have agreed: this member takes up `Participant.go` next."""
     REFUSED = enum.auto()
-    """The coordinator decides what comes next; there is no further attempt of this world."""
+    """The coordinator decides what comes next; there is no further attempt in this world."""
 
 
 class Participant:
-    """The part of member `id` in the attempts of one world of `members`, in rank order. `limit` is the number of attempts
-    without a new checkpoint, as `restarts.Policy.limit`."""
+    """The side of member `id` in the attempts of one world of `members`, which are in rank order. `limit` is the maximum number
+    of attempts without a new checkpoint, as in `restarts.Policy.limit`."""
 
     def __init__(self, id: int, members: tuple[int, ...], generation: int, limit: int) -> None:
         self.id, self.members, self.generation, self.limit = id, members, generation, limit
@@ -234,31 +236,31 @@ class Participant:
         """The attempt that this member trains in, or trained in last."""
         self.stage = Stage.TRAINING
         self.reason = ""
-        """Why there is no further attempt of this world; empty unless `stage` is `REFUSED`."""
+        """Why there is no further attempt in this world; empty unless `stage` is `REFUSED`."""
         self.go: Go | None = None
-        """The last attempt that all agreed on."""
+        """The last attempt that all members agreed on."""
         self._own: Ready | None = None
         self._since = 0.0
         self._repeated = -math.inf
-        """Time of the last (re)send of an unanswered message."""
+        """Time at which an unanswered message was last sent or repeated."""
         # Used by the leader only:
         self._ready: dict[int, Ready] = {}
         """The members that are ready for the next attempt."""
         self._first = 0.0
-        """Time of the first entry of `_ready`."""
+        """Time at which the first entry of `_ready` arrived."""
         self._step: int | None = None
-        """The furthest step at which an attempt was made."""
+        """The furthest step reached when an attempt was made."""
         self._tries = 0
-        """Attempts made since `_step` grew."""
+        """Number of attempts since `_step` grew."""
         self._committed = 0
-        """The newest committed step that a failure reported."""
+        """The newest committed step that any failure reported."""
         self._unsaved = 0
-        """Attempts made since `_committed` grew."""
+        """Number of attempts since `_committed` grew."""
 
     # Local events
 
     def stopped(self, address: str, step: int, failure: Mapping[str, Any] | None, now: float) -> Messages:
-        """Our processes are gone: they failed (`failure`), or were stopped. We would host the store at `address`."""
+        """Called when our processes are gone: they failed (`failure`) or were stopped. We would host the store at `address`."""
         if self.stage not in (Stage.TRAINING, Stage.STOPPING):
             return []
         failure = shortened(failure) if failure else None
@@ -269,7 +271,7 @@ class Participant:
         return [(self.leader, self._own)]
 
     def refuse(self, reason: str) -> Messages:
-        """Make no attempt: the coordinator has decided, or must."""
+        """Make no attempt, since the coordinator has decided, or must decide."""
         if self.stage is Stage.REFUSED:
             return []
         waits = self._ready if self.id == self.leader else {self.leader: None} if self.stage is not Stage.TRAINING else {}
@@ -278,13 +280,13 @@ class Participant:
         return [(id, no) for id in waits if id != self.id]  # later requests get the same answer
 
     def taken_up(self) -> None:
-        """Our processes start in the agreed attempt."""
+        """Called when our processes start in the agreed attempt."""
         assert self.go is not None
         self.attempt, self.stage, self._own = self.go.attempt, Stage.TRAINING, None
         self._ready = {}
 
     def late(self, now: float) -> bool:
-        """Whether we have waited for the others so long that the coordinator should know."""
+        """Whether we have waited for the other members so long that the coordinator should know."""
         return self.stage is Stage.READY and now - self._since >= LATE_S
 
     def tick(self, now: float) -> Messages:
@@ -295,10 +297,10 @@ class Participant:
             messages.append((self.leader, self._own))
         return messages
 
-    # Messages of others
+    # Messages from other members
 
     def take(self, sender: int, message: Message, now: float) -> Messages:
-        """A message of another member."""
+        """Process a message from another member."""
         if message.generation != self.generation or sender not in self.members or sender == self.id:
             return []
         if self.id == self.leader:
@@ -352,7 +354,7 @@ class Participant:
         return self._decided(now)
 
     def _request_stops(self, now: float) -> Messages:
-        """Ask the training members to stop, but not while the cause of the failure may still be about to report."""
+        """Ask the members that still train to stop, but not while the cause of the failure may still be about to be reported."""
         if not self._ready or self.stage in (Stage.GOES, Stage.REFUSED) or now - self._repeated < REPEAT_S:
             return []
         if failures.held_until(self._pending(now), self._first, now, failures.COORDINATOR) is not None:

@@ -2,8 +2,8 @@
 
 The decisions are `world.decide` and `failures.judge`; a `Coordinator` carries them out in the process that coordinates: the
 launcher of one machine (`local.launcher`), the agent of worker 0 (`rendezvous.worker0`), or an elected member
-(`rendezvous.etcd.election`). They override the methods in the first section. A coordinator may die at any moment: `remember`
-stores what its successor needs before any member is notified.
+(`rendezvous.etcd.election`). These processes override the methods in the first section. A coordinator may die at any moment:
+`remember` stores what its successor needs before any member is notified.
 """
 
 from __future__ import annotations
@@ -54,16 +54,18 @@ class Coordinator:
         self.clock = clock
         self.history: restarts.History = ()
         self.restarts = 0
-        """Failures that counted since the start of the run."""
+        """Number of failures that were counted since the start of the run."""
         self.reports: dict[int, sockets.Report] = {}
         self.state = world.State({})
         """The input of `world.decide`."""
         self.pending: list[Pending] = []
-        """Failures of the current generation that are not judged yet."""
+        """Failures of the current generation that have not been judged yet."""
         self.pending_since = 0.0
-        """Arrival of the first of them, by our clock: a failure's own time is that of another process or machine."""
+        """Time at which the first pending failure arrived, by our clock: a failure's own time is that of another process or
+        machine."""
         self.counted = 0, 0
-        """The newest start of processes (generation, attempt) whose failure was counted; its other failures are ignored."""
+        """The newest start of processes (generation, attempt) whose failure was counted; further failures of that start are
+        ignored."""
         self.followed = 0
         """The newest generation published here, published by the coordinator whose history we have, or reported by a member."""
         self.committed = 0
@@ -74,7 +76,8 @@ class Coordinator:
         self.closed: sockets.Closed | None = None
         """The final result, sent to every member that reports."""
         self.fenced: dict[int, tuple[int, sockets.Closed]] = {}
-        """Members that are lost although they are connected: the generation of the loss, and the message for the member."""
+        """Members that are lost although they are connected, each with the generation of the loss and the message for the
+        member."""
 
     # Overridden by implementations
 
@@ -82,10 +85,10 @@ class Coordinator:
         """Send a message to a member, see `sockets.Server.send`; not needed where members read the published state."""
 
     def wake(self) -> None:
-        """The state has changed: decide soon."""
+        """Called when the state has changed: decide soon."""
 
     def remember(self) -> None:
-        """Store durably what a successor needs and cannot learn from the members."""
+        """Store durably the values that a successor needs and cannot learn from the members."""
 
     def say(self, state: State, reason: str) -> None:
         """Show people the state of the run."""
@@ -96,14 +99,14 @@ class Coordinator:
         raise NotImplementedError
 
     def progress(self, failure: Failure, *, echo: bool) -> tuple[Failure, int | None, int]:
-        """The failure with the step that the run had reached; the step that raised it, None if unknown; the newest committed
-        step."""
+        """The failure, with the step that the run had reached; the step that raised the failure, None if unknown; and the newest
+        committed step."""
         report = self.reports.get(failure.worker)
         self.committed = max(self.committed, (report.failure or {}).get("committed") or 0 if report else 0)
         return failure, None if echo else failure.step, self.committed
 
     def fence(self, id: int, reason: str) -> None:
-        """The others do not hear this member: exclude it from the run, and have it exit and start again."""
+        """Exclude a member that the others do not hear from the run, and have it exit and start again."""
         generation = self.state.world.generation if self.state.world else 0
         self.fenced[id] = generation, sockets.Closed(reason, contract.Exit.INTERRUPTED)
         self.reports.pop(id, None)
@@ -111,13 +114,13 @@ class Coordinator:
         self.send(id, "closed", self.fenced[id][1])
 
     def formed(self, new: world.World) -> None:
-        """A world has been published; its members are notified after this call."""
+        """Called when a world has been published, before its members are notified."""
 
     def failed(self, failure: Failure) -> None:
-        """A failure has been judged."""
+        """Called when a failure has been judged."""
 
     def over(self, state: State, reason: str, code: int, end: End = End.UNKNOWN) -> None:
-        """There is no further world; workers exit with this code."""
+        """End the run: there is no further world, and workers exit with this code."""
         if self.closed is not None or state is State.SUSPENDED:
             return  # a job is suspended by removing its workers
         if state is State.FAILED and code != contract.Exit.MISCONFIGURED and self.gives_up:
@@ -130,12 +133,12 @@ class Coordinator:
             self.send(id, "closed", self.closed)
 
     def finished(self, state: State, closed: sockets.Closed) -> None:
-        """The run is over: record it."""
+        """Called when the run is over: record the end."""
 
     # Reports
 
     def on_report(self, report: sockets.Report) -> None:
-        """A member has reported."""
+        """Process a member's report."""
         last = self.reports.get(report.id)
         self.reports[report.id] = report
         if last is not None and dataclasses.replace(last, since=report.since) == report:
@@ -173,7 +176,7 @@ class Coordinator:
             failed = None  # it was called for another reason than an echo of that
         if failed and is_new and not failures.is_part_of_call(failed.echo, self.state.called, self.counted, report.generation):
             self.add_failure(failed.failure, echo=failed.echo)
-        # It may have missed messages sent before it connected.
+        # The member may have missed messages that were sent before it connected.
         if self.state.called is not None:
             self.send(report.id, "called", self._call(self.state.called))
         elif now is not None and report.id in now.members and report.generation < now.generation:
@@ -183,13 +186,13 @@ class Coordinator:
         self.wake()
 
     def on_gone(self, id: int) -> None:
-        """A member's connection is closed."""
+        """Process the end of a member's connection."""
         self.reports.pop(id, None)
         self.state = self.state.gone(id)
         self.wake()
 
     def add_failure(self, failure: Failure, *, echo: bool) -> None:
-        """Add a failure of the current generation; it is judged once the others have had time to report, too."""
+        """Add a failure of the current generation; it is judged once the other members have had time to report, too."""
         if not self.pending:
             self.pending_since = self.clock()
         self.pending.append(Pending(echo, failure))
@@ -198,7 +201,7 @@ class Coordinator:
     # Decisions
 
     def decide(self, replicas: int, expected: Iterable[int] | None) -> world.Decision | None:
-        """Take the next decision and act on it; None while it would be too early. `expected` as in `world.Desired`."""
+        """Take the next decision and act on it; None if it is too early. `expected` as in `world.Desired`."""
         now = self.clock()
         if failures.held_until(self.pending, self.pending_since, now, self.debounce) and not world.lost(self.state, now).out:
             return None
@@ -221,7 +224,7 @@ class Coordinator:
         return max(called, self.state.world.generation if self.state.world else 0)
 
     def newest_start(self) -> tuple[int, int]:
-        """The newest start of processes so far: the generation, and the newest attempt of it that members have reported."""
+        """The newest start of processes so far: the generation, and its newest attempt that members have reported."""
         generation = self.generation()
         return generation, max((each.attempt for each in self.reports.values() if each.generation == generation), default=0)
 
@@ -267,7 +270,7 @@ class Coordinator:
             self.judge()
 
     def judge(self) -> bool:
-        """Judge the collected failures; False if that ends the run."""
+        """Judge the pending failures; False if that ends the run."""
         if not self.pending:
             return True
         pending, self.pending = self.pending, []
@@ -284,7 +287,7 @@ class Coordinator:
         return False
 
     def _count_repaired(self, report: sockets.Report) -> None:
-        """Count failures that the members have repaired by themselves; that ends the run once its budget is used up."""
+        """Count failures that the members have repaired by themselves, which ends the run once its budget is used up."""
         if report.generation > self.followed:  # another coordinator's: it has counted the failures before
             self.followed = report.generation
             self.counted = max(self.counted, attempts.previous_start(report.generation, report.attempt))

@@ -1,8 +1,8 @@
-"""Judging failures: which of a world's failures is the root cause, when to judge it, and what follows. Pure.
+"""Judging failures: which of a world's failures is the root cause, when to judge it, and whether the job goes on. Pure.
 
-When one worker dies the others fail as well, with errors that only echo it, and may report first. So failures of one generation
-are collected for a moment; then the cause is judged, once, by the budget of `rendezvous.restarts`. The launcher, worker 0, an
-elected coordinator and the operator all use these rules.
+When one worker dies the others fail as well, with errors that only echo it, and may report first. So the failures of one
+generation are collected for a moment; then the root cause is judged, once, by the budget of `rendezvous.restarts`. The launcher,
+worker 0, an elected coordinator and the operator all use these rules.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _FITS: dict[str, Callable[[object], bool]] = {
 
 
 class Pending(NamedTuple):
-    """A failure that is not judged yet."""
+    """A failure that has not been judged yet."""
 
     echo: bool
-    """It only echoes another failure."""
+    """Whether the failure only echoes another one."""
     failure: Failure
 
 
@@ -52,9 +52,9 @@ class Debounce:
     """How long failures of one generation are collected, in seconds from the first of them."""
 
     cause: float = 0.5
-    """While there are only echoes: how long calls are held back, since a call would stop the cause before it can report."""
+    """How long calls are held back while there are only echoes: a call would stop the cause before it can report."""
     settle: float = 1.0
-    """Time until failures are judged although no world can be formed yet."""
+    """Time after which failures are judged although no world can be formed yet."""
     answer: float = 5.0
     """The same while there are only echoes and a member that may be their cause has not answered."""
 
@@ -67,8 +67,8 @@ PLAIN_PODS = Debounce(cause=5.0)
 
 
 def reported(report: Mapping[str, Any], worker: int, start: tuple[int, int], now: float) -> Pending:
-    """The failure in a member's report (`sockets.Report.failure`), of that generation and attempt. An invalid one still counts:
-    it must neither stop the job nor have it restarted without end."""
+    """The failure in a member's report (`sockets.Report.failure`) about the processes of `start` (generation, attempt). An
+    invalid failure still counts: it must neither stop the job nor cause restarts without end."""
     of: dict[str, Any] = {"worker": worker, "generation": start[0], "attempt": start[1]}
     fields, echo = {key: report[key] for key in _FITS if key in report}, bool(report.get("echo"))
     if {"code", "reason"} <= fields.keys() and all(_FITS[key](value) for key, value in fields.items()):
@@ -91,7 +91,7 @@ def cause(pending: Iterable[Pending]) -> Pending:
 
 
 def left_early(who: str, other: int | None, step: int | None) -> str:
-    """The sentence on ranks that exited while another rank trained."""
+    """The sentence about ranks that exited while another rank trained."""
     trained = f"{'others' if other is None else f'rank {other}'} trained{f' (step {step})' if step else ''}"
     remedy = "all ranks must do as many steps; pods without a common disk find different checkpoint files"
     return f"{who} exited with 0, as if done, while {trained}: {remedy}"
@@ -103,28 +103,28 @@ def only_echoes(pending: Collection[Pending]) -> bool:
 
 
 def is_part_of_call(echo: bool, called: Call | None, counted: tuple[int, int], generation: int) -> bool:
-    """Whether a failure is an echo of the one that caused the pending call, although its start is later than the last counted
-    one: some members had begun another attempt, which breaks without the others. Any other failure counts by itself, as does a
-    crash during a call to grow after a failure that the members had repaired."""
+    """Whether a failure echoes the one that caused the pending call, although its start is later than the last counted start:
+    some members had begun another attempt, which breaks without the others. Any other failure counts by itself, as does a crash
+    during a call to grow after a failure that the members had repaired."""
     return echo and called is not None and called.cause is Cause.FAILED and counted[0] == generation
 
 
 def held_until(pending: Collection[Pending], since: float, now: float, debounce: Debounce) -> float | None:
-    """Deadline until which calls are held back so that the root cause can still report; None: go ahead."""
+    """Deadline until which calls are held back so that the root cause can still be reported; None: do not wait."""
     return until(since, debounce.cause, now) if only_echoes(pending) else None
 
 
 def settled_at(
     pending: Collection[Pending], since: float, now: float, debounce: Debounce, *, unanswered: bool = False
 ) -> float | None:
-    """Time at which to judge failures of which the first came at `since`; None: now. `unanswered`: a member that may be the
+    """Time at which to judge failures, of which the first came at `since`; None: now. `unanswered`: a member that may be the
     cause still reports that it trains."""
     return until(since, debounce.answer if unanswered and only_echoes(pending) else debounce.settle, now)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The restarts of a run so far, and how many it may have."""
+    """The number of restarts of a run so far, and the maximum."""
 
     history: restarts.History
     policy: restarts.Policy
@@ -143,7 +143,7 @@ def judge(
 ) -> tuple[Failure, restarts.Restart | restarts.Stop]:
     """The failure, marked as counted or not, and whether the job goes on.
 
-    `raised` is the step that raised it, None if unknown. `pending` are all failures of the world of `members`.
+    `raised` is the step that raised the failure, None if unknown. `pending` are all failures of the world of `members`.
     """
     everywhere = raised_everywhere(failure, pending, members)
     at_step = dataclasses.replace(failure, step=raised)
@@ -152,6 +152,6 @@ def judge(
 
 
 def raised_everywhere(failure: Failure, pending: Iterable[Pending], members: Iterable[int]) -> bool:
-    """Whether all members have raised the same error before their first step, one that a restart would raise again."""
+    """Whether all members have raised the same error before their first step, and a restart would raise it again."""
     same = {each.failure.worker for each in pending if not each.echo and each.failure.early == failure.early}
     return bool(failure.early) and same >= set(members)

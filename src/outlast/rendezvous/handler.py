@@ -1,11 +1,11 @@
-"""torchrun's door to our rendezvous: `torchrun --rdzv-backend=outlast --rdzv-endpoint=...`.
+"""The handler that connects torchrun to our rendezvous: `torchrun --rdzv-backend=outlast --rdzv-endpoint=...`.
 
 torch's elastic agent asks a handler for the next world (`next_rendezvous`), whether anything has changed (`num_nodes_waiting`, 20
 times a second), and whether the run is over (`RendezvousClosedError`). The answers come from the coordinator, through a
 transport. The process group uses a TCPStore that the world's first agent hosts, on a socket that it listens on before it offers
-its address: no port is guessed, none can be taken meanwhile, and every generation has a fresh store.
+its address: no port is guessed, no port can be taken in the meantime, and every generation has a fresh store.
 
-Published as entry point `torchrun.handlers: outlast`; works with torch 2.11 and newer.
+Published as entry point `torchrun.handlers: outlast`; it works with torch 2.11 and newer.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ _NUMBERS = (contract.Env.GENERATION, contract.Env.ATTEMPT, contract.Env.HELD)
 STORE_TIMEOUT_S = 30.0
 """Timeout of requests to the store of a world once it is connected."""
 REACH_S = 5.0
-"""Timeout for connecting to the store. A dead host refuses at once, whereas TCPStore would keep trying."""
+"""Timeout for connecting to the store. A dead host refuses connections at once, whereas TCPStore would keep trying."""
 
 
 class Leaving(RendezvousClosedError):
-    """This worker was asked to leave; there is no next world for it."""
+    """This worker was asked to leave, so there is no next world for it."""
 
 
 class Handler(RendezvousHandler):
-    """One worker's membership.
+    """The membership of one worker.
 
     `state` is a directory for `world.json` and the notice; `processes` is the number of training processes of this worker.
     """
@@ -99,39 +99,40 @@ class Handler(RendezvousHandler):
         self.joining: Callable[[], None] = lambda: None
         """Called when there is a new world, before its training processes start."""
         self.dies: Callable[[], bool] = lambda: False
-        """True while a rank is crashing by itself; we let it finish so that its error is reported."""
+        """Whether a rank is crashing by itself; if so, we let it finish so that its error is reported."""
         self.pause_s = 0.0
-        """Delay of the next start of processes. The other members wait for them, as for any that starts slowly."""
+        """Delay before the next start of processes. The other members wait for them, as for any processes that start slowly."""
         self._next: dict[str, Any] = {}
         self._reported_leaving = False
         self._unsaved = False
-        """The memory of this worker has a step that no checkpoint has: leaving now would lose it."""
+        """Whether this worker's memory has a step that no checkpoint has: leaving now would lose that step."""
         self._held = self._saved = 0
-        """The newest step that this worker has had, saved or in memory, and the newest that is saved."""
+        """The newest step that this worker has had, saved or in memory, and the newest step that is saved."""
         self.key = b""
-        """Key of the run; without one the members do not watch each other."""
+        """Key of the run; without a key the members do not watch each other."""
         self.mesh: Mesh | None = None
-        """Our end of the mesh, from the first world of several members on."""
+        """Our end of the mesh; None before the first world of several members."""
         self._exchange: Exchange | None = None
         self.repairs: Repairs | None = None
-        """Our part in attempts; None if we cannot start processes again without the coordinator."""
+        """Our side of the attempts; None if we cannot start processes again without the coordinator."""
         self.repaired: Callable[[Past], None] = lambda _: None
         """Called when the members start the processes of this world again."""
 
     # Reported by the elastic agent's loop between two worlds
 
     def failed(self, failure: dict[str, Any]) -> None:
-        """The training processes of the current world failed."""
+        """Called when the training processes of the current world have failed."""
         self._next = {"failed": True, "failure": failure}
 
     def left(self, *, reached: bool) -> None:
-        """Its processes are gone, and this worker leaves. Others may wait for its save until they can reach it (`reached`)."""
+        """Called when the training processes are gone and this worker leaves. Other workers may wait for its save until they can
+        reach it (`reached`)."""
         self._report_leaving()
         self._owes()
         self._client.amend(held=self._saved, owes=not reached)
 
     def done(self) -> None:
-        """The training processes of the current world have finished."""
+        """Called when the training processes of the current world have finished."""
         self._next = {"standing": MemberState.DONE}
 
     @property
@@ -168,14 +169,14 @@ class Handler(RendezvousHandler):
         return True
 
     def get_run_id(self) -> str:
-        """The run id for torch, which uses it as prefix of a directory's name."""
+        """The run id for torch, which uses it as the prefix of a directory name."""
         return self._run_id.replace("/", ".")
 
     def is_closed(self) -> bool:
         return self._client.closed is not None
 
     def set_closed(self) -> None:
-        """Nothing: the coordinator ends a run."""
+        """Do nothing: only the coordinator ends a run."""
 
     def shutdown(self) -> bool:
         if self.mesh:
@@ -187,7 +188,7 @@ class Handler(RendezvousHandler):
         return True
 
     def num_nodes_waiting(self) -> int:
-        """1 when this worker must stop its training processes and ask for the next world."""
+        """1 if this worker must stop its training processes and ask for the next world, otherwise 0."""
         self._clock()
         if self._client.closed is not None:
             return 1
@@ -212,7 +213,7 @@ class Handler(RendezvousHandler):
         return 0
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the next world with this worker in it, and connect to its store."""
+        """Wait for the next world that includes this worker, and connect to its store."""
         begun = time.monotonic()
         while True:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
@@ -234,7 +235,7 @@ class Handler(RendezvousHandler):
             self.failed({**failure, "echo": True, "step": None, "committed": None})
 
     def _again(self, address: str) -> World | None:
-        """The current world with a fresh store, if its members agree to start its processes again by themselves."""
+        """The current world with a fresh store, if its members agree to start their processes again by themselves."""
         self._owes()
         if self.repairs is None or self.world is None:
             return None
@@ -272,7 +273,7 @@ class Handler(RendezvousHandler):
             self.repairs.refuse(reason)
 
     def _stopped(self) -> dict[str, Any]:
-        """Fields of the report when our processes are gone."""
+        """Fields of the report after our processes have stopped."""
         self._owes()
         fields: dict[str, Any] = {"standing": MemberState.WAITING, "failed": False, "failure": None, "held": self._held}
         fields["owes"] = self._unsaved
@@ -361,8 +362,8 @@ class Handler(RendezvousHandler):
         return self.repairs.report()
 
     def _enter_mesh(self, world: World, host: str, port: int, *, again: bool) -> None:
-        """Watch the other members of this world. Does not wait: addresses come later, through the world's store, which is a fresh
-        one in each attempt."""
+        """Watch the other members of this world. Returns at once: addresses come later, through the world's store, which is a
+        fresh one in each attempt."""
         if again and (self.mesh is None or self._exchange is None or self._exchange.over):
             return
         if self._exchange:
@@ -384,30 +385,30 @@ class Handler(RendezvousHandler):
         self._exchange = Exchange(self.mesh, world, lambda: TCPStore(host, port, is_master=False, timeout=timeout))
 
     def _report_peers(self) -> None:
-        """Report unheard peers; called in the mesh's thread, too. Skips another world, which the mesh may still be in on a busy
-        machine: indices that were unheard there belong to other processes here."""
+        """Report unheard peers; called in the mesh's thread, too. Does nothing if the mesh is still in another world, as on a
+        busy machine: indices that were unheard there belong to other processes here."""
         if self.mesh and self.mesh.generation == self.generation:
             self._client.amend(mesh=self.mesh.complete, unheard=self.mesh.unheard, refused=self.mesh.refused)
 
     def _listening(self) -> bool:
-        """Whether training reads notices, i.e. is in an open session: then it saves and leaves by itself. Before that it has
-        nothing to save, and may wait for a rank that has left already."""
+        """Whether training reads notices, i.e. is in an open session: if so, it saves and leaves by itself. Before that, training
+        has nothing to save, and may wait for a rank that has left already."""
         records = self._records()
         return len(records) == self._processes and all(record.phase not in ("started", "open") for record in records)
 
     def _saves(self) -> bool:
-        """Whether training will save before it ends when asked to. If this world begins with a held step, all members restore it
-        first, whoever leaves: it may be in the memory of few."""
+        """Whether training will save before it ends when asked to. If this world begins with a step to restore (`World.held`),
+        all members restore it first, whichever member leaves: the step may be in the memory of few."""
         return self._listening() or self._owes() or (self.world is not None and self.world.held > 0)
 
     def _records(self) -> list[progress.Progress]:
-        """Progress records of this world's processes; not those of an earlier attempt, which are dead."""
+        """Progress records of this world's processes, without those of an earlier attempt, whose processes are dead."""
         records = [progress.read(self._state, local_rank) for local_rank in range(self._processes)]
         return [each for each in records if each and (each.generation, each.attempt) == (self.generation, self.attempt)]
 
     def _owes(self) -> bool:
-        """Whether a step is only in this worker's memory, by the records of its processes; those of the last world count until
-        the new ones have restored it."""
+        """Whether a step is only in this worker's memory, according to its processes' records; records of the last world count
+        until the new processes have restored the step."""
         records = [each for each in self._records() if each.phase not in ("started", "open", "restore")]
         if records:
             in_memory, self._saved = (max(getattr(each, name) for each in records) for name in ("snapshot", "committed"))
@@ -415,8 +416,8 @@ class Handler(RendezvousHandler):
         return self._unsaved
 
     def _too_late(self, kind: str, generation: int, deadline: float) -> bool:
-        """Whether the time is over in which training could save and leave. It begins when we first see the request: the caller's
-        clock is not ours, and either may be set meanwhile. An extended deadline starts it again."""
+        """Whether training has used up its time to save and leave. The time begins when we first see the request: the caller's
+        clock is not ours, and either clock may be set in the meantime. An extended deadline starts the time again."""
         request, now = (kind, generation, deadline), self._clock()
         if self._request is None or self._request[0] != request:
             left_s = deadline - time.time() if self._leave_s is None else self._leave_s
@@ -439,7 +440,7 @@ class Torchrun(Handler):
         except RendezvousClosedError as problem:
             if self.closed is None or self.closed.code != contract.Exit.DONE:
                 raise
-            # The others have finished without this node: it was one too many. torchrun has no other way to end with success.
+            # The others have finished without this node: it was surplus. torchrun has no other way to end with success.
             print(f"outlast | {self.closed.reason}; nothing is left to do here", flush=True)
             raise SystemExit(0) from problem
 

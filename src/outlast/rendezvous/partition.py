@@ -4,13 +4,15 @@ Members watch one another (`rendezvous.mesh`) and report the peers that they do 
 does not hear the other: training stands still, as every step needs every pair. `decide` picks the members to remove so that no
 broken pair is left:
 
-1. Members whose process is gone, as their machine refuses connections: at once.
-2. If the members fall into sides that do not hear each other, one side stays: one with more than half of the members, at once;
-   otherwise, after AGREE_S, in which all live members report, the largest side from which anybody speaks (ties: that of rank 0).
-3. Pairs that are broken within a side: after PATIENCE_S the member of more broken pairs goes (ties: the higher rank).
+1. Members whose machine refuses connections, so that their process is gone, are removed at once.
+2. If the members fall into sides that do not hear each other, one side stays. A side with more than half of the members stays at
+   once; otherwise, after AGREE_S, in which all live members report, the largest side with a sign of life stays (ties: the side of
+   rank 0).
+3. For pairs that are broken within a side, after PATIENCE_S the member with more broken pairs is removed (ties: the higher rank).
 
-A minority never removes a silent majority by its word alone: all are called together first (`ask`), and members that do not
-answer within CONFIRM_S are lost. If no member hears any other, the mesh is at fault (a port is blocked), and nobody is lost.
+A minority never removes a silent majority on its own report alone: all members are called together first (`ask`), and members
+that do not answer within CONFIRM_S are lost. If no member hears any other, the mesh is at fault (a port is blocked), and nobody
+is lost.
 Docs: docs/decisions/0040-partitions.md. Called by `rendezvous.world`.
 """
 
@@ -25,15 +27,15 @@ from outlast.base.clock import until
 from outlast.rendezvous.mesh import peer_state
 
 AGREE_S = 1.0
-"""Largest delay between reports of one partition: all ends of a link notice within half a second, then reports travel."""
+"""Maximum delay between reports of one partition: all ends of a link notice within half a second, and then the reports travel."""
 PATIENCE_S = 2.0
-"""How long a single pair may be broken: it may heal, or the others' reports may be late."""
+"""How long a single pair may be broken: the connection may recover, or the reports of other members may be late."""
 CONFIRM_S = 2.0
-"""Time for an unheard majority to answer a call."""
+"""Time within which an unheard majority must answer a call."""
 HELD_S, LONGEST_HELD_S = 10.0, 300.0
-"""How long a lost member is kept out of worlds: the first is doubled with each loss, up to the second."""
+"""How long a lost member is kept out of worlds: at first, which is doubled with each further loss, and at most."""
 FORGIVEN_S = 600.0
-"""After this long without a loss a member's next loss is a first one again."""
+"""Time without a loss after which a member's next loss counts as its first."""
 
 Pair = frozenset[int]
 
@@ -44,30 +46,30 @@ class View:
 
     unheard: tuple[int, ...] = ()
     refused: tuple[int, ...] = ()
-    """The subset of `unheard` whose process is gone."""
+    """The subset of `unheard` whose processes are gone."""
     noticed: float = 0.0
-    """Time at which `unheard` grew last."""
+    """Time at which `unheard` last grew."""
     answers: bool = False
-    """It has stopped its processes and waits, so it is alive."""
+    """Whether the member has stopped its processes and waits, and so is alive."""
 
     @property
     def speaks(self) -> bool:
-        """Whether it has shown to be alive after the break."""
+        """Whether the member has shown since the break that it is alive."""
         return bool(self.unheard) or self.answers
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The members that are lost."""
+    """The decision on which members are lost."""
 
     lost: tuple[int, ...] = ()
-    """Silent members, or members of a side that does not stay; in rank order."""
+    """Silent members, or members of a side that does not stay, in rank order."""
     gone: tuple[int, ...] = ()
-    """Members whose process has ended."""
+    """Members whose processes have ended."""
     by: tuple[int, ...] = ()
-    """Remaining members that do not hear them; empty if only the lost ones do not hear the remaining."""
+    """Remaining members that do not hear the lost ones; empty if only the lost members do not hear the remaining ones."""
     ask: tuple[int, ...] = ()
-    """A majority that a minority does not hear: call all together, to see who answers."""
+    """A majority that a minority does not hear: call all members together, to see which of them answer."""
     look_again: float | None = None
     """Time at which the verdict may change without new reports."""
 
@@ -79,22 +81,22 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Loss:
-    """A member's last loss by a partition."""
+    """The last time that a member was lost by a partition."""
 
     at: float
     times: int = 1
-    """Losses in a row."""
+    """Number of losses in a row."""
     reason: str = ""
     held: bool = True
-    """False once it was needed for a world all the same."""
+    """Whether the member is kept out of worlds; False once a world needed it all the same."""
 
     def again(self, at: float, reason: str) -> Loss:
-        """The same member's next loss."""
+        """The next loss of the same member."""
         return Loss(at, self.times + 1 if at - self.at < FORGIVEN_S else 1, reason)
 
     @property
     def held_s(self) -> float:
-        """How long it is kept out of worlds."""
+        """How long the member is kept out of worlds."""
         return 0.0 if not self.held else min(LONGEST_HELD_S, HELD_S * 2 ** min(self.times - 1, 16))
 
 
@@ -104,15 +106,15 @@ def written(lost: Mapping[int, Loss], now: float) -> tuple[tuple[int, float, int
 
 
 def read(losses: Iterable[tuple[int, float, int]], now: float) -> dict[int, Loss]:
-    """The reverse of `written`."""
+    """The inverse of `written`."""
     return {id: Loss(now - ago_s, times) for id, ago_s, times in losses}
 
 
 def decide(ranks: Sequence[int], views: Mapping[int, View], now: float, *, called_at: float | None = None) -> Verdict:
-    """The members of a world that are lost, by its members' reports.
+    """The members of a world that are lost, according to its members' reports.
 
-    `ranks` are its members in rank order; members without a view are ignored: they are known to be gone, or need no peers any
-    more. `called_at` is the time of an unplanned call to all, if there is one.
+    `ranks` are the members of the world in rank order; members without a view are ignored, since they are known to be gone or
+    need no peers any more. `called_at` is the time of an unplanned call to all, if there is one.
     """
     here = [id for id in ranks if id in views]
     broken = _broken(here, views)
@@ -159,8 +161,8 @@ def _watched(ranks: Sequence[int]) -> set[Pair]:
 
 
 def _gone(ranks: Sequence[int], views: Mapping[int, View]) -> set[int]:
-    """Members whose process is gone: refused, and silent. Half of the members or more are not decided here: one member may be
-    wrong about all others."""
+    """Silent members whose machines refuse connections, so their processes are gone. The set is empty if they are half of the
+    members or more: one member may be wrong about all others."""
     refused = {peer for id in ranks for peer in views[id].refused}
     gone = {id for id in ranks if id in refused and not views[id].speaks}
     return gone if 2 * len(gone) < len(ranks) or len(ranks) == 2 else set()
@@ -191,7 +193,8 @@ def _sides(rest: Sequence[int], broken: Iterable[Pair], watched: Iterable[Pair])
 def _staying(
     rest: Sequence[int], sides: Sequence[set[int]], views: Mapping[int, View], called_at: float | None, now: float
 ) -> tuple[set[int], float | None, tuple[int, ...]]:
-    """The side that stays; the deadline if that is still open; the members to ask first whether they live."""
+    """The side that stays; the deadline if that is undecided yet; and the members to call first, to see whether they are
+    alive."""
     if len(sides) < 2:
         return set(rest), None, ()
     speaks = [any(views[id].speaks for id in side) for side in sides]
@@ -213,7 +216,7 @@ def _staying(
 
 
 def _cover(ranks: Sequence[int], broken: Iterable[Pair]) -> set[int]:
-    """Greedy vertex cover of the broken pairs; ties go to the highest rank."""
+    """A greedy vertex cover of the broken pairs; ties go to the highest rank."""
     left, cover = set(broken), set[int]()
     place = {id: rank for rank, id in enumerate(ranks)}
     while left:

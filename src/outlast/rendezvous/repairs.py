@@ -1,7 +1,7 @@
-"""This process's part in attempts: connects a `Participant` to the mesh, the clock and the training processes.
+"""This process's side of the attempts: connects a `Participant` to the mesh, the clock and the training processes.
 
-The elastic agent has one; its handler calls `stop_requested` 20 times a second while processes train, and `agree` when they are
-gone. Decisions are in `rendezvous.attempts`.
+The elastic agent has one `Repairs`; its handler calls `stop_requested` 20 times a second while processes train, and `agree` when
+they are gone. Decisions are in `rendezvous.attempts`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ KIND = "attempt"
 REPORTERS = 3
 """Number of members of a world that report repairs; a coordinator of a thousand members need not read a thousand copies."""
 _POLL_S = 0.02
-"""Poll interval of the coordinator and the notice while we wait for the other members."""
+"""Interval at which the coordinator and the notice are polled while we wait for the other members."""
 
 
 class Repairs:
-    """The attempts of one member, world after world. Used by one thread; the mesh's thread brings messages."""
+    """The attempts of one member, in one world after another. Used by one thread; the mesh's thread delivers messages."""
 
     def __init__(self, id: int, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         """`limit` as in `attempts.Participant`."""
@@ -39,7 +39,7 @@ class Repairs:
         self._mesh: Mesh | None = None
         self._past: list[Past] = []
         self._newest: dict[int, attempts.Message] = {}
-        """The last message of each member: it may arrive before we have reached its attempt."""
+        """The last message of each member: a message may arrive before we have reached its attempt."""
         self._lock = threading.RLock()
         self._news = threading.Event()
 
@@ -54,7 +54,7 @@ class Repairs:
         return self._participant.reason if self._participant else "the members do not watch each other"
 
     def enter(self, world: World, mesh: Mesh | None) -> None:
-        """Enter a new world. Without a mesh only a world of one member makes attempts."""
+        """Enter a new world. Without a mesh, only a world of one member makes attempts."""
         with self._lock:
             alone = world.members == (self._id,)
             self._participant = (
@@ -74,7 +74,7 @@ class Repairs:
             return self._participant.stage is Stage.STOPPING
 
     def refuse(self, reason: str) -> None:
-        """The coordinator decides what comes next."""
+        """Make no further attempt: the coordinator decides what comes next."""
         with self._lock:
             if self._participant:
                 self._send(self._participant.refuse(reason))
@@ -88,10 +88,11 @@ class Repairs:
         overruled: Callable[[], str],
         late: Callable[[], None],
     ) -> Go | None:
-        """Our processes are gone: wait until all members have agreed on the next attempt; None if the coordinator decides.
+        """Called when our processes are gone: wait until all members have agreed on the next attempt; None if the coordinator
+        decides.
 
-        `failure` is how ours failed, None if they were stopped; `overruled` returns why no attempt may be made any more, or an
-        empty string; `late` is called once if this takes long.
+        `failure` is how our processes failed, None if they were stopped; `overruled` returns why no attempt may be made any more,
+        or an empty string; `late` is called once if the agreement takes long.
         """
         notified = False
         with self._lock:
@@ -117,7 +118,7 @@ class Repairs:
             self._news.wait(_POLL_S)
 
     def taken_up(self) -> Past:
-        """Our processes start in the agreed attempt. Returns the failure that it repairs."""
+        """Called when our processes start in the agreed attempt. Returns the failure that the attempt repairs."""
         with self._lock:
             participant = self._participant
             if participant is None or participant.go is None:
@@ -128,8 +129,8 @@ class Repairs:
             return self._past[-1]
 
     def report(self, *, failed: bool = False) -> dict[str, Any]:
-        """Fields for this member's `sockets.Report`. Beside a failure every member reports earlier repairs: a later failure must
-        not be counted first."""
+        """Fields for this member's `sockets.Report`. With a failure, every member also reports earlier repairs, so that a later
+        failure is not counted first."""
         participant = self._participant
         if participant is None or not (failed or self._id in participant.members[:REPORTERS]):
             return {"attempt": self.attempt}
@@ -143,7 +144,8 @@ class Repairs:
             future.add_done_callback(functools.partial(self._sent, to, message))
 
     def _sent(self, to: int, message: attempts.Message, future: Future[None]) -> None:
-        """Refuse the attempt if a member cannot be reached, or runs an older version."""
+        """Called when a message was delivered or not. Refuses the attempt if a member cannot be reached, or runs an older
+        version."""
         if (problem := future.exception()) is None or isinstance(message, attempts.No):
             return
         with self._lock:

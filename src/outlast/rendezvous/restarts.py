@@ -4,7 +4,7 @@ The coordinator (or the operator) calls `judge` once for every generation that f
 Interruptions cost nothing. A wrong configuration stops the job at once. Every other failure costs one restart, refunded once it
 lies outside the window or the committed step has advanced. A step that raised, hung or ran out of memory three times in a row
 would do so a fourth time, and an error of the script that every rank raised before its first step a second time: the job stops.
-Pure: time is an argument.
+Pure: the time is an argument.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from outlast.job.failure import Failure
 SAME_STEP, FULL_DISK = 3, 10
 """Errors in a row at one step that end a job: in general, and for a full disk, which somebody may clear (pauses take minutes)."""
 LIVED_S, LONGEST_PAUSE_S = 30.0, 30.0
-"""For `Kills`; arbitrary."""
+"""Thresholds of `Kills`; arbitrary."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How many failures a job survives."""
+    """The number of failures that a job survives."""
 
     limit: int
-    """Restarts within `window` while the committed step does not advance."""
+    """Maximum number of restarts within `window` while the committed step does not advance."""
     window: timedelta
     same_step: int = SAME_STEP
-    """Errors in a row at one step that end the job, whatever the limit."""
+    """Number of errors in a row at one step that end the job, whatever the limit."""
 
 
 class Record(NamedTuple):
-    """One failure that counted."""
+    """One failure that was counted."""
 
     time: float
     """Time of the verdict, in seconds since the epoch."""
     committed_step: int
-    """The newest committed step then."""
+    """The newest committed step at that time."""
     failed_step: int | None
     """The step that raised, hung or ran out of memory; None if unknown, or if the process was killed for another reason, which
-    says nothing about the step."""
+    does not depend on the step."""
 
 
 History = tuple[Record, ...]
@@ -53,11 +53,11 @@ History = tuple[Record, ...]
 
 @dataclass(frozen=True)
 class Restart:
-    """Start again."""
+    """Start the processes again."""
 
     history: History
     number: int
-    """Used restarts of the budget, including this one if it is counted."""
+    """Number of restarts of the budget that are used, including this one if it is counted."""
     reason: str
     counted: bool = True
 
@@ -79,33 +79,33 @@ class Kills:
 
     count: int = 0
     step: int = -1
-    """The furthest step that any of them had reached."""
+    """The furthest step that any of the killed processes had reached."""
 
     def after(self, outside: bool, step: int | None, lived_s: float) -> Kills:
-        """The counter after one more end of the processes, caused from `outside` the script or not. Without a `step`, running
-        longer than `LIVED_S` is progress."""
+        """The counter after another end of the processes, caused from `outside` the script or not. Without a `step`, running
+        longer than `LIVED_S` counts as progress."""
         further = step > self.step if step is not None else lived_s > LIVED_S
         return Kills(self.count + 1 if outside and not further else 0, max(self.step, -1 if step is None else step))
 
     @property
     def pause_s(self) -> float:
-        """Backoff before its next processes start: none after the first two kills, then ever longer."""
+        """Backoff before the worker's next processes start: none after the first two kills, then longer with each kill."""
         return backoff.exponential(self.count - 2, 1.0, LONGEST_PAUSE_S) if self.count > 1 else 0.0
 
 
 def judge(
     history: History, failure: Failure, committed_step: int, now: float, policy: Policy, *, everywhere: bool = False
 ) -> Restart | Stop:
-    """Start again or stop, with the reason in one sentence.
+    """The decision to start again or to stop, with its reason in one sentence.
 
     `everywhere`: every rank raised this error before its first step, and it does not depend on the machine.
     """
-    # After the clock was set back, a failure in the future counts as one of now, or it would stay in the window for too long.
+    # If the clock was set back, a failure in the future counts as happening now, or it would stay in the window for too long.
     window = policy.window.total_seconds()
     past = _that_matter([record._replace(time=min(record.time, now)) for record in history], now, window, policy)
     used = sum(now - record.time < window and record.committed_step >= committed_step for record in past)
     starved = failure.cause is contract.FailureCause.OUT_OF_MEMORY
-    # These name the place, or the remedy, in their reason; step 0: at the start, or the script reports no steps.
+    # Reasons of these failures name the place or the remedy; step 0: at the start, or the script reports no steps.
     complete = not failure.step or failure.hung or failure.left or starved
     what = failure.reason if complete else f"{failure.reason} at step {failure.step}"
 
@@ -133,12 +133,13 @@ def judge(
 
 
 def _that_matter(failures: list[Record], now: float, window: float, policy: Policy) -> tuple[Record, ...]:
-    """Failures in the window, and the last ones that raised: a limit of a million must not keep a million."""
+    """Failures in the window, and the last failures that a step raised: even with a limit of a million, the history stays
+    short."""
     raised = [record for record in failures if record.failed_step is not None][-max(policy.same_step, FULL_DISK) :]
     return tuple(record for record in failures if now - record.time < window or record in raised)
 
 
 def _in_a_row(failures: tuple[Record, ...]) -> int:
-    """The number of errors, from the last one backwards, that were raised by the same step."""
+    """The number of errors, from the last one backwards, that the same step raised."""
     steps = [record.failed_step for record in reversed(failures) if record.failed_step is not None]
     return len(list(takewhile(lambda step: step == steps[0], steps)))

@@ -51,6 +51,6 @@ def how_lost(all: Sequence[int], lost: Sequence[int], gone: Sequence[int], by: S
 
 
 def began_again(step: int, held: int) -> str:
-    """The sentence on a run that resumes below a step that it had reached."""
+    """The sentence about a run that resumes below a step that it had reached."""
     what = f"training continues from step {step}" if step else "training begins again at step 0"
     return f"{what}, below step {held}, which was saved or in memory and cannot be reached; {held - step} steps are repeated"

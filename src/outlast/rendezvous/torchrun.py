@@ -33,20 +33,20 @@ DEFAULTS = {
     "growth_timeout": world.Timeouts().growth,
     "connect_timeout": 60.0,
 }
-"""Options in seconds."""
+"""Options whose values are seconds, with their defaults."""
 FOREIGN = (
     *("timeout", "read_timeout", "close_timeout", "heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt"),
     *("is_host", "store_type", "protocol", "etcd_prefix", "use_libuv", "state", "processes"),
 )
 """Options of torch's own back ends; they are accepted and have no effect here."""
 UNNAMED = "none"
-"""torchrun's run id without --rdzv-id."""
+"""torchrun's run id if --rdzv-id is not given."""
 _FOREVER = restarts.Policy(limit=sys.maxsize, window=timedelta(days=1))
-"""No limit here: torchrun itself counts --max-restarts."""
+"""No limit on restarts here: torchrun itself counts --max-restarts."""
 
 
 class Client(etcd.Client):
-    """A member that may be elected."""
+    """The client of a torchrun node, which may be elected coordinator."""
 
     def __init__(
         self, where: servers.Address, sizes: tuple[int, int], seconds: Mapping[str, float], *, run: str, id: int | None = None
@@ -66,10 +66,10 @@ class Client(etcd.Client):
         self._candidate_started = False
         self._standing = ""
         self.host = ""
-        """An address by which others should reach this machine."""
+        """An address at which other nodes should reach this machine."""
 
     def connect(self, within_s: float) -> None:
-        """Reach the etcd for the first time. Raises EtcdError, at once if a retry cannot help."""
+        """Connect to etcd for the first time. Raises EtcdError, at once if a retry cannot help."""
         begun, failures = time.monotonic(), 0
         while True:
             try:
@@ -100,16 +100,16 @@ class Client(etcd.Client):
 
 
 class Printer:
-    """Prints the decisions of a torchrun that coordinates. It has no ledger, and no store to record the end in."""
+    """Prints the decisions of a torchrun that coordinates. It has neither a ledger nor a store to record the end in."""
 
     def say(self, text: str) -> None:
         print(f"outlast | {text}", flush=True)
 
     def event(self, kind: str, **facts: Any) -> None:
-        """Nothing."""
+        """Do nothing: there is no ledger."""
 
     def finished(self, state: State, reason: str, code: int) -> None:
-        """Nothing."""
+        """Do nothing: there is no store to record the end in."""
 
 
 def client(endpoint: str, *, run: str, sizes: tuple[int, int], conf: Mapping[str, Any]) -> tuple[Client, float]:
@@ -124,7 +124,7 @@ def client(endpoint: str, *, run: str, sizes: tuple[int, int], conf: Mapping[str
 
 
 def options(conf: Mapping[str, Any]) -> dict[str, float]:
-    """The options of --rdzv-conf that are seconds, with defaults. Raises OutlastError for invalid options."""
+    """The options of --rdzv-conf whose values are seconds, with defaults. Raises OutlastError for invalid options."""
     seconds = dict(DEFAULTS)
     for name, value in conf.items():
         if name in DEFAULTS:
@@ -146,9 +146,10 @@ def options(conf: Mapping[str, Any]) -> dict[str, float]:
 
 
 def own_address(seen: str, hosts: Sequence[str], main: str) -> str:
-    """The address by which others reach us: our side of the connection to etcd, or this machine's main address if etcd is local.
+    """The address at which other nodes reach us: our side of the connection to etcd, or this machine's main address if etcd is
+    local.
 
-    An endpoint such as `localhost` is the same for all only if all are on this machine.
+    An endpoint such as `localhost` is the same for all nodes only if all of them are on this machine.
     """
     if not _loopback(seen) or any(host == "localhost" or _loopback(host) for host in hosts):
         return seen
@@ -163,7 +164,7 @@ def _loopback(address: str) -> bool:
 
 
 def primary() -> str:
-    """The address from which this machine would reach others; empty if it has none. Nothing is sent."""
+    """The address from which this machine would reach other machines; empty if it has none. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             sock.connect(("192.0.2.1", 9))  # TEST-NET-1, RFC 5737

@@ -2,8 +2,8 @@
 
     unix:///path            the launcher of this machine                      `transports.sockets`
     c10d://host:port        worker 0, in pods without an operator             `transports.sockets`
-    kubernetes://job        the operator, by way of the API server            `kubernetes.board`
-    etcd://host:port,...    an agent that they elect, by way of an etcd       `transports.etcd`
+    kubernetes://job        the operator, through the API server              `kubernetes.board`
+    etcd://host:port,...    an agent that the agents elect, through an etcd   `transports.etcd`
 
 A new transport is a module, here or in another wing, with a function `client(endpoint, member)`, and a line in `TRANSPORTS`.
 Called by `handler.create` (torchrun) and `launch.elastic`.
@@ -30,7 +30,8 @@ class Mode(enum.Enum):
     """Which process coordinates a run. It decides what the agents do beyond training."""
 
     LAUNCHER = "the launcher on this machine"
-    """It owns the run, starts the workers and records the end; agents only train. In all other modes agents claim the run."""
+    """The launcher owns the run, starts the workers and records the end; agents only train. In all other modes, agents claim the
+    run."""
     OPERATOR = "the operator"
     ELECTED = "an agent, elected in etcd"
     WORKER_0 = "the agent of worker 0"
@@ -42,11 +43,11 @@ TRANSPORTS = {
     contract.KUBERNETES: ("outlast.kubernetes.board", Mode.OPERATOR),
     **dict.fromkeys(contract.ETCD, ("outlast.rendezvous.transports.etcd", Mode.ELECTED)),
 }
-"""Module and coordinator by the scheme of the endpoint."""
+"""Module and mode for each scheme of an endpoint."""
 
 
 class Client(Protocol):
-    """A member's side of a transport: it sends the member's reports and holds the coordinator's last messages."""
+    """A member's side of a transport: it sends the member's reports and stores the coordinator's last messages."""
 
     @property
     def id(self) -> int:
@@ -62,42 +63,43 @@ class Client(Protocol):
     def closed(self) -> sockets.Closed | None: ...
 
     def report(self, standing: str, **fields: Any) -> None:
-        """Report the member's new standing. `fields` are those of `sockets.Report`; fields that are not given stay."""
+        """Report the member's new `standing`, a `world.MemberState`. `fields` are those of `sockets.Report`; fields that are not
+        given keep their values."""
 
     def amend(self, **fields: Any) -> None:
-        """Change fields beside the standing (`unheard`, `refused`, `mesh`), from any thread. Nothing is sent before the
-        first `report`; a report of another generation resets them."""
+        """Change fields other than `standing` (`unheard`, `refused`, `mesh`), from any thread. Nothing is sent before the first
+        `report`; a report of another generation resets these fields."""
 
     def wait(self, timeout_s: float) -> None:
         """Return once the coordinator has published something, or after the timeout."""
 
     def close(self) -> None:
-        """Leave."""
+        """Leave the run."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """The worker that connects. Settings that are not in its endpoint come from its environment."""
+    """The worker that connects. Settings that are not in the endpoint come from the worker's environment."""
 
     run: str
     id: int
     state: Path
-    """Its state directory."""
+    """The worker's state directory."""
     processes: int
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     @property
     def generation(self) -> int:
-        """The newest generation recorded in the run's output; the next world gets a newer one."""
+        """The newest generation recorded in the run's output; the next world gets a newer generation."""
         return int(self.environ.get(Env.GENERATION, "0"))
 
 
 class Transport(Protocol):
-    """A module of `TRANSPORTS`. It may also have `preload()`, and `torchrun(endpoint, run=, sizes=, conf=)` for a plain torchrun,
-    which returns a client and its timeout for a world in seconds."""
+    """The interface of the modules in `TRANSPORTS`. A module may also have `preload()`, and `torchrun(endpoint, run=, sizes=,
+    conf=)` for a plain torchrun, which returns a client and its timeout for a world in seconds."""
 
     def client(self, endpoint: str, member: Member) -> Client:
-        """Connects no earlier than the first report. Raises OutlastError."""
+        """A client, which connects no earlier than its first report. Raises OutlastError."""
 
 
 def of(endpoint: str) -> Transport:
@@ -126,8 +128,8 @@ def client(endpoint: str, member: Member) -> Client:
 
 
 def others_may_wait(environ: Mapping[str, str]) -> bool:
-    """Whether other workers may be training, and would stop as soon as this one reports. If none is, or none can without this
-    one, it is faster to report first and to prepare ranks meanwhile; on one machine reporting takes no time."""
+    """Whether other workers may be training, and would stop as soon as this worker reports. If none trains, or none can train
+    without this worker, it is faster to report first and to prepare ranks meanwhile; on one machine reporting takes no time."""
     trained = environ.get(Env.GENERATION, "0") != "0"
     return mode(environ[Env.RENDEZVOUS]) is Mode.LAUNCHER or (trained and not environ.get(Env.NEEDED))
 

@@ -14,50 +14,50 @@ from outlast.rendezvous import partition
 
 
 class MemberState(enum.StrEnum):
-    """The activity of a member, as it reports itself."""
+    """The activity of a member, as the member reports it."""
 
     WAITING = "waiting"
-    """Ready for a world; trains in none."""
+    """Ready for a world, and training in none."""
     TRAINING = "training"
     LEAVING = "leaving"
     """Asked to leave (SIGTERM, drain): saves with the others, then leaves."""
     DONE = "done"
-    """Its training processes have ended with success."""
+    """The training processes of the member have ended with success."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A worker, by its newest report."""
+    """A worker, as its newest report describes it."""
 
     id: int
     """Index of the worker; not its rank."""
     address: str
-    """`host:port` where it would host the world's store as rank 0."""
+    """`host:port` at which the worker would host the world's store as rank 0."""
     standing: MemberState
     generation: int = 0
-    """The world it trains in, or trained in last; 0 for none."""
+    """The world that the worker trains in, or trained in last; 0 for none."""
     since: float = 0.0
     """Time of the last change of `standing`; repeating a report does not change it."""
     failed: bool = False
-    """Its training processes of `generation` failed, or it was found hung."""
+    """Whether the worker's training processes of `generation` failed, or were found hung."""
     why: str = ""
-    """A sentence on the failure; empty when it is unknown or only echoes another's failure."""
+    """A sentence about the failure; empty if it is unknown or only echoes another worker's failure."""
     unheard: tuple[int, ...] = ()
-    """Members of the world of `generation` that it watches and does not hear any more."""
+    """Members of the world of `generation` that the worker watches and does not hear any more."""
     refused: tuple[int, ...] = ()
-    """The subset of `unheard` whose process is gone: their machine refuses the connection."""
+    """The subset of `unheard` whose processes are gone: their machines refuse connections."""
     noticed: float = 0.0
-    """Time at which `unheard` grew last; repeating it does not change this."""
+    """Time at which `unheard` last grew; repeating a report does not change it."""
     held: int = 0
-    """The newest complete step that its processes had saved or in memory when they ended; 0: none, or not reported."""
+    """The newest complete step that the worker's processes had saved or in memory when they ended; 0: none, or not reported."""
     again: bool = False
-    """Its process is not the one that took up `generation`: it was started again."""
+    """Whether the worker was started again, so that its process is not the one that took up `generation`."""
     owes: bool = True
-    """Its held step, or the one it is saving, may not be reachable for others yet."""
+    """Whether the step that the worker holds or is saving may not be reachable for other workers yet."""
 
 
 class Cause(enum.StrEnum):
-    """Machine-readable reason of a call; people read the sentence beside it."""
+    """Machine-readable reason for a call; people read the sentence beside it."""
 
     UNKNOWN = ""
     """Not given, or given by a version that knows other causes."""
@@ -71,7 +71,7 @@ class Cause(enum.StrEnum):
     LATE = "late"
     """Workers did not take up the world, or did not save, in time."""
     PARTLY_DONE = "partly-done"
-    """Some have finished and the others will not."""
+    """Some workers have finished, and the others will not."""
     FOREIGN = "foreign"
     """Another coordinator has decided a world."""
     LEAVING = "leaving"
@@ -86,18 +86,18 @@ class Cause(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Call:
-    """Request for a re-rendezvous: the workers are to come together for `generation`.
+    """Request for a re-rendezvous: the workers should come together for `generation`.
 
-    Another call of the same generation replaces this one: it was planned and no longer is, or more workers leave.
+    Another call of the same generation replaces this one if a planned call becomes unplanned, or if more workers leave.
     """
 
     generation: int
     reason: str
     planned: bool
-    """Training saves first; otherwise it is dropped at once."""
+    """Whether training saves first; if not, its unsaved work is dropped at once."""
     at: float = 0.0
     leaving: tuple[int, ...] = ()
-    """Workers that leave: once they have saved, their absence is no failure."""
+    """Workers that leave: once they have saved, their absence does not count as a failure."""
     cause: Cause = Cause.UNKNOWN
     lost: tuple[int, ...] = ()
     """Workers that the others do not hear, to be killed or told to exit; see `rendezvous.partition`."""
@@ -115,17 +115,18 @@ class World:
     reason: str
     at: float = 0.0
     held: int = 0
-    """The newest complete step that a worker of the last world has had. Resuming below it loses steps, and is reported."""
+    """The newest complete step that any worker of the last world has had. Resuming below this step loses steps, and is
+    reported."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing to do before the next event, or before `look_again`."""
+    """There is nothing to do before the next event, or before `look_again`."""
 
     reason: str
     look_again: float | None = None
     steady: str = field(default="", compare=False)
-    """`reason` without the remaining seconds: the same text as long as nothing changes."""
+    """`reason` without the remaining seconds, so that the text stays the same as long as nothing changes."""
 
     def __post_init__(self) -> None:
         if not self.steady:
@@ -145,10 +146,11 @@ Decision = Call | World | Wait | Closed
 
 @dataclass(frozen=True)
 class Desired:
-    """The size that the user asks for."""
+    """The size that the user requests."""
 
     replicas: int
-    """Workers; 0 suspends the job. The target is the largest allowed size up to this, and at least the smallest."""
+    """Number of workers; 0 suspends the job. The target is the largest allowed size up to this number, and at least the smallest
+    allowed size."""
     sizes: tuple[int, ...]
     """Allowed sizes of a world, ascending."""
     expected: frozenset[int] | None = None
@@ -161,11 +163,12 @@ class Timeouts:
     """How long to wait for workers, in seconds."""
 
     start: float = 30.0
-    """Wait for missing workers while no worker holds a state, from the moment the smallest allowed world could be formed."""
+    """How long to wait for missing workers while no worker holds a state, from the moment the smallest allowed world could be
+    formed."""
     recovery: float = 1.0
-    """The same while survivors are idle."""
+    """The same while surviving workers are idle."""
     growth: float = 5.0
-    """Minimum age of a world before it grows; also how long the first newcomer waits for further ones."""
+    """Minimum age of a world before it grows; also how long the first newcomer waits for more newcomers."""
     leave: float = 75.0
     """Time for training to save after a planned call."""
     answer: float = 10.0
@@ -189,11 +192,11 @@ class State:
     lost: Mapping[int, partition.Loss] = field(default_factory=dict)
     """Workers that others did not hear: they are kept out of worlds for a while."""
     held: int = 0
-    """The newest step that a worker of the last world has reported, whether it is still connected or not."""
+    """The newest step that any worker of the last world has reported, whether the worker is still connected or not."""
 
     def reported(self, member: Member) -> State:
-        """A worker reported. Repeating a report changes nothing; news of its peers, or of the step it holds, leave `since` as
-        it is."""
+        """The state after a worker's report. Repeating a report changes nothing; news about the worker's peers, or about the step
+        it holds, does not change `since`."""
         last = self.members.get(member.id)
         if last is not None:
             if last.generation == member.generation and set(member.unheard) <= set(last.unheard):
@@ -206,7 +209,7 @@ class State:
         return replace(self, members={**self.members, member.id: member}, held=max(self.held, member.held))
 
     def gone(self, id: int) -> State:
-        """A worker disconnected. One that was DONE in this world stays in the state: it has succeeded."""
+        """The state after a worker disconnected. A worker that was DONE in this world stays in the state: it has succeeded."""
         member = self.members.get(id)
         if member is None:
             return self
@@ -227,7 +230,7 @@ class State:
             lost = {id: self.lost.get(id, none).again(now, decision.reason) for id in decision.lost if id not in already}
             return replace(self, called=decision, lost={**self.lost, **lost})
         if isinstance(decision, World):
-            # DONE in an older world does not count: drop those members, which may have exited.
+            # DONE in an older world does not count: drop members with that state, which may have exited.
             members = {id: m for id, m in self.members.items() if m.standing is not MemberState.DONE}
             lost = {id: replace(loss, held=loss.held and id not in decision.members) for id, loss in self.lost.items()}
             return replace(self, members=members, world=decision, called=None, lost=lost, held=0)

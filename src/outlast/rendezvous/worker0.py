@@ -1,10 +1,11 @@
 """Worker 0 coordinates: for pods without an operator and without an etcd (`c10d://<full name of pod 0>:29400`).
 
-The agent of worker 0 runs a `Host` in a thread of its own. Unlike the store of torchrun's c10d backend it may go and come back:
-the others keep training, or wait for it, and report their state to the next one. The history of failures is lost then.
+The agent of worker 0 runs a `Host` in a thread of its own. Unlike the store of torchrun's c10d backend, the host may die and come
+back: the other workers keep training, or wait for the next host, and report their state to it. Only the history of failures is
+lost then.
 
-Members prove that they know the run's key (`job.seal`), and no message of theirs can end the host: an invalid one costs its
-sender the connection, and a decision that fails is tried again while training goes on.
+Members prove that they know the run's key (`job.seal`), and none of their messages can end the host: an invalid message closes
+its sender's connection, and a decision that fails is tried again while training goes on.
 """
 
 from __future__ import annotations
@@ -31,17 +32,18 @@ from outlast.rendezvous.transports import sockets
 
 TICK_S = 0.1
 LISTENING = 3
-"""Ratio of the pause after a decision to its duration, so that reports are taken in between."""
+"""Ratio of the pause after a decision to the duration of the decision, so that reports are processed in between."""
 LEAVE_S = 15.0
-"""How long the coordinator stays to notify workers of the end."""
+"""How long the coordinator stays in order to notify workers of the end."""
 BROKEN_S = 30.0
-"""How long decisions may fail before this worker is restarted; its successor learns the state from the others."""
+"""How long decisions may fail before this worker is restarted; its successor learns the state from the other workers."""
 
 Ended = Callable[[State, str, int], None]
 
 
 class Host(coordinator.Coordinator):
-    """Coordinates one run until it is over. `generation` is its newest one so far; `ended` is called with its final state."""
+    """Coordinates one run until it is over. `generation` is the newest generation so far; `ended` is called with the final
+    state."""
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class Host(coordinator.Coordinator):
     def start(self, endpoint: str) -> None:
         """Listen and decide in the background, on all addresses of this machine unless the endpoint is at `localhost`.
 
-        Raises OutlastError when the port is taken.
+        Raises OutlastError if the port is taken.
         """
         host, port = tcp.host_port(endpoint.removeprefix(sockets.TCP))
         anywhere = host != "localhost" and socket.has_dualstack_ipv6()
@@ -123,7 +125,7 @@ class Host(coordinator.Coordinator):
                 raise
 
     def _decide(self) -> None:
-        """Expects the pods of the spec; more may come when the workload is scaled."""
+        """Decide, expecting the pods of the spec and any other workers that report, as when the workload is scaled."""
         expected = {*range(self._replicas), *self.reports}
         decision = self.decide(min(len(expected), self._most), expected)
         if isinstance(decision, world.Wait) and self.state.world is None and decision.steady != self._printed:
@@ -131,7 +133,7 @@ class Host(coordinator.Coordinator):
             print(f"outlast | {decision.reason}", flush=True)
         self.judge_when_settled()
 
-    # As a coordinator
+    # Overrides of `Coordinator`
 
     def send(self, id: int, kind: str, content: object) -> None:
         self._server.send(id, kind, content)

@@ -1,21 +1,21 @@
 """The only place that decides which workers train together: a pure function of the members' reports.
 
-The coordinator keeps a `State`, updates it with every report, and asks `decide` after every event
-and at `look_again`. The answer: call the workers together, publish a world, wait, or close.
+The coordinator keeps a `State`, updates it with every report, and asks `decide` after every event and at `look_again`. The
+decision is to call the workers together, to publish a world, to wait, or to close the run.
 
     state = state.reported(Member(...))                   # a worker reported
     state = state.gone(3)                                 # its connection closed, or it was silent for too long
-    decision = decide(state, wanted, timeouts, now)       # ask again until it says Wait or Closed
+    decision = decide(state, desired, timeouts, now)      # ask again until the decision is Wait or Closed
     state = state.after(decision)                         # store it before publishing it
 
-Workers follow: after `Call(g + 1)` those that train in `g` become WAITING, after a save if the call is planned; an unplanned
-call also brings back those that are DONE. After `World(g + 1)` its members take it up: TRAINING, generation g + 1. A worker that
-hears of a newer world without it becomes WAITING. A LEAVING worker saves with the others and leaves.
+Workers follow: after `Call(g + 1)` those that train in `g` become WAITING, after a save if the call is planned; an unplanned call
+also brings back those that are DONE. After `World(g + 1)` its members take it up: TRAINING, generation g + 1. A worker that
+learns of a newer world in which it has no place becomes WAITING. A LEAVING worker saves with the others and leaves.
 
 Invariants: generations only grow and each has one world; a world has an allowed size and only workers that wait; the holders of
 the newest state come first, in their old order, so rank 0 always holds it; no world begins with an older state than a leaving
-worker is about to save. Every wait ends with an event or at `look_again`.
-Times are seconds on one clock, preferably a monotonic one; `until` documents what happens when it jumps.
+worker is about to save. Every wait ends with an event or at `look_again`. Times are seconds on one clock, preferably a monotonic
+one; see `until` for jumps of the clock.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def largest(sizes: Iterable[int], available: int) -> int:
 
 
 def decide(state: State, desired: Desired, timeouts: Timeouts, now: float) -> Decision:
-    """The next decision, with its reason in one sentence: the answer of the first rule that has one."""
+    """The next decision, with its reason in one sentence: the decision of the first rule that returns one."""
     situation = _Situation(state, desired, timeouts, now)
     decision = next(decision for rule in RULES if (decision := rule(situation)) is not None)
     again = min((end for end in (situation.verdict.look_again, *situation.held.values()) if end is not None), default=math.inf)
@@ -90,7 +90,7 @@ def lost(state: State, now: float) -> partition.Verdict:
 
 
 class _Situation:
-    """A state prepared for the rules: the values that they ask about."""
+    """The values that the rules need, derived from a state."""
 
     def __init__(self, state: State, desired: Desired, timeouts: Timeouts, now: float) -> None:
         self.world, self.desired, self.timeouts, self.now, self.held_step = state.world, desired, timeouts, now, state.held
@@ -101,7 +101,7 @@ class _Situation:
         free = {id: m for id, m in here.items() if id not in held}
         enough = len(free) >= desired.sizes[0]
         self.members, self.held = (free, held) if enough else (here, {})
-        """Members that may train; and members kept out of worlds after a loss, each with the time until which."""
+        """Members that may train, and members kept out of worlds after a loss, each with the time at which that ends."""
         self.generation, self.ranks = (state.world.generation, state.world.members) if state.world else (0, ())
         self.ranked = frozenset(self.ranks)
         self.called = state.called if state.called and state.called.generation > self.generation else None
@@ -109,7 +109,7 @@ class _Situation:
         self.newest = max((m.generation for m in state.members.values()), default=0)
         """The newest generation that any worker has seen."""
         self.next = max(self.generation, self.newest, state.min_generation) + 1
-        """The first generation that cannot have existed."""
+        """The lowest generation that certainly has not existed."""
         self.target = largest(desired.sizes, desired.replicas) or desired.sizes[0]
         self.inside = [
             self.members[id] for id in self.ranks if id in self.members and self.members[id].generation >= self.generation
@@ -122,7 +122,8 @@ class _Situation:
         )
         untaken = (self.members[id].generation for id in self.late if self.members[id].held)
         self.stepped = min(untaken, default=math.inf)
-        """The newest generation that can have made a step: not one that a holder of state has never taken up."""
+        """The newest generation that may have made a step; a generation that a holder of state has never taken up has made
+        none."""
         absent = [id for id in self.ranks if id not in state.members]
         self.unheard_until = self.until(state.since, timeouts.answer)
         doubted = {peer for m in self.inside if m.generation == self.generation for peer in m.unheard}
@@ -140,7 +141,7 @@ class _Situation:
         return until(at, timeout, self.now)
 
     def look_again(self, *ends: float | None) -> float | None:
-        """The earliest of these times and the deadlines at which members of the world become late or lost."""
+        """The earliest of `ends` and the deadlines at which members of the world become late or lost."""
         return min((end for end in (*ends, self.late_until, self.unheard_until) if end not in (None, math.inf)), default=None)
 
     def with_standing(self, standing: MemberState) -> list[int]:
@@ -151,7 +152,7 @@ class _Situation:
         return Call(self.next, reason, planned, self.now, tuple(leaving), cause)
 
     def drop(self, cause: Cause, reason: str) -> Call | None:
-        """An unplanned call, unless there is nothing more to drop."""
+        """An unplanned call; None if the pending call is unplanned already, or no member trains any more."""
         if self.called is None:
             return self.call(cause, reason, planned=False)
         if self.called.planned and self.training:
@@ -164,7 +165,7 @@ class _Situation:
         return Wait(f"{what}{left}{then}", look_again or end, f"{what}{then}")
 
 
-# The world has come to its end, or cannot go on
+# The world has ended, or cannot go on
 
 
 def everybody_is_done(s: _Situation) -> Decision | None:
@@ -174,7 +175,7 @@ def everybody_is_done(s: _Situation) -> Decision | None:
 
 
 def generation_from_elsewhere(s: _Situation) -> Decision | None:
-    """Another coordinator was active, or this one has lost its state: use generations beyond that one's."""
+    """Another coordinator was active, or this one has lost its state: continue beyond all generations that members have seen."""
     if s.called is not None:
         beyond = [m for m in s.members.values() if m.generation >= s.called.generation]
     else:
@@ -201,7 +202,7 @@ def lost_workers(s: _Situation) -> Decision | None:
 
 
 def a_majority_is_unheard(s: _Situation) -> Decision | None:
-    """A minority does not hear a silent majority: call all together, and see who answers."""
+    """A minority does not hear a silent majority: call all members together, and see which of them answer."""
     if not s.verdict.ask:
         return None
     return s.drop(Cause.LOST, f"{sentences.do_not_hear(s.verdict.by, s.verdict.ask)}: who lives answers")
@@ -225,7 +226,7 @@ def workers_left_untold(s: _Situation) -> Decision | None:
 
 
 def world_not_taken_up(s: _Situation) -> Decision | None:
-    """A worker was started again unseen, or never received its world; the others make no step without it."""
+    """A worker was restarted unnoticed, or never received its world; the other members make no step without it."""
     if not s.late or s.late_until is not None:
         return None
     return s.drop(
@@ -243,7 +244,7 @@ def grace_ran_out(s: _Situation) -> Decision | None:
 
 
 def done_without_the_others(s: _Situation) -> Decision | None:
-    """Some had finished when the call came and the others will not finish: all repeat the last steps."""
+    """Some members had finished when the call came, and the others will not finish: all repeat the last steps."""
     done = [m.id for m in s.members.values() if m.standing is MemberState.DONE and m.generation >= s.generation]
     if s.called is None or not s.called.planned or s.training or not done:
         return None
@@ -301,7 +302,8 @@ def suspended(s: _Situation) -> Decision | None:
 
 
 def forming(s: _Situation) -> Decision | None:
-    """Publish the largest world that can still form, once all its members wait; each timeout that passes makes it smaller."""
+    """Publish the largest world that can still form, once all its members wait; each timeout that passes makes the world
+    smaller."""
     if s.running:
         return None
     here = [m for m in s.members.values() if m.standing is MemberState.WAITING]
@@ -374,7 +376,7 @@ def newcomers(s: _Situation) -> Decision | None:
 
 
 def lost_workers_are_kept_out(s: _Situation) -> Decision | None:
-    """A flapping connection would end one world after another."""
+    """Keep lost workers out for a while: otherwise a flapping connection would end one world after another."""
     missing = sorted(s.held.keys() - s.ranked)
     if not missing or len(s.ranks) >= s.target:
         return None
@@ -426,8 +428,8 @@ def _coming(s: _Situation) -> tuple[Sequence[Member], float | None]:
 
 
 def _saving(s: _Situation, chosen: Sequence[Member]) -> tuple[list[int], float | None]:
-    """Leaving workers with a newer state than the `chosen` have, and the deadline for their save: a world that began before it
-    would discard it."""
+    """Leaving workers whose state is newer than that of the `chosen`, and the deadline for their save: a world that began before
+    the save would discard their state."""
     newest = max((min(m.generation, s.stepped), m.held) for m in chosen)
     leaving = [m for m in s.members.values() if m.standing is MemberState.LEAVING and m.owes and (m.generation, m.held) > newest]
     called = s.called.at if s.called is not None else -math.inf
@@ -450,7 +452,7 @@ def _absent_until(s: _Situation, here: Sequence[Member]) -> float | None:
 
 
 def _in_order(s: _Situation, members: Sequence[Member]) -> list[Member]:
-    """Holders of the newest state first, by their rank in the last world; then the others, waiting ones first, by id."""
+    """Members with the newest state first, by their rank in the last world; then the others by id, waiting members first."""
     rank = {id: rank for rank, id in enumerate(s.ranks)}
     newest = max((min(m.generation, s.stepped) for m in members), default=0)
 
@@ -470,7 +472,7 @@ def _world(s: _Situation, chosen: Sequence[Member]) -> World:
     return World(generation, tuple(m.id for m in chosen), chosen[0].address, reason, s.now, s.held_step)
 
 
-# Words
+# Phrases for reasons
 
 
 def _here(s: _Situation, here: Sequence[Member]) -> str:

@@ -1,8 +1,8 @@
 """A member's client of a rendezvous by etcd v3: under torchrun anywhere, and in pods without an operator.
 Docs: docs/decisions/0014-rendezvous-by-etcd.md, docs/guide/torchrun.md.
 
-The threads around `member.Membership` and `election.Candidate`, and `look`, which shows people the state of runs. While etcd is
-unreachable, the last published state stays valid and training goes on; no error is raised here.
+This module has the threads around `member.Membership` and `election.Candidate`, and `look`, which shows people the state of runs.
+While etcd is unreachable, the last published state stays valid and training goes on; no error is raised here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from outlast.rendezvous.etcd.election import ElectionConfig
 
 LEAST_TTL_S = 2
-"""The shortest TTL that an etcd grants, with its usual election timeout of 1 s."""
+"""The shortest TTL that etcd grants, with its usual election timeout of 1 s."""
 LONGEST_PAUSE_S = 0.5
 """Longest pause between two attempts while etcd is unreachable."""
 LIST_S = 10.0
@@ -43,13 +43,14 @@ CLOSE_S = 2.0
 
 
 def _answer_s(ttl: int) -> float:
-    """Timeout of a request to one endpoint: short enough that another can still renew a lease, which is due every third of its
-    TTL."""
+    """Timeout of a request to one endpoint: short enough that another endpoint can still renew a lease, which is due every third
+    of its TTL."""
     return min(gateway.ANSWER_S, ttl / 3)
 
 
 class Listener:
-    """A thread that lists all keys with a prefix and watches them until it is stopped; again whenever the watch breaks."""
+    """A thread that lists all keys with a prefix and watches them until it is stopped; it lists again whenever the watch
+    breaks."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class Listener:
 
 
 class Client:
-    """A member's side. It does not connect before `report`."""
+    """A member's client. It does not connect before the first `report`."""
 
     def __init__(self, where: gateway.Address, who: Identity, *, name: str = "") -> None:
         """`name` is the run's name in etcd; default: `who.run`."""
@@ -120,7 +121,7 @@ class Client:
         self._listener = Listener(self.etcd, lambda: of.decided, self._listed, self._happened)
         self._writer = threading.Thread(target=self._write_loop, name="outlast-etcd", daemon=True)
 
-    # As `transport.Client`
+    # Interface of `transport.Client`
 
     @property
     def id(self) -> int:
@@ -144,7 +145,7 @@ class Client:
         return self._membership.why
 
     def report(self, standing: str, **fields: Any) -> None:
-        """See `transport.Client.report`. Returns before it is written."""
+        """See `transport.Client.report`. Returns before the report is written."""
         with self._changed:
             self._membership.report = self._membership.report.changed(standing, **fields)
             self._version += 1
@@ -240,7 +241,7 @@ class Client:
 
 
 class Running:
-    """A candidate with its threads; each process that may coordinate a run has one. `id` returns the index of the process's
+    """A candidate and its threads; each process that may coordinate a run has one. `id` returns the index of the process's
     member, or None before it has one."""
 
     def __init__(
@@ -268,11 +269,11 @@ class Running:
         self._thread.start()
 
     def wait(self) -> None:
-        """Resign after a last decision; waits for that as long as etcd answers at once."""
+        """Resign after a last decision; waits for the decision as long as etcd answers at once."""
         self.close()
 
     def close(self, *, done: bool = False) -> None:
-        """As `wait`; if training is done, first wait until a coordinator has closed the run, for up to CLOSE_S."""
+        """Like `wait`; if training is done, first wait up to CLOSE_S for a coordinator to close the run."""
         self._close_by = time.monotonic() + (CLOSE_S if done else 0.0)
         self._inbox.put(None)
         if self._thread.ident:
@@ -326,7 +327,8 @@ class Running:
                 received = self._inbox.get_nowait()
 
     def _on_bug(self) -> None:
-        """Either etcd holds something unreadable or we have a bug: step down, let another candidate try, retry later."""
+        """Handle an unexpected exception: either etcd holds something unreadable or there is a bug. Step down, let another
+        candidate try, and retry later."""
         if not self._complained:
             print(f"outlast | this worker could not decide, and lets another try:\n{traceback.format_exc()}", flush=True)
         self._complained = True
@@ -334,16 +336,16 @@ class Running:
             self._candidate.resign()
 
 
-# For people who look
+# The state of runs, for people
 
 
 @dataclass(frozen=True)
 class Present:
-    """A member that has a key."""
+    """A member that has a key in etcd."""
 
     report: Report
     left_s: int | None
-    """Remaining seconds of its lease; None if it ended while we looked."""
+    """Remaining seconds of the member's lease; None if the lease ended while we looked."""
     decides: bool
 
 
@@ -353,15 +355,15 @@ class Run:
 
     name: str
     members: tuple[Present, ...]
-    """By id."""
+    """The members, by id."""
     coordinator: schema.Leader | None
-    """None until one is elected, and after the end."""
+    """The coordinator; None until one is elected, and after the end."""
     world: World | None = None
     called: Call | None = None
     """The pending call, of a newer generation than the world's."""
     closed: Closed | None = None
     why: str = ""
-    """The coordinator's reason to wait, or that all is well."""
+    """The coordinator's reason to wait, or a sentence that all is well."""
     nnodes: str = ""
     """`min:max`, if members have to agree on it (torchrun's --nnodes)."""
     left_s: int | None = None
@@ -369,7 +371,8 @@ class Run:
 
 
 def look(client: gateway.Etcd, run: str | None = None) -> list[Run]:
-    """All runs below the prefix of an etcd, or one run, or the runs of a job (`team/job`). Changes nothing. Raises EtcdError.
+    """All runs below the prefix of an etcd, or only the run or the runs of the job (`team/job`) that `run` names. Changes
+    nothing. Raises EtcdError.
 
     with contextlib.closing(gateway.Etcd(gateway.address("etcd://host:2379"))) as client: ...
     """

@@ -1,9 +1,9 @@
 """Coordination by etcd: members elect one of them, which coordinates until it exits or its lease ends (docs/decisions/0014).
 
-`Candidate` runs for election and `Term` decides, both without threads: `Running` has those, and tests have a simulated etcd.
-Every write of a term is conditional on its election: a term that is over cannot write, and its pending output and ledger events
-are dropped. An election is identified by a nonce in its key and not by a revision: an etcd that has lost its data counts
-revisions from the start again.
+`Candidate` runs for election and `Term` decides, both without threads: `client.Running` adds the threads, and tests use a
+simulated etcd. Every write of a term is conditional on its election: a term that is over cannot write, and its pending output and
+ledger events are dropped. An election is identified by a nonce in its key and not by a revision: an etcd that has lost its data
+counts revisions from the start again.
 """
 
 from __future__ import annotations
@@ -30,19 +30,23 @@ from outlast.rendezvous.transports import sockets
 
 TICK_S = 0.1
 LINGER_S = 600
-"""TTL of the published state, which outlives the last coordinator by this long; it bounds how long all of etcd may be down."""
+"""TTL of the published state, which outlives the last coordinator by this long; it bounds how long etcd may be down as a
+whole."""
 LISTEN_S = 1.0
-"""How long a new coordinator listens if etcd has no state: etcd may have lost it, and members report it every half second."""
+"""How long a new coordinator listens if etcd has no state: etcd may have lost the state, and members report it every half
+second."""
 REPORT_S = 3.0
-"""How long a new coordinator waits for any member of the published world: all may have been cut off for a while."""
+"""How long a new coordinator waits for a report from any member of the published world: all may have been cut off for a while."""
 PASSED = 100
-"""Generations that are skipped when etcd has lost its state: more than can have followed the newest reported one."""
+"""Number of generations that are skipped when etcd has lost its state: more than can have followed the newest reported
+generation."""
 WHY_S = 0.5
 """Shortest interval between writes that change only the reason for a wait."""
 ENDED = 100
 """Maximum number of fenced processes that stay published."""
 JITTER_S = 0.1
-"""Jitter before running for election, since all see the end of a term at once. Candidates that know no world wait longer."""
+"""Maximum random delay before running for election, since all candidates see the end of a term at once. Candidates that know no
+world wait longer."""
 
 
 class Deposed(Exception):
@@ -68,23 +72,23 @@ class ElectionConfig:
     nnodes: str = ""
     """`min:max` under torchrun, where any node may join and --max-restarts is the limit. Empty in pods."""
     replicas: int = 0
-    """Expected workers, in pods."""
+    """Expected number of workers, in pods."""
     ttl: int = TTL_S
     """TTL of the leadership."""
     clock: Callable[[], float] = dataclasses.field(default_factory=Clock)
-    """A steady clock. It stops while this machine sleeps: leases that end meanwhile are found ended, and replaced."""
+    """A steady clock. It stops while this machine sleeps: leases that end in that time are then found ended, and are replaced."""
     random: Callable[[], float] = RANDOM.random
     nonce: Callable[[], str] = lambda: secrets.token_hex(4)
 
 
 class Term(coordinator.Coordinator):
-    """Leadership of one coordinator, from its election on."""
+    """The leadership of one coordinator, from its election on."""
 
     def __init__(
         self, store: Store, keys: schema.Keys, config: ElectionConfig, leader: KeyValue, listing: Outcome, incarnation: str = ""
     ) -> None:
-        """`leader` is the key by which it was elected; `listing` holds all keys of the run; `incarnation` is the run that the
-        candidate was part of."""
+        """`leader` is the key by which the coordinator was elected; `listing` holds all keys of the run; `incarnation` is the run
+        that the candidate was part of."""
         super().__init__(config.settings, config.clock)
         self._store, self._keys, self._config, self.leader = store, keys, config, leader
         self.gives_up = not config.nnodes  # torchrun knows no such code
@@ -94,7 +98,7 @@ class Term(coordinator.Coordinator):
         self._seen: dict[int, tuple[str, int]] = {}
         """Token and revision of each member's key."""
         self._tokens: tuple[str, ...] = ()
-        """Tokens of the members of the world."""
+        """Tokens of the members of the world, in its order."""
         self._parked: dict[int, KeyValue] = {}
         """Keys of processes that replace a member whose loss is not decided yet."""
         self._effects: list[Callable[[], None]] = []
@@ -105,7 +109,7 @@ class Term(coordinator.Coordinator):
         self._failure: Mapping[str, Any] | None = None
         """The last failure that was counted."""
         self._ended: dict[str, str] = {}
-        """Tokens of fenced processes, and why."""
+        """Tokens of fenced processes, each with the reason."""
         self._listen_until: float | None = None
         self._begin(listing, incarnation)
 
@@ -162,7 +166,7 @@ class Term(coordinator.Coordinator):
     # Reports of members
 
     def happened(self, events: Iterable[KeyValue | Gone]) -> None:
-        """Take in events of the run's keys. Raises Deposed."""
+        """Process events of the run's keys. Raises Deposed."""
         of = self._keys
         for event in events:
             if event.key == of.leader and event != self.leader:
@@ -174,7 +178,7 @@ class Term(coordinator.Coordinator):
                     self._on_key_gone(self._id(event), event.modified)
 
     def listed(self, listing: Outcome) -> None:
-        """Take in all current keys of the run: events may have been missed."""
+        """Process a listing of all keys of the run: events may have been missed."""
         members = {self._id(kv): kv for kv in listing.kvs if kv.key.startswith(self._keys.members)}
         for id in set(self._seen) - set(members):
             self._on_key_gone(id, listing.revision)
@@ -220,7 +224,8 @@ class Term(coordinator.Coordinator):
         self.on_report(report)
 
     def _learn(self, record: schema.Record) -> None:
-        """A member may know a world that etcd has lost: it goes on, and we skip generations that may have followed it unseen."""
+        """Learn from a member a world that etcd may have lost: the world goes on, and we skip generations that may have followed
+        it unseen."""
         lost, state = record.world, self.state
         if lost and lost.generation > (state.world.generation if state.world else 0):
             if state.called is not None and lost.generation < state.called.generation:
@@ -309,7 +314,7 @@ class Term(coordinator.Coordinator):
         )
 
     def _publish(self) -> None:
-        """Publish the state if it has changed. Raises Deposed when this term is over."""
+        """Publish the state if it has changed. Raises Deposed if this term is over."""
         new, last, now = self._state_to_publish(), self._last_published, self.clock()
         if last and replace(new, why=last.why) == last and now - self._last_published_at < WHY_S:
             new = last  # many members come one after the other: do not write for each
@@ -340,12 +345,12 @@ class Term(coordinator.Coordinator):
             current = {kv.key: kv for kv in outcome.kvs}
             if of.leader not in current or current[of.leader].value != self.leader.value:
                 raise Deposed("somebody else was elected, or etcd has lost who was")
-            # We lead, so we wrote the current value and the answer was lost; or its lease has ended.
+            # We lead, so either we wrote the current value and the answer was lost, or the lease of the value has ended.
             self._published_at = current[of.published].modified if of.published in current else 0
         raise EtcdError(f"{of.published} changes although only this process may write it")
 
     def _renew_lease(self) -> None:
-        """Renew the lease of the published state; when it has ended, publish again."""
+        """Renew the lease of the published state; if the lease has ended, the state is published again."""
         if self._lease is None or self.clock() - self._renewed_at < LINGER_S / 4:
             return
         try:
@@ -363,7 +368,7 @@ class Term(coordinator.Coordinator):
         self._effects.append(lambda: self._config.events.event(kind, **facts))
 
     def formed(self, new: world.World) -> None:
-        """All members have reported; from now on a vanished key is a lost member."""
+        """All members have reported; from now on a vanished key means a lost member."""
         self.state = replace(self.state, since=-math.inf)
         self._tokens = tuple(self._seen[id][0] for id in new.members)
 
@@ -373,7 +378,7 @@ class Term(coordinator.Coordinator):
             self._effects.append(lambda: self._config.events.say(failure.traceback))
 
     def fence(self, id: int, reason: str) -> None:
-        """Fence by process token. Plain torchrun is not restarted by anyone, so there the member just waits."""
+        """Fence a member by the token of its process. Nobody restarts a plain torchrun, so there the member just waits."""
         if not self._config.nnodes and id in self._seen:
             ended = {**self._ended, self._seen[id][0]: reason}
             self._ended = dict([*ended.items()][-ENDED:])
@@ -385,7 +390,7 @@ class Term(coordinator.Coordinator):
 
 
 class Candidate:
-    """A process that may be elected. `turn` acts; `listed` and `happened` take in keys and events of etcd."""
+    """A process that may be elected. `turn` acts; `listed` and `happened` process keys and events of etcd."""
 
     def __init__(
         self,
@@ -403,7 +408,7 @@ class Candidate:
         self._at = 0
         """The last revision that we have received."""
         self._began: int | None = None
-        """Revision of etcd when we began to listen."""
+        """Revision of etcd at which we began to listen."""
         self._incarnation = ""
         self._leader: KeyValue | None = None
         self._lease: int | None = None
@@ -416,7 +421,7 @@ class Candidate:
         return f"{self._keys.root}/" if self.term else self._keys.decided
 
     def listed(self, listing: Outcome, below: str = "") -> None:
-        """Take in all current keys below `prefix`; `below` is the prefix of the request, which may have changed since."""
+        """Process a listing of all keys below `prefix`; `below` is the prefix of the request, which may have changed since."""
         if below and below != self.prefix:
             return  # it lacks the members, or is of a term that is over; the new prefix is listed as well
         self._at = listing.revision
@@ -435,7 +440,7 @@ class Candidate:
             self.term.listed(listing)
 
     def happened(self, events: Iterable[KeyValue | Gone]) -> None:
-        """Take in events below `prefix`."""
+        """Process events below `prefix`."""
         events = [event for event in events if event.modified > self._at]
         for event in events:
             self._at = event.modified
@@ -464,7 +469,7 @@ class Candidate:
             self._config.events.finished(state, published.closed.reason, published.closed.code)
 
     def turn(self) -> float:
-        """Run for election, coordinate, or wait; returns seconds until the next turn if nothing happens. Raises EtcdError."""
+        """Run for election, coordinate, or wait; returns the seconds until the next turn if nothing happens. Raises EtcdError."""
         config, now = self._config, self._config.clock()
         if self._began is None or (self.ended and not self.term):
             return float(config.ttl)
@@ -523,14 +528,14 @@ class Candidate:
         self.term = self._lease = self._leader = self._run_at = None
 
     def resign(self) -> None:
-        """Resign, so that another is elected at once. Raises EtcdError."""
+        """Resign, so that another candidate is elected at once. Raises EtcdError."""
         lease = self._lease
         self._stand_down()
         if lease is not None:
             self._store.revoke(lease)
 
     def last(self) -> None:
-        """Decide once more by the current keys, and resign. Raises EtcdError."""
+        """Decide once more from the current keys, and resign. Raises EtcdError."""
         if self.term:
             self.term.listed(self._store.range(f"{self._keys.root}/", prefix=True))
             self.turn()

@@ -1,13 +1,14 @@
 """A client of etcd v3 over its JSON gateway: keys, leases, transactions, watches. The only module that knows its wire format.
 
-    etcd://host:2379,host2:2379/prefix       plain; several endpoints of one etcd, the first that is well is used
+    etcd://host:2379,host2:2379/prefix       plain; several endpoints of one etcd, of which the first healthy one is used
     etcds://host:2379                        TLS
 
 The gateway is part of every etcd since 3.4 (`POST /v3/kv/range`; https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway/), so
-`http.client` is enough: no package, no gRPC core in processes that fork. Why not one of the clients: docs/decisions/0014.
+`http.client` is enough: we need no package, and no gRPC core in processes that fork. docs/decisions/0014 says why we use none of
+the existing clients.
 
 A request whose answer was lost is sent again, to the next endpoint if there is one, so it may be carried out twice. Callers write
-with comparisons, which makes that harmless: the second time they fail, and the caller finds its own value.
+with comparisons, which makes a repetition harmless: the second time the comparisons fail, and the caller finds its own value.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ PREFIX = "/outlast"
 ANSWER_S = 2.0
 """Default timeout of a request to one endpoint."""
 LOGIN_S = 20.0
-"""Timeout of a login: an etcd spends 60 ms of a core on each password, and all workers of a job may come at once. Retrying early
-only adds to that load."""
+"""Timeout of a login: etcd spends 60 ms of a core on each password, and all workers of a job may log in at once. Earlier retries
+would only add to that load."""
 _IDLE_S, _PROBE_S, _PROBES = 5, 2, 3
 """TCP keepalive of a watch: idle time, interval, probes (tcp(7))."""
 _HOST = re.compile(r"\[([0-9A-Fa-f:.]+)\](?::(\d+))?|([^\[\]:@/]+)(?::(\d+))?")
 _AGAIN = (1, 4, 8, 10, 13, 14)
-"""gRPC codes worth a retry: cancelled, deadline exceeded, exhausted, aborted, internal, unavailable."""
+"""gRPC codes that are worth a retry: cancelled, deadline exceeded, exhausted, aborted, internal, unavailable."""
 _UNAUTHENTICATED = 16
 _OLD = re.compile("revision .* is old")
-"""Users or roles have changed since the token was issued: a JWT is refused from then on."""
+"""Message of etcd after users or roles have changed since a token was issued: a JWT is refused from then on."""
 _NO_USER = "user name is empty"
 _REFUSALS = {
     "database space exceeded": "is full: {message}; compact and defragment it, or raise its quota",
@@ -54,7 +55,7 @@ _REFUSALS = {
     "permission denied": "does not let user {to.user} read and write below {to.prefix}/; "
     "grant its role readwrite on all keys that begin with {to.prefix}/",
 }
-"""Text in etcd's message, and the error that we raise."""
+"""Parts of etcd's messages, and the errors that we raise for them."""
 _EXPECTED = "expected the client port of an etcd of version 3.4 or newer"
 _NO_ETCD = {
     b"HTTPS server": f"speaks TLS; write {SECURE}{{where}}",
@@ -72,7 +73,7 @@ OPTIONS = {
     "user": Env.ETCD_USER,
     "password": Env.ETCD_PASSWORD,
 }
-"""Options besides the endpoint, and the variable that is read where an option is absent."""
+"""Options besides the endpoint, and the environment variable that is read if an option is absent."""
 
 
 class Host(NamedTuple):
@@ -94,7 +95,7 @@ class Address:
     """Prefix of all keys."""
     tls: bool = False
     cacert: str = ""
-    """File of trusted certificate authorities; empty: those of this machine."""
+    """File of trusted certificate authorities; empty: the authorities that this machine trusts."""
     cert: str = ""
     key: str = ""
     user: str = ""
@@ -106,7 +107,7 @@ class Address:
 
 @dataclass(frozen=True)
 class KeyValue:
-    """A key at some revision."""
+    """A key and its value at some revision."""
 
     key: str
     value: str
@@ -138,7 +139,7 @@ class LeaseGone(EtcdError):
 
 
 class Behind(EtcdError):
-    """The revision to watch from is compacted or not there yet: list again."""
+    """The revision to watch from is compacted or does not exist yet: the caller must list again."""
 
 
 def address(endpoint: str, options: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None) -> Address:
@@ -163,10 +164,10 @@ def address(endpoint: str, options: Mapping[str, str] | None = None, environ: Ma
 
 
 class Etcd:
-    """The connection of one process, shared by its threads: one request at a time. Connects with the first."""
+    """A process's connection to etcd, shared by its threads: one request at a time. It is opened by the first request."""
 
     def __init__(self, where: Address, *, answer_s: float = ANSWER_S) -> None:
-        """`answer_s`: timeout of an endpoint, after which the next one is tried."""
+        """`answer_s` is the timeout of an endpoint, after which the next one is tried."""
         self.address, self._answer_s = where, answer_s
         self.requests = 0
         """Number of requests sent."""
@@ -179,7 +180,7 @@ class Etcd:
         self._token = ""
         self._tls: ssl.SSLContext | None = None
         self._answered = False
-        """There has been an answer, so the address is right."""
+        """Whether there has been an answer, which shows that the address is right."""
         self._watching: set[socket.socket] = set()
         self._closed = False
 
@@ -196,7 +197,8 @@ class Etcd:
         then: Sequence[Mapping[str, Any]],
         otherwise: Sequence[Mapping[str, Any]] = (),
     ) -> Outcome:
-        """Do `then` if all comparisons hold, else `otherwise`; lists of `range_`, `put`, `delete`. Raises LeaseGone."""
+        """Execute `then` if all comparisons hold, otherwise `otherwise`; both are lists of `range_`, `put`, `delete`. Raises
+        LeaseGone."""
         answer = self.ask("kv/txn", {"compare": list(compare), "success": list(then), "failure": list(otherwise)})
         parts = [part["response_range"] for part in answer.get("responses", ()) if "response_range" in part]
         kvs = tuple(_keyvalue(kv) for part in parts for kv in part.get("kvs", ()))
@@ -213,7 +215,7 @@ class Etcd:
             raise LeaseGone("the lease has ended")
 
     def left(self, lease: int) -> int | None:
-        """Remaining seconds of a lease; None when it has ended."""
+        """Remaining seconds of a lease; None if it has ended."""
         seconds = int(self.ask("lease/timetolive", {"ID": str(lease)}).get("TTL", 0))
         return seconds if seconds >= 0 else None
 
@@ -225,8 +227,8 @@ class Etcd:
     def watch(self, prefix: str, after: int) -> Generator[Sequence[KeyValue | Gone], None, None]:
         """Events of keys with this prefix after a revision, in order, for ever; the first item is empty once the watch has begun.
 
-        Raises Behind when the etcd does not have that revision: it is compacted, or not reached yet; EtcdAway, also when
-        `interrupt` was called.
+        Raises Behind if etcd does not have that revision, because it is compacted or not reached yet. Raises EtcdAway, also after
+        a call of `interrupt`.
         """
         with self._lock:
             self._open()
@@ -263,7 +265,7 @@ class Etcd:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Disconnect for good: further requests raise EtcdAway. A pending request is answered before."""
+        """Disconnect for good: further requests raise EtcdAway. A pending request is still answered."""
         self._closed = True
         self.interrupt()
         if self._lock.acquire(timeout=self._answer_s):
@@ -273,7 +275,7 @@ class Etcd:
     # Requests
 
     def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a request of the gateway; `path` is below `/v3/`. Raises EtcdError."""
+        """Send a request to the gateway and return the answer; `path` is below `/v3/`. Raises EtcdError."""
         with self._lock:
             self._open()
             try:
@@ -288,7 +290,7 @@ class Etcd:
             raise EtcdAway(f"{self.address}: the connection was closed")
 
     def _from_any_endpoint(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer of the first endpoint that has one, beginning with the last good one."""
+        """The answer of the first endpoint that gives one, beginning with the last endpoint that did."""
         first, problems = self._at, list[OutlastError]()
         for n in range(len(self.address.hosts)):
             self._at = (first + n) % len(self.address.hosts)
@@ -467,11 +469,11 @@ class Etcd:
 
 
 class _Useless(EtcdRefused):
-    """This endpoint cannot serve our requests; another one of the same etcd may."""
+    """This endpoint cannot serve our requests; another endpoint of the same etcd may."""
 
 
 class _Expired(EtcdAway):
-    """The token is no longer accepted, or one is needed now."""
+    """The token is no longer accepted, or a token is needed by now."""
 
 
 # Parts of a transaction
@@ -489,7 +491,7 @@ def put(key: str, value: str, lease: int = 0) -> dict[str, Any]:
 
 
 def delete(key: str) -> dict[str, Any]:
-    """Remove a key."""
+    """Delete a key."""
     return {"request_delete_range": {"key": _b64(key)}}
 
 

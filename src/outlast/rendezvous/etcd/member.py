@@ -23,7 +23,7 @@ from outlast.rendezvous.world import MemberState, World
 
 
 class Store(Protocol):
-    """The part of `gateway.Etcd` that is used here."""
+    """The methods of `gateway.Etcd` that members and candidates use."""
 
     def range(self, key: str, *, prefix: bool = False) -> Outcome: ...
     def txn(
@@ -40,8 +40,8 @@ class Store(Protocol):
 TTL_S = 5
 """TTL of a member's lease: how long a silent member counts as alive."""
 WATCHED_TTL_S = 10
-"""The same once its peers watch it: they report a machine that falls silent after 3 s. They cannot see a stopped process, which
-is no loss for 5 s: its lease, renewed each third of the TTL, has more than a second left then."""
+"""The same once the member's peers watch it: they report a machine that falls silent after 3 s. They cannot see a stopped
+process, but a stop of 5 s is not a loss: the lease, renewed every third of the TTL, has more than a second left then."""
 
 
 @dataclass(frozen=True)
@@ -50,20 +50,20 @@ class Identity:
 
     run: str
     id: int | None = None
-    """None: any free index."""
+    """The index of the member; None for any free index."""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Identifies the process, and so its own key."""
+    """Identifies the process, which recognises its own key by it."""
     ttl: int = TTL_S
     nnodes: str = ""
     """`min:max`, see `schema.Record.nnodes`."""
     most: int = 1
     """Maximum number of members of the run."""
     generation: int = 0
-    """The newest generation recorded in the output; the next world gets a newer one."""
+    """The newest generation recorded in the output; the next world gets a newer generation."""
 
 
 class Membership:
-    """One member. `clock` is steady, `wall` is the wall clock that other processes of this machine use."""
+    """One member. `clock` is steady; `wall` is the wall clock, which other processes of this machine use, too."""
 
     def __init__(
         self,
@@ -79,18 +79,18 @@ class Membership:
         self._min_generation = who.generation
         self._clock, self._wall, self._choose = clock or Clock(), wall, choose
         self.id = -1 if who.id is None else who.id
-        """-1 until it has one."""
+        """-1 until the member has an index."""
         self.report = Report(run=who.run, id=self.id, standing=MemberState.WAITING, since=wall())
         self.called: Called | None = None
         self.world: World | None = None
-        """The newest world that we are a member of."""
+        """The newest world of which we are a member."""
         self.closed: Closed | None = None
         self.why = ""
         """Why the coordinator waits."""
         self.published: tuple[int, schema.Published] | None = None
         """The last published state, and its revision."""
         self.synced = False
-        """Whether etcd has been listed; before that we do not register."""
+        """Whether the keys in etcd have been listed; we do not register before that."""
         self._newest: World | None = None
         """The newest published world, with or without us."""
         self._tokens: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ class Membership:
         self._incarnation = ""
         self._leader: KeyValue | None = None
         self._leads_since = 0.0
-        """Time at which we first saw that leader."""
+        """Time at which we first saw the current leader."""
         self._call: tuple[int, bool, str] | None = None
         """The call whose deadline has been set."""
         self._lease: int | None = None
@@ -110,9 +110,9 @@ class Membership:
         self._registered = 0
         """Revision of our first registration; 0: never."""
         self._modified = 0
-        """Revision of our last write of our key; 0: it must be registered."""
+        """Revision of our last write of our key; 0: the key must be registered."""
         self._written: Report | None = None
-        """The report in etcd. A newer published world is no reason to write: etcd has it."""
+        """The report that etcd has. A newer published world is no reason to write again, since etcd has the world already."""
 
     # Writing
 
@@ -139,8 +139,8 @@ class Membership:
         raise Superseded(f"worker {self.id} finds no place in run {self._who.run}: others write there all the time")
 
     def _renew(self) -> bool:
-        """Write our key if the report has changed; renew its lease if not, or if that is due (a member that writes all the time
-        needs that, too). False: try again."""
+        """Write our key if the report has changed; renew its lease otherwise, or if renewal is due (a member that writes all the
+        time needs that, too). Returns False if the caller must try again."""
         assert self._lease is not None
         record, key = self.record(), self._keys.member(self.id)
         same = record.report == self._written
@@ -174,7 +174,8 @@ class Membership:
         return outcome.succeeded
 
     def _reconcile_key(self, current: KeyValue) -> None:
-        """Our key exists with an unexpected value. Raises Superseded if it is another process's and our index is fixed."""
+        """Handle a key of ours that exists with an unexpected value. Raises Superseded if the key is another process's and our
+        index is fixed."""
         record = schema.Record.loads(current.value)
         if record and record.token == self._who.token:  # we wrote it, and the answer was lost
             self._registered = self._registered or current.created
@@ -188,14 +189,14 @@ class Membership:
             self.id, self.world = -1, None
 
     def _choose_index(self) -> None:
-        """Choose one of the low free indices at random: members that start together would otherwise all take the lowest."""
+        """Choose one of the low free indices at random: otherwise members that start together would all take the lowest."""
         kvs = self._store.range(self._keys.members, prefix=True).kvs
         taken = {int(number) for kv in kvs if (number := kv.key.removeprefix(self._keys.members)).isdecimal()}
         free = [index for index in range(max(self._who.most, len(taken) + 1)) if index not in taken]
         self.id = self._choose(free)
 
     def leave(self) -> None:
-        """Leave at once; only a report of our end (done, failed) stays until its lease ends. Raises EtcdError."""
+        """Leave at once; only a report of our end (done, failed) stays until our lease ends. Raises EtcdError."""
         if self._lease is not None and self.report.standing != MemberState.DONE and not self.report.failed:
             self._store.revoke(self._lease)
         self._lease, self._modified = None, 0
@@ -203,7 +204,7 @@ class Membership:
     # Receiving
 
     def listed(self, listing: Outcome) -> None:
-        """Take in all current keys below `schema.Keys.decided`."""
+        """Process a listing of all keys below `schema.Keys.decided`."""
         self._at = listing.revision
         current = {kv.key: kv for kv in listing.kvs}
         self._on_leader(current.get(self._keys.leader))
@@ -217,7 +218,7 @@ class Membership:
         self.synced = True
 
     def happened(self, events: Iterable[KeyValue | Gone]) -> None:
-        """Take in events of these keys."""
+        """Process events of these keys."""
         for event in events:
             if event.modified <= self._at:
                 continue
@@ -246,7 +247,7 @@ class Membership:
         if published.incarnation != self._incarnation and not schema.live(published, self._leader):
             return  # of a run that is over, or that no coordinator has taken over yet
         if published.nnodes != self._who.nnodes:
-            # A killed job leaves its key until the lease ends: only a leader that stays longer is another job's.
+            # A killed job leaves its key until the lease ends: only a leader that stays longer belongs to another job.
             if published.nnodes and self._who.nnodes and self._clock() - self._leads_since > self._who.ttl + 1:
                 other, own = schema.nnodes_text(published.nnodes), schema.nnodes_text(self._who.nnodes)
                 reason = f"run {self._who.run} is of --nnodes={other}, and this is --nnodes={own}"

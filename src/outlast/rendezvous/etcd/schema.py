@@ -29,7 +29,7 @@ _WIRE = {
     "min_generation": "floor",
     "counted": "judged",
 }
-"""Names on the wire that differ from the fields'."""
+"""Names on the wire that differ from the names of the fields."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,15 @@ def run_of(prefix: str, key: str) -> str:
 
 
 def run_name(run: str, environ: Mapping[str, str]) -> str:
-    """The name of a run in an etcd that many jobs share: runs of pods are unique only within their namespace and job."""
+    """The name of a run in an etcd that many jobs share: the names of runs in pods are unique only within their namespace and
+    job."""
     place = [environ.get(name, "") for name in (contract.Env.NAMESPACE, contract.Env.JOB)]
     return "/".join([*filter(None, place), run])
 
 
 @dataclass(frozen=True)
 class _Value:
-    """The value of a key."""
+    """A value of a key, stored as JSON."""
 
     def dumps(self) -> str:
         return json.dumps({_WIRE.get(name, name): value for name, value in dataclasses.asdict(self).items()})
@@ -87,23 +88,23 @@ class _Value:
 
 @dataclass(frozen=True)
 class Record(_Value):
-    """A member's report, with the run's state as it has received it."""
+    """A member's report, with the state of the run as far as the member has received it."""
 
     report: Report
     token: str
-    """Identifies the process, and so its own key."""
+    """Identifies the process, which recognises its own key by it."""
     nnodes: str = ""
-    """`min:max`, if members have to agree on it (torchrun's --nnodes); empty in pods, where it is in the job file."""
+    """`min:max`, if members have to agree on it (torchrun's --nnodes); empty in pods, where the job file sets the sizes."""
     incarnation: str = ""
-    """See `Published.incarnation`; empty: none received yet."""
+    """See `Published.incarnation`; empty if none has been received yet."""
     world: World | None = None
-    """The newest published world, with or without this member: so a coordinator recovers a state that etcd has lost."""
+    """The newest published world, with or without this member, by which a coordinator recovers a state that etcd has lost."""
     tokens: tuple[str, ...] = ()
     """Tokens of the members of that world, in its order."""
 
     @classmethod
     def loads(cls, text: str) -> Self | None:
-        """None for an invalid value: another program's, or one of a version that is too different."""
+        """Parse a value; None if it is invalid: another program's, or of a version that is too different."""
         value = _fitting(cls, _read(text), token=_text, nnodes=_text, incarnation=_text, tokens=_texts, report=_any, world=_any)
         if value is None:
             return None
@@ -122,13 +123,13 @@ class Leader(_Value):
     """Identifies the process; see `Published.by`."""
     host: str = ""
     id: int | None = None
-    """Its id as a member, if it is one already."""
+    """Id of the coordinator as a member, if it is one already."""
     word: str = ""
     """Nonce of this election."""
 
     @classmethod
     def loads(cls, text: str) -> Self | None:
-        """None for an invalid value."""
+        """Parse a value; None if it is invalid."""
         value = _fitting(cls, _read(text), token=_text, host=_text, id=lambda id: id is None or is_count(id), word=_text)
         return None if value is None else cls(**value)
 
@@ -142,19 +143,19 @@ class Published(_Value):
     incarnation: str
     """Distinguishes successive runs of one name."""
     previous_incarnation: str = ""
-    """Incarnation of the previous run of this name, which has ended; its members have no part in this one."""
+    """Incarnation of the previous run of this name, which has ended; members of that run have no part in this one."""
     nnodes: str = ""
     world: World | None = None
     tokens: tuple[str, ...] = ()
-    """Tokens of the world's processes, in its order: an index may pass to another process."""
+    """Tokens of the world's processes, in the order of its members: an index may pass to another process."""
     called: Call | None = None
     leave_s: float = 0.0
-    """Time for a planned call, from when a member receives it."""
+    """Time for a planned call, counted from when a member receives the call."""
     closed: Closed | None = None
     why: str = ""
-    """The coordinator's reason to wait, without the remaining seconds, or that all is well."""
+    """The coordinator's reason to wait, without the remaining seconds, or a sentence that all is well."""
     min_generation: int = 0
-    """Calls are of newer generations than this one."""
+    """Calls have newer generations than this one."""
     done: tuple[int, ...] = ()
     """Members of the world that have finished, and may have exited."""
     counted: int = 0
@@ -165,15 +166,15 @@ class Published(_Value):
     failure: Mapping[str, Any] | None = None
     """The last failure that was counted, a `failure.Failure`."""
     attempt: int = 0
-    """Its attempt in generation `counted`, see `failure.Failure.attempt`."""
+    """Attempt of that failure in generation `counted`, see `failure.Failure.attempt`."""
     ended: Mapping[str, str] = field(default_factory=dict)
-    """Tokens of fenced processes, which must exit, each with the reason."""
+    """Fenced processes, which must exit: the reason by token."""
     lost: tuple[tuple[int, float, int], ...] = ()
-    """`partition.Loss`es that keep members out of worlds: id, seconds since the loss, losses in a row."""
+    """`partition.Loss`es that keep members out of worlds, each as id, seconds since the loss, and number of losses in a row."""
 
     @classmethod
     def loads(cls, text: str) -> Self | None:
-        """None for an invalid value."""
+        """Parse a value; None if it is invalid."""
         value = _fitting(cls, _read(text), **_PUBLISHED)
         if value is None:
             return None
@@ -208,7 +209,7 @@ def live(published: Published, leader: KeyValue | None) -> bool:
 
 
 def nnodes_text(nnodes: str) -> str:
-    """--nnodes for people: `4` instead of `4:4`."""
+    """--nnodes as shown to people: `4` instead of `4:4`."""
     least, _, most = nnodes.partition(":")
     return nnodes if least != most else least
 

@@ -1,7 +1,7 @@
 """Direct connections between the agents of a world: peers notice a silent member, and can agree without a coordinator.
 Design: docs/decisions/0039-the-mesh.md.
 
-    peer_state   the peers that each member watches; the state of one: heard, in doubt, unheard (pure)
+    peer_state   the peers that each member watches, and the state of a peer: heard, in doubt, unheard (pure)
     connection   one socket with sealed lines
     peer         the connection to one peer, and messages that wait for an answer
     mesh         all connections of a member, in one thread

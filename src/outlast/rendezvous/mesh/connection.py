@@ -1,7 +1,7 @@
 """One connection of the mesh: a non-blocking socket with sealed lines (`job.seal`), each a JSON object.
 
-Both sides begin with a nonce in the clear. The connecting side seals as a "member", the accepting one as a "decider": so a line
-cannot be reflected, and a port that echoes its input proves nothing.
+Both sides begin with a nonce in the clear. The connecting side seals as a "member", the accepting side as a "decider", so that a
+line cannot be reflected, and a port that echoes its input proves nothing.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from outlast.base import tcp
 from outlast.job import seal
 
 LINE_BYTES = 1 << 20
-"""Longest line; the largest message of the mesh holds a failure with its traceback, some 12 KiB."""
+"""Maximum number of bytes in a line; the largest message of the mesh holds a failure with its traceback, some 12 KiB."""
 WAITING_BYTES = 8 << 20
-"""Longest queue for a peer that does not read."""
+"""Maximum number of bytes queued for a peer that does not read."""
 IDLE_S, LOST_S = 1, 1.5
 """The kernel probes a connection that has been idle for `IDLE_S`, and again each second (a probe carries no data: the buffer of a
 stopped process never fills). If nothing is acknowledged for 1.5 s, the next probe breaks the connection, after 2 s. Data in
 flight breaks it 1.5 s after it was sent (tcp(7), TCP_USER_TIMEOUT)."""
 CALLED_IDLE_S, CALLED_LOST_S = 20, 0.7
-"""The same for the accepting side, which watches nobody by that connection and only has to get rid of it eventually. Its
-retransmissions keep the other side from probing, which may hear it without being heard: so they end early."""
+"""The same for the accepting side, which does not watch the other side by this connection and only has to close it eventually.
+While it retransmits, the other side does not probe, and may receive without being received: so retransmissions end early."""
 
 
 def resolved(address: str) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    """Family, host and port of an address, whose host is a number: names take time to resolve. Raises ValueError."""
+    """Family, host and port of an address with a numeric host: resolving a name would take time. Raises ValueError."""
     host, port = tcp.host_port(address)
     return socket.AF_INET if ipaddress.ip_address(host).version == 4 else socket.AF_INET6, (host, port)
 
 
 class Connection:
-    """Raises OSError when it breaks, and ValueError (such as `seal.Forged`) when the other side is no member."""
+    """A non-blocking connection. Its methods raise OSError when it breaks, and ValueError (such as `seal.Forged`) if the other
+    side is not a member."""
 
     def __init__(self, sock: socket.socket, side: seal.Side, key: bytes) -> None:
         self.sock = sock
@@ -44,7 +45,7 @@ class Connection:
         self._nonce = seal.nonce()
         self._seal: seal.Seal | None = None
         self._queued: list[bytes] = []
-        """Lines to send once the other side's nonce has come."""
+        """Lines to send once the other side's nonce has arrived."""
         self._in, self._out = bytearray(), bytearray(seal.greeting(self._nonce))
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
@@ -53,7 +54,7 @@ class Connection:
 
     @property
     def writing(self) -> bool:
-        """Whether bytes wait to be sent."""
+        """Whether any bytes are waiting to be sent."""
         return bool(self._out)
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -67,7 +68,7 @@ class Connection:
             self._queued.append(line)
 
     def flush(self) -> None:
-        """Send as much as the kernel takes now."""
+        """Send as many bytes as the kernel takes now."""
         while self._out:
             try:
                 del self._out[: self.sock.send(self._out)]

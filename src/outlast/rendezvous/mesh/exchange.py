@@ -2,9 +2,9 @@
 
     outlast/mesh/<rank>     host:port of that rank's mesh
 
-Joining a world does not wait for this. The thread has its own client of the store, which serves one request at a time. It reads
-the addresses of the peers that the member watches, and of all others in small worlds. In large ones only rank 0 reads all: a
-member also learns another's address when that one connects.
+Joining a world does not wait for the exchange. The thread has its own client of the store, which serves one request at a time. It
+reads the addresses of the peers that the member watches, and of all others in small worlds. In large ones only rank 0 reads all:
+a member also learns another's address when that one connects.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # its type stubs forget it
 
 SMALL = 64
-"""Worlds up to this size: everybody reads everybody's address."""
+"""Maximum size of a world in which every member reads all addresses."""
 LEAST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 5.0
-"""Poll interval for missing addresses; a member of an older version never writes one. The store's own `wait` prints two warnings
-whenever it times out."""
+"""Shortest and longest pause between polls for missing addresses; a member of an older version never writes its address. The
+store's own `wait` prints two warnings whenever it times out."""
 CONNECT_S, TRIES = 5.0, 3
-"""Timeout for a connection to the store, and how often one is tried."""
+"""Timeout for connecting to the store, and maximum number of attempts."""
 
 
 class Exchange:
-    """The exchange of one world. Ends when all addresses are known, or by `stop`."""
+    """The address exchange of one world. It ends when all addresses are known or `stop` is called."""
 
     def __init__(self, mesh: Mesh, world: World, connect: Callable[[], TCPStore]) -> None:
         """`connect` creates a client of the world's store."""
@@ -46,11 +46,11 @@ class Exchange:
         return not self._thread.is_alive()
 
     def stop(self) -> None:
-        """The world is over."""
+        """End the exchange, since the world is over."""
         self._stop.set()
 
     def join(self) -> None:
-        """Return when the thread has ended, after `stop`: torch's clients must not outlive the interpreter."""
+        """Wait for the thread to end, after `stop`: torch's clients must not outlive the interpreter."""
         self._thread.join(CONNECT_S + 1.0)
 
     def _run(self) -> None:
@@ -64,7 +64,7 @@ class Exchange:
                     return
 
     def _ranks_to_read(self) -> Sequence[int]:
-        """The ranks whose addresses we read, beginning with the watched peers."""
+        """The ranks whose addresses we read, watched peers first."""
         near = [self._members.index(each) for each in peer_state.watched(self._mesh.id, self._members)]
         if self._rank == 0 or len(self._members) <= SMALL:
             near += [each for each in range(len(self._members)) if each not in near and each != self._rank]

@@ -8,8 +8,9 @@
     mesh.close()                                                   says goodbye
 
 The watching side connects, so two members that watch each other have two connections. The kernel finds out whether the other side
-is alive (`connection.IDLE_S`): nothing runs here while all is well, except one look at the clock per second. The kernel of a
-process that is stopped or has no CPU still acknowledges, so it is not unheard: its own agent finds processes that hang.
+is alive (`connection.IDLE_S`): nothing runs here while all is well, except for one reading of the clock per second. The kernel
+still acknowledges for a process that is stopped or gets no CPU, so such a process is not unheard: its own agent finds processes
+that hang.
 
 Docs: docs/decisions/0039-the-mesh.md. Used by `rendezvous.handler`.
 """
@@ -40,20 +41,20 @@ from outlast.rendezvous.mesh.peer import BROKEN_S, FIRST_S, WOKEN_S, Peer, Undel
 __all__ = ["Mesh", "Undelivered"]
 
 TICK_S = 1.0
-"""The longest wait; `Awake` needs a reading at least every second."""
+"""Maximum duration of a wait; `Awake` must be read at least every second."""
 STOOD_S = 2.0
 """If a turn takes this much longer than planned, this process or the machine stood still."""
 PROVE_S = 5.0
-"""Time for a new connection to prove that it has the key."""
+"""Time within which a new connection must prove that it has the key."""
 STRANGERS = 256
-"""Most connections that have not proven it; beyond that the oldest is closed."""
+"""Maximum number of connections that have not proven that they have the key; beyond that the oldest is closed."""
 ANSWER_S = 5.0
-"""Time for a message to be acknowledged."""
+"""Timeout for the acknowledgement of a message."""
 Handler = Callable[[int, Mapping[str, Any]], None]
 
 
 class _Caller:
-    """An accepted connection."""
+    """A connection that was accepted, from a member or a stranger."""
 
     def __init__(self, connection: Connection, until: float) -> None:
         self.connection, self.until = connection, until
@@ -68,40 +69,40 @@ class Mesh:
     def __init__(
         self, id: int, host: str, key: bytes, *, run: str = "", clock: Callable[[], float] | None = None, thread: bool = True
     ) -> None:
-        """Listens on `host` from now on. Raises OSError. Without `thread` the caller must call `turn`."""
+        """Starts to listen on `host`. Raises OSError. Without `thread`, the caller must call `turn`."""
         self.id = id
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=1024)
         self._listener.setblocking(False)
         name = self._listener.getsockname()
         self.address = f"{name[0]}:{name[1]}"
-        """host:port, the host as a number."""
+        """`host:port`, with a numeric host."""
         self.generation = 0
-        """The world that the following attributes describe."""
+        """Generation of the world that the following attributes describe."""
         self.unheard: tuple[int, ...] = ()
-        """The watched peers that were heard and now are silent or refuse connections; not peers that were never heard: they may
-        be of a version without a mesh, or a firewall may block their port."""
+        """Watched peers that have been heard from and are now silent or refuse connections. Peers that were never heard are left
+        out: they may run a version without a mesh, or a firewall may block their port."""
         self.refused: tuple[int, ...] = ()
-        """The subset of `unheard` whose machine refuses connections: the process is gone."""
+        """The subset of `unheard` whose machines refuse connections: their processes are gone."""
         self.complete = False
-        """Whether every watched peer of this world has been heard."""
+        """Whether every watched peer of this world has been heard from."""
         self.reasons: Mapping[int, str] = {}
-        """Why a peer is unheard, as the end of a sentence that begins with its name."""
+        """Why each unheard peer is unheard, as the end of a sentence that begins with the peer's name."""
         self.changed: Callable[[], None] = lambda: None
         """Called when `unheard`, `refused` or `complete` has changed."""
         self.handlers: dict[str, Handler] = {}
-        """Handler for each kind of message: called with the sender and the message."""
+        """Handler for each kind of message, called with the sender and the message."""
         self._key, self._clock = seal.derived(key, "mesh"), clock or Awake()
         self._hello: dict[str, Any] = {"id": id, "run": run, "process": secrets.token_hex(8), "address": self.address}
         self._selector = selectors.DefaultSelector()
         self._peers: dict[int, Peer] = {}
         self._callers: dict[_Caller, None] = {}
         self._last_handled: dict[tuple[int, str], int] = {}
-        """Number of the last handled message, by sender and its process."""
+        """Number of the last message handled, by sender and its process."""
         self._todo: collections.deque[Callable[[float], None]] = collections.deque()
         self._woken_until = 0.0
         self._over = self._ended = False
-        """Whether the end was requested, and whether the thread has done its last work."""
+        """Whether the end was requested, and whether the thread has finished its work."""
         self._lock = threading.RLock()
         self._bell, self._button = socket.socketpair()
         self._bell.setblocking(False)
@@ -112,11 +113,11 @@ class Mesh:
         if thread:
             self._thread.start()
 
-    # For any thread
+    # Called from any thread
 
     def enter(self, generation: int, members: Sequence[int], addresses: Mapping[int, str] | None = None) -> None:
-        """This world trains now: watch our neighbours in it, and nobody else. Peers whose address is not given keep the one they
-        had, if any. When this returns `unheard` describes this world."""
+        """Enter a world that trains now: watch our neighbours in it, and nobody else. Peers whose address is not given keep their
+        previous address, if any. When this method returns, `unheard` describes this world."""
         done = threading.Event()
 
         def do(now: float) -> None:
@@ -128,14 +129,14 @@ class Mesh:
             done.wait(TICK_S)
 
     def learn(self, generation: int, addresses: Mapping[int, str]) -> None:
-        """Add addresses of members of that world; ignored in any other world, whose processes may be gone."""
+        """Add addresses of members of the world of `generation`; ignored in any other world, whose processes may be gone."""
         self._do(functools.partial(self._learn, generation, dict(addresses)))
 
     def send(self, id: int, message: Mapping[str, Any], *, within_s: float = ANSWER_S) -> Future[None]:
-        """Send a member, watched or not, a message with a `kind`; its handler of that kind is called once.
+        """Send a message with a `kind` to a member, watched or not; the member's handler of that kind is called once.
 
-        The future completes when the member has handled it, or raises `Undelivered`: the member has left, refuses, or did not
-        answer in time.
+        The future completes when the member has handled the message, or raises `Undelivered`: the member has left, refuses
+        connections, or did not answer in time.
         """
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
@@ -162,7 +163,7 @@ class Mesh:
             self._thread.join(2 * TICK_S)
 
     def abandon(self) -> None:
-        """End as if the process had been killed: no goodbye. For tests and benchmarks."""
+        """Stop as if the process had been killed, without a goodbye. For tests and benchmarks."""
         self._do(lambda now: setattr(self, "_over", True))
         self._thread.join(2 * TICK_S)
 
@@ -175,7 +176,7 @@ class Mesh:
             with contextlib.suppress(BlockingIOError):  # it has rung often enough
                 self._button.send(b"!")
 
-    # In the mesh's thread
+    # Called in the mesh's thread
 
     def _run(self) -> None:
         while not self._over:
@@ -194,7 +195,7 @@ class Mesh:
             self._release()
 
     def turn(self, longest_s: float) -> None:
-        """Wait for something to do, `longest_s` at most, and do it."""
+        """Wait at most `longest_s` for events, and handle them."""
         begun, looked = self._clock(), time.monotonic()
         for peer in self._peers.values():
             if begun >= peer.due:
@@ -266,7 +267,8 @@ class Mesh:
         caller.connection.send({"got" if handled else "unknown": number})
 
     def _introduced(self, hello: object) -> tuple[int, str, str]:
-        """The sender's index, process and address; no address if it is in an older world, like a process that was replaced."""
+        """The sender's index, process and address; no address if the sender is in an older world, like a process that was
+        replaced."""
         if not isinstance(hello, Mapping) or hello.get("run") != self._hello["run"]:
             raise Forged("it does not name this run")
         id, process, address = hello.get("id"), hello.get("process"), hello.get("address")

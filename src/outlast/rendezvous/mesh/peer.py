@@ -1,7 +1,7 @@
 """A member's connection to one peer, for watching it and for messages, and the messages that wait for an answer.
 
-Runs in the mesh's thread only. Messages are numbered, and repeated on a new connection; the peer drops duplicates, so each is
-handled once and in order.
+Runs in the mesh's thread only. Messages are numbered, and repeated on a new connection; the peer drops duplicates, so each
+message is handled once and in order.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from outlast.rendezvous.mesh import peer_state
 from outlast.rendezvous.mesh.connection import Connection, resolved
 
 FIRST_S, BROKEN_S, WOKEN_S = 3.0, 1.0, 5.0
-"""Time for a peer to answer before it is unheard: at first; after its connection broke (2 s after its last sign of life); after
-this process or machine has stood still, which breaks connections on our side only."""
+"""Time within which a peer must answer before it counts as unheard: at first; after its connection broke (2 s after its last sign
+of life); and after this process or machine stood still, which breaks connections on our side only."""
 _NUMBERS = itertools.count(1)
-"""Numbers of all messages of this process; one counter, since a forgotten peer that comes back remembers the numbers it had."""
+"""Numbers for all messages of this process. There is one counter, since a forgotten peer that comes back remembers the numbers it
+has seen."""
 
 
 class Undelivered(Exception):
-    """A message has not been acknowledged; it may have arrived."""
+    """A message was not acknowledged; it may have arrived all the same."""
 
 
 @dataclass
@@ -40,24 +41,24 @@ class _Message:
 
 
 class Peer:
-    """`hello` is our introduction."""
+    """A peer of this member. `hello` is the message by which we introduce ourselves."""
 
     def __init__(self, id: int, selector: selectors.BaseSelector, hello: Mapping[str, Any], key: bytes) -> None:
         self.id, self.watched = id, False
         self.address = ""
         self.state = peer_state.PeerState()
         self.proven = self.met = False
-        """Whether this very peer has answered on the current connection, and on any connection to this address."""
+        """Whether this very peer has answered on the current connection, and whether on any connection to this address."""
         self._selector, self._hello, self._key = selector, hello, key
         self._connection: Connection | None = None
         self._connecting = False
         self._attempt_until, self._next_attempt = 0.0, 0.0
         self._messages: dict[int, _Message] = {}
         self.due = 0.0
-        """Time of its next turn; at once after any event. Of a thousand peers only those with an event take a turn."""
+        """Time of the peer's next turn; right after any event. Among a thousand peers, only those with an event take a turn."""
 
     def meet(self, address: str, now: float) -> None:
-        """The peer is at this address; a new address means another process, whose state is unknown yet."""
+        """Set the address of the peer; a new address means another process, whose state is unknown yet."""
         if address == self.address:
             return
         if address:
@@ -67,7 +68,8 @@ class Peer:
         self._next_attempt, self.due = now, now
 
     def forget(self, now: float) -> None:
-        """A new world: unless it is connected, the peer may be another process, or may not have come. Wait for its address."""
+        """Prepare for a new world: unless the peer is connected, it may be another process, or may not have started. Wait for its
+        address."""
         if not self.proven:
             self.meet("", now)
 
@@ -88,7 +90,7 @@ class Peer:
                 self._broken(error, now)
 
     def turn(self, now: float, patience_s: float) -> float:
-        """Do due work; returns the time of the next turn."""
+        """Do the work that is due; returns the time of the next turn."""
         self._expire(now)
         if not self.address or self.state.left or not (self.watched or self._messages or self._connection):
             return min((each.until for each in self._messages.values()), default=now + 1.0)
@@ -106,7 +108,7 @@ class Peer:
         return min(due, self.state.ends, *(each.until for each in self._messages.values()), now + 1.0)
 
     def ready(self, events: int, now: float) -> None:
-        """The socket can be read or written."""
+        """Called when the socket can be read or written."""
         connection, self.due = self._connection, now
         if connection is None:
             return
@@ -165,7 +167,7 @@ class Peer:
             self._hang_up()
 
     def _broken(self, problem: Exception, now: float) -> None:
-        """The connection broke. A proven member has hung up or was reset; an unproven one counts as refusing."""
+        """Called when the connection broke. A proven member has hung up or was reset; an unproven one counts as refusing."""
         silent = isinstance(problem, OSError) and not isinstance(problem, ConnectionError)
         refused = not self.proven and not silent
         if refused:

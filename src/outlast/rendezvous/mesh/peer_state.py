@@ -1,12 +1,12 @@
 """The peers that a member watches, and the state of each. Pure: times arrive as arguments, in seconds of one steady clock.
 
-A broken connection proves nothing: a middlebox resets it, a cable is out for a second. So it is reconnected at once, and a peer
-is unheard only if that fails: refused twice, or not answered for `patience_s`.
+A broken connection proves nothing: a middlebox resets it, a cable is out for a second. So we reconnect at once, and a peer is
+unheard only if that fails: it refuses twice, or does not answer for `patience_s`.
 
     heard    --lost-->  doubt  --accepted, proven-->  heard
     doubt    --refused twice, or silent for patience_s-->  unheard
     unheard  --proven-->  heard
-    any      --left-->  left: it said goodbye, and is neither called nor accused
+    any      --left-->  left: the peer said goodbye, and is neither contacted nor reported
 """
 
 from __future__ import annotations
@@ -20,53 +20,54 @@ REFUSALS = 2
 AGAIN_S, PAUSE_S = 0.1, 0.5
 """Pause before the next attempt: after a refusal, and once the peer is unheard."""
 ATTEMPT_S, LATER_S = 0.3, 1.0
-"""Timeout of an attempt: in doubt, as each new one sends a new SYN (the kernel would repeat the first after 1 s); once
-unheard."""
+"""Timeout of an attempt to connect: in doubt, where each attempt sends a new SYN (the kernel would repeat the first one only
+after 1 s), and once the peer is unheard."""
 
 
 @dataclasses.dataclass
 class PeerState:
-    """The state of one peer. `since` is the time at which doubt began; None: no doubt."""
+    """The state of one peer. `since` is the time at which doubt began; None if there is no doubt."""
 
     since: float | None = None
     patience_s: float = 0.0
     refusals: int = 0
     unheard: str = ""
-    """Why the peer is unheard, as the end of a sentence that begins with its name; empty: it is heard."""
+    """Why the peer is unheard, as the end of a sentence that begins with its name; empty while it is heard."""
     gone: bool = False
-    """Nobody listens at its address: its machine answers, its process is gone."""
+    """Whether nobody listens at the peer's address: the machine answers, but the process is gone."""
     left: bool = False
-    """It has said goodbye."""
+    """Whether the peer has said goodbye."""
 
     def doubted(self, now: float, patience_s: float) -> None:
-        """There is no connection; if none is established within `patience_s`, the peer is unheard."""
+        """Called when there is no connection; if none is established within `patience_s`, the peer is unheard."""
         if self.since is None:
             self.since, self.patience_s = now, patience_s
 
     def accepted(self) -> None:
-        """A kernel has accepted the connection. That ends a doubt (a stopped process answers no further), but an unheard peer
-        must prove its identity first: another process may have the port by now."""
+        """Called when a kernel has accepted the connection. That ends a doubt, since nothing more comes from a stopped process;
+        but an unheard peer must prove its identity first: another process may have the port by now."""
         if not self.unheard:
             self.since = None
 
     def refused(self) -> None:
-        """An attempt was refused, or the accepting process hung up or lacks the key: no member listens there any more."""
+        """Called when an attempt was refused, or the accepting process hung up or lacks the key: no member listens there any
+        more."""
         self.refusals += 1
         if self.refusals >= REFUSALS:
             self.unheard, self.gone = "refuses connections", True
 
     def passed(self, now: float) -> None:
-        """Time has passed without a connection."""
+        """Called when time has passed without a connection."""
         if self.since is not None and now >= self.ends:
             self.unheard = f"has not answered for {now - self.since:.1f} s after its connection broke"
 
     def proven(self) -> None:
-        """The peer has proven its identity: reset all doubts."""
+        """Called when the peer has proven its identity: all doubts are reset."""
         self.since, self.refusals, self.unheard, self.gone = None, 0, "", False
 
     @property
     def ends(self) -> float:
-        """Time at which patience ends; infinite without a doubt."""
+        """Time at which patience ends; infinite if there is no doubt."""
         return math.inf if self.since is None or self.unheard else self.since + self.patience_s
 
     @property
@@ -81,15 +82,16 @@ class PeerState:
 
 
 EVERYBODY = 8
-"""In worlds up to this size everybody watches everybody."""
+"""Maximum size of a world in which every member watches all others."""
 
 
 def watched(id: int, members: Sequence[int]) -> tuple[int, ...]:
     """The peers that member `id` watches, in rank order; `members` are in rank order, too.
 
-    In a large world: the peers at distance 1 and 2 on both sides, and opposite. If i watches j, j watches i. So each member is
-    watched by five or six others, and the ring stays connected whichever two are lost. Opposite peers sit in another rack, as the
-    ranks of one rack are mostly neighbours: a rack that is cut off as a whole is noticed by as many members as it has.
+    In a large world, these are the peers at distance 1 and 2 on both sides, and the opposite peer. If i watches j, j watches i.
+    So each member is watched by five or six others, and the ring stays connected whichever two are lost. Opposite peers sit in
+    another rack, as the ranks of one rack are mostly neighbours: a rack that is cut off as a whole is noticed by as many members
+    as it has.
     """
     if len(members) <= EVERYBODY:
         return tuple(each for each in members if each != id)

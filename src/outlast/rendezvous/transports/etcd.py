@@ -1,4 +1,4 @@
-"""The rendezvous transport through an etcd with the v3 API (`etcd://host:2379`), see `transport.Transport`."""
+"""The rendezvous transport through etcd's v3 API (`etcd://host:2379`), see `transport.Transport`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def client(endpoint: str, member: Member) -> transport.Client:
-    """A client for an endpoint. Raises OutlastError in a pod whose operator is of a version that left the decision to an etcd."""
+    """A client for an endpoint. Raises OutlastError in a pod whose operator is of an older version, which left the decision to an
+    etcd."""
     if Env.MEMBER in member.environ:
         raise OutlastError(f"this pod's operator has it meet at {endpoint}, which it no longer can; upgrade it: outlast install")
     name = schema.run_name(member.run, member.environ)

@@ -7,10 +7,11 @@
     {"deadline": "2026-01-01T00:02:00Z", "reason": "AWS takes the machine back"}
 
 The signature is an HMAC-SHA256 over the worker's index, the time and the body, with a key derived from the run's key
-(`seal.derived`). So without the key nobody can make a worker leave, and an order cannot be replayed: to another worker, twice,
-after WINDOW_S, or to the process that is started next. Both fields are optional; the default deadline is the job's grace.
+(`seal.derived`). So nobody can make a worker leave without the key, and an order cannot be replayed: not to another worker, not
+twice, not after WINDOW_S, and not to the worker's next process. Both fields are optional; the default deadline is the end of the
+job's grace period.
 
-    202 accepted    400 no order    401 not signed with the key of the run    409 repeated, too old, or ending already
+    202 accepted    400 not an order    401 not signed with the key of the run    409 repeated, too old, or ending already
     411 without Content-Length    413 longer than LONGEST
 
 Docs: docs/guide/security.md. Pure.
@@ -30,22 +31,22 @@ from outlast.job import seal
 PATH = "/leave"
 TIME, SIGNATURE = "Outlast-Time", "Outlast-Signature"
 LONGEST = 4096
-"""Longest body of an order, in bytes."""
+"""Maximum length of an order's body, in bytes."""
 WINDOW_S = 60.0
-"""Largest difference between the clocks of sender and worker. Orders are remembered for this long, so that none counts twice."""
+"""Maximum difference between the clocks of sender and worker. Orders are remembered for this long, so that none counts twice."""
 _REASON = 256
-"""Longest reason in characters; the rest is cut off."""
+"""Maximum length of a reason, in characters; the rest is cut off."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The answer to an order; accepted with status 202."""
+    """The answer to an order; the order is accepted if the status is 202."""
 
     status: int
     text: str
     reason: str = ""
     deadline: float | None = None
-    """Seconds since the epoch; None: the job's grace."""
+    """Seconds since the epoch; None: the end of the job's grace period."""
 
 
 def signed(key: bytes, *, worker: int, body: bytes, now: float) -> dict[str, str]:
@@ -55,7 +56,8 @@ def signed(key: bytes, *, worker: int, body: bytes, now: float) -> dict[str, str
 
 
 class Orders:
-    """The orders to one worker. `since` is the start of its agent, in seconds since the epoch; older orders were for another."""
+    """The orders to one worker. `since` is the start of its agent, in seconds since the epoch; older orders were for an earlier
+    agent."""
 
     def __init__(self, key: bytes, *, worker: int, since: float) -> None:
         self._key, self._worker, self._since = key, worker, since
@@ -63,7 +65,7 @@ class Orders:
         """Signatures of accepted orders with their times; only a holder of the key can add to them."""
 
     def judge(self, headers: Mapping[str, str], body: bytes, now: float) -> Answer:
-        """The answer to an order. Accepts each at most once."""
+        """The answer to an order. Each order is accepted at most once."""
         time, signature = headers.get(TIME, ""), headers.get(SIGNATURE, "").encode()
         if not self._key:
             return Answer(401, "this run has no key, so nobody can order its workers to leave")
@@ -91,7 +93,7 @@ class Orders:
 
 
 def _read(body: bytes) -> Answer:
-    """The order in a body. Raises ValueError."""
+    """Parse the order in a body. Raises ValueError."""
     try:
         order = json.loads(body) if body else {}
     except (ValueError, RecursionError):

@@ -1,15 +1,15 @@
 """The rendezvous transport in which workers connect directly to the coordinator: the launcher's Unix socket on one machine
 (`unix:///path`), a port of worker 0 in pods that have neither an operator nor an etcd (`c10d://host:port`).
 
-Workers report, one process coordinates (`rendezvous.coordinator`). Every message is complete: a report holds the whole state of
-a member, so one that is late, doubled or sent to a coordinator that has just been restarted does no harm. A member is lost as
-soon as its connection is closed, or after `SILENCE_S` of silence.
+Workers report, one process coordinates (`rendezvous.coordinator`). Every message is complete: a report holds the whole state of a
+member, so a report that is late, duplicated or sent to a coordinator that has just been restarted does no harm. A member is lost
+as soon as its connection is closed, or after `SILENCE_S` of silence.
 
     member -> coordinator   {"report": Report, "process": word}       on every change, and every HEARTBEAT_S
     coordinator -> member   {"called": Called} {"world": World} {"closed": Closed}
 
-Strangers can reach a port, so there lines are sealed with the run's key (`job.seal`), and an invalid message costs its sender
-the connection and has no other effect. If several processes have one index, the last one to connect is the member.
+Strangers can reach a port, so lines to a port are sealed with the run's key (`job.seal`), and an invalid message closes its
+sender's connection and has no other effect. If several processes have the same index, the last one to connect is the member.
 
 Used by `rendezvous.handler` (the client, threads: torch's agent is synchronous); `local.launcher` and `rendezvous.worker0` (the
 server, asyncio).
@@ -45,19 +45,20 @@ if TYPE_CHECKING:
 CONNECT_S = 5.0
 HEARTBEAT_S = 1.0
 SILENCE_S = 8.0
-"""A member that is silent for this long is lost. Arbitrary: longer than a stop of 5 s and the beat after it. The mesh finds
-machines that fall silent earlier."""
+"""Time of silence after which a member is lost. Arbitrary: longer than a pause of 5 s and the heartbeat after it. The mesh
+notices machines that fall silent earlier."""
 _RETRY_S = 0.2
 _LINE_BYTES = 64 << 10
-"""Longest line of a report, which has some 12 KiB with a traceback and the tail of a log."""
+"""Maximum number of bytes in a line of a report; with a traceback and the tail of a log, a report has some 12 KiB."""
 _MESSAGE_BYTES = 4 << 20
-"""Longest line that a member reads, and longest queue for one that does not read: a world of 10,000 workers has 60 KiB."""
+"""Maximum number of bytes in a line that a member reads, and in the queue of a member that does not read: a world of 10,000
+workers has 60 KiB."""
 _PROVE_S = 5.0
-"""Timeout of the first report after connecting."""
+"""Timeout for the first report after connecting."""
 _STRANGERS, _BACKLOG = 512, 256
 """Maximum number of connections that have not reported yet (beyond that the oldest is closed), and the listen backlog."""
 _COMPLAIN_S = 1.0
-"""Shortest interval between complaints about malformed messages."""
+"""Minimum interval between complaints about malformed messages."""
 _MOST_REPLACED = 64
 """Maximum number of replaced processes of one index that are remembered."""
 _MOST_UNHEARD = 256
@@ -82,36 +83,38 @@ class Report:
     """The world that this member trains in, or trained in last."""
     since: float = 0.0
     address: str = ""
-    """host:port where it would host the world's store."""
+    """`host:port` at which the member would host the world's store."""
     failed: bool = False
     failure: Mapping[str, Any] | None = None
     """The failure in `generation`: `{rank, code, reason, cause, traceback, log_tail, time, echo, step, committed}`.
 
     `cause` is a `contract.FailureCause`, `log_tail` the last lines of its log; both are optional. `echo` marks an error that only
-    echoes another's death, `left` that processes had exited with 0 before. `step` and `committed` are the last and the newest
-    saved step; None for a plain script.
+    echoes the death of another rank; `left` is true if processes had exited with 0 before. `step` and `committed` are the last
+    step and the newest saved step; None for a plain script.
     """
     mesh: bool = False
-    """Whether the members of its world watch one another, and this member watches its peers."""
+    """Whether the members of this world watch one another, and so this member watches its peers."""
     unheard: tuple[int, ...] = ()
     """Members of the world of `generation` that this member watches and has heard from, and that are now silent or refuse
     connections."""
     refused: tuple[int, ...] = ()
-    """The subset of `unheard` at whose address nobody listens any more: the machine answers, the process is gone."""
+    """The subset of `unheard` at whose addresses nobody listens any more: the machine answers, but the process is gone."""
     attempt: int = 0
     """Number of times that the members have started the processes of `generation` again by themselves."""
     past: tuple[Mapping[str, Any], ...] = ()
-    """The last failures that they repaired this way, of any generation: `attempts.Past`. Only a few members report them."""
+    """The last failures that the members repaired this way, of any generation: `attempts.Past`. Only a few members report
+    them."""
     held: int = 0
-    """The newest complete step that its processes had saved or in memory when they were stopped; sent between two worlds."""
+    """The newest complete step that the member's processes had saved or in memory when they were stopped; sent between two
+    worlds."""
     owes: bool = True
-    """Whether others may not yet be able to reach the step that this member holds or is saving; False: they can, or never
-    will."""
+    """Whether other workers may not yet be able to reach the step that this member holds or is saving; False if they can, or
+    never will."""
     again: bool = False
-    """Whether this is not the process that took up `generation`, from which its peers do not hear any more."""
+    """Whether this process has replaced the one that took up `generation`, which its peers do not hear any more."""
 
     def changed(self, standing: str, **fields: Any) -> Self:
-        """The next report. Fields about peers are reset with a new world."""
+        """The next report. Fields about peers are reset if the generation changes."""
         another = fields.get("generation", self.generation) != self.generation
         reset: dict[str, Any] = {"unheard": (), "refused": (), "attempt": 0, "again": False} if another else {}
         if standing not in (MemberState.TRAINING, MemberState.LEAVING):
@@ -120,7 +123,7 @@ class Report:
 
     @classmethod
     def of(cls, value: object) -> Self:
-        """From untrusted JSON. Raises ValueError for an invalid report; ignores fields of newer versions.
+        """Parse untrusted JSON. Raises ValueError for an invalid report; ignores fields of newer versions.
 
         The contents of `failure` and `past` are checked by their readers, `failures.reported` and `attempts.uncounted`.
         """
@@ -180,15 +183,15 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Called:
-    """Request for a re-rendezvous: the members are to come together for `generation`."""
+    """Request for a re-rendezvous: the members should come together for `generation`."""
 
     generation: int
     reason: str
     planned: bool
     deadline: float
-    """A planned call turns into an unplanned one at this time, seconds since the epoch."""
+    """Time at which a planned call turns into an unplanned one, in seconds since the epoch."""
     leave_s: float | None = None
-    """Seconds until then when this was sent; the recipient counts them by its own clock."""
+    """Seconds until `deadline` when this was sent; the recipient counts them by its own clock."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,13 +200,13 @@ class Closed:
 
     reason: str
     code: int
-    """Exit code for the worker."""
+    """Exit code of the worker."""
     end: str = ""
     """A `contract.End`."""
 
 
 class Client:
-    """A member's side: keeps the connection, repeats the report, holds the coordinator's last messages.
+    """A member's side: keeps the connection, repeats the report, and stores the coordinator's last messages.
 
     It reconnects for ever: a running world does not need the coordinator, which may come back.
     """
@@ -244,7 +247,7 @@ class Client:
             self._changed.wait(timeout_s)
 
     def close(self) -> None:
-        """Disconnect; the coordinator takes it as this member's end."""
+        """Disconnect, which the coordinator takes as this member's end."""
         self._over = True
         self._hang_up()
 
@@ -356,7 +359,7 @@ class _Lines:
 
 
 def published(kind: type[Kind], message: Mapping[str, Any]) -> Kind | None:
-    """The Called, Closed or World in a message, without fields of newer versions; None if there is none."""
+    """The Called, Closed or World in a message, without fields of newer versions; None if the message has none."""
     if not (value := message.get(kind.__name__.lower())):
         return None
     names = [each.name for each in dataclasses.fields(kind) if each.name in value]
@@ -388,7 +391,7 @@ def client(endpoint: str, member: Member) -> Client:
 
 
 def connect(endpoint: str) -> socket.socket:
-    """A connection to the coordinator; raises OSError."""
+    """Connect to the coordinator. Raises OSError."""
     if not endpoint.startswith(TCP):
         return unix_sockets.connect(endpoint.removeprefix(SCHEME))
     sock = socket.create_connection(tcp.host_port(endpoint.removeprefix(TCP)), timeout=CONNECT_S)
@@ -397,7 +400,7 @@ def connect(endpoint: str) -> socket.socket:
 
 
 class Server:
-    """The coordinator's side: receives reports, notices lost members, and sends to each."""
+    """The coordinator's side: receives reports, notices lost members, and sends messages to members."""
 
     def __init__(
         self,
@@ -444,7 +447,7 @@ class Server:
             writer.close()
 
     def send(self, id: int, kind: str, content: object) -> None:
-        """Send a message to a connected member; another one gets it when it reports again."""
+        """Send a message to a connected member; any other member gets it when it reports again."""
         writer = self._writers.get(id)
         if writer is not None:
             self._write(writer, kind, content)
@@ -459,7 +462,7 @@ class Server:
 
     def drop_silent(self) -> dict[int, int]:
         """Disconnect members that have been silent for too long (a stopped process keeps its connection). Returns their ids, each
-        with the pid of its process, or 0 if that is on another machine."""
+        with the pid of its process, or 0 if the process is on another machine."""
         now = self._clock()
         silent = [id for id, beat in self._beats.items() if now - beat > SILENCE_S and id in self._writers]
         processes = {id: unix_sockets.process_of(self._writers[id].get_extra_info("socket")) for id in silent}
@@ -519,7 +522,7 @@ class Server:
         return seal.Seal(self._key, "decider", own=own, peer=seal.greeted(await reader.readline()))
 
     def _come(self, id: int, process: str, writer: asyncio.StreamWriter) -> bool:
-        """Take a connection as a member's; False if its process has been replaced by a later one."""
+        """Accept a connection as a member's; False if its process has been replaced by a later one."""
         replaced = self._replaced.setdefault(id, collections.deque(maxlen=_MOST_REPLACED))
         if process in replaced:
             return False
