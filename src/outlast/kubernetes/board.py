@@ -137,8 +137,8 @@ class Client:
             self._changed.wait(timeout_s)
 
     def close(self) -> None:
-        """Close, after waiting until the last report has been accepted if the API server is reachable. The Lease stays until it
-        expires."""
+        """Close, after waiting until the last report has been accepted if the API server is reachable. The Lease is not
+        deleted."""
         with self._changed:
             if self._owner and self._reachable and not self._stop.is_set():
                 self._changed.wait_for(lambda: self._taken == self._written or self.gone or not self._reachable, LAST_S)

@@ -93,7 +93,7 @@ class Api:
 
 
 def _items(items: Iterable[Document], kind: Kind, content: bytes, asked: Subject) -> Iterator[Document]:
-    """The documents of a page, completed with their kind, which a page does not repeat for each."""
+    """The documents of a page, each with its kind, which the server leaves out of the items of a list."""
     with requests.reading(content, asked):
         for item in items:
             yield {"apiVersion": kind.api_version, "kind": kind.kind, **item}

@@ -1,7 +1,7 @@
 """The API server of a cluster: documents in, documents out, as plain dicts.
 
 Documents are not parsed into models, so fields that we do not know stay as they are. All errors are `ClusterError`s of
-`error_mapping`. Everything here may be called from several threads. Long calls end when their `Stop` is set, at once.
+`error_mapping`. All functions here may be called from several threads. Long calls end as soon as their `Stop` is set.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Cluster(Api):
                 yield line.decode(errors="replace")
 
     def proxy(self, pod: str, port: int, path: str, *, namespace: str | None = None, timeout_s: float | None = None) -> str:
-        """The response to a GET request of a server in a pod, sent through the API server. Raises Unanswered."""
+        """The response of a server in a pod to a GET request that is sent through the API server. Raises Unanswered."""
         asked, base = self.address("proxy", POD, f"{pod}:{port}", namespace, subresource="proxy")
         return self.connection.answer(Request(asked, "GET", f"{base}/{path.lstrip('/')}", timeout_s=timeout_s)).text
 
@@ -226,7 +226,7 @@ class Cluster(Api):
         namespace: str | None = None,
         everywhere: bool = False,
     ) -> bool:
-        """Whether we have the right to do an action (SelfSubjectAccessReview)."""
+        """Whether we have the right to perform an action (SelfSubjectAccessReview)."""
         attributes = {"verb": verb, "group": kind.group, "resource": kind.plural, "name": name, "subresource": subresource}
         if kind.namespaced and not everywhere:
             attributes["namespace"] = namespace or self.namespace

@@ -47,7 +47,7 @@ _PLAIN = rb"[^\"{}\[\]]*+(?:" + _STRING + rb"[^\"{}\[\]]*+)*+"
 def _flat(inside: bytes) -> bytes:
     """The expression for text that matches `inside`, and for up to 1,000 objects and lists of such text.
 
-    The group is atomic because a possessive quantifier over alternatives is wrong before Python 3.11.5 (cpython#106052). The
+    The group is atomic because possessive quantifiers over alternatives are broken before Python 3.11.5 (cpython#106052). The
     number of repetitions is limited because each takes memory.
     """
     return _PLAIN + rb"(?>(?:(?:\{" + inside + rb"\}|\[" + inside + rb"\])" + _PLAIN + rb"){0,1000})"

@@ -49,7 +49,7 @@ RULES: tuple[Rule, ...] = (
     job.others,
 )
 _FOLLOWS = ("failed", "gang", "others")
-"""Names of findings that follow from other findings, which are listed first if there are any."""
+"""Names of findings that are consequences of other findings, and are listed after them."""
 _WIDTH = 110
 
 

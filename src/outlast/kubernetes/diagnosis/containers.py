@@ -101,8 +101,8 @@ def _recovered(snapshot: Snapshot, pod: Document) -> bool:
 
 
 def _bad(snapshot: Snapshot, pod: Document, how: Document) -> bool:
-    """Whether this termination counts as a failure: not a requested end, a failed start or probe, or an eviction, and the worker
-    has not recovered."""
+    """Whether this termination counts as a failure from which the worker has not recovered. Requested ends do not count, nor do
+    failed starts, failed probes and evictions, which have findings of their own."""
     code = how.get("exitCode", 0)
     return (
         code not in (0, contract.Exit.INTERRUPTED, 143)

@@ -107,7 +107,7 @@ def _snapshot(read: _Reader, name: str, workload: Document, pods: Iterable[Docum
     """The snapshot of a workload and its pods, with the objects that may keep the pods from running."""
     pods = tuple(pods)
     groups = [*read(kinds.POD_GROUP), *read(kinds.VOLCANO_GROUP)]
-    # A list of Secrets contains their data, so it is read only while pods wait on a node, possibly for a Secret.
+    # A list of Secrets contains their data, so it is read only while a pod that has a node waits, possibly for a Secret.
     waiting = any(kube_pods.phase(pod) == "Pending" and pod["spec"].get("nodeName") for pod in pods)
     queue = workload.get("metadata", {}).get("labels", {}).get("kueue.x-k8s.io/queue-name")
     found = Snapshot(

@@ -138,7 +138,7 @@ def calls(index: int, options: Options, peer: dict[str, Any], on: Accelerator | 
 
 def source() -> str:
     """The source of the program that a pod runs. The source is sent along, so that images without Outlast, or with another
-    version of it, can be checked. It contains no `$(...)`, which Kubernetes would expand as a variable."""
+    version of it, can be checked. The source contains no `$(...)`, which Kubernetes would expand as a variable."""
     return resources.files("outlast.kubernetes.diagnosis").joinpath("inspection.py").read_text()
 
 

@@ -22,7 +22,7 @@ from outlast.kubernetes.diagnosis.finding import Finding, passed, warned
 _LEAST_FREE = 10 * 2**30
 """Minimum free disk space in bytes, enough for a few checkpoints of a small model."""
 _LEAST_SHARED = 2**30
-"""Minimum free space in /dev/shm in bytes, in which workers of data loaders pass samples."""
+"""Minimum free space of /dev/shm in bytes; workers of data loaders pass samples through it."""
 _TORCH_S = 120
 
 EXTRAS = (

@@ -121,8 +121,8 @@ Rule = Callable[[Snapshot, float], Iterator[Finding]]
 
 
 def of_pods(rule: Callable[[Snapshot, Document], Iterator[Finding]]) -> Rule:
-    """A rule about all pods, made from a rule about a single pod, whose sentences begin with a verb. Pods with the same sentence
-    share one finding, which has the evidence of the first pod."""
+    """A rule about all pods, made from a rule about a single pod; the sentences of `rule` begin with a verb. Pods with the same
+    sentence share one finding, which has the evidence of the first pod."""
 
     @functools.wraps(rule)
     def of_all(snapshot: Snapshot, _: float) -> Iterator[Finding]:

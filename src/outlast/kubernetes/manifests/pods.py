@@ -92,7 +92,8 @@ def grace_s(fields: spec.Spec) -> int:
 def failure_policy() -> Document:
     """The rules by which a Job ignores interruptions, and fails at once on misconfiguration or when workers have given up.
 
-    143 is the exit code for a SIGTERM before the agent could handle it. All other failures count towards `backoffLimit`.
+    143 is the exit code of an agent that got SIGTERM before it could handle the signal. All other failures count towards
+    `backoffLimit`.
     https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy
     """
 

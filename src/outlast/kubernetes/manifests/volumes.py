@@ -253,7 +253,7 @@ def _on_volume(fields: spec.Spec, place: str) -> bool:
 
 
 def _carried(fields: spec.Spec) -> list[tuple[str, str, str]]:
-    """Field, key in the ConfigMap, and local path of each file to send along: a file that is outside the code."""
+    """Field, key in the ConfigMap, and local path of each file to send along because it is outside the code."""
     found: Mapping[str, str | None] = dict(fields.environment)
     keys = {"requirements": "requirements.txt", "conda": "environment.yml"}
     return [(name, keys[name], path) for name, path in found.items() if path and PurePosixPath(path).is_absolute()]

@@ -34,8 +34,8 @@ class Step:
 
 
 def plan(pods: Sequence[Mapping[str, Any]], deadline: float | None, now: float) -> tuple[list[Step], list[str]]:
-    """The evictions that are due, and the pods that are still awaited, as `namespace/name`. Without a deadline, each pod has its
-    own grace period."""
+    """The evictions that are due, and the pods to wait for, as `namespace/name`. Without a deadline, each pod has its own grace
+    period."""
     movable = [pod for pod in pods if _movable(pod)]
     left_s = math.inf if deadline is None else max(0.0, deadline - LAST_S - now)
     workers = [operated(pod) or Label.JOB in _labels(pod) for pod in movable]

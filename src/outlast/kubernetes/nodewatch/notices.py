@@ -20,9 +20,9 @@ from outlast.job.contract import LEAVING, Annotation, LeavingKind
 SPOT_S = 120.0
 """Time from an interruption notice to the machine's end, used if the notice cannot be read."""
 AHEAD_S = 900.0
-"""How long before the start of a maintenance we act; AWS announces maintenance days in advance."""
+"""Time before the start of maintenance at which the watcher acts; AWS announces maintenance days in advance."""
 SURVIVED_S = 60.0
-"""Time after its deadline from which a machine that still runs has survived it, for example by a stop and a start."""
+"""Time after the deadline when a machine that still runs counts as having survived, for example a stop and a start."""
 _ACTIONS = {"terminate": "terminates", "stop": "stops", "hibernate": "hibernates"}
 
 
@@ -71,8 +71,8 @@ def scheduled(text: str, now: float) -> list[Notice]:
 
 def due(current: Sequence[Notice], written: Notice | None, now: float) -> Notice | None:
     """The notice to act on: the one with the earliest deadline among AWS's current notices and the notice written on the node.
-    AWS may withdraw a recommendation or maintenance, but never an interruption: if an answer lacks a known interruption, we
-    assume a mistake until some time after the deadline."""
+    AWS may withdraw a recommendation or maintenance, but never an interruption: if an answer lacks a known interruption, this
+    counts as a mistake until SURVIVED_S after the deadline."""
     near = [each for each in current if each.deadline is None or each.deadline - now <= AHEAD_S]
     if written and written.kind is LeavingKind.SPOT and written.deadline is not None and now < written.deadline + SURVIVED_S:
         near.append(written)

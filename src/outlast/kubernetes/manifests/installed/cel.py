@@ -33,7 +33,7 @@ TEXT_BOUNDS = {
     ("Secret", "name"): 253,
     ("Secret", "to"): 256,
 }
-"""Maximum length of strings in these lists."""
+"""Maximum length of strings in the lists of `BOUNDS`."""
 
 
 def rule(holds: str, message: str, *, at: str = "") -> Rule:
@@ -78,7 +78,7 @@ def _elsewhere(lists: str) -> Rule:
 
 
 _HERE = "!x.from.contains('://') || x.from.startsWith('file://')"
-"""Whether data is on the machine that submits the job; if so, a volume may have the same place."""
+"""The condition that data (x) is on the machine that submits the job; in that case, a volume may have the same place."""
 _DATA_TO = "(has(x.to) ? x.to : '/data')"
 
 _MUTABLE = {

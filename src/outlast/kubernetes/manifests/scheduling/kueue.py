@@ -36,7 +36,7 @@ VERSIONS: tuple[tuple[Kind, Kind, Kind], ...] = (
 
 @dataclass(frozen=True)
 class Priority:
-    """Priority of a Workload. A Workload needs the value as well as the name, since Kueue does not look the value up."""
+    """Priority of a Workload. The value is needed besides the name, since Kueue does not look it up."""
 
     value: int
     name: str = ""
@@ -96,7 +96,7 @@ def name(job: str, uid: str, number: int) -> str:
 
 
 def flavors(workload: Mapping[str, Any]) -> set[str]:
-    """The ResourceFlavors that an admitted Workload was assigned."""
+    """The ResourceFlavors that were assigned to an admitted Workload."""
     return {flavor for each in _assigned(workload) for flavor in (each.get("flavors") or {}).values()}
 
 

@@ -103,7 +103,7 @@ def off_spot(affinity: Document) -> Document:
 
 
 def refuse_pin(request: Request, kind: str) -> None:
-    """Raise InvalidJob if worker 0 is to be kept off spot machines although all pods are made from one template."""
+    """Raise InvalidJob if worker 0 is to be kept off spot machines, which is impossible if all pods are alike."""
     if request.spec.scheduling.worker0 == ON_DEMAND:
         remedy = "submit it as an ElasticJob, whose pods are made one by one, or set scheduling.spot to avoid"
         raise wrong(request.job, f"scheduling.worker0 ({ON_DEMAND}) cannot be had in {kind}, whose pods are all alike; {remedy}")
