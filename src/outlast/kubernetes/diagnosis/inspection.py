@@ -88,7 +88,7 @@ def package(name: str, remedy: str, otherwise: str = "fail") -> Iterator[Check]:
 
 
 def outlast(asking: str) -> Iterator[Check]:
-    """Check that Outlast is installed, in the version `asking`."""
+    """Check that Outlast is installed; `asking` is the version that it should have."""
     for check in package("outlast", "install Outlast in the image: pip install outlast[train,store]"):
         what = f"{check[2]}, and the one asking has {asking}: what one writes the other may not read"
         other = check[1] == "pass" and check[2] != f"outlast {asking}"
